@@ -116,7 +116,7 @@ def on_rank(file: Path, mib: int, rounds: int) -> int:
 
 def run_case(mbit: int, mib: int, rounds: int, file: Path) -> dict[str, Any]:
     """Starts the ranks; link of ``mbit`` Mbit/s."""
-    from tests.ranks.scale.hosts import Hosts
+    from tests.harness.hosts import Hosts
 
     with Hosts(2) as hosts:
         if mbit:
@@ -139,7 +139,7 @@ def main() -> int:
         return on_rank(options.on_rank, options.mib, options.rounds)
     import tempfile
 
-    from tests.ranks.scale.hosts import why_not
+    from tests.harness.hosts import why_not
 
     if reason := why_not():
         sys.exit(f"this machine cannot make hosts: {reason}")

@@ -119,7 +119,7 @@ def on_rank(arguments: dict[str, Any]) -> dict[str, Any] | None:
 
 def run_case(racks: tuple[int, ...], arguments: dict[str, Any]) -> dict[str, Any]:
     """Starts the ranks; host h in rack ``racks[h]``."""
-    from tests.ranks.scale.hosts import Hosts
+    from tests.harness.hosts import Hosts
 
     with tempfile.TemporaryDirectory() as folder, Hosts(len(racks), racks) as hosts:
         hosts.limit(arguments["within"])
@@ -147,7 +147,7 @@ def main() -> int:
     arguments = {name: getattr(options, name) for name in names}
     if options.on_rank:
         return fork_ranks(on_rank, options.on_rank, arguments)
-    from tests.ranks.scale.hosts import why_not
+    from tests.harness.hosts import why_not
 
     if reason := why_not():
         sys.exit(f"this machine cannot make hosts: {reason}")

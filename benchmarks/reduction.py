@@ -94,7 +94,7 @@ def _noting_end(method: Callable[..., object], times: list[float]) -> Callable[.
 
 def on_hosts(mbit: int, tokens: int, steps: int) -> dict[str, Any]:
     """One rank on each of two hosts, whose link sends so many Mbit/s."""
-    from tests.ranks.scale.hosts import Hosts
+    from tests.harness.hosts import Hosts
 
     with tempfile.TemporaryDirectory() as folder, Hosts(2) as hosts:
         hosts.limit(mbit)
@@ -127,7 +127,7 @@ def main() -> int:
 
     cases = {"one host": run_ranks(measure, 2, options.tokens, options.steps, timeout=600)[0]}
     if options.hosts:
-        from tests.ranks.scale.hosts import why_not
+        from tests.harness.hosts import why_not
 
         if reason := why_not():
             sys.exit(f"this machine cannot make hosts: {reason}")

@@ -117,7 +117,7 @@ CASES = {"three ranks a host": (0, 0, 0, 1, 1, 1), "two ranks a host, in turns":
 
 def run_case(world: tuple[int, ...], arguments: dict[str, Any]) -> dict[str, Any]:
     """Starts the ranks; rank r on host ``world[r]``."""
-    from tests.ranks.scale.hosts import Hosts
+    from tests.harness.hosts import Hosts
 
     with tempfile.TemporaryDirectory() as folder, Hosts(2) as hosts:
         hosts.limit(arguments["mbit"])
@@ -162,7 +162,7 @@ def main() -> int:
     arguments = {name: getattr(options, name) for name in ("mbit", "steps", "tokens", "longest", "capacity")}
     if options.on_rank:
         return fork_ranks(on_rank, options.on_rank, arguments)
-    from tests.ranks.scale.hosts import why_not
+    from tests.harness.hosts import why_not
 
     if reason := why_not():
         sys.exit(f"this machine cannot make hosts: {reason}")

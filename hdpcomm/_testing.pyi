@@ -1,4 +1,4 @@
-# What only tests need (csrc/testing); tests/native.py says how to build it.
+# What only tests need (csrc/testing); tests/harness/native.py says how to build it.
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -19,9 +19,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from hdpcomm.testing import RankPool
-from tests.order import longest_first
-from tests.patience import PATIENCE, be_patient
-from tests.warm_python import PRELOAD
+from tests.harness.order import longest_first
+from tests.harness.patience import PATIENCE, be_patient
+from tests.harness.warm_python import PRELOAD
 
 torch.set_num_threads(1)
 
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    from tests.scheduling import OneWaits
+    from tests.harness.scheduling import OneWaits
 
     return OneWaits(config, log) if config.getvalue("dist") == "loadfile" else None
 

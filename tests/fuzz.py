@@ -31,7 +31,7 @@ from typing import Any
 import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm import bootstrap, store_wire
-from tests.native import _testing
+from tests.harness.native import _testing
 
 __all__ = ["CORPUS", "TARGETS", "corpus_of", "fuzz", "main"]
 
@@ -172,7 +172,7 @@ def _no_group(*_: object) -> None:
 
 def fuzz_store(target: str, seconds: float, seed: int, running: str) -> tuple[int, list[bytes]]:
     del target
-    bootstrap._carry = _no_group  # in a process of its own
+    bootstrap.make_groups = _no_group  # in a process of its own
     chosen = random.Random(seed)
     seen: set[str] = set()
     corpus: list[bytes] = []

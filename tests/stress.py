@@ -18,7 +18,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import run_threads, spawn
-from tests.ranks.comm.random_mix import random_mix
+from tests.harness.random_mix import random_mix
 
 GROWTH = 8 * 2**20  # bytes; the allocator's own noise
 

@@ -32,7 +32,7 @@ LIBRARIES = {"address": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)
 LINKED = ("hdpcomm", "tests", "benchmarks", "examples", "docs", "tools", "csrc", ".ci")  # the tests read files of these
 SHOWN = 6000  # characters of a report
 PATIENCE_S = 600  # that a test may take
-PATIENCE = 10  # times the usual limits that no test is about (tests/patience.py)
+PATIENCE = 10  # times the usual limits that no test is about (tests/harness/patience.py)
 # Tests that a sanitizer keeps from passing although nothing is wrong, with the reason.
 SKIPPED: dict[str, dict[str, str]] = {
     "address": {

@@ -17,7 +17,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import RankPool
-from tests.faults.cases import LONG_S, aborted_by_rank_0, caught, interrupt_soon, pool_over, refused, wait_for
+from tests.harness.fault_cases import LONG_S, aborted_by_rank_0, caught, interrupt_soon, pool_over, refused, wait_for
 
 SIZES = {"inline": 2, "eager": 1024, "direct": 262_144}
 STEPS = 6

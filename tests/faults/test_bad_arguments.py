@@ -14,7 +14,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.cli.main import BAD_USAGE, main
-from tests.faults import bad_calls, bad_local_calls
+from tests.harness import bad_calls, bad_local_calls
 
 COMMANDS: list[tuple[str, str]] = [
     ("plan --ranks 0", "0"),

@@ -31,7 +31,7 @@ from hdpcomm.run import RunConfig, RunResult, Saving, train
 from hdpcomm.run.checkpoints import CheckpointFolder, newest_checkpoint, open_checkpoint
 from hdpcomm.run.tensor_files import read_tensors, write_tensors
 from hdpcomm.testing import run_threads
-from tests.signing import sign
+from tests.harness.signing import sign
 
 CASES = int(os.environ.get("HDPCOMM_CHECKPOINT_CASES", "150"))
 FACTS = {"ranks": 2, "config": {"seed": 1, "model": {"hidden": 32}}, "note": "sound"}

@@ -15,7 +15,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import run_threads, spawn
-from tests.faults.cases import (
+from tests.harness.fault_cases import (
     DISAGREEMENTS,
     LONG_S,
     aborted_by_rank_0,

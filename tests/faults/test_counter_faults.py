@@ -21,8 +21,8 @@ from hdpcomm._core import transport
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.counter import SharedCounter
 from hdpcomm.testing import spawn
-from tests.faults.cases import LONG_S, caught, interrupt_soon, still_works, until, wait_for, write_process
 from tests.faults.test_liveness import TIMEOUT_S, Wire, on_hosts
+from tests.harness.fault_cases import LONG_S, caught, interrupt_soon, still_works, until, wait_for, write_process
 
 SHORT_S = 0.3  # is waited for, and nothing else has to happen meanwhile
 FETCH, FETCHED = 9, 10

@@ -20,7 +20,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import run_threads
-from tests.faults.cases import LONG_S, wait_for, works_again
+from tests.harness.fault_cases import LONG_S, wait_for, works_again
 
 Call = Callable[[hdp.Communicator], Any]
 

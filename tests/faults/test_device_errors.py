@@ -19,8 +19,8 @@ import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm.machine import joining_on
 from hdpcomm.testing import run_threads, spawn
-from tests.fakes import FakeMachine
-from tests.faults.cases import (
+from tests.harness.fakes import FakeMachine
+from tests.harness.fault_cases import (
     DISAGREEMENTS,
     LONG_S,
     aborted_by_rank_0,
@@ -39,7 +39,7 @@ from tests.faults.cases import (
     until_it_fails,
     wait_for,
 )
-from tests.native import _testing
+from tests.harness.native import _testing
 
 
 def refuses_device_operations(comm: hdp.Communicator) -> None:

@@ -12,8 +12,8 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.comm.communicator import Communicator
-from tests.fakes import run_threads
-from tests.faults.cases import LONG_S, caught
+from tests.harness.fakes import run_threads
+from tests.harness.fault_cases import LONG_S, caught
 
 TIMEOUT_S = 0.8
 LONG_WORK_S = 1.8

@@ -10,8 +10,8 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.comm.communicator import Communicator, Work
-from tests.faults.cases import LONG_S, caught, until
 from tests.faults.test_unattended import SHORT_S, on_threads
+from tests.harness.fault_cases import LONG_S, caught, until
 
 
 def warned_of(works: list[Work]) -> list[str]:

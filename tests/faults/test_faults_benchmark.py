@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_python import run_python
+from tests.harness.warm_python import run_python
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 KILLS = int(os.environ.get("FAULTS_KILLS", "5"))  # random points; one of each phase

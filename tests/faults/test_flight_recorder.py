@@ -18,7 +18,7 @@ import hdpcomm as hdp
 from hdpcomm import errors
 from hdpcomm.comm import flight_recorder
 from hdpcomm.testing import spawn
-from tests.faults.cases import LONG_S, caught, until, wait_for
+from tests.harness.fault_cases import LONG_S, caught, until, wait_for
 
 SIZE = 3
 

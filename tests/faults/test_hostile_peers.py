@@ -25,8 +25,8 @@ from hdpcomm._core import transport
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.counter import SharedCounter
 from hdpcomm.testing import spawn
-from tests.faults.cases import LONG_S, caught, wait_for, works_again
-from tests.native import _testing
+from tests.harness.fault_cases import LONG_S, caught, wait_for, works_again
+from tests.harness.native import _testing
 
 HUGE = 2**63 + 5
 GUARD = 4096  # elements on either side of a buffer

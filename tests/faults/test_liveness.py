@@ -22,8 +22,8 @@ from hdpcomm import _core
 from hdpcomm._core import transport
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.testing import spawn
-from tests.faults.cases import LONG_S, caught, until, wait_for, write_process
 from tests.faults.test_unattended import on_threads
+from tests.harness.fault_cases import LONG_S, caught, until, wait_for, write_process
 
 TIMEOUT_S = 1.5
 PING, PONG = 5, 6  # kinds of frames

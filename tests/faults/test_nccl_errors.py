@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from tests.fakes import run_threads
-from tests.faults.cases import (
+from tests.harness.fakes import run_threads
+from tests.harness.fault_cases import (
     DISAGREEMENTS,
     bad_arguments,
     caught,
@@ -21,7 +21,7 @@ from tests.faults.cases import (
     still_works,
     until,
 )
-from tests.native import _testing
+from tests.harness.native import _testing
 
 HOSTS = [(), (0, 1)]  # calls compared by shared memory, and by messages
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from tests.fakes import run_threads
-from tests.faults.cases import LONG_S, caught
-from tests.native import _testing
+from tests.harness.fakes import run_threads
+from tests.harness.fault_cases import LONG_S, caught
+from tests.harness.native import _testing
 
 HOSTS = [(), (0, 1)]
 

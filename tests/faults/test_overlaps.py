@@ -12,7 +12,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import spawn
-from tests.faults.cases import LONG_S, still_works
+from tests.harness.fault_cases import LONG_S, still_works
 
 RANKS = 3
 N = 1000  # elements of a block

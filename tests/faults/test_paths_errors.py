@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from tests.fakes import run_threads
-from tests.faults.cases import (
+from tests.faults.test_nccl_errors import is_over
+from tests.harness.fakes import run_threads
+from tests.harness.fault_cases import (
     DISAGREEMENTS,
     bad_arguments,
     caught,
@@ -20,8 +21,7 @@ from tests.faults.cases import (
     nccl_fails_by_itself,
     still_works,
 )
-from tests.faults.test_nccl_errors import is_over
-from tests.native import _testing
+from tests.harness.native import _testing
 
 HOSTS = (0, 0, 1)
 PAIRS = [(0, 1), (1, 2)]  # over a link, by NCCL

@@ -20,8 +20,8 @@ import torch
 import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.testing import spawn
-from tests.faults.cases import LONG_S, caught, wait_for
-from tests.patience import PATIENCE
+from tests.harness.fault_cases import LONG_S, caught, wait_for
+from tests.harness.patience import PATIENCE
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.plan.queue import pool_rows
 from hdpcomm.testing import spawn
 from hdpcomm.train import Trainer
-from tests.faults.cases import LONG_S
+from tests.harness.fault_cases import LONG_S
 
 CONFIG = LlamaConfig(vocabulary=31, layers=1, hidden=16, heads=2, kv_heads=1, ffn=24)
 LENGTHS = (90, 1, 7, 33, 2, 18, 40, 5, 24, 3, 12, 29)

@@ -14,7 +14,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import RankPool
-from tests.faults.cases import LONG_S, caught, pool_over, wait_for
+from tests.harness.fault_cases import LONG_S, caught, pool_over, wait_for
 
 RANKS = 4
 ROUNDS = 4

@@ -24,7 +24,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.run.metrics_log import JsonLines
 from hdpcomm.testing import spawn
-from tests.faults.cases import LONG_S, still_works, until, wait_for
+from tests.harness.fault_cases import LONG_S, still_works, until, wait_for
 
 MEMFD_CREATE, PROCESS_VM_READV = 319, 310  # on x86-64
 MANY_RANKS = int(os.environ.get("HDPCOMM_MANY_RANKS", "8"))

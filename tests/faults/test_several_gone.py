@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from tests.fakes import run_threads
-from tests.faults.cases import LONG_S, caught
+from tests.harness.fakes import run_threads
+from tests.harness.fault_cases import LONG_S, caught
 
 
 def closes(comm: hdp.Communicator) -> None:

@@ -19,9 +19,9 @@ import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm import recovery
 from hdpcomm.testing import spawn
-from tests.fakes import run_threads
-from tests.faults.cases import LONG_S, caught, still_works, wait_for
 from tests.faults.test_hostile_peers import framed_pair
+from tests.harness.fakes import run_threads
+from tests.harness.fault_cases import LONG_S, caught, still_works, wait_for
 
 KILLS = int(os.environ.get("SHRINK_KILLS", "6"))  # in all
 RANKS = 4

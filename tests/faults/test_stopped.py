@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from tests.faults.cases import LONG_S, caught, until, wait_for, works_again, write_process
+from tests.harness.fault_cases import LONG_S, caught, until, wait_for, works_again, write_process
 
 COUNT = 4 << 20
 ATTEMPTS = 20

@@ -12,10 +12,10 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm import work as works
 from hdpcomm.comm.machine import joining_on
-from tests.fakes import FakeMachine
-from tests.faults.cases import LONG_S, caught, still_works, until
 from tests.faults.test_device_errors import arenas
-from tests.native import _testing
+from tests.harness.fakes import FakeMachine
+from tests.harness.fault_cases import LONG_S, caught, still_works, until
+from tests.harness.native import _testing
 
 COUNT = 100_000
 """Elements of a message that each lane of a pair has a part of."""

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import hdpcomm as hdp
 from hdpcomm.errors import plain_text
 from hdpcomm.testing import spawn
-from tests.faults.cases import LONG_S, caught
 from tests.faults.test_hostile_peers import FAILURE, GOODBYE, changed, framed_pair
+from tests.harness.fault_cases import LONG_S, caught
 
 TEXTS = {
     "Chinese": "/数据/" * 150,

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
-from tests.faults.cases import LONG_S
-from tests.warm_python import Python
+from tests.harness.fault_cases import LONG_S
+from tests.harness.warm_python import Python
 
 MODEL = ["--layers", "1", "--hidden", "16", "--ffn", "16"]
 OPTIONS = ["--ranks", "4", "--steps", "100000", "--context", "512", "--tokens-per-step", "2048", *MODEL]

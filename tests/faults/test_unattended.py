@@ -14,7 +14,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
-from tests.faults.cases import LONG_S, caught, until
+from tests.harness.fault_cases import LONG_S, caught, until
 
 SHORT_S = 0.4
 

@@ -32,9 +32,9 @@ from hdpcomm.comm.store_server import MOST_UNPROVEN, JobStoreServer
 from hdpcomm.comm.store_wire import local_name
 from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.testing import spawn
-from tests.ranks.scale.hosts import why_not
+from tests.harness.hosts import why_not
+from tests.harness.warm_python import Python
 from tests.ranks.scale.test_torch_faults import QueueGroup, Wires
-from tests.warm_python import Python
 
 OURS, THEIRS = Secret("the secret of this job"), Secret("another job's secret")
 LONG_S = 60.0

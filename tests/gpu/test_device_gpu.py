@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 import pytest
 
 from hdpcomm._core.device import Device, cuda_device_count, open_cuda
-from tests.native import _testing
-from tests.unit.device.contract import PROGRAMS, words
+from tests.harness.device_contract import PROGRAMS, words
+from tests.harness.native import _testing
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="needs a GPU")
 

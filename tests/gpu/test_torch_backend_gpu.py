@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hdpcomm.torch_backend  # noqa: F401  (registers the backend)
 from hdpcomm.testing import spawn
 from hdpcomm.torch_backend.work import StreamWork
-from tests.ranks.torch_backend.groups import torch_ranks
+from tests.harness.torch_groups import torch_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -13,11 +13,11 @@ import hdpcomm as hdp
 from hdpcomm.attention import AttentionOptions, ring_attention, shard
 from hdpcomm.comm.topology import measure_topology
 from hdpcomm.testing import run_threads, spawn
+from tests.harness.worlds import small_slots
 from tests.ranks.device.test_device_collectives import bits, messages
 from tests.ranks.device.test_device_peer_reads import WAYS, drawn
 from tests.ranks.device.test_device_peer_reads import run as peer_run
 from tests.ranks.device.test_device_training import training
-from tests.ranks.device.worlds import small_slots
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.harness.warm_python import Python, run_python
 from tests.ranks.run.test_elastic import SIZE, TOLD, losses, ranks_of, wait_for_steps
-from tests.warm_python import Python, run_python
 
 if not os.environ.get("HDPCOMM_RAY_TESTS"):
     pytest.skip("run by make ray", allow_module_level=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hdpcomm.testing import spawn
-from tests.warm_python import run_python
+from tests.harness.warm_python import run_python
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

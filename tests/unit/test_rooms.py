@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-TOP = Path(__file__).resolve().parents[2]
+from tests.harness.planted import TOP, run_check, run_planted
+
 SOUND = {
     "csrc/base/error.hpp": "#include <string>\n",
     "csrc/transport/transport.hpp": '#pragma once\n\n#include "base/error.hpp"\n',
@@ -23,26 +24,14 @@ SOUND = {
 }
 
 
-def run(top: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOP / ".ci/rooms"), "--top", str(top)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
 @pytest.fixture
 def planted(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the check on the sound tree with other files written into it."""
-
-    def write(files: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        for name, text in {**SOUND, **files}.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-        return run(tmp_path)
-
-    return write
+    return lambda files: run_planted("rooms", tmp_path, {**SOUND, **files})
 
 
 def test_this_tree_is_in_order() -> None:
-    done = run(TOP)
+    done = run_check("rooms")
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith(": 0 out of order, 0 circles\n")
     includes, imports = map(int, re.findall(r"(\d+) (?:includes|imports)", done.stdout))
@@ -158,7 +147,7 @@ def test_an_unknown_room_asks_for_a_place(planted: Callable[..., subprocess.Comp
 
 
 def test_nothing_to_read_is_no_success(tmp_path: Path) -> None:
-    done = run(tmp_path)
+    done = run_check("rooms", tmp_path)
     assert done.returncode == 2
     assert "give the top of the tree" in done.stderr
 

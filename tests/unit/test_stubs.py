@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import hdpcomm
-from tests.native import _testing
+from tests.harness.native import _testing
 
 PACKAGE = Path(hdpcomm.__file__).parent
 STUBS = {

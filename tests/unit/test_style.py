@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-TOP = Path(__file__).resolve().parents[2]
+from tests.harness.planted import run_check, run_planted
+
 SOUND = {
     "csrc/base/error.hpp": '// What the peer sent.\nconst char* kText = "// Of a peer";  // says "of whom"\n',
     "csrc/base/raw.cpp": "auto text = R\"x(\n// Of a string\n)x\";\nint big = 1'000'000;\n",
@@ -24,26 +24,14 @@ SOUND = {
 }
 
 
-def run(top: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOP / ".ci/style"), "--top", str(top)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 @pytest.fixture
 def planted(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the check on the sound tree with other files written into it."""
-
-    def write(files: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        for name, text in {**SOUND, **files}.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text)
-        return run(tmp_path)
-
-    return write
+    return lambda files: run_planted("style", tmp_path, {**SOUND, **files})
 
 
 def test_this_tree_keeps_the_rules() -> None:
-    done = run(TOP)
+    done = run_check("style")
     assert done.returncode == 0, done.stdout
     assert int(done.stdout.split()[0]) > 500
 
@@ -111,6 +99,6 @@ def test_an_exception_is_for_as_many_parameters_as_it_says(
 
 
 def test_nothing_to_read_is_no_success(tmp_path: Path) -> None:
-    done = run(tmp_path)
+    done = run_check("style", tmp_path)
     assert done.returncode == 2
     assert "give the top of the tree" in done.stderr

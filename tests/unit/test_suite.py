@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.order import LONGEST, WAITING, waits
+from tests.harness.order import LONGEST, WAITING, waits
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ class Node:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_one_process_at_a_time_waits(seed: int) -> None:
-    scheduling = pytest.importorskip("tests.scheduling", reason="needs pytest-xdist")
+    scheduling = pytest.importorskip("tests.harness.scheduling", reason="needs pytest-xdist")
     draw = random.Random(seed)
     waiting = [name for name in WAITING[:6] for _ in range(draw.randint(1, 5))]
     computing = [name for name in LONGEST[:20] for _ in range(draw.randint(1, 5))]
@@ -69,7 +69,7 @@ def test_one_process_at_a_time_waits(seed: int) -> None:
 
 
 def test_a_process_that_dies_fails_one_test() -> None:
-    scheduling = pytest.importorskip("tests.scheduling", reason="needs pytest-xdist")
+    scheduling = pytest.importorskip("tests.harness.scheduling", reason="needs pytest-xdist")
     items = [f"tests/test_{file}.py::test_{test}" for file in range(4) for test in range(5)]
     config: Any = SimpleNamespace(getvalue=lambda _: ["popen"] * 2, option=SimpleNamespace(loadscopereorder=False))
     dealt = scheduling.OneWaits(config)

@@ -1,4 +1,4 @@
-"""tests/warm_python.py: what starts there does what a new interpreter does."""
+"""tests/harness/warm_python.py: what starts there does what a new interpreter does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_python import Python, run_python
+from tests.harness.warm_python import Python, run_python
 
 CODES = {
     "an exit code": "import sys; sys.exit(3)",
@@ -27,8 +27,8 @@ CODES = {
 }
 STARTS = """
 import json, os, subprocess, sys
-from tests.warm_children import fork_python_programs
-from tests.warm_python import run_child
+from tests.harness.warm_children import fork_python_programs
+from tests.harness.warm_python import run_child
 
 fork_python_programs(run_child)
 environment = {**os.environ, "PARENT": str(os.getpid())}

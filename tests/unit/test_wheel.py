@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hdpcomm import _core
-from tests.native import _testing
+from tests.harness.native import _testing
 
 TOP = Path(__file__).resolve().parents[2]
 CORE, TESTING = Path(_core.__file__), Path(_testing.__file__)

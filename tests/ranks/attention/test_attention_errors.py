@@ -7,7 +7,7 @@ import hdpcomm as hdp
 from hdpcomm.attention import AttentionOptions, ring_attention, shard
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
+from tests.harness.attention_options import with_options
 
 CU = [0, 40, 52]
 SIZE = 3

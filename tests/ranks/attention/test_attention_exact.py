@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import hdpcomm as hdp
 from hdpcomm.attention import ring_attention, shard, unshard
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
-from tests.ranks.attention.attention_oracle import GRADS, Case, check, error, expected, on_rank, on_ranks, plain
+from tests.harness.attention_options import with_options
+from tests.harness.attention_oracle import GRADS, Case, check, error, expected, on_rank, on_ranks, plain
 
 EXAMPLES = int(os.environ.get("HDPCOMM_TEST_PACKS", "60"))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}

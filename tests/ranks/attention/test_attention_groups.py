@@ -5,7 +5,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.attention import ring_attention, shard, unshard
 from hdpcomm.testing import run_threads
-from tests.ranks.attention.attention_oracle import Case, error, expected
+from tests.harness.attention_oracle import Case, error, expected
 
 GROUPS = [([0, 1, 2], [200]), ([3], [31, 7]), ([2, 3], [64, 64]), ([3, 1, 0, 2], [301, 5]), ([1], [12]), ([2, 0], [90])]
 

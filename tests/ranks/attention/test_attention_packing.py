@@ -18,7 +18,7 @@ from hdpcomm.attention import (
 )
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
+from tests.harness.attention_options import with_options
 
 CU = [0, 50, 51, 80]
 

@@ -6,8 +6,8 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.attention import positions, ring_attention, shard
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
-from tests.ranks.attention.attention_oracle import Case, visible
+from tests.harness.attention_options import with_options
+from tests.harness.attention_oracle import Case, visible
 
 PACKS = {
     "one": Case(4, [512]),

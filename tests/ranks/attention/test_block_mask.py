@@ -16,9 +16,9 @@ from hdpcomm.attention.routes import find_atoms, ring_plan
 from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
-from tests.ranks.attention.attention_oracle import error
-from tests.ranks.attention.tree_oracle import TreeCase, expected, random_tree, trajectories
+from tests.harness.attention_options import with_options
+from tests.harness.attention_oracle import error
+from tests.harness.tree_oracle import TreeCase, expected, random_tree, trajectories
 
 TREES = int(os.environ.get("HDPCOMM_TEST_TREES", "8"))
 DOCUMENT = torch.arange(1000) // 37

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.warm_python import run_python
+from tests.harness.warm_python import run_python
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

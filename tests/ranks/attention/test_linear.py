@@ -16,8 +16,8 @@ from hdpcomm.attention.linear.exchange import choose_exchange
 from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
-from tests.ranks.attention.attention_oracle import error
+from tests.harness.attention_options import with_options
+from tests.harness.attention_oracle import error
 
 EXAMPLES = int(os.environ.get("HDPCOMM_TEST_PACKS", "25"))
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}

@@ -16,8 +16,8 @@ from hdpcomm.attention.mla import choose_send
 from hdpcomm.attention.tiles import band_of
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
-from tests.ranks.attention.attention_oracle import Case, error
+from tests.harness.attention_options import with_options
+from tests.harness.attention_oracle import Case, error
 from tests.ranks.attention.test_attention_traffic import minimum_rows
 
 EXAMPLES = int(os.environ.get("HDPCOMM_TEST_PACKS", "25"))

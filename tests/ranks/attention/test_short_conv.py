@@ -12,8 +12,8 @@ import hdpcomm as hdp
 from hdpcomm.attention import shard, short_conv, unshard
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
-from tests.ranks.attention.attention_oracle import Case
+from tests.harness.attention_options import with_options
+from tests.harness.attention_oracle import Case
 from tests.ranks.attention.test_attention_traffic import minimum_rows
 
 EXAMPLES = int(os.environ.get("HDPCOMM_TEST_PACKS", "25"))

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from tests.ranks.attention.tree_oracle import TreeCase, check, random_tree
+from tests.harness.tree_oracle import TreeCase, check, random_tree
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 TREES = int(os.environ.get("HDPCOMM_TEST_TREES", "24"))

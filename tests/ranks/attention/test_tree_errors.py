@@ -7,7 +7,7 @@ import hdpcomm as hdp
 from hdpcomm.attention import Tree, packed_attention, packing, ring_attention, shard
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
+from tests.harness.attention_options import with_options
 
 TREE = Tree([-1, 0, 0], [20, 12, 8])
 

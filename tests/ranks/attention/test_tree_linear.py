@@ -16,8 +16,9 @@ from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.attention.tree_layout import tree_layout
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
-from tests.ranks.attention.attention_oracle import error
+from tests.harness.attention_options import with_options
+from tests.harness.attention_oracle import error
+from tests.harness.tree_oracle import random_tree, trajectories
 from tests.ranks.attention.test_linear import (
     DELTA,
     SHARED,
@@ -29,7 +30,6 @@ from tests.ranks.attention.test_linear import (
     inputs_of,
     own,
 )
-from tests.ranks.attention.tree_oracle import random_tree, trajectories
 
 TREES = int(os.environ.get("HDPCOMM_TEST_TREES", "6"))
 KINDS = ["gated", "kda", "ssd"]

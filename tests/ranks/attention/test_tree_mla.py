@@ -13,10 +13,10 @@ import hdpcomm as hdp
 from hdpcomm.attention import Tree, mla_attention, shard
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
-from tests.ranks.attention.attention_oracle import error
+from tests.harness.attention_oracle import error
+from tests.harness.tree_oracle import TreeCase, random_tree, trajectories
 from tests.ranks.attention.test_mla import NAMES, TOLERANCE, on_ranks, sent_on, tensors
 from tests.ranks.attention.test_tree_traffic import minimum_rows
-from tests.ranks.attention.tree_oracle import TreeCase, random_tree, trajectories
 
 TREES = int(os.environ.get("HDPCOMM_TEST_TREES", "12"))
 BRANCHED = Tree([-1, 0, 0, 2, 2, 0, -1, -1, 7], [40, 17, 9, 1, 23, 30, 5, 3, 11])

@@ -9,10 +9,10 @@ import hdpcomm as hdp
 from hdpcomm.attention import ring_attention, shard
 from hdpcomm.attention.layout import layout_of
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
-from tests.ranks.attention.attention_oracle import Case
+from tests.harness.attention_options import with_options
+from tests.harness.attention_oracle import Case
+from tests.harness.tree_oracle import TreeCase, random_tree, trajectories
 from tests.ranks.attention.test_attention_traffic import sent as sent_flat
-from tests.ranks.attention.tree_oracle import TreeCase, random_tree, trajectories
 
 
 def owners(case):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import hdpcomm as hdp
 from hdpcomm.comm.bootstrap import close_all
 from hdpcomm.comm.machine import Machine, joining_on
-from tests.warm_python import Python, run_python
+from tests.harness.warm_python import Python, run_python
 
 REPOSITORY = Path(__file__).parents[3]
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")

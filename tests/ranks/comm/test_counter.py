@@ -16,9 +16,9 @@ import torch
 import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm import SharedCounter
-from tests.fakes import run_threads
-from tests.faults.cases import LONG_S, caught, still_works
 from tests.faults.test_liveness import on_hosts
+from tests.harness.fakes import run_threads
+from tests.harness.fault_cases import LONG_S, caught, still_works
 
 COUNTERS = 3
 Taken = list[list[tuple[int, int]]]  # by counter: first and amount of what was taken

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
-from tests.ranks.torch_backend.groups import torch_ranks
+from tests.harness.torch_groups import torch_ranks
 
 Event = tuple[str, dict[str, Any]]
 

@@ -15,7 +15,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import run_threads
-from tests.ranks.comm.random_mix import random_mix
+from tests.harness.random_mix import random_mix
 
 
 def order_and_nesting() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hdpcomm.testing.device_check import PlantedSite, check, planted_sites
-from tests.ranks.device.ring_program import annotated, ring_attention
-from tests.ranks.device.stream_programs import PROGRAMS
-from tests.ranks.device.worlds import small_slots
+from tests.harness.ring_program import annotated, ring_attention
+from tests.harness.stream_programs import PROGRAMS
+from tests.harness.worlds import small_slots
 
 ALL = {**PROGRAMS, "ring_attention": ring_attention}
 

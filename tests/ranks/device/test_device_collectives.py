@@ -15,9 +15,9 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.testing import run_threads, spawn
-from tests.native import _testing
+from tests.harness.native import _testing
+from tests.harness.worlds import small_slots
 from tests.ranks.comm.test_collectives import everything
-from tests.ranks.device.worlds import small_slots
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

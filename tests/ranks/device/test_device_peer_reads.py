@@ -16,8 +16,8 @@ from hdpcomm import _core
 from hdpcomm.comm.costs import load_costs
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.testing import run_threads, spawn
-from tests.native import _testing
-from tests.ranks.device.worlds import small_slots
+from tests.harness.native import _testing
+from tests.harness.worlds import small_slots
 
 WAYS = [
     ("all_gather", "one_shot"),

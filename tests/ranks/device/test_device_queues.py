@@ -11,9 +11,9 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm import testing
-from tests.fakes import FakeMachine
-from tests.native import _testing
-from tests.ranks.device.worlds import small_slots
+from tests.harness.fakes import FakeMachine
+from tests.harness.native import _testing
+from tests.harness.worlds import small_slots
 
 #: Operations that a driver holds of a stream (csrc/transport/stream/pacer.hpp).
 HELD = 1020

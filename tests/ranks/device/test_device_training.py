@@ -13,8 +13,8 @@ import torch
 import hdpcomm as hdp
 from hdpcomm._core import collective
 from hdpcomm.testing import run_threads, spawn
-from tests.ranks.attention.attention_oracle import GRADS, Case, on_rank
-from tests.ranks.device.worlds import small_slots
+from tests.harness.attention_oracle import GRADS, Case, on_rank
+from tests.harness.worlds import small_slots
 from tests.ranks.train.test_trainer import LENGTHS, fetch, trainer_of
 
 

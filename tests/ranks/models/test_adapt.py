@@ -16,7 +16,7 @@ from hdpcomm.train import Trainer
 
 transformers = pytest.importorskip("transformers", minversion="4.54")
 
-from tests.ranks.models.families import FAMILIES, LENGTHS, config_of, model_of, sequences, unsharded  # noqa: E402
+from tests.harness.families import FAMILIES, LENGTHS, config_of, model_of, sequences, unsharded  # noqa: E402
 
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, ring_step=1e-4)
 CU = torch.tensor([0, 5, 9], dtype=torch.int32)

@@ -15,7 +15,7 @@ from hdpcomm.testing import run_threads
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from tests.ranks.models.families import LENGTHS, model_of, sequences, unsharded
+from tests.harness.families import LENGTHS, model_of, sequences, unsharded
 from tests.ranks.models.test_adapt import BY_HAND, CU, IDS, PLACES, FixedPlanner, check, planner_of, step
 
 HYBRID = ("deepseek-v3", "qwen3-next", "kimi-linear", "mamba2")

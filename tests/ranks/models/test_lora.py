@@ -12,7 +12,7 @@ from hdpcomm.train import Trainer
 pytest.importorskip("transformers", minversion="4.54")
 peft = pytest.importorskip("peft")
 
-from tests.ranks.models.families import LENGTHS, model_of, sequences, unsharded  # noqa: E402
+from tests.harness.families import LENGTHS, model_of, sequences, unsharded  # noqa: E402
 from tests.ranks.models.test_adapt import planner_of  # noqa: E402
 
 TARGETS = {"layers": ["q_proj", "down_proj"], "head": ["q_proj", "lm_head"]}

@@ -14,7 +14,7 @@ from hdpcomm.models.huggingface import enable
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
-from tests.ranks.models.families import model_of  # noqa: E402
+from tests.harness.families import model_of  # noqa: E402
 
 DOORS = [adapt, enable]
 

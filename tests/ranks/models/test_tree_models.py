@@ -17,7 +17,7 @@ from hdpcomm.train import Trainer
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from tests.ranks.models.families import VOCABULARY, model_of
+from tests.harness.families import VOCABULARY, model_of
 
 FAMILIES = ("deepseek-v3", "qwen3-next", "kimi-linear", "mamba2")
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, ring_step=1e-4)

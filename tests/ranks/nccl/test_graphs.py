@@ -11,12 +11,12 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.comm.device.communicator import DeviceCommunicator
-from tests.fakes import run_threads
-from tests.faults.cases import until
 from tests.faults.test_comm_errors import caught
-from tests.native import _testing
-from tests.ranks.device.stream_programs import Caller
-from tests.ranks.device.worlds import small_slots
+from tests.harness.fakes import run_threads
+from tests.harness.fault_cases import until
+from tests.harness.native import _testing
+from tests.harness.stream_programs import Caller
+from tests.harness.worlds import small_slots
 
 WORLDS = {
     "links": ("sim", ()),

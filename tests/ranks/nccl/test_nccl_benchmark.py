@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from tests.fakes import run_threads
+from tests.harness.fakes import run_threads
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 

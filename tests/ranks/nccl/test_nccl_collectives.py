@@ -10,8 +10,8 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.comm.device.communicator import DeviceCommunicator
-from tests.fakes import run_threads
-from tests.native import _testing
+from tests.harness.fakes import run_threads
+from tests.harness.native import _testing
 from tests.ranks.comm.test_collectives import everything
 from tests.ranks.device.test_device_collectives import bits, in_the_background
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fakes import run_threads
-from tests.ranks.attention.attention_oracle import GRADS, Case
+from tests.harness.attention_oracle import GRADS, Case
+from tests.harness.fakes import run_threads
 from tests.ranks.device.test_device_training import MASKS, attention, training
 
 

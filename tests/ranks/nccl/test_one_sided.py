@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from tests.fakes import check, planted_sites, run_threads
 from tests.faults.test_comm_errors import caught
-from tests.native import _testing
-from tests.ranks.attention.attention_oracle import GRADS, Case
-from tests.ranks.device.ring_program import annotated, ring_attention
-from tests.ranks.device.stream_programs import exchanges, landings
-from tests.ranks.device.stream_programs import joined as joined_caller
+from tests.harness.attention_oracle import GRADS, Case
+from tests.harness.fakes import check, planted_sites, run_threads
+from tests.harness.native import _testing
+from tests.harness.ring_program import annotated, ring_attention
+from tests.harness.stream_programs import exchanges, landings
+from tests.harness.stream_programs import joined as joined_caller
+from tests.harness.worlds import small_slots
 from tests.ranks.device.test_device_training import MASKS, attention, training
-from tests.ranks.device.worlds import small_slots
 from tests.ranks.nccl.test_graphs import caller, graph_of, settle
 
 

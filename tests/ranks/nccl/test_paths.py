@@ -16,14 +16,14 @@ from hdpcomm.comm.costs import cost_names
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.machine import Machine, joining_on
 from hdpcomm.testing import spawn
-from tests.fakes import run_threads
-from tests.native import _testing
-from tests.ranks.attention.attention_oracle import GRADS, Case
-from tests.ranks.comm.random_mix import random_mix
+from tests.harness.attention_oracle import GRADS, Case
+from tests.harness.fakes import run_threads
+from tests.harness.native import _testing
+from tests.harness.random_mix import random_mix
+from tests.harness.worlds import small_slots
 from tests.ranks.comm.test_collectives import everything
 from tests.ranks.device.test_device_collectives import bits, messages
 from tests.ranks.device.test_device_training import MASKS, attention, training
-from tests.ranks.device.worlds import small_slots
 
 PATHS = "cuda+nccl"
 TWO, THREE = (0, 0, 0, 1, 1), (0, 0, 1, 2, 2, 2)

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from tests.fakes import check, planted_sites
-from tests.ranks.device.ring_program import annotated, ring_attention
-from tests.ranks.device.stream_programs import PROGRAMS, joined
-from tests.ranks.device.worlds import small_slots
+from tests.harness.fakes import check, planted_sites
+from tests.harness.ring_program import annotated, ring_attention
+from tests.harness.stream_programs import PROGRAMS, joined
+from tests.harness.worlds import small_slots
 
 HOSTS = {"cuda+nccl": (0, 0, 1), "nccl": ()}
 

@@ -19,11 +19,11 @@ from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from hdpcomm.train.profile import processor_costs, profile_samples
-from tests.ranks.parallel import pipelines
-from tests.ranks.parallel.pipelines import COST, SEED, FixedPlanner, tokens_of, wanted
+from tests.harness import pipelines
+from tests.harness.pipelines import COST, SEED, FixedPlanner, tokens_of, wanted
+from tests.harness.plain_llama import batch_gradients
+from tests.harness.thirty_steps import check_thirty_steps
 from tests.ranks.parallel.test_pipeline import LIMIT
-from tests.ranks.parallel.thirty_steps import check_thirty_steps
-from tests.ranks.train.plain_llama import batch_gradients
 
 CONFIG = LlamaConfig(
     vocabulary=62, layers=3, hidden=32, heads=4, kv_heads=2, ffn=24, experts=4, top_k=2,

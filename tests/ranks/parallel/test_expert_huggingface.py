@@ -17,11 +17,11 @@ from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from tests.ranks.parallel.pipelines import COST
+from tests.harness.pipelines import COST
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from tests.ranks.models.families import LENGTHS, model_of, sequences, unsharded
+from tests.harness.families import LENGTHS, model_of, sequences, unsharded
 
 
 def model(family, how="plain"):

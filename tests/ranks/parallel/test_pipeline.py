@@ -19,7 +19,7 @@ from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, PipelineSchedule, Planner, Tree
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from tests.ranks.parallel.pipelines import (
+from tests.harness.pipelines import (
     CONFIG,
     COST,
     FixedPlanner,

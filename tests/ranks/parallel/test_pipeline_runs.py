@@ -20,7 +20,7 @@ from hdpcomm.run.model import folder_model
 from hdpcomm.run.pipelines import device_recompute, stage_recompute
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from tests.ranks.parallel.pipelines import CONFIG, COST, SEED, tokens_of, trainer_of
+from tests.harness.pipelines import CONFIG, COST, SEED, tokens_of, trainer_of
 
 MODEL = LlamaConfig(layers=4, hidden=16, heads=2, kv_heads=1, ffn=24)
 

@@ -18,7 +18,7 @@ from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from tests.harness.noted import NotedComm
-from tests.ranks.parallel.pipelines import COST, SEED
+from tests.harness.pipelines import COST, SEED
 
 BATCHES = ((50, 3, 17, 30), (8, 2, 33, 12, 5), (60,), (9, 9, 9, 9, 9, 9))
 DENSE = LlamaConfig(vocabulary=64, layers=4, hidden=16, heads=4, kv_heads=2, ffn=24)  # tied embeddings

@@ -10,7 +10,7 @@ import torch
 
 from hdpcomm.parallel import check_programs, make_programs
 from hdpcomm.testing import run_threads
-from tests.ranks.parallel.pipelines import CONFIG, FixedPlanner, check_gradients, one_step
+from tests.harness.pipelines import CONFIG, FixedPlanner, check_gradients, one_step
 from tests.ranks.parallel.test_pipeline import LENGTHS, LIMIT, SMALL, UNEVEN, random_plan
 
 PLANS = int(os.environ.get("HDPCOMM_TEST_PIPELINE_PLANS", "12"))

@@ -16,9 +16,9 @@ from hdpcomm.parallel import tensor_parallel
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from tests.ranks.parallel.pipelines import COST, SEED, FixedPlanner, check_gradients, part_of, tokens_of, wanted
+from tests.harness.pipelines import COST, SEED, FixedPlanner, check_gradients, part_of, tokens_of, wanted
+from tests.harness.thirty_steps import check_thirty_steps
 from tests.ranks.parallel.test_pipeline import LENGTHS, LIMIT, UNEVEN
-from tests.ranks.parallel.thirty_steps import check_thirty_steps
 
 CONFIG = LlamaConfig(vocabulary=62, layers=3, hidden=32, heads=4, kv_heads=2, ffn=48)
 

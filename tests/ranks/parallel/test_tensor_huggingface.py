@@ -17,11 +17,11 @@ from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from tests.ranks.parallel.pipelines import COST, part_of
+from tests.harness.pipelines import COST, part_of
 
 pytest.importorskip("transformers", minversion="4.54")
 
-from tests.ranks.models.families import LENGTHS, model_of, sequences, unsharded
+from tests.harness.families import LENGTHS, model_of, sequences, unsharded
 
 MODELS = {
     "llama": {"num_key_value_heads": 1, "mlp_bias": True, "attention_bias": True},

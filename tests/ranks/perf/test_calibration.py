@@ -12,7 +12,7 @@ import hdpcomm as hdp
 from hdpcomm.comm import Communicator
 from hdpcomm.comm.costs import load_costs, save_costs
 from hdpcomm.perf import calibrate
-from tests.fakes import run_threads
+from tests.harness.fakes import run_threads
 
 
 def measure_costs(transport: str) -> dict[str, float]:

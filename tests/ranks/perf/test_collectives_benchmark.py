@@ -6,7 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from tests.warm_python import run_python
+from tests.harness.warm_python import run_python
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "collectives.py"
 

@@ -24,7 +24,7 @@ from hdpcomm.comm.costs import load_costs
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.records import COLUMNS
 from hdpcomm.perf.results import Row, Side
-from tests.warm_python import Python, run_python
+from tests.harness.warm_python import Python, run_python
 
 ROOT = Path(__file__).parents[3]
 

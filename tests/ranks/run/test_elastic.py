@@ -16,7 +16,7 @@ import pytest
 
 from hdpcomm.cli.main import main
 from hdpcomm.run import read_lines
-from tests.warm_python import Python, run_python
+from tests.harness.warm_python import Python, run_python
 
 SIZE = ["--layers", "2", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24"]
 LIMITS = ["--context", "300", "--tokens-per-step", "700", "--trackers", "none"]

@@ -13,8 +13,8 @@ import pytest
 from hdpcomm.cli.main import main
 from hdpcomm.data import FolderEncoder, open_corpus
 from hdpcomm.run import folder_model, read_metrics
-from tests.unit.data.tokenizers import save_tokenizer
-from tests.warm_python import Python
+from tests.harness.tokenizers import save_tokenizer
+from tests.harness.warm_python import Python
 
 transformers = pytest.importorskip("transformers")
 

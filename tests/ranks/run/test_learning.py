@@ -23,7 +23,7 @@ from hdpcomm.testing import run_threads
 from hdpcomm.trace.run_report import run_report
 from hdpcomm.train import StepMetrics
 from hdpcomm.train.timeline import Span
-from tests.signing import sign
+from tests.harness.signing import sign
 
 CONFIG = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
 BELIEVED = CostModel(attention=1e-8, linear=1.2e-5, fixed=1e-4)

@@ -27,7 +27,7 @@ from hdpcomm.models import Llama, LlamaConfig, adapt
 from hdpcomm.models.export import check_export, export_llama
 from hdpcomm.run import MetricsLog, RunConfig, RunResult, Saving, Watching, open_checkpoint, read_metrics, train
 from hdpcomm.testing import run_threads
-from tests.warm_python import Python, run_python
+from tests.harness.warm_python import Python, run_python
 
 CONFIG = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
 STEPS = 8

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hdpcomm.testing import RankPool
-from tests.warm_python import PRELOAD
+from tests.harness.warm_python import PRELOAD
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from hdpcomm.comm.addresses import listening_address
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.connections import Connections, listen
 from hdpcomm.comm.secret import Secret
-from tests.faults.cases import LONG_S
+from tests.harness.fault_cases import LONG_S
 from tests.ranks.scale.test_torch_carrier import linked
 from tests.ranks.scale.test_torch_faults import together
 

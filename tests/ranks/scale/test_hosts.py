@@ -14,11 +14,11 @@ import torch
 
 from hdpcomm.attention import unshard
 from hdpcomm.cli.main import main
-from tests.ranks.attention.attention_oracle import GRADS, error, expected
-from tests.ranks.scale.host_program import RING, TRAFFIC_BYTES, TRAFFIC_SUBSETS
-from tests.ranks.scale.hosts import Hosts, WarmHosts, why_not
+from tests.harness.attention_oracle import GRADS, error, expected
+from tests.harness.host_program import RING, TRAFFIC_BYTES, TRAFFIC_SUBSETS
+from tests.harness.hosts import Hosts, WarmHosts, why_not
 
-PROGRAM = "tests.ranks.scale.host_program"
+PROGRAM = "tests.harness.host_program"
 TRAIN = ["--layers", "1", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24", "--steps", "3"]
 TRAIN += ["--context", "300", "--tokens-per-step", "700", "--capacity", "100"]
 

@@ -20,7 +20,7 @@ from hdpcomm.comm import addresses, group_carrier
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.group_carrier import GroupCarrier
 from hdpcomm.comm.secret import Secret
-from tests.faults.cases import LONG_S
+from tests.harness.fault_cases import LONG_S
 from tests.ranks.scale.test_torch_faults import QueueGroup, Wires, together
 
 BULK_BYTES = 512 << 10

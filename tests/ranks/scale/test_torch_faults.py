@@ -25,8 +25,8 @@ from hdpcomm.comm.addresses import own_address
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.group_carrier import GroupCarrier
 from hdpcomm.testing import spawn
-from tests.faults.cases import LONG_S, sums, survives, told_survivors, wait_for
-from tests.native import _testing
+from tests.harness.fault_cases import LONG_S, sums, survives, told_survivors, wait_for
+from tests.harness.native import _testing
 
 
 @pytest.fixture(params=["tcp", "torch"])

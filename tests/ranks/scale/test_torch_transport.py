@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.faults import test_comm_errors as faults
-from tests.faults.cases import bad_arguments, exit_by_exception
+from tests.harness.fault_cases import bad_arguments, exit_by_exception
 from tests.ranks.comm import test_collectives as collectives
 from tests.ranks.comm import test_subsets as subsets
 

@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 
 import hdpcomm as hdp
 from hdpcomm.torch_backend import communicator
-from tests.ranks.torch_backend.groups import data, torch_ranks
+from tests.harness.torch_groups import data, torch_ranks
 
 REDUCTIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.SUM: lambda stack: stack.to(torch.float64).sum(0),

@@ -21,10 +21,10 @@ import hdpcomm as hdp
 from hdpcomm.testing import spawn
 from hdpcomm.torch_backend import BackendLost, BackendTimeout, communicator
 from hdpcomm.torch_backend.errors import BackendAborted
-from tests.faults.cases import LONG_S, told_survivors, wait_for
+from tests.harness.fault_cases import LONG_S, told_survivors, wait_for
+from tests.harness.torch_groups import data, torch_ranks
 from tests.ranks.torch_backend import test_collectives as collectives
 from tests.ranks.torch_backend import test_messages as messages
-from tests.ranks.torch_backend.groups import data, torch_ranks
 
 SECRET = "a secret of sixteen characters"
 

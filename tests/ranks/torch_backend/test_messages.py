@@ -15,8 +15,8 @@ import torch.distributed as dist
 import hdpcomm as hdp
 from hdpcomm.torch_backend import BackendLost, BackendMismatch, BackendTimeout
 from hdpcomm.torch_backend.errors import BackendAborted
-from tests.faults.cases import LONG_S, interrupt_soon
-from tests.ranks.torch_backend.groups import data, torch_ranks
+from tests.harness.fault_cases import LONG_S, interrupt_soon
+from tests.harness.torch_groups import data, torch_ranks
 
 REFUSED = "is out of step with rank . since: .*; destroy the process group on all ranks and make a new one"
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.ranks.torch_backend.groups import torch_ranks
-from tests.ranks.torch_backend.programs import check, make_program, members_of, run_program
+from tests.harness.torch_groups import torch_ranks
+from tests.harness.torch_programs import check, make_program, members_of, run_program
 
 Got = dict[int, tuple[int | None, int | None]]
 

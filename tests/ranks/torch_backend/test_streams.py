@@ -23,11 +23,11 @@ from hdpcomm.torch_backend import BackendTimeout, communicator
 from hdpcomm.torch_backend.errors import BackendAborted
 from hdpcomm.torch_backend.staging import Operation
 from hdpcomm.torch_backend.work import StreamWork
-from tests.ranks.device.worlds import small_slots
+from tests.harness.stream_groups import joined, tensors_with_streams
+from tests.harness.torch_groups import data, torch_ranks
+from tests.harness.worlds import small_slots
 from tests.ranks.torch_backend import test_collectives as collectives
 from tests.ranks.torch_backend import test_training as training
-from tests.ranks.torch_backend.groups import data, torch_ranks
-from tests.ranks.torch_backend.stream_groups import joined, tensors_with_streams
 
 # --- the order of streams
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from hdpcomm.torch_backend import communicator
-from tests.ranks.torch_backend.groups import data, torch_ranks
-from tests.warm_python import run_python
+from tests.harness.torch_groups import data, torch_ranks
+from tests.harness.warm_python import run_python
 
 STEPS = 5
 

@@ -12,7 +12,7 @@ from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from tests.ranks.train.plain_llama import batch_gradients
+from tests.harness.plain_llama import batch_gradients
 
 CONFIG = LlamaConfig(vocabulary=61, layers=2, hidden=32, heads=4, kv_heads=2, ffn=48)
 UNTIED = LlamaConfig(vocabulary=29, layers=1, hidden=24, heads=3, kv_heads=1, ffn=40, tied_embeddings=False)

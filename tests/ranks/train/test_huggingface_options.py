@@ -15,7 +15,7 @@ peft = pytest.importorskip("peft")
 
 from hdpcomm.errors import InvalidUsage  # noqa: E402
 from hdpcomm.plan import CostModel  # noqa: E402
-from tests.ranks.train.tiny_huggingface import arguments, documents, leave, padded, tiny, weights  # noqa: E402
+from tests.harness.tiny_huggingface import arguments, documents, leave, padded, tiny, weights  # noqa: E402
 
 COSTS = CostModel(attention=1e-9, linear=1e-6)  # the same plans in each run
 ADAM = {"optim": "adamw_torch", "learning_rate": 0.01}

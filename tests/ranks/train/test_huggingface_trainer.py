@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.ranks.train.tiny_huggingface import leave, padded, run  # noqa: E402
+from tests.harness.tiny_huggingface import leave, padded, run  # noqa: E402
 
 
 def planned(out: str, batch: int, accumulate: int, with_padding: bool) -> Any:

@@ -16,7 +16,7 @@ from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, PlanAhead, Planner, SequenceInfo, StepPlan
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from tests.ranks.train.plain_llama import batch_gradients
+from tests.harness.plain_llama import batch_gradients
 
 CONFIG = LlamaConfig(vocabulary=61, layers=2, hidden=32, heads=4, kv_heads=2, ffn=48)
 COST = CostModel(attention=1e-4, linear=1e-2, fixed=1e-3, ring_step=1e-3, noise=0.1)

@@ -13,7 +13,7 @@ import pytest
 from hdpcomm.arguments import size_text
 from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
-from tests.warm_python import Python, run_python
+from tests.harness.warm_python import Python, run_python
 
 SMALL = ["--layers", "1", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24", "--steps", "3"]
 POLICIES = ("balanced", "static", "ddp")

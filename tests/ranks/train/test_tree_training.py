@@ -16,7 +16,7 @@ from hdpcomm.models import Llama, LlamaConfig, adapt
 from hdpcomm.plan import POLICIES, ClusterSpec, CostModel, Planner, Tree
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from tests.ranks.train.plain_llama import sequence_loss
+from tests.harness.plain_llama import sequence_loss
 
 CONFIG = LlamaConfig(vocabulary=37, layers=2, hidden=32, heads=4, kv_heads=2, ffn=48)
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, ring_step=1e-4)

@@ -11,7 +11,7 @@ from hdpcomm.attention.routes import find_atoms, ring_plan
 from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.tree import join_trees
-from tests.ranks.attention.tree_oracle import random_tree, trajectories
+from tests.harness.tree_oracle import random_tree, trajectories
 
 CAUSAL = Band(None, 0)
 

@@ -11,7 +11,7 @@ import hdpcomm as hdp
 from hdpcomm._core import collective, comm
 from hdpcomm.comm.costs import costs_path, load_costs, save_costs
 from hdpcomm.plan import DEVICES
-from tests.native import _testing
+from tests.harness.native import _testing
 
 DEFAULTS = collective.DEFAULT_COSTS
 #: On a network steps are expensive and messages are cheap, so few steps win while messages are small.

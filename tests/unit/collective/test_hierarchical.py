@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdpcomm._core import comm
-from tests.native import _testing
+from tests.harness.native import _testing
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 ROOTED = ("broadcast", "reduce")

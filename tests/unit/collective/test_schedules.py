@@ -9,7 +9,7 @@ import pytest
 
 import hdpcomm as hdp
 from hdpcomm._core import comm
-from tests.native import _testing
+from tests.harness.native import _testing
 
 GROUP_SIZES = (*range(1, 34), 64, 96, 128)
 CASES = [(op, algorithm) for op in comm.OPS if op != "send/recv" for algorithm in comm.algorithms_of(comm.OPS[op])]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdpcomm._core.comm import OUT_OF_STEP_ADVICE
-from tests.native import _testing
+from tests.harness.native import _testing
 
 NUMBERS = st.integers(1, 12)
 WRAP = 2**32

@@ -14,8 +14,8 @@ import pytest
 from hdpcomm._core.device import Device, DeviceCheck, open_sim
 from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
 from hdpcomm.testing.device_check import OrderingError, OrderingReport, check, current_rank, planted_sites
-from tests.native import _testing
-from tests.unit.device.contract import PROGRAMS, words
+from tests.harness.device_contract import PROGRAMS, words
+from tests.harness.native import _testing
 
 SOURCE = Path(__file__).read_text().splitlines()
 

@@ -12,9 +12,9 @@ import pytest
 
 from hdpcomm._core.device import Device, cuda_device_count, open_cuda
 from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
-from tests.native import _testing
-from tests.unit.device import contract
-from tests.unit.device.contract import words
+from tests.harness import device_contract
+from tests.harness.device_contract import words
+from tests.harness.native import _testing
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +52,13 @@ def test_with_a_library_that_is_no_driver() -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        contract.copies_go_every_way,
-        contract.nothing_is_copied_of_no_bytes,
-        contract.fill_sets_bytes,
-        contract.an_event_that_was_never_recorded_is_done,
-        contract.memory_is_imported_in_its_own_process,
-        contract.host_memory_is_registered_once,
-        contract.bad_arguments_are_refused,
+        device_contract.copies_go_every_way,
+        device_contract.nothing_is_copied_of_no_bytes,
+        device_contract.fill_sets_bytes,
+        device_contract.an_event_that_was_never_recorded_is_done,
+        device_contract.memory_is_imported_in_its_own_process,
+        device_contract.host_memory_is_registered_once,
+        device_contract.bad_arguments_are_refused,
     ],
     ids=lambda program: program.__name__,
 )

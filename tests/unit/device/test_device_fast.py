@@ -14,8 +14,8 @@ import pytest
 
 from hdpcomm._core.device import Device, open_sim
 from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
-from tests.native import _testing
-from tests.unit.device.contract import PROGRAMS, words
+from tests.harness.device_contract import PROGRAMS, words
+from tests.harness.native import _testing
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

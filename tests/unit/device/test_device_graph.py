@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from tests.native import _testing
+from tests.harness.native import _testing
 
 
 @pytest.fixture

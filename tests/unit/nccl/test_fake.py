@@ -9,8 +9,8 @@ import pytest
 
 import hdpcomm as hdp
 from hdpcomm._core import comm
-from tests.native import _testing
-from tests.unit.nccl.ranks import ROOTED, Operation, World
+from tests.harness.native import _testing
+from tests.harness.nccl_ranks import ROOTED, Operation, World
 
 CASES = [(op, algorithm) for op in comm.OPS if op != "send/recv" for algorithm in comm.algorithms_of(comm.OPS[op])]
 

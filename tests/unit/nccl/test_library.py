@@ -10,7 +10,7 @@ import pytest
 import hdpcomm as hdp
 from hdpcomm._core import transport
 from hdpcomm.comm.device import nccl_library
-from tests.native import _testing
+from tests.harness.native import _testing
 
 
 def compiled(tmp_path: Path, source: str) -> str:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import hdpcomm as hdp
-from tests.native import _testing
-from tests.unit.nccl.ranks import Operation, World
+from tests.harness.native import _testing
+from tests.harness.nccl_ranks import Operation, World
 
 Message = tuple[int, int, int, int | None]
 HALF = 1 << 14  # of a window: the first is for what arrives, the second for what is sent

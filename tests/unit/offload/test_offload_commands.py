@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hdpcomm.cli.main import main
-from tests.warm_python import run_python
+from tests.harness.warm_python import run_python
 
 RATES = {"d2h", "h2d", "both_d2h", "both_h2d", "plain_d2h", "plain_h2d", "fresh_d2h"}
 BENCHMARK = Path(__file__).parents[3] / "benchmarks/offload.py"

@@ -9,7 +9,7 @@ from hdpcomm._core.device import open_sim
 from hdpcomm._core.offload import CopyEngine
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.testing.device_check import check, current_rank, planted_sites
-from tests.native import _testing
+from tests.harness.native import _testing
 
 COUNT = 1024  # uint32 of a layer's activations: a page, so that a pool has no more blocks than it was asked for
 LAYERS = 4

@@ -17,7 +17,7 @@ from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, CostModel, Planner
 from hdpcomm.train import Trainer
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.profile import forward_backward
-from tests.native import _testing
+from tests.harness.native import _testing
 
 SMALL = LlamaConfig(layers=8, hidden=64, heads=4, kv_heads=2, ffn=128)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.warm_python import run_python
+from tests.harness.warm_python import run_python
 
 TOP = Path(__file__).resolve().parents[3]
 

@@ -19,7 +19,7 @@ from hdpcomm.plan import (
     StepPlan,
 )
 from hdpcomm.plan.cost import core_cost
-from tests.native import _testing
+from tests.harness.native import _testing
 
 
 def random_cost(rng: random.Random) -> CostModel:

@@ -9,7 +9,7 @@ import pytest
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, CostModel, CostSample, MemoryModel, ModelSpec
 from hdpcomm.plan.cost import core_cost
-from tests.native import _testing
+from tests.harness.native import _testing
 
 
 @pytest.mark.parametrize("one_node", [True, False])

@@ -33,7 +33,7 @@ from hdpcomm.plan import (
 from hdpcomm.plan.cost import core_cost
 from hdpcomm.plan.learn import RankTimes
 from hdpcomm.sim import reduction_seconds, simulate_step
-from tests.native import _testing
+from tests.harness.native import _testing
 
 COST = CostModel(
     1e-9,

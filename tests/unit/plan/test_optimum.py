@@ -12,10 +12,10 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from exhaustive import TooManyNodes, fits, optimum, partitions, pipeline_optimum
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
+from tests.harness.exhaustive import TooManyNodes, fits, optimum, partitions, pipeline_optimum
 
 CASES = int(os.environ.get("HDPCOMM_PLAN_CASES", "250"))
 PARTS = -(-CASES // 1000)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import CASES, large_plan, no_objects, random_plan
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import StepPlan
 from hdpcomm.plan.plan_file import _checksum
+from tests.harness.plan_cases import CASES, large_plan, no_objects, random_plan
 
 Change = Callable[[dict[str, Any], bytearray], None]
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import CASES, large_plan, no_objects, random_plan
 
 from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MicroBatch, PlanTable, SequenceInfo, StepPlan
+from tests.harness.plan_cases import CASES, large_plan, no_objects, random_plan
 
 
 def of_objects(plan: StepPlan) -> StepPlan:

@@ -14,7 +14,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, POLICIES, ClusterSpec, CostModel, Planner, StepPlan
 from hdpcomm.plan.cost import core_cost
 from hdpcomm.sim import reduction_seconds, simulate_step
-from tests.native import _testing
+from tests.harness.native import _testing
 
 COST = CostModel(1e-9, 1e-6, 1e-4, piece=1e-7, ring_step=1e-5, kv_intra=1e-6, kv_inter=8e-6, latency_inter=1e-5)
 

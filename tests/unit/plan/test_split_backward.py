@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from exhaustive import TooManyNodes, pipeline_optimum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel import Action, check_programs, make_programs
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Pass, Planner, SequenceInfo, StepPlan
 from hdpcomm.sim import simulate_step
+from tests.harness.exhaustive import TooManyNodes, pipeline_optimum
 
 THIRDS = CostModel(0.0, 3e-3)  # a token takes 1 ms in each of the three products
 MIXED = CostModel(1e-9, 1e-6, 1e-4, kv_intra=1e-6, kv_inter=5e-6)

@@ -11,7 +11,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import POLICIES, ClusterSpec, CostModel, PlanAhead, Planner, StepPlan, Tree
 from hdpcomm.plan.fragments import cut_tree
 from hdpcomm.sim import simulate_step
-from tests.ranks.attention.tree_oracle import random_tree
+from tests.harness.tree_oracle import random_tree
 
 COST = CostModel(attention=1e-8, linear=1e-6, fixed=1e-4, ring_step=1e-4)
 TREES = int(os.environ.get("HDPCOMM_TEST_TREES", "24"))

@@ -11,8 +11,8 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.attention import Tree, ring_attention, shard, unshard
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
-from tests.ranks.attention.attention_oracle import error
+from tests.harness.attention_options import with_options
+from tests.harness.attention_oracle import error
 
 RESULTS = ("out", "dq", "dk", "dv")
 

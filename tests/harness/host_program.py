@@ -1,4 +1,4 @@
-"""What the ranks of the simulated hosts run: ``python -m tests.ranks.scale.host_program NAME FOLDER``."""
+"""What the ranks of the simulated hosts run: ``python -m tests.harness.host_program NAME FOLDER``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import hdpcomm as hdp
 from hdpcomm.comm import bootstrap, topology
 from hdpcomm.comm.topology import Host, _find_domains, _measure_uplinks, measure_topology
 from hdpcomm.torch_backend import communicator
-from tests.ranks.attention.attention_oracle import Case, on_rank
+from tests.harness.attention_oracle import Case, on_rank
 from tests.ranks.comm import test_collectives as collectives
 from tests.ranks.comm.test_subsets import random_mix
 

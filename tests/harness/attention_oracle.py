@@ -11,7 +11,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.attention import ring_attention, shard, unshard
 from hdpcomm.testing import run_threads
-from tests.attention_options import with_options
+from tests.harness.attention_options import with_options
 
 GRADS = ("out", "dq", "dk", "dv")
 

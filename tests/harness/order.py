@@ -76,7 +76,7 @@ WAITING = (
     "faults/test_processes.py",
     "unit/test_gpu_command.py",
 )
-_TESTS = Path(__file__).parent
+_TESTS = Path(__file__).parents[1]
 
 
 def longest_first(items: list[pytest.Item]) -> None:

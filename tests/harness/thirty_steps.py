@@ -13,7 +13,7 @@ import hdpcomm as hdp
 from hdpcomm.models import LlamaConfig
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from tests.ranks.parallel.pipelines import tokens_of
+from tests.harness.pipelines import tokens_of
 
 
 def check_thirty_steps(make_trainer: Callable[[hdp.Communicator], Trainer], config: LlamaConfig) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import RankPool
-from tests.patience import PATIENCE
+from tests.harness.patience import PATIENCE
 
 LONG_S = 600.0
 """A deadline that no test reaches, since each is ended long before: errors of such worlds came of something else."""

@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
-from tests.warm_children import fork_python_programs
+from tests.harness.warm_children import fork_python_programs
 
 __all__ = ["PRELOAD", "Python", "run_child", "run_python"]
 

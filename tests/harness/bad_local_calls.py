@@ -17,8 +17,8 @@ from hdpcomm.kernels import linear_cross_entropy
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, ModelSpec, Planner, StepPlan, Tree
 from hdpcomm.testing import run_threads, spawn
-from tests.attention_options import with_options
-from tests.faults.bad_calls import HUGE, NAN, Case
+from tests.harness.attention_options import with_options
+from tests.harness.bad_calls import HUGE, NAN, Case
 
 MODEL = ModelSpec(layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256)
 CLUSTER = ClusterSpec(ranks=4, capacity=100)

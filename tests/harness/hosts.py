@@ -16,12 +16,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.warm_python import Python
+from tests.harness.warm_python import Python
 
 __all__ = ["Hosts", "WarmHosts", "why_not"]
 
 _NETWORK = "10.77.0"
-_REPOSITORY = Path(__file__).parents[3]
+_REPOSITORY = Path(__file__).parents[2]
 
 
 def why_not() -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from hdpcomm import _core
 from hdpcomm._core import comm
-from tests.native import _testing
+from tests.harness.native import _testing
 
 __all__ = ["NONE", "ROOTED", "Operation", "World"]
 

@@ -15,7 +15,7 @@ import pytest
 from hdpcomm import _core
 from hdpcomm._core.device import Device
 from hdpcomm.errors import CommTimeout, InvalidUsage
-from tests.native import _testing
+from tests.harness.native import _testing
 
 __all__ = ["PROGRAMS", "words"]
 

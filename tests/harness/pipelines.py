@@ -14,7 +14,7 @@ from hdpcomm.parallel import split_llama, tensor_parallel
 from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
 from hdpcomm.train import Trainer
-from tests.ranks.train.plain_llama import batch_gradients
+from tests.harness.plain_llama import batch_gradients
 
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, ring_step=1e-4)
 CONFIG = LlamaConfig(vocabulary=61, layers=4, hidden=32, heads=4, kv_heads=2, ffn=48)

@@ -11,7 +11,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.comm.work import ENDED
-from tests.attention_options import with_options
+from tests.harness.attention_options import with_options
 
 NAN = float("nan")
 HUGE = 1 << 80

@@ -8,8 +8,8 @@ from typing import Any
 from hdpcomm import _core, testing
 from hdpcomm.comm.machine import Machine, joining_on
 from hdpcomm.testing import device_check
-from tests.native import _testing
-from tests.patience import PATIENCE
+from tests.harness.native import _testing
+from tests.harness.patience import PATIENCE
 
 __all__ = ["FakeMachine", "check", "planted_sites", "run_threads"]
 

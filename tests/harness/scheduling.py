@@ -5,7 +5,7 @@ from __future__ import annotations
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-from tests.order import waits
+from tests.harness.order import waits
 
 __all__ = ["OneWaits"]
 
