@@ -275,7 +275,6 @@ def _trained(comm: Communicator, job: _Job, corpus: Corpus | DocumentStream, hel
     from hdpcomm.cli.train_report import Progress
     from hdpcomm.data.agree import on_rank_0
     from hdpcomm.run import RunFiles, Saving, Watching, train
-    from hdpcomm.run.export import export_model
     from hdpcomm.trace import TraceFile
 
     options, out = job.options, job.options.out
@@ -284,6 +283,13 @@ def _trained(comm: Communicator, job: _Job, corpus: Corpus | DocumentStream, hel
     if out is not None:
         saving = Saving(out / "checkpoints", every=options.save_every or 0, keep=options.keep, resume=options.resume)
     watching = Watching(timelines=out is not None, trace=options.trace is not None)
+
+    def train_with(watching: Watching) -> RunResult:
+        given, loading = (comm, corpus, job.config), job.data.loading
+        return train(
+            *given, saving=saving, held_out=held_out, watching=watching, loading=loading, export=options.export
+        )
+
     files: RunFiles | None = None
 
     def open_files() -> str:
@@ -296,9 +302,7 @@ def _trained(comm: Communicator, job: _Job, corpus: Corpus | DocumentStream, hel
     with ExitStack() as stack:
         on_rank_0(comm, open_files)
         if files is None:
-            return train(
-                comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching, loading=job.data.loading
-            )
+            return train_with(watching)
         if not job.attempt:
             print(f"hdpcomm train: {changed_options(resolved)}", file=sys.stderr, flush=True)
         trace = stack.enter_context(TraceFile(options.trace))
@@ -311,12 +315,7 @@ def _trained(comm: Communicator, job: _Job, corpus: Corpus | DocumentStream, hel
             on_evaluation=_both(files.evaluation, progress.evaluation),
             on_timeline=_both(files.timeline, trace.add),
         )
-        result = train(
-            comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching, loading=job.data.loading
-        )
-    if options.export is not None:
-        export_model(job.config.model, result.state, options.export)
-    return replace(result, state={})
+        return train_with(watching)
 
 
 def _both(first: Callable[P, None], second: Callable[P, None]) -> Callable[P, None]:

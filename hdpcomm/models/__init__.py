@@ -4,12 +4,16 @@ from hdpcomm.models.adapt import AdaptedModule, adapt, from_pretrained
 from hdpcomm.models.causal_lm import AdaptedCausalLM
 from hdpcomm.models.llama import Llama, LlamaConfig, apply_rope, rope_tables
 from hdpcomm.models.recompute import set_recompute
+from hdpcomm.models.weights import FolderWeights, NewWeights, Weights
 
 __all__ = [
     "AdaptedCausalLM",
     "AdaptedModule",
+    "FolderWeights",
     "Llama",
     "LlamaConfig",
+    "NewWeights",
+    "Weights",
     "adapt",
     "apply_rope",
     "from_pretrained",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +15,12 @@ from hdpcomm.attention import packing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
 from hdpcomm.models.recompute import set_recompute
+from hdpcomm.models.weights import making
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
 __all__ = ["AdaptedModule", "adapt", "from_pretrained"]
-
-# While transformers makes or loads a model it changes its own class and torch's default dtype for the whole process. If
-# two threads did so at once, the second would put back what the first had set, and later models had no tied weights.
-_making = threading.Lock()
 
 _PLACES = ("positions", "cu_seqlens", "comm")
 
@@ -135,7 +131,7 @@ def from_pretrained(
     except ImportError as error:
         raise InvalidUsage("transformers is needed; pip install 'hdpcomm[huggingface]'") from error
     if isinstance(source, PretrainedConfig):
-        with _making, torch.random.fork_rng(devices=[]):
+        with making, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             # The model keeps its configuration and changes it: it gets one of its own.
             model = AutoModelForCausalLM.from_config(copy.deepcopy(source), dtype=dtype or torch.float32)
@@ -147,7 +143,7 @@ def from_pretrained(
                 "or a configuration object of transformers"
             )
         try:
-            with _making:
+            with making:
                 model = AutoModelForCausalLM.from_pretrained(
                     folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False, weights_only=True
                 )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
 import os
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,11 @@ import torch
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.llama import LlamaConfig
+from hdpcomm.models.weights import by_tensor, making
 
-__all__ = ["check_export", "export_llama"]
+__all__ = ["check_export", "export_llama", "write_folder"]
+
+_FILE_BYTES = 1 << 30
 
 _BLOCK = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -49,11 +55,13 @@ def check_export(folder: Path) -> None:
         raise InvalidUsage(f"{folder}: {parent} may not be written by this user; give another folder")
 
 
-def export_llama(config: LlamaConfig, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+def export_llama(
+    config: LlamaConfig, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], folder: Path
+) -> None:
     """Writes a folder that ``transformers.AutoModelForCausalLM`` and ``AutoTokenizer`` open. Local.
 
     Args:
-        state: the ``state_dict()`` of a :class:`hdpcomm.models.Llama` of this config.
+        tensors: the ``state_dict()`` of a :class:`hdpcomm.models.Llama` of this config, or its tensors one by one.
         folder: there whole or not at all; must not exist, or be empty.
 
     Raises: InvalidUsage: of :func:`check_export`, or weights that are missing.
@@ -83,20 +91,140 @@ def export_llama(config: LlamaConfig, state: Mapping[str, torch.Tensor], folder:
         pad_token_id=None,
         **(experts if config.experts else {}),
     )
-    model = transformers.AutoModelForCausalLM.from_config(hf_config)
-    model.to(state["embedding.weight"].dtype).load_state_dict(_renamed(config, state))
+    names = _names(config)
+    if isinstance(tensors, Mapping) and (missing := sorted(set(names) - set(tensors))):
+        raise InvalidUsage(f"the weights have no {missing[0]}; give the state_dict() of a Llama of this config")
+    given = tensors.items() if isinstance(tensors, Mapping) else tensors
+    renamed = ((names[name], tensor) for name, tensor in given if name in names)
+    write_folder(hf_config, renamed, folder, beside=_byte_tokenizer if config.vocabulary == 256 else None)
+
+
+def write_folder(
+    config: Any,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    folder: Path,
+    *,
+    beside: Callable[[Path], None] | None = None,
+) -> None:
+    """Writes a causal LM of transformers as its ``save_pretrained`` does, a layer in memory at a time. Local.
+
+    Args:
+        config: its configuration.
+        tensors: by the names of its ``state_dict()``, in the order of its layers. Each is read before the next is
+            asked for.
+        folder: there whole or not at all; must not exist, or be empty.
+        beside: writes what else is to be in the folder.
+
+    Raises: InvalidUsage: a tensor is missing, or has another shape.
+    """
+    import transformers
+
+    with making, torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    missing = model.state_dict()
+    first_name = {name: names[0] for names, _ in by_tensor(model) for name in names}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
         partial = Path(name) / "model"
-        model.save_pretrained(partial)
-        if config.vocabulary == 256:
-            _byte_tokenizer().save_pretrained(partial)
+        partial.mkdir()
+        files = _Files(partial)
+        dtype = None
+        for layer in _by_layer(tensors):
+            for name, tensor in layer.items():
+                wanted = missing.get(name)
+                if wanted is not None and wanted.shape != tensor.shape:
+                    raise InvalidUsage(
+                        f"{name} has the shape {list(tensor.shape)}, and the configuration asks for "
+                        f"{list(wanted.shape)}; give the weights of a model of this configuration"
+                    )
+                dtype = dtype or (tensor.dtype if tensor.is_floating_point() else None)
+            saved = {name: tensor for name, tensor in layer.items() if first_name.get(name) == name and name in missing}
+            for name in layer:
+                missing.pop(name, None)
+            files.add(_as_saved(model, saved))
+        left = sorted(name for name in missing if first_name[name] in missing)
+        if left:
+            raise InvalidUsage(f"the weights have no {left[0]}; give those of a model of this configuration")
+        files.close()
+        model.config.architectures, model.config.dtype = [type(model).__name__], dtype
+        model.config.save_pretrained(partial)
+        if model.can_generate():
+            model.generation_config.save_pretrained(partial)
+        if beside is not None:
+            beside(partial)
         if folder.is_dir():
             folder.rmdir()
         partial.rename(folder)
 
 
-def _renamed(config: LlamaConfig, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _by_layer(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Those of a layer together: transformers may store several of them as one, or one as several."""
+    layer: dict[str, torch.Tensor] = {}
+    before: str | None = None
+    for name, tensor in tensors:
+        found = re.match(r"(.*?\.\d+)\.", name)
+        place = found[1] if found else ""
+        if layer and place != before:
+            yield layer
+            layer = {}
+        layer[name], before = tensor, place
+    if layer:
+        yield layer
+
+
+def _as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    try:
+        revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
+    except (ImportError, AttributeError):  # before release 5, where names are the same on both sides
+        return tensors
+    made: dict[str, torch.Tensor] = revert(model, tensors)
+    return made
+
+
+class _Files:
+    """The safetensors of a folder, written as they get full, with an index if there are several."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, torch.Tensor] = {}
+        self._written: list[list[str]] = []
+        self._bytes = self._total = 0
+
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._open[name] = tensor.detach().to("cpu").contiguous()
+            self._bytes += tensor.nbytes
+            self._total += tensor.nbytes
+            if self._bytes >= _FILE_BYTES:
+                self._write()
+
+    def close(self) -> None:
+        if self._open or not self._written:
+            self._write()
+        count = len(self._written)
+        if count == 1:
+            self._path(0).rename(self._folder / "model.safetensors")
+            return
+        names = [f"model-{place + 1:05d}-of-{count:05d}.safetensors" for place in range(count)]
+        for place, name in enumerate(names):
+            self._path(place).rename(self._folder / name)
+        weight_map = {key: name for name, keys in zip(names, self._written, strict=True) for key in keys}
+        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self._open, self._path(len(self._written)), metadata={"format": "pt"})
+        self._written.append(list(self._open))
+        self._open, self._bytes = {}, 0
+
+    def _path(self, place: int) -> Path:
+        return self._folder / f"part-{place}"
+
+
+def _names(config: LlamaConfig) -> dict[str, str]:
+    """The names that transformers has for ours."""
     names = {
         "embedding.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
@@ -105,13 +233,11 @@ def _renamed(config: LlamaConfig, state: Mapping[str, torch.Tensor]) -> dict[str
     block = _BLOCK | (_EXPERTS if config.experts else _FFN)
     for layer in range(config.layers):
         names |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}
-    if missing := sorted(set(names) - set(state)):
-        raise InvalidUsage(f"the weights have no {missing[0]}; give the state_dict() of a Llama of this config")
-    return {theirs: state[ours] for ours, theirs in names.items()}
+    return names
 
 
-def _byte_tokenizer() -> Any:
-    """A token a byte, and its number is the byte's value."""
+def _byte_tokenizer(folder: Path) -> None:
+    """Writes one of a token a byte, whose number is the byte's value."""
     import tokenizers
     import transformers
     from tokenizers import decoders, models, pre_tokenizers
@@ -123,4 +249,5 @@ def _byte_tokenizer() -> Any:
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    made.save_pretrained(folder)

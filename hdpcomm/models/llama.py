@@ -8,6 +8,7 @@ attention.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,16 @@ if TYPE_CHECKING:
     from hdpcomm.models.expert_group import ExpertGroup
     from hdpcomm.models.tensor_group import TensorGroup
 
-__all__ = ["Llama", "LlamaConfig", "apply_rope", "finish_llama", "losses_of_routers", "rope_tables", "run_blocks"]
+__all__ = [
+    "Llama",
+    "LlamaConfig",
+    "apply_rope",
+    "finish_llama",
+    "initial_value",
+    "losses_of_routers",
+    "rope_tables",
+    "run_blocks",
+]
 
 _IGNORE = -100  # the label of a token without a loss
 
@@ -249,6 +259,18 @@ def losses_of_routers(
     )  # fmt: skip
 
 
+def initial_value(name: str, shape: torch.Size, *, layers: int, seed: int) -> Tensor:
+    """A parameter of a new Llama of so many layers, fp32 in host memory: normal, deviation 0.02, less for what joins
+    the residual stream. It follows from the seed and the parameter's name alone. Local."""
+    if len(shape) == 1:
+        return torch.ones(shape)
+    residual = name.endswith(("out.weight", "ffn.out"))
+    scale = 0.02 / math.sqrt(2 * layers) if residual else 0.02
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randn(shape, generator=generator).mul_(scale)
+
+
 class Llama(nn.Module):
     """A Llama of any size and dtype (fp64 included, for exactness tests).
 
@@ -286,16 +308,10 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Fills all weights anew from ``seed``: normal, deviation 0.02, less for what joins the residual stream."""
-        generator = torch.Generator().manual_seed(seed)
+        """Fills all weights anew from ``seed`` (:func:`initial_value`); those on the meta device stay without."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-                continue
-            residual = name.endswith(("out.weight", "ffn.out"))
-            scale = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-            parameter.copy_(noise * scale)
+            if not parameter.is_meta:
+                parameter.copy_(initial_value(name, parameter.shape, layers=self.config.layers, seed=seed))
 
     takes_labels = True
     takes_label_rows = True

@@ -64,7 +64,7 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True, bounded: bo
     _check_same(group)
     layers = _layers(model, mesh.expert)
     checked = check and isinstance(model, AdaptedCausalLM) and not any(p.is_meta for p in model.parameters())
-    share_values(group.comm, (*model.parameters(), *model.buffers()))
+    share_values(group.comm, (t for t in (*model.parameters(), *model.buffers()) if not t.is_meta))
     wanted = few_logits(model) if checked else None
     for place, layer, parameters in layers:
         for name, parameter in parameters.items():

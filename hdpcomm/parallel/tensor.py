@@ -50,7 +50,7 @@ def tensor_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
     plan = tensor_plan(model, mesh.tensor)
     group = TensorGroup(mesh.tensor_comm)
     checked = check and isinstance(model, AdaptedCausalLM) and not any(p.is_meta for p in model.parameters())
-    share_values(group.comm, (*model.parameters(), *model.buffers()))
+    share_values(group.comm, (t for t in (*model.parameters(), *model.buffers()) if not t.is_meta))
     wanted = few_logits(model) if checked else None
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hdpcomm.comm import Mesh
 from hdpcomm.comm.topology import (
     Topology,
     by_host,
@@ -27,7 +28,7 @@ from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, Memory
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import calibration_facts, host_memory, measure_offload
 from hdpcomm.run.memory import measure_memory
-from hdpcomm.run.model import model_spec, new_model
+from hdpcomm.run.model import check_model, model_spec, new_part
 from hdpcomm.run.pipelines import device_recompute
 from hdpcomm.sim import optimizer_seconds, reduction_seconds
 from hdpcomm.train.profile import processor_costs, profile_samples
@@ -66,7 +67,9 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
     domains = topology.domain_of_rank
     comm = by_host(world, domains)
     near = None if domains is None else [domains[rank] for rank in comm.ranks]
-    model = new_model(config.model, device=comm.device, seed=config.seed, recompute=device_recompute(config))
+    mesh = Mesh(comm, placement=range(comm.size))
+    check_model(config.model, mesh, seed=config.seed)
+    (model,) = new_part(config.model, mesh, seed=config.seed, recompute=[device_recompute(config)], read=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     samples = tuple(
         profile_samples(model.to(config.parameter_dtype), comm, longest=config.capacity, repeats=_REPEATS, domains=near)

@@ -15,11 +15,10 @@ from hdpcomm.comm.topology import domains_of, node_block
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import expert_parallel, tensor_parallel
 from hdpcomm.plan import Calibration, CostModel, MemoryModel, Planner
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS
-from hdpcomm.run.model import model_facts, new_model
+from hdpcomm.run.model import check_model, model_facts, new_part
 from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute, recompute_by_device
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
@@ -97,9 +96,10 @@ def measure_costs(
         )
     if config.calibration is not None:
         return _calibrated(comm, config, config.calibration, capacity, pool)
-    model = new_model(config.stage_model, device=comm.device, seed=config.seed, recompute=device_recompute(config))
     mesh = Mesh(comm, tensor=config.tensor, expert=config.expert)
-    model = tensor_parallel(expert_parallel(model, mesh, check=False), mesh).to(config.parameter_dtype)
+    check_model(config.model, mesh, seed=config.seed)
+    (part,) = new_part(config.stage_model, mesh, seed=config.seed, recompute=[device_recompute(config)], read=False)
+    model = part.to(config.parameter_dtype)
     longest = min(longest, config.capacity, PROFILE_TOKENS)
     split = config.split_backward
     domains = domains_of(mesh.hdp_comm)

@@ -13,7 +13,7 @@ from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import make_planner, measure_costs
 from hdpcomm.run.limits import check_limits
 from hdpcomm.run.memory import measure_memory, within_memory
-from hdpcomm.run.model import new_model
+from hdpcomm.run.model import model_on_meta
 from hdpcomm.run.pipelines import recompute_by_device
 from hdpcomm.sim import StepReport, simulate_step
 
@@ -66,8 +66,7 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
     config, capacity, found = within_memory(comm, config)
     devices = found or measure_memory(comm, config)
     costs = measure_costs(comm, config, longest=int(corpus.lengths.max()), capacity=capacity)
-    model = new_model(config.model, device=comm.device, seed=config.seed, recompute="none", check=False)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in model_on_meta(config.model).parameters())
     recompute = recompute_by_device(config)
     sampler = BatchSampler(corpus.lengths, tokens=config.tokens_per_step, seed=config.seed)
     batches = [sampler.batch(step).lengths for step in range(min(STEPS, config.steps))]

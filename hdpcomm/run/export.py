@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
-from hdpcomm.models.export import check_export, export_llama
+from hdpcomm.models.export import check_export, export_llama, write_folder
 from hdpcomm.run.model import FolderModel, read_config
 
 __all__ = ["check_export", "export_model"]
@@ -22,36 +21,30 @@ _BESIDE = (
 )
 
 
-def export_model(model: LlamaConfig | FolderModel, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+def export_model(
+    model: LlamaConfig | FolderModel,
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    folder: Path,
+) -> None:
     """Writes a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens. Local.
 
     A model of a folder keeps that folder's configuration, tokenizer and chat template.
 
     Args:
-        state: ``RunResult.state``.
+        tensors: of the trained model by name, all at once or one by one: :meth:`hdpcomm.train.Trainer.whole_tensors`.
         folder: there whole or not at all; must not exist, or be empty.
 
     Raises: InvalidUsage: of :func:`hdpcomm.models.export.check_export`, or weights that do not fit.
     """
     if isinstance(model, LlamaConfig):
-        export_llama(model, state, folder)
+        export_llama(model, tensors, folder)
         return
     check_export(folder)
-    from transformers import AutoModelForCausalLM
+    given = tensors.items() if isinstance(tensors, Mapping) else tensors
+    renamed = ((name.removeprefix("model."), tensor) for name, tensor in given)
+    write_folder(read_config(model.folder), renamed, folder, beside=partial(_copy_beside, model.folder))
 
-    weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-    dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
-    made = AutoModelForCausalLM.from_config(read_config(model.folder), dtype=dtype)
-    try:
-        made.load_state_dict(weights)
-    except RuntimeError as error:
-        raise InvalidUsage(f"the weights do not fit {model.folder}/config.json: {str(error)[:300]}") from None
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
-        partial = Path(name) / "model"
-        made.save_pretrained(partial)
-        for path in sorted({path for pattern in _BESIDE for path in model.folder.glob(pattern) if path.is_file()}):
-            shutil.copy(path, partial / path.name)
-        if folder.is_dir():
-            folder.rmdir()
-        partial.rename(folder)
+
+def _copy_beside(source: Path, folder: Path) -> None:
+    for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern) if path.is_file()}):
+        shutil.copy(path, folder / path.name)

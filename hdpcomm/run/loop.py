@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -29,10 +30,11 @@ from hdpcomm.run.costs import (
     same_mesh,
 )
 from hdpcomm.run.evaluation import Evaluation, evaluate
+from hdpcomm.run.export import export_model
 from hdpcomm.run.limits import check_limits
 from hdpcomm.run.memory import within_memory
 from hdpcomm.run.messages import MessageLog, recorded
-from hdpcomm.run.model import model_spec, new_model
+from hdpcomm.run.model import model_spec, new_part
 from hdpcomm.run.options import RunResult, Saving, Watching
 from hdpcomm.run.pipelines import mesh_of, new_trainer, stage_recompute
 from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
@@ -60,6 +62,7 @@ def train(
     held_out: Corpus | None = None,
     watching: Watching | None = None,
     loading: Loading | None = None,
+    export: Path | None = None,
 ) -> RunResult:
     """Trains up to ``config.steps`` steps with each policy. Collective over ``comm``: equal arguments on every rank,
     but for the functions of ``watching``.
@@ -76,6 +79,8 @@ def train(
         corpus: every rank reads only the tokens of its own shards. A :class:`hdpcomm.data.DocumentStream` becomes
             tokens meanwhile, as ``loading`` says.
         held_out: text for evaluation, every ``config.eval_every`` steps and at the end.
+        export: a folder in which rank 0 writes the first policy's model at the end, a layer in memory at a time
+            (:func:`export_model`).
 
     Raises:
         InvalidUsage: of :func:`check_limits`; no checkpoint where ``saving.resume`` says, or one of another run.
@@ -90,6 +95,8 @@ def train(
         options = saving, held_out, watching or Watching(), loading or Loading()
         run = _begun(comm, corpus, config, *options, stack)
         run.advance(stopping)
+        if export is not None:
+            run.export(export)
         return run.result()
 
 
@@ -214,8 +221,8 @@ class _Run:
     def _trainer(self, planner: Planner, stack: ExitStack) -> Trainer:
         config, comm = self.config, self.comm
         if isinstance(planner, WholeSequencePlanner):
-            (recompute,) = stage_recompute(config)
-            model = new_model(config.model, device=comm.device, seed=config.seed, recompute=recompute, check=False)
+            mesh = mesh_of(comm, config)
+            (model,) = new_part(config.model, mesh, seed=config.seed, recompute=stage_recompute(config))
             group, optimizer = stack.enter_context(gloo_group(comm)), _optimizer(model, config)
             return data_parallel_trainer(model, optimizer, planner, comm, group, max_grad_norm=config.max_grad_norm)
         comm = comm if self.messages is None else recorded(comm, self.messages)
@@ -358,9 +365,17 @@ class _Run:
                 raise InvalidUsage(f"{found.path}: damaged (generators: {error}); use another checkpoint") from None
         return state
 
+    def export(self, folder: Path) -> None:
+        trainer = self.trainers[self.config.policies[0]]
+        with self.comm.liveness_deadlines(), self.comm.busy("exports the model"):
+            if self.comm.rank == 0:
+                export_model(self.config.model, trainer.whole_tensors(), folder)
+            else:
+                deque(trainer.whole_tensors(), maxlen=0)
+
     def result(self) -> RunResult:
         trainer = self.trainers[self.config.policies[0]]
-        weights, parameters = trainer.whole_model(), trainer.num_parameters()
+        parameters = trainer.num_parameters()
         return RunResult(
             ranks=self.comm.size,
             transport=self.comm.transport,
@@ -370,7 +385,6 @@ class _Run:
             stopped_by=self.stopped_by,
             saved=self.saved,
             evaluations=self.evaluations,
-            state=weights,
             recompute=self.config.recompute,
             step_memory=self.step_memory,
         )

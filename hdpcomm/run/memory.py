@@ -12,12 +12,10 @@ from torch import nn
 
 from hdpcomm.comm import Mesh
 from hdpcomm.data.agree import gather_json
-from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
 from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.model import new_model
+from hdpcomm.run.model import new_part
 from hdpcomm.train.memory_profile import profile_memory
 
 if TYPE_CHECKING:
@@ -60,7 +58,7 @@ def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, .
     is recomputed: the most among the ranks that have the same layers; equal on every rank. Collective."""
     mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
     own = profile_memory(
-        _on_device(comm, config, mesh),
+        _on_device(config, mesh),
         mesh.hdp_comm,
         partial(torch.optim.AdamW, lr=config.lr),
         tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
@@ -91,14 +89,11 @@ def _largest(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _on_device(comm: Communicator, config: RunConfig, mesh: Mesh) -> nn.Module:
+def _on_device(config: RunConfig, mesh: Mesh) -> nn.Module:
     """This rank's part of the model, as it will be trained. Collective over the ranks that share layers."""
-    if config.pipeline == 1:
-        model = new_model(config.model, device=comm.device, seed=config.seed, recompute="none")
-        return tensor_parallel(expert_parallel(model, mesh, check=False), mesh).to(config.parameter_dtype)
-    assert isinstance(config.model, LlamaConfig)  # the configuration was checked
-    whole = Llama(config.model, seed=config.seed).to(comm.device)
-    stages = split_llama(whole, mesh.pipeline * config.chunks)[mesh.stage :: mesh.pipeline]
-    for stage in stages:
-        tensor_parallel(expert_parallel(stage, mesh), mesh)
-    return DeviceStages(stages).to(config.parameter_dtype)
+    stages = config.pipeline * config.chunks
+    parts: list[Any] = list(
+        new_part(config.model, mesh, seed=config.seed, recompute=["none"] * stages, chunks=config.chunks, read=False)
+    )
+    model: nn.Module = DeviceStages(parts) if mesh.pipeline > 1 else parts[0]
+    return model.to(config.parameter_dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import Llama, LlamaConfig, adapt, from_pretrained
+from hdpcomm.models import (
+    AdaptedCausalLM,
+    FolderWeights,
+    Llama,
+    LlamaConfig,
+    NewWeights,
+    Weights,
+    from_pretrained,
+    set_recompute,
+)
+from hdpcomm.offload.layers import find_layers
+from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
 from hdpcomm.plan import ModelSpec
 from hdpcomm.run.flops import spec_of
+from hdpcomm.train import materialize
 
-__all__ = ["FolderModel", "folder_model", "model_facts", "model_spec", "new_model", "read_config"]
+__all__ = [
+    "FolderModel",
+    "check_model",
+    "folder_model",
+    "model_facts",
+    "model_on_meta",
+    "model_spec",
+    "new_part",
+    "read_config",
+]
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
@@ -94,23 +118,83 @@ def model_facts(model: LlamaConfig | FolderModel) -> dict[str, Any]:
     return facts
 
 
-def new_model(
-    model: LlamaConfig | FolderModel, *, device: torch.device, seed: int, recompute: str | int, check: bool = True
-) -> nn.Module:
-    """The model in fp32 on ``device``, the same on every rank, in the form of the trainer. Local.
+def new_part(
+    model: LlamaConfig | FolderModel,
+    mesh: Mesh,
+    *,
+    seed: int,
+    recompute: Sequence[str | int],
+    chunks: int = 1,
+    read: bool = True,
+) -> list[nn.Module]:
+    """This rank's part of the model in fp32, in the form of the trainer: one module, or its stages of a pipeline. It is
+    made without memory, cut, and filled then, so that no rank needs more than its part. Collective over the mesh.
 
     Args:
-        check: of :func:`hdpcomm.models.adapt`, for models of a folder.
+        recompute: of each stage, for :func:`hdpcomm.models.set_recompute`; one value without pipelines.
+        chunks: stages on a device of a pipeline.
+        read: False: weights are drawn also where the folder has some; for measuring.
 
     Raises: InvalidUsage: the folder's weights do not fit its configuration, or the model cannot be trained right.
     """
+    whole = model_on_meta(model)
+    weights: Weights = NewWeights(whole, seed)
+    if read and isinstance(model, FolderModel) and model.weights:
+        assert isinstance(whole, AdaptedCausalLM)
+        weights = FolderWeights(model.folder, whole)
+    if mesh.pipeline > 1:
+        own = slice(mesh.stage, None, mesh.pipeline)
+        assert isinstance(whole, Llama)  # the configuration was checked
+        parts: list[nn.Module] = list(split_llama(whole, mesh.pipeline * chunks)[own])
+        recompute = recompute[own]
+    else:
+        parts = [whole]
+    for part, layers in zip(parts, recompute, strict=True):
+        tensor_parallel(expert_parallel(part, mesh), mesh)
+        set_recompute(part, layers)
+    materialize(nn.ModuleList(parts) if mesh.pipeline > 1 else whole, mesh, weights)
+    return parts
+
+
+def model_on_meta(model: LlamaConfig | FolderModel) -> nn.Module:
+    """The whole model without memory, in the form of the trainer. Local."""
     if isinstance(model, LlamaConfig):
-        return adapt(Llama(model, seed=seed).to(device), recompute=recompute)
-    source = model.folder if model.weights else read_config(model.folder)
-    try:
-        return from_pretrained(source, dtype=torch.float32, device=device, seed=seed, recompute=recompute, check=check)
-    except InvalidUsage:
-        raise
-    except Exception as error:  # safetensors and torch raise kinds of their own for damaged weights
-        reason = " ".join(str(error).split())[:300]
-        raise InvalidUsage(f"{model.folder} does not hold a model that transformers can load: {reason}") from None
+        return Llama(model, device="meta")
+    with torch.device("meta"):
+        return from_pretrained(read_config(model.folder), dtype=torch.float32, device="meta", check=False)
+
+
+def check_model(model: LlamaConfig | FolderModel, mesh: Mesh, *, seed: int) -> None:
+    """Compares a model of a folder, cut for the mesh's tensor ranks, with what transformers computes, on as many layers
+    as there are kinds of them. Collective over the mesh's tensor and expert ranks.
+
+    Raises: InvalidUsage: it cannot be trained right.
+    """
+    if isinstance(model, LlamaConfig):
+        return
+    config = _few_layers(read_config(model.folder), model_on_meta(model))
+    few = from_pretrained(config, dtype=torch.float32, device=mesh.comm.device, seed=seed)
+    tensor_parallel(expert_parallel(few, mesh, check=False), mesh)
+
+
+def _few_layers(config: Any, whole: nn.Module) -> Any:
+    """The configuration with the fewest first layers among which there is one of each kind."""
+    kinds = [_kind(layer) for layer in find_layers(whole)]
+    text = config.get_text_config()
+    listed = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(kinds)]
+    if len(kinds) != text.num_hidden_layers:  # it counts in a way of its own
+        return config
+    kinds = [f"{kind} {[value[place] for value in listed]}" for place, kind in enumerate(kinds)]
+    few = max(kinds.index(kind) for kind in kinds) + 1
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == len(kinds):
+            setattr(text, name, value[:few])
+    text.num_hidden_layers = few
+    return config
+
+
+def _kind(layer: nn.Module) -> str:
+    modules = [type(module).__name__ for module in layer.modules()]
+    return str((modules, [(name, tuple(p.shape)) for name, p in layer.named_parameters()]))

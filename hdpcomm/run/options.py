@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import Calibration
 from hdpcomm.plan.memory import StepMemory
@@ -76,7 +74,6 @@ class RunResult:
         stopped_by: the signal that ended the run before its last step, or 0.
         saved: the last checkpoint, if there is one.
         evaluations: by policy, those of this call.
-        state: rank 0: the weights of the first policy's model, by name; elsewhere empty.
         recompute, step_memory: what ``recompute="auto"`` has become, and the memory of a rank that said so, or of each
             device of a pipeline.
     """
@@ -89,6 +86,5 @@ class RunResult:
     stopped_by: int = 0
     saved: Path | None = None
     evaluations: dict[str, list[Evaluation]] = field(default_factory=dict)
-    state: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     recompute: str | int | tuple[int, ...] = "none"
     step_memory: tuple[StepMemory, ...] = ()

@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from hdpcomm.comm import Mesh
-from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.model import new_model
+from hdpcomm.run.model import new_part
 from hdpcomm.train import Trainer
 
 if TYPE_CHECKING:
@@ -49,26 +47,12 @@ def new_trainer(
         "zero": config.zero,
         "dtype": config.dtype_with_masters,
     }
-    if config.pipeline == 1:
-        (recompute,) = stage_recompute(config)
-        model = new_model(config.model, device=comm.device, seed=config.seed, recompute=recompute, check=False)
-        expert_parallel(model, mesh)
-        tensor_parallel(model, mesh)
-        offload = None if pool is None else ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
-        optimizer = make_optimizer(model)
-        return Trainer(model, optimizer, planner, mesh, offload=offload, **options)
-    assert isinstance(config.model, LlamaConfig)  # the configuration was checked
-    whole = Llama(config.model, seed=config.seed).to(comm.device)
-    own = slice(mesh.stage, None, mesh.pipeline)
-    stages = split_llama(whole, mesh.pipeline * config.chunks)[own]
-    for stage, recompute in zip(stages, stage_recompute(config)[own], strict=True):
-        expert_parallel(stage, mesh)
-        tensor_parallel(stage, mesh)
-        set_recompute(stage, recompute)
-    layers = [block for stage in stages for block in stage.blocks]
+    recompute = stage_recompute(config)
+    parts = new_part(config.model, mesh, seed=config.seed, recompute=recompute, chunks=config.chunks)
+    model: Any = parts if mesh.pipeline > 1 else parts[0]
+    layers = model if mesh.pipeline == 1 else [block for stage in model for block in stage.blocks]
     offload = None if pool is None else ActivationOffload(pool, layers, min_bytes=SMALLEST_OFFLOAD)
-    optimizer = make_optimizer(nn.ModuleList(stages))
-    return Trainer(stages, optimizer, planner, mesh, offload=offload, **options)
+    return Trainer(model, make_optimizer(nn.ModuleList(parts)), planner, mesh, offload=offload, **options)
 
 
 def stage_recompute(config: RunConfig) -> list[str | int]:

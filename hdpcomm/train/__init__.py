@@ -2,6 +2,7 @@
 
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
+from hdpcomm.train.materialize import materialize
 from hdpcomm.train.metrics import StepMetrics, Totals, totals
 from hdpcomm.train.profile import profile_cost_model
 from hdpcomm.train.shards import Fetch, FetchParts, PackedShard, pack_shard
@@ -19,6 +20,7 @@ __all__ = [
     "Timeline",
     "Totals",
     "Trainer",
+    "materialize",
     "next_token_labels",
     "pack_shard",
     "profile_cost_model",

@@ -79,15 +79,14 @@ class State:
                 _put(parts, path, tensor)
         return parts
 
-    def whole_model(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the whole model, in host memory, on the first rank of the mesh; the others get an
-        empty dict. One tensor at a time is gathered. Collective over the mesh."""
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers of the whole model by name, one at a time. Collective over the mesh: every rank goes
+        through all of them."""
         model = {path[1]: value for path, value in self._live_model()}
         tensors: Iterable[tuple[Path, Tensor]] = (((name,), value) for name, value in model.items())
         if not self._whole:
             tensors = _whole_tensors(model, self._mesh.comm)
-        first = self._mesh.comm.rank == 0
-        return {path[0]: value.detach().to("cpu", copy=True) for path, value in tensors if first}
+        yield from ((path[0], value.detach()) for path, value in tensors)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:

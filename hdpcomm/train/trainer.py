@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -316,10 +316,10 @@ class Trainer:
         """
         return {**self._state.parts(), "num_steps": self.num_steps}
 
-    def whole_model(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the whole model by their names there, in host memory, on the first rank; the others
-        get an empty dict. One tensor at a time is gathered. Collective."""
-        return self._state.whole_model()
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers of the whole model by their names there, gathered one at a time; copy what is to stay.
+        Collective: every rank goes through all of them."""
+        return self._state.whole_tensors()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes this rank's part of what :meth:`state_dict` gave, here or in another process, on any mesh; of

@@ -18,7 +18,7 @@ from hdpcomm.run.dry_run import rank_memory
 from hdpcomm.run.memory import measure_memory
 from hdpcomm.run.pipelines import device_recompute, new_trainer, recompute_by_device, stage_recompute
 from hdpcomm.testing import run_threads
-from tests.ranks.parallel.test_pipeline_runs import MODEL, data, losses, plain, run_of  # noqa: F401
+from tests.ranks.parallel.test_pipeline_runs import MODEL, data, losses, plain, plain_folder, run_of  # noqa: F401
 
 OWN = LlamaConfig(vocabulary=500, layers=4, hidden=64, heads=4, kv_heads=2, ffn=160)
 TOKENS = 300

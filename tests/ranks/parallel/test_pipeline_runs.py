@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
@@ -15,7 +16,6 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.run import RunConfig, Saving, Watching, dry_run, train
-from hdpcomm.run.export import export_model
 from hdpcomm.run.model import folder_model
 from hdpcomm.run.pipelines import device_recompute, stage_recompute
 from hdpcomm.testing import run_threads
@@ -33,7 +33,7 @@ def data(tmp_path_factory):
     return str(folder)
 
 
-def run_rank(data, out=None, resume=None, held_out=False, watching=None, context=300, **changed):
+def run_rank(data, out=None, resume=None, held_out=False, watching=None, context=300, export=None, **changed):
     """One rank of a run of four steps."""
     torch.set_num_threads(1)
     config = RunConfig(**{"model": MODEL, "steps": 4, "capacity": 300, "tokens_per_step": 700} | changed)
@@ -43,7 +43,9 @@ def run_rank(data, out=None, resume=None, held_out=False, watching=None, context
         told = Watching()
         if watching is not None and comm.rank == 0:
             told = Watching(on_step=lambda *row: watching.append(row))
-        return train(comm, corpus, config, saving=saving, held_out=corpus if held_out else None, watching=told)
+        return train(
+            comm, corpus, config, saving=saving, held_out=corpus if held_out else None, watching=told, export=export
+        )
 
 
 def run_of(data, ranks, **options):
@@ -55,9 +57,22 @@ def losses(results):
     return [step.loss for step in results[0].steps["balanced"]]
 
 
+def check_exports(folder, wanted):
+    """The same weights under the same names."""
+    found, others = (load_file(each / "model.safetensors") for each in (folder, wanted))
+    assert found.keys() == others.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, others[name], rtol=1e-2, atol=1e-3)
+
+
 @pytest.fixture(scope="module")
-def plain(data):
-    return run_of(data, 1, held_out=True)
+def plain_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("plain") / "model"
+
+
+@pytest.fixture(scope="module")
+def plain(data, plain_folder):
+    return run_of(data, 1, held_out=True, export=plain_folder)
 
 
 @pytest.mark.parametrize(
@@ -72,18 +87,15 @@ def plain(data):
         (4, {"tensor": 2, "recompute": 1}),
     ],
 )
-def test_a_run_has_the_losses_of_one_process(data, plain, ranks, options):
+def test_a_run_has_the_losses_of_one_process(data, plain, plain_folder, tmp_path, ranks, options):
     steps = []
-    results = run_of(data, ranks, held_out=True, watching=steps, **options)
+    results = run_of(data, ranks, held_out=True, watching=steps, export=tmp_path / "model", **options)
     assert losses(results) == pytest.approx(losses(plain), rel=1e-4)
     assert results[0].evaluations["balanced"][0].loss == pytest.approx(
         plain[0].evaluations["balanced"][0].loss, rel=1e-4
     )
     assert {result.parameters for result in results} == {plain[0].parameters}
-    assert results[0].state.keys() == plain[0].state.keys()
-    for name, weight in results[0].state.items():
-        torch.testing.assert_close(weight, plain[0].state[name], rtol=1e-2, atol=1e-3)
-    assert all(not result.state for result in results[1:])
+    check_exports(tmp_path / "model", plain_folder)
     for _, metrics, costs in steps:
         stages, element = options.get("pipeline", 1) * options.get("chunks", 1), 4
         # Each token's activations cross each border once, and their gradients once; with two tensor ranks each sends a
@@ -253,16 +265,14 @@ def test_tensor_ranks_train_and_export_a_folder_model(data, tmp_path):
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     model = folder_model(tmp_path / "model")
-    plain = run_of(data, 1, held_out=True, model=model)
-    results = run_of(data, 2, held_out=True, model=model, tensor=2, offload=16 << 20)
+    plain = run_of(data, 1, held_out=True, model=model, export=tmp_path / "plain")
+    results = run_of(data, 2, held_out=True, model=model, tensor=2, offload=16 << 20, export=tmp_path / "out")
     assert losses(results) == pytest.approx(losses(plain), rel=1e-4)
     found, wanted = (r[0].evaluations["balanced"][0].loss for r in (results, plain))
     assert found == pytest.approx(wanted, rel=1e-4)
     assert results[0].parameters == plain[0].parameters
-    export_model(model, results[0].state, tmp_path / "out")
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    for name, weight in exported.items():
-        torch.testing.assert_close(weight, plain[0].state[f"model.{name}"], rtol=1e-2, atol=1e-3)
+    check_exports(tmp_path / "out", tmp_path / "plain")
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == "Qwen3ForCausalLM"
 
 
 def test_configurations_that_cannot_be():

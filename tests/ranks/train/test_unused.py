@@ -101,7 +101,7 @@ def test_the_state_of_a_rank_that_holds_everything_is_local():
         with hdp.init(timeout=5.0) as comm:
             trainer = trainer_of(comm, Switched())
             trainer.step([9, 9], lambda i: STEPS[0][i])
-            found = [trainer.state_dict(), trainer.whole_model()] if comm.rank == 0 else []
+            found = [trainer.state_dict(), dict(trainer.whole_tensors())] if comm.rank == 0 else []
             comm.barrier()
             return [each.keys() for each in found]
 

@@ -1,0 +1,354 @@
+"""Where the values of a model's tensors come from, one tensor at a time: :class:`NewWeights`, :class:`FolderWeights`.
+
+A model of 70 billion parameters is 280 GB in fp32, and a rank of a mesh holds a part of it. So models are made on
+torch's meta device, where they take no memory, and :func:`hdpcomm.train.materialize` asks for the values of the tensors
+that a host holds.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.causal_lm import AdaptedCausalLM
+from hdpcomm.models.llama import Llama, initial_value
+
+__all__ = ["FolderWeights", "NewWeights", "Weights", "by_tensor", "making"]
+
+making = threading.Lock()
+"""While transformers makes, fills or loads a model it changes its own class, torch's default dtype and the random state
+for the whole process. If two threads did so at once, the second would put back what the first had set, and later models
+had no tied weights."""
+
+_SMALL = 1 << 16
+"""Elements of a tensor that a constructor may fill."""
+_UNTOUCHED = -12345.0
+"""What a tensor holds before its model's initialisation, to see whether that leaves it out."""
+
+
+class Weights(Protocol):
+    """The values of a whole model's tensors."""
+
+    def whole(self, name: str) -> Tensor:
+        """The tensor of that name in the whole model, in host memory; not to be written to. Local."""
+
+
+class NewWeights:
+    """Drawn anew. A tensor follows from the seed and its name alone, so it is the same whoever draws it.
+
+    Args:
+        model: the whole model, on any device (``meta`` is enough): a :class:`hdpcomm.models.Llama`, or a causal LM of
+            transformers after :func:`hdpcomm.models.adapt`, drawn by its own ``_init_weights``. It may be cut later.
+        seed: of the values.
+
+    Raises: InvalidUsage for another kind of model.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        if not isinstance(model, (Llama, AdaptedCausalLM)):
+            raise InvalidUsage(
+                f"weights of a {type(model).__name__} were to be drawn; a hdpcomm.models.Llama, or a causal LM of "
+                "transformers after hdpcomm.models.adapt() was expected"
+            )
+        self._seed = seed
+        self._model = model if isinstance(model, Llama) else on_meta(model.model)
+        self._constructed: dict[str, Tensor] | None = None
+        self._shapes = {name: p.shape for name, p in model.named_parameters()}
+
+    def whole(self, name: str) -> Tensor:
+        if isinstance(self._model, Llama):
+            return initial_value(name, self._shapes[name], layers=self._model.config.layers, seed=self._seed)
+        return self._drawn(name.removeprefix(_ADAPTED))
+
+    @torch.no_grad()
+    def _drawn(self, name: str) -> Tensor:
+        place, _, leaf = name.rpartition(".")
+        chain = list(_modules_on_the_way(self._model, place))
+        tensors: Any = chain[-1]._parameters if leaf in chain[-1]._parameters else chain[-1]._buffers
+        before = tensors[leaf]
+        value = torch.full(before.shape, _UNTOUCHED, dtype=before.dtype, device="cpu")
+        tensors[leaf] = nn.Parameter(value, requires_grad=False) if isinstance(before, nn.Parameter) else value
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        try:
+            with making, torch.random.fork_rng(devices=[]):
+                torch.manual_seed(int.from_bytes(digest[:7], "big"))
+                for at in range(len(chain), 0, -1):  # those around it may fill it again, as transformers lets them
+                    owner: Any = next(each for each in reversed(chain[:at]) if hasattr(each, "_init_weights"))
+                    owner._init_weights(chain[at - 1])
+        finally:
+            tensors[leaf] = before
+        return self._from_constructor(name) if value.numel() and bool((value == _UNTOUCHED).all()) else value
+
+    def _from_constructor(self, name: str) -> Tensor:
+        """What the constructors of transformers' modules leave in a small tensor: slopes, masks, factors."""
+        if self._constructed is None:
+            kind, config = type(self._model), copy.deepcopy(self._model.config)
+            with making, torch.random.fork_rng(devices=[]), _LargeOnMeta():
+                torch.manual_seed(self._seed)
+                made = kind(config)
+            self._constructed = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+        value = self._constructed.get(name)
+        if value is None or value.is_meta:
+            raise InvalidUsage(
+                f"{type(self._model).__name__} does not say how {name} begins (its _init_weights leaves it out), so it "
+                "cannot be made in parts; load it whole, by hdpcomm.models.from_pretrained, and give it to Trainer"
+            )
+        return value.detach()
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Large tensors are made on the meta device, small ones where they are asked for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn):
+            size = kwargs.get("size", args[0] if args and not isinstance(args[0], int) else args)
+            if torch.Size(size).numel() > _SMALL:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+class FolderWeights:
+    """Those of a folder as ``save_pretrained`` writes it: each is read when it is asked for, by its place in the
+    files, and put together as transformers does where the folder has a tensor for each expert.
+
+    Args:
+        folder: with ``model.safetensors`` or ``pytorch_model.bin``, or several files and their index.
+        model: the whole causal LM after :func:`hdpcomm.models.adapt`, on any device (``meta`` is enough).
+
+    Attributes:
+        bytes_read: of the files, so far.
+
+    Raises: InvalidUsage: no weights, quantised ones, or a tensor of the model that the folder lacks or has in another
+        shape.
+    """
+
+    def __init__(self, folder: Path, model: AdaptedCausalLM) -> None:
+        self.folder, self.bytes_read = folder, 0
+        if getattr(model.causal_lm.config, "quantization_config", None) is not None:
+            raise InvalidUsage(f"{folder} has quantised weights, which are not trained; give those in bf16 or fp32")
+        self._new = NewWeights(model, 0)  # for what is computed and not stored
+        self._files = _Files(folder)
+        self._causal_lm = on_meta(model.causal_lm)
+        self._sources = _sources(self._causal_lm, self._files)
+        self._names: dict[str, str] = {}
+        computed = {id(b) for b in _buffers_not_saved(self._causal_lm)}
+        for names, tensor in by_tensor(self._causal_lm):
+            found = next((name for name in names if name in self._sources), None)
+            if found is not None:
+                self._names.update(dict.fromkeys(names, found))
+            elif id(tensor) not in computed:
+                raise InvalidUsage(
+                    f"{folder} has no tensor {names[0]}, which its config.json asks for; give the folder of a causal "
+                    "LM with all of its weights"
+                )
+
+    def whole(self, name: str) -> Tensor:
+        plain = name.removeprefix(_ADAPTED)
+        if plain not in self._names:
+            return self._new.whole(name)
+        plain = self._names[plain]
+        wanted = self._causal_lm.get_submodule(plain.rpartition(".")[0])
+        shape = getattr(wanted, plain.rpartition(".")[2]).shape
+        tensor = self._sources[plain](self._count)
+        if tensor.shape != shape:
+            raise InvalidUsage(
+                f"{self.folder} has {plain} with the shape {list(tensor.shape)}, and its config.json asks for "
+                f"{list(shape)}; the files and the configuration are of two models"
+            )
+        return tensor
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        self.bytes_read += tensor.nbytes
+        return tensor
+
+
+_ADAPTED = "model."
+"""Before the names of a transformers model in an :class:`AdaptedCausalLM`."""
+
+_Counting = Callable[[Tensor], Tensor]
+_Source = Callable[[_Counting], Tensor]
+
+
+def on_meta(model: Any) -> Any:
+    """A copy of a model without memory. Local."""
+    if not any(t.device.type != "meta" for t in (*model.parameters(), *model.buffers())):
+        return copy.deepcopy(model)
+    memo = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
+    memo |= {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def _modules_on_the_way(model: nn.Module, place: str) -> Iterator[nn.Module]:
+    yield model
+    for part in place.split(".") if place else ():
+        model = model.get_submodule(part)
+        yield model
+
+
+def _buffers_not_saved(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            if isinstance(buffer := module._buffers.get(name), Tensor):
+                yield buffer
+
+
+def by_tensor(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+    """Each parameter and buffer of a model, with all names that it has. Local."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in every:
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    yield from found.values()
+
+
+class _Files:
+    """The tensors of a folder by name; nothing is read before :meth:`read`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._opened: dict[Path, Any] = {}
+        for plain, index in (
+            ("model.safetensors", "model.safetensors.index.json"),
+            ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+        ):
+            if (folder / index).is_file():
+                files = {folder / name for name in json.loads((folder / index).read_text())["weight_map"].values()}
+            elif (folder / plain).is_file():
+                files = {folder / plain}
+            else:
+                continue
+            self._file_of = {name: file for file in sorted(files) for name in self._open(file).keys()}  # noqa: SIM118
+            return
+        raise InvalidUsage(
+            f"{folder} has no weights: model.safetensors or pytorch_model.bin, or several files and their index, were "
+            "expected"
+        )
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def read(self, name: str) -> Tensor:
+        opened = self._open(self._file_of[name])
+        tensor: Tensor = opened[name] if isinstance(opened, Mapping) else opened.get_tensor(name)
+        return tensor
+
+    def shape(self, name: str) -> list[int]:
+        opened = self._open(self._file_of[name])
+        return list(opened[name].shape if isinstance(opened, Mapping) else opened.get_slice(name).get_shape())
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._opened:
+            try:
+                if file.suffix == ".safetensors":
+                    self._opened[file] = importlib.import_module("safetensors").safe_open(file, framework="pt")
+                else:
+                    self._opened[file] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            except Exception as error:  # each has kinds of its own for a damaged file
+                raise InvalidUsage(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from error
+        return self._opened[file]
+
+
+def _sources(causal_lm: Any, files: _Files) -> dict[str, _Source]:
+    """How to get each tensor of the model from the files; what the model does not have is left out."""
+    known = causal_lm.state_dict()
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+        mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(causal_lm)
+    except (ImportError, AttributeError):  # before release 5, where names are the same on both sides
+        return {name: _Read(files, name) for name in files.names() if name in known}
+    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
+    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
+    found: dict[str, _Source] = {}
+    conversions: dict[str, _Conversion] = {}
+    prefix = causal_lm.base_model_prefix
+    for key in sorted(files.names(), key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, pattern = key, None
+        if name not in known:
+            continue
+        if pattern is None:
+            found[name] = _Read(files, key)
+            continue
+        if name not in conversions:
+            conversions[name] = _Conversion(files, name, converter_of[pattern], causal_lm)
+        conversions[name].parts.setdefault(pattern, []).append(key)
+    for name, conversion in conversions.items():
+        patterns = conversion.converter.target_patterns
+        for pattern in patterns:
+            target = name.replace(patterns[0], pattern)
+            if target in known:
+                found[target] = conversion.source_of(target)
+    return found
+
+
+class _Read:
+    """A tensor that stands in the files as it is."""
+
+    def __init__(self, files: _Files, key: str) -> None:
+        self._files, self._key = files, key
+
+    def __call__(self, count: _Counting) -> Tensor:
+        return count(self._files.read(self._key))
+
+
+class _Conversion:
+    """A tensor that transformers makes of several in the files, or several of one.
+
+    Attributes:
+        parts: by pattern of the converter, the keys in the files.
+    """
+
+    def __init__(self, files: _Files, name: str, converter: Any, model: Any) -> None:
+        self._files, self._name, self.converter, self._model = files, name, converter, model
+        self.parts: dict[str, list[str]] = {}
+
+    def source_of(self, target: str) -> _Source:
+        return lambda count: self._read(target, count)
+
+    def _read(self, target: str, count: _Counting) -> Tensor:
+        kinds = [type(operation).__name__ for operation in self.converter.operations]
+        dims = [getattr(operation, "dim", None) for operation in self.converter.operations]
+        if kinds == ["MergeModulelist"] and dims == [0] and len(self.parts) == 1:
+            return self._stacked(count)
+        if kinds == ["MergeModulelist", "Concatenate"] and dims == [0, 1]:
+            return self._stacked(count)
+        converter = copy.deepcopy(self.converter)
+        for pattern, keys in self.parts.items():
+            for key in keys:
+                converter.add_tensor(self._name, key, pattern, lambda key=key: count(self._files.read(key)))
+        made = converter.convert(self._name, model=self._model, config=self._model.config)[target]
+        tensor: Tensor = made[0] if isinstance(made, list) else made
+        return tensor
+
+    def _stacked(self, count: _Counting) -> Tensor:
+        """One tensor for all experts of a layer, filled one expert at a time, so that nothing exists twice."""
+        patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.parts]
+        rows = [self._files.shape(self.parts[pattern][0])[0] for pattern in patterns]
+        inner = self._files.shape(self.parts[patterns[0]][0])[1:]
+        whole: Tensor | None = None
+        begin = 0
+        for pattern, height in zip(patterns, rows, strict=True):
+            for expert, key in enumerate(self.parts[pattern]):
+                part = count(self._files.read(key))
+                if whole is None:
+                    whole = part.new_empty(len(self.parts[pattern]), sum(rows), *inner)
+                whole[expert, begin : begin + height] = part
+            begin += height
+        assert whole is not None
+        return whole
