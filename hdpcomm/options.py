@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009  (every default is a field)
 """Options of commands as fields of dataclasses: each is declared once, with its default, its help and its check."""
 
 from __future__ import annotations
@@ -5,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hdpcomm.arguments import MOST_TOKENS, parse_size
@@ -155,7 +157,19 @@ class TrainingOptions:
     )  # fmt: skip
     steps: int = option("training", 10, "optimizer steps", count)
     lr: float = option("training", 1e-2, "highest learning rate", positive)
-    weight_decay: float = option("training", 0.1, "of matrices, by AdamW", share)
+    weight_decay: float = option("training", 0.1, "of matrices, where the optimizer has one", share)
+    optimizer: str = option("training", "AdamW", "by its name in torch.optim, or module:Class", str, metavar="NAME")
+    optimizer_options: tuple[str, ...] = option(
+        "training", (), "of the optimizer's class, like momentum=0.9 or betas=0.9,0.99", str, nargs="+",
+        metavar="NAME=VALUE",
+    )  # fmt: skip
+    init_from: Path | None = option(
+        "training", None, "begin with the weights of another run (its newest checkpoint, or a path to one) or of a "
+        "model's folder; data, context, mesh and schedule are those of this run", Path, metavar="RUN|FOLDER",
+    )  # fmt: skip
+    keep_optimizer: bool = option(
+        "training", False, "with --init-from RUN: go on with that run's moments, too", action="store_true"
+    )
     dtype: str = option(
         "training", "fp32", "of the parameters; bf16 keeps fp32 master weights", str, choices=("fp32", "bf16")
     )

@@ -156,6 +156,7 @@ _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
         lambda o: o.eval_data or o.eval_fraction is not None,
         "without held-out text; give --eval-data or --eval-fraction",
     ),
+    ("keep_optimizer", lambda o: o.init_from, "without --init-from; name the run whose optimizer it is"),
     ("save_every resume elastic keep", lambda o: o.out, "without --out; name the folder of the run"),
     ("trackers", lambda o: o.out or o.trackers == "none", "without --out; name the folder of the run"),
     ("json log trace export", lambda o: not o.dry_run, "with --dry-run, which writes no files; leave out either"),

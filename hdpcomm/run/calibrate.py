@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,12 +24,14 @@ from hdpcomm.comm.topology import (
     shared_cores,
 )
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import NewWeights
 from hdpcomm.offload import CopyRates, PinnedPool, measure_copies
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, MemoryModel, ModelSpec
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import calibration_facts, host_memory, measure_offload
 from hdpcomm.run.memory import measure_memory
 from hdpcomm.run.model import check_model, model_spec, new_part
+from hdpcomm.run.optimizers import new_optimizer
 from hdpcomm.run.pipelines import device_recompute
 from hdpcomm.sim import optimizer_seconds, reduction_seconds
 from hdpcomm.train.profile import processor_costs, profile_samples
@@ -69,13 +72,14 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
     near = None if domains is None else [domains[rank] for rank in comm.ranks]
     mesh = Mesh(comm, placement=range(comm.size))
     check_model(config.model, mesh, seed=config.seed)
-    (model,) = new_part(config.model, mesh, seed=config.seed, recompute=[device_recompute(config)], read=False)
+    weights = partial(NewWeights, seed=config.seed)
+    (model,) = new_part(config.model, mesh, weights=weights, recompute=[device_recompute(config)])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     samples = tuple(
         profile_samples(model.to(config.parameter_dtype), comm, longest=config.capacity, repeats=_REPEATS, domains=near)
     )
     cost = CostModel.fit(samples)
-    reduction_s, optimizer_s = _reduction_and_update_s(comm, model)
+    reduction_s, optimizer_s = _reduction_and_update_s(comm, config, model)
     spec = _spec(config)
     cluster = ClusterSpec(
         ranks=comm.size,
@@ -110,14 +114,16 @@ def _spec(config: RunConfig) -> ModelSpec | None:
     return None if spec is None else replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
 
 
-def _reduction_and_update_s(comm: Communicator, model: torch.nn.Module) -> tuple[float, float]:
-    """Seconds of the all-reduce of fp32 gradients, and of AdamW over all parameters. Collective."""
+def _reduction_and_update_s(comm: Communicator, config: RunConfig, model: torch.nn.Module) -> tuple[float, float]:
+    """Seconds of the all-reduce of fp32 gradients, and of the optimizer over all parameters. Collective."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in trained)
     gradients = comm.empty(min(elements, _MOST_REDUCED), dtype=torch.float32).zero_()
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.AdamW(trained, lr=0.0)
+    optimizer = new_optimizer(config, trained)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     reduction = _slowest(comm, lambda: comm.all_reduce(gradients)) * elements / gradients.numel()
     update = _slowest(comm, lambda: optimizer.step())
     model.zero_grad(set_to_none=True)

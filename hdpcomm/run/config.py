@@ -13,6 +13,7 @@ from hdpcomm.options import TrainingOptions
 from hdpcomm.parallel.tensor_plans import check_sizes
 from hdpcomm.plan import POLICIES, Calibration
 from hdpcomm.run.model import FolderModel
+from hdpcomm.run.optimizers import check_optimizer
 from hdpcomm.run.schedule import Schedule
 
 __all__ = ["BASELINES", "RunConfig", "learning_rate"]
@@ -81,6 +82,11 @@ class RunConfig(TrainingOptions):
         if self.offload < 0:
             raise InvalidUsage(f"offload is {self.offload}; it must be 0 (no offload) or more")
         self._check_mesh()
+        check_optimizer(self)
+        if self.keep_optimizer and self.init_from is None:
+            raise InvalidUsage("keep_optimizer was given without init_from; name the run whose optimizer it is")
+        if "ddp" in self.policies and self.keep_optimizer:
+            raise InvalidUsage("keep_optimizer does not go together with ddp; leave out either")
         if self.offload and self.model.layers <= 2:
             raise InvalidUsage(
                 f"offload was asked for and the model has {self.model.layers} layers, of which the last two always "

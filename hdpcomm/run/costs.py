@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.topology import domains_of, node_block
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import NewWeights
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import Calibration, CostModel, MemoryModel, Planner
 from hdpcomm.run.config import RunConfig
@@ -98,7 +100,8 @@ def measure_costs(
         return _calibrated(comm, config, config.calibration, capacity, pool)
     mesh = Mesh(comm, tensor=config.tensor, expert=config.expert)
     check_model(config.model, mesh, seed=config.seed)
-    (part,) = new_part(config.stage_model, mesh, seed=config.seed, recompute=[device_recompute(config)], read=False)
+    weights = partial(NewWeights, seed=config.seed)
+    (part,) = new_part(config.stage_model, mesh, weights=weights, recompute=[device_recompute(config)])
     model = part.to(config.parameter_dtype)
     longest = min(longest, config.capacity, PROFILE_TOKENS)
     split = config.split_backward

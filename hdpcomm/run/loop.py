@@ -7,13 +7,12 @@ import sys
 import time
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import Corpus, DocumentStream
@@ -31,10 +30,12 @@ from hdpcomm.run.costs import (
 )
 from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.export import export_model
+from hdpcomm.run.first_weights import FirstWeights, keep_optimizer
 from hdpcomm.run.limits import check_limits
 from hdpcomm.run.memory import within_memory
 from hdpcomm.run.messages import MessageLog, recorded
 from hdpcomm.run.model import model_spec, new_part
+from hdpcomm.run.optimizers import new_optimizer
 from hdpcomm.run.options import RunResult, Saving, Watching
 from hdpcomm.run.pipelines import mesh_of, new_trainer, stage_recompute
 from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
@@ -124,7 +125,8 @@ def _begun(
             try:
                 run.load()
             except InvalidUsage as error:
-                assert found is not None
+                if found is None:
+                    raise
                 before = found.step
                 refused.append(error.args[0])
                 if comm.rank == 0:
@@ -178,6 +180,8 @@ class _Run:
         }
         stack.callback(self.batches.stop)  # first of all, since the threads of the plans may wait for tokens
         self.messages = MessageLog() if watching.trace else None
+        begins = config if found is None else replace(config, init_from=None, keep_optimizer=False)
+        self.weights = FirstWeights(comm, begins)
         self.trainers = {policy: self._trainer(planner, stack) for policy, planner in planners.items()}
         self.steps: dict[str, list[StepMetrics]] = {policy: [] for policy in planners}
         self.evaluations: dict[str, list[Evaluation]] = {policy: [] for policy in planners}
@@ -188,6 +192,9 @@ class _Run:
     def load(self) -> None:
         """Reads the checkpoint to go on from, if there is one. Raises: InvalidUsage, on all ranks: it does not fit."""
         if self.found is None:
+            if self.config.keep_optimizer and self.weights.run is not None:
+                for trainer in self.trainers.values():
+                    keep_optimizer(self.weights.run, trainer, self.config.optimizer)
             return
         error: InvalidUsage | None = None
         try:
@@ -222,11 +229,11 @@ class _Run:
         config, comm = self.config, self.comm
         if isinstance(planner, WholeSequencePlanner):
             mesh = mesh_of(comm, config)
-            (model,) = new_part(config.model, mesh, seed=config.seed, recompute=stage_recompute(config))
-            group, optimizer = stack.enter_context(gloo_group(comm)), _optimizer(model, config)
+            (model,) = new_part(config.model, mesh, weights=self.weights, recompute=stage_recompute(config))
+            group, optimizer = stack.enter_context(gloo_group(comm)), new_optimizer(config, model.parameters())
             return data_parallel_trainer(model, optimizer, planner, comm, group, max_grad_norm=config.max_grad_norm)
         comm = comm if self.messages is None else recorded(comm, self.messages)
-        return new_trainer(comm, config, planner, self.costs.pool, partial(_optimizer, config=config))
+        return new_trainer(comm, config, planner, self.costs.pool, self.weights)
 
     def _learning(self, found: Checkpoint | None) -> dict[str, PlanLearning]:
         known = {} if found is None or not same_mesh(found, self.config) else found.facts.get("learned") or {}
@@ -411,11 +418,3 @@ def _end_of_saving(folder: CheckpointFolder, error: object, *_: object) -> None:
         folder.wait()
     else:
         folder.give_up()
-
-
-def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """AdamW that does not pull the norms' weights towards zero."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))

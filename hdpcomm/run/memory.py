@@ -7,15 +7,16 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from hdpcomm.comm import Mesh
 from hdpcomm.data.agree import gather_json
+from hdpcomm.models import NewWeights
 from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import new_part
+from hdpcomm.run.optimizers import new_optimizer
 from hdpcomm.train.memory_profile import profile_memory
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, .
     own = profile_memory(
         _on_device(config, mesh),
         mesh.hdp_comm,
-        partial(torch.optim.AdamW, lr=config.lr),
+        partial(new_optimizer, config),
         tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
         zero=config.zero,
         dtype=config.dtype_with_masters,
@@ -91,9 +92,7 @@ def _largest(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _on_device(config: RunConfig, mesh: Mesh) -> nn.Module:
     """This rank's part of the model, as it will be trained. Collective over the ranks that share layers."""
-    stages = config.pipeline * config.chunks
-    parts: list[Any] = list(
-        new_part(config.model, mesh, seed=config.seed, recompute=["none"] * stages, chunks=config.chunks, read=False)
-    )
+    weights, recompute = partial(NewWeights, seed=config.seed), ["none"] * config.pipeline * config.chunks
+    parts: list[Any] = list(new_part(config.model, mesh, weights=weights, recompute=recompute, chunks=config.chunks))
     model: nn.Module = DeviceStages(parts) if mesh.pipeline > 1 else parts[0]
     return model.to(config.parameter_dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,7 @@ from torch import nn
 
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import (
-    AdaptedCausalLM,
-    FolderWeights,
-    Llama,
-    LlamaConfig,
-    NewWeights,
-    Weights,
-    from_pretrained,
-    set_recompute,
-)
+from hdpcomm.models import Llama, LlamaConfig, Weights, from_pretrained, set_recompute
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
 from hdpcomm.plan import ModelSpec
@@ -122,10 +113,9 @@ def new_part(
     model: LlamaConfig | FolderModel,
     mesh: Mesh,
     *,
-    seed: int,
+    weights: Callable[[nn.Module], Weights],
     recompute: Sequence[str | int],
     chunks: int = 1,
-    read: bool = True,
 ) -> list[nn.Module]:
     """This rank's part of the model in fp32, in the form of the trainer: one module, or its stages of a pipeline. It is
     made without memory, cut, and filled then, so that no rank needs more than its part. Collective over the mesh.
@@ -133,15 +123,12 @@ def new_part(
     Args:
         recompute: of each stage, for :func:`hdpcomm.models.set_recompute`; one value without pipelines.
         chunks: stages on a device of a pipeline.
-        read: False: weights are drawn also where the folder has some; for measuring.
+        weights: makes those of the whole model, which it is given on the meta device.
 
     Raises: InvalidUsage: the folder's weights do not fit its configuration, or the model cannot be trained right.
     """
     whole = model_on_meta(model)
-    weights: Weights = NewWeights(whole, seed)
-    if read and isinstance(model, FolderModel) and model.weights:
-        assert isinstance(whole, AdaptedCausalLM)
-        weights = FolderWeights(model.folder, whole)
+    values = weights(whole)
     if mesh.pipeline > 1:
         own = slice(mesh.stage, None, mesh.pipeline)
         assert isinstance(whole, Llama)  # the configuration was checked
@@ -152,7 +139,7 @@ def new_part(
     for part, layers in zip(parts, recompute, strict=True):
         tensor_parallel(expert_parallel(part, mesh), mesh)
         set_recompute(part, layers)
-    materialize(nn.ModuleList(parts) if mesh.pipeline > 1 else whole, mesh, weights)
+    materialize(nn.ModuleList(parts) if mesh.pipeline > 1 else whole, mesh, values)
     return parts
 
 

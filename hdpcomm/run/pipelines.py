@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from hdpcomm.comm import Mesh
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.run.config import RunConfig
+from hdpcomm.run.first_weights import FirstWeights
 from hdpcomm.run.model import new_part
+from hdpcomm.run.optimizers import new_optimizer
 from hdpcomm.train import Trainer
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def new_trainer(
     config: RunConfig,
     planner: Planner,
     pool: PinnedPool | None,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    weights: FirstWeights,
 ) -> Trainer:
     """The trainer of this rank's part of the model. Collective over ``comm``.
 
@@ -48,11 +48,12 @@ def new_trainer(
         "dtype": config.dtype_with_masters,
     }
     recompute = stage_recompute(config)
-    parts = new_part(config.model, mesh, seed=config.seed, recompute=recompute, chunks=config.chunks)
+    parts = new_part(config.model, mesh, weights=weights, recompute=recompute, chunks=config.chunks)
     model: Any = parts if mesh.pipeline > 1 else parts[0]
     layers = model if mesh.pipeline == 1 else [block for stage in model for block in stage.blocks]
     offload = None if pool is None else ActivationOffload(pool, layers, min_bytes=SMALLEST_OFFLOAD)
-    return Trainer(model, make_optimizer(nn.ModuleList(parts)), planner, mesh, offload=offload, **options)
+    optimizer = new_optimizer(config, nn.ModuleList(parts).parameters())
+    return Trainer(model, optimizer, planner, mesh, offload=offload, **options)
 
 
 def stage_recompute(config: RunConfig) -> list[str | int]:

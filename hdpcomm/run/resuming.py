@@ -23,9 +23,18 @@ from hdpcomm.run.model import model_facts
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["agreed_checkpoint", "check_same_run", "config_facts", "data_facts", "gather_generators"]
+__all__ = [
+    "agreed_checkpoint",
+    "check_same_run",
+    "config_facts",
+    "data_facts",
+    "gather_generators",
+    "saved_config",
+]
 
 _SAME = ("model", "policies", "tokens_per_step", "seed", "offload", "dtype")
+_DEFAULTS = {"optimizer": "AdamW", "optimizer_options": []}
+"""The same, of which older checkpoints note nothing."""
 """What a run that goes on must be told as it was."""
 
 
@@ -74,7 +83,7 @@ def _find(folder: Path, resume: str, before: int | None) -> str:
 def _check_facts(found: Checkpoint) -> None:
     """That what a run reads from ``meta.json`` is what a run writes there. Raises: InvalidUsage."""
     facts = found.facts
-    if not set(_SAME) <= set(_saved_config(found)):
+    if not set(_SAME) <= set(saved_config(found)):
         raise InvalidUsage(f"{found.path}: holds no run of hdpcomm train; give another checkpoint")
     ranks, learned = facts.get("ranks"), facts.get("learned") or {}
     name = "ranks"
@@ -101,7 +110,7 @@ def _warn(damaged: list[str]) -> None:
         print(f"hdpcomm: warning: {text}", file=sys.stderr)
 
 
-def _saved_config(found: Checkpoint) -> Mapping[str, Any]:
+def saved_config(found: Checkpoint) -> Mapping[str, Any]:
     """The configuration that a checkpoint notes; empty if it notes none."""
     config = found.facts.get("config")
     if not isinstance(config, Mapping):
@@ -114,9 +123,9 @@ def check_same_run(found: Checkpoint, corpus: Corpus | DocumentStream, config: R
 
     Raises: InvalidUsage with what was saved and what is wanted.
     """
-    then, now = _saved_config(found), config_facts(config)
-    for name in _SAME:
-        was, wanted = then.get(name), now[name]
+    then, now = saved_config(found), config_facts(config)
+    for name in (*_SAME, *_DEFAULTS):
+        was, wanted = then.get(name, _DEFAULTS.get(name)), now[name]
         if was != wanted:
             raise InvalidUsage(
                 f"{found.path} was saved with {name}={was}, and this run has {wanted}; give the same, or start anew "
@@ -134,6 +143,7 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
     """The configuration as a checkpoint notes it; it has the costs beside it."""
     plain = asdict(replace(config, calibration=None))
     del plain["calibration"]
+    del plain["init_from"], plain["keep_optimizer"]  # where it began, which is no matter once it has
     return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()} | {
         "model": model_facts(config.model)
     }

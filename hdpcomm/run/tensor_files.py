@@ -37,7 +37,7 @@ from hdpcomm.errors import Error
 from hdpcomm.files import open_regular
 from hdpcomm.train.tensor_part import TensorPart
 
-__all__ = ["METADATA", "join_files", "read_tensors", "write_tensors"]
+__all__ = ["METADATA", "TensorFiles", "join_files", "read_tensors", "write_tensors"]
 
 #: The file of torch's that names all tensors.
 METADATA = ".metadata"
@@ -59,6 +59,33 @@ def read_tensors(folder: Path, state: dict[str, Any]) -> None:
     """
     with _torch_reads_and_writes():
         load(state, storage_reader=_Reader(folder), planner=_LoadPlanner(), no_dist=True)
+
+
+class TensorFiles:
+    """The tensors of a checkpoint, one by one.
+
+    Attributes:
+        shapes: by name, as ``policies.balanced.model.embedding.weight``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = _Reader(folder)
+        self._metadata = self._reader.read_metadata()
+        told = self._metadata.state_dict_metadata
+        self.shapes = {name: each.size for name, each in told.items() if isinstance(each, TensorStorageMetadata)}
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor. Local. Raises: Error if the checkpoint does not hold all of it."""
+        told = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[name])
+        tensor = torch.empty(told.size, dtype=told.properties.dtype)
+        with _torch_reads_and_writes():
+            load(
+                {name: tensor},
+                storage_reader=_Known(self._reader, self._metadata),
+                planner=_LoadPlanner(),
+                no_dist=True,
+            )
+        return tensor
 
 
 def join_files(folder: Path, others: Sequence[Path]) -> None:
@@ -163,6 +190,17 @@ class _Reader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+class _Known(_Reader):
+    """With the metadata that has been read already."""
+
+    def __init__(self, reader: _Reader, metadata: Metadata) -> None:
+        super().__init__(reader.path)
+        self._metadata = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
 
 
 class _Writer(FileSystemWriter):

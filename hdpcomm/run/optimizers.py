@@ -1,0 +1,94 @@
+"""The optimizer of a run, by its name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.options import TrainingOptions
+
+__all__ = ["check_optimizer", "new_optimizer"]
+
+_DEFAULTS: dict[str, dict[str, Any]] = {"AdamW": {"betas": (0.9, 0.95)}}
+"""What language models are trained with, where torch has other defaults."""
+_OURS = ("params", "lr", "weight_decay")
+
+
+def new_optimizer(config: TrainingOptions, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer over those parameters that are trained, which does not pull the norms' weights towards zero. Local.
+
+    Raises: InvalidUsage: it does not take these parameters.
+    """
+    made, options = _resolved(config)
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() <= 1]}]
+    if "weight_decay" in inspect.signature(made).parameters:
+        for group, decay in zip(groups, (config.weight_decay, 0.0), strict=True):
+            group["weight_decay"] = decay  # type: ignore[assignment]
+    try:
+        optimizer: torch.optim.Optimizer = made(groups, lr=config.lr, **options)
+    except (TypeError, ValueError) as error:
+        raise InvalidUsage(
+            f"--optimizer {config.optimizer} cannot be made over this model with {options}: {error}"
+        ) from None
+    return optimizer
+
+
+def check_optimizer(config: TrainingOptions) -> None:
+    """Raises InvalidUsage unless the optimizer is one, and takes its options. Local."""
+    made, options = _resolved(config)
+    names = inspect.signature(made).parameters
+    if "lr" not in names:
+        raise InvalidUsage(f"--optimizer {config.optimizer} has no lr, which every step of a run sets; give another")
+    open_ended = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
+    for name in options:
+        if name in _OURS:
+            raise InvalidUsage(f"--optimizer-options has {name}; give --{name.replace('_', '-')}")
+        if name not in names and not open_ended:
+            known = ", ".join(each for each in names if each not in _OURS)
+            raise InvalidUsage(f"--optimizer-options has {name}, which {made.__name__} does not take; it takes {known}")
+
+
+def _resolved(config: TrainingOptions) -> tuple[Any, dict[str, Any]]:
+    """The class, and its options."""
+    name = config.optimizer
+    module, _, kind = name.rpartition(":")
+    try:
+        found = getattr(importlib.import_module(module) if module else torch.optim, kind)
+    except (ImportError, AttributeError) as error:
+        raise InvalidUsage(
+            f"--optimizer {name} cannot be found ({error}); give the name of one of torch.optim, as AdamW or SGD, or "
+            "module:Class"
+        ) from None
+    if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
+        raise InvalidUsage(f"--optimizer {name} is no class of optimizers (torch.optim.Optimizer); give one")
+    if issubclass(found, torch.optim.LBFGS):
+        raise InvalidUsage(
+            "--optimizer LBFGS computes the loss several times a step, which a planned step does once; give another"
+        )
+    options = dict(_DEFAULTS.get(name, {}))
+    for text in config.optimizer_options:
+        option, equals, value = text.partition("=")
+        if not equals or not option.isidentifier():
+            raise InvalidUsage(f"--optimizer-options has {text!r}; NAME=VALUE was expected, as momentum=0.9")
+        options[option] = _value(value)
+    return found, options
+
+
+def _value(text: str) -> Any:
+    plain = {"true": True, "false": False, "none": None}
+    if text.lower() in plain:
+        return plain[text.lower()]
+    try:
+        return ast.literal_eval(text)  # 0.9,0.95 is a tuple
+    except (ValueError, SyntaxError):
+        return text
