@@ -41,7 +41,7 @@ class SimilarRun:
     def __init__(self, options: argparse.Namespace) -> None:
         from hdpcomm.cli.config_file import resolve_options
         from hdpcomm.cli.train_data import train_data
-        from hdpcomm.data import BatchSampler, Corpus
+        from hdpcomm.data import Corpus
         from hdpcomm.plan import Calibration
         from hdpcomm.run import read_metrics
 
@@ -62,7 +62,7 @@ class SimilarRun:
         assert isinstance(corpus, Corpus)
         if trained.eval_fraction is not None:
             corpus, _ = corpus.split(trained.eval_fraction, seed=trained.seed)
-        self._sampler = BatchSampler(corpus.lengths, tokens=trained.tokens_per_step, seed=trained.seed)
+        self._sampler = corpus.sampler(tokens=trained.tokens_per_step, seed=trained.seed)
         rows = read_metrics(run / "metrics.jsonl")
         self._rows = {(str(row["policy"]), int(row["step"])): row for row in rows if "measured_s" in row}
         if not self._rows:

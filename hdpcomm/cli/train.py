@@ -161,6 +161,8 @@ def job_of(options: TrainOptions, ranks: int) -> _Job:
         **{each.name: getattr(options, each.name) for each in fields(TrainingOptions)},
     )
     held_out = train_data(options, options.eval_data) if options.eval_data else None
+    if held_out is not None and held_out.weights:
+        raise InvalidUsage("--eval-data has weights, and held-out text is read once as it is; leave them out")
     return _Job(options, config, data, held_out, shrinks=options.elastic and agent_restarts() is None)
 
 

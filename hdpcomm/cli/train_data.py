@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.options import BadOption, positive
+
 if TYPE_CHECKING:
     from hdpcomm.cli.train_options import TrainOptions
     from hdpcomm.comm import Communicator
@@ -22,6 +25,7 @@ class TrainData:
 
     Attributes:
         paths: empty: Python's standard library.
+        weights: of the tokens of each path in a mixture; empty: each sequence once an epoch.
         tokenizer: folder of a model; ``None``: bytes.
         loading: ``None``: the tokens are made, once, before the run.
     """
@@ -33,6 +37,7 @@ class TrainData:
     tokenizer: Path | None = None
     cache: Path | None = None
     loading: Loading | None = None
+    weights: tuple[float, ...] = ()
 
     def encoder(self) -> Encoder:
         """Makes the tokens. Raises: InvalidUsage if the folder holds no tokenizer."""
@@ -83,6 +88,7 @@ class TrainData:
         return open_corpus(
             self.paths,
             context=self.context,
+            weights=self.weights,
             text_field=self.text_field,
             messages_field=self.messages_field,
             encoder=self.encoder(),
@@ -102,8 +108,15 @@ def train_data(options: TrainOptions, paths: tuple[str, ...], loading: Loading |
         from hdpcomm.data import has_tokenizer
 
         tokenizer = options.model if has_tokenizer(options.model) else None
+    plain, weights = _weighted(paths)
+    if weights and loading is not None:
+        raise InvalidUsage(
+            f"--loader {options.loader} makes tokens in the order of the documents, and --data has weights, whose "
+            "order needs all lengths before; leave out either"
+        )
     return TrainData(
-        paths=paths,
+        paths=plain,
+        weights=weights,
         context=options.context,
         text_field=options.text_field,
         messages_field=options.messages_field,
@@ -111,3 +124,23 @@ def train_data(options: TrainOptions, paths: tuple[str, ...], loading: Loading |
         cache=options.data_cache,
         loading=loading,
     )
+
+
+def _weighted(given: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Paths, and the weight of each that is written as PATH=WEIGHT. Raises: InvalidUsage if some have none."""
+    found = [_weight_of(each) for each in given]
+    weights = tuple(weight for _, weight in found if weight is not None)
+    if weights and len(weights) != len(given):
+        path = next(path for path, weight in found if weight is None)
+        raise InvalidUsage(f"{path} has no weight, and other data has; give PATH=WEIGHT for each, or for none")
+    return tuple(path for path, _ in found), weights
+
+
+def _weight_of(given: str) -> tuple[str, float | None]:
+    path, equals, weight = given.rpartition("=")
+    if not equals or Path(given).exists():
+        return given, None
+    try:
+        return path, positive(weight)
+    except BadOption as error:
+        raise InvalidUsage(f"{given}: {error}; PATH=WEIGHT was expected") from None

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hdpcomm.data.sampler import BatchSampler
 from hdpcomm.data.text import block_starts, text_files
 from hdpcomm.data.token_store import TokenStore
 from hdpcomm.errors import InvalidUsage
@@ -90,6 +91,7 @@ class Corpus:
         sequences: ``[sequences, 3]``: document, first token inside it, length in tokens.
         encoder: fingerprint of what makes the tokens; ``encoder_name`` is its name for messages.
         vocabulary: every token is below it.
+        weights: of the tokens of each source in a mixture; empty: each sequence comes once an epoch.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Corpus:
     encoder: str = "bytes"
     encoder_name: str = "byte"
     vocabulary: int = 256
+    weights: tuple[float, ...] = ()
     _masked: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_), repr=False)
 
     def __len__(self) -> int:
@@ -138,6 +141,12 @@ class Corpus:
             for source in self.sources
             for path in (source.files if isinstance(source, TextPieces) else (source.path,))
         )
+
+    def sampler(self, *, tokens: int, seed: int) -> BatchSampler:
+        """Batches of at most so many tokens, by the weights of the sources if there are any. Local; raises as
+        :class:`BatchSampler`."""
+        sources = self.documents[self.sequences[:, 0], 0] if self.weights else None
+        return BatchSampler(self.lengths, tokens=tokens, seed=seed, sources=sources, weights=self.weights)
 
     def read(self, sequence: int) -> Tensor:
         """The tokens of one sequence, ``[length]`` int64. Local.
@@ -214,6 +223,9 @@ class Corpus:
             f"{quantiles[0]:,.0f}, 90% below {quantiles[1]:,.0f}, longest "
             f"{int(self.lengths.max()):,})"
         )
+        if self.weights:
+            shares = (f"{weight / sum(self.weights):.0%}" for weight in self.weights)
+            text += f"; a mixture of {', '.join(shares)} of the tokens"
         if self.num_cut:
             cut = f"{_many(self.num_cut, 'document')} longer than the context of {self.context:,}"
             text += f"; {cut} {'was' if self.num_cut == 1 else 'were'} cut into pieces"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hdpcomm.arguments import check_whole
+from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.data.agree import on_rank_0, raise_together
 from hdpcomm.data.build import build_store, cache_folder, open_published, store_key
 from hdpcomm.data.corpus import Corpus, TextPieces, corpus_of
@@ -36,6 +36,7 @@ def open_corpus(
     paths: Sequence[str | Path],
     *,
     context: int,
+    weights: Sequence[float] = (),
     text_field: str = "text",
     messages_field: str = "messages",
     name: str | None = None,
@@ -54,6 +55,8 @@ def open_corpus(
         paths: files and folders. The files of a folder are taken in a fixed order, without empty and binary ones; a
             file that is named here must not be empty or binary.
         context: the longest sequence in tokens; longer documents are cut into pieces of this size.
+        weights: of the tokens of each path in a mixture (:class:`hdpcomm.data.BatchSampler`); none: every sequence
+            comes once an epoch.
         text_field, messages_field: names of the field (or column) of a text, or of the messages of a conversation, of
             which the assistant's tokens alone count for the loss.
         encoder: makes the tokens; ``None``: they are bytes.
@@ -74,10 +77,15 @@ def open_corpus(
         raise InvalidUsage(f"paths is {paths!r}; give a list of paths")
     if not paths:
         raise InvalidUsage("no path was given; name at least one text file, JSONL file or folder")
+    if weights and len(weights) != len(paths):
+        raise InvalidUsage(f"{len(weights)} weights were given for {len(paths)} paths; give one for each, or none")
+    for weight in weights:
+        check_number("open_corpus()", "weights", weight, above=0)
     encoder, fields = encoder or ByteEncoder(), Fields(text_field, messages_field)
     found = json.loads(on_rank_0(comm, lambda: json.dumps(_look(paths, encoder, fields, cache or cache_folder()))))
     sources = [_open(each, encoder, fields, comm, on_progress) for each in found]
-    return corpus_of(name or ", ".join(map(str, paths)), sources, context=context)
+    corpus = corpus_of(name or ", ".join(map(str, paths)), sources, context=context)
+    return replace(corpus, weights=tuple(map(float, weights)))
 
 
 def is_indexed(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hdpcomm.arguments import check_whole
+from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["BatchSampler", "GlobalBatch"]
@@ -22,7 +22,8 @@ class GlobalBatch:
 
     Attributes:
         step: number of the step, from 0.
-        epoch: number of complete passes through the corpus before this step.
+        epoch: number of complete passes through the corpus before this step; of a mixture, through the source that has
+            been passed most often.
         ids: numbers of the sequences in the corpus.
         lengths: tokens of the sequences, in the same order.
     """
@@ -49,13 +50,19 @@ class BatchSampler:
     and contains each sequence exactly once; its last batch may be smaller. Two samplers with equal arguments give equal
     batches, so ranks need not communicate. Local.
 
+    With ``weights`` it is a mixture without end: each source is shuffled by itself, epoch after epoch, and the next
+    sequence comes from the source that is furthest behind its share of the tokens.
+
     Args:
         lengths: ``[sequences]`` tokens of each sequence of the corpus.
         tokens: the budget of a batch, at least the longest length.
         seed: seed of the shuffle.
+        sources: ``[sequences]`` the source of each sequence, from 0; with ``weights`` only.
+        weights: of the tokens of each source; they need not sum up to 1.
 
     Raises:
-        InvalidUsage: no sequences, a length below 1, or a sequence that no batch can hold.
+        InvalidUsage: no sequences, a length below 1, a sequence that no batch can hold, a weight that is not above 0,
+            or one of a source without sequences.
 
     Example:
         >>> sampler = BatchSampler([3, 1, 2], tokens=3, seed=0)
@@ -65,7 +72,15 @@ class BatchSampler:
 
     LOOKAHEAD = 256
 
-    def __init__(self, lengths: Sequence[int] | npt.NDArray[np.int64], *, tokens: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int] | npt.NDArray[np.int64],
+        *,
+        tokens: int,
+        seed: int = 0,
+        sources: npt.NDArray[np.int64] | None = None,
+        weights: Sequence[float] = (),
+    ) -> None:
         try:
             given = np.asarray(lengths)
         except ValueError as error:
@@ -91,6 +106,15 @@ class BatchSampler:
             )
         self._tokens = tokens
         self._seed = seed
+        self._shares = _checked_shares(weights)
+        self._of_source: list[npt.NDArray[np.int64]] = []
+        if self._shares:
+            numbers = np.asarray(sources if sources is not None else [])
+            if numbers.shape != self._lengths.shape:
+                raise InvalidUsage(f"sources has the shape {numbers.shape}; the source of each sequence was expected")
+            self._of_source = [np.flatnonzero(numbers == source) for source in range(len(self._shares))]
+            if empty := [source for source, ids in enumerate(self._of_source) if not len(ids)]:
+                raise InvalidUsage(f"source {empty[0]} of the mixture has no sequences; leave it out")
         self._latest = _NONE
         self._rewind()
 
@@ -117,9 +141,28 @@ class BatchSampler:
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        order = np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(len(self._lengths))
-        self._coming = iter(order.tolist())
+        if self._shares:
+            self._coming = self._mixture()
+        else:
+            order = np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(len(self._lengths))
+            self._coming = iter(order.tolist())
         self._window = list(itertools.islice(self._coming, self.LOOKAHEAD))
+
+    def _mixture(self) -> Iterator[int]:
+        """The sequences of all sources, without end, so that each has its share of the tokens at any time."""
+        shuffled = [self._shuffled(source) for source in range(len(self._shares))]
+        drawn = [0.0] * len(shuffled)
+        while True:
+            source = min(range(len(shuffled)), key=lambda each: (drawn[each], each))
+            sequence = next(shuffled[source])
+            drawn[source] += int(self._lengths[sequence]) / self._shares[source]
+            yield sequence
+
+    def _shuffled(self, source: int) -> Iterator[int]:
+        for epoch in itertools.count():
+            self._epoch = max(self._epoch, epoch)
+            order = np.random.Generator(np.random.PCG64([self._seed, epoch, source + 1]))
+            yield from order.permutation(self._of_source[source]).tolist()
 
     def _next(self) -> GlobalBatch:
         if not self._window:
@@ -138,3 +181,9 @@ class BatchSampler:
         self._window = waiting + list(itertools.islice(coming, self.LOOKAHEAD - len(waiting)))
         lengths = tuple(int(self._lengths[sequence]) for sequence in taken)
         return GlobalBatch(step=self._latest.step + 1, epoch=self._epoch, ids=tuple(taken), lengths=lengths)
+
+
+def _checked_shares(weights: Sequence[float]) -> tuple[float, ...]:
+    for weight in weights:
+        check_number("BatchSampler", "weights", weight, above=0)
+    return tuple(weight / sum(weights) for weight in weights)

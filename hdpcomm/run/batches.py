@@ -186,4 +186,4 @@ class LoadedBatches:
 
 def batch_sampler(corpus: Corpus, config: RunConfig) -> BatchSampler:
     """The batches of a run on a corpus."""
-    return BatchSampler(corpus.lengths, tokens=config.tokens_per_step, seed=config.seed)
+    return corpus.sampler(tokens=config.tokens_per_step, seed=config.seed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hdpcomm.comm.topology import by_host, domains_of
-from hdpcomm.data import BatchSampler, Corpus
+from hdpcomm.data import Corpus
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import make_planner, measure_costs
@@ -68,7 +68,7 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
     costs = measure_costs(comm, config, longest=int(corpus.lengths.max()), capacity=capacity)
     parameters = sum(p.numel() for p in model_on_meta(config.model).parameters())
     recompute = recompute_by_device(config)
-    sampler = BatchSampler(corpus.lengths, tokens=config.tokens_per_step, seed=config.seed)
+    sampler = corpus.sampler(tokens=config.tokens_per_step, seed=config.seed)
     batches = [sampler.batch(step).lengths for step in range(min(STEPS, config.steps))]
     reports: dict[str, list[StepReport]] = {}
     memory: dict[str, list[RankMemory]] = {}

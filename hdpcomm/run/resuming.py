@@ -155,6 +155,8 @@ def data_facts(corpus: Corpus | DocumentStream) -> dict[str, Any]:
         return corpus.facts
     digest = hashlib.sha256(corpus.sequences.tobytes()).hexdigest()[:16]
     facts = {"sequences": len(corpus), "tokens": corpus.num_tokens, "context": corpus.context, "places": digest}
+    if corpus.weights:
+        facts["weights"] = list(corpus.weights)
     return facts | {"encoder": corpus.encoder}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hdpcomm.cli.main import main
 from hdpcomm.data import open_corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.run import RunConfig, Saving, Schedule, folder_model, train
+from hdpcomm.run import RunConfig, Saving, Schedule, folder_model, read_metrics, train
 from hdpcomm.run.checkpoints import open_checkpoint
 from hdpcomm.run.first_weights import CheckpointWeights
 from hdpcomm.testing import run_threads
@@ -180,3 +181,58 @@ def test_optimizers_by_name(data: Path) -> None:
     plain = run_of(data, 1, optimizer="SGD")
     assert losses(sgd) == pytest.approx(losses(other), rel=1e-5)
     assert losses(sgd)[1] != losses(plain)[1]
+
+
+class TestMixtures:
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> list[str]:
+        for name, text in (("code", "if x: y = 1\n"), ("prose", "and so it was told\n")):
+            with (tmp_path / f"{name}.jsonl").open("w") as file:
+                for i in range(12):
+                    file.write(json.dumps({"text": text * (i * i + 1)}) + "\n")
+        return [f"{tmp_path / 'code.jsonl'}=0.7", f"{tmp_path / 'prose.jsonl'}=0.3"]
+
+    @pytest.fixture
+    def command(self, files: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        sizes = ["--hidden", "16", "--ffn", "24", "--layers", "1", "--heads", "2", "--context", "256"]
+        sizes += ["--tokens-per-step", "512", "--trackers", "none", "--data-cache", str(tmp_path / "cache")]
+        return ["train", *sizes, "--data", *files]
+
+    def losses(self, out: Path) -> list[float]:
+        return [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
+
+    def test_the_order_is_that_of_any_ranks_and_of_a_resumed_run(
+        self, command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        common = [*command, "--steps", "12", "--schedule", "constant"]
+        for ranks in ("1", "2", "4"):
+            assert main([*common, "--ranks", ranks, "--out", str(tmp_path / ranks)]) == 0
+        assert "a mixture of 70%, 30% of the tokens" in " ".join(capfd.readouterr().out.split())
+        half = [*command, "--schedule", "constant", "--ranks", "2", "--out", str(tmp_path / "half")]
+        assert main([*half, "--steps", "7"]) == 0
+        assert main([*half, "--steps", "12", "--resume", "auto"]) == 0
+        wanted = self.losses(tmp_path / "1")
+        assert len(wanted) == 12
+        for out in ("2", "4", "half"):
+            assert self.losses(tmp_path / out) == pytest.approx(wanted, rel=1e-4)
+        other = [each.replace("0.7", "0.5") for each in half]
+        assert main([*other, "--steps", "14", "--resume", "auto"]) != 0
+        assert "was saved on other data" in capfd.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("changed", "reason"),
+        [
+            (lambda files: [files[0], files[1].rpartition("=")[0]], "has no weight, and other data has"),
+            (lambda files: [files[0], files[1].replace("0.3", "0")], "0 is not a finite number above 0"),
+            (lambda files: [files[0], files[1].replace("0.3", "x")], "PATH=WEIGHT was expected"),
+            (lambda files: [*files, "--loader", "threads"], "whose order needs all lengths before"),
+            (lambda files: [*files, "--eval-data", files[0]], "--eval-data has weights"),
+        ],
+    )
+    def test_refusals(
+        self, command: list[str], files: list[str], capfd: pytest.CaptureFixture[str], changed: Any, reason: str
+    ) -> None:
+        assert main([*command[: -len(files)], *changed(files), "--ranks", "1", "--steps", "1"]) != 0
+        assert reason in " ".join(capfd.readouterr().err.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,3 +70,58 @@ def test_bad_arguments(arguments, message):
 def test_negative_step():
     with pytest.raises(InvalidUsage, match=r"step is -1, .* of at least 0"):
         BatchSampler([1], tokens=1).batch(-1)
+
+
+def mixture(weights, *, tokens=400, seed=3):
+    """Three sources: many short, some long, three middle ones."""
+    drawn = np.random.Generator(np.random.PCG64(5))
+    counts, most = (300, 20, 3), (20, 400, 60)
+    lengths = np.concatenate([drawn.integers(1, top + 1, count) for count, top in zip(counts, most, strict=True)])
+    sources = np.repeat(np.arange(3), counts)
+    return lengths, sources, BatchSampler(lengths, tokens=tokens, seed=seed, sources=sources, weights=weights)
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.2, 0.1), (1, 1, 1), (0.01, 5, 3)])
+def test_a_mixture_has_the_shares_of_its_weights(weights):
+    """At any time, but for what waits: at most the look-ahead, and a sequence of each source."""
+    lengths, sources, sampler = mixture(weights)
+    shares = np.array(weights) / sum(weights)
+    drawn = np.zeros(3)
+    for step in range(300):
+        batch = sampler.batch(step)
+        assert batch.tokens <= 400
+        assert batch.lengths == tuple(lengths[list(batch.ids)])
+        np.add.at(drawn, sources[list(batch.ids)], batch.lengths)
+    assert np.abs(drawn - shares * drawn.sum()).max() < 400 * 3 + BatchSampler.LOOKAHEAD * 400 * 0.2
+    assert np.abs(drawn / drawn.sum() - shares).max() < 0.02
+    assert sampler.batch(299).epoch > 3  # of the small sources
+
+
+def test_each_pass_through_a_source_has_each_sequence_once():
+    _, sources, sampler = mixture((0.2, 0.4, 0.4), tokens=1000)
+    seen = [sequence for step in range(60) for sequence in sampler.batch(step).ids if sources[sequence] == 2]
+    counts = np.bincount(np.array(seen), minlength=323)[320:]
+    assert counts.sum() > 50
+    assert counts.max() - counts.min() <= 2  # those that wait for room come later
+
+
+def test_a_mixture_follows_from_its_arguments():
+    _, _, first = mixture((0.5, 0.3, 0.2))
+    _, _, second = mixture((5, 3, 2))
+    late = second.batch(40)
+    assert [first.batch(step) for step in range(40)] == [second.batch(step) for step in range(40)]
+    assert late == first.batch(40)
+    assert mixture((0.5, 0.3, 0.2), seed=4)[2].batch(0) != first.batch(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weights": (1, 0), "sources": np.array([0, 1])}, "weights is 0, expected a finite number above 0"),
+        ({"weights": (1, 1, 1), "sources": np.array([0, 1])}, "source 2 of the mixture has no sequences"),
+        ({"weights": (1, 1)}, r"sources has the shape \(0,\)"),
+    ],
+)
+def test_bad_mixtures(arguments, message):
+    with pytest.raises(InvalidUsage, match=message):
+        BatchSampler([1, 2], tokens=5, **arguments)
