@@ -31,7 +31,7 @@ from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import calibration_facts, host_memory, measure_offload
 from hdpcomm.run.memory import measure_memory
 from hdpcomm.run.model import check_model, model_spec, new_part
-from hdpcomm.run.optimizers import new_optimizer
+from hdpcomm.run.optimizers import elementwise_optimizer
 from hdpcomm.run.pipelines import device_recompute
 from hdpcomm.sim import optimizer_seconds, reduction_seconds
 from hdpcomm.train.profile import processor_costs, profile_samples
@@ -121,7 +121,7 @@ def _reduction_and_update_s(comm: Communicator, config: RunConfig, model: torch.
     gradients = comm.empty(min(elements, _MOST_REDUCED), dtype=torch.float32).zero_()
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = new_optimizer(config, trained)
+    optimizer = elementwise_optimizer(config, trained)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     reduction = _slowest(comm, lambda: comm.all_reduce(gradients)) * elements / gradients.numel()

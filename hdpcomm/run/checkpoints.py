@@ -257,7 +257,8 @@ def newest_checkpoint(
 
 
 def _steps_in(folder: Path) -> list[int]:
-    names = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    there = folder.iterdir() if folder.is_dir() else ()
+    names = (_NAME.fullmatch(path.name) for path in there if path.is_dir())
     return sorted((int(name[1]) for name in names if name), reverse=True)
 
 

@@ -35,7 +35,7 @@ from hdpcomm.run.limits import check_limits
 from hdpcomm.run.memory import within_memory
 from hdpcomm.run.messages import MessageLog, recorded
 from hdpcomm.run.model import model_spec, new_part
-from hdpcomm.run.optimizers import new_optimizer
+from hdpcomm.run.optimizers import is_for_matrices, new_optimizer
 from hdpcomm.run.options import RunResult, Saving, Watching
 from hdpcomm.run.pipelines import mesh_of, new_trainer, stage_recompute
 from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
@@ -230,7 +230,7 @@ class _Run:
         if isinstance(planner, WholeSequencePlanner):
             mesh = mesh_of(comm, config)
             (model,) = new_part(config.model, mesh, weights=self.weights, recompute=stage_recompute(config))
-            group, optimizer = stack.enter_context(gloo_group(comm)), new_optimizer(config, model.parameters())
+            group, optimizer = stack.enter_context(gloo_group(comm)), new_optimizer(config, model, mesh)
             return data_parallel_trainer(model, optimizer, planner, comm, group, max_grad_norm=config.max_grad_norm)
         comm = comm if self.messages is None else recorded(comm, self.messages)
         return new_trainer(comm, config, planner, self.costs.pool, self.weights)
@@ -402,7 +402,8 @@ def _checkpoint_folder(
 ) -> CheckpointFolder | None:
     """Where this rank writes, if it does: rank 0, and every rank that has its own part of a sharded optimizer's state,
     or of the model. Collective."""
-    session, folder, writers = secrets.token_hex(8), None, comm.size if config.zero or config.on_mesh else 1
+    parts = config.zero or config.on_mesh or is_for_matrices(config)
+    session, folder, writers = secrets.token_hex(8), None, comm.size if parts else 1
     if comm.rank == 0:
         folder = CheckpointFolder(saving.folder, keep=saving.keep, writers=writers, session=session)
     session = from_rank(comm, session)

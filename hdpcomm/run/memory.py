@@ -16,7 +16,7 @@ from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import new_part
-from hdpcomm.run.optimizers import new_optimizer
+from hdpcomm.run.optimizers import elementwise_optimizer
 from hdpcomm.train.memory_profile import profile_memory
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, .
     own = profile_memory(
         _on_device(config, mesh),
         mesh.hdp_comm,
-        partial(new_optimizer, config),
+        partial(elementwise_optimizer, config),
         tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
         zero=config.zero,
         dtype=config.dtype_with_masters,

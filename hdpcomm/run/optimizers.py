@@ -6,34 +6,73 @@ import ast
 import importlib
 import inspect
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.train.matrix_owners import MatrixOwners
 
 if TYPE_CHECKING:
     from hdpcomm.options import TrainingOptions
 
-__all__ = ["check_optimizer", "new_optimizer"]
+__all__ = ["check_optimizer", "elementwise_optimizer", "is_for_matrices", "new_optimizer"]
 
-_DEFAULTS: dict[str, dict[str, Any]] = {"AdamW": {"betas": (0.9, 0.95)}}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "AdamW": {"betas": (0.9, 0.95)},
+    "Muon": {"adjust_lr_fn": "match_rms_adamw"},  # one learning rate for both
+}
 """What language models are trained with, where torch has other defaults."""
 _OURS = ("params", "lr", "weight_decay")
 
 
-def new_optimizer(config: TrainingOptions, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer over those parameters that are trained, which does not pull the norms' weights towards zero. Local.
+def new_optimizer(config: TrainingOptions, model: nn.Module, mesh: Mesh) -> torch.optim.Optimizer:
+    """The optimizer of a model, or of its part on this rank, which does not pull the norms' weights towards zero.
+    One that looks at whole matrices (Muon) gets those, AdamW the rest. Local.
 
     Raises: InvalidUsage: it does not take these parameters.
     """
     made, options = _resolved(config)
+    if not _is_for_matrices(made):
+        return elementwise_optimizer(config, model.parameters())
+    return MatrixOwners(
+        model,
+        mesh,
+        matrices=lambda matrices: _made(config, made, [{"params": matrices}], options),
+        others=partial(elementwise_optimizer, config),
+    )
+
+
+def elementwise_optimizer(config: TrainingOptions, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """That of all parameters which are no matrices for Muon. Local; raises as :func:`new_optimizer`."""
+    made, options = _resolved(config)
+    if _is_for_matrices(made):
+        made, options = torch.optim.AdamW, dict(_DEFAULTS["AdamW"])
     trained = [p for p in parameters if p.requires_grad]
     groups = [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() <= 1]}]
     if "weight_decay" in inspect.signature(made).parameters:
         for group, decay in zip(groups, (config.weight_decay, 0.0), strict=True):
             group["weight_decay"] = decay  # type: ignore[assignment]
+    return _made(config, made, groups, options)
+
+
+def is_for_matrices(config: TrainingOptions) -> bool:
+    """Whether the run's optimizer looks at whole matrices, of which each rank has some. Local."""
+    return _is_for_matrices(_resolved(config)[0])
+
+
+def _is_for_matrices(made: Any) -> bool:
+    return issubclass(made, getattr(torch.optim, "Muon", ()))
+
+
+def _made(
+    config: TrainingOptions, made: Any, groups: list[dict[str, Any]], options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    if _is_for_matrices(made):
+        options = {"weight_decay": config.weight_decay, **options}
     try:
         optimizer: torch.optim.Optimizer = made(groups, lr=config.lr, **options)
     except (TypeError, ValueError) as error:
@@ -47,6 +86,12 @@ def check_optimizer(config: TrainingOptions) -> None:
     """Raises InvalidUsage unless the optimizer is one, and takes its options. Local."""
     made, options = _resolved(config)
     names = inspect.signature(made).parameters
+    if _is_for_matrices(made) and (config.zero or config.dtype != "fp32"):
+        given = f"--zero {config.zero}" if config.zero else f"--dtype {config.dtype}"
+        raise InvalidUsage(
+            f"--optimizer {config.optimizer} shares the matrices and their state among all ranks by itself, in fp32; "
+            f"leave out {given}"
+        )
     if "lr" not in names:
         raise InvalidUsage(f"--optimizer {config.optimizer} has no lr, which every step of a run sets; give another")
     open_ended = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())

@@ -52,7 +52,7 @@ def new_trainer(
     model: Any = parts if mesh.pipeline > 1 else parts[0]
     layers = model if mesh.pipeline == 1 else [block for stage in model for block in stage.blocks]
     offload = None if pool is None else ActivationOffload(pool, layers, min_bytes=SMALLEST_OFFLOAD)
-    optimizer = new_optimizer(config, nn.ModuleList(parts).parameters())
+    optimizer = new_optimizer(config, nn.ModuleList(parts) if mesh.pipeline > 1 else parts[0], mesh)
     return Trainer(model, optimizer, planner, mesh, offload=offload, **options)
 
 

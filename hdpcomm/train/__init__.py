@@ -3,6 +3,7 @@
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
 from hdpcomm.train.materialize import materialize
+from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.metrics import StepMetrics, Totals, totals
 from hdpcomm.train.profile import profile_cost_model
 from hdpcomm.train.shards import Fetch, FetchParts, PackedShard, pack_shard
@@ -14,6 +15,7 @@ __all__ = [
     "Fetch",
     "FetchParts",
     "Gradients",
+    "MatrixOwners",
     "PackedShard",
     "Span",
     "StepMetrics",

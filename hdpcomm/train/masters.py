@@ -12,6 +12,7 @@ from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.gradients import Bucket, Gradients, memory_of, trained_parameters
 from hdpcomm.train.layout import Layout
+from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.trainer_check import check_elementwise
 
 __all__ = ["Masters", "Piece"]
@@ -143,6 +144,10 @@ def _check(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, dty
     if dtype is not None and dtype not in _DTYPES:
         raise InvalidUsage(
             f"dtype is {dtype}; give torch.bfloat16 or torch.float32 (float16 needs loss scaling, which is not here)"
+        )
+    if isinstance(optimizer, MatrixOwners):
+        raise InvalidUsage(
+            "MatrixOwners has shared the matrices and their state among the ranks already; give zero=0 and dtype=None"
         )
     check_elementwise(optimizer, "with zero=1 or dtype=")
     if optimizer.state:

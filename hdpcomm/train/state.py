@@ -12,6 +12,7 @@ from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.dtensor import is_dtensor
 from hdpcomm.train.layout import Placement
+from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.tensor_part import TensorPart
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class State:
     ) -> None:
         self._model, self._optimizer, self._layout, self._mesh = model, optimizer, layout, mesh
         self._masters = masters
+        self._owners = optimizer if isinstance(optimizer, MatrixOwners) else None
         self._whole = mesh.pipeline * mesh.tensor * mesh.expert == 1
         """All of the model is on this rank."""
 
@@ -125,7 +127,10 @@ class State:
             for parameter, placement in self._optimized():
                 for key, value in self._optimizer.state[parameter].items():
                     if isinstance(value, Tensor):
-                        made = self._part(placement, value, parameter.shape)
+                        if self._owners is not None and self._owners.owns(parameter):
+                            made: Any = TensorPart(value.size(), [([0] * value.dim(), value)])
+                        else:
+                            made = self._part(placement, value, parameter.shape)
                         yield ("optimizer", "state", placement.trained, key), made
             return
         for piece in self._masters.pieces:
@@ -171,7 +176,9 @@ class State:
 
     def _cut(self) -> bool:
         """Whether the replicas have parts of the optimizer's state each."""
-        return self._masters is not None and any(bucket.parts > 1 for bucket in self._masters.gradients.buckets)
+        return self._owners is not None or (
+            self._masters is not None and any(bucket.parts > 1 for bucket in self._masters.gradients.buckets)
+        )
 
     def _optimized(self) -> Iterator[tuple[nn.Parameter, Placement]]:
         """What the optimizer updates on this rank, and where it is in the whole model."""
@@ -272,6 +279,11 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     There is no way to ask an optimizer for it, but a step with a gradient of zero, after which the counts of steps and
     the parameter are put back. One parameter at a time: nothing is copied for long.
     """
+    if isinstance(optimizer, MatrixOwners):
+        for part in optimizer.parts:
+            _make_state(part)
+        optimizer.link()
+        return
     every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     new = [p for p in every if not optimizer.state.get(p)]
     if not new:

@@ -16,6 +16,7 @@ from hdpcomm.models.tensor_group import TensorGroup
 from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, checked_stages
 from hdpcomm.parallel.stages import LlamaStage
 from hdpcomm.train.dtensor import is_fully_sharded
+from hdpcomm.train.matrix_owners import MatrixOwners
 
 if TYPE_CHECKING:
     from hdpcomm.plan import Planner
@@ -32,11 +33,16 @@ def check_elementwise(optimizer: torch.optim.Optimizer, where: str) -> None:
     Args:
         where: how parameters came to be cut, for the message.
     """
+    if isinstance(optimizer, MatrixOwners):
+        if optimizer.others is not None:
+            check_elementwise(optimizer.others, where)
+        return
     kind = type(optimizer)
     if kind is not getattr(torch.optim, kind.__name__, None) or kind.__name__ not in _ELEMENTWISE:
         raise InvalidUsage(
             f"{kind.__name__} may look at more than one element of a parameter, and a part of it is all that a rank "
-            f"has; {where} use one of torch.optim's {', '.join(_ELEMENTWISE)}"
+            f"has; {where} use one of torch.optim's {', '.join(_ELEMENTWISE)}, or MatrixOwners for one that looks at "
+            "matrices"
         )
 
 
@@ -99,6 +105,11 @@ def check_model(
     for each in (*stages,) or (module,):
         _check_cut(each, mesh)
     _check_cluster(planner, mesh, max(1, len(stages)))
+    if isinstance(optimizer, MatrixOwners) and not _same_mesh(optimizer.mesh, mesh):
+        raise InvalidUsage(
+            f"the optimizer shares its matrices among the ranks of {optimizer.mesh}, and the trainer's are {mesh}; "
+            "give MatrixOwners the trainer's mesh"
+        )
     if mesh.tensor * mesh.expert > 1:
         check_elementwise(optimizer, "on a mesh with tensor or expert ranks")
     if stages:
@@ -106,6 +117,10 @@ def check_model(
     else:
         check_same_mesh(mesh, str([(name, tuple(p.shape)) for name, p in module.named_parameters()]))
     return module, stages
+
+
+def _same_mesh(one: Mesh, other: Mesh) -> bool:
+    return one.comm.ranks == other.comm.ranks and one.positions.tolist() == other.positions.tolist()
 
 
 def _check_cluster(planner: Planner, mesh: Mesh, chunks: int) -> None:

@@ -1,0 +1,220 @@
+"""Optimizers that look at whole matrices, on ranks that hold parts of them: :class:`MatrixOwners`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hdpcomm.comm.mesh import Mesh
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.train.layout import Placement, layout_of
+
+__all__ = ["MatrixOwners"]
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Matrix:
+    """A matrix of the whole model of which this rank has a part.
+
+    Attributes:
+        dim, parts: it is cut into so many equal parts along this dimension; one part: it is whole on every tensor rank.
+        replica, tensor: the place of its owner among the HDP ranks and the tensor ranks that hold it.
+        master: the whole of it, on the owner.
+    """
+
+    parameter: nn.Parameter
+    placement: Placement
+    dim: int
+    parts: int
+    replica: int
+    tensor: int
+    master: nn.Parameter | None
+
+
+class MatrixOwners(torch.optim.Optimizer):
+    """An optimizer for matrices (Muon) beside one for all other parameters, on any mesh.
+
+    Each matrix has one owner among the HDP ranks and tensor ranks that hold it, chosen so that all have equal work
+    (elements times the shorter side). A step puts the owner's gradient together from the tensor ranks' parts, the owner
+    updates the whole matrix, and the ranks that hold it get their parts of the result; so the update is that of one
+    process, and each rank keeps the optimizer's state of its own matrices only. A step sends each gradient and each
+    matrix once among the tensor ranks of a replica, and each matrix once to the other replicas.
+
+    Matrices are the parameters with two dimensions but for embeddings and the layer that makes logits, which Muon
+    leaves to another optimizer (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/), and experts, whose
+    parameters have three.
+
+    Args:
+        model: cut for the mesh, or the stages on this rank; give it to the trainer, too.
+        mesh: that of the trainer; with a plain communicator ``Mesh(comm, placement=range(comm.size))``.
+        matrices, others: make the optimizers over lists of parameters. A learning rate that is set on the groups of
+            this optimizer is theirs.
+
+    Every rank of the mesh makes one, and calls :meth:`step` alike; :class:`hdpcomm.train.Trainer` does.
+
+    Raises: InvalidUsage: the model has no matrices.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        mesh: Mesh,
+        *,
+        matrices: MakeOptimizer,
+        others: MakeOptimizer,
+    ) -> None:
+        module = model if isinstance(model, nn.Module) else model[0] if len(model) == 1 else nn.ModuleList(model)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        ends = _embeddings_and_heads(module)
+        chosen = [p for p in trained if p.dim() == 2 and id(p) not in ends]
+        rest = [p for p in trained if p.dim() != 2 or id(p) in ends]
+        if not chosen:
+            raise InvalidUsage(
+                f"{type(module).__name__} has no trained matrices but embeddings and head; use an optimizer that "
+                "updates each element by itself"
+            )
+        self.mesh = mesh
+        self._matrices = _owned(chosen, module, mesh)
+        masters = [matrix.master for matrix in self._matrices if matrix.master is not None]
+        sample = nn.Parameter(chosen[0].new_zeros(1, 1))
+        options = {k: v for k, v in matrices([sample]).param_groups[0].items() if k != "params"}
+        self._inner = matrices(masters) if masters else None
+        self._others = others(rest) if rest else None
+        # Not torch's own __init__, which copies groups: these are those of the others, so that rates reach them.
+        self.defaults = options
+        self.param_groups = [{"params": chosen, **options}, *(self._others.param_groups if self._others else ())]
+        self.state = self._others.state if self._others else defaultdict(dict)
+        self._optimizer_step_pre_hooks = {}
+        self._optimizer_step_post_hooks = {}
+        self._link()
+
+    @property
+    def parts(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that do the work on this rank."""
+        return [each for each in (self._inner, self._others) if each is not None]
+
+    @property
+    def others(self) -> torch.optim.Optimizer | None:
+        """That of the other parameters, of which each rank updates what it holds."""
+        return self._others
+
+    def owns(self, parameter: Tensor) -> bool | None:
+        """Whether this rank has the state of a matrix, as a whole; ``None``: it is no matrix."""
+        return next((m.master is not None for m in self._matrices if m.parameter is parameter), None)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None if set_to_none or parameter.grad is None else parameter.grad.zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates all parameters. Collective over the mesh."""
+        if closure is not None:
+            raise InvalidUsage("MatrixOwners.step() got a closure; it computes no loss: leave it out")
+        with_gradient = [matrix for matrix in self._matrices if matrix.parameter.grad is not None]
+        for matrix in with_gradient:
+            self._gather(matrix)
+        if self._inner is not None:
+            for group in self._inner.param_groups:
+                group.update({k: v for k, v in self.param_groups[0].items() if k != "params"})
+            self._inner.step()
+        for matrix in with_gradient:
+            self._publish(matrix)
+        if self._others is not None:
+            self._others.step()
+        self._link()
+
+    def link(self) -> None:
+        """Shows the state of this rank's matrices under their parameters. Local."""
+        self._link()
+
+    def _link(self) -> None:
+        for matrix in self._matrices:
+            if self._inner is not None and matrix.master is not None and matrix.master in self._inner.state:
+                self.state[matrix.parameter] = self._inner.state[matrix.master]
+
+    def _in_row(self, matrix: _Matrix) -> bool:
+        return matrix.placement.holders.replicas.rank == matrix.replica
+
+    def _gather(self, matrix: _Matrix) -> None:
+        """Gives the owner the gradient and the values. Collective over the tensor ranks of its replica."""
+        parameter, master = matrix.parameter, matrix.master
+        if not self._in_row(matrix):
+            return
+        if matrix.parts == 1:
+            if master is not None:
+                master.grad = parameter.grad
+            return
+        assert parameter.grad is not None
+        for part, whole in ((parameter.grad, None), (parameter.data, master)):
+            every = None if master is None else part.new_empty(self.mesh.tensor, *part.shape)
+            self.mesh.tensor_comm.gather(every, part.contiguous(), matrix.tensor)
+            if every is not None:
+                joined = torch.cat(list(every[:: self.mesh.tensor // matrix.parts]), matrix.dim)
+                if whole is None:
+                    assert master is not None
+                    master.grad = joined
+                else:
+                    whole.copy_(joined)
+
+    def _publish(self, matrix: _Matrix) -> None:
+        """Gives all that hold a part of a matrix its new values. Collective over them."""
+        parameter, tensor_comm = matrix.parameter, self.mesh.tensor_comm
+        if self._in_row(matrix) and self.mesh.tensor > 1:
+            if matrix.parts == 1:
+                tensor_comm.broadcast(parameter.data, matrix.tensor)
+            else:
+                every = None
+                if matrix.master is not None:
+                    boxes = matrix.master.data.chunk(matrix.parts, matrix.dim)
+                    each = self.mesh.tensor // matrix.parts
+                    every = torch.stack([box for box in boxes for _ in range(each)])
+                own = torch.empty_like(parameter.data, memory_format=torch.contiguous_format)
+                tensor_comm.scatter(own, every, matrix.tensor)
+                parameter.data.copy_(own)
+        if matrix.master is not None:
+            matrix.master.grad = None if matrix.parts > 1 else matrix.master.grad
+        replicas = matrix.placement.holders.replicas
+        if replicas.size > 1:
+            replicas.broadcast(parameter.data, matrix.replica)
+
+
+def _embeddings_and_heads(module: nn.Module) -> set[int]:
+    ends = {id(p) for each in module.modules() if isinstance(each, nn.Embedding) for p in each.parameters()}
+    for each in module.modules():
+        for name in ("last_layer", "head"):
+            if isinstance(layer := getattr(each, name, None), nn.Module):
+                ends |= {id(p) for p in layer.parameters()}
+    return ends
+
+
+def _owned(chosen: Sequence[nn.Parameter], module: nn.Module, mesh: Mesh) -> list[_Matrix]:
+    """The matrices in the order of the model, with their owners: the costliest first, each to who has least."""
+    layout = layout_of(module, mesh)
+    placements = [layout.of(parameter) for parameter in chosen]
+    costs = [placement.shape[0] * placement.shape[1] * min(placement.shape) for placement in placements]
+    load: dict[tuple[int, int], int] = {}
+    owners: dict[int, tuple[int, int]] = {}
+    for place in sorted(range(len(chosen)), key=lambda place: (-costs[place], place)):
+        replicas = placements[place].holders.replicas.size
+        places = [(replica, tensor) for tensor in range(mesh.tensor) for replica in range(replicas)]
+        owners[place] = min(places, key=lambda each: (load.get(each, 0), places.index(each)))
+        load[owners[place]] = load.get(owners[place], 0) + costs[place]
+    found = []
+    for place, (parameter, placement) in enumerate(zip(chosen, placements, strict=True)):
+        cut = [dim for dim in range(2) if placement.shape[dim] != parameter.shape[dim]]
+        dim = cut[0] if cut else 0
+        replica, tensor = owners[place]
+        here = placement.holders.replicas.rank == replica and mesh.tensor_rank == tensor
+        whole = nn.Parameter(parameter.new_zeros(placement.shape)) if cut else parameter
+        parts = placement.shape[dim] // parameter.shape[dim]
+        found.append(_Matrix(parameter, placement, dim, parts, replica, tensor, whole if here else None))
+    return found
