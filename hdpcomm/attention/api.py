@@ -108,7 +108,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: tor
         raise InvalidUsage(
             f"q, k and v must have one type, float64, float32, bfloat16 or float16; got {q.dtype}, {k.dtype}, {v.dtype}"
         )
-    if not q.device == k.device == v.device or q.device.type not in ("cpu", "cuda"):
+    if not q.device == k.device == v.device or q.device.type not in ("cpu", "cuda", "meta"):
         raise InvalidUsage(f"q, k and v must be on one device, cpu or cuda; got {q.device}, {k.device}, {v.device}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not x.is_contiguous():
@@ -221,7 +221,7 @@ def plan_call(
     check_arguments(arguments)
     layouts = layouts_of(cu_seqlens, arguments.options.cu_seqlens_k, comm)
     problem = Problem(
-        device=q.device.type,
+        device="cpu" if q.is_meta else q.device.type,
         dtype=q.dtype,
         heads=q.shape[1],
         kv_heads=k.shape[1],

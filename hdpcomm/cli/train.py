@@ -87,6 +87,8 @@ def _train(parsed: argparse.Namespace) -> int:
     options = _resumed_after_restart(options)
     cores = min(8, max(2, len(os.sched_getaffinity(0))))
     devices = options.pipeline * options.tensor * options.expert
+    if options.device is not None:
+        return _elsewhere(options, options.device)
     rank, ranks = ranks_here(options.ranks, default=-(-cores // devices) * devices)
     job = _job(options, ranks)
     if rank is not None:
@@ -96,6 +98,20 @@ def _train(parsed: argparse.Namespace) -> int:
     else:
         outcome = _start_ranks(job, ranks)
     return _report(job, outcome)
+
+
+def _elsewhere(options: TrainOptions, device: str) -> int:
+    """A dry run for ranks of that kind, which are not here."""
+    from hdpcomm.data import Corpus
+    from hdpcomm.run import dry_run_elsewhere
+
+    assert options.ranks is not None  # the options were checked
+    job = _job(options, options.ranks)
+    corpus = job.data.open()
+    assert isinstance(corpus, Corpus)  # a loader is refused with a dry run
+    if options.eval_fraction is not None:
+        corpus, _ = corpus.split(options.eval_fraction, seed=job.config.seed)
+    return _report(job, (dry_run_elsewhere(corpus, job.config, options.ranks, device), corpus.summary()))
 
 
 def _resumed_after_restart(options: TrainOptions) -> TrainOptions:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hdpcomm.arguments import size_text
 from hdpcomm.data import CorpusSummary
+from hdpcomm.plan import DEVICES
 from hdpcomm.run import DryRun, Evaluation, FolderModel, RunConfig, RunResult
 from hdpcomm.run.model import model_facts
 from hdpcomm.run.pipelines import recompute_by_device
@@ -144,7 +145,12 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
     console.print(
         f"{_model_text(config)} of {found.parameters:,} parameters on {_ranks_text(found.ranks)}; nothing was trained"
     )
-    steps = _table(f"the first {len(found.reports[config.policies[0]])} steps, simulated with the costs measured here")
+    _print_devices(console, config, found)
+    if not found.reports:
+        console.print("this model is no plain decoder, so what its steps take is not known without running it")
+        return
+    costs = "with the costs measured here" if found.elsewhere is None else f"on {found.elsewhere}s (preset)"
+    steps = _table(f"the first {len(found.reports[config.policies[0]])} steps, simulated {costs}")
     for name in ("policy", "seconds/step", "tokens/s", "micro-batches", "longest on", "idle", "exposed"):
         steps.add_column(name, justify="left" if name == "policy" else "right")
     for policy, reports in found.reports.items():
@@ -161,6 +167,8 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
             f"{sum(report.exposed_share for report in reports) / count:.0%}",
         )
     console.print(steps)
+    if found.elsewhere is not None and found.ranks > _MOST_ROWS:
+        return
     for policy, ranks in found.memory.items():
         table = _table(f"memory of a rank ({policy}; {size_text(found.token_bytes)} of activations a token, measured)")
         for name in ("rank", "tokens at once", "states", "activations", "together"):
@@ -170,6 +178,36 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
             row = (f"{memory.tokens:,}", *map(size_text, (memory.states, memory.activations, both)))
             table.add_row(str(rank), *row)
         console.print(table)
+
+
+_MOST_ROWS = 64
+
+
+def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
+    """The memory of a full device by its parts."""
+    devices = "device" if len(found.devices) == 1 else "device of each pipeline stage"
+    table = _table(f"memory of a {devices} with {config.capacity:,} tokens at once")
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "together")
+    for name in ("stage", "layers recomputed", *parts):
+        table.add_column(name, justify="right")
+    most = 0.0
+    for stage, (memory, recompute) in enumerate(zip(found.devices, found.recompute, strict=True)):
+        optimizer = memory.states - memory.weights - memory.gradients
+        logits = min(memory.chunk, config.capacity) * memory.logits
+        ratio = 1.0 if config.offload else 0.0
+        together = memory.peak_bytes(config.capacity, recompute, ratio)
+        activations = memory.activation_bytes(config.capacity, recompute, ratio)
+        most = max(most, together)
+        sizes = (memory.weights, memory.gradients, optimizer, activations, logits, together)
+        table.add_row(str(stage), str(recompute), *map(size_text, sizes))
+    console.print(table)
+    if config.offload:
+        console.print(f"beside it {size_text(config.offload)} of pinned host memory for each rank")
+    if found.elsewhere is not None:
+        room = DEVICES[found.elsewhere].memory_bytes
+        fits = "fits into" if most <= room else "does not fit into"
+        told = f"the fullest device takes {size_text(most)}, which {fits} the {size_text(room)} of {found.elsewhere}"
+        console.print(told)
 
 
 def _memory_text(config: RunConfig, result: RunResult) -> str:

@@ -35,7 +35,7 @@ def launch(kernel: Callable[..., None], tensor: torch.Tensor, *args: object) -> 
     elif tensor.device.type == "cuda":
         with torch.cuda.device(tensor.device):
             kernel(*args, True, torch.cuda.current_stream().cuda_stream)
-    else:
+    elif tensor.device.type != "meta":  # there sizes are all that counts
         raise InvalidUsage(f"tensors on {tensor.device} were given; expected cpu or cuda")
 
 

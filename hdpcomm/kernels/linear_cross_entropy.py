@@ -88,8 +88,8 @@ def linear_cross_entropy(
         InvalidUsage: shapes, types or numbers that do not fit; a label outside the vocabulary (on CUDA such a token's
             loss is NaN); a second backward through the same result.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        low = torch.get_autocast_dtype(hidden.device.type)
+    if torch.is_autocast_enabled(_autocast_type(hidden)):
+        low = torch.get_autocast_dtype(_autocast_type(hidden))
         hidden, weight, bias = hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
     _check(hidden, weight, labels, bias, weights)
     options = LossOptions() if options is None else options
@@ -133,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # chunks of equal size: the last one of many would else be small
         size = -(-tokens // chunks) if chunks else 0
         memory = hidden.new_empty(size, weight.shape[0])
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(_autocast_type(hidden), enabled=False):
             for start in range(0, tokens, max(1, size)):
                 part = slice(start, min(tokens, start + size))
                 logits = _logits(hidden[part], weight, bias, job.options, memory)
@@ -187,6 +187,10 @@ class _Gradients:
             comm.all_reduce(self.hidden)
         bias = None if self.bias is None else self.bias.to(self._types[1])
         return self.hidden, None if self.weight is None else self.weight.to(self._types[0]), bias
+
+
+def _autocast_type(tensor: Tensor) -> str:
+    return "cpu" if tensor.is_meta else tensor.device.type  # torch knows no autocast on the meta device
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LossOptions, memory: Tensor) -> Tensor:

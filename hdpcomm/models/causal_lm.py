@@ -142,6 +142,8 @@ class AdaptedCausalLM(nn.Module):
             tokens = positions = tokens.new_zeros(1)
         decoder = self.causal_lm.base_model
         options: dict[str, Any] = {} if self._router is None else {"output_router_logits": True}
+        if tokens.is_meta:  # without a mask transformers would look at the positions, which have no values there
+            options["attention_mask"] = tokens.new_ones(1, tokens.shape[0], dtype=torch.bool)
         with packing(comm, cu_seqlens, padded=count == 0):
             out = decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **options)
         hidden: Tensor = out.last_hidden_state[0]

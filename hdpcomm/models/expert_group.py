@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hdpcomm.kernels.derivatives import without_second_derivative
-from hdpcomm.models.routing import HostNumbers, Routing, kept_routing, routing_before
+from hdpcomm.models.routing import HostNumbers, Routing, equal_shares, kept_routing, routing_before
 from hdpcomm.models.tensor_group import TensorShard
 
 if TYPE_CHECKING:
@@ -96,7 +96,10 @@ class ExpertGroup:
             self.comm.all_gather(most, torch.tensor([chosen.shape[0] * min(chosen.shape[1], local)]))
             return Routing(chosen, experts, None, received, tuple(most.tolist()))
         sizes = torch.cat((counts.view(size, local).sum(1), table.sum(1), table.sum(0)))
-        return Routing(chosen, experts, HostNumbers(sizes), received)
+        to_each = equal_shares(chosen.numel(), size)
+        from_each = [to_each[self.comm.rank]] * size
+        even = [*to_each, *from_each, *equal_shares(sum(from_each), local)]
+        return Routing(chosen, experts, HostNumbers(sizes, even), received)
 
     def run(self, rows: Tensor, routing: Routing, experts: RunExperts) -> Tensor:
         """The results ``[rows, width]`` of the experts of all ranks. Collective over ``comm``, forward and backward.
@@ -206,7 +209,7 @@ def _route(chosen: Tensor, load: ExpertLoad, group: ExpertGroup | None) -> Routi
     if group is not None:
         return group.route(chosen, counts, load)
     load.add(counts, counts, 0)
-    return Routing(chosen, counts.shape[0], HostNumbers(counts))
+    return Routing(chosen, counts.shape[0], HostNumbers(counts, equal_shares(flat.numel(), counts.shape[0])))
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def _mask(
     **__: Any,
 ) -> _Mask | None:
     """What transformers calls for a mask: padding would be lost in silence, windows go along to the attention."""
-    if attention_mask is not None and not bool(attention_mask.all()):
+    if attention_mask is not None and not attention_mask.is_meta and not bool(attention_mask.all()):
         raise InvalidUsage(
             "attention_mask hides tokens (padding?); pack the sequences without padding and pass cu_seqlens instead"
         )

@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-__all__ = ["HostNumbers", "Routing", "Routings", "chosen_before", "kept_routing", "routing_before"]
+__all__ = ["HostNumbers", "Routing", "Routings", "chosen_before", "equal_shares", "kept_routing", "routing_before"]
 
 
 class HostNumbers:
@@ -22,10 +22,11 @@ class HostNumbers:
 
     Args:
         numbers: int64, any shape.
+        on_meta: the numbers where those are on the meta device, and have no values.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._found: list[int] | None = None
+    def __init__(self, numbers: Tensor, on_meta: Sequence[int]) -> None:
+        self._found: Sequence[int] | None = on_meta if numbers.is_meta else None
         self._ready: torch.cuda.Event | None = None
         self._copy = numbers
         if numbers.is_cuda:
@@ -42,6 +43,11 @@ class HostNumbers:
             self._found = self._copy.flatten().tolist()
             self._copy, self._ready = torch.empty(0), None
         return self._found
+
+
+def equal_shares(count: int, parts: int) -> list[int]:
+    """How many of ``count`` rows each of the parts gets that are as equal as can be. Local."""
+    return [count * (part + 1) // parts - count * part // parts for part in range(parts)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

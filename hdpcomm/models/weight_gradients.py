@@ -96,7 +96,7 @@ class WeightGradients:
     def held_bytes(self) -> int:
         """Bytes of the inputs and gradients that are kept now, each tensor counted once."""
         kept = {each.untyped_storage() for owed in self._owed.values() for _, *pair in owed for each in pair}
-        return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
+        return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
 
     def _keep(self, weight: Tensor, x: Tensor, gradient: Tensor) -> bool:
         """Whether the gradient of the weight is left for later."""

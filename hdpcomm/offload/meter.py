@@ -50,7 +50,7 @@ def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     """Storages of the dense CPU tensors among an operation's arguments or results, which nest in lists at most."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            if value.layout == torch.strided and value.device.type == "cpu":
+            if value.layout == torch.strided and value.device.type in ("cpu", "meta"):
                 yield value.untyped_storage()
         elif isinstance(value, (list, tuple)):
             yield from _storages(value)

@@ -70,4 +70,6 @@ class DeviceStages(nn.Module):
     def _given(self, stage: LlamaStage, tokens: int) -> Tensor:
         """Rows that differ, since routers send equal ones to the same experts."""
         x = stage.boundary(tokens)
-        return x.normal_(generator=torch.Generator(x.device).manual_seed(0)).requires_grad_()
+        if not x.is_meta:
+            x.normal_(generator=torch.Generator(x.device).manual_seed(0))
+        return x.requires_grad_()

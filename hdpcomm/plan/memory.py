@@ -61,6 +61,7 @@ class StepMemory:
         owed: bytes a token that a layer that is not recomputed keeps after a split backward pass, for the gradients of
             its weights; 0: backward passes are whole.
         owing: micro-batches that owe these gradients at once, beside those in flight.
+        weights, gradients: of the states; 0 where they were not told apart.
     """
 
     layers: int
@@ -78,6 +79,8 @@ class StepMemory:
     messages: float = 0.0
     owed: float = 0.0
     owing: float = 0.0
+    weights: float = 0.0
+    gradients: float = 0.0
 
     def offloadable(self, recompute: int = 0) -> float:
         """Bytes a token that go to host memory at an offload ratio of 1, with ``recompute`` layers recomputed."""

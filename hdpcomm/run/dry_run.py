@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+from hdpcomm.comm import Mesh
+from hdpcomm.comm.absent import AbsentRanks
 from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import Corpus
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import make_planner, measure_costs
 from hdpcomm.run.limits import check_limits
-from hdpcomm.run.memory import measure_memory, within_memory
-from hdpcomm.run.model import model_on_meta
+from hdpcomm.run.memory import fit_recompute, measure_memory, predict_memory, within_memory
+from hdpcomm.run.model import model_on_meta, model_spec
 from hdpcomm.run.pipelines import recompute_by_device
 from hdpcomm.sim import StepReport, simulate_step
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["DryRun", "RankMemory", "dry_run"]
+__all__ = ["DryRun", "RankMemory", "dry_run", "dry_run_elsewhere"]
 
 STEPS = 4
+_NODE_DEVICES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,9 @@ class DryRun:
         reports: by policy, the simulated steps.
         memory: by policy, by rank.
         token_bytes: activations of a token, as measured.
+        devices: what a step takes on each device of a pipeline, or on each rank where there is none.
+        recompute: layers that each of them recomputes.
+        elsewhere: the kind of device that the ranks are, which are not here; ``None``: all was measured on them.
     """
 
     ranks: int
@@ -54,6 +62,9 @@ class DryRun:
     token_bytes: float
     reports: dict[str, list[StepReport]]
     memory: dict[str, list[RankMemory]]
+    devices: tuple[StepMemory, ...] = ()
+    recompute: tuple[int, ...] = ()
+    elsewhere: str | None = None
 
 
 def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
@@ -66,22 +77,71 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
     config, capacity, found = within_memory(comm, config)
     devices = found or measure_memory(comm, config)
     costs = measure_costs(comm, config, longest=int(corpus.lengths.max()), capacity=capacity)
-    parameters = sum(p.numel() for p in model_on_meta(config.model).parameters())
+    planners = {policy: make_planner(comm, corpus, config, costs, policy) for policy in config.policies}
+    return _dry_run(corpus, config, comm.size, planners, devices)
+
+
+def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str) -> DryRun:
+    """The same for ranks that are not here, of a kind of device (``hdpcomm.plan.DEVICES``): nothing is measured and
+    nothing allocated, so models and ranks may be of any number. Local.
+
+    Steps are simulated with the device's preset, for models that it can be told (:func:`hdpcomm.run.model.model_spec`).
+
+    Raises: InvalidUsage as :func:`hdpcomm.run.train`; the ranks cannot be such a mesh, or the device is not known.
+    """
+    check_limits(corpus, config, ranks=ranks)
+    if "ddp" in config.policies or config.calibration is not None:
+        raise InvalidUsage("ranks elsewhere have no calibration and do not run DDP; leave out --calibration and ddp")
+    devices = predict_memory(config, ranks)
+    if config.recompute == "auto":
+        config, _ = fit_recompute(config, devices)
+    sizes: dict[str, Any] = {"pipeline": config.pipeline, "tensor": config.tensor, "expert": config.expert}
+    mesh = Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes)
+    cluster = ClusterSpec(
+        ranks=mesh.hdp,
+        capacity=config.capacity,
+        ranks_per_node=max(1, _NODE_DEVICES // (config.pipeline * config.tensor)),
+        chunks=config.chunks,
+        split_backward=config.split_backward,
+        offload=config.offload > 0,
+        device=device,
+        **sizes,
+    )
+    spec = model_spec(config.model)
+    planners = {}
+    if spec is not None:
+        spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
+        planners = {
+            policy: Planner(spec, cluster, policy, context=corpus.longest, ring_peers=config.ring_peers)
+            for policy in config.policies
+        }
+    return replace(_dry_run(corpus, config, ranks, planners, devices), elsewhere=device)
+
+
+def _dry_run(
+    corpus: Corpus, config: RunConfig, ranks: int, planners: Mapping[str, Planner], devices: tuple[StepMemory, ...]
+) -> DryRun:
     recompute = recompute_by_device(config)
     sampler = corpus.sampler(tokens=config.tokens_per_step, seed=config.seed)
     batches = [sampler.batch(step).lengths for step in range(min(STEPS, config.steps))]
     reports: dict[str, list[StepReport]] = {}
     memory: dict[str, list[RankMemory]] = {}
-    for policy in config.policies:
-        planner = make_planner(comm, corpus, config, costs, policy)
+    for policy, planner in planners.items():
         reports[policy] = [simulate_step(planner, lengths) for lengths in batches]
         most = [
             max(float(report.rank_peak_tokens[rank]) for report in reports[policy])
             for rank in range(planner.cluster.ranks)
         ]
         memory[policy] = [rank_memory(tokens, config.capacity, devices, recompute) for tokens in most]
-    token_bytes = max(each.line(count).token for each, count in zip(devices, recompute, strict=True))
-    return DryRun(comm.size, parameters, token_bytes, reports, memory)
+    return DryRun(
+        ranks=ranks,
+        parameters=sum(p.numel() for p in model_on_meta(config.model).parameters()),
+        token_bytes=max(each.line(count).token for each, count in zip(devices, recompute, strict=True)),
+        reports=reports,
+        memory=memory,
+        devices=devices,
+        recompute=tuple(recompute),
+    )
 
 
 def rank_memory(tokens: float, capacity: int, devices: Sequence[StepMemory], recompute: Sequence[int]) -> RankMemory:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from hdpcomm.comm import Mesh
+from hdpcomm.comm.absent import AbsentRanks
 from hdpcomm.data.agree import gather_json
-from hdpcomm.models import NewWeights
+from hdpcomm.models import NewWeights, Weights
 from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
 from hdpcomm.run.config import RunConfig
@@ -22,7 +23,7 @@ from hdpcomm.train.memory_profile import profile_memory
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["PROFILE_TOKENS", "measure_memory", "within_memory"]
+__all__ = ["PROFILE_TOKENS", "fit_recompute", "measure_memory", "predict_memory", "within_memory"]
 
 PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
 
@@ -31,19 +32,28 @@ def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int
     """The configuration with ``recompute="auto"`` resolved, the tokens that a rank then holds without offload, and the
     memory of each device of a pipeline that says so (nothing without "auto"). Collective.
 
-    Each device of a pipeline recomputes as few layers as it has to: the first one, which holds the activations of most
-    micro-batches, the most.
-
     Raises: InvalidUsage if the capacity does not fit whatever is recomputed.
     """
     if config.recompute != "auto":
         return config, config.capacity, ()
     memory = measure_memory(comm, config)
+    return *fit_recompute(config, memory), memory
+
+
+def fit_recompute(config: RunConfig, memory: Sequence[StepMemory]) -> tuple[RunConfig, int]:
+    """The configuration with ``recompute="auto"`` resolved, and the tokens that a rank then holds without offload.
+    Local.
+
+    Each device of a pipeline recomputes as few layers as it has to: the first one, which holds the activations of most
+    micro-batches, the most.
+
+    Raises: InvalidUsage if the capacity does not fit whatever is recomputed.
+    """
     limit, ratio = config.memory, 1.0 if config.offload else 0.0
     fewest = [each.fewest_recomputed(limit, config.capacity, ratio) for each in memory]
     fitting = [each.capacity(limit, recompute) for each, recompute in zip(memory, fewest, strict=True)]
     recompute = fewest[0] if config.pipeline == 1 else _by_stage(fewest, config)
-    return replace(config, recompute=recompute, memory=0), min(config.capacity, *fitting), memory
+    return replace(config, recompute=recompute, memory=0), min(config.capacity, *fitting)
 
 
 def _by_stage(by_device: Sequence[int], config: RunConfig) -> tuple[int, ...]:
@@ -58,28 +68,70 @@ def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, .
     """What a step of the run's model takes on each device of a pipeline, or on each rank where there is none, whatever
     is recomputed: the most among the ranks that have the same layers; equal on every rank. Collective."""
     mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
-    own = profile_memory(
-        _on_device(config, mesh),
+    rows = gather_json(comm, asdict(_profiled(config, mesh, partial(NewWeights, seed=config.seed))))
+    return tuple(
+        _of_device(_largest([rows[rank] for rank in ranks]), config, device)
+        for device, ranks in enumerate(mesh.positions.flatten(1).tolist())
+    )
+
+
+_RING = 4
+"""HDP ranks of the passes that are predicted: rings of more have the same buffers."""
+
+
+def predict_memory(config: RunConfig, ranks: int) -> tuple[StepMemory, ...]:
+    """The same for ``ranks`` ranks that are not here. Local; allocates nothing, so models and ranks may be any number.
+
+    Experts get equal numbers of tokens. Raises: InvalidUsage: the ranks cannot be such a mesh.
+    """
+    sizes = {"pipeline": config.pipeline, "tensor": config.tensor, "expert": config.expert}
+    hdp = Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes).hdp
+    fewer = min(hdp, -(-_RING // config.expert) * config.expert)
+    rows: dict[tuple[bool, bool], dict[str, Any]] = {}  # stages that are neither the first nor the last are alike
+    found = []
+    for device in range(config.pipeline):
+        ends = device == 0, device == config.pipeline - 1
+        absent = AbsentRanks(config.pipeline * fewer * config.tensor, device * fewer * config.tensor)
+        mesh = Mesh(cast("Communicator", absent), placement=range(absent.size), **sizes)
+        if ends not in rows:
+            rows[ends] = asdict(_profiled(config, mesh, None, replicas=hdp))
+        found.append(_of_device(dict(rows[ends]), config, device))
+    return tuple(found)
+
+
+def _profiled(
+    config: RunConfig,
+    mesh: Mesh,
+    weights: Callable[[nn.Module], Weights] | None,
+    *,
+    replicas: int | None = None,
+) -> StepMemory:
+    """A device's part of the model as it will be trained, by itself. Collective over the mesh."""
+    recompute = ["none"] * config.pipeline * config.chunks
+    parts: list[Any] = list(new_part(config.model, mesh, weights=weights, recompute=recompute, chunks=config.chunks))
+    model: nn.Module = DeviceStages(parts) if mesh.pipeline > 1 else parts[0]
+    return profile_memory(
+        model.to(config.parameter_dtype),
         mesh.hdp_comm,
         partial(elementwise_optimizer, config),
         tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
         zero=config.zero,
         dtype=config.dtype_with_masters,
-        everyone=comm,
+        everyone=mesh.comm,
         split_backward=config.split_backward,
+        replicas=replicas,
     )
-    rows = gather_json(comm, asdict(own))
-    found = []
-    for device, ranks in enumerate(mesh.positions.flatten(1).tolist()):
-        most = _largest([rows[rank] for rank in ranks])
-        lines = {name: Line(**most[name]) for name in ("forward", "backward", "recomputed")}
-        neighbours = 2 if config.chunks > 1 else (device > 0) + (device < config.pipeline - 1)
-        most["in_flight"] = most_in_flight(config.pipeline, config.chunks, device)
-        if config.split_backward:  # each device may hold as many as the first one, the others when they owe gradients
-            most["owing"] = most_in_flight(config.pipeline, config.chunks, 0) - most["in_flight"]
-        most["messages"] = most["layer_input"] * neighbours
-        found.append(StepMemory(**most | lines))
-    return tuple(found)
+
+
+def _of_device(row: dict[str, Any], config: RunConfig, device: int) -> StepMemory:
+    """A device by itself, and what it holds as one of a pipeline."""
+    lines = {name: Line(**row[name]) for name in ("forward", "backward", "recomputed")}
+    neighbours = 2 if config.chunks > 1 else (device > 0) + (device < config.pipeline - 1)
+    row["in_flight"] = most_in_flight(config.pipeline, config.chunks, device)
+    if config.split_backward:  # each device may hold as many as the first one, the others when they owe gradients
+        row["owing"] = most_in_flight(config.pipeline, config.chunks, 0) - row["in_flight"]
+    row["messages"] = row["layer_input"] * neighbours
+    return StepMemory(**row | lines)
 
 
 def _largest(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -88,11 +140,3 @@ def _largest(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         name: _largest([row[name] for row in rows]) if isinstance(value, Mapping) else max(row[name] for row in rows)
         for name, value in rows[0].items()
     }
-
-
-def _on_device(config: RunConfig, mesh: Mesh) -> nn.Module:
-    """This rank's part of the model, as it will be trained. Collective over the ranks that share layers."""
-    weights, recompute = partial(NewWeights, seed=config.seed), ["none"] * config.pipeline * config.chunks
-    parts: list[Any] = list(new_part(config.model, mesh, weights=weights, recompute=recompute, chunks=config.chunks))
-    model: nn.Module = DeviceStages(parts) if mesh.pipeline > 1 else parts[0]
-    return model.to(config.parameter_dtype)

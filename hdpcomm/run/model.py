@@ -113,7 +113,7 @@ def new_part(
     model: LlamaConfig | FolderModel,
     mesh: Mesh,
     *,
-    weights: Callable[[nn.Module], Weights],
+    weights: Callable[[nn.Module], Weights] | None,
     recompute: Sequence[str | int],
     chunks: int = 1,
 ) -> list[nn.Module]:
@@ -123,12 +123,12 @@ def new_part(
     Args:
         recompute: of each stage, for :func:`hdpcomm.models.set_recompute`; one value without pipelines.
         chunks: stages on a device of a pipeline.
-        weights: makes those of the whole model, which it is given on the meta device.
+        weights: makes those of the whole model, which it is given on the meta device. ``None``: the part stays there.
 
     Raises: InvalidUsage: the folder's weights do not fit its configuration, or the model cannot be trained right.
     """
     whole = model_on_meta(model)
-    values = weights(whole)
+    values = None if weights is None else weights(whole)
     if mesh.pipeline > 1:
         own = slice(mesh.stage, None, mesh.pipeline)
         assert isinstance(whole, Llama)  # the configuration was checked
@@ -139,7 +139,8 @@ def new_part(
     for part, layers in zip(parts, recompute, strict=True):
         tensor_parallel(expert_parallel(part, mesh), mesh)
         set_recompute(part, layers)
-    materialize(nn.ModuleList(parts) if mesh.pipeline > 1 else whole, mesh, values)
+    if values is not None:
+        materialize(nn.ModuleList(parts) if mesh.pipeline > 1 else whole, mesh, values)
     return parts
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,10 @@ _CHUNK = 16
 """Tokens whose logits exist at a time in the passes, so that they are not the most of them."""
 _SEQUENCE = 256
 """Tokens of a rank of one sequence: packs of short ones take the memory of a long one, and less time."""
+_SEQUENCE_ON_META = 8192
+"""There long sequences take no more time than short ones."""
+_FEW = 3
+"""Layers of a list that are enough where all are alike and nothing is allocated."""
 _SAMPLE = 4096
 """Elements of the tensor on which an optimizer shows what it needs."""
 
@@ -50,8 +55,12 @@ def profile_memory(
     dtype: torch.dtype | None = None,
     everyone: Communicator | None = None,
     split_backward: bool = False,
+    replicas: int | None = None,
 ) -> StepMemory:
     """Measures passes of ``tokens / 2`` and ``tokens`` tokens, with no layer, one and all layers recomputed.
+
+    On torch's meta device, with the mesh of :class:`hdpcomm.comm.absent.AbsentRanks`, nothing is allocated and the
+    figures are the same, experts' rows being spread evenly.
 
     Collective over ``everyone``: with more than one rank in ``comm`` the passes are those of one sequence on all of
     them, so that the buffers of the ring are counted. Gradients are dropped; the model recomputes afterwards what it
@@ -65,6 +74,7 @@ def profile_memory(
         zero, dtype: as the trainer gets them.
         everyone: all ranks that measure at the same time, since they share layers; default: those of ``comm``. Each
             stage of a pipeline gets figures of its own.
+        replicas: HDP ranks among which ``zero`` cuts the optimizer's state; default: those of ``comm``.
         split_backward: backward passes leave weight gradients for later
             (:class:`hdpcomm.models.weight_gradients.WeightGradients`).
 
@@ -73,7 +83,25 @@ def profile_memory(
     """
     if tokens < 8:
         raise InvalidUsage(f"tokens is {tokens}; at least 8 are needed to see how memory grows")
-    layers = find_layers(model)
+    every = find_layers(model)
+    if next(model.parameters()).is_meta and (few := _some_of(model, every)):
+        with _only(model, every, few):
+            short = profile_memory(
+                model, comm, optimizer, tokens=tokens, zero=zero, dtype=dtype, everyone=everyone,
+                split_backward=split_backward, replicas=replicas,
+            )  # fmt: skip
+        more = len(every) - len(few)
+        replicas = (replicas or comm.size) if zero else 1
+        weights, gradients, others, update = _state_bytes(model, optimizer, ranks=replicas, zero=zero, dtype=dtype)
+        return replace(
+            short,
+            layers=len(every),
+            forward=replace(short.forward, token=short.forward.token + more * short.layer),
+            backward=replace(short.backward, token=short.backward.token + more * short.layer),
+            recomputed=replace(short.recomputed, token=short.recomputed.token + more * short.layer_input),
+            states=weights + gradients + others, weights=weights, gradients=gradients, update=update,
+        )  # fmt: skip
+    layers = every
     before = recomputed_layers(model)
     inputs: list[int] = []
     before_that: Tensor | None = None
@@ -120,7 +148,8 @@ def profile_memory(
         set_recompute(model, before)
         model.zero_grad(set_to_none=True)
     logits, usual, narrow = _logits(model)
-    states, update = _state_bytes(model, optimizer, ranks=comm.size if zero else 1, zero=zero, dtype=dtype)
+    replicas = (replicas or comm.size) if zero else 1
+    weights, gradients, kept_states, update = _state_bytes(model, optimizer, ranks=replicas, zero=zero, dtype=dtype)
     found = torch.tensor(
         [
             kept.fixed + narrow, kept.token + layer_input, backward.fixed, backward.token, recomputed.fixed,
@@ -132,7 +161,7 @@ def profile_memory(
     values = found.tolist()
     return StepMemory(
         layers=len(layers),
-        states=states,
+        states=weights + gradients + kept_states,
         layer=values[6],
         layer_input=values[7],
         forward=Line(values[0], values[1]),
@@ -142,7 +171,35 @@ def profile_memory(
         chunk=usual,
         update=update,
         owed=values[8],
+        weights=weights,
+        gradients=gradients,
     )
+
+
+def _some_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """A few layers of each list of them, where all are alike; none: where they are not, or are few anyway."""
+    kinds = {str([(type(each).__name__, [tuple(p.shape) for p in each.parameters()]) for each in layer.modules()])
+             for layer in layers}  # fmt: skip
+    known = set(map(id, layers))
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and {*map(id, each)} <= known]
+    chosen = {id(layer) for each in lists if len(each) < len(layers) for layer in list(each)[:_FEW]}
+    chosen = chosen or {id(layer) for layer in layers[:_FEW]}
+    return [layer for layer in layers if id(layer) in chosen] if len(kinds) == 1 and len(chosen) < len(layers) else []
+
+
+@contextmanager
+def _only(model: nn.Module, layers: Sequence[nn.Module], few: Sequence[nn.Module]) -> Iterator[None]:
+    """The model has no other layers meanwhile."""
+    known, kept = set(map(id, layers)), set(map(id, few))
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and {*map(id, each)} <= known]
+    before = [each._modules for each in lists]
+    try:
+        for each in lists:
+            each._modules = {str(n): layer for n, layer in enumerate(m for m in each if id(m) in kept)}
+        yield
+    finally:
+        for each, modules in zip(lists, before, strict=True):
+            each._modules = modules
 
 
 def _all_agree(comm: Communicator, own: bool) -> bool:
@@ -155,8 +212,11 @@ def _all_agree(comm: Communicator, own: bool) -> bool:
 def _peaks(model: nn.Module, comm: Communicator, tokens: int, later: WeightGradients | None) -> tuple[int, int, int]:
     """Bytes that are kept at the end of the forward pass, the most of both passes, and what is left for ``later``."""
     kept: list[int] = []
-    pack = [min(_SEQUENCE, tokens - start) * comm.size for start in range(0, tokens, _SEQUENCE)]
-    with MemoryMeter(next(model.parameters()).device) as meter, nullcontext() if later is None else later.put_off(0):
+    device = next(model.parameters()).device
+    length = _SEQUENCE_ON_META if device.type == "meta" else _SEQUENCE
+    pack = [min(length, tokens - start) * comm.size for start in range(0, tokens, length)]
+    meter = MemoryMeter("cpu" if device.type == "meta" else device)
+    with meter, nullcontext() if later is None else later.put_off(0):
         forward_backward(model, comm, pack, context=_noting_at_end(meter, kept))
     if later is None:
         return kept[0], meter.peak, 0
@@ -204,8 +264,9 @@ def _logits(model: nn.Module) -> tuple[float, int, float]:
 
 def _state_bytes(
     model: nn.Module, optimizer: MakeOptimizer, *, ranks: int, zero: int, dtype: torch.dtype | None
-) -> tuple[float, float]:
-    """What a trainer keeps between steps, and the most that its optimizer's step adds.
+) -> tuple[float, float, float, float]:
+    """What a trainer keeps between steps: weights, gradients, and masters with the optimizer's state; and the most that
+    its optimizer's step adds.
 
     Args:
         ranks: among which the optimizer's state is cut; that of experts among those that hold the same ones.
@@ -222,7 +283,7 @@ def _state_bytes(
     kept, added = _needs(optimizer, wide)
     largest = max(p.numel() for p in trained)
     part = min(count, max(BUCKET_BYTES // wide.itemsize, largest)) / min(parts.values()) if sharded else largest
-    return weights + count * wide.itemsize + narrow * wide.itemsize + kept * own, added * part
+    return weights, count * wide.itemsize, narrow * wide.itemsize + kept * own, added * part
 
 
 def _parts(model: nn.Module, ranks: int) -> dict[int, int]:

@@ -153,6 +153,7 @@ CHANGED = TrainOptions(
     recompute="full", memory=1 << 30, max_grad_norm=2.0, check_replicas=7, eval_every=2, eval_data=("DOCS",),
     eval_fraction=0.5, out=Path("run"), save_every=2, keep=5, resume="auto", elastic=True, export=Path("exported"),
     trace=Path("t.json"), trackers="tensorboard", json=Path("j.json"), log=Path("l.json"), dry_run=True,
+    device="h100",
 )  # fmt: skip
 """A value of each option that is not its default; capitals are files that the test makes."""
 
