@@ -7,10 +7,16 @@
 #include "base/error.hpp"
 #include "bindings/planner_table_py.hpp"
 #include "bindings/rooms.hpp"
-#include "planner/noise.hpp"
-#include "planner/plan.hpp"
-#include "planner/queue.hpp"
-#include "planner/simulator.hpp"
+#include "planner/baselines/baselines.hpp"
+#include "planner/bound/bound.hpp"
+#include "planner/model/cost_model.hpp"
+#include "planner/model/plan.hpp"
+#include "planner/model/problem.hpp"
+#include "planner/noise/noise.hpp"
+#include "planner/policies/policies.hpp"
+#include "planner/policies/queue.hpp"
+#include "planner/simulate/simulated_step.hpp"
+#include "planner/simulate/simulator.hpp"
 
 namespace py = pybind11;
 

@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "planner/plan.hpp"
+#include "planner/model/plan.hpp"
 
 namespace hdpcomm {
 

@@ -3,8 +3,8 @@
 
 #include "comm/stream/stream_engine.hpp"
 #include "device/simulated/device_check.hpp"
-#include "planner/cost_model.hpp"
-#include "planner/plan.hpp"
+#include "planner/model/cost_model.hpp"
+#include "planner/model/rings.hpp"
 #include "testing/module.hpp"
 #include "transport/host/framed/frame.hpp"
 #include "transport/host/shm/layout.hpp"

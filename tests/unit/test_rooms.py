@@ -44,7 +44,7 @@ def test_the_documentation_tells_the_order_that_is_checked() -> None:
     namespace: dict[str, tuple[str, ...]] = {}
     exec(source[source.index("CORE = ") : source.index("INCLUDE = ")], namespace)
     text = " ".join((TOP / "docs/architecture.md").read_text().split())
-    for order in (namespace["CORE"], namespace["PACKAGE"]):
+    for order in (namespace["CORE"], namespace["PLANNER"], namespace["PACKAGE"]):
         assert f"`{', '.join(order)}`" in text
 
 
@@ -68,6 +68,11 @@ def test_a_sound_tree_passes(planted: Callable[..., subprocess.CompletedProcess[
             "csrc/kernels/sum.cu:1: kernels includes csrc/transport/host/layout.hpp, but transport is above kernels",
         ),
         (
+            "csrc/planner/model/plan.hpp",
+            '#include "planner/bound/bound.hpp"\n',
+            "csrc/planner/model/plan.hpp:1: model includes csrc/planner/bound/bound.hpp, but bound is above model",
+        ),
+        (
             "hdpcomm/comm/late.py",
             "def f():\n    from hdpcomm.attention.ring import run\n",
             "hdpcomm/comm/late.py:2: comm imports hdpcomm/attention/ring.py, but attention is above comm",
@@ -87,7 +92,8 @@ def test_a_sound_tree_passes(planted: Callable[..., subprocess.CompletedProcess[
 def test_what_needs_a_room_above_is_named(
     planted: Callable[..., subprocess.CompletedProcess[str]], file: str, text: str, says: str
 ) -> None:
-    done = planted({"hdpcomm/attention/__init__.py": "", "hdpcomm/attention/ring.py": "", file: text})
+    above = ("hdpcomm/attention/__init__.py", "hdpcomm/attention/ring.py", "csrc/planner/bound/bound.hpp")
+    done = planted({**dict.fromkeys(above, ""), file: text})
     assert done.returncode == 1
     assert done.stdout.splitlines()[0] == says
     assert ": 1 out of order, " in done.stdout.splitlines()[-1]
@@ -126,6 +132,23 @@ def test_files_in_a_circle_are_named(
     assert says == f"these files {verb} each other in a circle"
     assert set(files.split(" <- ")) == circle
     assert last.endswith(": 0 out of order, 1 circles")
+
+
+def test_a_header_of_the_planner_and_its_source_are_one_file(
+    planted: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = planted(
+        {
+            "csrc/planner/bound/bound.hpp": "",
+            "csrc/planner/bound/bound.cpp": '#include "windows.hpp"\n',
+            "csrc/planner/bound/windows.hpp": "",
+            "csrc/planner/bound/windows.cpp": '#include "bound.hpp"\n',
+        }
+    )
+    assert done.returncode == 1
+    files, says = done.stdout.splitlines()[0].split(": ")
+    assert set(files.split(" <- ")) == {"csrc/planner/bound/bound", "csrc/planner/bound/windows"}
+    assert says == "these files include each other in a circle"
 
 
 def test_each_circle_is_named(planted: Callable[..., subprocess.CompletedProcess[str]]) -> None:

@@ -1,0 +1,137 @@
+// Algorithm 1 of the paper: each long sequence takes as many ranks as its memory needs, the short
+// ones are packed up to the capacity, and all ranks get about the same number of micro-batches.
+// With offload, the fewest ranks that hold a sequence can make it many times longer than the whole
+// step (2M tokens fit on 16 ranks instead of 256), which the paper leaves open; here a sequence
+// takes fewer ranks only as long as its time does not exceed the mean load of a rank.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <queue>
+
+#include "planner/baselines/baselines.hpp"
+#include "planner/model/cost_model.hpp"
+#include "planner/model/plan.hpp"
+#include "planner/model/problem.hpp"
+#include "planner/model/rings.hpp"
+#include "planner/model/window_maxima.hpp"
+#include "planner/simulate/finish_plan.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+class GroupSizes {
+ public:
+  explicit GroupSizes(const Problem& problem) : problem_(problem), cost_(problem.cost()) {
+    for (int32_t i = 0; i < problem.count(); ++i) {
+      if (problem.rides(i)) continue;
+      const Load load = problem.load(i);
+      const int size = withoutOffload(load);
+      mean_load_ += size * cost_.seconds(load, size) / problem.ranks();
+    }
+  }
+
+  int of(int32_t sequence) const {
+    const Load load = problem_.load(sequence);
+    const int least = problem_.minRanks(sequence);
+    const int most = std::max(least, withoutOffload(load));
+    const int size = cost_.sizeWithin(load, least, most, mean_load_);
+    return size > 0 ? size : most;
+  }
+
+ private:
+  int withoutOffload(const Load& load) const {
+    const double size = std::ceil(load.tokens / static_cast<double>(cost_.memory().capacity));
+    return static_cast<int>(std::min<double>(size, problem_.ranks()));
+  }
+
+  const Problem& problem_;
+  const CostModel& cost_;
+  double mean_load_ = 0;
+};
+
+// Neighbouring ranks, those with the fewest micro-batches; `counts`: of each rank, which this
+// raises.
+std::vector<int32_t> takeNeighbours(int size, std::vector<int>& counts) {
+  const std::vector<int> most = windowMaxima(counts, size);
+  const auto first = std::min_element(most.begin(), most.end()) - most.begin();
+  std::vector<int32_t> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), static_cast<int32_t>(first));
+  std::fill_n(counts.begin() + first, size, most[first] + 1);
+  return ranks;
+}
+
+}  // namespace
+
+double leastNaive(const Problem& problem) {
+  const CostModel& cost = problem.cost();
+  const int64_t capacity = cost.memory().capacity;
+  const GroupSizes sizes(problem);
+  double work = 0;
+  double longest = 0;
+  for (int32_t i = 0; i < problem.count(); ++i) {
+    if (problem.lengths()[i] <= capacity) {
+      work += cost.leastWork(problem.load(i));
+    } else if (!problem.rides(i)) {
+      const int size = sizes.of(i);
+      const double time = cost.seconds(problem.load(i), size);
+      work += size * time;
+      longest = std::max(longest, time);
+    }
+  }
+  return std::max(work / problem.ranks(), longest);
+}
+
+Plan planNaive(const Problem& problem) {
+  struct Piece {
+    std::vector<int32_t> sequences;
+    int size;
+  };
+  std::vector<Piece> pieces;
+  std::vector<int32_t> short_ones;
+  const int64_t capacity = problem.cost().memory().capacity;
+  for (const int32_t sequence : problem.byLength()) {
+    if (problem.lengths()[sequence] <= capacity) short_ones.push_back(sequence);
+  }
+  const GroupSizes sizes(problem);
+  for (int32_t sequence = 0; sequence < problem.count(); ++sequence) {
+    if (problem.lengths()[sequence] > capacity && !problem.rides(sequence)) {
+      pieces.push_back({problem.withRiders(sequence), sizes.of(sequence)});
+    }
+  }
+  for (auto& bin : packBestFit(problem.lengths(), short_ones, capacity)) {
+    pieces.push_back({std::move(bin), 1});
+  }
+  using Entry = std::pair<int, int32_t>;  // (micro-batches, rank)
+  std::vector<int> counts(problem.ranks(), 0);
+  std::vector<MicroBatch> batches(pieces.size());
+  const bool neighbours = problem.cost().cluster().neighbours;
+  if (neighbours) {
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      if (pieces[i].size > 1) batches[i].ranks = takeNeighbours(pieces[i].size, counts);
+    }
+  }
+  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks;
+  for (int32_t rank = 0; rank < problem.ranks(); ++rank) ranks.push({counts[rank], rank});
+  std::vector<Entry> taken;
+  for (size_t which = 0; which < pieces.size(); ++which) {
+    Piece& piece = pieces[which];
+    MicroBatch& batch = batches[which];
+    batch.sequences = std::move(piece.sequences);
+    if (!batch.ranks.empty()) {
+      batch.ranks = ringOrder(std::move(batch.ranks), problem.cost().cluster());
+      continue;
+    }
+    taken.clear();
+    for (int i = 0; i < piece.size; ++i) {
+      taken.push_back(ranks.top());
+      ranks.pop();
+      batch.ranks.push_back(taken.back().second);
+    }
+    for (const auto& [count, rank] : taken) ranks.push({count + 1, rank});
+    std::sort(batch.ranks.begin(), batch.ranks.end());
+    batch.ranks = ringOrder(std::move(batch.ranks), problem.cost().cluster());
+  }
+  return finishPlan(problem, std::move(batches));
+}
+
+}  // namespace hdpcomm::planner

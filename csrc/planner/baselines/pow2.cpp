@@ -1,0 +1,123 @@
+// For comparison: groups of 2^k ranks on aligned places, as with process groups created in advance.
+// Longest sequences first, each on the place that becomes free first.
+#include <algorithm>
+#include <bit>
+#include <queue>
+
+#include "planner/baselines/baselines.hpp"
+#include "planner/model/cost_model.hpp"
+#include "planner/model/plan.hpp"
+#include "planner/model/problem.hpp"
+#include "planner/model/rings.hpp"
+#include "planner/simulate/finish_plan.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+// When ranks become free, and the aligned places of one size by that time. Sequences come longest
+// first, so the size changes seldom.
+class AlignedRanks {
+ public:
+  explicit AlignedRanks(int ranks) : ready_(ranks, 0.0) {}
+
+  // First rank of the aligned place of `size` ranks that becomes free first, and when.
+  std::pair<int, double> earliest(int size) {
+    if (size != size_) sortPlaces(size);
+    const auto [ready, first] = places_.top();
+    return {first, ready};
+  }
+  // The place that earliest() gave is busy until then.
+  void occupyEarliest(double until) {
+    const int first = places_.top().second;
+    places_.pop();
+    places_.push({until, first});
+    std::fill_n(ready_.begin() + first, size_, until);
+  }
+  double busyUntil(int rank) const { return ready_[rank]; }
+
+ private:
+  using Place = std::pair<double, int>;
+  using Places = std::priority_queue<Place, std::vector<Place>, std::greater<>>;
+
+  void sortPlaces(int size) {
+    size_ = size;
+    std::vector<Place> places;
+    const int ranks = static_cast<int>(ready_.size());
+    for (int first = 0; first + size <= ranks; first += size) {
+      const auto begin = ready_.begin() + first;
+      places.push_back({*std::max_element(begin, begin + size), first});
+    }
+    places_ = Places(std::greater<>(), std::move(places));
+  }
+
+  std::vector<double> ready_;
+  Places places_;
+  int size_ = 0;
+};
+
+// The smallest power of two of ranks that holds the sequence, at most the whole cluster.
+int groupSize(const Problem& problem, int32_t sequence) {
+  const int size =
+      static_cast<int>(std::bit_ceil(static_cast<uint32_t>(problem.minRanks(sequence))));
+  return size <= problem.ranks() ? size : problem.ranks();
+}
+
+MicroBatch makeBatch(const Problem& problem, int first, int size, std::vector<int32_t> sequences) {
+  MicroBatch batch;
+  batch.ranks = ringOrder(first, size, problem.cost().cluster());
+  batch.sequences = std::move(sequences);
+  price(problem, batch);
+  return batch;
+}
+
+}  // namespace
+
+double leastPow2(const Problem& problem) {
+  const CostModel& cost = problem.cost();
+  const int64_t capacity = cost.memory().capacity;
+  double work = 0;
+  double longest = 0;
+  for (int32_t i = 0; i < problem.count(); ++i) {
+    if (problem.lengths()[i] <= capacity) {
+      work += cost.leastWork(problem.load(i));
+    } else if (!problem.rides(i)) {
+      const int size = groupSize(problem, i);
+      const double time = cost.seconds(problem.load(i), size);
+      work += size * time;
+      longest = std::max(longest, time);
+    }
+  }
+  return std::max(work / problem.ranks(), longest);
+}
+
+Plan planPow2(const Problem& problem) {
+  const int64_t capacity = problem.cost().memory().capacity;
+  AlignedRanks ranks(problem.ranks());
+  std::vector<MicroBatch> batches;
+  std::vector<int32_t> short_ones;
+  for (const int32_t sequence : problem.byLength()) {
+    if (problem.lengths()[sequence] <= capacity) {
+      short_ones.push_back(sequence);
+      continue;
+    }
+    if (problem.rides(sequence)) continue;
+    const int size = groupSize(problem, sequence);
+    const auto [first, start] = ranks.earliest(size);
+    batches.push_back(makeBatch(problem, first, size, problem.withRiders(sequence)));
+    batches.back().start = start;
+    ranks.occupyEarliest(start + batches.back().predicted_s);
+  }
+  using Entry = std::pair<double, int>;
+  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> free;
+  for (int rank = 0; rank < problem.ranks(); ++rank) free.push({ranks.busyUntil(rank), rank});
+  for (auto& pack : packBestFit(problem.lengths(), short_ones, capacity)) {
+    const auto [start, rank] = free.top();
+    free.pop();
+    batches.push_back(makeBatch(problem, rank, 1, std::move(pack)));
+    batches.back().start = start;
+    free.push({start + batches.back().predicted_s, rank});
+  }
+  return finishPlan(problem, std::move(batches));
+}
+
+}  // namespace hdpcomm::planner

@@ -1,0 +1,182 @@
+// The policy "balanced": an extension of ByteScale's DP-Balance. A block is a run
+// of neighbouring ranks that become free at the same time. Sequences are placed longest first; each
+// takes part of one block, with the fewest ranks on which it ends before a target time, so that no
+// rank waits for another. Short sequences come last, each onto the least loaded rank. Several
+// targets near the lower bound are tried, and the shortest plan is kept.
+#include "planner/flat/balanced.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "planner/flat/block_packer.hpp"
+#include "planner/flat/nested_blocks.hpp"
+#include "planner/model/cost_model.hpp"
+#include "planner/model/jobs.hpp"
+#include "planner/model/rings.hpp"
+#include "planner/search/refine.hpp"
+#include "planner/search/swaps.hpp"
+#include "planner/simulate/finish_plan.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+// Makespan / lower bound below which a round of further targets is skipped, by round.
+constexpr double kGoodEnough[] = {1.002, 1.008};
+constexpr double kGoodGap = 0.004;        // below this, local search is not worth its time
+constexpr double kRefineLimit = 1 << 15;  // sequences x ranks, for local search
+constexpr double kLongShare = 0.2;        // of the bound; sequences that take longer run in waves
+constexpr int kMaxWaveJobs = 8192;        // with more of them, blocks leave little over
+constexpr int kMaxWaveTrials = 16;
+constexpr int kMaxFewer = 3;  // waves of fewer sequences after those on the smallest sizes
+
+// Searches for the target time that gives the shortest plan: first the lower bound, then times
+// between it and the best makespan so far.
+Plan planBlocks(const Problem& problem, double lower_bound, bool on_borders = false) {
+  std::vector<Job> jobs = makeJobs(problem);
+  if (jobs.empty()) return finishPlan(problem, {});
+  BlockPacker packer(problem, jobs, on_borders);
+  double best = std::numeric_limits<double>::infinity();
+  Packing packing;
+  const auto attempt = [&](double target) {
+    for (const bool fill : {false, true}) {
+      if (best <= lower_bound * kGoodEnough[0]) return;
+      const double makespan = packer.run(target, fill, best);
+      if (makespan >= best) continue;
+      best = makespan;
+      packing = packer.take();
+    }
+  };
+  attempt(lower_bound * (1 + 1e-6));
+  for (const double good_enough : kGoodEnough) {
+    if (best <= lower_bound * good_enough) break;
+    const double span = best - lower_bound;
+    for (const double share : {0.1, 0.25, 0.45, 0.7}) {
+      const double target = lower_bound + share * span;
+      if (target >= best) break;
+      attempt(target);
+    }
+  }
+  return finishPlan(problem, collectPlaced(problem, jobs, packing));
+}
+
+// How many of the jobs from `next` up to `count` run in each of `waves` waves of about equal
+// numbers; more waves where their smallest sizes do not fit.
+std::vector<int> waveCounts(const Problem& problem, const std::vector<Job>& jobs, int next,
+                            int count, int waves) {
+  std::vector<int> counts;
+  while (next < count) {
+    const int left = std::max(1, waves - static_cast<int>(counts.size()));
+    const int wanted = (count - next + left - 1) / left;
+    int taken = 0;
+    for (int ranks = 0; taken < wanted; ++taken) {
+      ranks += jobs[next + taken].min_size;
+      if (ranks > problem.ranks()) break;
+    }
+    counts.push_back(taken);
+    next += taken;
+  }
+  return counts;
+}
+
+// For a few long sequences of about the same length: in which a block is left over that is too
+// small for one more of them, and too large to be wasted. Waves share all ranks out instead.
+Plan planWaves(const Problem& problem, double lower_bound, const Plan& so_far) {
+  std::vector<Job> jobs = makeJobs(problem);
+  BlockPacker packer(problem, jobs);
+  const auto long_ones = std::partition_point(jobs.begin(), jobs.end(), [&](const Job& job) {
+    return job.min_size > 1 || job.min_size_s > kLongShare * lower_bound;
+  });
+  const int count = static_cast<int>(long_ones - jobs.begin());
+  if (count == 0 || count > kMaxWaveJobs) return so_far;
+  double best = so_far.makespan;
+  Packing packing;
+  const auto attempt = [&](const std::vector<int>& counts) {
+    for (const bool turned : {false, true}) {
+      const double makespan = packer.runWaves(counts, turned, best);
+      if (makespan >= best) continue;
+      best = makespan;
+      packing = packer.take();
+    }
+  };
+  int fewest = static_cast<int>(waveCounts(problem, jobs, 0, count, 1).size());
+  for (int tried = 0, waves = fewest; tried < kMaxWaveTrials && waves <= count; ++tried) {
+    const std::vector<int> counts = waveCounts(problem, jobs, 0, count, waves);
+    attempt(counts);
+    waves = std::max(waves, static_cast<int>(counts.size())) + 1 + tried / 8;
+  }
+  // Waves on the smallest sizes, then one or some of fewer sequences.
+  std::vector<int> full = waveCounts(problem, jobs, 0, count, 1);
+  int left = full.back();
+  for (int dropped = 0; dropped < kMaxFewer && full.size() > 1; ++dropped) {
+    full.pop_back();
+    for (int waves = 1; waves <= kMaxFewer && waves <= left; ++waves) {
+      std::vector<int> counts = full;
+      for (const int each : waveCounts(problem, jobs, count - left, count, waves)) {
+        counts.push_back(each);
+      }
+      attempt(counts);
+    }
+    left += full.back();
+  }
+  if (best == so_far.makespan) return so_far;
+  return finishPlan(problem, collectPlaced(problem, jobs, packing));
+}
+
+// For ranks of different speeds: plans as if they lay beside each other by falling speed, so that
+// those of one speed are one block. Groups may then cross nodes more often, which is priced.
+Plan planBySpeed(const Problem& problem, double lower_bound) {
+  std::vector<int32_t> ranks(problem.ranks());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const Cluster& cluster = problem.cost().cluster();
+  std::stable_sort(ranks.begin(), ranks.end(),
+                   [&](int a, int b) { return cluster.speed(a) > cluster.speed(b); });
+  std::vector<double> speeds;
+  for (const int rank : ranks) speeds.push_back(cluster.speed(rank));
+  const Problem sorted = problem.withSpeeds(std::move(speeds));
+  Plan plan = planBlocks(sorted, lower_bound);
+  if (plan.makespan > lower_bound * (1 + kGoodGap)) plan = planWaves(sorted, lower_bound, plan);
+  for (MicroBatch& batch : plan.micro_batches) {
+    for (int32_t& rank : batch.ranks) rank = ranks[rank];
+    std::sort(batch.ranks.begin(), batch.ranks.end());
+    batch.ranks = ringOrder(std::move(batch.ranks), cluster);
+  }
+  return finishPlan(problem, std::move(plan.micro_batches));
+}
+
+// Every pack runs on all ranks: no idle time, but the most transfers.
+Plan planUniform(const Problem& problem) {
+  PolicyOptions options;
+  options.context_ranks = problem.ranks();
+  const int64_t longest = *std::max_element(problem.lengths().begin(), problem.lengths().end());
+  if (longest > problem.cost().memory().capacity * problem.ranks()) return planNaive(problem);
+  return planStatic(problem, options);
+}
+
+}  // namespace
+
+Plan planBalanced(const Problem& problem, const PolicyOptions& options, double lower_bound) {
+  Plan plan = planBlocks(problem, lower_bound);
+  if (plan.makespan <= lower_bound * (1 + 1e-9)) return plan;
+  const auto take = [&](Plan other) {
+    if (other.makespan < plan.makespan) plan = std::move(other);
+  };
+  const Cluster& cluster = problem.cost().cluster();
+  if (cluster.sharesLinks()) take(planBlocks(problem, lower_bound, true));
+  if (!cluster.speeds.empty() && !cluster.neighbours) take(planBySpeed(problem, lower_bound));
+  const bool gap_left = plan.makespan > lower_bound * (1 + kGoodGap);
+  const bool small = static_cast<double>(problem.count()) * problem.ranks() <= kRefineLimit;
+  if (gap_left) take(planWaves(problem, lower_bound, plan));
+  if (gap_left && cluster.speeds.empty()) {
+    if (auto nested = planNested(problem, lower_bound, plan.makespan)) take(std::move(*nested));
+  }
+  if (gap_left && small) take(planUniform(problem));
+  // Never worse than another policy. Most of these plans need not be made to know that.
+  if (leastNaive(problem) < plan.makespan) take(planNaive(problem));
+  if (leastPow2(problem) < plan.makespan) take(planPow2(problem));
+  if (leastStatic(problem, options) < plan.makespan) take(planStatic(problem, options));
+  if (gap_left) plan = swapSequences(problem, std::move(plan));
+  return gap_left && small ? refine(problem, std::move(plan), lower_bound) : plan;
+}
+
+}  // namespace hdpcomm::planner

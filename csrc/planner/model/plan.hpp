@@ -1,0 +1,48 @@
+// The plan of one step: micro-batches in one global order. Each rank runs its own in that order.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "planner/model/cost_model.hpp"
+#include "planner/model/problem.hpp"
+
+namespace hdpcomm::planner {
+
+struct MicroBatch {
+  std::vector<int32_t> ranks;      // in ring order
+  std::vector<int32_t> sequences;  // positions in the given lengths
+  double offload = 0;              // ratio, 0 to 1
+  double predicted_s = 0;
+  double start = 0;  // while solving: the desired start, which sets the order
+};
+
+struct Plan {
+  std::vector<MicroBatch> micro_batches;  // in the global order
+  double makespan = 0;
+  double idle_share = 0;  // of ranks x makespan
+};
+
+Scope scopeOf(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;
+
+// Speed of the slowest of these ranks.
+double slowest(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;
+
+// What the ranks of a micro-batch run: the sums over its sequences, and the tokens that each holds.
+struct Work {
+  Load load;
+  int64_t held = 0;
+};
+Work workOf(const Problem& problem, const MicroBatch& batch) noexcept;
+
+// Sets predicted_s and offload from the sequences and the ranks.
+void price(const Problem& problem, MicroBatch& batch);
+
+// Packs sequences into bins of at most `capacity` tokens, each into the fullest one with room.
+// `sequences` are positions in `lengths`, by falling length.
+std::vector<std::vector<int32_t>> packBestFit(const std::vector<int64_t>& lengths,
+                                              const std::vector<int32_t>& sequences,
+                                              int64_t capacity);
+
+}  // namespace hdpcomm::planner

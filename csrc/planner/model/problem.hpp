@@ -1,0 +1,65 @@
+// What is planned: the sequences of one step, on a cluster and by a cost model.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "planner/model/cost_model.hpp"
+
+namespace hdpcomm::planner {
+
+// The sequences of a step on a cluster.
+//
+// With offload a sequence may fit nowhere by itself and yet share a micro-batch with a longer one,
+// whose compute hides the copies of both: it is then a *rider* of that sequence. Policies place
+// every sequence that rides() on none, with its riders.
+class Problem {
+ public:
+  // Raises InvalidUsage for a length below 1 and for a sequence that the cluster cannot hold.
+  // `squares`: of each item the square of its length, or of a tree what its attention costs in the
+  // same unit; empty: all are sequences.
+  Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vector<double> squares = {});
+
+  // The same sequences on ranks of these speeds.
+  Problem withSpeeds(std::vector<double> speeds) const;
+  // The same sequences in groups of neighbouring ranks (Cluster::neighbours).
+  Problem onNeighbours() const;
+
+  const std::vector<int64_t>& lengths() const noexcept { return lengths_; }
+  const CostModel& cost() const noexcept { return cost_; }
+  int ranks() const noexcept { return cost_.cluster().ranks; }
+  int count() const noexcept { return static_cast<int>(lengths_.size()); }
+  bool hasTrees() const noexcept { return !squares_.empty(); }
+  // The sums over this sequence or tree, without its riders.
+  Load own(int sequence) const noexcept {
+    const auto tokens = static_cast<double>(lengths_[sequence]);
+    return {squares_.empty() ? tokens * tokens : squares_[sequence], tokens};
+  }
+  // Fewest ranks that hold the sequence and its riders.
+  int minRanks(int sequence) const noexcept { return min_ranks_[sequence]; }
+  bool rides(int sequence) const noexcept { return !host_.empty() && host_[sequence] >= 0; }
+  // The sequence, then its riders; and the sums over them.
+  std::vector<int32_t> withRiders(int sequence) const;
+  Load load(int sequence) const;
+  // Positions by falling length, equal ones by position.
+  std::vector<int32_t> byLength() const;
+
+ private:
+  void findHost(int sequence);
+  // Fewest ranks that hold these sequences as one micro-batch; above the cluster if none do.
+  int minRanks(const std::vector<int32_t>& sequences) const;
+
+  std::vector<int64_t> lengths_;
+  std::vector<double> squares_;
+  std::vector<int32_t> min_ranks_;
+  std::vector<int32_t> host_;  // the sequence that each one rides on, or -1; empty: none does
+  std::vector<int32_t> riders_;
+  CostModel cost_;
+};
+
+// Whether each rank's share of a micro-batch fits into memory, with as much offload as hides behind
+// its compute.
+bool fits(const Problem& problem, const Load& load, const std::vector<int32_t>& sequences,
+          int size);
+
+}  // namespace hdpcomm::planner

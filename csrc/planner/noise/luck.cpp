@@ -1,0 +1,94 @@
+#include "planner/noise/luck.hpp"
+
+#include <algorithm>
+#include <vector>
+
+#include "planner/model/cost_model.hpp"
+#include "planner/model/rings.hpp"
+
+namespace hdpcomm::planner {
+
+Certainty certaintyOf(const Problem& problem, const MicroBatch& batch) {
+  const CostModel& cost = problem.cost();
+  const CostParams& params = cost.params();
+  const int size = static_cast<int>(batch.ranks.size());
+  const Load load = workOf(problem, batch).load;
+  const double compute =
+      cost.computeSeconds(load, size) + params.fixed + (size - 1) * params.ring_step;
+  const double all = cost.seconds(load, size, scopeOf(batch.ranks, cost.cluster()),
+                                  crowding(batch.ranks, cost.cluster()));
+  const double speed = slowest(batch.ranks, cost.cluster());
+  return {compute / speed, std::max(0.0, all - compute) / speed};
+}
+
+DrawnEnds::DrawnEnds(const Problem& problem, const std::vector<MicroBatch>& batches,
+                     const Luck& luck)
+    : steps_(luck.steps()),
+      ends_(batches.size() * steps_),
+      makespans_(steps_, 0.0F),
+      last_(problem.ranks(), -1) {
+  const size_t steps = steps_;
+  std::vector<int64_t> before;
+  for (size_t i = 0; i < batches.size(); ++i) {
+    float* const end = ends_.data() + i * steps;
+    before.clear();
+    for (const int32_t rank : batches[i].ranks) {
+      if (last_[rank] >= 0) before.push_back(last_[rank]);
+      last_[rank] = static_cast<int64_t>(i);
+    }
+    std::sort(before.begin(), before.end());
+    before.erase(std::unique(before.begin(), before.end()), before.end());
+    for (const int64_t other : before) {
+      const float* const ready = ends_.data() + static_cast<size_t>(other) * steps;
+      for (size_t k = 0; k < steps; ++k) end[k] = std::max(end[k], ready[k]);
+    }
+    const Certainty parts = certaintyOf(problem, batches[i]);
+    const auto compute = static_cast<float>(parts.compute);
+    const auto wait = static_cast<float>(parts.wait);
+    const float* const factors = luck.of(batches[i].sequences.front());
+    for (size_t k = 0; k < steps; ++k) {
+      end[k] += wait + compute * factors[k];
+      makespans_[k] = std::max(makespans_[k], end[k]);
+    }
+  }
+}
+
+double DrawnEnds::meanMakespan() const noexcept {
+  double sum = 0;
+  for (const float makespan : makespans_) sum += makespan;
+  return sum / static_cast<double>(steps_);
+}
+
+int drawsFor(size_t count, size_t times, int fewest, int most) noexcept {
+  const size_t draws = times / std::max<size_t>(count, 1) / 2 * 2;
+  return static_cast<int>(std::clamp<size_t>(draws, fewest, most));
+}
+
+Tails takeTails(const Problem& problem, const Plan& plan) {
+  Tails tails;
+  std::vector<bool> alone(problem.ranks(), true);
+  for (auto batch = plan.micro_batches.rbegin(); batch != plan.micro_batches.rend(); ++batch) {
+    const int32_t rank = batch->ranks.front();
+    if (batch->ranks.size() == 1 && batch->offload == 0 && alone[rank]) {
+      tails.sequences.insert(tails.sequences.end(), batch->sequences.begin(),
+                             batch->sequences.end());
+      continue;
+    }
+    for (const int32_t member : batch->ranks) alone[member] = false;
+    tails.shared.push_back(*batch);
+  }
+  std::reverse(tails.shared.begin(), tails.shared.end());
+  sortByTime(problem, tails.sequences);
+  return tails;
+}
+
+void sortByTime(const Problem& problem, std::vector<int32_t>& sequences) {
+  const CostModel& cost = problem.cost();
+  std::sort(sequences.begin(), sequences.end(), [&](int32_t a, int32_t b) {
+    const double of_a = cost.seconds(problem.own(a), 1);
+    const double of_b = cost.seconds(problem.own(b), 1);
+    return of_a != of_b ? of_a > of_b : a < b;
+  });
+}
+
+}  // namespace hdpcomm::planner

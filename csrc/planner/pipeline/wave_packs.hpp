@@ -1,0 +1,144 @@
+// The short sequences of a pipeline's plan: dealt to the ranks that the long sequences of its waves
+// leave over, in packs that end with their waves.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <queue>
+#include <utility>
+#include <vector>
+
+#include "planner/model/cost_model.hpp"
+#include "planner/model/jobs.hpp"
+#include "planner/model/plan.hpp"
+#include "planner/model/problem.hpp"
+#include "planner/pipeline/places.hpp"
+#include "planner/pipeline/wave.hpp"
+
+namespace hdpcomm::planner {
+
+class WavePacks {
+ public:
+  using Lacking = std::pair<double, std::pair<int, int>>;  // (seconds, (wave, pack))
+
+  // `used`: which of the jobs are in a wave by themselves; the others go into packs.
+  WavePacks(const Problem& problem, const Places& places, const std::vector<Job>& jobs,
+            const std::vector<bool>& used)
+      : problem_(problem), cost_(problem.cost()), places_(places), jobs_(jobs), used_(used) {
+    double seconds = 0;
+    double tokens = 0;
+    for (size_t i = 0; i < jobs_.size(); ++i) {
+      if (used_[i]) continue;
+      any_ = true;
+      work_ += jobs_[i].min_size_s;
+      seconds += jobs_[i].min_size_s - cost_.params().fixed;
+      tokens += jobs_[i].load.tokens;
+    }
+    if (tokens > 0) full_ = 0.97 * capacity() * seconds / tokens + cost_.params().fixed;
+  }
+
+  // Whether there are sequences for packs, of which none takes any time on one rank.
+  bool takeNoTime() const { return any_ && !(work_ > 0); }
+  // Seconds of a rank that all of them take; 0: there are none.
+  double work() const { return work_; }
+  // Seconds of a pack that is as full as memory allows.
+  double full() const { return full_; }
+
+  // Adds the seconds for which there is room in the packs of a wave.
+  void addRoom(const Wave& wave, double& room) const {
+    if (places_.alike()) {
+      room += std::min(wave.height, full_) * static_cast<double>(wave.packs.size());
+      return;
+    }
+    for (size_t k = 0; k < wave.packs.size(); ++k) room += secondsOf(wave, k);
+  }
+
+  // What each pack is to get, of `room` seconds in all of them.
+  std::vector<Lacking> shares(const std::vector<Wave>& waves, double room) const {
+    const double scale = work_ / room;
+    std::vector<Lacking> lacking;
+    for (size_t w = 0; w < waves.size(); ++w) {
+      for (size_t k = 0; k < waves[w].packs.size(); ++k) {
+        lacking.push_back(
+            {scale * secondsOf(waves[w], k), {static_cast<int>(w), static_cast<int>(k)}});
+      }
+    }
+    return lacking;
+  }
+
+  // Deals the sequences to the packs, longest first, each to the pack that lacks most. What fits
+  // nowhere gets waves of its own on the places from `first` on.
+  void fill(std::vector<Wave>& waves, std::vector<Lacking> entries, int first) const {
+    std::priority_queue<Lacking> lacking(std::less<Lacking>(), std::move(entries));
+    std::vector<std::vector<double>> tokens;
+    for (const Wave& wave : waves) tokens.emplace_back(wave.packs.size(), 0.0);
+    std::vector<Lacking> passed;
+    std::vector<int32_t> left_over;
+    for (size_t i = 0; i < jobs_.size(); ++i) {
+      if (used_[i]) continue;
+      const Job& job = jobs_[i];
+      passed.clear();
+      bool placed = false;
+      while (!placed && !lacking.empty() && passed.size() < kMaxProbes) {
+        Lacking entry = lacking.top();
+        lacking.pop();
+        const auto [w, k] = entry.second;
+        if (tokens[w][k] + job.load.tokens <= capacity()) {
+          tokens[w][k] += job.load.tokens;
+          waves[w].packs[k].push_back(job.sequence);
+          entry.first -= job.min_size_s - cost_.params().fixed;
+          placed = true;
+        }
+        passed.push_back(entry);
+      }
+      for (const Lacking& entry : passed) {
+        const auto [w, k] = entry.second;
+        if (tokens[w][k] < capacity()) lacking.push(entry);
+      }
+      if (!placed) left_over.push_back(job.sequence);
+    }
+    if (!left_over.empty()) addWaves(waves, left_over, first);
+  }
+
+ private:
+  static constexpr size_t kMaxProbes = 8;
+
+  double capacity() const { return static_cast<double>(cost_.memory().capacity); }
+
+  // Seconds of a pack at full speed that ends with the wave on its rank.
+  double secondsOf(const Wave& wave, size_t pack) const {
+    return std::min(wave.height * places_.speed(wave.used + static_cast<int>(pack)), full_);
+  }
+
+  void addWaves(std::vector<Wave>& waves, const std::vector<int32_t>& sequences, int first) const {
+    const auto count = static_cast<size_t>(places_.count() - first);
+    auto bins = packBestFit(problem_.lengths(), sequences, cost_.memory().capacity);
+    for (size_t i = 0; i < bins.size(); ++i) {
+      const size_t place = i % count;
+      if (place == 0) {
+        Wave wave;
+        wave.first = wave.used = first;
+        wave.last = places_.count();
+        wave.packs.resize(count);
+        waves.push_back(std::move(wave));
+      }
+      Load load;
+      for (const int32_t sequence : bins[i]) load += problem_.own(sequence);
+      Wave& wave = waves.back();
+      wave.height = std::max(
+          wave.height, cost_.seconds(load, 1) / places_.speed(first + static_cast<int>(place)));
+      wave.packs[place] = std::move(bins[i]);
+    }
+  }
+
+  const Problem& problem_;
+  const CostModel& cost_;
+  const Places& places_;
+  const std::vector<Job>& jobs_;
+  const std::vector<bool>& used_;
+  bool any_ = false;
+  double work_ = 0;
+  double full_ = 0;
+};
+
+}  // namespace hdpcomm::planner

@@ -1,0 +1,275 @@
+#include "planner/policies/queue.hpp"
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "planner/bound/bound.hpp"
+#include "planner/model/cost_model.hpp"
+#include "planner/noise/luck.hpp"
+#include "planner/policies/policies.hpp"
+#include "planner/simulate/finish_plan.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+constexpr int kPoolRanks = 256;  // that one counter answers
+// What a rank waits for the counter's answer: of its own host, of another one.
+constexpr double kAskSeconds[] = {5e-6, 200e-6};
+// Deviation that micro-batches are thought to have where the cost model knows of none: no clock of
+// a step was ever without.
+constexpr double kAssumedNoise = 0.02;
+// A queue may be longer than the plan without one by this share, in the mean: what nobody predicts
+// speaks for it.
+constexpr double kWorthIt = 0.005;
+// Sequences x possible steps that are looked at for each try, and for the best one; and steps.
+constexpr size_t kMostTriedTimes = 1 << 17;
+constexpr size_t kMostTimes = 1 << 19;
+constexpr int kMostLooksTried = 16;
+constexpr int kMostLooks = 256;
+constexpr int kFewestLooks = 4;
+constexpr double kLeastPack = 8;  // fixed costs of a micro-batch that its sequences take at least
+// A micro-batch takes this part of what would be each rank's share of all that is left (guided
+// self-scheduling).
+constexpr double kShares[] = {0.25, 0.5, 1.0};
+// Shares of the makespan: sequences that take longer on one rank may be bound as well as wait.
+constexpr double kShort[] = {std::numeric_limits<double>::infinity(), 0.06};
+// A later try has to be better than the ones before by this share: they have more in the queue, and
+// in smaller parts.
+constexpr double kBetter = 0.002;
+
+// When ranks are free; those free at the same time by rising rank. A heap whose first entry is
+// moved in one pass: a priority_queue takes two, one to pop it and one to push it again.
+class Free {
+ public:
+  void clear() noexcept { entries_.clear(); }
+  void add(double when, int32_t rank) { entries_.push_back({when, rank}); }
+  // After the last add().
+  void arrange() { std::make_heap(entries_.begin(), entries_.end(), std::greater<>()); }
+
+  double when() const noexcept { return entries_.front().first; }
+  int32_t rank() const noexcept { return entries_.front().second; }
+
+  // The rank that is free first is so at `when`, which is later.
+  void delayFirst(double when) noexcept {
+    const std::pair<double, int32_t> moved{when, rank()};
+    const size_t size = entries_.size();
+    size_t at = 0;
+    for (size_t child = 1; child < size; child = 2 * at + 1) {
+      if (child + 1 < size && entries_[child + 1] < entries_[child]) ++child;
+      if (moved < entries_[child]) break;
+      entries_[at] = entries_[child];
+      at = child;
+    }
+    entries_[at] = moved;
+  }
+
+ private:
+  std::vector<std::pair<double, int32_t>> entries_;
+};
+
+struct Pack {
+  std::vector<int32_t> sequences;
+  double seconds = 0;
+};
+
+// Micro-batches of these sequences, which are sorted by falling time: smaller and smaller ones.
+std::vector<Pack> packGuided(const Problem& problem, const std::vector<int32_t>& sequences,
+                             double share) {
+  const CostModel& cost = problem.cost();
+  const double fixed = cost.params().fixed;
+  const int64_t capacity = cost.memory().capacity;
+  double left = 0;
+  for (const int32_t each : sequences) left += cost.seconds(problem.own(each), 1) - fixed;
+  std::vector<Pack> packs;
+  Load load;
+  double limit = 0;
+  for (const int32_t each : sequences) {
+    Load more = load;
+    more += problem.own(each);
+    const bool fits =
+        more.tokens <= static_cast<double>(capacity) && cost.seconds(more, 1) - fixed <= limit;
+    if (packs.empty() || !fits) {
+      if (!packs.empty()) left -= packs.back().seconds - fixed;
+      packs.emplace_back();
+      load = {};
+      limit = std::max(share * left / problem.ranks(), kLeastPack * fixed);
+    }
+    load += problem.own(each);
+    packs.back().sequences.push_back(each);
+    packs.back().seconds = cost.seconds(load, 1);
+  }
+  std::stable_sort(packs.begin(), packs.end(),
+                   [](const Pack& a, const Pack& b) { return a.seconds > b.seconds; });
+  return packs;
+}
+
+// What waits in a queue after what is bound to ranks.
+struct Candidate {
+  std::vector<MicroBatch> bound;
+  std::vector<int32_t> waiting;
+};
+
+class Queue {
+ public:
+  Queue(const Problem& problem, int pools)
+      : problem_(problem),
+        pools_(pools),
+        ask_(kAskSeconds[problem.ranks() > problem.cost().cluster().ranks_per_node]) {}
+
+  // The plan of these micro-batches after those of `bound`, each on the rank that takes it.
+  Plan plan(const Plan& bound, const std::vector<Pack>& packs) const {
+    std::vector<double> ready(problem_.ranks(), 0.0);
+    for (const MicroBatch& batch : bound.micro_batches) {
+      double end = 0;
+      for (const int32_t rank : batch.ranks) end = std::max(end, ready[rank]);
+      for (const int32_t rank : batch.ranks) ready[rank] = end + batch.predicted_s;
+    }
+    Free free;
+    for (int32_t rank = 0; rank < problem_.ranks(); ++rank) free.add(ready[rank], rank);
+    free.arrange();
+    std::vector<MicroBatch> batches = bound.micro_batches;
+    for (const Pack& pack : packs) {
+      const int32_t rank = free.rank();
+      MicroBatch batch;
+      batch.ranks = {rank};
+      batch.sequences = pack.sequences;
+      batches.push_back(std::move(batch));
+      const double speed = problem_.cost().cluster().speed(rank);
+      free.delayFirst(free.when() + ask_ + pack.seconds / speed);
+    }
+    for (size_t i = 0; i < batches.size(); ++i) batches[i].start = static_cast<double>(i);
+    return finishPlan(problem_, std::move(batches));
+  }
+
+  // Mean makespan over possible steps, in each of which the ranks take from the queue as they are
+  // free then. `plan`: that of these packs.
+  double mean(const DrawnEnds& bound, const Luck& luck, const std::vector<Pack>& packs,
+              const Plan& plan) const {
+    const size_t first = plan.micro_batches.size() - packs.size();
+    std::vector<std::vector<int32_t>> of_pool(pools_);
+    for (size_t i = 0; i < packs.size(); ++i) {
+      const int32_t named = plan.micro_batches[first + i].ranks.front();
+      of_pool[named % pools_].push_back(static_cast<int32_t>(i));
+    }
+    double sum = 0;
+    Free free;
+    for (int step = 0; step < luck.steps(); ++step) {
+      double makespan = bound.makespan(step);
+      for (int pool = 0; pool < pools_; ++pool) {
+        free.clear();
+        for (int32_t rank = pool; rank < problem_.ranks(); rank += pools_) {
+          free.add(bound.ofRank(rank, step), rank);
+        }
+        free.arrange();
+        for (const int32_t i : of_pool[pool]) {
+          const double factor = luck.of(packs[i].sequences.front())[step];
+          const double seconds = packs[i].seconds * factor;
+          const double speed = problem_.cost().cluster().speed(free.rank());
+          const double end = free.when() + ask_ + seconds / speed;
+          makespan = std::max(makespan, end);
+          free.delayFirst(end);
+        }
+      }
+      sum += makespan;
+    }
+    return sum / luck.steps();
+  }
+
+ private:
+  const Problem& problem_;
+  int pools_;
+  double ask_;
+};
+
+// Whether a sequence can wait: it fits a rank without offload, and nothing rides on it.
+bool canWait(const Problem& problem, int sequence) {
+  return problem.lengths()[sequence] <= problem.cost().memory().capacity &&
+         !problem.rides(sequence) && problem.withRiders(sequence).size() == 1;
+}
+
+// All sequences that can wait and take at most `longest` seconds do; the others are planned as if
+// there were no more.
+Candidate waitingAll(const Problem& problem, const PolicyOptions& options, double longest) {
+  const CostModel& cost = problem.cost();
+  Candidate found;
+  std::vector<int32_t> others;
+  std::vector<int64_t> lengths;
+  std::vector<double> squares;
+  for (int32_t i = 0; i < problem.count(); ++i) {
+    if (canWait(problem, i) && cost.seconds(problem.own(i), 1) <= longest) {
+      found.waiting.push_back(i);
+      continue;
+    }
+    others.push_back(i);
+    lengths.push_back(problem.lengths()[i]);
+    if (problem.hasTrees()) squares.push_back(problem.own(i).squares);
+  }
+  sortByTime(problem, found.waiting);
+  if (others.empty()) return found;
+  const Problem rest(std::move(lengths), cost, std::move(squares));
+  Plan plan = planPolicy(rest, "balanced", options, lowerBound(rest));
+  for (MicroBatch& batch : plan.micro_batches) {
+    for (int32_t& sequence : batch.sequences) sequence = others[sequence];
+  }
+  found.bound = std::move(plan.micro_batches);
+  for (size_t i = 0; i < found.bound.size(); ++i) found.bound[i].start = static_cast<double>(i);
+  return found;
+}
+
+}  // namespace
+
+QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan bound) {
+  const double told = problem.cost().params().noise;
+  const double noise = told > 0 ? told : kAssumedNoise;
+  if (problem.ranks() == 1) return {std::move(bound)};
+  const int pools = (problem.ranks() + kPoolRanks - 1) / kPoolRanks;
+  const Queue queue(problem, pools);
+  const auto count = static_cast<size_t>(problem.count());
+  const Luck luck(count, drawsFor(count, kMostTriedTimes, kFewestLooks, kMostLooksTried), noise);
+
+  QueuedPlan best;
+  Candidate best_candidate;
+  std::vector<Pack> best_packs;
+  double best_mean = std::numeric_limits<double>::infinity();
+  double best_share = 0;
+  const auto attempt = [&](Candidate candidate) {
+    if (candidate.waiting.empty()) return;
+    const DrawnEnds ends(problem, candidate.bound, luck);
+    const Plan heads = finishPlan(problem, candidate.bound);
+    const bool first = best.queued == 0;
+    bool better = false;
+    for (const double share : kShares) {
+      if (!first && share != best_share) continue;  // the size that was best for another one
+      std::vector<Pack> packs = packGuided(problem, candidate.waiting, share);
+      Plan plan = queue.plan(heads, packs);
+      const double mean = queue.mean(ends, luck, packs, plan);
+      if (mean >= best_mean * (1 - kBetter)) continue;
+      better = true;
+      best_mean = mean;
+      best_share = share;
+      best.queued = static_cast<int>(packs.size());
+      best.plan = std::move(plan);
+      best_packs = std::move(packs);
+    }
+    if (better) best_candidate = std::move(candidate);
+  };
+  for (const double share : kShort) attempt(waitingAll(problem, options, share * bound.makespan));
+  Tails tails = takeTails(problem, bound);
+  attempt({std::move(tails.shared), std::move(tails.sequences)});
+  if (best.queued == 0) return {std::move(bound)};
+
+  // Both by as many possible steps as there is time for.
+  const Luck more(count, drawsFor(count, kMostTimes, kFewestLooks, kMostLooks), noise);
+  const double without = DrawnEnds(problem, bound.micro_batches, more).meanMakespan();
+  const DrawnEnds ends(problem, best_candidate.bound, more);
+  best.mean = std::max(queue.mean(ends, more, best_packs, best.plan), best.plan.makespan);
+  best.pools = pools;
+  if (best.mean > without * (1 + kWorthIt)) return {std::move(bound)};
+  if (told <= 0) best.mean = best.plan.makespan;
+  return best;
+}
+
+}  // namespace hdpcomm::planner

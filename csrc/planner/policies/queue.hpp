@@ -1,0 +1,25 @@
+// Plans with a queue: short sequences that fit one rank are bound to none. Ranks that have run what
+// is bound to them take the next micro-batch of the queue, so one that has bad luck, or is slow,
+// takes fewer. For plans without a pipeline.
+#pragma once
+
+#include "planner/baselines/baselines.hpp"
+#include "planner/model/plan.hpp"
+#include "planner/model/problem.hpp"
+
+namespace hdpcomm::planner {
+
+struct QueuedPlan {
+  Plan plan;
+  // The last micro-batches of the plan, which are in the queue; each names the rank that takes it
+  // if all goes as predicted. 0: a queue would make the step longer.
+  int queued = 0;
+  // A micro-batch is for the ranks that are equal to its own one modulo this number.
+  int pools = 1;
+  double mean = 0;  // makespan with the noise of the cost model
+};
+
+// `bound`: the plan without a queue.
+QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan bound);
+
+}  // namespace hdpcomm::planner

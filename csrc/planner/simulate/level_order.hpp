@@ -1,0 +1,20 @@
+// 1F1B by levels: the level of a micro-batch is one above the highest of those that its ranks run
+// before it. Every device runs the passes of its levels in the order in which a pipeline of that
+// many equal micro-batches does, and leaves out those that it has none of. That order of all levels
+// has no circle, so neither have parts of it.
+#pragma once
+
+#include "planner/model/plan.hpp"
+#include "planner/model/problem.hpp"
+#include "planner/simulate/simulated_step.hpp"
+
+namespace hdpcomm::planner {
+
+// Runs a plan by levels; for pipelines with one stage on each device. Backward passes give the
+// gradients of weights, too, unless these are left out.
+SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with_weights = true);
+
+// Its makespan alone, which is found faster.
+double makespanByLevels(const Problem& problem, const Plan& plan);
+
+}  // namespace hdpcomm::planner

@@ -1,0 +1,364 @@
+#include "planner/simulate/priority_order.hpp"
+
+#include <algorithm>
+#include <queue>
+#include <set>
+#include <string>
+
+#include "base/error.hpp"
+#include "planner/simulate/link_sharing.hpp"
+#include "planner/simulate/pass_costs.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+// A pass that a device may run, ordered by preference: backward passes first, then by micro-batch.
+// With several chunks of the model on a device, micro-batches go through them in groups. The order
+// is the same on every rank, so ranks cannot wait for each other in a circle.
+struct Key {
+  bool forward = true;
+  int32_t group = 0;
+  int32_t turn = 0;  // of the chunk: forward from the first one, backward from the last one
+  int32_t micro_batch = -1;
+  auto operator<=>(const Key&) const = default;
+};
+
+struct Unit {              // one device of one rank
+  std::vector<Key> queue;  // forward passes in their order
+  size_t next = 0;         // forward passes started
+  int in_flight = 0;
+  bool running = false;
+  Key choice;               // the pass that it would run next, if it is idle
+  std::set<Key> backwards;  // backward passes that may start
+  double resident = 0;
+  double peak = 0;
+};
+
+struct Event {
+  double time;
+  int64_t order;
+  int32_t micro_batch;
+  int32_t stage;
+  bool backward;
+  bool operator>(const Event& other) const {
+    return time != other.time ? time > other.time : order > other.order;
+  }
+};
+
+// A pass of a ring over links that others use, too: its pace depends on who else does.
+struct SharedPass {
+  bool running = false;
+  size_t span = 0;       // its place in the result
+  double left = 0;       // share of the pass
+  double since = 0;      // when `left` was that
+  double seconds = 0;    // of the whole pass at the present pace
+  double ring_ends = 0;  // at that pace
+  double ends = 0;       // with its copies to or from the host
+  double copied = 0;     // when these are done
+};
+
+class Simulator {
+ public:
+  Simulator(const Problem& problem, const Plan& plan, bool with_weights)
+      : problem_(problem),
+        plan_(plan),
+        devices_(problem.cost().cluster().pipeline),
+        chunks_(problem.cost().cluster().chunks),
+        stages_(devices_ * chunks_),
+        links_(problem.cost().cluster(), plan.micro_batches),
+        shared_(plan.micro_batches.size()) {
+    const size_t count = plan.micro_batches.size();
+    costs_.reserve(count);
+    for (const MicroBatch& batch : plan.micro_batches) {
+      costs_.push_back(with_weights ? passCosts(problem, batch) : inputCosts(problem, batch));
+    }
+    units_.resize(static_cast<size_t>(problem.ranks()) * devices_);
+    queueForwards();
+    votes_.assign(count * stages_ * 2, 0);
+    forwards_done_.assign(count, 0);
+    to_host_.assign(units_.size(), 0.0);
+    from_host_.assign(units_.size(), 0.0);
+    for (auto* values :
+         {&result_.busy, &result_.exposed, &result_.stalled, &result_.end, &result_.peak_tokens}) {
+      values->assign(problem.ranks(), 0.0);
+    }
+  }
+
+  SimulatedStep run() {
+    chooseAll();
+    size_t done = 0;
+    const size_t all = plan_.micro_batches.size() * stages_ * 2;
+    while (done < all) {
+      if (events_.empty() && !unblock()) break;
+      const Event event = events_.top();
+      events_.pop();
+      if (changed(event)) continue;
+      now_ = event.time;
+      finish(event);
+      ++done;
+    }
+    if (done != all) {
+      throw Error(ErrorKind::kInternal, "the simulation stopped after " + std::to_string(done) +
+                                            " passes: the ranks wait for each other");
+    }
+    result_.makespan = now_;
+    for (int rank = 0; rank < problem_.ranks(); ++rank) {
+      for (int device = 0; device < devices_; ++device) {
+        result_.peak_tokens[rank] = std::max(result_.peak_tokens[rank], unit(rank, device).peak);
+      }
+    }
+    return std::move(result_);
+  }
+
+ private:
+  // The order of the forward passes on each device: by micro-batch; with several chunks, groups of
+  // at most as many micro-batches of a rank as there are devices go through the first chunk, then
+  // through the second one, and so on. A micro-batch is in the same group on all of its ranks, and
+  // a rank's groups follow each other.
+  void queueForwards() {
+    const size_t count = plan_.micro_batches.size();
+    group_.assign(count, 0);
+    std::vector<std::vector<int32_t>> own(problem_.ranks());
+    std::vector<int32_t> level(problem_.ranks(), 0);
+    for (size_t i = 0; i < count; ++i) {
+      const std::vector<int32_t>& ranks = plan_.micro_batches[i].ranks;
+      int32_t most = 0;
+      for (const int32_t rank : ranks) most = std::max(most, level[rank]);
+      if (chunks_ > 1) group_[i] = most / devices_;
+      for (const int32_t rank : ranks) {
+        level[rank] = most + 1;
+        own[rank].push_back(static_cast<int32_t>(i));
+      }
+    }
+    for (int rank = 0; rank < problem_.ranks(); ++rank) {
+      std::vector<Key> queue;
+      queue.reserve(own[rank].size() * chunks_);
+      for (const int32_t index : own[rank]) {
+        for (int chunk = 0; chunk < chunks_; ++chunk) {
+          queue.push_back({true, group_[index], chunk, index});
+        }
+      }
+      if (chunks_ > 1) std::sort(queue.begin(), queue.end());
+      for (int device = 0; device < devices_; ++device) unit(rank, device).queue = queue;
+    }
+  }
+
+  // Several chunks prefer forward passes, as long as few enough are in flight. Ranks of one group
+  // may then wait for each other, one for a forward and one for a backward pass. With backward
+  // passes first nobody does: the first one of all that may start has all of its ranks. Returns
+  // whether that started any.
+  bool unblock() {
+    unblocking_ = true;
+    chooseAll();
+    unblocking_ = false;
+    return !events_.empty();
+  }
+
+  void chooseAll() {
+    for (int rank = 0; rank < problem_.ranks(); ++rank) {
+      for (int device = 0; device < devices_; ++device) choose(rank, device);
+    }
+  }
+
+  int stageOf(const Key& key, int device) const {
+    return (key.forward ? key.turn : chunks_ - 1 - key.turn) * devices_ + device;
+  }
+
+  Unit& unit(int rank, int device) { return units_[static_cast<size_t>(rank) * devices_ + device]; }
+  int& votes(const Key& key, int stage) {
+    return votes_[(static_cast<size_t>(key.micro_batch) * stages_ + stage) * 2 + key.forward];
+  }
+
+  // Chooses what an idle device would run next. Its vote moves when a better pass becomes possible;
+  // a pass starts once all ranks of its group have voted for it.
+  void choose(int rank, int device) {
+    Unit& self = unit(rank, device);
+    if (self.running) return;
+    Key best;
+    if (self.next < self.queue.size() &&
+        self.in_flight < mostInFlight(problem_.cost().cluster(), device)) {
+      const Key& next = self.queue[self.next];
+      if (forwards_done_[next.micro_batch] >= stageOf(next, device)) best = next;
+    }
+    const bool backward_first = chunks_ == 1 || unblocking_ || best.micro_batch < 0;
+    if (backward_first && !self.backwards.empty()) best = *self.backwards.begin();
+    if (best == self.choice) return;
+    if (self.choice.micro_batch >= 0) --votes(self.choice, stageOf(self.choice, device));
+    self.choice = best;
+    if (best.micro_batch < 0) return;
+    const size_t group = plan_.micro_batches[best.micro_batch].ranks.size();
+    const int stage = stageOf(best, device);
+    if (++votes(best, stage) == static_cast<int>(group)) start(best, stage);
+  }
+
+  void start(const Key& key, int stage) {
+    const MicroBatch& batch = plan_.micro_batches[key.micro_batch];
+    const PassCosts& cost = costs_[key.micro_batch];
+    const PassCosts::Pass& pass = key.forward ? cost.forward : cost.backward;
+    const int device = stage % devices_;
+    double end = now_ + pass.seconds;
+    double stall = 0;
+    double copied = 0;
+    const bool shared = sharesLinks(key.micro_batch);
+    std::vector<double>& stream = key.forward ? to_host_ : from_host_;
+    if (cost.copy > 0) {
+      for (const int32_t rank : batch.ranks) {
+        double& free = stream[static_cast<size_t>(rank) * devices_ + device];
+        free = std::max(free, now_) + cost.copy;
+        copied = std::max(copied, free);
+      }
+      stall = std::max(0.0, copied - end);
+      end += stall;
+    }
+    for (const int32_t rank : batch.ranks) {
+      Unit& member = unit(rank, device);
+      member.running = true;
+      member.choice = Key{};
+      if (key.forward) {
+        ++member.next;
+        ++member.in_flight;
+        member.resident += cost.resident;
+        member.peak = std::max(member.peak, member.resident);
+      } else {
+        member.backwards.erase(key);
+      }
+      result_.busy[rank] += pass.seconds - pass.exposed;
+      if (shared) continue;  // finishShared() knows the rest
+      result_.exposed[rank] += pass.exposed;
+      result_.stalled[rank] += stall;
+    }
+    votes(key, stage) = 0;
+    result_.spans.push_back({key.micro_batch, stage, !key.forward, now_, end});
+    if (shared) {
+      startShared(key.micro_batch, pass, copied);
+    } else {
+      events_.push(
+          {end, static_cast<int64_t>(result_.spans.size()), key.micro_batch, stage, !key.forward});
+    }
+  }
+
+  // Pipelines fill their gaps by other orders than this one, in which no pace changes.
+  bool sharesLinks(int32_t micro_batch) const { return stages_ == 1 && links_.uses(micro_batch); }
+
+  // Whether the event is the end of a pass that has another one by now.
+  bool changed(const Event& event) const {
+    if (!sharesLinks(event.micro_batch)) return false;
+    const SharedPass& pass = shared_[event.micro_batch];
+    return !pass.running || event.time != pass.ends ||
+           static_cast<size_t>(event.order) != pass.span + 1;
+  }
+
+  void startShared(int32_t micro_batch, const PassCosts::Pass& pass, double copied) {
+    const double step = std::max(pass.compute, pass.bytes + pass.latency);
+    Flow flow;
+    if (step > 0) flow.demand = pass.bytes / step;
+    if (pass.seconds > 0) flow.present = std::min(1.0, pass.steps * step / pass.seconds);
+    links_.start(micro_batch, flow);
+    shared_[micro_batch] = {true, result_.spans.size() - 1, 1, now_, 0, 0, 0, copied};
+    changePaces(micro_batch);
+  }
+
+  // Makes all passes that share a link with this one go on at the pace which it leaves them.
+  void changePaces(int32_t micro_batch) {
+    for (const int32_t other : links_.beside(micro_batch)) {
+      SharedPass& own = shared_[other];
+      const bool backward = result_.spans[own.span].backward;
+      const PassCosts& costs = costs_[other];
+      const PassCosts::Pass& pass = backward ? costs.backward : costs.forward;
+      if (own.seconds > 0) own.left -= (now_ - own.since) / own.seconds;
+      own.left = std::max(0.0, own.left);
+      own.since = now_;
+      own.seconds = pass.secondsAt(links_.slowdown(other));
+      own.ring_ends = now_ + own.left * own.seconds;
+      own.ends = std::max(own.ring_ends, own.copied);
+      events_.push({own.ends, static_cast<int64_t>(own.span) + 1, other, 0, backward});
+    }
+  }
+
+  void finishShared(const Event& event) {
+    SharedPass& own = shared_[event.micro_batch];
+    own.running = false;
+    links_.finish(event.micro_batch);
+    Span& span = result_.spans[own.span];
+    span.end = event.time;
+    const PassCosts& costs = costs_[event.micro_batch];
+    const PassCosts::Pass& pass = event.backward ? costs.backward : costs.forward;
+    const double exposed = own.ring_ends - span.start - (pass.seconds - pass.exposed);
+    for (const int32_t rank : plan_.micro_batches[event.micro_batch].ranks) {
+      result_.exposed[rank] += std::max(0.0, exposed);
+      result_.stalled[rank] += event.time - own.ring_ends;
+    }
+    changePaces(event.micro_batch);
+  }
+
+  void finish(const Event& event) {
+    const MicroBatch& batch = plan_.micro_batches[event.micro_batch];
+    const int device = event.stage % devices_;
+    if (sharesLinks(event.micro_batch)) finishShared(event);
+    for (const int32_t rank : batch.ranks) {
+      Unit& member = unit(rank, device);
+      member.running = false;
+      if (event.backward) {
+        --member.in_flight;
+        member.resident -= costs_[event.micro_batch].resident;
+        result_.end[rank] = std::max(result_.end[rank], event.time);
+      }
+    }
+    int wakes = -1;  // stage on which the next pass of this micro-batch may start now
+    if (!event.backward) {
+      forwards_done_[event.micro_batch] = event.stage + 1;
+      wakes = std::min(event.stage + 1, stages_ - 1);
+      if (event.stage + 1 == stages_) allowBackward(event.micro_batch, event.stage);
+    } else if (event.stage > 0) {
+      wakes = event.stage - 1;
+      allowBackward(event.micro_batch, wakes);
+    }
+    for (const int32_t rank : batch.ranks) {
+      choose(rank, device);
+      if (wakes >= 0 && wakes % devices_ != device) choose(rank, wakes % devices_);
+    }
+  }
+
+  void allowBackward(int32_t micro_batch, int stage) {
+    const Key key{false, group_[micro_batch], chunks_ - 1 - stage / devices_, micro_batch};
+    for (const int32_t rank : plan_.micro_batches[micro_batch].ranks) {
+      unit(rank, stage % devices_).backwards.insert(key);
+    }
+  }
+
+  const Problem& problem_;
+  const Plan& plan_;
+  const int devices_;  // of each rank's pipeline
+  const int chunks_;   // stages on each device
+  const int stages_;   // of the model: stage s is on device s % devices_
+  bool unblocking_ = false;
+  double now_ = 0;
+  std::vector<PassCosts> costs_;
+  std::vector<int32_t> group_;  // by micro-batch; see queueForwards()
+  std::vector<Unit> units_;
+  std::vector<int> votes_;          // by micro-batch, stage and pass: ranks that chose it
+  std::vector<int> forwards_done_;  // by micro-batch: stages whose forward pass is done
+  LinkSharing links_;
+  std::vector<SharedPass> shared_;  // by micro-batch
+  std::vector<double> to_host_;     // by unit: when its copy stream is free
+  std::vector<double> from_host_;
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  SimulatedStep result_;
+};
+
+}  // namespace
+
+// Passes whose backward pass a device has yet to run, at most. With several chunks, as many as keep
+// it busy until the first gradient comes back; (chunks - 1) * devices + 1 are enough for the first
+// micro-batch of a group to reach the last stage, so no device waits for ever.
+int mostInFlight(const Cluster& cluster, int device) noexcept {
+  const int devices = cluster.pipeline;
+  return cluster.chunks == 1 ? devices - device
+                             : 2 * (devices - device - 1) + (cluster.chunks - 1) * devices + 1;
+}
+
+SimulatedStep simulatePriorities(const Problem& problem, const Plan& plan, bool with_weights) {
+  return Simulator(problem, plan, with_weights).run();
+}
+
+}  // namespace hdpcomm::planner

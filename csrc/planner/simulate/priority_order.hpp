@@ -1,0 +1,19 @@
+// 1F1B by priorities: a device runs a backward pass when one is possible, else the next forward
+// pass by index. With several chunks on a device, interleaved 1F1B.
+#pragma once
+
+#include "planner/model/cost_model.hpp"
+#include "planner/model/plan.hpp"
+#include "planner/model/problem.hpp"
+#include "planner/simulate/simulated_step.hpp"
+
+namespace hdpcomm::planner {
+
+// Runs a plan so. Backward passes give the gradients of weights, too, unless these are left out.
+SimulatedStep simulatePriorities(const Problem& problem, const Plan& plan,
+                                 bool with_weights = true);
+
+// Passes whose gradients a device may owe at a time, at most.
+int mostInFlight(const Cluster& cluster, int device) noexcept;
+
+}  // namespace hdpcomm::planner

@@ -1,0 +1,201 @@
+#include "planner/simulate/split_order.hpp"
+
+#include <algorithm>
+#include <deque>
+#include <limits>
+#include <utility>
+
+#include "planner/simulate/level_order.hpp"
+#include "planner/simulate/pass_costs.hpp"
+#include "planner/simulate/priority_order.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+// How long a device has to wait, in gradients of weights, to begin with one: more than one begins
+// late what comes next, and less leaves the device idle. Below 0: it does not put them off.
+constexpr double kWaits[] = {-1, 1e-9, 0.25, 0.5, 0.75, 1};
+
+class SplitOrder {
+ public:
+  SplitOrder(const Problem& problem, const Plan& plan)
+      : plan_(plan),
+        devices_(problem.cost().cluster().pipeline),
+        ranks_(problem.ranks()),
+        most_(mostInFlight(problem.cost().cluster(), 0)) {
+    for (const MicroBatch& batch : plan.micro_batches) {
+      costs_.push_back(inputCosts(problem, batch));
+    }
+  }
+
+  // Runs the forward and backward passes in this order; `record` may be null. Returns the makespan.
+  double run(const std::vector<Span>& order, double wait, SimulatedStep* record) {
+    const size_t count = static_cast<size_t>(devices_) * ranks_;
+    units_.assign(count, Unit{});
+    given_.assign(plan_.micro_batches.size(), 0.0);
+    wait_ = wait;
+    makespan_ = 0;
+    record_ = record;
+    if (record_ != nullptr) startRecord();
+    for (const Span& span : order) pass(span);
+    for (int device = 0; device < devices_; ++device) {
+      for (int32_t rank = 0; rank < ranks_; ++rank) {
+        while (!unit(rank, device).owed.empty()) computeWeights(rank, device);
+      }
+    }
+    if (record_ != nullptr) finishRecord();
+    return makespan_;
+  }
+
+ private:
+  struct Unit {          // one device of one rank
+    double free = 0;     // when its last pass ends
+    double to_host = 0;  // when its copy streams are free
+    double from_host = 0;
+    double resident = 0;                           // tokens
+    int in_flight = 0;                             // micro-batches whose gradients are not complete
+    std::deque<std::pair<int32_t, int32_t>> owed;  // (micro-batch, stage): gradients of weights
+  };
+
+  Unit& unit(int32_t rank, int device) {
+    return units_[static_cast<size_t>(device) * ranks_ + rank];
+  }
+
+  void computeWeights(int32_t rank, int device) {
+    Unit& self = unit(rank, device);
+    const auto [index, stage] = self.owed.front();
+    self.owed.pop_front();
+    const PassCosts& cost = costs_[index];
+    const double start = self.free;
+    self.free += cost.weights;
+    self.resident -= cost.resident;
+    --self.in_flight;
+    makespan_ = std::max(makespan_, self.free);
+    if (record_ == nullptr) return;
+    record_->busy[rank] += cost.weights;
+    record_->end[rank] = std::max(record_->end[rank], self.free);
+    record_->spans.push_back({index, stage, true, start, self.free, rank});
+  }
+
+  double startOf(const MicroBatch& batch, int32_t index, int device) {
+    double start = given_[index];
+    for (const int32_t rank : batch.ranks) start = std::max(start, unit(rank, device).free);
+    return start;
+  }
+
+  // Computes gradients of weights where memory asks for it, or the device would wait.
+  void fill(const MicroBatch& batch, const Span& span, int device) {
+    for (const int32_t rank : batch.ranks) {
+      Unit& self = unit(rank, device);
+      const bool full = !span.backward && self.in_flight >= most_;
+      if (full && !self.owed.empty()) computeWeights(rank, device);
+    }
+    const double start = startOf(batch, span.micro_batch, device);
+    for (const int32_t rank : batch.ranks) {
+      Unit& self = unit(rank, device);
+      while (!self.owed.empty()) {
+        const double idle = start - self.free;
+        const double least = wait_ * costs_[self.owed.front().first].weights;
+        if (wait_ >= 0 && (idle <= 0 || idle < least)) break;
+        computeWeights(rank, device);
+      }
+    }
+  }
+
+  void pass(const Span& span) {
+    const MicroBatch& batch = plan_.micro_batches[span.micro_batch];
+    const PassCosts& cost = costs_[span.micro_batch];
+    const PassCosts::Pass& part = span.backward ? cost.backward : cost.forward;
+    const int device = span.stage % devices_;
+    fill(batch, span, device);
+    const double start = startOf(batch, span.micro_batch, device);
+    double end = start + part.seconds;
+    double stall = 0;
+    if (cost.copy > 0) {
+      double copied = 0;
+      for (const int32_t rank : batch.ranks) {
+        Unit& self = unit(rank, device);
+        double& stream = span.backward ? self.from_host : self.to_host;
+        stream = std::max(stream, start) + cost.copy;
+        copied = std::max(copied, stream);
+      }
+      stall = std::max(0.0, copied - end);
+      end += stall;
+    }
+    given_[span.micro_batch] = end;
+    makespan_ = std::max(makespan_, end);
+    for (const int32_t rank : batch.ranks) {
+      Unit& self = unit(rank, device);
+      self.free = end;
+      if (span.backward) {
+        self.owed.emplace_back(span.micro_batch, span.stage);
+      } else {
+        ++self.in_flight;
+        self.resident += cost.resident;
+      }
+      if (record_ == nullptr) continue;
+      record_->peak_tokens[rank] = std::max(record_->peak_tokens[rank], self.resident);
+      record_->busy[rank] += part.seconds - part.exposed;
+      record_->exposed[rank] += part.exposed;
+      record_->stalled[rank] += stall;
+    }
+    if (record_ != nullptr) {
+      record_->spans.push_back({span.micro_batch, span.stage, span.backward, start, end});
+    }
+  }
+
+  void startRecord() {
+    *record_ = SimulatedStep{};
+    for (auto* values : {&record_->busy, &record_->exposed, &record_->stalled, &record_->end,
+                         &record_->peak_tokens}) {
+      values->assign(ranks_, 0.0);
+    }
+  }
+
+  void finishRecord() {
+    // A pass starts no earlier than those that it needs and stands behind them, so it stays there.
+    std::stable_sort(record_->spans.begin(), record_->spans.end(),
+                     [](const Span& a, const Span& b) { return a.start < b.start; });
+    record_->makespan = makespan_;
+  }
+
+  const Plan& plan_;
+  const int devices_;
+  const int32_t ranks_;
+  const int most_;  // micro-batches of a device whose gradients are not complete
+  std::vector<PassCosts> costs_;
+  std::vector<Unit> units_;
+  std::vector<double> given_;  // by micro-batch: when its last pass but those of weights ends
+  double wait_ = 0;
+  double makespan_ = 0;
+  SimulatedStep* record_ = nullptr;
+};
+
+}  // namespace
+
+SimulatedStep simulateSplit(const Problem& problem, const Plan& plan) {
+  std::vector<SimulatedStep> orders;
+  for (const bool with_weights : {true, false}) {
+    orders.push_back(simulatePriorities(problem, plan, with_weights));
+    if (problem.cost().cluster().chunks > 1) continue;
+    orders.push_back(simulateLevels(problem, plan, with_weights));
+  }
+  SplitOrder split(problem, plan);
+  const SimulatedStep* best = nullptr;
+  double shortest = std::numeric_limits<double>::infinity();
+  double best_wait = 0;
+  for (const SimulatedStep& order : orders) {
+    for (const double wait : kWaits) {
+      const double makespan = split.run(order.spans, wait, nullptr);
+      if (makespan >= shortest) continue;
+      best = &order;
+      shortest = makespan;
+      best_wait = wait;
+    }
+  }
+  SimulatedStep step;
+  split.run(best->spans, best_wait, &step);
+  return step;
+}
+
+}  // namespace hdpcomm::planner
