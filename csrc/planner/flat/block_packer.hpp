@@ -370,24 +370,24 @@ class BlockPacker {
   // Returns when the job ends.
   double placeAnywhere(size_t index) {
     if (cost_.cluster().neighbours) return joinNeighbours(index);
-    Joint best;
+    JoinedBlocks best;
     for (const double least_speed : speedLimits())
-      best = std::min(best, bestJoint(index, least_speed));
+      best = std::min(best, bestJoin(index, least_speed));
     return join(index, best);
   }
 
   // The blocks of at least a speed that a job would take, from the one that is free first on.
-  struct Joint {
+  struct JoinedBlocks {
     double score = std::numeric_limits<double>::infinity();
     double least_speed = 0;
     size_t blocks = 0;
     int size = 0;
-    bool operator<(const Joint& other) const { return score < other.score; }
+    bool operator<(const JoinedBlocks& other) const { return score < other.score; }
   };
 
-  Joint bestJoint(size_t index, double least_speed) {
+  JoinedBlocks bestJoin(size_t index, double least_speed) {
     Job& job = jobs_[index];
-    Joint best;
+    JoinedBlocks best;
     best.least_speed = least_speed;
     int count = 0;
     int next_count = job.min_size;
@@ -427,10 +427,10 @@ class BlockPacker {
     return speed_limits_;
   }
 
-  double join(size_t index, const Joint& joint) {
+  double join(size_t index, const JoinedBlocks& joined) {
     std::vector<Block> used;
-    for (auto it = blocks_.begin(); used.size() < joint.blocks;) {
-      const bool taken = it->speed >= joint.least_speed;
+    for (auto it = blocks_.begin(); used.size() < joined.blocks;) {
+      const bool taken = it->speed >= joined.least_speed;
       if (taken) {
         used.push_back(*it);
         it = blocks_.erase(it);
@@ -444,7 +444,7 @@ class BlockPacker {
     double slowest = 1;
     // Takes ranks from the block that is free last backwards, so that the ranks left over are free
     // early.
-    int left = joint.size;
+    int left = joined.size;
     for (auto it = used.rbegin(); it != used.rend(); ++it) {
       const int count = std::min(left, it->count);
       if (count > 0) {
@@ -463,7 +463,7 @@ class BlockPacker {
       highest = std::max(highest, first + count - 1);
     }
     const Scope scope = cost_.cluster().scope(lowest, highest);
-    const double end = start + cost_.seconds(jobs_[index].load, joint.size, scope) / slowest;
+    const double end = start + cost_.seconds(jobs_[index].load, joined.size, scope) / slowest;
     for (Block& block : members) {
       block.ready = end;
       insert(block);

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "planner/model/cost_model.hpp"
-#include "planner/noise/luck.hpp"
+#include "planner/noise/noise_draws.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
 namespace hdpcomm::planner {
@@ -24,7 +24,7 @@ constexpr int kParts[] = {1, 2, 3, 4, 6, 8};  // micro-batches in the place of a
 // Standard deviations of its end that a rank leaves free.
 constexpr double kCautions[] = {1.5, 0, 3};
 
-int draws(size_t batches) noexcept {
+int numDraws(size_t batches) noexcept {
   return drawsFor(batches, kMostDrawnTimes, kFewestDraws, kMostDraws);
 }
 
@@ -119,8 +119,8 @@ class Dealer {
 double expectedMakespan(const Problem& problem, const Plan& plan) {
   const double noise = problem.cost().params().noise;
   if (noise <= 0 || plan.micro_batches.empty()) return plan.makespan;
-  const Luck luck(problem.count(), draws(plan.micro_batches.size()), noise);
-  return DrawnEnds(problem, plan.micro_batches, luck).meanMakespan();
+  const NoiseDraws draws(problem.count(), numDraws(plan.micro_batches.size()), noise);
+  return DrawnEnds(problem, plan.micro_batches, draws).meanMakespan();
 }
 
 Plan planForNoise(const Problem& problem, Plan plan) {
@@ -128,12 +128,12 @@ Plan planForNoise(const Problem& problem, Plan plan) {
   if (noise <= 0) return plan;
   const Dealer dealer(problem, takeTails(problem, plan));
   if (dealer.empty()) return plan;
-  const Luck luck(problem.count(), draws(problem.count()), noise);
-  double best = DrawnEnds(problem, plan.micro_batches, luck).meanMakespan();
+  const NoiseDraws draws(problem.count(), numDraws(problem.count()), noise);
+  double best = DrawnEnds(problem, plan.micro_batches, draws).meanMakespan();
   std::vector<MicroBatch> batches;
   const auto attempt = [&](int parts, double caution) {
     std::vector<MicroBatch> found = dealer.deal(parts, caution);
-    const double mean = DrawnEnds(problem, found, luck).meanMakespan();
+    const double mean = DrawnEnds(problem, found, draws).meanMakespan();
     if (mean >= best) return false;
     best = mean;
     batches = std::move(found);

@@ -1,5 +1,5 @@
 // Micro-batches that take longer or shorter than predicted, by chance: a step ends with the rank
-// that had most bad luck, so the mean over many possible steps counts, not the makespan. For plans
+// that had most bad draws, so the mean over many possible steps counts, not the makespan. For plans
 // without a pipeline.
 #pragma once
 

@@ -54,7 +54,7 @@ class ShapeSearch {
   // Whether the search ends: near the bound, or after so much work.
   bool done() const {
     if (best_.makespan <= bound_ * kGoodEnough) return true;
-    return looked_at_ > kMostLookedAt && best_.makespan < kForever;
+    return spent_ > kBudget && best_.makespan < kForever;
   }
 
   void attemptRamps(int count) {
@@ -84,7 +84,7 @@ class ShapeSearch {
     tried_.push_back(key);
     Plan found;
     found.micro_batches = waves_.plan(shape, best_.makespan, most);
-    looked_at_ += waves_.lookedAt();
+    spent_ += waves_.spent();
     if (found.micro_batches.empty()) return kForever;
     if (by_levels_) {
       for (MicroBatch& batch : found.micro_batches) price(problem_, batch);
@@ -290,13 +290,13 @@ class ShapeSearch {
     return shape;
   }
 
-  static constexpr double kGoodEnough = 1.001;    // of the bound
-  static constexpr double kFar = 1.06;            // the same
-  static constexpr double kVeryFar = 1.25;        // the same
-  static constexpr double kMostLookedAt = 2.5e8;  // in all trials; see WavePlanner::lookedAt()
-  static constexpr double kTuning = 2e6;          // sequences and ranks of waves that are looked at
-  static constexpr double kLikely = 1.05;         // of what a pipeline takes for the best heights
-  static constexpr double kNear = 1.02;           // the same, for small changes of these
+  static constexpr double kGoodEnough = 1.001;  // of the bound
+  static constexpr double kFar = 1.06;          // the same
+  static constexpr double kVeryFar = 1.25;      // the same
+  static constexpr double kBudget = 2.5e8;      // in all trials; see WavePlanner::spent()
+  static constexpr double kTuning = 2e6;        // sequences and ranks of waves that are looked at
+  static constexpr double kLikely = 1.05;       // of what a pipeline takes for the best heights
+  static constexpr double kNear = 1.02;         // the same, for small changes of these
   static constexpr double kLonger = 0.01;  // of the best plan, by which one may be longer at first
   static constexpr int kMostMisses = 100;
   static constexpr double kForever = std::numeric_limits<double>::infinity();
@@ -309,7 +309,7 @@ class ShapeSearch {
   Plan best_;
   Shape shape_;                  // of the best plan
   Heights heights_;              // of its waves
-  double looked_at_ = 0;         // in all trials
+  double spent_ = 0;             // in all trials
   double predicted_ = kForever;  // what a pipeline takes for these
   std::vector<Shape> tried_;     // none is better than the best plan
 };

@@ -7,9 +7,9 @@
 
 namespace hdpcomm::planner {
 
-// Micro-batches side by side on neighbouring places, fastest ranks first (places.hpp).
+// Micro-batches side by side on neighbouring by_speed, fastest ranks first (ranks_by_speed.hpp).
 struct Wave {
-  static constexpr size_t kNobody = static_cast<size_t>(-1);  // a job: the ranks stay idle
+  static constexpr size_t kIdle = static_cast<size_t>(-1);  // a job: the ranks stay idle
 
   struct Wide {  // on several ranks
     size_t job;

@@ -11,7 +11,7 @@
 
 #include "planner/model/cost_model.hpp"
 #include "planner/model/problem.hpp"
-#include "planner/pipeline/solo.hpp"
+#include "planner/pipeline/single_pipeline.hpp"
 #include "planner/pipeline/wave.hpp"
 
 namespace hdpcomm::planner {
@@ -59,7 +59,7 @@ class WaveOrder {
   // of these heights.
   std::deque<size_t> outwards(const std::vector<Wave>& waves, const std::vector<size_t>& some,
                               double& seconds) const {
-    Solo solo(cost_.cluster().pipeline, cost_.params().forward);
+    SinglePipeline pipeline(cost_.cluster().pipeline, cost_.params().forward);
     std::deque<double> times;
     std::deque<size_t> order;
     double without_front = 0, without_back = 0;  // of many waves, those next to this end
@@ -68,14 +68,14 @@ class WaveOrder {
       const std::ptrdiff_t near = std::min(before, kNear);
       const bool many = before > kNear;
       if (before == kNear + 1) {
-        without_front = solo.run(times.begin(), times.begin() + kNear);
-        without_back = solo.run(times.end() - kNear, times.end());
+        without_front = pipeline.run(times.begin(), times.begin() + kNear);
+        without_back = pipeline.run(times.end() - kNear, times.end());
       }
       times.push_front(waves[wave].height);
-      double front = solo.run(times.begin(), times.begin() + near + 1);
+      double front = pipeline.run(times.begin(), times.begin() + near + 1);
       times.pop_front();
       times.push_back(waves[wave].height);
-      double back = solo.run(times.end() - near - 1, times.end());
+      double back = pipeline.run(times.end() - near - 1, times.end());
       if (many) {
         front -= without_front;
         back -= without_back;
@@ -83,15 +83,15 @@ class WaveOrder {
       seconds = std::min(front, back);
       if (back <= front) {
         order.push_back(wave);
-        if (many) without_back = solo.run(times.end() - kNear, times.end());
+        if (many) without_back = pipeline.run(times.end() - kNear, times.end());
       } else {
         times.pop_back();
         times.push_front(waves[wave].height);
         order.push_front(wave);
-        if (many) without_front = solo.run(times.begin(), times.begin() + kNear);
+        if (many) without_front = pipeline.run(times.begin(), times.begin() + kNear);
       }
     }
-    if (std::ssize(some) > kNear + 1) seconds = solo.run(times);
+    if (std::ssize(some) > kNear + 1) seconds = pipeline.run(times);
     return order;
   }
 

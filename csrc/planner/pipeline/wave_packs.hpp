@@ -12,7 +12,7 @@
 #include "planner/model/jobs.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
-#include "planner/pipeline/places.hpp"
+#include "planner/pipeline/ranks_by_speed.hpp"
 #include "planner/pipeline/wave.hpp"
 
 namespace hdpcomm::planner {
@@ -22,9 +22,9 @@ class WavePacks {
   using Lacking = std::pair<double, std::pair<int, int>>;  // (seconds, (wave, pack))
 
   // `used`: which of the jobs are in a wave by themselves; the others go into packs.
-  WavePacks(const Problem& problem, const Places& places, const std::vector<Job>& jobs,
+  WavePacks(const Problem& problem, const RanksBySpeed& by_speed, const std::vector<Job>& jobs,
             const std::vector<bool>& used)
-      : problem_(problem), cost_(problem.cost()), places_(places), jobs_(jobs), used_(used) {
+      : problem_(problem), cost_(problem.cost()), by_speed_(by_speed), jobs_(jobs), used_(used) {
     double seconds = 0;
     double tokens = 0;
     for (size_t i = 0; i < jobs_.size(); ++i) {
@@ -46,7 +46,7 @@ class WavePacks {
 
   // Adds the seconds for which there is room in the packs of a wave.
   void addRoom(const Wave& wave, double& room) const {
-    if (places_.alike()) {
+    if (by_speed_.alike()) {
       room += std::min(wave.height, full_) * static_cast<double>(wave.packs.size());
       return;
     }
@@ -107,18 +107,18 @@ class WavePacks {
 
   // Seconds of a pack at full speed that ends with the wave on its rank.
   double secondsOf(const Wave& wave, size_t pack) const {
-    return std::min(wave.height * places_.speed(wave.used + static_cast<int>(pack)), full_);
+    return std::min(wave.height * by_speed_.speed(wave.used + static_cast<int>(pack)), full_);
   }
 
   void addWaves(std::vector<Wave>& waves, const std::vector<int32_t>& sequences, int first) const {
-    const auto count = static_cast<size_t>(places_.count() - first);
+    const auto count = static_cast<size_t>(by_speed_.count() - first);
     auto bins = packBestFit(problem_.lengths(), sequences, cost_.memory().capacity);
     for (size_t i = 0; i < bins.size(); ++i) {
       const size_t place = i % count;
       if (place == 0) {
         Wave wave;
         wave.first = wave.used = first;
-        wave.last = places_.count();
+        wave.last = by_speed_.count();
         wave.packs.resize(count);
         waves.push_back(std::move(wave));
       }
@@ -126,14 +126,14 @@ class WavePacks {
       for (const int32_t sequence : bins[i]) load += problem_.own(sequence);
       Wave& wave = waves.back();
       wave.height = std::max(
-          wave.height, cost_.seconds(load, 1) / places_.speed(first + static_cast<int>(place)));
+          wave.height, cost_.seconds(load, 1) / by_speed_.speed(first + static_cast<int>(place)));
       wave.packs[place] = std::move(bins[i]);
     }
   }
 
   const Problem& problem_;
   const CostModel& cost_;
-  const Places& places_;
+  const RanksBySpeed& by_speed_;
   const std::vector<Job>& jobs_;
   const std::vector<bool>& used_;
   bool any_ = false;

@@ -15,7 +15,7 @@
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 #include "planner/model/rings.hpp"
-#include "planner/pipeline/places.hpp"
+#include "planner/pipeline/ranks_by_speed.hpp"
 #include "planner/pipeline/wave.hpp"
 #include "planner/pipeline/wave_order.hpp"
 #include "planner/pipeline/wave_packs.hpp"
@@ -28,7 +28,7 @@ class WavePlanner {
   explicit WavePlanner(const Problem& problem)
       : problem_(problem),
         cost_(problem.cost()),
-        places_(cost_, problem.ranks()),
+        by_speed_(cost_, problem.ranks()),
         jobs_(makeJobs(problem)),
         ramps_(cost_, forwardShare(cost_), forwardShare(cost_), 0),
         order_(cost_) {
@@ -36,7 +36,7 @@ class WavePlanner {
   }
 
   // About the seconds of a rank, on the smallest sizes.
-  double meanWork() const { return work_ / places_.speedFrom(0); }
+  double meanWork() const { return work_ / by_speed_.speedFrom(0); }
 
   // The least time in which the longest sequences, this many, can run side by side; 0 if there are
   // too few ranks or sequences.
@@ -47,14 +47,14 @@ class WavePlanner {
     for (int i = 0; i < count; ++i) {
       least += jobs_[i].min_size;
       low = std::max(
-          low, cost_.seconds(jobs_[i].load, places_.fastestSize(jobs_[i], 0, problem_.ranks())));
+          low, cost_.seconds(jobs_[i].load, by_speed_.fastestSize(jobs_[i], 0, problem_.ranks())));
     }
     if (least > problem_.ranks()) return 0;
     const auto fit = [&](double height) {
       int place = 0;
       for (int i = 0; i < count; ++i) {
         const int size = place < problem_.ranks()
-                             ? places_.sizeWithin(jobs_[i], place, problem_.ranks(), height)
+                             ? by_speed_.sizeWithin(jobs_[i], place, problem_.ranks(), height)
                              : 0;
         if (size == 0) return false;
         place += size;
@@ -101,7 +101,7 @@ class WavePlanner {
   double predicted() const { return order_.seconds(); }
 
   // How much the last plan had to look at, in about the work for one pass of a micro-batch.
-  double lookedAt() const {
+  double spent() const {
     const auto waves = static_cast<double>(waves_.size());
     const double beside = std::min(waves, static_cast<double>(WaveOrder::kNear));
     return kOfSequence * problem_.count() +
@@ -115,7 +115,7 @@ class WavePlanner {
     waves_.clear();
     full_ = shape.full;
     spread_ = shape.spread;
-    nodes_ = shape.nodes && places_.alike();
+    nodes_ = shape.nodes && by_speed_.alike();
     reserved_ = 0;
     double work = work_;
     if (shape.top > 0) {
@@ -143,7 +143,7 @@ class WavePlanner {
   // Adds the waves of a shape that do `work` together. False if that is not possible.
   bool addRelative(const Shape& shape, double work, double limit) {
     const std::vector<double> heights = relativeHeights(shape, ramps_);
-    const double all_speeds = places_.speedFrom(0), other_speeds = places_.speedFrom(reserved_);
+    const double all_speeds = by_speed_.speedFrom(0), other_speeds = by_speed_.speedFrom(reserved_);
     double sum = 0;
     for (size_t i = 0; i < heights.size(); ++i) {
       sum += heights[i] * (static_cast<int>(i) < shape.beside ? all_speeds : other_speeds);
@@ -231,7 +231,7 @@ class WavePlanner {
     double work = 0;
     markUnused();
     for (const Wave::Wide& wide : wave.wide) {
-      if (wide.job == Wave::kNobody) continue;
+      if (wide.job == Wave::kIdle) continue;
       markUsed(wide.job);
       work += jobs_[wide.job].min_size * jobs_[wide.job].min_size_s;
     }
@@ -253,9 +253,9 @@ class WavePlanner {
       const Job& job = jobs_[i];
       if (single(job, height)) break;
       if (job.min_size > last - wave.used) continue;
-      int size = places_.sizeWithin(job, wave.used, last, wave.height);
+      int size = by_speed_.sizeWithin(job, wave.used, last, wave.height);
       if (size == 0 && wave.used == first && tooHigh(job, first, last)) {
-        size = places_.fastestSize(job, first, last);
+        size = by_speed_.fastestSize(job, first, last);
       }
       if (size == 0) {
         if (++misses > kMaxMisses) break;
@@ -284,7 +284,7 @@ class WavePlanner {
     const int left = node - wave.used % node;
     if (size <= left || left == node || size > node) return true;
     const auto within = [&](const Job& other) {
-      const int least = places_.sizeWithin(other, wave.used, wave.used + left, wave.height);
+      const int least = by_speed_.sizeWithin(other, wave.used, wave.used + left, wave.height);
       return least > 0;
     };
     const auto first =
@@ -294,9 +294,9 @@ class WavePlanner {
     if (other < jobs_.size() && within(jobs_[other])) {
       markUsed(other);
       place(wave, other,
-            places_.sizeWithin(jobs_[other], wave.used, wave.used + left, wave.height));
+            by_speed_.sizeWithin(jobs_[other], wave.used, wave.used + left, wave.height));
     } else {
-      wave.wide.push_back({Wave::kNobody, left, 0});
+      wave.wide.push_back({Wave::kIdle, left, 0});
       wave.used += left;
     }
     return false;
@@ -305,7 +305,7 @@ class WavePlanner {
   // On the next ranks.
   void place(Wave& wave, size_t job, int size) const {
     const int last = wave.used + size - 1;
-    const double seconds = cost_.seconds(jobs_[job].load, size) / places_.speed(last);
+    const double seconds = cost_.seconds(jobs_[job].load, size) / by_speed_.speed(last);
     wave.height = std::max(wave.height, seconds);
     wave.used += size;
     wave.wide.push_back({job, size, seconds});
@@ -322,7 +322,7 @@ class WavePlanner {
       found.used = wave.first;
       for (const Wave::Wide& wide : wave.wide) {
         if (found.used == wave.last) return false;
-        const int size = places_.sizeWithin(jobs_[wide.job], found.used, wave.last, height);
+        const int size = by_speed_.sizeWithin(jobs_[wide.job], found.used, wave.last, height);
         if (size == 0) return false;
         place(found, wide.job, size);
       }
@@ -342,13 +342,13 @@ class WavePlanner {
 
   // Whether a sequence ends within the unit on no number of these ranks.
   bool tooHigh(const Job& job, int first, int last) const {
-    return places_.sizeWithin(job, first, last, unit_) == 0;
+    return by_speed_.sizeWithin(job, first, last, unit_) == 0;
   }
 
   // The micro-batches of the waves, in the order that drains and fills a pipeline fastest, once the
   // short sequences are dealt to the packs; none if they take longer than these limits.
   std::vector<MicroBatch> dealt(double limit, double most) {
-    const WavePacks packs(problem_, places_, jobs_, used_);
+    const WavePacks packs(problem_, by_speed_, jobs_, used_);
     if (packs.takeNoTime()) return {};  // heights say nothing of their packs
     std::vector<WavePacks::Lacking> lacking;
     if (packs.work() > 0) {
@@ -362,13 +362,13 @@ class WavePlanner {
     }
     for (const auto& [seconds, pack] : lacking) {
       Wave& wave = waves_[pack.first];
-      wave.height = std::max(wave.height, seconds / places_.speed(wave.used + pack.second));
+      wave.height = std::max(wave.height, seconds / by_speed_.speed(wave.used + pack.second));
     }
     if (!order_.find(waves_, reserved_, most)) return {};
     const size_t waves = waves_.size();
     if (packs.work() > 0) packs.fill(waves_, std::move(lacking), reserved_);
     if (waves_.size() > waves && !order_.find(waves_, reserved_, most)) return {};
-    if (places_.alike()) turnWaves(waves_, problem_);
+    if (by_speed_.alike()) turnWaves(waves_, problem_);
     std::vector<MicroBatch> batches;
     for (const size_t wave : order_.waves()) take(waves_[wave], batches);
     return batches;
@@ -393,14 +393,14 @@ class WavePlanner {
     const auto add = [&](int first, int size, std::vector<int32_t> sequences) {
       MicroBatch batch;
       if (wave.turned) first = wave.first + wave.last - first - size;
-      batch.ranks = ringOrder(places_.ranks(first, size), cost_.cluster());
+      batch.ranks = ringOrder(by_speed_.ranks(first, size), cost_.cluster());
       batch.sequences = std::move(sequences);
       batch.start = static_cast<double>(batches.size());
       batches.push_back(std::move(batch));
     };
     int first = wave.first;
     for (const Wave::Wide& wide : wave.wide) {
-      if (wide.job != Wave::kNobody) {
+      if (wide.job != Wave::kIdle) {
         add(first, wide.size, problem_.withRiders(jobs_[wide.job].sequence));
       }
       first += wide.size;
@@ -420,7 +420,7 @@ class WavePlanner {
 
   const Problem& problem_;
   const CostModel& cost_;
-  const Places places_;
+  const RanksBySpeed by_speed_;
   std::vector<Job> jobs_;  // by falling length
   const PipelineRamps ramps_;
   double work_ = 0;

@@ -15,7 +15,7 @@
 #include "planner/model/cost_model.hpp"
 #include "planner/model/pipeline_ramps.hpp"
 #include "planner/model/problem.hpp"
-#include "planner/pipeline/solo.hpp"
+#include "planner/pipeline/single_pipeline.hpp"
 #include "planner/pipeline/wave_shape.hpp"
 
 namespace hdpcomm::planner {
@@ -117,15 +117,15 @@ class ZoneShapes {
   // Makespan of a pipeline with waves of these heights, the highest one first: each goes to the end
   // where it costs less.
   double makespan(const std::vector<double>& heights) const {
-    Solo solo(cost_.cluster().pipeline, share_);
+    SinglePipeline pipeline(cost_.cluster().pipeline, share_);
     std::deque<double> times;
     double seconds = 0;
     for (const double height : heights) {
       times.push_front(height);
-      const double front = solo.run(times);
+      const double front = pipeline.run(times);
       times.pop_front();
       times.push_back(height);
-      const double back = solo.run(times);
+      const double back = pipeline.run(times);
       seconds = std::min(front, back);
       if (front < back) {
         times.pop_back();

@@ -8,7 +8,7 @@
 
 #include "planner/bound/bound.hpp"
 #include "planner/model/cost_model.hpp"
-#include "planner/noise/luck.hpp"
+#include "planner/noise/noise_draws.hpp"
 #include "planner/policies/policies.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
@@ -42,7 +42,7 @@ constexpr double kBetter = 0.002;
 
 // When ranks are free; those free at the same time by rising rank. A heap whose first entry is
 // moved in one pass: a priority_queue takes two, one to pop it and one to push it again.
-class Free {
+class FreeRanks {
  public:
   void clear() noexcept { entries_.clear(); }
   void add(double when, int32_t rank) { entries_.push_back({when, rank}); }
@@ -127,7 +127,7 @@ class Queue {
       for (const int32_t rank : batch.ranks) end = std::max(end, ready[rank]);
       for (const int32_t rank : batch.ranks) ready[rank] = end + batch.predicted_s;
     }
-    Free free;
+    FreeRanks free;
     for (int32_t rank = 0; rank < problem_.ranks(); ++rank) free.add(ready[rank], rank);
     free.arrange();
     std::vector<MicroBatch> batches = bound.micro_batches;
@@ -146,7 +146,7 @@ class Queue {
 
   // Mean makespan over possible steps, in each of which the ranks take from the queue as they are
   // free then. `plan`: that of these packs.
-  double mean(const DrawnEnds& bound, const Luck& luck, const std::vector<Pack>& packs,
+  double mean(const DrawnEnds& bound, const NoiseDraws& draws, const std::vector<Pack>& packs,
               const Plan& plan) const {
     const size_t first = plan.micro_batches.size() - packs.size();
     std::vector<std::vector<int32_t>> of_pool(pools_);
@@ -155,8 +155,8 @@ class Queue {
       of_pool[named % pools_].push_back(static_cast<int32_t>(i));
     }
     double sum = 0;
-    Free free;
-    for (int step = 0; step < luck.steps(); ++step) {
+    FreeRanks free;
+    for (int step = 0; step < draws.steps(); ++step) {
       double makespan = bound.makespan(step);
       for (int pool = 0; pool < pools_; ++pool) {
         free.clear();
@@ -165,7 +165,7 @@ class Queue {
         }
         free.arrange();
         for (const int32_t i : of_pool[pool]) {
-          const double factor = luck.of(packs[i].sequences.front())[step];
+          const double factor = draws.of(packs[i].sequences.front())[step];
           const double seconds = packs[i].seconds * factor;
           const double speed = problem_.cost().cluster().speed(free.rank());
           const double end = free.when() + ask_ + seconds / speed;
@@ -175,7 +175,7 @@ class Queue {
       }
       sum += makespan;
     }
-    return sum / luck.steps();
+    return sum / draws.steps();
   }
 
  private:
@@ -222,13 +222,14 @@ Candidate waitingAll(const Problem& problem, const PolicyOptions& options, doubl
 }  // namespace
 
 QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan bound) {
-  const double told = problem.cost().params().noise;
-  const double noise = told > 0 ? told : kAssumedNoise;
+  const double known = problem.cost().params().noise;
+  const double noise = known > 0 ? known : kAssumedNoise;
   if (problem.ranks() == 1) return {std::move(bound)};
   const int pools = (problem.ranks() + kPoolRanks - 1) / kPoolRanks;
   const Queue queue(problem, pools);
   const auto count = static_cast<size_t>(problem.count());
-  const Luck luck(count, drawsFor(count, kMostTriedTimes, kFewestLooks, kMostLooksTried), noise);
+  const NoiseDraws draws(count, drawsFor(count, kMostTriedTimes, kFewestLooks, kMostLooksTried),
+                         noise);
 
   QueuedPlan best;
   Candidate best_candidate;
@@ -237,15 +238,15 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
   double best_share = 0;
   const auto attempt = [&](Candidate candidate) {
     if (candidate.waiting.empty()) return;
-    const DrawnEnds ends(problem, candidate.bound, luck);
-    const Plan heads = finishPlan(problem, candidate.bound);
+    const DrawnEnds ends(problem, candidate.bound, draws);
+    const Plan bound_plan = finishPlan(problem, candidate.bound);
     const bool first = best.queued == 0;
     bool better = false;
     for (const double share : kShares) {
       if (!first && share != best_share) continue;  // the size that was best for another one
       std::vector<Pack> packs = packGuided(problem, candidate.waiting, share);
-      Plan plan = queue.plan(heads, packs);
-      const double mean = queue.mean(ends, luck, packs, plan);
+      Plan plan = queue.plan(bound_plan, packs);
+      const double mean = queue.mean(ends, draws, packs, plan);
       if (mean >= best_mean * (1 - kBetter)) continue;
       better = true;
       best_mean = mean;
@@ -262,13 +263,13 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
   if (best.queued == 0) return {std::move(bound)};
 
   // Both by as many possible steps as there is time for.
-  const Luck more(count, drawsFor(count, kMostTimes, kFewestLooks, kMostLooks), noise);
+  const NoiseDraws more(count, drawsFor(count, kMostTimes, kFewestLooks, kMostLooks), noise);
   const double without = DrawnEnds(problem, bound.micro_batches, more).meanMakespan();
   const DrawnEnds ends(problem, best_candidate.bound, more);
   best.mean = std::max(queue.mean(ends, more, best_packs, best.plan), best.plan.makespan);
   best.pools = pools;
   if (best.mean > without * (1 + kWorthIt)) return {std::move(bound)};
-  if (told <= 0) best.mean = best.plan.makespan;
+  if (known <= 0) best.mean = best.plan.makespan;
   return best;
 }
 

@@ -1,5 +1,5 @@
 // Plans with a queue: short sequences that fit one rank are bound to none. Ranks that have run what
-// is bound to them take the next micro-batch of the queue, so one that has bad luck, or is slow,
+// is bound to them take the next micro-batch of the queue, so one that has bad draws, or is slow,
 // takes fewer. For plans without a pipeline.
 #pragma once
 

@@ -1,4 +1,4 @@
-#include "planner/noise/luck.hpp"
+#include "planner/noise/noise_draws.hpp"
 
 #include <algorithm>
 #include <vector>
@@ -22,8 +22,8 @@ Certainty certaintyOf(const Problem& problem, const MicroBatch& batch) {
 }
 
 DrawnEnds::DrawnEnds(const Problem& problem, const std::vector<MicroBatch>& batches,
-                     const Luck& luck)
-    : steps_(luck.steps()),
+                     const NoiseDraws& draws)
+    : steps_(draws.steps()),
       ends_(batches.size() * steps_),
       makespans_(steps_, 0.0F),
       last_(problem.ranks(), -1) {
@@ -45,7 +45,7 @@ DrawnEnds::DrawnEnds(const Problem& problem, const std::vector<MicroBatch>& batc
     const Certainty parts = certaintyOf(problem, batches[i]);
     const auto compute = static_cast<float>(parts.compute);
     const auto wait = static_cast<float>(parts.wait);
-    const float* const factors = luck.of(batches[i].sequences.front());
+    const float* const factors = draws.of(batches[i].sequences.front());
     for (size_t k = 0; k < steps; ++k) {
       end[k] += wait + compute * factors[k];
       makespans_[k] = std::max(makespans_[k], end[k]);

@@ -12,10 +12,10 @@
 
 namespace hdpcomm::planner {
 
-// A place is an index into the ranks, fastest first.
-class Places {
+// A place is a position in that order.
+class RanksBySpeed {
  public:
-  Places(const CostModel& cost, int ranks) : cost_(cost), by_speed_(ranks) {
+  RanksBySpeed(const CostModel& cost, int ranks) : cost_(cost), by_speed_(ranks) {
     const Cluster& cluster = cost.cluster();
     std::iota(by_speed_.begin(), by_speed_.end(), 0);
     std::stable_sort(by_speed_.begin(), by_speed_.end(),
@@ -64,7 +64,7 @@ class Places {
     return best;
   }
 
-  // The ranks of these places, by rising number.
+  // The ranks of these by_speed, by rising number.
   std::vector<int32_t> ranks(int first, int count) const {
     std::vector<int32_t> ranks(by_speed_.begin() + first, by_speed_.begin() + first + count);
     std::sort(ranks.begin(), ranks.end());

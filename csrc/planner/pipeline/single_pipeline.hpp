@@ -8,9 +8,9 @@
 namespace hdpcomm::planner {
 
 // Makespan of micro-batches of these times on one pipeline under 1F1B.
-class Solo {
+class SinglePipeline {
  public:
-  Solo(int stages, double forward) : stages_(stages), forward_(forward) {}
+  SinglePipeline(int stages, double forward) : stages_(stages), forward_(forward) {}
 
   double run(const std::deque<double>& times) { return run(times.begin(), times.end()); }
 

@@ -15,9 +15,10 @@ namespace hdpcomm::planner {
 
 // Random factors of the micro-batch that each sequence is the first of, in a number of possible
 // steps: half of these mirror the others, and the deviation over all of them is exact.
-class Luck {
+class NoiseDraws {
  public:
-  Luck(size_t sequences, int steps, double noise) : steps_(steps), factors_(sequences * steps) {
+  NoiseDraws(size_t sequences, int steps, double noise)
+      : steps_(steps), factors_(sequences * steps) {
     const size_t half = steps / 2;
     Xorshift random;
     std::vector<double> normal(half);
@@ -57,7 +58,8 @@ Certainty certaintyOf(const Problem& problem, const MicroBatch& batch);
 // When micro-batches end in each possible step, run in their order.
 class DrawnEnds {
  public:
-  DrawnEnds(const Problem& problem, const std::vector<MicroBatch>& batches, const Luck& luck);
+  DrawnEnds(const Problem& problem, const std::vector<MicroBatch>& batches,
+            const NoiseDraws& draws);
 
   int steps() const noexcept { return steps_; }
   // When a rank has run all of its micro-batches.
