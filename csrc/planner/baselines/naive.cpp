@@ -5,8 +5,12 @@
 // takes fewer ranks only as long as its time does not exceed the mean load of a rank.
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <functional>
 #include <numeric>
 #include <queue>
+#include <utility>
+#include <vector>
 
 #include "planner/baselines/baselines.hpp"
 #include "planner/model/cost_model.hpp"

@@ -2,7 +2,11 @@
 // Longest sequences first, each on the place that becomes free first.
 #include <algorithm>
 #include <bit>
+#include <cstdint>
+#include <functional>
 #include <queue>
+#include <utility>
+#include <vector>
 
 #include "planner/baselines/baselines.hpp"
 #include "planner/model/cost_model.hpp"

@@ -2,8 +2,10 @@
 // holds, every pack is cut over its whole group, and the groups get the same number of packs.
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "base/error.hpp"
 #include "planner/baselines/baselines.hpp"

@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -93,19 +95,19 @@ class Bound {
 
  private:
   double byConfigurations(double low) const {
-    return Configurations(problem_).improve(low, [this](double time) {
+    return raiseByConfigurations(problem_, low, [this](double time) {
       const Limits limits = limitsOf(time);
-      return Configurations::Charges{limits.held, [this, limits](const Load& load, int size) {
-                                       return workAlone(load, limits.held) +
-                                              workBeyondOne(load, size, limits);
-                                     }};
+      return ConfigurationCharges{limits.held, [this, limits](const Load& load, int size) {
+                                    return workAlone(load, limits.held) +
+                                           workBeyondOne(load, size, limits);
+                                  }};
     });
   }
 
   double byPipelineConfigurations(double low) const {
     if (low <= 0) return low;  // nothing takes any time: there are no times to try
-    PipelineConfigurations found(problem_, leastCompute());
-    return found.improve(low, [this](double time) { return mostHeld(time / stages_); });
+    return raiseByPipelineConfigurations(problem_, leastCompute(), low,
+                                         [this](double time) { return mostHeld(time / stages_); });
   }
 
   // The most tokens that a rank can hold in a micro-batch that ends within `limit` seconds.

@@ -2,9 +2,7 @@
 // is best for it: no micro-batch that holds the sequence passes a stage in less.
 #pragma once
 
-#include <algorithm>
 #include <array>
-#include <limits>
 
 #include "planner/model/cost_model.hpp"
 
@@ -12,58 +10,19 @@ namespace hdpcomm::planner {
 
 class PassTimes {
  public:
-  PassTimes(const CostModel& cost, const Load& load, int least, int ranks)
-      : cost_(cost), load_(load), least_(least), borders_(cost.cluster().largestGroups()) {
-    for (const bool backward : {false, true}) {
-      int first = least;
-      for (size_t i = 0; i < borders_.size(); ++i) {
-        fastest_[backward][i] = fastest(first, std::min(borders_[i], ranks), backward);
-        first = std::max(least, borders_[i] + 1);
-      }
-    }
-  }
+  PassTimes(const CostModel& cost, const Load& load, int least, int ranks);
 
   double forwardWithin(int ranks) const { return pass(ranks, false); }
   // Both together, on at most `ranks` ranks.
   double within(int ranks) const { return pass(ranks, false) + pass(ranks, true); }
 
  private:
-  double pass(int ranks, bool backward) const {
-    double least = std::numeric_limits<double>::infinity();
-    int first = least_;
-    for (size_t i = 0; i < borders_.size(); ++i) {
-      const int last = std::min(borders_[i], ranks);
-      if (first <= last) {
-        least = std::min(least, seconds(std::min(fastest_[backward][i], last), backward));
-      }
-      first = std::max(least_, borders_[i] + 1);
-    }
-    return least;
-  }
+  double pass(int ranks, bool backward) const;
 
-  double seconds(int size, bool backward) const {
-    const CostParams& params = cost_.params();
-    const double compute = cost_.stepCompute(load_, size);
-    const double transfer = cost_.stepTransfer(load_, size, cost_.cluster().leastScope(size));
-    const double rest = size * compute + params.linear * load_.tokens / size + params.fixed +
-                        (size - 1) * params.ring_step;
-    return backward
-               ? (1 - params.forward) * rest + (size - 1) * cost_.backwardWait(compute, transfer)
-               : params.forward * rest + (size - 1) * cost_.forwardWait(compute, transfer);
-  }
+  double seconds(int size, bool backward) const;
 
   // A pass is quasi-convex in the number of ranks (claim 4).
-  int fastest(int first, int last, bool backward) const {
-    while (first < last) {
-      const int middle = first + (last - first) / 2;
-      if (seconds(middle + 1, backward) < seconds(middle, backward)) {
-        first = middle + 1;
-      } else {
-        last = middle;
-      }
-    }
-    return first;
-  }
+  int fastest(int first, int last, bool backward) const;
 
   const CostModel& cost_;
   const Load load_;

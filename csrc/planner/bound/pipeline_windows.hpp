@@ -3,8 +3,6 @@
 // one comes back, a device has at most p - 1 other micro-batches in flight, and these are shorter.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "planner/bound/pass_times.hpp"
@@ -24,106 +22,28 @@ class PipelineWindows {
   };
 
   // `filling`: least idle seconds of a pipeline, whatever it runs.
-  PipelineWindows(const Problem& problem, double filling)
-      : cost_(problem.cost()), filling_(filling), others_(cost_.cluster().pipeline - 1) {
-    tokens_.push_back(0);
-    squares_.push_back(0);
-    for (const int32_t sequence : problem.byLength()) {
-      const Load load = problem.own(sequence);
-      loads_.push_back(load);
-      tokens_.push_back(tokens_.back() + load.tokens);
-      squares_.push_back(squares_.back() + load.squares);
-    }
-    const CostParams& params = cost_.params();
-    forward_ = params.forward;
-    backward_ = 1 - params.forward;
-    if (params.kv_inter > 0 || params.latency_inter > 0) {  // the larger shares of both
-      forward_ = std::max(forward_, params.forward_transfer);
-      backward_ = std::max(backward_, 1 - params.forward_transfer);
-    }
-    for (size_t count = 1; count <= loads_.size(); count += 1 + count / 4) counts_.push_back(count);
-  }
+  PipelineWindows(const Problem& problem, double filling);
 
   // Whether all sequences can be run within `time`; `least`: fewest ranks of the longest one.
-  bool fit(double time, int least, const Charges& charges) {
-    beyond_.assign(1, 0.0);
-    for (const double more : charges.beyond_one) beyond_.push_back(beyond_.back() + more);
-    held_ = charges.held;
-    all_ = charges.all;
-    time_ = time;
-    const int ranks = cost_.cluster().ranks;
-    for (const size_t count : counts_) {
-      const Load& shortest = loads_[count - 1];
-      const PassTimes times(cost_, shortest, leastRanks(shortest), ranks);
-      const double fastest = times.within(ranks);
-      if (others_ * fastest <= filling_) break;  // and all shorter ones
-      // A rank that runs some of these micro-batches has so many seconds for all of them,
-      const double between = (time - others_ * fastest) * (1 + 1e-9);
-      // and as many follow each other on it. So they lie on so many ranks.
-      const double stack = std::floor(between / fastest);
-      if (stack < 1) return false;
-      const double spread =
-          std::max(tokens_[count] / (held_ * stack), workOf(count) / between) * (1 - 1e-9);
-      if (spread > ranks) return false;
-      if (!fitsOn(count, std::max(least, static_cast<int>(std::ceil(spread))), ranks, times)) {
-        return false;
-      }
-    }
-    return true;
-  }
+  bool fit(double time, int least, const Charges& charges);
 
  private:
-  int leastRanks(const Load& load) const {
-    return std::max(1, static_cast<int>(std::ceil(load.tokens / held_ * (1 - 1e-9))));
-  }
+  int leastRanks(const Load& load) const;
 
   // Whether the `count` longest sequences, J, can lie on a number of ranks from `low` to `high`.
   // Tests the ranges that can only be wrong by taking the better end for each term, and halves
   // those that pass; small ones count as possible.
-  bool fitsOn(size_t count, int low, int high, const PassTimes& times) const {
-    if (!mayFit(count, low, high, times)) return false;
-    if (high - low <= low / 512) return true;
-    const int middle = low + (high - low) / 2;
-    return fitsOn(count, low, middle, times) || fitsOn(count, middle + 1, high, times);
-  }
+  bool fitsOn(size_t count, int low, int high, const PassTimes& times) const;
 
-  bool mayFit(size_t count, int low, int high, const PassTimes& times) const {
-    const double pass = times.within(high);
-    const double longest = workOf(count);
-    // What these ranks can do beside J, outside of the windows.
-    const double beside = high * (time_ - others_ * pass) - longest;
-    // What they have to do beside J, as the other ranks cannot do more.
-    const double others = (cost_.cluster().ranks - low) * (time_ - filling_);
-    const double left = std::max(0.0, all_ - longest - others);
-    return left - hidden(count, high, left) <= beside * (1 + 1e-9);
-  }
+  bool mayFit(size_t count, int low, int high, const PassTimes& times) const;
 
   // How much of `work` on sequences from `count` on can be done in the windows on `ranks` ranks, at
   // most: one pass of p - 1 micro-batches, and the other pass of p - 1 other ones.
-  double hidden(size_t count, int ranks, double work) const {
-    const double tokens = others_ * held_ * ranks;
-    const double before = workOfTokens(tokens_[count]);
-    const double first = std::min(work, workOfTokens(tokens_[count] + tokens) - before);
-    const double both = std::min(work, workOfTokens(tokens_[count] + 2 * tokens) - before);
-    const auto [less, more] = std::minmax(forward_, backward_);
-    return more * first + less * (both - first);
-  }
+  double hidden(size_t count, int ranks, double work) const;
 
   // Charge of the first tokens, longest sequences first, whose charge per token is the largest.
-  double workOfTokens(double tokens) const {
-    const size_t end =
-        std::upper_bound(tokens_.begin(), tokens_.end(), tokens) - tokens_.begin() - 1;
-    const double whole = workOf(end);
-    if (end == loads_.size()) return whole;
-    const double share = (tokens - tokens_[end]) / (tokens_[end + 1] - tokens_[end]);
-    return whole + share * (workOf(end + 1) - whole);
-  }
-  double workOf(size_t count) const {
-    const CostParams& params = cost_.params();
-    return params.attention * squares_[count] +
-           (params.piece + params.linear + params.fixed / held_) * tokens_[count] +
-           beyond_[std::min(count, beyond_.size() - 1)];
-  }
+  double workOfTokens(double tokens) const;
+  double workOf(size_t count) const;
 
   const CostModel& cost_;
   const double filling_;

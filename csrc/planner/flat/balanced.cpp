@@ -11,6 +11,8 @@
 
 #include "planner/flat/block_packer.hpp"
 #include "planner/flat/nested_blocks.hpp"
+#include "planner/flat/packing.hpp"
+#include "planner/flat/wave_packer.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/jobs.hpp"
 #include "planner/model/rings.hpp"
@@ -83,7 +85,7 @@ std::vector<int> waveCounts(const Problem& problem, const std::vector<Job>& jobs
 // small for one more of them, and too large to be wasted. Waves share all ranks out instead.
 Plan planWaves(const Problem& problem, double lower_bound, const Plan& so_far) {
   std::vector<Job> jobs = makeJobs(problem);
-  BlockPacker packer(problem, jobs);
+  WavePacker packer(problem, jobs);
   const auto long_ones = std::partition_point(jobs.begin(), jobs.end(), [&](const Job& job) {
     return job.min_size > 1 || job.min_size_s > kLongShare * lower_bound;
   });

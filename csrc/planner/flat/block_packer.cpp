@@ -1,59 +1,291 @@
 #include "planner/flat/block_packer.hpp"
 
 #include <algorithm>
-#include <numeric>
+#include <cstdint>
 
-#include "planner/model/rings.hpp"
+#include "planner/model/plan.hpp"
 
 namespace hdpcomm::planner {
 
-std::vector<MicroBatch> placedBatches(const Problem& problem, const std::vector<Job>& jobs,
-                                      const std::vector<Placement>& placements) {
-  std::vector<MicroBatch> batches;
-  for (const Placement& placement : placements) {
-    MicroBatch batch;
-    std::vector<int32_t> ranks;
-    for (const auto& [first, count] : placement.ranges) {
-      for (int rank = first; rank < first + count; ++rank) ranks.push_back(rank);
-    }
-    std::sort(ranks.begin(), ranks.end());
-    batch.ranks = ringOrder(std::move(ranks), problem.cost().cluster());
-    batch.sequences = problem.withRiders(jobs[placement.job].sequence);
-    batch.start = placement.start;
-    batches.push_back(std::move(batch));
+double BlockPacker::run(double target, bool fill, double limit) {
+  target_ = target;
+  fill_ = fill;
+  placements_.clear();
+  gaps_.clear();
+  makeBlocks();
+  const double short_limit_s = kShortShare * target;
+  size_t next = 0;
+  for (; next < jobs_.size(); ++next) {
+    Job& job = jobs_[next];
+    if (job.min_size == 1 && job.min_size_s <= short_limit_s) break;
+    if (placeInGap(next) || placeInBlock(next)) continue;
+    if (placeAnywhere(next) >= limit) return limit;
   }
-  return batches;
+  if (filler_.leastEnd(next, gaps_, blocks_) >= limit) return limit;
+  return filler_.place(next, gaps_, blocks_, limit);
 }
 
-std::vector<MicroBatch> collectPlaced(const Problem& problem, const std::vector<Job>& jobs,
-                                      const Packing& packing) {
-  std::vector<MicroBatch> batches = placedBatches(problem, jobs, packing.placements);
-  const int64_t capacity = problem.cost().memory().capacity;
-  // The sequences of each slot, in the order of the jobs.
-  std::vector<int32_t> ends(packing.short_jobs.slots.size() + 1, 0);
-  for (const int32_t slot : packing.short_jobs.slot_of) ++ends[slot + 1];
-  std::partial_sum(ends.begin(), ends.end(), ends.begin());
-  std::vector<int32_t> sequences(packing.short_jobs.slot_of.size());
-  for (size_t i = 0; i < sequences.size(); ++i) {
-    sequences[ends[packing.short_jobs.slot_of[i]]++] = jobs[packing.short_jobs.first + i].sequence;
+void BlockPacker::makeBlocks() {
+  blocks_.clear();
+  for (int rank = 0; rank < problem_.ranks();) {
+    int end = rank + 1;
+    while (end < problem_.ranks() && speed(end) == speed(rank)) ++end;
+    blocks_.insert({0, rank, end - rank, speed(rank)});
+    rank = end;
   }
-  int32_t begin = 0;
-  for (size_t which = 0; which < packing.short_jobs.slots.size(); ++which) {
-    const Slot& slot = packing.short_jobs.slots[which];
-    double start = slot.start;
-    const std::vector<int32_t> own(sequences.begin() + begin, sequences.begin() + ends[which]);
-    begin = ends[which];
-    for (auto& bin : packBestFit(problem.lengths(), own, capacity)) {
-      MicroBatch batch;
-      batch.ranks = {slot.rank};
-      batch.sequences = std::move(bin);
-      batch.start = start;
-      price(problem, batch);
-      start += batch.predicted_s;
-      batches.push_back(std::move(batch));
+}
+
+int BlockPacker::fastest(Job& job) {
+  if (job.fastest == 0) job.fastest = cost_.fastestSize(job.load, job.min_size);
+  return job.fastest;
+}
+
+bool BlockPacker::placeInGap(size_t index) {
+  const Job& job = jobs_[index];
+  size_t best = gaps_.size();
+  double best_room = std::numeric_limits<double>::infinity();
+  for (size_t i = gaps_.size() - std::min<size_t>(gaps_.size(), kMaxProbes); i < gaps_.size();
+       ++i) {
+    const Gap& gap = gaps_[i];
+    const double room = (gap.until - gap.start) * gap.speed;
+    if (gap.count < job.min_size || room >= best_room || room < job.min_size_s) continue;
+    if (room < cost_.secondsFrom(job.load, gap.first, job.min_size)) continue;
+    best = i;
+    best_room = room;
+  }
+  if (best == gaps_.size()) return false;
+  const Gap gap = gaps_[best];
+  const int size = job.min_size;
+  const double end = gap.start + cost_.secondsFrom(job.load, gap.first, size) / gap.speed;
+  gaps_[best] = {end, gap.until, gap.first, size, gap.speed};
+  if (gap.count > size) {
+    gaps_.push_back({gap.start, gap.until, gap.first + size, gap.count - size, gap.speed});
+  }
+  placements_.push_back({static_cast<int32_t>(index), gap.start, {{gap.first, size}}});
+  return true;
+}
+
+bool BlockPacker::placeInBlock(size_t index) {
+  const int most_probes = kMaxProbes * kProbedRanks / std::max(kProbedRanks, problem_.ranks());
+  Job& job = jobs_[index];
+  const double latest = target_ - job.min_size_s;
+  auto end = blocks_.upperBound(latest);
+  int probes = most_probes;
+  for (auto it = end; it != blocks_.begin() && probes > 0; --probes) {
+    --it;
+    if (it->count < job.min_size) continue;
+    if (placeAt(index, it, job.min_size)) return true;
+  }
+  const int most = fastest(job);
+  const double shortest = cost_.seconds(job.load, most);
+  end = blocks_.upperBound(target_ - shortest);
+  probes = most_probes;  // the first block needs the fewest ranks
+  for (auto it = blocks_.begin(); it != end && probes > 0; ++it, --probes) {
+    if (it->count < job.min_size) continue;
+    const int size = cost_.sizeWithin(job.load, job.min_size, std::min(most, it->count),
+                                      (target_ - it->ready) * it->speed);
+    if (size > 0 && placeAt(index, it, size)) return true;
+  }
+  return false;
+}
+
+int BlockPacker::position(const Block& block, int size) const {
+  const int last = block.first + block.count - size;
+  for (const int ranks : {cost_.cluster().ranks_per_node, cost_.cluster().ranks_per_domain}) {
+    if (size > ranks) continue;
+    const auto inside = [&](int first) { return first / ranks == (first + size - 1) / ranks; };
+    const int border = roundUp(block.first, cost_.cluster().ranks_per_node);
+    if (on_borders_ && size > cost_.cluster().ranks_per_node && border <= last && inside(border)) {
+      return border;
+    }
+    if (inside(block.first)) return block.first;
+    const int boundary = (block.first / ranks + 1) * ranks;
+    if (boundary <= last) return boundary;
+    if (inside(last)) return last;
+  }
+  for (const int ranks : {cost_.cluster().ranks_per_domain, cost_.cluster().ranks_per_node}) {
+    if (!on_borders_ || ranks == 0 || size <= ranks) continue;
+    const int border = roundUp(block.first, ranks);
+    if (border <= last) return border;
+  }
+  return block.first;
+}
+
+bool BlockPacker::placeAt(size_t index, BlockList::Iterator at, int size) {
+  Job& job = jobs_[index];
+  const Block block = *at;
+  if (fill_ && job.min_size > 1 && block.count < 2 * size && block.count <= fastest(job)) {
+    size = block.count;
+  }
+  const int first = position(block, size);
+  const double end = block.ready + cost_.secondsFrom(job.load, first, size) / block.speed;
+  if (end > target_ * (1 + 1e-9)) return false;
+  blocks_.erase(at);
+  insert({block.ready, block.first, first - block.first, block.speed});
+  insert({block.ready, first + size, block.first + block.count - first - size, block.speed});
+  insert({end, first, size, block.speed});
+  placements_.push_back({static_cast<int32_t>(index), block.ready, {{first, size}}});
+  return true;
+}
+
+double BlockPacker::placeAnywhere(size_t index) {
+  if (cost_.cluster().neighbours) return joinNeighbours(index);
+  JoinedBlocks best;
+  for (const double least_speed : speedLimits())
+    best = std::min(best, bestJoin(index, least_speed));
+  return join(index, best);
+}
+
+BlockPacker::JoinedBlocks BlockPacker::bestJoin(size_t index, double least_speed) {
+  Job& job = jobs_[index];
+  JoinedBlocks best;
+  best.least_speed = least_speed;
+  int count = 0;
+  int next_count = job.min_size;
+  double ready_area = 0;
+  double slowest = 1;
+  size_t blocks = 0;
+  const int most = fastest(job);
+  for (const Block& block : blocks_) {
+    if (block.speed < least_speed) continue;
+    ++blocks;
+    count += block.count;
+    ready_area += block.ready * block.count;
+    slowest = std::min(slowest, block.speed);
+    // Trying every number of blocks takes too long; steps of a twentieth are enough.
+    if (count < next_count) continue;
+    next_count = count + count / 20 + 1;
+    const double start = block.ready;
+    const int widest = std::min(most, count);
+    const int size = cost_.sizeWithin(job.load, job.min_size, widest, (target_ - start) * slowest);
+    for (const int candidate : {size > 0 ? size : widest, job.min_size}) {
+      const double time = cost_.seconds(job.load, candidate) / slowest;
+      const double idle = start * count - ready_area - (count - candidate) * (start - block.ready);
+      const double extra = candidate * time - job.min_size * job.min_size_s;
+      const double late = std::max(0.0, start + time - target_) * problem_.ranks();
+      const double score = idle + extra + late;
+      if (score < best.score) best = {score, least_speed, blocks, candidate};
+    }
+    if (count >= most) break;
+  }
+  return best;
+}
+
+const std::vector<double>& BlockPacker::speedLimits() {
+  if (speed_limits_.empty()) speed_limits_ = cost_.cluster().speedLimits();
+  return speed_limits_;
+}
+
+double BlockPacker::join(size_t index, const JoinedBlocks& joined) {
+  std::vector<Block> used;
+  for (auto it = blocks_.begin(); used.size() < joined.blocks;) {
+    const bool taken = it->speed >= joined.least_speed;
+    if (taken) {
+      used.push_back(*it);
+      it = blocks_.erase(it);
+    } else {
+      ++it;
     }
   }
-  return batches;
+  const double start = used.back().ready;
+  Placement placement{static_cast<int32_t>(index), start, {}};
+  std::vector<Block> members;
+  double slowest = 1;
+  // Takes ranks from the block that is free last backwards, so that the ranks left over are free
+  // early.
+  int left = joined.size;
+  for (auto it = used.rbegin(); it != used.rend(); ++it) {
+    const int count = std::min(left, it->count);
+    if (count > 0) {
+      placement.ranges.push_back({it->first, count});
+      members.push_back({0, it->first, count, it->speed});
+      slowest = std::min(slowest, it->speed);
+      if (start > it->ready) gaps_.push_back({it->ready, start, it->first, count, it->speed});
+    }
+    insert({it->ready, it->first + count, it->count - count, it->speed});
+    left -= count;
+  }
+  int lowest = placement.ranges[0].first;
+  int highest = lowest;
+  for (const auto& [first, count] : placement.ranges) {
+    lowest = std::min(lowest, first);
+    highest = std::max(highest, first + count - 1);
+  }
+  const Scope scope = cost_.cluster().scope(lowest, highest);
+  const double end = start + cost_.seconds(jobs_[index].load, joined.size, scope) / slowest;
+  for (Block& block : members) {
+    block.ready = end;
+    insert(block);
+  }
+  placements_.push_back(std::move(placement));
+  return end;
+}
+
+double BlockPacker::joinNeighbours(size_t index) {
+  Job& job = jobs_[index];
+  std::vector<Block> blocks;
+  for (const Block& block : blocks_) blocks.push_back(block);
+  std::sort(blocks.begin(), blocks.end(),
+            [](const Block& a, const Block& b) { return a.first < b.first; });
+  Window best;
+  for (int size = job.min_size;; size = std::min(size + size / 5 + 1, fastest(job))) {
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      best = std::min(best, windowAt(job, blocks, i, blocks[i].first, size));
+      const int first = blocks[i].first + blocks[i].count - size;
+      size_t from = i;
+      while (from > 0 && blocks[from].first > first) --from;
+      if (first >= 0) best = std::min(best, windowAt(job, blocks, from, first, size));
+    }
+    if (size >= fastest(job)) break;
+  }
+  const int end = best.first + best.size;
+  for (auto it = blocks_.begin(); it != blocks_.end();) {
+    it = it->first < end && it->first + it->count > best.first ? blocks_.erase(it) : ++it;
+  }
+  for (const Block& block : blocks) {
+    const int block_end = block.first + block.count;
+    const int from = std::max(block.first, best.first);
+    const int to = std::min(block_end, end);
+    if (from >= to) continue;
+    insert({block.ready, block.first, from - block.first, block.speed});
+    insert({block.ready, to, block_end - to, block.speed});
+    if (best.start > block.ready) {
+      gaps_.push_back({block.ready, best.start, from, to - from, block.speed});
+    }
+  }
+  for (int first = best.first; first < end;) {  // neighbours of one speed
+    int next = first + 1;
+    while (next < end && speed(next) == speed(first)) ++next;
+    insert({best.end, first, next - first, speed(first)});
+    first = next;
+  }
+  placements_.push_back({static_cast<int32_t>(index), best.start, {{best.first, best.size}}});
+  return best.end;
+}
+
+BlockPacker::Window BlockPacker::windowAt(const Job& job, const std::vector<Block>& blocks,
+                                          size_t from, int first, int size) const {
+  if (first + size > problem_.ranks()) return {};
+  Window window{0, 0, 0, first, size};
+  double ready_area = 0;
+  double slowest = 1;
+  for (size_t i = from; i < blocks.size() && blocks[i].first < first + size; ++i) {
+    const Block& block = blocks[i];
+    const int end = std::min(block.first + block.count, first + size);
+    ready_area += block.ready * (end - std::max(block.first, first));
+    window.start = std::max(window.start, block.ready);
+    slowest = std::min(slowest, block.speed);
+  }
+  const double time = cost_.secondsFrom(job.load, first, size) / slowest;
+  window.end = window.start + time;
+  const double idle = window.start * size - ready_area;
+  const double extra = size * time - job.min_size * job.min_size_s;
+  window.score = idle + extra + std::max(0.0, window.end - target_) * problem_.ranks();
+  return window;
+}
+
+void BlockPacker::insert(const Block& block) {
+  if (block.count > 0) blocks_.insert(block);
 }
 
 }  // namespace hdpcomm::planner

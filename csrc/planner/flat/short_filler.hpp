@@ -2,16 +2,10 @@
 // leave, then onto the ranks that end them first.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <functional>
-#include <limits>
-#include <map>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
-#include "planner/flat/block_list.hpp"
-#include "planner/flat/round_queue.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/jobs.hpp"
 
@@ -41,97 +35,28 @@ struct ShortJobs {
 
 class ShortFiller {
  public:
-  ShortFiller(const CostModel& cost, const std::vector<Job>& jobs)
-      : cost_(cost), jobs_(jobs), work_(jobs.size() + 1, 0.0) {
-    for (size_t i = jobs.size(); i-- > 0;) work_[i] = work_[i + 1] + timeOf(jobs[i]);
-  }
+  ShortFiller(const CostModel& cost, const std::vector<Job>& jobs);
 
   // What place() cannot end before: the last rank of a block, and the mean of all ranks if
-  // the gaps are filled without rest. `Blocks`: any sequence of Block.
+  // the gaps are filled without rest. `Blocks`: BlockList, or a vector of Block.
   template <class Blocks>
-  double leastEnd(size_t next, const std::vector<Gap>& gaps, const Blocks& blocks) const {
-    double last = 0;
-    double free_area = 0;  // in seconds of ranks, up to the last one
-    for (const Block& block : blocks) last = std::max(last, block.ready);
-    for (const Block& block : blocks) free_area += (last - block.ready) * block.count * block.speed;
-    for (const Gap& gap : gaps) free_area += (gap.until - gap.start) * gap.count * gap.speed;
-    free_area -= work_[next];
-    const double rounding = 1e-9 * last;
-    return free_area >= 0 ? last : last - free_area / cost_.cluster().ranks - rounding;
-  }
+  double leastEnd(size_t next, const std::vector<Gap>& gaps, const Blocks& blocks) const;
 
   // Places the jobs from `next` on, which take one rank each: into the gaps, then onto the ranks
   // that end them first. Returns the makespan of all jobs; a run that cannot end before `limit` is
   // given up.
   template <class Blocks>
-  double place(size_t next, const std::vector<Gap>& gaps, const Blocks& blocks, double limit) {
-    found_.first = next;
-    found_.slots.clear();
-    found_.slot_of.resize(jobs_.size() - next);
-    using Entry = RoundQueue::Entry;
-    std::vector<Entry> gap_entries;  // the time left at full speed and the slot, both negated
-    for (const Gap& gap : gaps) {
-      for (int rank = gap.first; rank < gap.first + gap.count; ++rank) {
-        const double left = (gap.until - gap.start) * gap.speed;
-        gap_entries.push_back({-left, -static_cast<int32_t>(found_.slots.size())});
-        found_.slots.push_back({gap.start, rank});
-      }
-    }
-    RoundQueue gap_slots(std::move(gap_entries));
-    double makespan = 0;
-    std::map<int, std::vector<Entry>, std::greater<>> tails;  // by speed class, fast ones first
-    for (const Block& block : blocks) {
-      std::vector<Entry>& tail = tails[speedClass(block.speed)];
-      makespan = std::max(makespan, block.ready);
-      for (int rank = block.first; rank < block.first + block.count; ++rank) {
-        tail.push_back({block.ready, static_cast<int32_t>(found_.slots.size())});
-        found_.slots.push_back({block.ready, rank});
-      }
-    }
-    std::vector<RoundQueue>
-        classes;  // time ready and slot of the ranks of about the same speed each
-    for (auto& [unused, tail] : tails) classes.emplace_back(std::move(tail));
-    for (; next < jobs_.size(); ++next) {
-      const Job& job = jobs_[next];
-      const double time = timeOf(job);
-      if (!gap_slots.empty() && -gap_slots.top().first >= job.min_size_s) {
-        const auto [negative_left, slot] = gap_slots.top();
-        found_.slot_of[next - found_.first] = -slot;
-        gap_slots.replaceTop({negative_left + time, slot});
-        continue;
-      }
-      RoundQueue* ranks = nullptr;
-      double first_end = std::numeric_limits<double>::infinity();
-      for (RoundQueue& candidates : classes) {
-        const auto& [ready, slot] = candidates.top();
-        const double end = ready + time / cost_.cluster().speed(found_.slots[slot].rank);
-        if (end >= first_end) continue;
-        first_end = end;
-        ranks = &candidates;
-      }
-      const int32_t slot = ranks->top().second;
-      found_.slot_of[next - found_.first] = slot;
-      ranks->replaceTop({first_end, slot});
-      makespan = std::max(makespan, first_end);
-      if (makespan >= limit) return limit;
-    }
-    return makespan;
-  }
+  double place(size_t next, const std::vector<Gap>& gaps, const Blocks& blocks, double limit);
 
   // The result of the last run, which this takes away.
   ShortJobs take() { return std::exchange(found_, {}); }
 
  private:
   // With its share of what a full micro-batch costs beside its sequences.
-  double timeOf(const Job& job) const {
-    const double capacity = static_cast<double>(cost_.memory().capacity);
-    return job.min_size_s - cost_.params().fixed * (1 - job.load.tokens / capacity);
-  }
+  double timeOf(const Job& job) const;
 
   // Speeds that differ by a few per cent only are in one class.
-  static int speedClass(double speed) {
-    return speed == 1 ? 0 : static_cast<int>(std::floor(16 * std::log2(speed)));
-  }
+  static int speedClass(double speed);
 
   const CostModel& cost_;
   const std::vector<Job>& jobs_;

@@ -1,9 +1,9 @@
 #include "planner/model/cost_model.hpp"
 
-#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <string>
 
 #include "base/error.hpp"
 

@@ -159,6 +159,11 @@ class CostModel {
     return seconds(load, size, cluster_.leastScope(size));
   }
 
+  // On the `size` neighbouring ranks from `first` on.
+  double secondsFrom(const Load& load, int first, int size) const noexcept {
+    return seconds(load, size, cluster_.scope(first, first + size - 1));
+  }
+
   // Seconds of compute alone: falls as 1 / size, apart from what short pieces cost.
   double computeSeconds(const Load& load, int size) const noexcept {
     return size * stepCompute(load, size) + params_.linear * load.tokens / size;

@@ -1,7 +1,6 @@
 #include "planner/model/problem.hpp"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 #include <string>
 

@@ -1,12 +1,41 @@
 #include "planner/noise/noise_draws.hpp"
 
 #include <algorithm>
-#include <vector>
+#include <cmath>
 
 #include "planner/model/cost_model.hpp"
 #include "planner/model/rings.hpp"
 
 namespace hdpcomm::planner {
+
+NoiseDraws::NoiseDraws(size_t sequences, int steps, double noise)
+    : steps_(steps), factors_(sequences * steps) {
+  const size_t half = steps / 2;
+  Xorshift random;
+  std::vector<double> normal(half);
+  float* next = factors_.data();
+  for (size_t i = 0; i < sequences; ++i, next += steps) {
+    double squares = 0;
+    for (double& value : normal) {
+      value = -6;  // a sum of twelve uniform numbers: nearly normal, and the same on any machine
+      for (int term = 0; term < 12; ++term) value += random.unit();
+      squares += value * value;
+    }
+    const double scale = noise / std::sqrt(squares / static_cast<double>(half));
+    for (size_t k = 0; k < half; ++k) {
+      next[k] = static_cast<float>(std::max(0.0, 1 + scale * normal[k]));
+      next[half + k] = static_cast<float>(std::max(0.0, 1 - scale * normal[k]));
+    }
+  }
+}
+
+const float* NoiseDraws::of(int32_t sequence) const noexcept {
+  return factors_.data() + static_cast<size_t>(sequence) * steps_;
+}
+
+double DrawnEnds::ofRank(int rank, int step) const noexcept {
+  return last_[rank] < 0 ? 0.0 : ends_[static_cast<size_t>(last_[rank]) * steps_ + step];
+}
 
 Certainty certaintyOf(const Problem& problem, const MicroBatch& batch) {
   const CostModel& cost = problem.cost();

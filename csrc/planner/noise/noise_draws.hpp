@@ -2,8 +2,6 @@
 // are the same on every machine, and when each rank is free in each of these steps.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -17,31 +15,10 @@ namespace hdpcomm::planner {
 // steps: half of these mirror the others, and the deviation over all of them is exact.
 class NoiseDraws {
  public:
-  NoiseDraws(size_t sequences, int steps, double noise)
-      : steps_(steps), factors_(sequences * steps) {
-    const size_t half = steps / 2;
-    Xorshift random;
-    std::vector<double> normal(half);
-    float* next = factors_.data();
-    for (size_t i = 0; i < sequences; ++i, next += steps) {
-      double squares = 0;
-      for (double& value : normal) {
-        value = -6;  // a sum of twelve uniform numbers: nearly normal, and the same on any machine
-        for (int term = 0; term < 12; ++term) value += random.unit();
-        squares += value * value;
-      }
-      const double scale = noise / std::sqrt(squares / static_cast<double>(half));
-      for (size_t k = 0; k < half; ++k) {
-        next[k] = static_cast<float>(std::max(0.0, 1 + scale * normal[k]));
-        next[half + k] = static_cast<float>(std::max(0.0, 1 - scale * normal[k]));
-      }
-    }
-  }
+  NoiseDraws(size_t sequences, int steps, double noise);
 
   int steps() const noexcept { return steps_; }
-  const float* of(int32_t sequence) const noexcept {
-    return factors_.data() + static_cast<size_t>(sequence) * steps_;
-  }
+  const float* of(int32_t sequence) const noexcept;
 
  private:
   int steps_;
@@ -63,9 +40,7 @@ class DrawnEnds {
 
   int steps() const noexcept { return steps_; }
   // When a rank has run all of its micro-batches.
-  double ofRank(int rank, int step) const noexcept {
-    return last_[rank] < 0 ? 0.0 : ends_[static_cast<size_t>(last_[rank]) * steps_ + step];
-  }
+  double ofRank(int rank, int step) const noexcept;
   // When all ranks have.
   double makespan(int step) const noexcept { return makespans_[step]; }
   double meanMakespan() const noexcept;

@@ -247,8 +247,10 @@ class ShapeSearch {
     if (best_.makespan < kFar * bound_ || !cost.cluster().speeds.empty()) return;
     const double before = best_.makespan;
     const double share = std::clamp(cost.params().forward, 0.05, 0.95);
-    const ZoneShapes zones(problem_, waves_.meanWork() * problem_.ranks(), share);
-    for (const Shape& shape : zones.beside(before)) makespanOf(shape, kForever);
+    const double work = waves_.meanWork() * problem_.ranks();
+    for (const Shape& shape : zoneShapes(problem_, work, share, before)) {
+      makespanOf(shape, kForever);
+    }
     if (best_.makespan < before) tune(kMostMisses / 2);
   }
 

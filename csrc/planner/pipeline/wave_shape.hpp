@@ -1,9 +1,6 @@
 // What a plan of waves looks like (wave_planner.hpp): how many there are, and how high they are.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <functional>
 #include <limits>
 #include <vector>
 
@@ -44,34 +41,9 @@ struct Shape {
   bool operator==(const Shape&) const = default;
 
   // Equal for shapes that make the same waves.
-  Shape withoutUnused() const {
-    Shape used = *this;
-    if (ramps > 0) {
-      used.up = used.down = 0;
-      used.growth = used.last = 0;
-    } else {
-      used.later = 0;
-    }
-    if (top <= 0) used.beside = used.own = 0;
-    return used;
-  }
+  Shape withoutUnused() const;
 };
 
-inline std::vector<double> relativeHeights(const Shape& shape, const PipelineRamps& ramps) {
-  std::vector<double> heights;
-  if (shape.ramps > 0) {
-    heights = ramps.heights(shape.waves, shape.later);
-    for (double& height : heights) height = std::pow(height, shape.ramps);
-    std::sort(heights.begin(), heights.end(), std::greater<>());
-    return heights;
-  }
-  for (int i = 1; i <= shape.up; ++i) heights.push_back(std::pow(shape.growth, -i));
-  for (int i = 1; i <= shape.down; ++i) {
-    heights.push_back(1 - (1 - shape.last) * i / shape.down);
-  }
-  while (static_cast<int>(heights.size()) < shape.waves) heights.push_back(1);
-  std::sort(heights.begin(), heights.end(), std::greater<>());
-  return heights;
-}
+std::vector<double> relativeHeights(const Shape& shape, const PipelineRamps& ramps);
 
 }  // namespace hdpcomm::planner

@@ -4,9 +4,8 @@
 #include "planner/search/swaps.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <utility>
+#include <vector>
 
 #include "base/xorshift.hpp"
 #include "planner/model/cost_model.hpp"

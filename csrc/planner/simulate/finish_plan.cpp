@@ -1,6 +1,7 @@
 #include "planner/simulate/finish_plan.hpp"
 
 #include <algorithm>
+#include <cstdint>
 
 #include "planner/model/cost_model.hpp"
 #include "planner/simulate/simulator.hpp"

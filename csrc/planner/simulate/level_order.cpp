@@ -1,6 +1,8 @@
 #include "planner/simulate/level_order.hpp"
 
 #include <algorithm>
+#include <cstdint>
+#include <vector>
 
 #include "planner/simulate/pass_costs.hpp"
 

@@ -1,9 +1,12 @@
 #include "planner/simulate/priority_order.hpp"
 
 #include <algorithm>
+#include <cstdint>
+#include <functional>
 #include <queue>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "base/error.hpp"
 #include "planner/simulate/link_sharing.hpp"

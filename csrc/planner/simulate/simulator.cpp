@@ -1,7 +1,5 @@
 #include "planner/simulate/simulator.hpp"
 
-#include <utility>
-
 #include "planner/model/cost_model.hpp"
 #include "planner/simulate/level_order.hpp"
 #include "planner/simulate/priority_order.hpp"

@@ -1,9 +1,11 @@
 #include "planner/simulate/split_order.hpp"
 
 #include <algorithm>
+#include <cstdint>
 #include <deque>
 #include <limits>
 #include <utility>
+#include <vector>
 
 #include "planner/simulate/level_order.hpp"
 #include "planner/simulate/pass_costs.hpp"

@@ -1,0 +1,54 @@
+#include "planner/bound/pass_times.hpp"
+
+#include <algorithm>
+#include <limits>
+
+namespace hdpcomm::planner {
+
+PassTimes::PassTimes(const CostModel& cost, const Load& load, int least, int ranks)
+    : cost_(cost), load_(load), least_(least), borders_(cost.cluster().largestGroups()) {
+  for (const bool backward : {false, true}) {
+    int first = least;
+    for (size_t i = 0; i < borders_.size(); ++i) {
+      fastest_[backward][i] = fastest(first, std::min(borders_[i], ranks), backward);
+      first = std::max(least, borders_[i] + 1);
+    }
+  }
+}
+
+double PassTimes::pass(int ranks, bool backward) const {
+  double least = std::numeric_limits<double>::infinity();
+  int first = least_;
+  for (size_t i = 0; i < borders_.size(); ++i) {
+    const int last = std::min(borders_[i], ranks);
+    if (first <= last) {
+      least = std::min(least, seconds(std::min(fastest_[backward][i], last), backward));
+    }
+    first = std::max(least_, borders_[i] + 1);
+  }
+  return least;
+}
+
+double PassTimes::seconds(int size, bool backward) const {
+  const CostParams& params = cost_.params();
+  const double compute = cost_.stepCompute(load_, size);
+  const double transfer = cost_.stepTransfer(load_, size, cost_.cluster().leastScope(size));
+  const double rest = size * compute + params.linear * load_.tokens / size + params.fixed +
+                      (size - 1) * params.ring_step;
+  return backward ? (1 - params.forward) * rest + (size - 1) * cost_.backwardWait(compute, transfer)
+                  : params.forward * rest + (size - 1) * cost_.forwardWait(compute, transfer);
+}
+
+int PassTimes::fastest(int first, int last, bool backward) const {
+  while (first < last) {
+    const int middle = first + (last - first) / 2;
+    if (seconds(middle + 1, backward) < seconds(middle, backward)) {
+      first = middle + 1;
+    } else {
+      last = middle;
+    }
+  }
+  return first;
+}
+
+}  // namespace hdpcomm::planner

@@ -1,0 +1,366 @@
+#include "planner/pipeline/wave_planner.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <utility>
+
+#include "planner/model/rings.hpp"
+
+namespace hdpcomm::planner {
+
+WavePlanner::WavePlanner(const Problem& problem)
+    : problem_(problem),
+      cost_(problem.cost()),
+      by_speed_(cost_, problem.ranks()),
+      jobs_(makeJobs(problem)),
+      ramps_(cost_, forwardShare(cost_), forwardShare(cost_), 0),
+      order_(cost_) {
+  for (const Job& job : jobs_) work_ += job.min_size * job.min_size_s;
+}
+
+double WavePlanner::timeTogether(int count) const {
+  if (count > static_cast<int>(jobs_.size())) return 0;
+  int least = 0;
+  double low = 0;
+  for (int i = 0; i < count; ++i) {
+    least += jobs_[i].min_size;
+    low = std::max(
+        low, cost_.seconds(jobs_[i].load, by_speed_.fastestSize(jobs_[i], 0, problem_.ranks())));
+  }
+  if (least > problem_.ranks()) return 0;
+  const auto fit = [&](double height) {
+    int place = 0;
+    for (int i = 0; i < count; ++i) {
+      const int size = place < problem_.ranks()
+                           ? by_speed_.sizeWithin(jobs_[i], place, problem_.ranks(), height)
+                           : 0;
+      if (size == 0) return false;
+      place += size;
+    }
+    return true;
+  };
+  double high = low;
+  while (!fit(high)) {
+    low = high;
+    high *= 1.3;
+  }
+  for (int i = 0; i < 12 && low < high; ++i) {
+    const double middle = 0.5 * (low + high);
+    (fit(middle) ? high : low) = middle;
+  }
+  return high;
+}
+
+std::vector<double> WavePlanner::levels() const {
+  double work = 0;
+  size_t middle = 0;
+  while (middle + 1 < jobs_.size() && 2 * work < work_) {
+    work += jobs_[middle].min_size * jobs_[middle].min_size_s;
+    ++middle;
+  }
+  const Job& job = jobs_[middle];
+  std::vector<double> heights;
+  const auto add = [&](int size) {
+    if (size >= job.min_size) heights.push_back(cost_.seconds(job.load, size) * (1 + 1e-9));
+  };
+  const int node = std::min(cost_.cluster().ranks_per_node, problem_.ranks());
+  for (int size = 1; size <= std::min(node, kMaxNode); ++size) add(size);
+  for (int count = 1; problem_.ranks() / count > node; count += std::max(1, count / 2)) {
+    add(problem_.ranks() / count);
+  }
+  return heights;
+}
+
+double WavePlanner::spent() const {
+  const auto waves = static_cast<double>(waves_.size());
+  const double beside = std::min(waves, static_cast<double>(WaveOrder::kNear));
+  return kOfSequence * problem_.count() +
+         2 * waves * cost_.cluster().pipeline * (problem_.ranks() + 6 * beside);
+}
+
+std::vector<MicroBatch> WavePlanner::plan(const Shape& shape, double limit, double most) {
+  markUnused();
+  waves_.clear();
+  full_ = shape.full;
+  spread_ = shape.spread;
+  nodes_ = shape.nodes && by_speed_.alike();
+  reserved_ = 0;
+  double work = work_;
+  if (shape.top > 0) {
+    work -= addTopWave(shape.top, shape.own);
+    if (waves_.back().wide.empty()) return {};
+    if (reserved_ == problem_.ranks()) reserved_ = 0;
+  }
+  if (!shape.given.others.empty()) {
+    addGiven(shape.given);
+  } else if (!addRelative(shape, work, limit)) {
+    return {};
+  }
+  double added = 0;
+  while (hasWide()) {
+    addWave(extra_, reserved_, problem_.ranks());
+    if (waves_.back().wide.empty()) return {};  // it fits only on the reserved ranks
+    added += waves_.back().height;
+    if (added > limit) return {};
+    heights_.others.push_back(extra_);
+  }
+  return dealt(limit, std::min(most, limit * kHopeless));
+}
+
+bool WavePlanner::addRelative(const Shape& shape, double work, double limit) {
+  const std::vector<double> heights = relativeHeights(shape, ramps_);
+  const double all_speeds = by_speed_.speedFrom(0), other_speeds = by_speed_.speedFrom(reserved_);
+  double sum = 0;
+  for (size_t i = 0; i < heights.size(); ++i) {
+    sum += heights[i] * (static_cast<int>(i) < shape.beside ? all_speeds : other_speeds);
+  }
+  if (sum <= 0) return false;
+  unit_ = work * (1 + shape.slack) / sum;
+  const double all = std::accumulate(heights.begin(), heights.end(), 0.0);
+  if (reserved_ > 0 && unit_ * all > limit * (1 + shape.slack)) return false;
+  heights_ = {};
+  for (size_t i = 0; i < heights.size(); ++i) {
+    const double height = unit_ * heights[i];
+    if (static_cast<int>(i) < shape.beside && reserved_ > 0) {
+      heights_.reserved.push_back(height);
+      addWave(height, 0, reserved_);
+    }
+    heights_.others.push_back(height);
+    addWave(height, reserved_, problem_.ranks());
+  }
+  extra_ = unit_ * heights.front();
+  return true;
+}
+
+void WavePlanner::addGiven(const Heights& given) {
+  unit_ = extra_ = given.others.front();
+  heights_ = given;
+  auto reserved = given.reserved.begin();
+  const auto end = reserved_ > 0 ? given.reserved.end() : reserved;
+  for (const double height : given.others) {
+    for (; reserved != end && *reserved >= height; ++reserved) addWave(*reserved, 0, reserved_);
+    addWave(height, reserved_, problem_.ranks());
+  }
+  for (; reserved != end; ++reserved) addWave(*reserved, 0, reserved_);
+}
+
+double WavePlanner::forwardShare(const CostModel& cost) {
+  return std::clamp(cost.params().forward, 0.05, 0.95);
+}
+
+bool WavePlanner::single(const Job& job, double height) const {
+  return job.min_size == 1 && job.min_size_s <= height;
+}
+
+bool WavePlanner::hasWide() {
+  while (first_single_ < jobs_.size() && !single(jobs_[first_single_], unit_)) ++first_single_;
+  return unusedFrom(0) < first_single_;
+}
+
+void WavePlanner::markUnused() {
+  used_.assign(jobs_.size(), false);
+  after_.resize(jobs_.size() + 1);
+  std::iota(after_.begin(), after_.end(), 0);
+  first_single_ = 0;
+}
+
+void WavePlanner::markUsed(size_t job) {
+  used_[job] = true;
+  after_[job] = job + 1;
+}
+
+size_t WavePlanner::unusedFrom(size_t job) {
+  size_t found = job;
+  while (after_[found] != found) found = after_[found];
+  while (after_[job] != found) job = std::exchange(after_[job], found);
+  return found;
+}
+
+double WavePlanner::addTopWave(double height, int most) {
+  constexpr double kAboutAsLong = 0.6;
+  unit_ = height;
+  addWave(height, 0, problem_.ranks());
+  Wave& wave = waves_.back();
+  size_t kept = 0;
+  while (kept < wave.wide.size() && static_cast<int>(kept) < most &&
+         wave.wide[kept].seconds >= kAboutAsLong * wave.height) {
+    reserved_ += wave.wide[kept++].size;
+  }
+  wave.wide.resize(kept);
+  wave.last = wave.used = reserved_;
+  wave.packs.clear();
+  double work = 0;
+  markUnused();
+  for (const Wave::Wide& wide : wave.wide) {
+    if (wide.job == Wave::kIdle) continue;
+    markUsed(wide.job);
+    work += jobs_[wide.job].min_size * jobs_[wide.job].min_size_s;
+  }
+  return work;
+}
+
+void WavePlanner::addWave(double height, int first, int last) {
+  Wave wave;
+  wave.first = first;
+  wave.last = last;
+  wave.used = first;
+  wave.height = height;
+  int misses = 0;
+  bool filled = false;  // the end of a node, before this job
+  for (size_t i = unusedFrom(0); i < jobs_.size() && wave.used < last;
+       i = unusedFrom(std::exchange(filled, false) ? i : i + 1)) {
+    const Job& job = jobs_[i];
+    if (single(job, height)) break;
+    if (job.min_size > last - wave.used) continue;
+    int size = by_speed_.sizeWithin(job, wave.used, last, wave.height);
+    if (size == 0 && wave.used == first && tooHigh(job, first, last)) {
+      size = by_speed_.fastestSize(job, first, last);
+    }
+    if (size == 0) {
+      if (++misses > kMaxMisses) break;
+      continue;
+    }
+    if (full_ > 0 && single(job, unit_) && cost_.seconds(job.load, size) < full_ * wave.height) {
+      continue;
+    }
+    if (nodes_ && !endNode(wave, i, size)) {
+      if (wave.used + size > last) break;
+      filled = true;
+      continue;
+    }
+    markUsed(i);
+    place(wave, i, size);
+  }
+  if (spread_ && !nodes_ && wave.used < last) spread(wave);
+  wave.packs.resize(last - wave.used);
+  waves_.push_back(std::move(wave));
+}
+
+bool WavePlanner::endNode(Wave& wave, size_t job, int size) {
+  const int node = cost_.cluster().ranks_per_node;
+  const int left = node - wave.used % node;
+  if (size <= left || left == node || size > node) return true;
+  const auto within = [&](const Job& other) {
+    const int least = by_speed_.sizeWithin(other, wave.used, wave.used + left, wave.height);
+    return least > 0;
+  };
+  const auto first =
+      std::partition_point(jobs_.begin() + static_cast<std::ptrdiff_t>(job) + 1, jobs_.end(),
+                           [&](const Job& other) { return !within(other); });
+  const size_t other = unusedFrom(static_cast<size_t>(first - jobs_.begin()));
+  if (other < jobs_.size() && within(jobs_[other])) {
+    markUsed(other);
+    place(wave, other,
+          by_speed_.sizeWithin(jobs_[other], wave.used, wave.used + left, wave.height));
+  } else {
+    wave.wide.push_back({Wave::kIdle, left, 0});
+    wave.used += left;
+  }
+  return false;
+}
+
+void WavePlanner::place(Wave& wave, size_t job, int size) const {
+  const int last = wave.used + size - 1;
+  const double seconds = cost_.seconds(jobs_[job].load, size) / by_speed_.speed(last);
+  wave.height = std::max(wave.height, seconds);
+  wave.used += size;
+  wave.wide.push_back({job, size, seconds});
+}
+
+void WavePlanner::spread(Wave& wave) const {
+  if (wave.wide.empty() || wave.wide.size() > kMaxSpread) return;
+  double high = 0;
+  for (const Wave::Wide& wide : wave.wide) high = std::max(high, wide.seconds);
+  Wave best;
+  const auto fit = [&](double height) {
+    Wave found;
+    found.used = wave.first;
+    for (const Wave::Wide& wide : wave.wide) {
+      if (found.used == wave.last) return false;
+      const int size = by_speed_.sizeWithin(jobs_[wide.job], found.used, wave.last, height);
+      if (size == 0) return false;
+      place(found, wide.job, size);
+    }
+    best = std::move(found);
+    return true;
+  };
+  double low = 0.5 * high;
+  for (int i = 0; i < 10; ++i) {
+    const double middle = 0.5 * (low + high);
+    (fit(middle) ? high : low) = middle;
+  }
+  if (best.wide.empty()) return;
+  wave.wide = std::move(best.wide);
+  wave.used = best.used;
+  wave.height = best.height;
+}
+
+bool WavePlanner::tooHigh(const Job& job, int first, int last) const {
+  return by_speed_.sizeWithin(job, first, last, unit_) == 0;
+}
+
+std::vector<MicroBatch> WavePlanner::dealt(double limit, double most) {
+  const WavePacks packs(problem_, by_speed_, jobs_, used_);
+  if (packs.takeNoTime()) return {};  // heights say nothing of their packs
+  std::vector<WavePacks::Lacking> lacking;
+  if (packs.work() > 0) {
+    const double room = makeRoom(packs, limit);
+    if (room < packs.work()) return {};
+    lacking = packs.shares(waves_, room);
+  }
+  for (Wave& wave : waves_) {
+    wave.height = 0;
+    for (const Wave::Wide& wide : wave.wide) wave.height = std::max(wave.height, wide.seconds);
+  }
+  for (const auto& [seconds, pack] : lacking) {
+    Wave& wave = waves_[pack.first];
+    wave.height = std::max(wave.height, seconds / by_speed_.speed(wave.used + pack.second));
+  }
+  if (!order_.find(waves_, reserved_, most)) return {};
+  const size_t waves = waves_.size();
+  if (packs.work() > 0) packs.fill(waves_, std::move(lacking), reserved_);
+  if (waves_.size() > waves && !order_.find(waves_, reserved_, most)) return {};
+  if (by_speed_.alike()) turnWaves(waves_, problem_);
+  std::vector<MicroBatch> batches;
+  for (const size_t wave : order_.waves()) take(waves_[wave], batches);
+  return batches;
+}
+
+double WavePlanner::makeRoom(const WavePacks& packs, double limit) {
+  double room = 0;
+  for (const Wave& wave : waves_) packs.addRoom(wave, room);
+  const double height = std::min(unit_, packs.full());
+  for (double added = 0; room < packs.work();) {
+    added += height;
+    if (added > limit) break;
+    addWave(height, reserved_, problem_.ranks());
+    packs.addRoom(waves_.back(), room);
+  }
+  return room;
+}
+
+void WavePlanner::take(Wave& wave, std::vector<MicroBatch>& batches) const {
+  const auto add = [&](int first, int size, std::vector<int32_t> sequences) {
+    MicroBatch batch;
+    if (wave.turned) first = wave.first + wave.last - first - size;
+    batch.ranks = ringOrder(by_speed_.ranks(first, size), cost_.cluster());
+    batch.sequences = std::move(sequences);
+    batch.start = static_cast<double>(batches.size());
+    batches.push_back(std::move(batch));
+  };
+  int first = wave.first;
+  for (const Wave::Wide& wide : wave.wide) {
+    if (wide.job != Wave::kIdle) {
+      add(first, wide.size, problem_.withRiders(jobs_[wide.job].sequence));
+    }
+    first += wide.size;
+  }
+  for (size_t k = 0; k < wave.packs.size(); ++k) {
+    if (!wave.packs[k].empty()) {
+      add(wave.used + static_cast<int>(k), 1, std::move(wave.packs[k]));
+    }
+  }
+}
+
+}  // namespace hdpcomm::planner

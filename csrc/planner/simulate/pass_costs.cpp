@@ -1,0 +1,53 @@
+#include "planner/simulate/pass_costs.hpp"
+
+#include "planner/model/cost_model.hpp"
+#include "planner/model/rings.hpp"
+
+namespace hdpcomm::planner {
+
+PassCosts passCosts(const Problem& problem, const MicroBatch& batch) {
+  const CostModel& cost = problem.cost();
+  const CostParams& params = cost.params();
+  const int chunks = cost.cluster().chunks;
+  const int size = static_cast<int>(batch.ranks.size());
+  const auto [load, held] = workOf(problem, batch);
+  const double step = cost.stepCompute(load, size);
+  const Scope scope = scopeOf(batch.ranks, cost.cluster());
+  const double transfer =
+      cost.stepTransfer(load, size, scope, crowding(batch.ranks, cost.cluster()));
+  const double speed = slowest(batch.ranks, cost.cluster());
+  const double rest =
+      params.linear * load.tokens / size + params.fixed + (size - 1) * params.ring_step;
+  const auto pass = [&](double share, double sent, double step_wait) {
+    const double wait = (size - 1) * step_wait;
+    const double parts = chunks * speed;
+    PassCosts::Pass result;
+    result.seconds = (share * (size * step + rest) + wait) / parts;
+    result.exposed = wait / parts;
+    result.compute = share * step / parts;
+    result.bytes = sent * cost.kv(scope) * load.tokens / size / parts;
+    result.latency = sent * cost.latency(scope) / parts;
+    result.steps = size - 1;
+    return result;
+  };
+  PassCosts result;
+  result.forward = pass(params.forward, params.forward_transfer, cost.forwardWait(step, transfer));
+  result.backward =
+      pass(1 - params.forward, 1 - params.forward_transfer, cost.backwardWait(step, transfer));
+  if (cost.cluster().split) {
+    const double most = std::max(0.0, result.backward.seconds - result.backward.exposed);
+    result.weights = std::min(most, params.put_off * load.tokens / size / (chunks * speed));
+  }
+  const double tokens = static_cast<double>(held);
+  result.copy = batch.offload * cost.memory().copy * tokens / chunks;
+  result.resident = tokens * (1 - batch.offload * cost.memory().offloadable) / chunks;
+  return result;
+}
+
+PassCosts inputCosts(const Problem& problem, const MicroBatch& batch) {
+  PassCosts costs = passCosts(problem, batch);
+  costs.backward.seconds -= costs.weights;
+  return costs;
+}
+
+}  // namespace hdpcomm::planner
