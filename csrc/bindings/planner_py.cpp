@@ -41,7 +41,7 @@ Load makeLoad(const std::vector<int64_t>& lengths) {
 }
 
 // (columns, makespan, lower bound, idle share, seconds that noise adds to the mean makespan,
-// micro-batches that wait in a queue, pools of ranks)
+// micro-batches that wait in a queue, pools of ranks, the candidate that made the plan)
 py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
                        const std::string& policy, int64_t context, int context_ranks,
                        std::vector<double> squares, const std::vector<int64_t>& ids, bool queue) {
@@ -52,6 +52,7 @@ py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
   double noise_s = 0;
   int queued = 0;
   int pools = 1;
+  std::string made_by;
   {
     py::gil_scoped_release release;
     const Problem problem(std::move(lengths), cost, std::move(squares));
@@ -69,10 +70,11 @@ py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
     columns.emplace(plan, problem.lengths(), ids);
     makespan = plan.makespan;
     idle_share = plan.idle_share;
+    made_by = plan.made_by;
     noise_s = std::max(0.0, mean.value_or(planner::expectedMakespan(problem, plan)) - makespan);
   }
   return py::make_tuple(std::move(*columns).toTuple(), makespan, lower_bound, idle_share, noise_s,
-                        queued, pools);
+                        queued, pools, made_by);
 }
 
 // The simulator counts on ranks that the cluster has.

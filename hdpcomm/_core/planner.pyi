@@ -54,7 +54,7 @@ def solve(
     squares: Sequence[float] = (),
     ids: Sequence[int] = (),
     queue: bool = False,
-) -> tuple[Columns, float, float, float, float, int, int]: ...
+) -> tuple[Columns, float, float, float, float, int, int, str]: ...
 def make_batches(
     table: Columns,
     first: int,

@@ -32,7 +32,8 @@ __all__ = ["check_plan_suffix", "read_plan", "read_text", "write_file", "write_p
 _SUFFIXES = (".json", ".safetensors")
 _FORMAT, _VERSION = "hdpcomm.plan", "1"
 _TEXTS = ("format", "version", "policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share")
-_LATER = {"noise_s": 0.0, "queued": 0, "queue_pools": 1}  # values that files may lack, and what they are there
+# Values that files may lack, and what they are there.
+_LATER: dict[str, float | int | str] = {"noise_s": 0.0, "queued": 0, "queue_pools": 1, "made_by": ""}
 _KINDS = {np.int64: "I64", np.int32: "I32", np.float64: "F64"}
 _ALIGNMENT = 64
 _MOST_HEADER = 100 << 20  # as the package safetensors

@@ -42,6 +42,7 @@ class _Solved(NamedTuple):
     noise_s: float
     queued: int = 0
     queue_pools: int = 1
+    made_by: str = ""
 
     @property
     def expected(self) -> float:
@@ -205,7 +206,7 @@ class Planner:
         solved = self._solve(self._core, jobs)
         lower_bound = solved.lower_bound * (1 - self._spare)
         if self._in_waves:
-            return self._plan_in_waves(jobs, solved.table, start)
+            return self._plan_in_waves(jobs, solved, start)
         if self.policy == "balanced" and self._spare:
             return self._plan_for_shared_cores(jobs, solved, lower_bound, start)
         others = self._without_offload
@@ -217,7 +218,7 @@ class Planner:
             with contextlib.suppress(InvalidUsage):  # policies that round group sizes up may not fit without offload
                 plain = self._solve(others, jobs)
                 if plain.expected < solved.expected:  # heuristics may find a better plan with fewer choices
-                    solved = plain
+                    solved = plain._replace(made_by=f"{plain.made_by}, without offload")
         return self._made(jobs, start, solved._replace(lower_bound=lower_bound))
 
     def _made(self, jobs: Jobs, start: float, solved: _Solved) -> StepPlan:
@@ -232,6 +233,7 @@ class Planner:
             noise_s=solved.noise_s,
             queued=solved.queued,
             queue_pools=solved.queue_pools,
+            made_by=solved.made_by,
             fragments=jobs.fragments,
         )
 
@@ -255,23 +257,24 @@ class Planner:
         found_best = best._replace(makespan=makespan, lower_bound=lower_bound, idle_share=idle_share, noise_s=0.0)
         return self._made(jobs, start, found_best)
 
-    def _plan_in_waves(self, jobs: Jobs, table: PlanTable, start: float) -> StepPlan:
+    def _plan_in_waves(self, jobs: Jobs, balanced: _Solved, start: float) -> StepPlan:
         """The plan whose waves end first: of the micro-batches as they are and the longest first, for ``balanced`` also
         of those of the other policies. Ranks that share processors leave theirs to others while they wait."""
         found = []
         others = ("naive", "pow2", "static") if self.policy in ("balanced", "pipeline") else ()
         for policy in (None, *others):
             with contextlib.suppress(InvalidUsage):  # a mesh may not hold what the balanced plan does
-                solved = (table if policy is None else self._solve(self._core, jobs, policy).table).micro_batches()
-                for made in (solved, sorted_for_waves(solved)):
+                solved = balanced if policy is None else self._solve(self._core, jobs, policy)
+                batches = solved.table.micro_batches()
+                for made, order in ((batches, ""), (sorted_for_waves(batches), ", longest first")):
                     waves = wave_times(made, [each.predicted_s for each in made], self.cost_model, self.cluster)
                     mean = sum(waves.rank_busy) / self.cluster.ranks
-                    found.append((max(mean, (1 - self._spare) * waves.makespan_s), mean, made))
-        makespan, mean, best = min(found, key=lambda one: one[0])
+                    makespan = max(mean, (1 - self._spare) * waves.makespan_s)
+                    found.append((makespan, mean, made, solved.made_by + order))
+        makespan, mean, best, made_by = min(found, key=lambda one: one[0])
         idle_share = 1 - mean / makespan if makespan else 0.0
-        return self._made(
-            jobs, start, _Solved(PlanTable.of(best), makespan, self._bound_in_waves(jobs), idle_share, 0.0)
-        )
+        solved = _Solved(PlanTable.of(best), makespan, self._bound_in_waves(jobs), idle_share, 0.0, made_by=made_by)
+        return self._made(jobs, start, solved)
 
     def _bound_in_waves(self, jobs: Jobs) -> float:
         """No wave ends before the longest of its micro-batches would without experts; nor does a step before the mean

@@ -49,6 +49,7 @@ class StepPlan:
             names for it is the one that would take it if all went as predicted; a plan may also be run so.
         queue_pools: queues that there are: a micro-batch is for the ranks that are equal to its own one modulo this
             number (:mod:`hdpcomm.plan.queue`).
+        made_by: what of the policy made the plan, as "waves + swaps" (docs/policies.md); not part of the hash.
         fragments: parts of trees that were cut; number i has the id ``len(lengths) + i``, and its tree none.
     """
 
@@ -63,6 +64,7 @@ class StepPlan:
     noise_s: float = 0.0
     queued: int = 0
     queue_pools: int = 1
+    made_by: str = ""
     _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -194,12 +196,13 @@ class StepPlan:
         tokens = table.tokens()
         ring_tokens = int(((table.group_sizes() - 1) * tokens).sum())
         noise = f" and {self.noise_s:.3g} s of noise" if self.noise_s else ""
+        made_by = f" by {self.made_by}" if self.made_by not in ("", self.policy) else ""
         lines = [
             f"policy {self.policy} on {self.num_ranks} ranks: {self.tokens:,} tokens in {len(table)} "
             f"micro-batches, {counts.min()} to {counts.max()} a rank",
             f"predicted {self.makespan_s:.6g} s{noise}, lower bound {self.lower_bound_s:.6g} s "
             f"(gap {100 * self.gap:.2f}%), idle {100 * self.idle_share:.2f}%, "
-            f"planned in {1e3 * self.planning_s:.1f} ms",
+            f"planned in {1e3 * self.planning_s:.1f} ms{made_by}",
             f"widest group {table.group_sizes().max(initial=0)} ranks, at most {table.most_peers()} ring peers a rank, "
             f"KV of {ring_tokens:,} tokens passed on per layer and pass",
         ]
@@ -228,6 +231,7 @@ class StepPlan:
             "planning_s": self.planning_s,
             "idle_share": self.idle_share,
             "noise_s": self.noise_s,
+            "made_by": self.made_by,
             **self._queue_values(),
             "hash": self.hash,
             "fragments": [
@@ -260,6 +264,7 @@ class StepPlan:
                 noise_s=float(data.get("noise_s", 0.0)),
                 queued=int(data.get("queued", 0)),
                 queue_pools=int(data.get("queue_pools", 1)),
+                made_by=str(data.get("made_by", "")),
                 fragments=tuple(
                     TreeFragment(int(f["tree"]), tuple(map(int, f["segments"])), tuple(map(bool, f["repeated"])))
                     for f in data.get("fragments", ())
@@ -326,7 +331,8 @@ class StepPlan:
 
 _QUEUE_VALUES = ("queued", "queue_pools")
 _VALUES = (
-    "policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share", "noise_s", *_QUEUE_VALUES
+    "policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share", "noise_s", "made_by",
+    *_QUEUE_VALUES,
 )  # fmt: skip
 
 

@@ -6,8 +6,11 @@
 #include "planner/flat/balanced.hpp"
 
 #include <algorithm>
+#include <cstdint>
 #include <limits>
 #include <numeric>
+#include <optional>
+#include <vector>
 
 #include "planner/flat/block_packer.hpp"
 #include "planner/flat/nested_blocks.hpp"
@@ -16,6 +19,7 @@
 #include "planner/model/cost_model.hpp"
 #include "planner/model/jobs.hpp"
 #include "planner/model/rings.hpp"
+#include "planner/search/candidates.hpp"
 #include "planner/search/refine.hpp"
 #include "planner/search/swaps.hpp"
 #include "planner/simulate/finish_plan.hpp"
@@ -82,16 +86,17 @@ std::vector<int> waveCounts(const Problem& problem, const std::vector<Job>& jobs
 }
 
 // For a few long sequences of about the same length: in which a block is left over that is too
-// small for one more of them, and too large to be wasted. Waves share all ranks out instead.
-Plan planWaves(const Problem& problem, double lower_bound, const Plan& so_far) {
+// small for one more of them, and too large to be wasted. Waves share all ranks out instead. A plan
+// that ends before `limit`, if there is one.
+std::optional<Plan> planWaves(const Problem& problem, double lower_bound, double limit) {
   std::vector<Job> jobs = makeJobs(problem);
   WavePacker packer(problem, jobs);
   const auto long_ones = std::partition_point(jobs.begin(), jobs.end(), [&](const Job& job) {
     return job.min_size > 1 || job.min_size_s > kLongShare * lower_bound;
   });
   const int count = static_cast<int>(long_ones - jobs.begin());
-  if (count == 0 || count > kMaxWaveJobs) return so_far;
-  double best = so_far.makespan;
+  if (count == 0 || count > kMaxWaveJobs) return {};
+  double best = limit;
   Packing packing;
   const auto attempt = [&](const std::vector<int>& counts) {
     for (const bool turned : {false, true}) {
@@ -121,7 +126,7 @@ Plan planWaves(const Problem& problem, double lower_bound, const Plan& so_far) {
     }
     left += full.back();
   }
-  if (best == so_far.makespan) return so_far;
+  if (best == limit) return {};
   return finishPlan(problem, collectPlaced(problem, jobs, packing));
 }
 
@@ -137,7 +142,9 @@ Plan planBySpeed(const Problem& problem, double lower_bound) {
   for (const int rank : ranks) speeds.push_back(cluster.speed(rank));
   const Problem sorted = problem.withSpeeds(std::move(speeds));
   Plan plan = planBlocks(sorted, lower_bound);
-  if (plan.makespan > lower_bound * (1 + kGoodGap)) plan = planWaves(sorted, lower_bound, plan);
+  if (plan.makespan > lower_bound * (1 + kGoodGap)) {
+    if (auto waves = planWaves(sorted, lower_bound, plan.makespan)) plan = std::move(*waves);
+  }
   for (MicroBatch& batch : plan.micro_batches) {
     for (int32_t& rank : batch.ranks) rank = ranks[rank];
     std::sort(batch.ranks.begin(), batch.ranks.end());
@@ -155,30 +162,59 @@ Plan planUniform(const Problem& problem) {
   return planStatic(problem, options);
 }
 
+constexpr Candidate<PlanSearch> kBlockCandidates[] = {
+    {"blocks", [](const PlanSearch&) { return true; },
+     [](PlanSearch& search) { search.take(planBlocks(search.problem, search.lower_bound)); }},
+    {"blocks on borders",
+     [](const PlanSearch& search) { return !search.atBound() && search.cluster().sharesLinks(); },
+     [](PlanSearch& search) { search.take(planBlocks(search.problem, search.lower_bound, true)); }},
+    {"blocks by speed",
+     [](const PlanSearch& search) {
+       const Cluster& cluster = search.cluster();
+       return !search.atBound() && !cluster.speeds.empty() && !cluster.neighbours;
+     },
+     [](PlanSearch& search) { search.take(planBySpeed(search.problem, search.lower_bound)); }},
+};
+
+constexpr Candidate<PlanSearch> kGapCandidates[] = {
+    {"waves", [](const PlanSearch& search) { return search.gap_left; },
+     [](PlanSearch& search) {
+       search.take(planWaves(search.problem, search.lower_bound, search.best->makespan));
+     }},
+    {"nested blocks",
+     [](const PlanSearch& search) { return search.gap_left && search.cluster().speeds.empty(); },
+     [](PlanSearch& search) {
+       search.take(planNested(search.problem, search.lower_bound, search.best->makespan));
+     }},
+    {"all ranks",
+     [](const PlanSearch& search) { return search.gap_left && search.small(kRefineLimit); },
+     [](PlanSearch& search) { search.take(planUniform(search.problem)); }},
+};
+
+constexpr Candidate<PlanSearch> kImprovements[] = {
+    {"swaps", [](const PlanSearch& search) { return search.gap_left; },
+     [](PlanSearch& search) {
+       search.improve([&](Plan plan) { return swapSequences(search.problem, std::move(plan)); });
+     }},
+    {"local search",
+     [](const PlanSearch& search) { return search.gap_left && search.small(kRefineLimit); },
+     [](PlanSearch& search) {
+       search.improve(
+           [&](Plan plan) { return refine(search.problem, std::move(plan), search.lower_bound); });
+     }},
+};
+
 }  // namespace
 
 Plan planBalanced(const Problem& problem, const PolicyOptions& options, double lower_bound) {
-  Plan plan = planBlocks(problem, lower_bound);
-  if (plan.makespan <= lower_bound * (1 + 1e-9)) return plan;
-  const auto take = [&](Plan other) {
-    if (other.makespan < plan.makespan) plan = std::move(other);
-  };
-  const Cluster& cluster = problem.cost().cluster();
-  if (cluster.sharesLinks()) take(planBlocks(problem, lower_bound, true));
-  if (!cluster.speeds.empty() && !cluster.neighbours) take(planBySpeed(problem, lower_bound));
-  const bool gap_left = plan.makespan > lower_bound * (1 + kGoodGap);
-  const bool small = static_cast<double>(problem.count()) * problem.ranks() <= kRefineLimit;
-  if (gap_left) take(planWaves(problem, lower_bound, plan));
-  if (gap_left && cluster.speeds.empty()) {
-    if (auto nested = planNested(problem, lower_bound, plan.makespan)) take(std::move(*nested));
-  }
-  if (gap_left && small) take(planUniform(problem));
-  // Never worse than another policy. Most of these plans need not be made to know that.
-  if (leastNaive(problem) < plan.makespan) take(planNaive(problem));
-  if (leastPow2(problem) < plan.makespan) take(planPow2(problem));
-  if (leastStatic(problem, options) < plan.makespan) take(planStatic(problem, options));
-  if (gap_left) plan = swapSequences(problem, std::move(plan));
-  return gap_left && small ? refine(problem, std::move(plan), lower_bound) : plan;
+  PlanSearch search{problem, options, lower_bound};
+  tryAll(kBlockCandidates, search);
+  if (search.atBound()) return std::move(search).result();
+  search.gap_left = search.best->makespan > lower_bound * (1 + kGoodGap);
+  tryAll(kGapCandidates, search);
+  tryBaselines(search);
+  tryAll(kImprovements, search);
+  return std::move(search).result();
 }
 
 }  // namespace hdpcomm::planner

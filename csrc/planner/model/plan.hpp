@@ -22,6 +22,7 @@ struct Plan {
   std::vector<MicroBatch> micro_batches;  // in the global order
   double makespan = 0;
   double idle_share = 0;  // of ranks x makespan
+  std::string made_by;    // the candidate of a search, or the policy; not a part of what runs
 };
 
 Scope scopeOf(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;

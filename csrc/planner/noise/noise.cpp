@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
-#include <numeric>
 #include <queue>
 #include <utility>
 #include <vector>
@@ -146,7 +145,10 @@ Plan planForNoise(const Problem& problem, Plan plan) {
   for (const double caution : kCautions) {
     if (caution != kCautions[0]) attempt(parts, caution);
   }
-  return batches.empty() ? plan : finishPlan(problem, std::move(batches));
+  if (batches.empty()) return plan;
+  Plan found = finishPlan(problem, std::move(batches));
+  found.made_by = plan.made_by + " + noise";
+  return found;
 }
 
 }  // namespace hdpcomm::planner

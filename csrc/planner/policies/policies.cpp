@@ -5,9 +5,11 @@
 #include "planner/policies/policies.hpp"
 
 #include <algorithm>
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "base/error.hpp"
 #include "planner/flat/balanced.hpp"
@@ -113,16 +115,22 @@ Plan withBestRings(const Problem& problem, Plan plan) {
     }
   }
   Plan better = finishPlan(problem, std::move(batches));
-  return better.makespan < plan.makespan ? better : plan;
+  if (better.makespan >= plan.makespan) return plan;
+  better.made_by = std::move(plan.made_by);
+  return better;
 }
 
 bool isBalanced(const std::string& policy) { return policy == "balanced" || policy == "pipeline"; }
 
 Plan planFreely(const Problem& problem, const std::string& policy, const PolicyOptions& options,
                 double lower_bound) {
-  if (policy == "static") return planStatic(problem, options);
-  if (policy == "naive") return planNaive(problem);
-  if (policy == "pow2") return planPow2(problem);
+  const auto named = [&](Plan plan) {
+    plan.made_by = policy;
+    return plan;
+  };
+  if (policy == "static") return named(planStatic(problem, options));
+  if (policy == "naive") return named(planNaive(problem));
+  if (policy == "pow2") return named(planPow2(problem));
   if (isBalanced(policy)) {
     const auto plan = problem.cost().cluster().pipeline > 1 ? planPipeline : planBalanced;
     return planForNoise(problem, plan(problem, options, lower_bound));

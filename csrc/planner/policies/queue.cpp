@@ -1,6 +1,7 @@
 #include "planner/policies/queue.hpp"
 
 #include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <utility>
@@ -269,6 +270,7 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
   best.mean = std::max(queue.mean(ends, more, best_packs, best.plan), best.plan.makespan);
   best.pools = pools;
   if (best.mean > without * (1 + kWorthIt)) return {std::move(bound)};
+  best.plan.made_by = bound.made_by + " + queue";
   if (known <= 0) best.mean = best.plan.makespan;
   return best;
 }

@@ -1,0 +1,392 @@
+#include "planner/pipeline/shape_search.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "planner/model/cost_model.hpp"
+#include "planner/model/pipeline_ramps.hpp"
+#include "planner/pipeline/height_changes.hpp"
+#include "planner/pipeline/wave_planner.hpp"
+#include "planner/pipeline/wave_shape.hpp"
+#include "planner/pipeline/zone_shapes.hpp"
+#include "planner/search/candidates.hpp"
+#include "planner/simulate/finish_plan.hpp"
+#include "planner/simulate/level_order.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+class ShapeSearch {
+ public:
+  ShapeSearch(const Problem& problem, double lower_bound)
+      : problem_(problem),
+        waves_(problem),
+        stages_(problem.cost().cluster().pipeline),
+        by_levels_(problem.cost().cluster().chunks == 1),
+        bound_(lower_bound) {}
+
+  // Empty where no shape has a plan.
+  Plan run();
+
+  static constexpr double kFar = 1.06;      // of the bound
+  static constexpr double kVeryFar = 1.25;  // of the bound
+  static constexpr int kMostMisses = 100;
+
+  const char* trying = "";  // a candidate
+
+  // What the candidates ask and do.
+  int count() const { return count_; }  // of waves
+  bool byLevels() const { return by_levels_; }
+  bool found() const { return !best_.micro_batches.empty(); }
+  bool above(double share) const { return best_.makespan >= share * bound_; }
+  bool alike() const { return problem_.cost().cluster().speeds.empty(); }
+  bool zonesHelped() const { return zones_helped_; }
+
+  void attemptEqual() { attempt({count_, 0, 0}); }
+  void attemptSlopes() { attempt({count_, stages_, stages_}); }
+
+  void attemptRamps() {
+    Shape shape{count_};
+    shape.ramps = 1;
+    shape.full = 0.85;
+    for (const int later : {0, count_ / 4}) {
+      shape.later = later;
+      for (const bool spread : {false, true}) {
+        shape.spread = spread;
+        attempt(shape);
+      }
+      if (!by_levels_) return;  // each attempt is a whole simulation
+    }
+  }
+
+  // Ranks for the longest sequences alone: as few as end near the bound, or those of several of
+  // them side by side.
+  void reserveRanks() {
+    std::vector<double> tops;
+    for (const double above : {1.0, 1.03, 1.07, 1.12}) tops.push_back(bound_ * above / stages_);
+    for (const int count : {1, 2, 3, 4, 6, 8}) {
+      const double top = waves_.timeTogether(count);
+      if (top <= 0) break;
+      tops.push_back(top);
+    }
+    for (const double top : tops) {
+      if (stages_ * top >= best_.makespan) continue;
+      for (const int count : {4, 14}) {
+        for (const int beside : {0, 4}) {
+          Shape shape{count, stages_, stages_};
+          shape.top = top;
+          shape.beside = beside;
+          attempt(shape);
+        }
+      }
+    }
+  }
+
+  // Ranks of their own for the longest sequence alone, or for the two or three longest.
+  void reserveFew() {
+    for (const int own : {1, 2, 3}) {
+      for (const double above : {1.0, 1.05, 1.12}) {
+        const double top = bound_ * above / stages_;
+        if (stages_ * top >= best_.makespan) break;
+        for (const int count : {8, 16}) {
+          for (const int beside : {2, 5}) {
+            Shape shape{count, stages_, stages_};
+            shape.top = top;
+            shape.beside = beside;
+            shape.own = own;
+            attempt(shape);
+          }
+        }
+      }
+    }
+  }
+
+  // Changes one thing at a time, as long as that helps.
+  void descend() {
+    for (double before = 0; !done() && before != best_.makespan;) {
+      before = best_.makespan;
+      for (const int more : {-8, -4, -2, -1, 1, 2, 4, 8}) {
+        change([&](Shape& shape) { shape.waves += more; });
+      }
+      for (const double slack : {0.01, 0.025, 0.06, 0.09}) {
+        change([&](Shape& shape) { shape.slack = slack; });
+      }
+      if (!by_levels_) {  // each attempt is a whole simulation
+        changeUp();
+        break;
+      }
+      shape_.ramps > 0 ? changeRamps() : changeSlopes();
+      for (const double ramps : {0.0, 0.6, 0.8, 1.0, 1.2}) {
+        change([&](Shape& shape) { shape.ramps = ramps; });
+      }
+      change([&](Shape& shape) { shape.spread = !shape.spread; });
+      for (const double full : {0.0, 0.7, 0.85, 0.93}) {
+        change([&](Shape& shape) { shape.full = full; });
+      }
+      if (shape_.top <= 0) continue;
+      for (const double factor : {0.98, 0.99, 1.01, 1.02}) {
+        change([&](Shape& shape) { shape.top *= factor; });
+      }
+      for (const int more : {-2, -1, 1, 2}) {
+        change([&](Shape& shape) { shape.beside = std::max(0, shape.beside + more); });
+      }
+    }
+  }
+
+  // As many equal waves as are needed, of heights in which sequences of middle length end on
+  // several numbers of ranks: few of them fit into a node.
+  void attemptLevels() {
+    for (const double height : waves_.levels()) {
+      Shape shape;
+      shape.given.others = {height};
+      attempt(shape);
+    }
+  }
+
+  void changeNodes() {
+    change([&](Shape& shape) { shape.nodes = !shape.nodes; });
+  }
+
+  bool nodesMatter() const {
+    const CostModel& cost = problem_.cost();
+    const Scope widest = cost.cluster().scope(0, problem_.ranks() - 1);
+    return alike() && (cost.kv(widest) > cost.kv(Scope::kNode) ||
+                       cost.latency(widest) > cost.latency(Scope::kNode));
+  }
+
+  // Waves in which sequences that fit into a node lie in one: equal ones, and ones that rise and
+  // fall.
+  void attemptNodes() {
+    for (const double height : waves_.levels()) {
+      Shape shape;
+      shape.given.others = {height};
+      shape.nodes = true;
+      attempt(shape);
+    }
+    for (const int count : {8, 12, 16, 20, 26}) {
+      Shape shape{count, stages_, stages_};
+      shape.nodes = true;
+      attempt(shape);
+      shape.growth = 1.2;
+      attempt(shape);
+      shape.growth = 1.5;
+      shape.up = shape.down = 0;
+      shape.ramps = 1;
+      attempt(shape);
+    }
+  }
+
+  // Changes the heights of the waves at random. What makes the plan a little longer is kept at
+  // first, too. `most_misses`: trials that bring nothing, one after the other, after which it ends.
+  void tune(int most_misses) {
+    const Changing changing(*this);
+    HeightChanges changes;
+    const auto waves = static_cast<double>(heights_.others.size());
+    const double size = problem_.count() + waves * problem_.ranks() + waves * waves * stages_;
+    const int trials = static_cast<int>(std::clamp(kTuning / size, 20.0, 200.0));
+    Shape current = shape_;
+    current.given = heights_;
+    double makespan = best_.makespan;
+    double predicted = predicted_;
+    for (int trial = 0, misses = 0; trial < trials && misses < most_misses; ++trial) {
+      if (done()) return;
+      Shape shape = current;
+      changes.apply(shape);
+      const double best = best_.makespan;
+      const double found = makespanOf(shape, kNear * predicted);
+      misses = found < best ? 0 : misses + 1;
+      const double left = 1 - static_cast<double>(trial) / trials;
+      if (found >= makespan + kLonger * best * left * changes.unit()) continue;
+      current = shape;
+      current.given = waves_.heights();
+      makespan = found;
+      predicted = waves_.predicted();
+    }
+  }
+
+  // The longest sequences one after the other.
+  void attemptZones() {
+    const CostModel& cost = problem_.cost();
+    const double before = best_.makespan;
+    const double share = std::clamp(cost.params().forward, 0.05, 0.95);
+    const double work = waves_.meanWork() * problem_.ranks();
+    for (const Shape& shape : zoneShapes(problem_, work, share, before)) {
+      makespanOf(shape, kForever);
+    }
+    zones_helped_ = best_.makespan < before;
+  }
+
+ private:
+  // Whether the search ends: near the bound, or after so much work.
+  bool done() const {
+    if (best_.makespan <= bound_ * kGoodEnough) return true;
+    return spent_ > kBudget && best_.makespan < kForever;
+  }
+
+  void attempt(const Shape& shape) { makespanOf(shape, kLikely * predicted_); }
+
+  // Makes the plan and keeps the best one. Infinity if it was not made, as that of waves for which
+  // a pipeline takes more than `most`.
+  double makespanOf(Shape shape, double most) {
+    if (done() || shape.waves < 1 || shape.waves > PipelineRamps::kMost) return kForever;
+    shape.up = std::min(shape.up, shape.waves / 3);
+    shape.down = std::min(shape.down, shape.waves / 3);
+    const Shape key = shape.withoutUnused();
+    if (std::find(tried_.begin(), tried_.end(), key) != tried_.end()) return kForever;
+    tried_.push_back(key);
+    Plan found;
+    found.micro_batches = waves_.plan(shape, best_.makespan, most);
+    spent_ += waves_.spent();
+    if (found.micro_batches.empty()) return kForever;
+    if (by_levels_) {
+      for (MicroBatch& batch : found.micro_batches) price(problem_, batch);
+      found.makespan = makespanByLevels(problem_, found);
+    } else {
+      found = finishPlan(problem_, std::move(found.micro_batches));
+    }
+    const double makespan = found.makespan;
+    if (makespan >= best_.makespan) return makespan;
+    found.made_by = changing_ ? improvedBy(best_.made_by, trying) : trying;
+    best_ = std::move(found);
+    shape_ = shape;
+    heights_ = waves_.heights();
+    predicted_ = waves_.predicted();
+    return makespan;
+  }
+
+  void changeUp() {
+    for (const int up : {0, 1, 2 * stages_}) {
+      change([&](Shape& shape) {
+        shape.up = up;
+        shape.down = std::min(up, stages_);
+      });
+    }
+  }
+
+  // Few waves of long sequences: lower ones take more ranks, so the ramps are to be less steep.
+  void changeSlopes() {
+    changeUp();
+    for (const double growth : {1.1, 1.2, 1.3, 1.5}) {
+      change([&](Shape& shape) { shape.growth = growth; });
+    }
+    for (const double last : {0.45, 0.6, 0.75, 0.9}) {
+      change([&](Shape& shape) { shape.last = last; });
+    }
+  }
+
+  // A wave more or less on one side of the highest one, or on each.
+  void changeRamps() {
+    for (const int more : {-3, -2, -1, 1, 2, 3}) {
+      change([&](Shape& shape) { shape.later += more; });
+      change([&](Shape& shape) {
+        shape.later += more;
+        shape.waves += more;
+      });
+    }
+  }
+
+  template <typename Change>
+  void change(const Change& change) {
+    Shape shape = shape_;
+    change(shape);
+    const Changing changing(*this);
+    attempt(shape);
+  }
+
+  // While it lives, what is tried is the best shape with a change.
+  struct Changing {
+    explicit Changing(ShapeSearch& search) : search(search) { search.changing_ = true; }
+    ~Changing() { search.changing_ = false; }
+    Changing(const Changing&) = delete;
+    Changing& operator=(const Changing&) = delete;
+    ShapeSearch& search;
+  };
+
+  static constexpr double kGoodEnough = 1.001;  // of the bound
+  static constexpr double kBudget = 2.5e8;      // in all trials; see WavePlanner::spent()
+  static constexpr double kTuning = 2e6;        // sequences and ranks of waves that are looked at
+  static constexpr double kLikely = 1.05;       // of what a pipeline takes for the best heights
+  static constexpr double kNear = 1.02;         // the same, for small changes of these
+  static constexpr double kLonger = 0.01;  // of the best plan, by which one may be longer at first
+  static constexpr double kForever = std::numeric_limits<double>::infinity();
+
+  const Problem& problem_;
+  WavePlanner waves_;
+  const int stages_;
+  const bool by_levels_;
+  const double bound_;
+  Plan best_;
+  Shape shape_;            // of the best plan
+  Heights heights_;        // of its waves
+  double spent_ = 0;       // in all trials
+  int count_ = 0;          // of waves that are tried
+  bool changing_ = false;  // the best shape
+  bool zones_helped_ = false;
+  double predicted_ = kForever;  // what a pipeline takes for these
+  std::vector<Shape> tried_;     // none is better than the best plan
+};
+
+using Shapes = Candidate<ShapeSearch>;
+constexpr auto kAlways = [](const ShapeSearch&) { return true; };
+constexpr auto kByLevels = [](const ShapeSearch& search) {
+  return search.found() && search.byLevels();
+};
+constexpr auto kInNodes = [](const ShapeSearch& search) {
+  return search.found() && search.byLevels() && search.nodesMatter();
+};
+
+// For several numbers of waves.
+constexpr Shapes kNumbered[] = {
+    {"equal waves", [](const ShapeSearch& search) { return search.count() <= 4; },
+     [](ShapeSearch& search) { search.attemptEqual(); }},
+    {"slopes", [](const ShapeSearch& search) { return search.count() > 2; },
+     [](ShapeSearch& search) { search.attemptSlopes(); }},
+    {"ramps", [](const ShapeSearch& search) { return search.count() > 2; },
+     [](ShapeSearch& search) { search.attemptRamps(); }},
+};
+
+constexpr Shapes kShapes[] = {
+    {"nodes",
+     [](const ShapeSearch& search) {
+       return search.byLevels() && search.nodesMatter() && search.above(ShapeSearch::kVeryFar);
+     },
+     [](ShapeSearch& search) { search.attemptNodes(); }},
+    {"reserved ranks", kAlways, [](ShapeSearch& search) { search.reserveRanks(); }},
+    {"reserved for few", kAlways, [](ShapeSearch& search) { search.reserveFew(); }},
+    {"descent", [](const ShapeSearch& search) { return search.found(); },
+     [](ShapeSearch& search) { search.descend(); }},
+    {"levels", kByLevels, [](ShapeSearch& search) { search.attemptLevels(); }},
+    {"nodes", kInNodes, [](ShapeSearch& search) { search.attemptNodes(); }},
+    {"nodes or not", kInNodes, [](ShapeSearch& search) { search.changeNodes(); }},
+    {"tuning", kByLevels, [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses); }},
+    {"zones",
+     [](const ShapeSearch& search) {
+       return search.found() && search.byLevels() && search.above(ShapeSearch::kFar) &&
+              search.alike();
+     },
+     [](ShapeSearch& search) { search.attemptZones(); }},
+    {"tuning", [](const ShapeSearch& search) { return search.zonesHelped(); },
+     [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses / 2); }},
+};
+
+Plan ShapeSearch::run() {
+  best_.makespan = kForever;
+  for (const int count : {1, 2, 3, 4, 6, 8, 11, 14, 18, 24, 32}) {
+    count_ = count;
+    tryAll(kNumbered, *this);
+  }
+  tryAll(kShapes, *this);
+  if (!found()) return std::move(best_);
+  Plan plan = finishPlan(problem_, std::move(best_.micro_batches));
+  plan.made_by = std::move(best_.made_by);
+  return plan;
+}
+
+}  // namespace
+
+Plan findShape(const Problem& problem, double lower_bound) {
+  return ShapeSearch(problem, lower_bound).run();
+}
+
+}  // namespace hdpcomm::planner

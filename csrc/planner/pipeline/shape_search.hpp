@@ -1,0 +1,13 @@
+// Looks for the shape of waves (wave_planner.hpp) that gives the shortest plan: several numbers and
+// shapes are tried, and the best ones are changed.
+#pragma once
+
+#include "planner/model/plan.hpp"
+#include "planner/model/problem.hpp"
+
+namespace hdpcomm::planner {
+
+// The best plan; its makespan is infinite, and it is empty, where no shape has a plan.
+Plan findShape(const Problem& problem, double lower_bound);
+
+}  // namespace hdpcomm::planner

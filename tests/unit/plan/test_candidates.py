@@ -1,0 +1,63 @@
+"""Plans say which candidate of a search made them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hdpcomm.plan import ClusterSpec, CostModel, Planner, StepPlan
+
+COSTS = CostModel(attention=1e-9, linear=1e-6, fixed=1e-5)
+
+
+def planned(lengths: list[int], *, policy: str = "balanced", queue: bool = False, **cluster: int) -> StepPlan:
+    return Planner(None, ClusterSpec(capacity=1024, **cluster), policy, COSTS, queue=queue).plan(lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pipeline", "made_by"),
+    [
+        ([900] * 8, 1, "blocks"),
+        ([1000] * 27, 1, "nested blocks"),
+        ([600] * 64, 4, "ramps"),
+    ],
+)
+def test_plans_name_the_candidate_that_made_them(lengths: list[int], pipeline: int, made_by: str) -> None:
+    plan = planned(lengths, ranks=5 if len(lengths) == 27 else 8, pipeline=pipeline)
+    assert plan.made_by.startswith(made_by)
+    assert f" ms by {plan.made_by}\n" in plan.explain()
+
+
+def test_other_policies_are_named() -> None:
+    for policy in ("naive", "pow2", "static"):
+        plan = planned([900] * 9, ranks=4, policy=policy)
+        assert plan.made_by == policy
+        assert " ms by " not in plan.explain()
+
+
+def test_a_queue_is_named() -> None:
+    plan = planned([3000, *[100 + 7 * i for i in range(60)]], ranks=4, queue=True)
+    assert plan.made_by.endswith(" + queue") == (plan.queued > 0)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_files_keep_the_name(suffix: str, tmp_path: Path) -> None:
+    plan = planned([1000] * 27, ranks=5)
+    path = tmp_path / f"plan{suffix}"
+    plan.save(path)
+    assert StepPlan.load(path).made_by == plan.made_by != ""
+
+
+def test_files_of_before_have_no_name() -> None:
+    data = planned([1000] * 27, ranks=5).to_dict()
+    del data["made_by"]
+    assert StepPlan.from_json(json.dumps(data)).made_by == ""
+
+
+def test_the_name_is_not_in_the_hash() -> None:
+    plan = planned([1000] * 27, ranks=5)
+    batches = plan.micro_batches
+    assert replace(plan, micro_batches=batches, made_by="by hand").hash == plan.hash
