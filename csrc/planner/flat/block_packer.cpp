@@ -1,6 +1,7 @@
 #include "planner/flat/block_packer.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "planner/model/plan.hpp"
@@ -131,14 +132,18 @@ bool BlockPacker::placeAt(size_t index, BlockList::Iterator at, int size) {
 double BlockPacker::placeAnywhere(size_t index) {
   if (cost_.cluster().neighbours) return joinNeighbours(index);
   JoinedBlocks best;
-  for (const double least_speed : speedLimits())
-    best = std::min(best, bestJoin(index, least_speed));
+  for (const SpeedLimit& limit : speedLimits()) {
+    if (limit.ranks < jobs_[index].min_size) continue;
+    best = std::min(best, bestJoin(index, limit.speed, best.score));
+  }
   return join(index, best);
 }
 
-BlockPacker::JoinedBlocks BlockPacker::bestJoin(size_t index, double least_speed) {
+BlockPacker::JoinedBlocks BlockPacker::bestJoin(size_t index, double least_speed,
+                                                double score_limit) {
   Job& job = jobs_[index];
   JoinedBlocks best;
+  best.score = score_limit;
   best.least_speed = least_speed;
   int count = 0;
   int next_count = job.min_size;
@@ -146,9 +151,28 @@ BlockPacker::JoinedBlocks BlockPacker::bestJoin(size_t index, double least_speed
   double slowest = 1;
   size_t blocks = 0;
   const int most = fastest(job);
+  const double shortest = cost_.seconds(job.load, most);
+  const double least_work = job.min_size * job.min_size_s;
+  double work_in_time = 0;  // rank-seconds on the fewest ranks that end before the target, at last
+  // What starts at `ready` or later, on more ranks that are no faster, has at least this score.
+  const auto leastScore = [&](double ready) {
+    const double idle = ready * count * (1 - 1e-9) - ready_area;
+    const auto late = [&](double time) {
+      return std::max(0.0, ready + time - target_) * problem_.ranks();
+    };
+    if (work_in_time == 0) return idle + least_work / slowest - least_work + late(shortest);
+    const double on_fewest = least_work / slowest + late(job.min_size_s / slowest);
+    return idle + std::min(work_in_time / slowest, on_fewest) * (1 - 1e-9) - least_work;
+  };
+  double first_ready = 0;
+  double checked = -1;  // ready times up to here
   for (const Block& block : blocks_) {
+    if (block.ready > checked) {
+      if (leastScore(block.ready) > best.score) break;
+      checked = block.ready;
+    }
     if (block.speed < least_speed) continue;
-    ++blocks;
+    if (blocks++ == 0) first_ready = block.ready;
     count += block.count;
     ready_area += block.ready * block.count;
     slowest = std::min(slowest, block.speed);
@@ -164,21 +188,32 @@ BlockPacker::JoinedBlocks BlockPacker::bestJoin(size_t index, double least_speed
       const double extra = candidate * time - job.min_size * job.min_size_s;
       const double late = std::max(0.0, start + time - target_) * problem_.ranks();
       const double score = idle + extra + late;
-      if (score < best.score) best = {score, least_speed, blocks, candidate};
+      if (score < best.score) {
+        best = {score, first_ready, least_speed, blocks, candidate};
+      }
     }
     if (count >= most) break;
+    if (size > 0) work_in_time = size * cost_.seconds(job.load, size);
+    checked = -1;  // the least score has risen
   }
   return best;
 }
 
-const std::vector<double>& BlockPacker::speedLimits() {
-  if (speed_limits_.empty()) speed_limits_ = cost_.cluster().speedLimits();
+const std::vector<BlockPacker::SpeedLimit>& BlockPacker::speedLimits() {
+  if (!speed_limits_.empty()) return speed_limits_;
+  const Cluster& cluster = cost_.cluster();
+  for (const double limit : cluster.speedLimits()) {
+    int ranks = 0;
+    for (int rank = 0; rank < cluster.ranks; ++rank) ranks += cluster.speed(rank) >= limit;
+    speed_limits_.push_back({limit, ranks});
+  }
   return speed_limits_;
 }
 
 double BlockPacker::join(size_t index, const JoinedBlocks& joined) {
   std::vector<Block> used;
-  for (auto it = blocks_.begin(); used.size() < joined.blocks;) {
+  const double before = std::nextafter(joined.first_ready, -1.0);
+  for (auto it = blocks_.upperBound(before); used.size() < joined.blocks;) {
     const bool taken = it->speed >= joined.least_speed;
     if (taken) {
       used.push_back(*it);

@@ -72,15 +72,22 @@ class BlockPacker {
   // The blocks of at least a speed that a job would take, from the one that is free first on.
   struct JoinedBlocks {
     double score = std::numeric_limits<double>::infinity();
+    double first_ready = 0;  // of the first one
     double least_speed = 0;
     size_t blocks = 0;
     int size = 0;
     bool operator<(const JoinedBlocks& other) const { return score < other.score; }
   };
 
-  JoinedBlocks bestJoin(size_t index, double least_speed);
+  // None, with this score, where all have one that is not below `score_limit`.
+  JoinedBlocks bestJoin(size_t index, double least_speed, double score_limit);
 
-  const std::vector<double>& speedLimits();
+  // A least speed that is worth a try, and how many ranks have it.
+  struct SpeedLimit {
+    double speed;
+    int ranks;
+  };
+  const std::vector<SpeedLimit>& speedLimits();
 
   double join(size_t index, const JoinedBlocks& joined);
 
@@ -114,7 +121,7 @@ class BlockPacker {
   BlockList blocks_;
   std::vector<Placement> placements_;
   std::vector<Gap> gaps_;
-  std::vector<double> speed_limits_;
+  std::vector<SpeedLimit> speed_limits_;
 };
 
 }  // namespace hdpcomm::planner
