@@ -3,12 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <functional>
-#include <queue>
-#include <utility>
 #include <vector>
 
 #include "planner/model/cost_model.hpp"
+#include "planner/noise/free_ranks.hpp"
 #include "planner/noise/noise_draws.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
@@ -47,17 +45,14 @@ class Dealer {
     const int64_t most = std::max<int64_t>(1, cost_.memory().capacity / parts);
     std::vector<double> end = end_;
     std::vector<double> variance = variance_;
-    using Entry = std::pair<double, int>;
-    std::vector<Entry> entries;
+    FreeRanks free;
     for (int rank = 0; rank < ranks; ++rank) {
-      entries.push_back({end[rank] + caution * std::sqrt(variance[rank]), rank});
+      free.add(end[rank] + caution * std::sqrt(variance[rank]), rank);
     }
-    std::priority_queue<Entry, std::vector<Entry>, std::greater<>> queue(std::greater<>(),
-                                                                         std::move(entries));
+    free.arrange();
     std::vector<std::vector<int32_t>> own(ranks);
     for (const int32_t sequence : sequences_) {
-      const int rank = queue.top().second;
-      queue.pop();
+      const int32_t rank = free.rank();
       const Load load = problem_.own(sequence);
       const double share = std::min(1.0, load.tokens / static_cast<double>(most));
       const double seconds = (cost_.seconds(load, 1) - (1 - share) * cost_.params().fixed) /
@@ -65,7 +60,7 @@ class Dealer {
       end[rank] += seconds;
       variance[rank] += seconds * seconds * cost_.params().noise * cost_.params().noise;
       own[rank].push_back(sequence);
-      queue.push({end[rank] + caution * std::sqrt(variance[rank]), rank});
+      free.delayFirst(end[rank] + caution * std::sqrt(variance[rank]));
     }
     std::vector<MicroBatch> batches = shared_;
     for (int rank = 0; rank < ranks; ++rank) {

@@ -2,13 +2,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "planner/bound/bound.hpp"
 #include "planner/model/cost_model.hpp"
+#include "planner/noise/free_ranks.hpp"
 #include "planner/noise/noise_draws.hpp"
 #include "planner/policies/policies.hpp"
 #include "planner/simulate/finish_plan.hpp"
@@ -40,36 +39,6 @@ constexpr double kShort[] = {std::numeric_limits<double>::infinity(), 0.06};
 // A later try has to be better than the ones before by this share: they have more in the queue, and
 // in smaller parts.
 constexpr double kBetter = 0.002;
-
-// When ranks are free; those free at the same time by rising rank. A heap whose first entry is
-// moved in one pass: a priority_queue takes two, one to pop it and one to push it again.
-class FreeRanks {
- public:
-  void clear() noexcept { entries_.clear(); }
-  void add(double when, int32_t rank) { entries_.push_back({when, rank}); }
-  // After the last add().
-  void arrange() { std::make_heap(entries_.begin(), entries_.end(), std::greater<>()); }
-
-  double when() const noexcept { return entries_.front().first; }
-  int32_t rank() const noexcept { return entries_.front().second; }
-
-  // The rank that is free first is so at `when`, which is later.
-  void delayFirst(double when) noexcept {
-    const std::pair<double, int32_t> moved{when, rank()};
-    const size_t size = entries_.size();
-    size_t at = 0;
-    for (size_t child = 1; child < size; child = 2 * at + 1) {
-      if (child + 1 < size && entries_[child + 1] < entries_[child]) ++child;
-      if (moved < entries_[child]) break;
-      entries_[at] = entries_[child];
-      at = child;
-    }
-    entries_[at] = moved;
-  }
-
- private:
-  std::vector<std::pair<double, int32_t>> entries_;
-};
 
 struct Pack {
   std::vector<int32_t> sequences;
