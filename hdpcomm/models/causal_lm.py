@@ -13,6 +13,7 @@ from hdpcomm.attention import Tree, packing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LossOptions, linear_cross_entropy
 from hdpcomm.models.huggingface import set_attention
+from hdpcomm.models.recompute import refuse_reentrant
 from hdpcomm.models.router_loss import router_loss
 from hdpcomm.models.self_check import check_logits
 
@@ -152,6 +153,8 @@ class AdaptedCausalLM(nn.Module):
         hidden = hidden[:count]
         if self._router is None:
             return hidden, []
+        if self._router.coefficient and self.training and torch.is_grad_enabled():
+            refuse_reentrant(self.model, "the router's logits for its auxiliary loss")
         logits = out.router_logits
         if self.tensor is not None:
             logits = [self.tensor.gather(x, tokens.shape[0], partial=False) for x in logits]

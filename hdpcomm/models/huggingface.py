@@ -27,6 +27,7 @@ from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.latent import latent_attention, own_keys_values, sends_latent, set_latent
 from hdpcomm.models.mixers import MIXER_TYPES, PACK_ARGUMENT, mixers_of, set_mixers
+from hdpcomm.models.recompute import carry_into_checkpoints
 from hdpcomm.models.self_check import check_outputs
 
 if TYPE_CHECKING:
@@ -104,6 +105,14 @@ class _Mask:
 
     causal: bool
     window: int | tuple[int, int] | None
+
+    def __getitem__(self, index: tuple[slice, ...]) -> _Mask:
+        """All rows and columns, which Gemma 4 asks for where layers share keys; else raises InvalidUsage."""
+        if any(not isinstance(each, slice) or each.start or each.stop is not None for each in index):
+            raise InvalidUsage(
+                "the model wants a part of its mask (logits_to_keep?); packs need the outputs of all tokens"
+            )
+        return self
 
 
 _OF_THE_PACK = ("packed_sequence_mask_function", "padding_mask_function")
@@ -193,8 +202,9 @@ def passes_arguments(module: torch.nn.Module) -> bool:
 def enable(model: Any, *, check: bool = True) -> None:
     """Lets all attention layers of a transformers model use the pack of the enclosing ``packing(comm, cu_seqlens)``.
 
-    The pack goes with the call into each layer, so that activation checkpoints (``gradient_checkpointing_enable()``)
-    compute again with the pack of their forward pass, after the block has ended and on any thread.
+    Activation checkpoints (``gradient_checkpointing_enable()``, reentrant or not, before or after this call) compute
+    again with the pack of their forward pass, after the block has ended and on any thread. The pack also goes with the
+    call into each layer, for checkpoints that others put around layers.
     ``model.set_attn_implementation("sdpa")`` undoes it.
 
     ``check``: runs the model on a few tokens, as a pack and sequence by sequence with the attention that it came with,
@@ -243,6 +253,7 @@ def set_attention(model: Any) -> Callable[[], None]:
     model.set_attn_implementation(NAME)
     set_mixers(model)
     set_latent(model, NAME)
+    carry_into_checkpoints(model)
     only_mixers = set(getattr(model.config, "layer_types", None) or ()) == {"linear_attention"}
     if model.config._attn_implementation != NAME and not only_mixers:
         raise InvalidUsage(f"{type(model).__name__} does not let its attention be replaced (AttentionInterface)")

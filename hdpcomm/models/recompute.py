@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -12,11 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hdpcomm.attention import carry_pack
+from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.routing import Routings
 from hdpcomm.offload.layers import find_layers
 
-__all__ = ["is_recomputed", "recomputed_layers", "set_recompute"]
+__all__ = ["carry_into_checkpoints", "is_recomputed", "recomputed_layers", "refuse_reentrant", "set_recompute"]
 
 
 class _Recomputed:
@@ -57,6 +58,93 @@ def _carry() -> tuple[AbstractContextManager[None], AbstractContextManager[None]
     """What a layer's forward pass and its recomputation run in: one pack, and one routing of each layer of experts."""
     (first, again), routings = carry_pack(), Routings()
     return _Both(first, routings.forward()), _Both(again, routings.again())
+
+
+_LOST = (
+    "and a reentrant activation checkpoint loses their gradients, with transformers' own attention, too; call "
+    'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
+)
+
+
+class _Carried:
+    """What a checkpoint calls: the first call is the forward pass, each later one computes it again."""
+
+    def __init__(self, forward: Callable[..., Any], found_reentrant: Callable[[bool], None]) -> None:
+        self._forward = forward
+        self._block, self._again = _carry()
+        self._first, self._trained = True, torch.is_grad_enabled()
+        self._found_reentrant = found_reentrant
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block, self._block = self._block, self._again
+        first, self._first = self._first, False
+        shared: dict[str, MutableMapping[Any, Any]] = {}
+        if first and self._trained:
+            reentrant = not torch.is_grad_enabled()  # such a checkpoint has no graph in its forward pass
+            self._found_reentrant(reentrant)
+            shared = _mappings(self._forward) if reentrant else {}
+        before = {name: _identities(each) for name, each in shared.items()}
+        with block:
+            out = self._forward(*args, **kwargs)
+        for name, each in shared.items():
+            if _identities(each) != before[name]:
+                raise InvalidUsage(f"a layer hands tensors on to later layers in its argument {name}, {_LOST}")
+        return out
+
+
+def _mappings(forward: Callable[..., Any]) -> dict[str, MutableMapping[Any, Any]]:
+    """The keyword arguments of a checkpointed layer that it may change."""
+    keywords: dict[str, Any] = getattr(forward, "keywords", {})  # of functools.partial
+    return {name: value for name, value in keywords.items() if isinstance(value, MutableMapping)}
+
+
+def _identities(values: MutableMapping[Any, Any]) -> dict[Any, int]:
+    return {key: id(value) for key, value in values.items()}
+
+
+class _CarryingCheckpoint:
+    """transformers' checkpoint function, reentrant or not, whose recomputation runs with the pack of its forward pass.
+
+    Not by ``context_fn``, which a reentrant checkpoint does not take.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self.checkpoint = checkpoint
+        self.reentrant = False
+        """That of the last call with a pack."""
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or find_pack() is None:
+            return self.checkpoint(forward, *args, **kwargs)
+        return self.checkpoint(_Carried(forward, self._found_reentrant), *args, **kwargs)
+
+    def _found_reentrant(self, reentrant: bool) -> None:
+        self.reentrant = reentrant
+
+
+def _carry_hook(module: nn.Module, _: tuple[Any, ...]) -> None:
+    """Forward pre-hook: ``gradient_checkpointing_enable()`` may be called at any time, and sets the function anew."""
+    found = vars(module).get("_gradient_checkpointing_func")
+    if found is not None and not isinstance(found, _CarryingCheckpoint) and not torch.compiler.is_compiling():
+        module._gradient_checkpointing_func = _CarryingCheckpoint(found)  # type: ignore[assignment]
+
+
+def carry_into_checkpoints(model: nn.Module) -> None:
+    """Lets the checkpoints of a transformers model, those that it has and those that it will be given, compute again
+    with the pack of their forward pass, whatever arguments its layers hand on. Local.
+    """
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing") and _carry_hook not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_carry_hook)
+
+
+def refuse_reentrant(model: nn.Module, tensors: str) -> None:
+    """Raises InvalidUsage if reentrant checkpoints have just run in a model that gives ``tensors`` beside its output.
+    Local."""
+    for module in model.modules():
+        function = vars(module).get("_gradient_checkpointing_func")
+        if isinstance(function, _CarryingCheckpoint) and function.reentrant and module.gradient_checkpointing:
+            raise InvalidUsage(f"{type(module).__name__} gives {tensors} beside its output, {_LOST}")
 
 
 def recomputed_layers(model: nn.Module) -> int:
