@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from hdpcomm._core import kernels as _core
+from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._tensors import dtype_code, launch
 from hdpcomm.kernels.derivatives import without_second_derivative
@@ -88,6 +89,7 @@ def _row_layout(tensor: torch.Tensor) -> tuple[int, int]:
     return row.numel() * tensor.element_size(), tensor.stride(0) * tensor.element_size()
 
 
+@untraced
 def copy_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows, *, positions: torch.Tensor | None = None) -> None:
     """``dst[d : d + n] = src[s : s + n]`` for every segment; rows contiguous, any stride between them.
 
@@ -103,6 +105,7 @@ def copy_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows, *, positions: to
     )  # fmt: skip
 
 
+@untraced
 def add_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows) -> None:
     """``dst[d : d + n] += src[s : s + n]`` for every segment; float32 or float64, no row of ``dst`` twice."""
     if rows.total == 0:
@@ -114,6 +117,7 @@ def add_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows) -> None:
     )  # fmt: skip
 
 
+@untraced
 def merge(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -166,6 +170,7 @@ class _TakeRows(torch.autograd.Function):
         return out, None, None
 
 
+@untraced
 def take_rows(x: torch.Tensor, rows: Rows, *, dim: int = 0) -> torch.Tensor:
     """A new tensor with the rows of ``x`` along ``dim`` that ``rows`` selects, no source row twice. Differentiable."""
     moved = x.movedim(dim, 0).contiguous()
@@ -173,6 +178,7 @@ def take_rows(x: torch.Tensor, rows: Rows, *, dim: int = 0) -> torch.Tensor:
     return out.movedim(0, dim)
 
 
+@untraced
 def take_rows_and_positions(x: torch.Tensor, rows: Rows, *, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`take_rows`, and the position of each row in its sequence: int64 [rows], from the same launch."""
     moved = x.movedim(dim, 0).contiguous()

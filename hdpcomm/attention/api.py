@@ -21,6 +21,7 @@ from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.pieces import Pieces
 from hdpcomm.attention.tiles import Band, band_of, window_pair
 from hdpcomm.attention.variants import choose_variant
+from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 
@@ -324,6 +325,7 @@ def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, 
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
+@untraced
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -29,6 +29,7 @@ from hdpcomm.attention._kernels import Rows, copy_rows, take_rows, take_rows_and
 from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.pieces import Pieces
 from hdpcomm.attention.tree_layout import tree_layout
+from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.tree import Tree
 
@@ -165,6 +166,7 @@ def _cached_layout(cu_seqlens: bytes, size: int) -> Layout:
     return Layout(bounds, size)
 
 
+@untraced
 def layout_of(cu_seqlens: CuSeqlens, *, size: int, name: str = "cu_seqlens") -> AnyLayout:
     """The layout of a pack over ``size`` ranks: a zigzag of sequences, or that of a tree or a mask."""
     check_whole("layout", "size", size, least=1)

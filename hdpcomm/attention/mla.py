@@ -32,6 +32,7 @@ from hdpcomm.attention.layout import AnyLayout, CuSeqlens
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.tiles import Band
 from hdpcomm.attention.variants import AttentionCosts, choose_variant, estimate
+from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def _keys_values(
     return k.contiguous(), both[..., -v_dim:].contiguous()
 
 
+@untraced
 def mla_attention(
     q: torch.Tensor,
     c_kv: torch.Tensor,

@@ -15,6 +15,7 @@ from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.membership import Membership
 from hdpcomm.comm.profiling import messages, operands, peers, profiler, recorded
 from hdpcomm.comm.tensors import describe
+from hdpcomm.comm.untraced import untraced
 from hdpcomm.comm.work import ENDED, Work
 from hdpcomm.errors import InvalidUsage
 
@@ -33,6 +34,7 @@ _collective = _core.comm.collective
 Splits = tuple[Sequence[int] | None, Sequence[int] | None]  # elements from and for each rank
 
 
+@untraced
 class Communicator(Membership):
     """An ordered set of ranks.
 

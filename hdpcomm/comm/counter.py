@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
+from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["SharedCounter", "open_counter"]
@@ -17,6 +18,7 @@ _fetch_add = _core.comm.fetch_add
 _NONE = -1  # in place of a word: the owner has none left
 
 
+@untraced
 class SharedCounter:
     """A count that starts at 0 and that ranks add to, each when it likes; from :meth:`Communicator.counter`.
 

@@ -11,12 +11,14 @@ import torch
 from hdpcomm import _core
 from hdpcomm.comm.liveness import BUSY_LIMIT_S, Busy, LivenessDeadlines, check_activity
 from hdpcomm.comm.shapes import check_shape
+from hdpcomm.comm.untraced import untraced
 
 __all__ = ["Membership"]
 
 _Self = TypeVar("_Self", bound="Membership")
 
 
+@untraced
 class Membership:
     """What a :class:`Communicator` is, without the operations on it."""
 

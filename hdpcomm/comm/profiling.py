@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from hdpcomm.comm.untraced import untraced
 from hdpcomm.comm.work import ENDED, Work
 
 __all__ = ["event", "messages", "operands", "peers", "profiler", "recorded", "ring_step"]
@@ -60,6 +61,7 @@ def peers(ranks: Sequence[int], own: int, peer: Any) -> list[int]:
     return [own, *([ranks[peer]] if isinstance(peer, int) and 0 <= peer < len(ranks) else [])]
 
 
+@untraced
 class _ProfiledWork(Work):
     """A work whose ``wait()`` has an event."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from hdpcomm import _core
 from hdpcomm.arguments import check_seconds
+from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import Aborted, Error, InvalidUsage
 
 __all__ = ["ENDED", "Work", "retain"]
@@ -53,6 +54,7 @@ def retain(handle: Any, buffers: tuple[Any, ...]) -> None:
     _dropped.append((handle, buffers))
 
 
+@untraced
 class Work:
     """An operation that was started; its tensors stay alive until it has ended, also if the Work is let go of.
 
@@ -73,11 +75,15 @@ class Work:
             _sweep()
 
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self._buffers and self._handle is not None:
-            if not self._handle.done():
-                retain(self._handle, self._buffers)
+        try:
+            handle, buffers = self._handle, self._buffers
+        except AttributeError:  # its __init__ has not run
+            return
+        if buffers and handle is not None:
+            if not handle.done():
+                retain(handle, buffers)
             elif not _ending():  # modules are gone by then
-                _report(self._handle)
+                _report(handle)
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the operation has ended; then its outputs are valid and its inputs may be changed.

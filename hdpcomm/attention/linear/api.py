@@ -21,6 +21,7 @@ from hdpcomm.attention.linear.nodes import TokenLayout
 from hdpcomm.attention.linear.recurrence import LinearCall, LinearRecurrence
 from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
+from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def _arguments(
     return (q, k, v, g, beta, call), *summary_of(layout, settings)
 
 
+@untraced
 def delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -156,6 +158,7 @@ def delta_rule(
     return out
 
 
+@untraced
 def ssd(
     x: torch.Tensor,
     dt: torch.Tensor,

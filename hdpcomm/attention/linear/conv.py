@@ -25,6 +25,7 @@ from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.routes import find_atoms
 from hdpcomm.attention.tiles import Band
 from hdpcomm.attention.tree_layout import TreeLayout
+from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 
@@ -136,6 +137,7 @@ def _buffer(rows: torch.Tensor, plan: _ConvPlan) -> torch.Tensor:
     return padded.index_select(0, plan.source).to(_wide(rows.dtype))
 
 
+@untraced
 def short_conv(
     x: torch.Tensor,
     weight: torch.Tensor,

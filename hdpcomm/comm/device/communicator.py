@@ -15,6 +15,7 @@ from hdpcomm.comm.device.paths import DevicePath, Devices, StreamMark
 from hdpcomm.comm.profiling import event, messages, operands, profiler, recorded
 from hdpcomm.comm.shapes import check_shape
 from hdpcomm.comm.tensors import Buffer, describe
+from hdpcomm.comm.untraced import untraced
 from hdpcomm.comm.work import ENDED, Work
 from hdpcomm.errors import InvalidUsage
 
@@ -24,6 +25,7 @@ _describe_collective = _core.comm.describe_collective
 _run_collective = _core.comm.run_collective
 
 
+@untraced
 class DeviceWork(Work):
     """An operation on device tensors; it keeps them alive until it was waited for.
 
@@ -58,6 +60,7 @@ class DeviceWork(Work):
         return self._path.mark()
 
 
+@untraced
 class DeviceCommunicator(Communicator):
     """A communicator whose ranks have device streams; see :class:`Communicator`."""
 

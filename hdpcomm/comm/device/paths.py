@@ -10,6 +10,7 @@ import torch
 from hdpcomm import _core
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.device.tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
+from hdpcomm.comm.untraced import untraced
 
 __all__ = ["DevicePath", "Devices", "StreamMark"]
 
@@ -17,6 +18,7 @@ Core = _core.comm.Communicator
 Message = tuple[int, int, int, int, int | None]  # address, elements, dtype code, peer, landing offset
 
 
+@untraced
 class StreamMark:
     """A point in a stream: it ends when the work that the stream held at this point has ended."""
 
@@ -30,7 +32,8 @@ class StreamMark:
         device.record(self._event, tensors.stream())
 
     def __del__(self) -> None:
-        self._device.destroy_event(self._event)
+        if hasattr(self, "_event"):  # making it may fail
+            self._device.destroy_event(self._event)
 
     def wait(self, timeout: float | None = None) -> None:
         """The current stream waits, or, with a timeout, the host. Raises: CommTimeout."""
