@@ -144,6 +144,10 @@ class TrainOptions(TrainingOptions):
     )  # fmt: skip
 
 
+def _policies(options: TrainOptions) -> set[str]:
+    return {options.policy, *options.compare}
+
+
 _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
     ("text_field messages_field", lambda o: o.data or o.eval_data, "without --data; name the files, or leave it out"),
     ("data_cache", lambda o: o.data or o.eval_data or o.tokenizer, "without --data; name the files, or leave it out"),
@@ -153,12 +157,28 @@ _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
         lambda o: o.model is None,
         "with --model, whose config.json says what the model is; leave out either",
     ),
+    (
+        "learn_costs",
+        lambda o: "balanced" in _policies(o) or ("naive" in _policies(o) and o.offload),
+        "without the policy balanced, and other plans do not follow costs; leave it out",
+    ),
+    (
+        "ring_peers",
+        lambda o: {"balanced", "naive"} & _policies(o),
+        "with policies whose ranks have two ring peers anyway; leave it out",
+    ),
+    (
+        "offload",
+        lambda o: not o.offload or {"balanced", "naive"} & _policies(o),
+        "with the policy static, which offloads nothing; give --policy balanced or naive, or leave it out",
+    ),
+    ("eval_fraction", lambda o: o.eval_fraction, "as 0, which holds nothing out; give more, or leave it out"),
     ("top_k router_aux_loss router_z_loss", lambda o: o.experts, "without experts; give --experts, or leave it out"),
     ("decay", lambda o: o.schedule == "wsd", "without --schedule wsd, which alone has it; give that, or leave it out"),
     ("min_lr", lambda o: o.schedule != "constant", "with --schedule constant, which does not fall; leave out either"),
     (
         "eval_every",
-        lambda o: o.eval_data or o.eval_fraction is not None,
+        lambda o: o.eval_data or o.eval_fraction,
         "without held-out text; give --eval-data or --eval-fraction",
     ),
     ("keep_optimizer", lambda o: o.init_from, "without --init-from; name the run whose optimizer it is"),

@@ -6,8 +6,10 @@ import contextlib
 import itertools
 import json
 from dataclasses import fields, replace
+from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hdpcomm.cli.config_file import resolve_options
@@ -16,8 +18,9 @@ from hdpcomm.cli.train import job_of
 from hdpcomm.cli.train_options import TrainOptions, changed_options, check_effects, dump_options
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
-from hdpcomm.plan import Calibration, ClusterSpec, CostModel, MemoryModel
+from hdpcomm.plan import Calibration, ClusterSpec, CostModel, MemoryModel, Planner
 from hdpcomm.run import Schedule
+from tests.harness.tokenizers import save_tokenizer
 
 NAMES = (
     *("data", "out", "model", "steps", "save_every", "keep", "resume", "export", "compare", "dtype", "zero", "ranks"),
@@ -156,6 +159,29 @@ CHANGED = TrainOptions(
     device="h100",
 )  # fmt: skip
 """A value of each option that is not its default; capitals are files that the test makes."""
+OTHERS: dict[str, tuple[object, ...]] = {
+    "tokenizer": ("TOKENIZER",), "loader": ("ray",), "policy": ("static",), "compare": (("ddp",), ("naive", "static")),
+    "schedule": ("constant", "linear"), "min_lr": (0.0,), "decay": (1.0,), "recompute": (1, "auto"),
+    "transport": ("torch",), "trackers": ("wandb",), "resume": ("run/checkpoints/step-1",), "experts": (2,),
+    "eval_fraction": (0.0,), "eval_every": (1,), "check_replicas": (0,), "weight_decay": (0.0,),
+}  # fmt: skip
+"""More values, where an option has several that differ in what they go together with."""
+
+
+@lru_cache
+def plans(policy: str, ring_peers: int | None, offload: bool, slow_rank: bool) -> list[object]:
+    """Who runs what in a few steps of a policy."""
+    speeds = (1.0,) * 20 + (0.4 if slow_rank else 1.0,) * 4
+    cluster = ClusterSpec(ranks=24, capacity=100, ranks_per_node=4, offload=offload, speeds=speeds)
+    memory = MemoryModel(100, offloadable=0.9, copy_s=1e-6, host_tokens=1000) if offload else None
+    costs = CostModel(1e-9, 1e-6, 1e-4, piece=1e-7, ring_step=1e-5, kv_intra=1e-6, kv_inter=8e-6, latency_inter=1e-5)
+    planner = Planner(None, cluster, policy, costs, context=700, memory=memory, ring_peers=ring_peers)
+    draws = np.random.default_rng(1)
+    steps = [draws.integers(1, longest + 1, 60).tolist() for longest in (150, 700, 700)]
+    try:
+        return [[(m.ranks, m.sequences, m.offload_ratio) for m in planner.plan(step).micro_batches] for step in steps]
+    except InvalidUsage as error:
+        return [str(error)]
 
 
 def effects(options: TrainOptions) -> list[object]:
@@ -168,10 +194,17 @@ def effects(options: TrainOptions) -> list[object]:
     if isinstance(model, LlamaConfig) and not model.experts:
         model = replace(model, top_k=1, router_aux_loss=0.0, router_z_loss=0.0)
     held_out = job.held_out or options.eval_fraction
+    policies = [policy for policy in config.policies if policy != "ddp"]
+    planned, learned = (
+        [plans(policy, config.ring_peers, config.offload > 0, slow) for policy in policies]
+        for slow in (False, config.learn_costs)
+    )
     done: list[object] = [
-        replace(config, model=model, schedule=Schedule()),
+        replace(config, model=model, schedule=Schedule(), learn_costs=False, ring_peers=None, offload=0, eval_every=0),
+        planned,
+        learned,
         rates,
-        held_out is None or config.eval_every,
+        config.eval_every if held_out else None,
     ]
     for data in (job.data, job.held_out):
         if data is not None and not data.paths:
@@ -186,28 +219,33 @@ def effects(options: TrainOptions) -> list[object]:
 
 def test_every_pair_of_options_has_an_effect_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all pairs: what is accepted differs from what either option does alone."""
+    pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     Path("DOCS").mkdir()
     Path("DOCS/a.txt").write_text("a text\n" * 100)
     Path("MODEL").mkdir()
     Path("MODEL/config.json").write_text(json.dumps(HF_MODEL))
+    save_tokenizer(Path("TOKENIZER"))
     cluster, memory = ClusterSpec(ranks=4, capacity=4096), MemoryModel(4096)
     Calibration(CostModel(1e-12, 1e-9, 1e-6), cluster, memory).save(Path("COSTS"))
-    # The tokenizer "bytes" is what these runs take anyway.
-    names = [each.name for each in fields(TrainOptions) if each.name != "tokenizer"]
-    assert all(getattr(CHANGED, n) != getattr(TrainOptions(), n) for n in names), "give a value for the new option"
+    values = {each.name: (getattr(CHANGED, each.name), *OTHERS.get(each.name, ())) for each in fields(TrainOptions)}
+    values["tokenizer"] = OTHERS["tokenizer"]  # "bytes" is what these runs take anyway
+    for name, changed in values.items():
+        assert getattr(TrainOptions(), name) not in changed, f"give another value of {name}"
 
-    def found(*given: str) -> list[object] | None:
+    def found(given: tuple[tuple[str, object], ...]) -> list[object] | None:
         with contextlib.suppress(InvalidUsage):
-            return effects(replace(TrainOptions(), **{name: getattr(CHANGED, name) for name in given}))
+            return effects(replace(TrainOptions(), **dict(given)))
         return None
 
-    alone = {name: found(name) for name in names}
-    nothing, accepted, silent = found(), 0, []
-    for first, second in itertools.combinations(names, 2):
-        both = found(first, second)
+    every = [(name, value) for name, changed in values.items() for value in changed]
+    nothing, accepted, silent = found(()), 0, []
+    alone = {each: found((each,)) for each in every}
+    silent += [each for each, does in alone.items() if does == nothing]
+    for first, second in itertools.combinations(every, 2):
+        both = None if first[0] == second[0] else found((first, second))
         accepted += both is not None
         if both is not None and any(both == (alone[each] or nothing) for each in (first, second)):
             silent.append((first, second))
     assert not silent
-    assert accepted > 500
+    assert accepted > 1000
