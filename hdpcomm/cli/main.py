@@ -57,14 +57,25 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # argparse lets the outer parser refuse what a command does not know, which knows none of the command's options.
+        self._given = list(sys.argv[1:] if args is None else args)
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
+        if re.match(r"argument [^-]\S*: invalid choice", message) and (strange := self._unknown_option()):
+            message = f"unrecognized arguments: {strange}"  # whose value was taken for the name of an operation
         self.print_usage(sys.stderr)
         self.exit(BAD_USAGE, f"{self.prog}: error: {message}{self._suggestion(message)}\n")
+
+    def _unknown_option(self) -> str | None:
+        """The first option that was given to a command and that it does not have."""
+        if self._subparsers is not None:
+            return None
+        names = (text.partition("=")[0] for text in self._given if text.startswith("--") and text != "--")
+        known = list(self._option_string_actions)
+        return next((name for name in names if not any(each.startswith(name) for each in known)), None)
 
     def _suggestion(self, message: str) -> str:
         unknown, known = "", list[str]()

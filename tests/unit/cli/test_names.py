@@ -34,6 +34,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["simulat"], "simulate"),
         (["perf", "allredcue"], "all_reduce"),
         (["perf", "all_reduce", "--rank", "3"], "--ranks"),
+        (["perf", "--jsn", "x"], "--json"),
+        (["perf", "--jsn=x", "allredcue"], "--json"),
         (["plan", "--rannks", "3"], "--ranks"),
         (["train", "--tokens-pr-step=5"], "--tokens-per-step"),
         (["perf", "all_reduce", "--format", "tabel"], "table"),
