@@ -134,19 +134,21 @@ class DeviceCommunicator(Communicator):
 
     def send(self, x: Any, dst: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.send`; on CUDA it ends when the message is in the receiver's memory."""
-        if self._devices.path(x) is None:
+        path = self._devices.path(x)
+        if path is None:
             return super().send(x, dst, async_op=async_op)
         if dst == self.rank and not async_op:
             raise self._self_message("send", dst)
-        return self.exchange([(x, dst)], (), async_op=async_op)
+        return self._exchange(path, [(x, dst)], (), async_op)
 
     def recv(self, x: Any, src: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.recv`."""
-        if self._devices.path(x) is None:
+        path = self._devices.path(x)
+        if path is None:
             return super().recv(x, src, async_op=async_op)
         if src == self.rank and not async_op:
             raise self._self_message("recv", src)
-        return self.exchange((), [(x, src)], async_op=async_op)
+        return self._exchange(path, (), [(x, src)], async_op)
 
     def exchange(
         self,
@@ -157,11 +159,18 @@ class DeviceCommunicator(Communicator):
     ) -> Work:
         """See :meth:`Communicator.exchange`."""
         try:
-            path = self._common_path(*(message[0] for message in (*sends, *recvs)))
+            path = self._common_path([self._devices.path(message[0]) for message in (*sends, *recvs)])
         except (TypeError, IndexError):
             path = None  # no (tensor, peer) pairs: the host's side says so
         if path is None:
             return super().exchange(sends, recvs, async_op=async_op)
+        return self._exchange(path, sends, recvs, async_op)
+
+    # --- helpers ---------------------------------------------------------------------------------------------------
+
+    def _exchange(
+        self, path: DevicePath, sends: Sequence[tuple[Any, ...]], recvs: Sequence[tuple[Any, ...]], async_op: bool
+    ) -> Work:
         outgoing = [(*path.describe(x, f"sends[{i}]"), *_to(place)) for i, (x, *place) in enumerate(sends)]
         incoming = [
             (*path.describe(y, f"recvs[{i}]", writable=True), *_to(place)) for i, (y, *place) in enumerate(recvs)
@@ -170,14 +179,11 @@ class DeviceCommunicator(Communicator):
             work = path.exchange(self._core, outgoing, incoming, async_op)
             return _finish(work, (tuple(sends), tuple(recvs)), path, async_op)
 
-    # --- helpers ---------------------------------------------------------------------------------------------------
-
     def _by_streams(self, x: Any) -> bool:
         return self._devices.path(x) is not None
 
-    def _common_path(self, *tensors: Any) -> DevicePath | None:
-        """The path of the tensors of one operation; None: by the host."""
-        paths = [self._devices.path(x) for x in tensors]
+    def _common_path(self, paths: Sequence[DevicePath | None]) -> DevicePath | None:
+        """The path of an operation by those of its tensors; None: by the host."""
         if any((path is None) != (paths[0] is None) for path in paths):
             raise InvalidUsage(
                 "one operation got tensors in host memory and on a device; give all of one kind (x.cpu(), x.cuda())"
@@ -195,15 +201,15 @@ class DeviceCommunicator(Communicator):
         async_op: bool,
         splits: Splits | None = None,
     ) -> Work:
-        taken: list[Any] = []
+        paths: list[DevicePath | None] = []
 
         def described(tensor: Any, what: str, *, writable: bool = False) -> Buffer:
             path = self._devices.path(tensor)
-            taken.append(tensor)
+            paths.append(path)
             return (describe if path is None else path.describe)(tensor, what, writable=writable)
 
         call = _describe_collective(self._core, described, operation, x, out, op, root, algorithm, splits)
-        path = self._common_path(*taken)
+        path = self._common_path(paths)
         told = operands(self.ranks, x, out) if profiler._is_profiler_enabled else {}
         if path is not None:
             with event(NAMES[operation], told):
