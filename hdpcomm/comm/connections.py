@@ -32,6 +32,8 @@ _MAGIC = b"hdpcomm1"  # the last byte is the version of the greeting
 _PROOF_S = 5.0  # for the greeting of who connects; who answers may be kept from it as long as it may be silent
 _AGAIN_S = 0.1  # until a rank that closed a connection is tried again
 _MOST_PROVING = 256  # connections that have not proved themselves; the oldest makes room for the next
+_CROWD = 32  # connections being proved, above which they are looked at together every so often, not as each wakes us
+_CROWD_S = 0.02
 _FULL_S = 0.05  # between looks whether the system has room for a connection again
 _MOST_CONNECTING = 64
 _GRACE_S = 5.0  # without progress, after which what was not sent when the world was closed is given up
@@ -187,9 +189,13 @@ class Connections:
                     try:
                         for key, _ in selector.select(_nearest_end(proving)):
                             if key.data is None:
-                                self._accept(selector, proving)
+                                for _ in range(_CROWD):
+                                    if not self._accept(selector, proving):
+                                        break
                             elif key.fd in proving:
                                 self._take_proof(selector, proving, key.fd)
+                        if len(proving) > _CROWD:  # strangers may not take the interpreter from the rank at each step
+                            time.sleep(_CROWD_S)
                     except MemoryError:
                         time.sleep(_FULL_S)
                     while proving and next(iter(proving.values())).until <= time.monotonic():
@@ -199,17 +205,18 @@ class Connections:
                     made.socket.close()
                 self._listener.close()
 
-    def _accept(self, selector: selectors.BaseSelector, proving: dict[int, _Proving]) -> None:
+    def _accept(self, selector: selectors.BaseSelector, proving: dict[int, _Proving]) -> bool:
+        """Takes one connection; returns whether there was one."""
         try:
             made, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return
+            return False
         except (OSError, MemoryError):  # no descriptor is left, for one: strangers make room first
             if proving:
                 _drop(selector, proving, next(iter(proving)))
             else:
                 time.sleep(_FULL_S)
-            return
+            return False
         if len(proving) >= _MOST_PROVING:  # an honest rank proves itself before so many others have come
             _drop(selector, proving, next(iter(proving)))
         try:
@@ -219,6 +226,7 @@ class Connections:
             proving[made.fileno()] = _Proving(made, time.monotonic() + _PROOF_S)
         except (OSError, MemoryError):
             made.close()
+        return True
 
     def _take_proof(self, selector: selectors.BaseSelector, proving: dict[int, _Proving], descriptor: int) -> None:
         """Takes what has come over a connection; hands it to the carrier if that was the last of its proof."""

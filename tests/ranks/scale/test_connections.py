@@ -144,6 +144,27 @@ def test_strangers_cost_no_threads(pair: Pair) -> None:
         each.close()
 
 
+def test_a_crowd_is_looked_at_together(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers do not wake the rank's process one by one, and ranks find each other among them."""
+    pauses: list[float] = []
+    sleep = time.sleep
+
+    def noted(seconds: float) -> None:
+        pauses.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(connections.time, "sleep", noted)
+    strangers = [socket.create_connection(pair.places[0]) for _ in range(connections._CROWD - 2)]
+    assert together(pair.comms, exchanged) == [None, None]
+    assert connections._CROWD_S not in pauses
+    strangers += [socket.create_connection(pair.places[0]) for _ in range(100)]
+    strangers[-1].sendall(hello())
+    assert len(strangers[-1].recv(64, socket.MSG_WAITALL)) == 64
+    assert connections._CROWD_S in pauses
+    for each in strangers:
+        each.close()
+
+
 def test_a_flood_while_no_thread_can_be_started(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     strangers = [socket.create_connection(place) for place in pair.places for _ in range(150)]
     start = threading.Thread.start
