@@ -188,7 +188,7 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
     devices = "device" if len(found.devices) == 1 else "device of each pipeline stage"
     table = _table(f"memory of a {devices} with {config.capacity:,} tokens at once")
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "together")
-    for name in ("stage", "layers recomputed", *parts):
+    for name in ("stage", "recomputed", *parts):
         table.add_column(name, justify="right")
     most = 0.0
     for stage, (memory, recompute) in enumerate(zip(found.devices, found.recompute, strict=True)):

@@ -58,7 +58,7 @@ class AbsentRanks:
     def empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    def _arrived(self, *tensors: Any, async_op: bool = False, **_: Any) -> Work:
+    def _arrived(self, *_: Any, **__: Any) -> Work:
         return ENDED
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, **_: Any) -> Work:
@@ -78,7 +78,7 @@ class AbsentRanks:
     def landing_zone(self, x: Any, source: int | None = None) -> None:
         """``None``: buffers of rings are counted as tensors."""
 
-    def lands(self, peer: int) -> bool:
+    def lands(self, _: int) -> bool:
         return False
 
     def stats(self) -> dict[str, int]:

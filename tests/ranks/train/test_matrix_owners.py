@@ -198,7 +198,7 @@ def test_the_command(mesh: list[str], tmp_path: Path, monkeypatch: pytest.Monkey
     assert found["one"][-1] < found["one"][0]
 
 
-def test_the_command_refuses_what_would_not_be_muon(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_would_not_be_muon(capfd: pytest.CaptureFixture[str]) -> None:
     for options in (["--zero", "1"], ["--dtype", "bf16"]):
         assert main(["train", "--ranks", "1", "--steps", "1", "--optimizer", "Muon", *options]) != 0
         assert f"leave out {' '.join(options)}" in " ".join(capfd.readouterr().err.split())
