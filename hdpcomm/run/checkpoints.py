@@ -120,17 +120,19 @@ class CheckpointFolder:
         """The newest sound checkpoint, and what is wrong with each newer one."""
         return newest_checkpoint(self.path)
 
-    def save(self, step: int, state: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: dict[str, Any], facts: Mapping[str, Any], *, copy: bool = True) -> None:
         """Writes a checkpoint in the background, from a copy of ``state`` that is taken now. Every writer calls it;
         those after the first one write the :class:`TensorPart` of their state only.
+
+        ``copy=False``: from the state itself, which the caller leaves alone until :meth:`wait`; it takes no memory.
 
         Waits for the one before. Raises: Error if that could not be written.
         """
         self.wait()
         if self._rank == 0:
-            work = partial(self._write, step, _copied(state), dict(facts))
+            work = partial(self._write, step, _own(state, copy), dict(facts))
         else:
-            work = partial(self._write_part, step, _copied_parts(state))
+            work = partial(self._write_part, step, _own_parts(state, copy))
         self._thread = threading.Thread(target=work, name="hdpcomm-checkpoint", daemon=False)
         self._thread.start()
 
@@ -343,26 +345,28 @@ def _write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _copied_parts(value: Mapping[str, Any]) -> dict[str, Any]:
+def _own_parts(value: Mapping[str, Any], copy: bool) -> dict[str, Any]:
     """The same structure with the parts of tensors only."""
     found: dict[str, Any] = {}
     for key, each in value.items():
         if isinstance(each, TensorPart):
             if each.written:
-                found[key] = each.copy()
-        elif isinstance(each, Mapping) and (inner := _copied_parts(each)):
+                found[key] = each.copy() if copy else each
+        elif isinstance(each, Mapping) and (inner := _own_parts(each, copy)):
             found[key] = inner
     return found
 
 
-def _copied(value: Any) -> Any:
-    """The same structure with tensors of its own, in host memory, without the parts that other writers write."""
+def _own(value: Any, copy: bool) -> Any:
+    """The same structure without the parts that other writers write; ``copy``: with tensors of its own, in host
+    memory."""
     if isinstance(value, TensorPart):
-        return value.copy()
+        return value.copy() if copy else value
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True) if copy else value.detach()
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items() if not isinstance(each, TensorPart) or each.written}
+        kept = {key: each for key, each in value.items() if not isinstance(each, TensorPart) or each.written}
+        return {key: _own(each, copy) for key, each in kept.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_copied(each) for each in value)
+        return type(value)(_own(each, copy) for each in value)
     return value

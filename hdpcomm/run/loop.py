@@ -258,17 +258,18 @@ class _Run:
             if stopping is not None and (number := stopping.agreed(self.comm)):
                 self.stopped_by = number
                 break
-            if self.saving is not None and self.saving.every and self.done % self.saving.every == 0:
+            every = 0 if self.saving is None or self.done == self.config.steps else self.saving.every
+            if every and self.done % every == 0:
                 self._save()
             if self.config.eval_every and self.done % self.config.eval_every == 0:
                 self._evaluate()
         if self.saving is not None and (self.saved is None or self.saved.name != f"step-{self.done}"):
-            self._save()
-        if not self.stopped_by and self.done > self.first_step:
-            self._evaluate()
+            self._save(copy=False)
         if self.folder is not None:
             with self.comm.busy("saves a checkpoint"):
                 self.folder.wait()
+        if not self.stopped_by and self.done > self.first_step:
+            self._evaluate()
 
     def _step(self, policy: str, step: int) -> None:
         trainer, watching = self.trainers[policy], self.watching
@@ -333,7 +334,7 @@ class _Run:
     def _state(self) -> dict[str, Any]:
         return {policy: trainer.checkpoint_state() for policy, trainer in self.trainers.items()}
 
-    def _save(self) -> None:
+    def _save(self, *, copy: bool = True) -> None:
         assert self.saving is not None
         state = self._state()
         generators = gather_generators(self.comm)
@@ -354,7 +355,7 @@ class _Run:
             "learned": {policy: learning.to_dict() for policy, learning in self.learning.items()},
         }
         with self.comm.busy("saves a checkpoint"):
-            self.folder.save(self.done, {"policies": state, "generators": generators}, facts)
+            self.folder.save(self.done, {"policies": state, "generators": generators}, facts, copy=copy)
 
     def _read(self, found: Checkpoint) -> dict[str, Any]:
         """The checkpoint's state, the generator of random numbers set."""
