@@ -19,7 +19,7 @@ from hdpcomm.models import NewWeights
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import Calibration, CostModel, MemoryModel, Planner
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.memory import PROFILE_TOKENS
+from hdpcomm.run.memory import PROFILE_TOKENS, free_models
 from hdpcomm.run.model import check_model, model_facts, new_part
 from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute, recompute_by_device
 from hdpcomm.train.activation_profile import profile_activations
@@ -100,6 +100,7 @@ def measure_costs(
         return _calibrated(comm, config, config.calibration, capacity, pool)
     mesh = Mesh(comm, tensor=config.tensor, expert=config.expert)
     check_model(config.model, mesh, seed=config.seed)
+    free_models()
     weights = partial(NewWeights, seed=config.seed)
     (part,) = new_part(config.stage_model, mesh, weights=weights, recompute=[device_recompute(config)])
     model = part.to(config.parameter_dtype)

@@ -32,7 +32,7 @@ from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.export import export_model
 from hdpcomm.run.first_weights import FirstWeights, keep_optimizer
 from hdpcomm.run.limits import check_limits
-from hdpcomm.run.memory import within_memory
+from hdpcomm.run.memory import free_models, within_memory
 from hdpcomm.run.messages import MessageLog, recorded
 from hdpcomm.run.model import model_spec, new_part
 from hdpcomm.run.optimizers import is_for_matrices, new_optimizer
@@ -166,6 +166,7 @@ class _Run:
         config, capacity, self.step_memory = within_memory(comm, config)
         self.config = config
         self.costs = measure_costs(comm, config, longest=corpus.longest, capacity=capacity, found=found)
+        free_models()  # that were measured
         planners = {policy: make_planner(comm, corpus, config, self.costs, policy) for policy in config.policies}
         if watching.on_costs is not None:
             watching.on_costs(calibration_of_run(config, planners[config.policies[0]], self.costs, comm.transport))
