@@ -15,6 +15,7 @@ from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
 from hdpcomm.run import RunConfig
 from hdpcomm.run.dry_run import rank_memory
+from hdpcomm.run.first_weights import FirstWeights
 from hdpcomm.run.memory import measure_memory
 from hdpcomm.run.pipelines import device_recompute, new_trainer, recompute_by_device, stage_recompute
 from hdpcomm.testing import run_threads
@@ -22,10 +23,6 @@ from tests.ranks.parallel.test_pipeline_runs import MODEL, data, losses, plain, 
 
 OWN = LlamaConfig(vocabulary=500, layers=4, hidden=64, heads=4, kv_heads=2, ffn=160)
 TOKENS = 300
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def masters_of(trainer):
@@ -51,7 +48,7 @@ def measured_and_predicted(config):
             split_backward=config.split_backward,
         )  # fmt: skip
         planner = Planner(None, cluster, "static", CostModel(1e-9, 1e-6), context_ranks=ranks)
-        trainer = new_trainer(comm, config, planner, None, adamw)
+        trainer = new_trainer(comm, config, planner, None, FirstWeights(comm, config))
         lengths = [TOKENS * ranks] * 4
         for _ in range(2):
             with MemoryMeter("cpu") as meter:
