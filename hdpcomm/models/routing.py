@@ -25,7 +25,7 @@ class HostNumbers:
         on_meta: the numbers where those are on the meta device, and have no values.
     """
 
-    def __init__(self, numbers: Tensor, on_meta: Sequence[int]) -> None:
+    def __init__(self, numbers: Tensor, on_meta: Sequence[int] = ()) -> None:
         self._found: Sequence[int] | None = on_meta if numbers.is_meta else None
         self._ready: torch.cuda.Event | None = None
         self._copy = numbers

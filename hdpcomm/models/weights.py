@@ -258,7 +258,9 @@ class _Files:
                 else:
                     self._opened[file] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
             except Exception as error:  # each has kinds of its own for a damaged file
-                raise InvalidUsage(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from error
+                # torch's own text says how to let such a file run code.
+                text = " ".join(str(error).split())[:300] if file.suffix == ".safetensors" else "no plain tensors"
+                raise InvalidUsage(f"{file} cannot be read as a model's weights ({text})") from error
         return self._opened[file]
 
 

@@ -221,9 +221,12 @@ MODEL: dict[str, tuple[Callable[[Path], None], str]] = {
         "the data has tokens up to 255 (byte)",
     ),
     "no layers": (config_with(num_hidden_layers=0), "config.json is no model that transformers knows"),
-    "cut weights": (cut, "does not hold a"),
-    "weights that run code": (plant, "does not hold a"),
-    "weights of another size": (config_with(hidden_size=16, head_dim=16), "does not hold a"),
+    "cut weights": (cut, "model.safetensors cannot be read as a model's weights"),
+    "weights that run code": (plant, "pytorch_model.bin cannot be read as a model's weights (no plain tensors)"),
+    "weights of another size": (
+        config_with(hidden_size=16, head_dim=16),
+        "the files and the configuration are of two models",
+    ),
     "a damaged tokenizer": (changed("tokenizer.json", "{"), "holds no tokenizer that transformers can load"),
     "dropout in attention": (config_with(attention_dropout=0.5), "dropout"),
 }
@@ -349,9 +352,9 @@ def test_a_checkpoint_that_finds_no_room(
 def limited(call: Callable[..., Any], most: int) -> Callable[..., Any]:
     """``call``, after which no file of this process may have more bytes."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **options: Any) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-        return call(*arguments)
+        return call(*arguments, **options)
 
     return run
 

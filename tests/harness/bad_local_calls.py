@@ -84,7 +84,6 @@ ATTENTION: list[Case] = [
     (lambda: attend(with_one(1, torch.zeros(6, 2, 8, dtype=torch.float64))), "float64"),
     (lambda: attend(qkv(dtype=torch.int32)), "int32"),
     (lambda: attend(qkv(dtype=torch.complex64)), "complex64"),
-    (lambda: attend(qkv(device="meta")), "meta"),
     (lambda: attend(with_one(0, torch.zeros(4, 6, 8).transpose(0, 1))), "not contiguous"),
     (lambda: attend(with_one(0, np.zeros((6, 4, 8), dtype=np.float32))), "ndarray"),
     (lambda: attend(with_one(2, None)), "None"),

@@ -114,13 +114,14 @@ def test_short_sequences_and_ranks_without_tokens(transport):
 
 def test_bf16_where_the_last_pass_has_no_tokens_of_its_own():
     planner = FixedPlanner(2, 1, [((0, 1), (0,)), ((0,), (1,)), ((0,), (2,))])
-    config, lengths = dataclasses.replace(CONFIG, layers=1), (20, 30, 9)
+    # Tokens whose two best experts are so close that bf16 takes another one would be off by 17%; here there are none.
+    config, lengths = dataclasses.replace(CONFIG, layers=1), (20, 31, 9)
     _, gradients = wanted(config, torch.float64, lengths)
     for _, own, _ in run_threads(lambda: one_step(planner, config, torch.bfloat16, 2, lengths), 2):
         for (name, part), gradient in own.items():
             if part is not None:
                 want = own_part(gradients[name], part)
-                assert (gradient - want).norm() <= 0.1 * want.norm(), name
+                assert (gradient - want).norm() <= 0.02 * want.norm(), name
 
 
 def test_beside_tensor_parallelism():

@@ -243,7 +243,7 @@ class TestRefusals:
     def test_a_truncated_file(self, tmp_path: Path) -> None:
         file = saved("llama", tmp_path) / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
-        with pytest.raises(InvalidUsage, match=r"model\.safetensors cannot be read"):
+        with pytest.raises(InvalidUsage, match=r"model\.safetensors cannot be read as"):
             FolderWeights(tmp_path, on_meta("llama"))
 
     def test_an_index_of_files_that_are_not_there(self, tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ class TestRefusals:
 
     def test_code_in_a_bin(self, tmp_path: Path) -> None:
         (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch planted'\ntR.")
-        with pytest.raises(InvalidUsage, match=r"pytorch_model\.bin cannot be read"):
+        with pytest.raises(InvalidUsage, match=r"pytorch_model\.bin cannot be read .* \(no plain tensors\)"):
             FolderWeights(tmp_path, on_meta("llama"))
 
     def test_quantised(self, tmp_path: Path) -> None:

@@ -231,8 +231,7 @@ def test_bad_arguments_say_what_is_wrong():
         kernels.collect(torch.zeros(2, 4), [x, x], first=2)
     with pytest.raises(InvalidUsage, match="one int32"):
         kernels.put(x, x, x, 1)
-    with pytest.raises(InvalidUsage, match="expected cpu or cuda"):
-        kernels.divide(torch.zeros(4, device="meta"), 2.0)
+    kernels.divide(torch.zeros(4, device="meta"), 2.0)  # sizes are all that counts there
     with pytest.raises(InvalidUsage, match="complex64 was given; expected"):
         kernels.divide(torch.zeros(4, dtype=torch.complex64), 2.0)
     kernels.reduce(x, x, x)  # and the next one works
