@@ -177,20 +177,21 @@ KNOWN_BY_CALIBRATION = {
     "domain_bandwidth": None,
     "uplinks": None,
 }
-_NODE_DEVICES = 8
 _CONTEXT = 2 << 20
 
 
 def ranks_per_node(tensor: int, pipeline: int) -> int:
     """How many ranks of tensor x pipeline devices are on a node of eight; warns where they are cut by its border."""
+    from hdpcomm.plan.presets import NODE_DEVICES
+
     devices = tensor * pipeline
-    if _NODE_DEVICES % devices and devices % _NODE_DEVICES:
+    if NODE_DEVICES % devices and devices % NODE_DEVICES:
         print(
-            f"hdpcomm: warning: ranks of {tensor} x {pipeline} devices do not fill nodes of {_NODE_DEVICES}, so some "
+            f"hdpcomm: warning: ranks of {tensor} x {pipeline} devices do not fill nodes of {NODE_DEVICES}, so some "
             "lie on two; give --ranks-per-node",
             file=sys.stderr,
         )
-    return max(1, _NODE_DEVICES // devices)
+    return max(1, NODE_DEVICES // devices)
 
 
 def _speeds(text: str | None, ranks: int) -> tuple[float, ...] | None:

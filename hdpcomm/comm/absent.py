@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,8 +28,6 @@ class AbsentRanks:
     """
 
     device = torch.device("meta")
-    transport = "absent"
-    timeout = 0.0
 
     def __init__(self, size: int, rank: int = 0, *, ranks_per_host: int | None = None) -> None:
         if not 0 <= rank < size:
@@ -80,12 +77,3 @@ class AbsentRanks:
 
     def lands(self, _: int) -> bool:
         return False
-
-    def stats(self) -> dict[str, int]:
-        return {"bytes_sent": 0}
-
-    def busy(self, _: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def liveness_deadlines(self) -> AbstractContextManager[None]:
-        return nullcontext()

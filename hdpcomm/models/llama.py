@@ -38,6 +38,7 @@ __all__ = [
     "losses_of_routers",
     "rope_tables",
     "run_blocks",
+    "seed_of",
 ]
 
 _IGNORE = -100  # the label of a token without a loss
@@ -259,6 +260,11 @@ def losses_of_routers(
     )  # fmt: skip
 
 
+def seed_of(name: str, seed: int) -> int:
+    """The seed of one tensor of a model that is drawn from ``seed``. Local."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+
+
 def initial_value(name: str, shape: torch.Size, *, layers: int, seed: int) -> Tensor:
     """A parameter of a new Llama of so many layers, fp32 in host memory: normal, deviation 0.02, less for what joins
     the residual stream. It follows from the seed and the parameter's name alone. Local."""
@@ -266,8 +272,7 @@ def initial_value(name: str, shape: torch.Size, *, layers: int, seed: int) -> Te
         return torch.ones(shape)
     residual = name.endswith(("out.weight", "ffn.out"))
     scale = 0.02 / math.sqrt(2 * layers) if residual else 0.02
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    generator = torch.Generator().manual_seed(seed_of(name, seed))
     return torch.randn(shape, generator=generator).mul_(scale)
 
 

@@ -8,21 +8,20 @@ that a host holds.
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models.causal_lm import AdaptedCausalLM
-from hdpcomm.models.llama import Llama, initial_value
+from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
+from hdpcomm.models.llama import Llama, initial_value, seed_of
 
 __all__ = ["FolderWeights", "NewWeights", "Weights", "by_tensor", "making"]
 
@@ -52,6 +51,9 @@ class NewWeights:
             transformers after :func:`hdpcomm.models.adapt`, drawn by its own ``_init_weights``. It may be cut later.
         seed: of the values.
 
+    Attributes:
+        model: a Llama as it is; of a model of transformers a copy on the meta device.
+
     Raises: InvalidUsage for another kind of model.
     """
 
@@ -62,27 +64,26 @@ class NewWeights:
                 "transformers after hdpcomm.models.adapt() was expected"
             )
         self._seed = seed
-        self._model = model if isinstance(model, Llama) else on_meta(model.model)
+        self.model: Any = model if isinstance(model, Llama) else _on_meta(model.model)
         self._constructed: dict[str, Tensor] | None = None
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
 
     def whole(self, name: str) -> Tensor:
-        if isinstance(self._model, Llama):
-            return initial_value(name, self._shapes[name], layers=self._model.config.layers, seed=self._seed)
+        if isinstance(self.model, Llama):
+            return initial_value(name, self._shapes[name], layers=self.model.config.layers, seed=self._seed)
         return self._drawn(name.removeprefix(_ADAPTED))
 
     @torch.no_grad()
     def _drawn(self, name: str) -> Tensor:
         place, _, leaf = name.rpartition(".")
-        chain = list(_modules_on_the_way(self._model, place))
+        chain = list(_modules_on_the_way(self.model, place))
         tensors: Any = chain[-1]._parameters if leaf in chain[-1]._parameters else chain[-1]._buffers
         before = tensors[leaf]
         value = torch.full(before.shape, _UNTOUCHED, dtype=before.dtype, device="cpu")
         tensors[leaf] = nn.Parameter(value, requires_grad=False) if isinstance(before, nn.Parameter) else value
-        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         try:
             with making, torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int.from_bytes(digest[:7], "big"))
+                torch.manual_seed(seed_of(name, self._seed))
                 for at in range(len(chain), 0, -1):  # those around it may fill it again, as transformers lets them
                     owner: Any = next(each for each in reversed(chain[:at]) if hasattr(each, "_init_weights"))
                     owner._init_weights(chain[at - 1])
@@ -93,7 +94,7 @@ class NewWeights:
     def _from_constructor(self, name: str) -> Tensor:
         """What the constructors of transformers' modules leave in a small tensor: slopes, masks, factors."""
         if self._constructed is None:
-            kind, config = type(self._model), copy.deepcopy(self._model.config)
+            kind, config = type(self.model), copy.deepcopy(self.model.config)
             with making, torch.random.fork_rng(devices=[]), _LargeOnMeta():
                 torch.manual_seed(self._seed)
                 made = kind(config)
@@ -101,7 +102,7 @@ class NewWeights:
         value = self._constructed.get(name)
         if value is None or value.is_meta:
             raise InvalidUsage(
-                f"{type(self._model).__name__} does not say how {name} begins (its _init_weights leaves it out), so it "
+                f"{type(self.model).__name__} does not say how {name} begins (its _init_weights leaves it out), so it "
                 "cannot be made in parts; load it whole, by hdpcomm.models.from_pretrained, and give it to Trainer"
             )
         return value.detach()
@@ -140,7 +141,7 @@ class FolderWeights:
             raise InvalidUsage(f"{folder} has quantised weights, which are not trained; give those in bf16 or fp32")
         self._new = NewWeights(model, 0)  # for what is computed and not stored
         self._files = _Files(folder)
-        self._causal_lm = on_meta(model.causal_lm)
+        self._causal_lm: Any = cast(Any, inner_causal_lm(self._new.model))
         self._sources = _sources(self._causal_lm, self._files)
         self._names: dict[str, str] = {}
         computed = {id(b) for b in _buffers_not_saved(self._causal_lm)}
@@ -148,6 +149,8 @@ class FolderWeights:
             found = next((name for name in names if name in self._sources), None)
             if found is not None:
                 self._names.update(dict.fromkeys(names, found))
+                if isinstance(source := self._sources[found], _Read):
+                    self._check_shape(found, source.shape, tensor.shape)
             elif id(tensor) not in computed:
                 raise InvalidUsage(
                     f"{folder} has no tensor {names[0]}, which its config.json asks for; give the folder of a causal "
@@ -159,15 +162,17 @@ class FolderWeights:
         if plain not in self._names:
             return self._new.whole(name)
         plain = self._names[plain]
-        wanted = self._causal_lm.get_submodule(plain.rpartition(".")[0])
-        shape = getattr(wanted, plain.rpartition(".")[2]).shape
         tensor = self._sources[plain](self._count)
-        if tensor.shape != shape:
-            raise InvalidUsage(
-                f"{self.folder} has {plain} with the shape {list(tensor.shape)}, and its config.json asks for "
-                f"{list(shape)}; the files and the configuration are of two models"
-            )
+        place, _, leaf = plain.rpartition(".")
+        self._check_shape(plain, list(tensor.shape), getattr(self._causal_lm.get_submodule(place), leaf).shape)
         return tensor
+
+    def _check_shape(self, name: str, shape: list[int], wanted: torch.Size) -> None:
+        if shape != list(wanted):
+            raise InvalidUsage(
+                f"{self.folder} has {name} with the shape {shape}, and its config.json asks for {list(wanted)}; the "
+                "files and the configuration are of two models"
+            )
 
     def _count(self, tensor: Tensor) -> Tensor:
         self.bytes_read += tensor.nbytes
@@ -181,7 +186,7 @@ _Counting = Callable[[Tensor], Tensor]
 _Source = Callable[[_Counting], Tensor]
 
 
-def on_meta(model: Any) -> Any:
+def _on_meta(model: Any) -> Any:
     """A copy of a model without memory. Local."""
     if not any(t.device.type != "meta" for t in (*model.parameters(), *model.buffers())):
         return copy.deepcopy(model)
@@ -305,6 +310,10 @@ class _Read:
     def __init__(self, files: _Files, key: str) -> None:
         self._files, self._key = files, key
 
+    @property
+    def shape(self) -> list[int]:
+        return self._files.shape(self._key)
+
     def __call__(self, count: _Counting) -> Tensor:
         return count(self._files.read(self._key))
 
@@ -317,7 +326,7 @@ class _Conversion:
     """
 
     def __init__(self, files: _Files, name: str, converter: Any, model: Any) -> None:
-        self._files, self._name, self.converter, self._model = files, name, converter, model
+        self._files, self._name, self.converter, self.model = files, name, converter, model
         self.parts: dict[str, list[str]] = {}
 
     def source_of(self, target: str) -> _Source:
@@ -334,7 +343,7 @@ class _Conversion:
         for pattern, keys in self.parts.items():
             for key in keys:
                 converter.add_tensor(self._name, key, pattern, lambda key=key: count(self._files.read(key)))
-        made = converter.convert(self._name, model=self._model, config=self._model.config)[target]
+        made = converter.convert(self._name, model=self.model, config=self.model.config)[target]
         tensor: Tensor = made[0] if isinstance(made, list) else made
         return tensor
 

@@ -13,7 +13,10 @@ from __future__ import annotations
 from hdpcomm.plan.nccl_costs import message_latency_s
 from hdpcomm.plan.specs import DeviceSpec, ModelSpec
 
-__all__ = ["DEVICES", "MODELS"]
+__all__ = ["DEVICES", "MODELS", "NODE_DEVICES"]
+
+NODE_DEVICES = 8
+"""Devices of a host."""
 
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec

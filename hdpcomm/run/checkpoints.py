@@ -24,13 +24,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hdpcomm.errors import Error, InvalidUsage, first_line
 from hdpcomm.files import open_regular
 from hdpcomm.train.tensor_part import TensorPart
+
+if TYPE_CHECKING:
+    from hdpcomm.run.tensor_files import TensorFiles
 
 __all__ = ["FORMAT", "Checkpoint", "CheckpointFolder", "newest_checkpoint", "open_checkpoint"]
 
@@ -62,19 +65,28 @@ class Checkpoint:
     step: int
     facts: Mapping[str, Any]
 
-    def load_into(self, state: dict[str, Any]) -> None:
+    def open_tensors(self) -> TensorFiles:
+        """Its tensors, for :meth:`load_into`. Local. Raises: InvalidUsage: its metadata are damaged."""
+        # Here and below: torch's checkpoints take a second to import, and the start of a run needs none of it.
+        from hdpcomm.run.tensor_files import TensorFiles
+
+        try:
+            return TensorFiles(self.path)
+        except Exception as error:
+            raise InvalidUsage(f"{self.path}: damaged ({_reason(error)}); use another checkpoint") from error
+
+    def load_into(self, state: dict[str, Any], tensors: TensorFiles | None = None) -> None:
         """Reads the tensors into those of ``state``, in place; other leaves are replaced. A
         :class:`hdpcomm.train.tensor_part.TensorPart` reads only its own part. Local.
 
         Raises: InvalidUsage where the checkpoint has no entry of that name, or one of another shape.
         """
-        # Here and below: torch's checkpoints take a second to import, and the start of a run needs none of it.
         from torch.distributed.checkpoint.api import CheckpointException
 
-        from hdpcomm.run.tensor_files import read_tensors
+        from hdpcomm.run.tensor_files import TensorFiles
 
         try:
-            read_tensors(self.path, state)
+            (tensors or TensorFiles(self.path)).read_into(state)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             reason = _reason(error)
             raise InvalidUsage(

@@ -13,6 +13,8 @@ from hdpcomm.data import Corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.plan.memory import StepMemory
+from hdpcomm.plan.presets import NODE_DEVICES
+from hdpcomm.run.batches import batch_sampler
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import make_planner, measure_costs
 from hdpcomm.run.limits import check_limits
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["DryRun", "RankMemory", "dry_run", "dry_run_elsewhere"]
 
 STEPS = 4
-_NODE_DEVICES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +93,21 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
     check_limits(corpus, config, ranks=ranks)
     if "ddp" in config.policies or config.calibration is not None:
         raise InvalidUsage("ranks elsewhere have no calibration and do not run DDP; leave out --calibration and ddp")
-    devices = predict_memory(config, ranks)
-    if config.recompute == "auto":
-        config, _ = fit_recompute(config, devices)
     sizes: dict[str, Any] = {"pipeline": config.pipeline, "tensor": config.tensor, "expert": config.expert}
     mesh = Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes)
     cluster = ClusterSpec(
         ranks=mesh.hdp,
         capacity=config.capacity,
-        ranks_per_node=max(1, _NODE_DEVICES // (config.pipeline * config.tensor)),
+        ranks_per_node=max(1, NODE_DEVICES // (config.pipeline * config.tensor)),
         chunks=config.chunks,
         split_backward=config.split_backward,
         offload=config.offload > 0,
         device=device,
         **sizes,
     )
+    devices = predict_memory(config, ranks)
+    if config.recompute == "auto":
+        config, _ = fit_recompute(config, devices)
     spec = model_spec(config.model)
     planners = {}
     if spec is not None:
@@ -122,7 +123,7 @@ def _dry_run(
     corpus: Corpus, config: RunConfig, ranks: int, planners: Mapping[str, Planner], devices: tuple[StepMemory, ...]
 ) -> DryRun:
     recompute = recompute_by_device(config)
-    sampler = corpus.sampler(tokens=config.tokens_per_step, seed=config.seed)
+    sampler = batch_sampler(corpus, config)
     batches = [sampler.batch(step).lengths for step in range(min(STEPS, config.steps))]
     reports: dict[str, list[StepReport]] = {}
     memory: dict[str, list[RankMemory]] = {}

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from hdpcomm.data.agree import on_rank_0
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import FolderWeights, NewWeights, Weights
 from hdpcomm.models.weights import by_tensor
@@ -38,7 +40,8 @@ class FirstWeights:
         self.run: Checkpoint | None = None
         self._make: Callable[[Any], Weights] = partial(NewWeights, seed=config.seed)
         path, model = config.init_from, config.model
-        if path is not None and not (path / "config.json").is_file():
+        kind = on_rank_0(comm, lambda: "folder" if path is not None and (path / "config.json").is_file() else "run")
+        if path is not None and kind == "run":
             self.run = agreed_checkpoint(comm, path, str(path))
             assert self.run is not None  # or the line above has raised
             self._make = partial(CheckpointWeights, self.run, seed=config.seed)
@@ -72,17 +75,15 @@ class CheckpointWeights:
     """
 
     def __init__(self, found: Checkpoint, whole: nn.Module, *, seed: int = 0) -> None:
-        from hdpcomm.run.tensor_files import TensorFiles
-
-        self._files = TensorFiles(found.path)
+        self._found, self._files = found, found.open_tensors()
         self._new = NewWeights(whole, seed)
         before = f"policies.{saved_config(found)['policies'][0]}."
         self._keys: dict[str, str] = {}
         buffers = {id(buffer) for buffer in whole.buffers()}
         for names, tensor in by_tensor(whole):
             keys = [f"{before}{kind}.{name}" for kind in ("masters", "model") for name in names]
-            key = next((key for key in keys if key in self._files.shapes), None)
-            shape = None if key is None else self._files.shapes[key]
+            key = next((key for key in keys if key in self._files.kinds), None)
+            shape = None if key is None else self._files.kinds[key][0]
             if key is not None and shape == tensor.shape:
                 self._keys.update(dict.fromkeys(names, key))
             elif key is not None or id(tensor) not in buffers:
@@ -95,7 +96,12 @@ class CheckpointWeights:
 
     def whole(self, name: str) -> Tensor:
         key = self._keys.get(name)
-        return self._new.whole(name) if key is None else self._files.read(key)
+        if key is None:
+            return self._new.whole(name)
+        shape, dtype = self._files.kinds[key]
+        tensor = torch.empty(shape, dtype=dtype)
+        self._found.load_into({key: tensor}, self._files)
+        return tensor
 
 
 def keep_optimizer(found: Checkpoint, trainer: Trainer, name: str) -> None:

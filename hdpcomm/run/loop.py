@@ -163,6 +163,8 @@ class _Run:
             )
         self.saved: Path | None = None if found is None else found.path
         self.stopped_by = 0
+        begins = config if found is None else replace(config, init_from=None, keep_optimizer=False)
+        self.weights = FirstWeights(comm, begins)
         config, capacity, self.step_memory = within_memory(comm, config)
         self.config = config
         self.costs = measure_costs(comm, config, longest=corpus.longest, capacity=capacity, found=found)
@@ -181,8 +183,6 @@ class _Run:
         }
         stack.callback(self.batches.stop)  # first of all, since the threads of the plans may wait for tokens
         self.messages = MessageLog() if watching.trace else None
-        begins = config if found is None else replace(config, init_from=None, keep_optimizer=False)
-        self.weights = FirstWeights(comm, begins)
         self.trainers = {policy: self._trainer(planner, stack) for policy, planner in planners.items()}
         self.steps: dict[str, list[StepMetrics]] = {policy: [] for policy in planners}
         self.evaluations: dict[str, list[Evaluation]] = {policy: [] for policy in planners}

@@ -7,17 +7,15 @@ import importlib
 import inspect
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.options import TrainingOptions
 from hdpcomm.train.matrix_owners import MatrixOwners
-
-if TYPE_CHECKING:
-    from hdpcomm.options import TrainingOptions
 
 __all__ = ["check_optimizer", "elementwise_optimizer", "is_for_matrices", "new_optimizer"]
 
@@ -94,6 +92,8 @@ def check_optimizer(config: TrainingOptions) -> None:
         )
     if "lr" not in names:
         raise InvalidUsage(f"--optimizer {config.optimizer} has no lr, which every step of a run sets; give another")
+    if "weight_decay" not in names and config.weight_decay != TrainingOptions().weight_decay:
+        raise InvalidUsage(f"--optimizer {config.optimizer} has no weight decay; leave out --weight-decay")
     open_ended = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values())
     for name in options:
         if name in _OURS:

@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 _SAME = ("model", "policies", "tokens_per_step", "seed", "offload", "dtype")
-_DEFAULTS = {"optimizer": "AdamW", "optimizer_options": []}
-"""The same, of which older checkpoints note nothing."""
 """What a run that goes on must be told as it was."""
+_DEFAULTS: Mapping[str, Any] = {"optimizer": "AdamW", "optimizer_options": []}
+"""The same, of which older checkpoints note nothing, and what it was then."""
 
 
 def agreed_checkpoint(
@@ -86,8 +86,11 @@ def _check_facts(found: Checkpoint) -> None:
     if not set(_SAME) <= set(saved_config(found)):
         raise InvalidUsage(f"{found.path}: holds no run of hdpcomm train; give another checkpoint")
     ranks, learned = facts.get("ranks"), facts.get("learned") or {}
-    name = "ranks"
+    policies, name = saved_config(found)["policies"], "policies"
     try:
+        if not isinstance(policies, list) or not policies or not all(isinstance(each, str) for each in policies):
+            raise ValueError(f"{policies!a:.40} is no list of policies")
+        name = "ranks"
         if type(ranks) is not int or ranks < 1:
             raise ValueError(f"{ranks!a:.40} is no number of ranks")
         name = "cost_model"

@@ -37,7 +37,7 @@ from hdpcomm.errors import Error
 from hdpcomm.files import open_regular
 from hdpcomm.train.tensor_part import TensorPart
 
-__all__ = ["METADATA", "TensorFiles", "join_files", "read_tensors", "write_tensors"]
+__all__ = ["METADATA", "TensorFiles", "join_files", "write_tensors"]
 
 #: The file of torch's that names all tensors.
 METADATA = ".metadata"
@@ -53,39 +53,30 @@ def write_tensors(folder: Path, state: dict[str, Any], *, rank: int = 0) -> None
         save(state, storage_writer=writer, planner=_SavePlanner(), no_dist=True)
 
 
-def read_tensors(folder: Path, state: dict[str, Any]) -> None:
-    """Reads a checkpoint's tensors into those of ``state``, in place, of a :class:`TensorPart` that part only; other
-    leaves are replaced. Local. Raises: what torch raises, as where a name is missing.
-    """
-    with _torch_reads_and_writes():
-        load(state, storage_reader=_Reader(folder), planner=_LoadPlanner(), no_dist=True)
-
-
 class TensorFiles:
-    """The tensors of a checkpoint, one by one.
+    """What :func:`write_tensors` has written, for one or several reads. Local.
 
     Attributes:
-        shapes: by name, as ``policies.balanced.model.embedding.weight``.
+        kinds: shape and type by name, as ``policies.balanced.model.embedding.weight``.
+
+    Raises: what torch raises, also for metadata that name code.
     """
 
     def __init__(self, folder: Path) -> None:
         self._reader = _Reader(folder)
-        self._metadata = self._reader.read_metadata()
-        told = self._metadata.state_dict_metadata
-        self.shapes = {name: each.size for name, each in told.items() if isinstance(each, TensorStorageMetadata)}
+        told = self._reader.read_metadata().state_dict_metadata
+        self.kinds = {
+            name: (each.size, each.properties.dtype)
+            for name, each in told.items()
+            if isinstance(each, TensorStorageMetadata)
+        }
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor. Local. Raises: Error if the checkpoint does not hold all of it."""
-        told = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[name])
-        tensor = torch.empty(told.size, dtype=told.properties.dtype)
+    def read_into(self, state: dict[str, Any]) -> None:
+        """Reads into the tensors of ``state``, in place, of a :class:`TensorPart` that part only; other leaves are
+        replaced. Raises: what torch raises, as where a name is missing.
+        """
         with _torch_reads_and_writes():
-            load(
-                {name: tensor},
-                storage_reader=_Known(self._reader, self._metadata),
-                planner=_LoadPlanner(),
-                no_dist=True,
-            )
-        return tensor
+            load(state, storage_reader=self._reader, planner=_LoadPlanner(), no_dist=True)
 
 
 def join_files(folder: Path, others: Sequence[Path]) -> None:
@@ -175,9 +166,17 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """Reads metadata without torch's ``pickle.load``, which calls whatever the file names."""
+    """Reads metadata, once, without torch's ``pickle.load``, which calls whatever the file names."""
+
+    _known: Metadata | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        self._known = metadata = self._known or self._checked_metadata()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def _checked_metadata(self) -> Metadata:
         folder = Path(self.path)
         with open_regular(folder / METADATA) as file:
             metadata = _MetadataUnpickler(file).load()
@@ -187,20 +186,7 @@ class _Reader(FileSystemReader):
             if Path(name).name != name:
                 raise pickle.UnpicklingError(f"{METADATA} names the file {name!a}, which is not of this folder")
             open_regular(folder / name).close()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-class _Known(_Reader):
-    """With the metadata that has been read already."""
-
-    def __init__(self, reader: _Reader, metadata: Metadata) -> None:
-        super().__init__(reader.path)
-        self._metadata = metadata
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self._metadata
 
 
 class _Writer(FileSystemWriter):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.layout import layout_of, plain_name
 
 if TYPE_CHECKING:
@@ -25,8 +27,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, mesh: Mesh, weights: Weights, *, device: torch.device | None = None) -> None:
-    """Gives the parameters and buffers of a rank's part of a model memory and values. Collective over the mesh.
+def materialize(model: nn.Module, mesh: Mesh, weights: Weights) -> None:
+    """Gives the parameters and buffers of a rank's part of a model memory, on the communicator's device, and values.
+    Collective over the mesh.
 
     A tensor that a host holds is read or drawn by one of its ranks, which passes the others' parts on, while those read
     the next ones: a host reads each byte of the files once, and a rank needs no more memory than its part and one
@@ -37,15 +40,23 @@ def materialize(model: nn.Module, mesh: Mesh, weights: Weights, *, device: torch
             ``expert_parallel``; or the ``nn.ModuleList`` of the stages on this rank. Parameters become other objects:
             make optimizers and trainers afterwards. Tied ones stay tied.
         weights: of the whole model: :class:`hdpcomm.models.NewWeights` or :class:`hdpcomm.models.FolderWeights`.
-        device: default: that of the communicator.
 
-    Raises: what ``weights`` raises, on the rank that reads; the others get PeerLost or Aborted.
+    Raises: InvalidUsage: a parameter has values already; what ``weights`` raises, on the rank that reads; the others
+        get PeerLost or Aborted.
     """
-    device = device or mesh.comm.device
+    device = mesh.comm.device
     layout = layout_of(model, mesh)
     boxes: dict[str, tuple[Box, list[Tensor]]] = {}  # several with one name: both ends of a pipeline on one rank
     made: dict[int, Tensor] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta and isinstance(tensor, nn.Parameter):
+            raise InvalidUsage(
+                f"{name} has values already, on {tensor.device}; make the model under torch.device('meta'), or train "
+                "it as it is"
+            )
+        if not tensor.is_meta:  # a table that its module has computed in spite of torch.device("meta")
+            made[id(tensor)] = tensor.to(device)
+            continue
         placement = layout.by_name[plain_name(name)]
         fresh = torch.empty_like(tensor, device=device)
         made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
@@ -99,12 +110,8 @@ def _tasks(host: Communicator, own: dict[str, Box]) -> Iterator[tuple[str, int, 
     for name, by_box in holders.items():
         candidates = {rank for ranks in by_box.values() for rank in ranks}
         reader = min(candidates, key=lambda rank: (load[rank], rank))
-        load[reader] += sum(_elements(shape) for _, shape in by_box)
+        load[reader] += sum(math.prod(shape) for _, shape in by_box)
         yield name, reader, list(by_box.items())
-
-
-def _elements(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())
 
 
 def _read_next(pool: ThreadPoolExecutor, weights: Weights, names: list[str]) -> Future[Tensor] | None:

@@ -44,8 +44,9 @@ class MatrixOwners(torch.optim.Optimizer):
     Each matrix has one owner among the HDP ranks and tensor ranks that hold it, chosen so that all have equal work
     (elements times the shorter side). A step puts the owner's gradient together from the tensor ranks' parts, the owner
     updates the whole matrix, and the ranks that hold it get their parts of the result; so the update is that of one
-    process, and each rank keeps the optimizer's state of its own matrices only. A step sends each gradient and each
-    matrix once among the tensor ranks of a replica, and each matrix once to the other replicas.
+    process, and each rank keeps the optimizer's state of its own matrices only. Among the
+    tensor ranks of a replica a step sends each gradient once and each matrix twice, there and back, as others may have
+    changed it; to the other replicas each matrix once.
 
     Matrices are the parameters with two dimensions but for embeddings and the layer that makes logits, which Muon
     leaves to another optimizer (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/), and experts, whose
@@ -82,6 +83,7 @@ class MatrixOwners(torch.optim.Optimizer):
             )
         self.mesh = mesh
         self._matrices = _owned(chosen, module, mesh)
+        self._owns = {id(matrix.parameter): matrix.master is not None for matrix in self._matrices}
         masters = [matrix.master for matrix in self._matrices if matrix.master is not None]
         sample = nn.Parameter(chosen[0].new_zeros(1, 1))
         options = {k: v for k, v in matrices([sample]).param_groups[0].items() if k != "params"}
@@ -93,7 +95,7 @@ class MatrixOwners(torch.optim.Optimizer):
         self.state = self._others.state if self._others else defaultdict(dict)
         self._optimizer_step_pre_hooks = {}
         self._optimizer_step_post_hooks = {}
-        self._link()
+        self.link()
 
     @property
     def parts(self) -> list[torch.optim.Optimizer]:
@@ -107,7 +109,7 @@ class MatrixOwners(torch.optim.Optimizer):
 
     def owns(self, parameter: Tensor) -> bool | None:
         """Whether this rank has the state of a matrix, as a whole; ``None``: it is no matrix."""
-        return next((m.master is not None for m in self._matrices if m.parameter is parameter), None)
+        return self._owns.get(id(parameter))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
@@ -130,13 +132,10 @@ class MatrixOwners(torch.optim.Optimizer):
             self._publish(matrix)
         if self._others is not None:
             self._others.step()
-        self._link()
+        self.link()
 
     def link(self) -> None:
         """Shows the state of this rank's matrices under their parameters. Local."""
-        self._link()
-
-    def _link(self) -> None:
         for matrix in self._matrices:
             if self._inner is not None and matrix.master is not None and matrix.master in self._inner.state:
                 self.state[matrix.parameter] = self._inner.state[matrix.master]

@@ -29,7 +29,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.run import RunConfig, RunResult, Saving, train
 from hdpcomm.run.checkpoints import CheckpointFolder, newest_checkpoint, open_checkpoint
-from hdpcomm.run.tensor_files import read_tensors, write_tensors
+from hdpcomm.run.tensor_files import TensorFiles, write_tensors
 from hdpcomm.testing import run_threads
 from tests.harness.signing import sign
 
@@ -136,7 +136,7 @@ def other_type(step: Path, draw: random.Random, _: Path) -> None:
     """The same name with elements of another type, or no tensor, or a tensor where there was none; rightly written."""
     kind = draw.choice([torch.int8, torch.bfloat16, torch.float64, str, list])
     into = state(-1.0)
-    read_tensors(step, into)
+    TensorFiles(step).read_into(into)
     if isinstance(kind, torch.dtype):
         into["w"] = into["w"].to(kind)
     elif kind is str:

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "planner/baselines/baselines.hpp"
+#include "planner/baselines/least_step.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
@@ -67,22 +68,8 @@ std::vector<int32_t> takeNeighbours(int size, std::vector<int>& counts) {
 }  // namespace
 
 double leastNaive(const Problem& problem) {
-  const CostModel& cost = problem.cost();
-  const int64_t capacity = cost.memory().capacity;
   const GroupSizes sizes(problem);
-  double work = 0;
-  double longest = 0;
-  for (int32_t i = 0; i < problem.count(); ++i) {
-    if (problem.lengths()[i] <= capacity) {
-      work += cost.leastWork(problem.load(i));
-    } else if (!problem.rides(i)) {
-      const int size = sizes.of(i);
-      const double time = cost.seconds(problem.load(i), size);
-      work += size * time;
-      longest = std::max(longest, time);
-    }
-  }
-  return std::max(work / problem.ranks(), longest);
+  return leastStep(problem, [&](int32_t sequence) { return sizes.of(sequence); });
 }
 
 Plan planNaive(const Problem& problem) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "planner/baselines/baselines.hpp"
+#include "planner/baselines/least_step.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
@@ -77,21 +78,7 @@ MicroBatch makeBatch(const Problem& problem, int first, int size, std::vector<in
 }  // namespace
 
 double leastPow2(const Problem& problem) {
-  const CostModel& cost = problem.cost();
-  const int64_t capacity = cost.memory().capacity;
-  double work = 0;
-  double longest = 0;
-  for (int32_t i = 0; i < problem.count(); ++i) {
-    if (problem.lengths()[i] <= capacity) {
-      work += cost.leastWork(problem.load(i));
-    } else if (!problem.rides(i)) {
-      const int size = groupSize(problem, i);
-      const double time = cost.seconds(problem.load(i), size);
-      work += size * time;
-      longest = std::max(longest, time);
-    }
-  }
-  return std::max(work / problem.ranks(), longest);
+  return leastStep(problem, [&](int32_t sequence) { return groupSize(problem, sequence); });
 }
 
 Plan planPow2(const Problem& problem) {

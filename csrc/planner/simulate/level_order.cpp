@@ -30,7 +30,10 @@ class LevelOrder {
 
   double run(SimulatedStep* record) {
     record_ = record;
-    if (record_ != nullptr) startRecord();
+    if (record_ != nullptr) {
+      record_->begin(ranks_);
+      resident_.assign(free_.size(), 0.0);
+    }
     const int levels = static_cast<int>(levels_.size());
     // With passes of one second each, device s runs the forward pass of level l in second 2 l + s,
     // and its backward pass in second 2 (l + p) - 1 - s.
@@ -43,7 +46,7 @@ class LevelOrder {
         for (const int32_t index : levels_[level]) pass(index, stage, backward);
       }
     }
-    if (record_ != nullptr) finishRecord();
+    if (record_ != nullptr) record_->finish(makespan_);
     return makespan_;
   }
 
@@ -96,21 +99,6 @@ class LevelOrder {
       if (backward) record_->end[rank] = std::max(record_->end[rank], end);
     }
     record_->spans.push_back({index, stage, backward, start, end});
-  }
-
-  void startRecord() {
-    resident_.assign(free_.size(), 0.0);
-    for (auto* values : {&record_->busy, &record_->exposed, &record_->stalled, &record_->end,
-                         &record_->peak_tokens}) {
-      values->assign(ranks_, 0.0);
-    }
-  }
-
-  void finishRecord() {
-    // A pass starts no earlier than those that it needs and stands behind them, so it stays there.
-    std::stable_sort(record_->spans.begin(), record_->spans.end(),
-                     [](const Span& a, const Span& b) { return a.start < b.start; });
-    record_->makespan = makespan_;
   }
 
   const Plan& plan_;

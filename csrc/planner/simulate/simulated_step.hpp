@@ -24,6 +24,12 @@ struct SimulatedStep {
   std::vector<double> peak_tokens;  // by rank: most tokens on the device at once, without the
                                     // offloaded share, on the worst stage
   double makespan = 0;
+
+  // Forgets everything; the figures of each rank are 0.
+  void begin(int ranks);
+  // Sorts the spans by start. A pass starts no earlier than those that it needs and stands behind
+  // them, so it stays there.
+  void finish(double seconds);
 };
 
 }  // namespace hdpcomm::planner

@@ -38,14 +38,14 @@ class SplitOrder {
     wait_ = wait;
     makespan_ = 0;
     record_ = record;
-    if (record_ != nullptr) startRecord();
+    if (record_ != nullptr) record_->begin(ranks_);
     for (const Span& span : order) pass(span);
     for (int device = 0; device < devices_; ++device) {
       for (int32_t rank = 0; rank < ranks_; ++rank) {
         while (!unit(rank, device).owed.empty()) computeWeights(rank, device);
       }
     }
-    if (record_ != nullptr) finishRecord();
+    if (record_ != nullptr) record_->finish(makespan_);
     return makespan_;
   }
 
@@ -144,21 +144,6 @@ class SplitOrder {
     if (record_ != nullptr) {
       record_->spans.push_back({span.micro_batch, span.stage, span.backward, start, end});
     }
-  }
-
-  void startRecord() {
-    *record_ = SimulatedStep{};
-    for (auto* values : {&record_->busy, &record_->exposed, &record_->stalled, &record_->end,
-                         &record_->peak_tokens}) {
-      values->assign(ranks_, 0.0);
-    }
-  }
-
-  void finishRecord() {
-    // A pass starts no earlier than those that it needs and stands behind them, so it stays there.
-    std::stable_sort(record_->spans.begin(), record_->spans.end(),
-                     [](const Span& a, const Span& b) { return a.start < b.start; });
-    record_->makespan = makespan_;
   }
 
   const Plan& plan_;

@@ -124,7 +124,7 @@ def test_new_values_are_distributed_as_those_of_transformers(family: str) -> Non
     for name, tensor in wanted.items():
         found = weights.whole(name)
         assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype), name
-        if not isinstance(tensor, nn.Parameter) or tensor.std() == 0 or tensor.numel() < 2:  # computed, ones, zeros
+        if not isinstance(tensor, nn.Parameter) or tensor.numel() < 2 or tensor.std() == 0:  # computed, ones, zeros
             assert torch.equal(found, tensor), name
         else:
             assert abs(found.std() / tensor.std() - 1) < 6 / tensor.numel() ** 0.5, name
@@ -232,9 +232,8 @@ class TestRefusals:
         tensors = load_file(tmp_path / "model.safetensors")
         tensors["model.norm.weight"] = torch.ones(31)
         save_file(tensors, tmp_path / "model.safetensors")
-        weights = FolderWeights(tmp_path, on_meta("llama"))
         with pytest.raises(InvalidUsage, match=r"model\.norm\.weight with the shape \[31\].*\[32\]"):
-            weights.whole("model.model.norm.weight")
+            FolderWeights(tmp_path, on_meta("llama"))  # on every rank, before anything is read
 
     def test_no_weights(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidUsage, match=r"has no weights: model\.safetensors or"):
@@ -262,6 +261,15 @@ class TestRefusals:
         model.causal_lm.config.quantization_config = {"quant_method": "fp8"}
         with pytest.raises(InvalidUsage, match="quantised"):
             FolderWeights(saved("llama", tmp_path), model)
+
+    def test_a_model_with_values(self) -> None:
+        def rank() -> None:
+            with hdp.init() as comm:
+                model = Llama(LLAMA)
+                materialize(model, hdp.Mesh(comm), NewWeights(model, SEED))
+
+        with pytest.raises(InvalidUsage, match=r"embedding\.weight has values already, on cpu"):
+            run_threads(rank, 1)
 
     def test_another_kind_of_model(self) -> None:
         with pytest.raises(InvalidUsage, match="weights of a Linear were to be drawn"):

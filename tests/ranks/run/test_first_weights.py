@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hdpcomm.run import RunConfig, Saving, Schedule, folder_model, read_metrics,
 from hdpcomm.run.checkpoints import open_checkpoint
 from hdpcomm.run.first_weights import CheckpointWeights
 from hdpcomm.testing import run_threads
+from tests.harness.signing import sign
 
 MODEL = LlamaConfig(layers=4, hidden=16, heads=2, kv_heads=2, ffn=24)
 CONSTANT = Schedule("constant", warmup=0)
@@ -145,6 +147,25 @@ class TestRefusals:
         with pytest.raises(InvalidUsage, match="no such checkpoint"):
             run_of(data, 2, init_from=tmp_path / "none")
 
+    @pytest.mark.parametrize("policies", [[], "balanced", [3]])
+    def test_a_checkpoint_that_names_no_policy(self, data: Path, saved: Path, tmp_path: Path, policies: Any) -> None:
+        step = tmp_path / "step-1"
+        shutil.copytree(saved / "step-1", step)
+        meta = json.loads((step / "meta.json").read_text())
+        meta["config"]["policies"] = policies
+        (step / "meta.json").write_text(json.dumps(meta))
+        sign(step)
+        with pytest.raises(InvalidUsage, match=r"meta\.json: policies: .* is no list of policies"):
+            run_of(data, 1, init_from=step)
+
+    def test_a_checkpoint_whose_metadata_name_code(self, data: Path, saved: Path, tmp_path: Path) -> None:
+        step = tmp_path / "step-1"
+        shutil.copytree(saved / "step-1", step)
+        (step / ".metadata").write_bytes(b"cos\nsystem\n(S'touch planted'\ntR.")
+        sign(step)
+        with pytest.raises(InvalidUsage, match=r"step-1: damaged \(.*names os\.system"):
+            run_of(data, 1, init_from=step)
+
     def test_the_folder_of_a_model_for_the_built_in_one(self, data: Path, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
         with pytest.raises(InvalidUsage, match="this run trains the built-in Llama; give --model"):
@@ -161,6 +182,7 @@ class TestRefusals:
             (["--optimizer-options", "momentum=0.9"], "has momentum, which AdamW does not take; it takes betas"),
             (["--optimizer-options", "betas"], "NAME=VALUE was expected"),
             (["--optimizer-options", "lr=1"], "has lr; give --lr"),
+            (["--optimizer", "Rprop", "--weight-decay", "0.2"], "Rprop has no weight decay; leave out --weight-decay"),
             (["--optimizer", "SGD", "--optimizer-options", "nesterov=true"], "cannot be made over this model"),
         ],
     )
