@@ -53,12 +53,6 @@ void bindCommunicator(py::module_& module) {
           py::arg("timeout"), py::arg("quiet") = false);
 }
 
-// Memory of World::allocate(), as Python's buffer protocol gives it out.
-struct Block {
-  std::shared_ptr<std::byte> data;
-  size_t bytes;
-};
-
 bool hasLeft(World& world, int rank) {
   if (rank < 0 || rank >= world.size()) {
     throwInvalidUsage("has_left() got rank " + std::to_string(rank) + "; this world has ranks 0.." +
@@ -244,6 +238,7 @@ void bindComm(py::module_& module) {
   bindStream(module);
   bindCommunicator(module);
   bindCounter(module);
+  bindWindow(module);
   bindNames(module);
 }
 

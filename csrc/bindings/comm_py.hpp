@@ -20,6 +20,12 @@ struct Handle {
   std::shared_ptr<Work> work;
 };
 
+// Memory of the core, as Python's buffer protocol gives it out.
+struct Block {
+  std::shared_ptr<std::byte> data;
+  size_t bytes;
+};
+
 // checkSignals() in the form that operations take, made once.
 extern const World::InterruptCheck kCheckSignals;
 
@@ -35,6 +41,8 @@ bool describeTuple(PyObject* x, TensorView* described);
 void bindMailbox(pybind11::module_& module);
 // Counters (comm_counter_py.cpp).
 void bindCounter(pybind11::module_& module);
+// Memory that ranks of a host map (comm_window_py.cpp).
+void bindWindow(pybind11::module_& module);
 // How worlds begin and end (comm_joining_py.cpp).
 void bindJoining(pybind11::module_& module);
 // Operations on streams (comm_stream_py.cpp).

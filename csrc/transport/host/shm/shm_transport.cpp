@@ -1,6 +1,5 @@
 #include "transport/host/shm/shm_transport.hpp"
 
-#include <linux/futex.h>
 #include <linux/membarrier.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
@@ -10,6 +9,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "base/futex.hpp"
 #include "base/process.hpp"
 #include "base/settings.hpp"
 
@@ -19,16 +19,6 @@ namespace {
 
 // Other ranks read it to find out whether the kernel lets them read this process's memory.
 const uint64_t kProbeWord = kMagic;
-
-void futexWait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds timeout) {
-  timespec time{timeout.count() / 1'000'000'000, timeout.count() % 1'000'000'000};
-  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, expected, &time, nullptr, 0);
-}
-
-void futexWakeAll(std::atomic<uint32_t>& word) {
-  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr,
-            0);
-}
 
 long membarrier(int command) noexcept { return ::syscall(SYS_membarrier, command, 0, 0); }
 
