@@ -125,7 +125,7 @@ def step_of(make: Callable[[], nn.Module], dtype: torch.dtype | None) -> list[tu
             with MemoryMeter("cpu") as meter:
                 trainer.step(lengths, lambda place: torch.arange(lengths[place]) % 100)
         gradients = trainer.gradients
-        kept = [*model.parameters(), *model.buffers(), gradients.flat]
+        kept = [*model.parameters(), *model.buffers(), gradients.sums.flat]
         kept += [] if trainer.masters is None else [piece.master for piece in trainer.masters.pieces]
         kept += [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         states = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}

@@ -59,7 +59,9 @@ class _MicroBatch:
         self._owner = owner
         self._ratio = ratio
         self._tokens = tokens
-        self._excluded = parameter_storages(owner.layers)
+        self._excluded: set[int] = set()
+        """Storages of the parameters and buffers of the layers that have run: a parameter may have another one between
+        its uses."""
         self._records: list[list[StorageRecord]] = [[] for _ in owner.layers]
         self._by_storage: dict[int, StorageRecord] = {}
         self._inside = False
@@ -71,6 +73,10 @@ class _MicroBatch:
     def begin_layer(self, *_: Any) -> None:
         if not _in_backward():
             self._inside = True
+
+    def exclude(self, layer: nn.Module, *_: Any) -> None:
+        """Right before a layer runs: hooks of others may have brought its parameters."""
+        self._excluded |= parameter_storages([layer])
 
     def end_layer(self, *_: Any) -> None:
         """Releases what the layer before this one saved: its copies had the time of one layer to finish."""
@@ -276,6 +282,7 @@ class ActivationOffload:
                 )
         batch = _MicroBatch(self, ratio, tokens)
         handles = [layer.register_forward_pre_hook(batch.begin_layer, prepend=True) for layer in self.layers]
+        handles += [layer.register_forward_pre_hook(batch.exclude) for layer in self.layers]
         handles += [layer.register_forward_hook(batch.end_layer) for layer in self.layers]
         self._active = failed = True
         try:

@@ -169,7 +169,8 @@ def data_parallel_trainer(
     trainer = Trainer(model, optimizer, planner, comm, max_grad_norm=max_grad_norm)
     alone = Mesh(cast("Communicator", comm.subset([comm.rank])))
     # DDP adds up, in place: each rank has all sums
-    gradients = Gradients(model.parameters(), layout_of(model, alone), alone)
+    gradients = Gradients.whole(model.parameters(), layout_of(model, alone), alone)
     trainer.gradients = gradients
-    trainer.passes = DistributedPasses(model, trainer.mesh, group, gradients.flat.nbytes)
+    reduced = sum(p.nbytes for p in gradients.parameters)
+    trainer.passes = DistributedPasses(model, trainer.mesh, group, reduced)
     return trainer

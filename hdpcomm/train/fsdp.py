@@ -62,7 +62,7 @@ class FullyShardedParameters:
             parameter.grad = None
 
     @contextmanager
-    def passes(self, scatter: Callable[[], object]) -> Iterator[None]:
+    def passes(self, scatter: Callable[[], object], _: object) -> Iterator[None]:
         """Round the passes of a step, of which there may be none on a rank. Collective, at both ends.
 
         Args:
@@ -75,7 +75,7 @@ class FullyShardedParameters:
         self._set(sync=True)
         scatter()
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, chunk: int = 0) -> None:
         """Nothing is to be done before a pass of one micro-batch."""
 
     def reduce_early(self) -> None:

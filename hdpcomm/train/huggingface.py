@@ -116,7 +116,7 @@ class HybridDataParallel:
         model = cast(Any, self).model
         share_values(self.comm, (*model.parameters(), *model.buffers()))
         mesh = Mesh(self.comm, placement=range(self.comm.size))
-        gradients = Gradients(model.parameters(), layout_of(model, mesh), mesh)
+        gradients = Gradients.whole(model.parameters(), layout_of(model, mesh), mesh)
         self._cluster, self._planner = mesh.cluster(), None
         self._step, self._begins = (MicroBatchPasses(self._adapted, mesh), gradients, ChangedBuffers(model)), True
         return prepared

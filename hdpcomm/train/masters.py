@@ -1,8 +1,9 @@
-"""ZeRO-1 and mixed precision: wide weights that the optimizer updates in place of the parameters."""
+"""ZeRO and mixed precision: wide weights that the optimizer updates in place of the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,19 @@ from torch import Tensor, nn
 
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train.gradients import Bucket, Gradients, memory_of, trained_parameters
+from hdpcomm.parallel.agreement import share_values
+from hdpcomm.train.buckets import Bucket, Sharding, make_buckets
+from hdpcomm.train.gradients import Gradients, trained_parameters, wide_type
+from hdpcomm.train.host_memory import HostMemory
 from hdpcomm.train.layout import Layout
 from hdpcomm.train.matrix_owners import MatrixOwners
+from hdpcomm.train.pulled_weights import PulledWeights
+from hdpcomm.train.pushed_sums import PushedSums
 from hdpcomm.train.trainer_check import check_elementwise
+from hdpcomm.train.units import Units, unit_buckets
+from hdpcomm.train.whole_sums import WholeSums, memory_of
 
-__all__ = ["Masters", "Piece"]
+__all__ = ["Masters", "OwnPart", "Piece"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -28,12 +36,29 @@ class Piece:
         start: its first element in the parameter, in row-major order.
         master: its values in the wide type: what the optimizer has in place of the parameter.
         gradient: of these, a view of the flat gradients.
+        sharding: the ranks that have the other parts, and those that have this one.
     """
 
     parameter: nn.Parameter
     start: int
     master: nn.Parameter
     gradient: Tensor
+    sharding: Sharding
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OwnPart:
+    """What a rank has of a parameter that has no values between its uses.
+
+    Attributes:
+        start: its first element in the parameter, in row-major order.
+        values: ``[elements]``, those that passes use; live.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    values: Tensor
+    sharding: Sharding
 
 
 class Masters:
@@ -42,7 +67,9 @@ class Masters:
     The parameters become views of flat buckets, in ``dtype``. With ``zero=1`` each rank keeps 1 / replicas of each
     bucket: its master weights in fp32 (fp64 if any parameter is) and the optimizer's state; :meth:`publish` gathers the
     updated parameters (Rajbhandari et al., arXiv 1910.02054, stage 1). With ``zero=0`` every rank keeps all of them.
-    Parameters in the wide type are their own masters.
+    Parameters in the wide type are their own masters. With ``zero=2`` the sums of gradients are cut, too
+    (:class:`hdpcomm.train.pushed_sums.PushedSums`), and with ``zero=3`` the parameters
+    (:class:`hdpcomm.train.pulled_weights.PulledWeights`), both among the replicas of a host.
 
     Tensor ranks that hold the same parameters have the same part of them, and so have both ends of a pipeline of a tied
     one.
@@ -51,7 +78,8 @@ class Masters:
     are.
 
     Args:
-        parameters: of the module on this rank, equal on all replicas; frozen ones only change their type.
+        chunks: the model, or its stages, on this rank, with equal parameters on all replicas; frozen ones only change
+            their type, and are cut with ``zero=3``.
         optimizer: over the trained parameters, before its first step; one that updates each element by itself.
         layout, mesh, bucket_bytes: of :class:`hdpcomm.train.Gradients`.
 
@@ -65,7 +93,7 @@ class Masters:
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        chunks: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
         layout: Layout,
         mesh: Mesh,
@@ -74,47 +102,122 @@ class Masters:
         dtype: torch.dtype | None,
         bucket_bytes: int,
     ) -> None:
-        everything = list(parameters)
+        everything = list({id(p): p for chunk in chunks for p in chunk.parameters()}.values())
         trained = trained_parameters(everything)
-        _check(trained, optimizer, dtype)
-        for parameter in everything:
-            if dtype is not None and not parameter.requires_grad and parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-        group_of = {id(p): place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        double = dtype == torch.float64 or any(p.dtype == torch.float64 for p in trained)
-        self.gradients = Gradients(
-            trained, layout, mesh, bucket_bytes=bucket_bytes, zero=zero,
-            group_of=lambda p: (group_of[id(p)], dtype or p.dtype), wide=torch.float64 if double else torch.float32,
-        )  # fmt: skip
+        _check(trained, optimizer, dtype, zero)
+        wide = wide_type(trained, dtype)
+        self._weights: PulledWeights | None = None
+        self._units: Units | None = None
+        self._frozen: list[Bucket] = []
+        if zero < 2:
+            elements = bucket_bytes // wide.itemsize
+            buckets = make_buckets(trained, layout, zero=zero, elements=elements, group_of=lambda p: dtype or p.dtype)
+            sums: WholeSums | PushedSums = WholeSums(buckets, mesh.comm, wide, trained[0].device)
+        else:
+            self._units = units = Units(chunks)
+            memory = HostMemory()
+            buckets = unit_buckets(units, trained, layout, zero)
+            if mesh.hdp > 1 and all(bucket.parts == 1 for bucket in buckets):
+                raise InvalidUsage(
+                    f"zero={zero} cuts weights and gradients among the replicas of a host, and each of the {mesh.hdp} "
+                    "HDP ranks is on a host of its own; place several on a host, or give zero=1"
+                )
+            if zero == 3:
+                self._frozen = unit_buckets(units, [p for p in everything if not p.requires_grad], layout, zero)
+                self._weights = PulledWeights(units, [*buckets, *self._frozen], memory, dtype)
+            sums = PushedSums(units, buckets, mesh, memory, wide)
+            memory.make()
+        self.gradients = Gradients(buckets, layout, mesh, sums)
+        if self._weights is None:
+            for parameter in everything:
+                if dtype is not None and not parameter.requires_grad and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+        else:
+            for bucket in self._frozen:
+                self._weights.take_over(bucket)
         self.pieces: list[Piece] = []
-        self._memories = [self._take_over(bucket, dtype, mesh) for bucket in self.gradients.buckets]
-        """The parameters of each bucket, and this rank's part of them in the wide type."""
+        self._memories = [self._take_over(bucket, dtype, wide, mesh) for bucket in buckets]
+        """The parameters of each bucket, or the part that others pull, and this rank's part in the wide type."""
         by_parameter = {id(piece.parameter): piece.master for piece in self.pieces}
         for group in optimizer.param_groups:
             group["params"] = [by_parameter[id(p)] for p in group["params"] if id(p) in by_parameter]
 
-    def _take_over(self, bucket: Bucket, dtype: torch.dtype | None, mesh: Mesh) -> tuple[Tensor, Tensor]:
-        flat = self.gradients.flat
-        narrow = dtype or bucket.parameters[0].dtype
-        memory = memory_of(mesh.comm, bucket.length, narrow, flat.device)
-        whole = torch.zeros(bucket.length, dtype=flat.dtype, device=flat.device)
-        with torch.no_grad():
-            spans = [slice(o, o + p.numel()) for p, o in zip(bucket.parameters, bucket.offsets, strict=True)]
-            for parameter, span in zip(bucket.parameters, spans, strict=True):
-                whole[span] = parameter.detach().flatten()
-            memory.copy_(whole)
-            for parameter, span in zip(bucket.parameters, spans, strict=True):
-                parameter.data = memory[span].view(parameter.shape)
-        wide = bucket.own_part(memory) if narrow == flat.dtype else bucket.own_part(whole).clone()
-        gradients, begin = self.gradients.own(bucket), bucket.own * bucket.part
-        for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-            start, stop = max(offset, begin), min(offset + parameter.numel(), begin + bucket.part)
-            if start < stop or (parameter.numel() == 0 and bucket.own == 0):
+    def _take_over(
+        self, bucket: Bucket, dtype: torch.dtype | None, wide_dtype: torch.dtype, mesh: Mesh
+    ) -> tuple[Tensor, Tensor]:
+        if self._weights is not None:
+            wide = self._weights.take_over(bucket).to(wide_dtype)
+            memory = self._weights.own(bucket)
+        else:
+            memory, wide = self._flatten(bucket, dtype, wide_dtype, mesh)
+        gradients, own = self.gradients.own(bucket), bucket.sharding.own
+        for place, (parameter, offset) in enumerate(zip(bucket.parameters, bucket.offsets, strict=True)):
+            start, stop = bucket.overlap(place, own)
+            if start < stop or (parameter.numel() == 0 and own == 0):
                 shape = parameter.shape if bucket.parts == 1 else (stop - start,)
-                span = slice(start - begin, stop - begin)
+                begin = offset + start - own * bucket.part
+                span = slice(begin, begin + stop - start)
                 master = nn.Parameter(wide[span].view(shape))
-                self.pieces.append(Piece(parameter, start - offset, master, gradients[span].view(shape)))
+                self.pieces.append(Piece(parameter, start, master, gradients[span].view(shape), bucket.sharding))
         return memory, wide
+
+    @staticmethod
+    @torch.no_grad()
+    def _flatten(
+        bucket: Bucket, dtype: torch.dtype | None, wide_dtype: torch.dtype, mesh: Mesh
+    ) -> tuple[Tensor, Tensor]:
+        """Makes the parameters of a bucket views of its memory; that, and this rank's part in the wide type."""
+        first = bucket.parameters[0]
+        narrow = dtype or first.dtype
+        memory = memory_of(mesh.comm, bucket.length, narrow, first.device)
+        whole = torch.zeros(bucket.length, dtype=wide_dtype, device=first.device)
+        spans = [slice(o, o + p.numel()) for p, o in zip(bucket.parameters, bucket.offsets, strict=True)]
+        for parameter, span in zip(bucket.parameters, spans, strict=True):
+            whole[span] = parameter.detach().flatten()
+        memory.copy_(whole)
+        for parameter, span in zip(bucket.parameters, spans, strict=True):
+            parameter.data = memory[span].view(parameter.shape)
+        return memory, bucket.own_part(memory) if narrow == wide_dtype else bucket.own_part(whole).clone()
+
+    @property
+    def pulled(self) -> bool:
+        """Whether parameters have no values between their uses (ZeRO-3)."""
+        return self._weights is not None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Round the passes of a step, or of an evaluation, which find the weights there. Local; as
+        :meth:`hdpcomm.train.pulled_weights.PulledWeights.open`."""
+        around = (self._units, self._weights)
+        with ExitStack() as stack:
+            for each in around:
+                if each is not None:
+                    stack.enter_context(each.open())
+            yield
+
+    def parts(self) -> Iterator[OwnPart]:
+        """What this rank has of each parameter that has no values between its uses."""
+        if self._weights is None:
+            return
+        for bucket in (*self.gradients.buckets, *self._frozen):
+            own, sharding = self._weights.own(bucket), bucket.sharding
+            for place, (parameter, offset) in enumerate(zip(bucket.parameters, bucket.offsets, strict=True)):
+                start, stop = bucket.overlap(place, sharding.own)
+                begin = offset + start - sharding.own * bucket.part
+                yield OwnPart(parameter, start, own[begin : begin + stop - start], sharding)
+
+    @torch.no_grad()
+    def same_start(self) -> None:
+        """Gives all ranks that have the same parts the values of the first one. Collective over the mesh."""
+        if self._weights is None:
+            return
+        wide = {id(b): w for (_, w), b in zip(self._memories, self.gradients.buckets, strict=True)}
+        for bucket in (*self.gradients.buckets, *self._frozen):
+            own = self._weights.own(bucket)
+            for comm in (bucket.sharding.across, bucket.holders.ends):
+                for each in {id(t): t for t in (own, wide.get(id(bucket), own))}.values():
+                    if comm is not None:
+                        share_values(comm, [each])
 
     @property
     def master_bytes(self) -> int:
@@ -131,16 +234,25 @@ class Masters:
         works = []
         with torch.no_grad():
             for (memory, wide), bucket in zip(self._memories, self.gradients.buckets, strict=True):
-                own = bucket.own_part(memory)
+                own = memory if self._weights else bucket.own_part(memory)
                 if memory.dtype != wide.dtype:
                     own.copy_(wide)
-                if bucket.parts > 1:
-                    works.append(bucket.holders.replicas.all_gather(memory, own, async_op=True))
+                if bucket.parts > 1 and not self._weights:
+                    owners = bucket.sharding.owners
+                    assert owners is not None
+                    works.append(owners.all_gather(memory, own, async_op=True))
         for work in works:
             work.wait()
 
 
-def _check(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
+def _check(
+    parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, zero: int
+) -> None:
+    if zero > 1 and parameters[0].device.type != "cpu":
+        raise InvalidUsage(
+            f"zero={zero} shares memory between the processes of a host, and the model is on {parameters[0].device}; "
+            "give zero=1, or shard the model by torch's fully_shard"
+        )
     if dtype is not None and dtype not in _DTYPES:
         raise InvalidUsage(
             f"dtype is {dtype}; give torch.bfloat16 or torch.float32 (float16 needs loss scaling, which is not here)"
@@ -149,7 +261,7 @@ def _check(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, dty
         raise InvalidUsage(
             "MatrixOwners has shared the matrices and their state among the ranks already; give zero=0 and dtype=None"
         )
-    check_elementwise(optimizer, "with zero=1 or dtype=")
+    check_elementwise(optimizer, f"with zero={max(zero, 1)} or dtype=")
     if optimizer.state:
         raise InvalidUsage("the optimizer has made steps already; give the trainer a new one")
     if wrong := [type(p).__name__ for p in parameters if type(p.data) is not Tensor]:

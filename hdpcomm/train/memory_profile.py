@@ -20,7 +20,8 @@ from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload import MemoryMeter
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.plan.memory import Line, StepMemory
-from hdpcomm.train.gradients import BUCKET_BYTES, trained_parameters
+from hdpcomm.train.buckets import BUCKET_BYTES
+from hdpcomm.train.gradients import trained_parameters
 from hdpcomm.train.profile import forward_backward
 
 if TYPE_CHECKING:

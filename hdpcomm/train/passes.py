@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from hdpcomm.parallel.waves import waves_of
 from hdpcomm.plan.queue import fixed_for_rank
+from hdpcomm.plan.waves import make_waves
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.queue import StepQueue
 from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, no_tokens, pack_shard
@@ -26,12 +28,17 @@ __all__ = ["MicroBatchPasses", "Passes", "ReducedGradients", "StepInputs", "pack
 
 Loss = Callable[..., Tensor]
 
+_SHORTEST_S = 1e-9
+"""What a micro-batch takes that a plan predicts no time for: its ranks end it after those before it."""
+
 
 class ReducedGradients(Protocol):
     """What passes tell of the gradients that they make: :class:`hdpcomm.train.Gradients`."""
 
-    def passes(self, empty_pass: Callable[[], object], /) -> AbstractContextManager[None]: ...
-    def begin_pass(self) -> None: ...
+    def passes(
+        self, empty_pass: Callable[[], object], order: Callable[[], Sequence[Sequence[int]]], /
+    ) -> AbstractContextManager[None]: ...
+    def begin_pass(self, chunk: int = 0) -> None: ...
     def reduce_early(self) -> None: ...
 
 
@@ -127,7 +134,8 @@ class MicroBatchPasses:
     def run(self, step: StepInputs) -> Tensor:
         """See :class:`Passes`."""
         total, gradients = torch.zeros(2, dtype=torch.float64), step.gradients
-        around = nullcontext() if gradients is None else gradients.passes(self._empty_pass)
+        order = partial(self._order, step.planned.plan)
+        around = nullcontext() if gradients is None else gradients.passes(self._empty_pass, order)
         with torch.set_grad_enabled(gradients is not None), around:
             for micro_batch, last in self._micro_batches(step.planned.plan):
                 if gradients is not None:
@@ -167,6 +175,24 @@ class MicroBatchPasses:
             own = plan.for_rank(mesh.hdp_rank)
             for place, each in enumerate(own):
                 yield each, place == len(own) - 1 and len(each.ranks) == 1 and mesh.tensor == 1
+
+    def _order(self, plan: StepPlan) -> list[list[int]]:
+        """The HDP ranks in the order in which their backward passes are to end, each as often as it has some."""
+        expert = self._mesh.expert
+        free = [0.0] * plan.num_ranks
+        ends: list[tuple[float, int, int]] = []
+        waves = make_waves(plan.micro_batches) if expert > 1 else [[each] for each in plan.micro_batches]
+        for wave, batches in enumerate(waves):
+            began, ran = list(free), set()
+            for batch in batches:
+                groups = {rank // expert for rank in batch.ranks}
+                ranks = [rank for group in groups for rank in range(group * expert, (group + 1) * expert)]
+                end = max(began[rank] for rank in ranks) + max(batch.predicted_s, _SHORTEST_S)
+                for rank in ranks:
+                    free[rank] = max(free[rank], end)
+                ran.update(ranks)
+            ends += [(free[rank], wave, rank) for rank in ran]
+        return [[rank for *_, rank in sorted(ends)]]
 
     def _empty_pass(self) -> None:
         """A forward and backward pass over a token without a loss, on this rank alone."""

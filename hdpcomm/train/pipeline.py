@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -92,11 +93,23 @@ class PipelinePasses:
             self._weights.forget()
         batches = waves.of_rank(mesh.hdp_rank)
         runner = StageRunner(self._stages, mesh, step, batches, loss=self._loss, weights=self._weights)
-        around = nullcontext() if step.gradients is None else step.gradients.passes(lambda: None)
+        around = (
+            nullcontext()
+            if step.gradients is None
+            else step.gradients.passes(lambda: None, partial(self._order, schedule, waves.plan))
+        )
         with torch.set_grad_enabled(step.gradients is not None), around:
             runner.run(program)
         self.bytes_sent = runner.bytes_sent
         return runner.total if mesh.tensor_rank == 0 else torch.zeros_like(runner.total)
+
+    def _order(self, schedule: PipelineSchedule, plan: StepPlan) -> list[list[int]]:
+        """For each of this rank's stages, the HDP ranks in the order in which its backward passes end."""
+        groups = {batch.index: batch.ranks for batch in plan.micro_batches}
+        rows = zip(schedule.places_of_messages().tolist(), schedule.passes.tolist(), strict=True)
+        ends = sorted((end, place, index, stage) for place, (end, (index, stage, kind)) in enumerate(rows) if kind == 1)
+        own = range(self._mesh.stage, schedule.stages, self._mesh.pipeline)
+        return [[rank for *_, index, at in ends if at == stage for rank in groups[index]] for stage in own]
 
 
 class StageRunner:
@@ -171,6 +184,8 @@ class StageRunner:
 
     def _run(self, done: Pass) -> None:
         key = done.micro_batch, done.stage
+        if done.backward and not done.weights and self.step.gradients is not None:
+            self.step.gradients.begin_pass(done.stage // self.mesh.pipeline)
         if not done.backward:
             self._forward(done)
         elif self.weights is None:

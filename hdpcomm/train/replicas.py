@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -27,29 +27,23 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def check_replicas(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    comm: Communicator,
-    *,
-    settings: object = None,
-    without: Collection[str] = (),
+    tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, comm: Communicator, *, settings: object = None
 ) -> None:
-    """Compares parameters, buffers and the optimizer's settings of all ranks. Collective over ``comm``; 48 bytes each.
+    """Compares tensors and the optimizer's settings of all ranks. Collective over ``comm``; 48 bytes each.
 
-    A pass over the weights: the bits of each tensor are added up as integers. If the hashes differ, sums and norms of
-    each tensor tell which rank has other values. Tensors that are sharded (DTensor) are left out.
+    A pass over the tensors: the bits of each are added up as integers. If the hashes differ, sums and norms of each
+    tensor tell which rank has other values. Those that are sharded (DTensor) are left out.
 
     Args:
+        tensors: parameters and buffers by name.
         settings: what else must be the same, by its ``repr``.
-        without: names of parameters that are not the same on these ranks.
 
     Raises:
         Mismatch: on every rank, naming the ranks that are not like most, and the tensor or the setting.
     """
     if comm.size == 1:
         return
-    tensors = {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
-    tensors = {name: t for name, t in tensors.items() if name not in without and not is_dtensor(t)}
+    tensors = {name: t.detach() for name, t in tensors.items() if not is_dtensor(t)}
     told = settings_of(optimizer, settings)
     bits = [_bits(tensor) for tensor in tensors.values()]
     sums = torch.stack(bits).tolist() if bits else []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.dtensor import is_dtensor
-from hdpcomm.train.layout import Placement
+from hdpcomm.train.layout import Placement, plain_name
 from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.tensor_part import TensorPart
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.train.layout import Layout
-    from hdpcomm.train.masters import Masters, Piece
+    from hdpcomm.train.masters import Masters, OwnPart, Piece
 
 __all__ = ["State"]
 
@@ -86,7 +86,7 @@ class State:
         through all of them."""
         model = {path[1]: value for path, value in self._live_model()}
         tensors: Iterable[tuple[Path, Tensor]] = (((name,), value) for name, value in model.items())
-        if not self._whole:
+        if not self._whole or any(isinstance(value, TensorPart) for value in model.values()):
             tensors = _whole_tensors(model, self._mesh.comm)
         yield from ((path[0], value.detach()) for path, value in tensors)
 
@@ -145,13 +145,26 @@ class State:
     def _live_model(self) -> Iterator[tuple[Path, Any]]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+        cut = {} if self._masters is None else {id(each.parameter): each for each in self._masters.parts()}
+        names = self._model.named_parameters(remove_duplicate=False) if cut else ()
+        cut_names = {plain_name(name): cut[id(p)] for name, p in names if id(p) in cut}
         for name, value in get_model_state_dict(self._model).items():
             placement = self._layout.by_name.get(name)
+            if placement is not None and name in cut_names:
+                yield ("model", placement.name), self._range(placement, cut_names[name])
+                continue
             if placement is None or not isinstance(value, Tensor) or self._whole:
                 yield ("model", name if placement is None else placement.name), value
             else:
                 whole = TensorPart(placement.shape, [(placement.offsets, value)], written=placement.written)
                 yield ("model", placement.name), whole
+
+    @staticmethod
+    def _range(placement: Placement, own: OwnPart) -> TensorPart:
+        """What this rank has of a parameter that has no values here (ZeRO-3)."""
+        part = TensorPart.of_range(own.parameter.shape, own.start, own.values)
+        written = placement.holders.first and own.sharding.first
+        return part.within(placement.shape, placement.offsets, written=written)
 
     def _part(self, placement: Placement, value: Tensor, shape: Sequence[int]) -> Any:
         """A tensor of the optimizer's state: one for each element, or, as a count of steps, one for the parameter."""
@@ -167,7 +180,7 @@ class State:
         cut = piece.master.shape != piece.parameter.shape
         if not cut and not self._cut():
             return self._part(placement, value, piece.parameter.shape)
-        first = placement.holders.first and not placement.copy
+        first = placement.holders.first and piece.sharding.first and not placement.copy
         if not same:
             alone = first and piece.start == 0 and not any(placement.offsets)
             return TensorPart(value.size(), [([0] * value.dim(), value)], written=alone)

@@ -7,6 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +19,18 @@ from hdpcomm.errors import Aborted, Error, InvalidUsage
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.plan import PlannedStep
 from hdpcomm.train.activation_profile import OffloadedStep
+from hdpcomm.train.buckets import BUCKET_BYTES
 from hdpcomm.train.dtensor import is_fully_sharded
 from hdpcomm.train.expert_load import add_expert_load, expert_loads
 from hdpcomm.train.fsdp import FullyShardedParameters
-from hdpcomm.train.gradients import BUCKET_BYTES, Gradients, trained_parameters
+from hdpcomm.train.gradients import Gradients, trained_parameters
 from hdpcomm.train.layout import layout_of, num_parameters, plain_name
 from hdpcomm.train.masters import Masters
 from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.passes import MicroBatchPasses, Passes, StepInputs
 from hdpcomm.train.pipeline import PipelinePasses
 from hdpcomm.train.plan_check import check_same_plan
+from hdpcomm.train.pulled_weights import has_part
 from hdpcomm.train.reading import declared
 from hdpcomm.train.replicas import ChangedBuffers, check_replicas, settings_of
 from hdpcomm.train.shards import Fetch
@@ -80,7 +83,9 @@ class Trainer:
             The logits then exist as a whole. ``None``: the model's own, or cross-entropy.
         zero: 1 keeps the optimizer's state and the wide master weights of 1 / ranks of the parameters on each rank of
             the HDP ranks that hold a parameter: the optimizer must be a new one of torch.optim that updates
-            each element by itself. The loss is that of ``zero=0``.
+            each element by itself. The loss is that of ``zero=0``. 2 cuts the gradients, too, and 3 the parameters,
+            both among the HDP ranks of a host, on CPUs: docs/training.md says how. Between its passes a parameter then
+            has no values (NaN).
         dtype: of the parameters, with master weights in fp32: ``torch.bfloat16`` halves parameters and activations.
             ``None``: the optimizer updates the parameters as they are.
         bucket_bytes: gradients that are reduced at a time. Where a rank's last micro-batch is its own, the reductions
@@ -126,7 +131,7 @@ class Trainer:
         )  # fmt: skip
         self.mesh = mesh = comm if isinstance(comm, Mesh) else Mesh(comm, placement=range(comm.size))
         self.comm = mesh.comm
-        self.model, self.stages = check_model(model, optimizer, planner, mesh)
+        self.model, self.stages = check_model(model, optimizer, planner, mesh, zero=zero)
         parameters = list(self.model.parameters())
         self._device = trained_parameters(parameters)[0].device
         self._trained = trained_names(self.model)
@@ -173,11 +178,13 @@ class Trainer:
         self._same_start()
         if zero or dtype is not None:
             self.masters = Masters(
-                parameters, optimizer, self.layout, mesh, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes
-            )
+                self.stages or [self.model], optimizer, self.layout, mesh,
+                zero=zero, dtype=dtype, bucket_bytes=bucket_bytes,
+            )  # fmt: skip
+            self.masters.same_start()
             self.gradients = self.masters.gradients
         else:
-            self.gradients = Gradients(parameters, self.layout, mesh, bucket_bytes=bucket_bytes)
+            self.gradients = Gradients.whole(parameters, self.layout, mesh, bucket_bytes=bucket_bytes)
 
     def step(self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch) -> StepMetrics:
         """One optimizer step on a global batch. Collective over ``comm``: equal ``lengths`` on every rank.
@@ -227,9 +234,11 @@ class Trainer:
             planned = self._plan_now(lengths)
             self._agree(planned.plan)
             inputs = StepInputs(planned, declared(fetch, self.comm), on_pass=lambda _: self.comm.tick())
-            with self.passes.open(planned.plan):
+            with self.passes.open(planned.plan), self._weights():
                 total = self.passes.run(inputs)
                 self.passes.plan_as_run(planned.plan)
+            if self.masters is not None and self.masters.pulled:
+                self.comm.barrier()  # others may change their parts then
         return total
 
     def _step(self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch) -> StepMetrics:
@@ -238,9 +247,9 @@ class Trainer:
         planned = lengths if isinstance(lengths, PlannedStep) else self._plan_now(lengths)
         started, processor = time.perf_counter() - planned.waited_s, time.process_time()
         plan = planned.plan
+        self.gradients.zero()  # from the agreement on, others may add to the sums here
         self._agree(plan)
         self.timeline.begin()
-        self.gradients.zero()
         self._buffers.begin()
         for load in self._loads:
             load.reset()
@@ -249,7 +258,7 @@ class Trainer:
         first = contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches")
         inputs = StepInputs(planned, fetch, scale, self.gradients, offloading.micro_batch, self._ends_pass)
         with self.passes.open(plan):
-            with offloading, first:
+            with offloading, first, self._weights():
                 loss = self.passes.run(inputs)
             self._compiled = True
             self.gradients.start()
@@ -278,6 +287,10 @@ class Trainer:
         tokens = self.mesh.hdp_comm, self.mesh.tensor_comm
         return offloading.add_to(add_expert_load(metrics, self._loads, tokens, self.comm), self.comm)
 
+    def _weights(self) -> AbstractContextManager[None]:
+        """Round passes."""
+        return contextlib.nullcontext() if self.masters is None else self.masters.open()
+
     def _ends_pass(self, index: int | None) -> None:
         if index is None:
             self.timeline.end("wait for others")
@@ -290,11 +303,18 @@ class Trainer:
 
         Raises: Mismatch: names the ranks, and a tensor that differs.
         """
-        experts = {name for name, p in self.model.named_parameters() if self.layout.of(p).holders.expert}
-        mesh, settings = self.mesh, self.max_grad_norm
-        check_replicas(self.model, self.optimizer, mesh.hdp_comm, settings=settings, without=experts)
-        if experts:
-            check_replicas(self.model, self.optimizer, mesh.expert_replica_comm, settings=settings)
+        parts = {} if self.masters is None else {id(each.parameter): each for each in self.masters.parts()}
+        by_ranks: dict[tuple[int, ...], tuple[Communicator, dict[str, Tensor]]] = {
+            self.mesh.hdp_comm.ranks: (self.mesh.hdp_comm, {})
+        }
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            comm: Communicator | None = self.layout.by_name[plain_name(name)].holders.replicas
+            if (part := parts.get(id(tensor))) is not None:
+                comm, tensor = part.sharding.across, part.values
+            if comm is not None:
+                by_ranks.setdefault(comm.ranks, (comm, {}))[1][name] = tensor
+        for comm, tensors in by_ranks.values():
+            check_replicas(tensors, self.optimizer, comm, settings=self.max_grad_norm)
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, tied ones counted once. Collective over the ranks that hold one copy of it."""
@@ -397,6 +417,8 @@ class Trainer:
     def _same_start(self) -> None:
         """Gives all ranks that hold the same part of the model the values of the first one. Collective."""
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if has_part(tensor):  # of its own
+                continue
             holders = self.layout.by_name[plain_name(name)].holders
             share_values(holders.replicas, [tensor])
             if holders.ends is not None:

@@ -85,12 +85,17 @@ def check_trainer(
         check_has("Trainer", "offload", offload, "micro_batch", "an ActivationOffload")
     if dtype is not None:
         check_type("Trainer", "dtype", dtype, torch.dtype)
-    check_whole("Trainer", "zero", zero, least=0, most=1)
+    check_whole("Trainer", "zero", zero, least=0, most=3)
     check_whole("Trainer", "bucket_bytes", bucket_bytes, least=1)
 
 
 def check_model(
-    model: nn.Module | Sequence[LlamaStage], optimizer: torch.optim.Optimizer, planner: Planner, mesh: Mesh
+    model: nn.Module | Sequence[LlamaStage],
+    optimizer: torch.optim.Optimizer,
+    planner: Planner,
+    mesh: Mesh,
+    *,
+    zero: int,
 ) -> tuple[nn.Module, list[LlamaStage]]:
     """The module of this rank, and its stages if it is one of a pipeline. Collective over the mesh.
 
@@ -109,6 +114,12 @@ def check_model(
         raise InvalidUsage(
             f"the optimizer shares its matrices among the ranks of {optimizer.mesh}, and the trainer's are {mesh}; "
             "give MatrixOwners the trainer's mesh"
+        )
+    if zero > 1 and (planner.queue or planner.cluster.split_backward):
+        given = "queue=True, where nobody knows who runs what" if planner.queue else "split_backward=True"
+        raise InvalidUsage(
+            f"zero={zero} adds gradients in the order in which the plan's backward passes end, and the planner has "
+            f"{given}; plan without, or give zero=1"
         )
     if mesh.tensor * mesh.expert > 1:
         check_elementwise(optimizer, "on a mesh with tensor or expert ranks")

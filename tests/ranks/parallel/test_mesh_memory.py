@@ -31,7 +31,7 @@ def masters_of(trainer):
 
 def kept_bytes(trainer):
     """Bytes of all that a trainer keeps between steps; shared storages count once."""
-    tensors = [*trainer.model.parameters(), *trainer.model.buffers(), trainer.gradients.flat]
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers(), trainer.gradients.sums.flat]
     tensors += masters_of(trainer)
     tensors += [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

@@ -47,7 +47,7 @@ def kept_bytes(trainer):
     tensors = [
         *trainer.model.parameters(),
         *trainer.model.buffers(),
-        gradients.flat,
+        gradients.sums.flat,
         *masters_of(trainer),
     ]
     tensors += [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]

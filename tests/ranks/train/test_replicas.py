@@ -93,7 +93,7 @@ def compared(change: Any) -> None:
         for parameter in model.parameters():
             parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
         change(model, comm.rank)
-    check_replicas(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+    check_replicas(model.state_dict(), torch.optim.SGD(model.parameters(), lr=0.1), comm)
 
 
 def rounded(model: Any, rank: int) -> None:

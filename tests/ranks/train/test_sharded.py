@@ -1,4 +1,4 @@
-"""ZeRO-1 and master weights: the loss curves of the whole optimizer, and what each rank keeps."""
+"""ZeRO and master weights: the loss curves of the whole optimizer, and what each rank keeps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def curve(
             model, optimizer_of(model, lr), planner, comm, loss=summed_loss if whole_logits else None,
             offload=ActivationOffload(pool, model, ratio=1.0, min_bytes=1) if offload else None, **options,
         )  # fmt: skip
-        return losses_of(trainer, steps, lr), torch.cat([p.detach().flatten() for p in model.parameters()])
+        return losses_of(trainer, steps, lr), torch.cat([t.flatten() for _, t in trainer.whole_tensors()])
 
     results = run_threads(main, ranks, timeout=100.0)
     for losses, weights in results:
@@ -89,6 +89,14 @@ VARIANTS = [
     (3, {"zero": 0, "policy": "naive"}),
     (4, {"zero": 0, "whole_logits": True}),
     (2, {"zero": 1, "recompute": "full"}),
+    (2, {"zero": 2}),
+    (3, {"zero": 2, "policy": "naive", "recompute": "full"}),
+    (4, {"zero": 2, "policy": "static"}),
+    (2, {"zero": 3}),
+    (3, {"zero": 3, "policy": "naive"}),
+    (4, {"zero": 3, "policy": "static", "recompute": "full"}),
+    (1, {"zero": 3}),
+    (2, {"zero": 3, "recompute": 1, "offload": True, "whole_logits": True}),
     (2, {"zero": 1, "recompute": 1, "offload": True, "whole_logits": True}),
 ]
 
@@ -102,7 +110,7 @@ def test_curves_are_those_of_one_process(ranks, options):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_curves_in_double_precision(ranks):
-    losses = curve(ranks, start=torch.float64, zero=1)
+    losses = curve(ranks, start=torch.float64, zero=ranks)
     assert losses == pytest.approx(wanted(torch.float64), rel=1e-9)
 
 
@@ -136,8 +144,8 @@ def test_what_a_rank_keeps(dtype, zero, ranks):
     for parameters, state, gradients, masters in results:
         share = 1 / ranks if zero else 1
         padding = 16 * ranks * len(gradients.buckets)
-        assert gradients.flat.dtype == torch.float32
-        assert parameters <= gradients.flat.numel() <= parameters + padding
+        assert gradients.sums.flat.dtype == torch.float32
+        assert parameters <= gradients.sums.flat.numel() <= parameters + padding
         assert abs(state - 8 * parameters * share) <= 8 * padding
         wide = 0 if dtype is None else 4 * parameters * share
         assert wide <= masters <= wide + 4 * padding

@@ -21,7 +21,7 @@ def mesh():
 
 def gradients_of(parameters, mesh):
     parameters = list(parameters)
-    return Gradients(parameters, layout_of(nn.ParameterList(parameters), mesh), mesh)
+    return Gradients.whole(parameters, layout_of(nn.ParameterList(parameters), mesh), mesh)
 
 
 def model_of(dtype, *, seed=0):
@@ -37,7 +37,7 @@ def test_same_gradients_as_autograd_and_no_copy(dtype, mesh):
     for _ in range(2):  # the second step starts from zero again
         buffer.zero()
         plain.zero_grad()
-        with buffer.passes(lambda: None):
+        with buffer.passes(lambda: None, list):
             for part in x.split(3):
                 model(part).square().sum().backward()
                 plain(part).square().sum().backward()
@@ -45,23 +45,23 @@ def test_same_gradients_as_autograd_and_no_copy(dtype, mesh):
     buffer.finish()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
-        assert mine.grad.untyped_storage().data_ptr() == buffer.flat.untyped_storage().data_ptr()
+        assert mine.grad.untyped_storage().data_ptr() == buffer.sums.flat.untyped_storage().data_ptr()
     wanted = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
     assert buffer.clip_(0.5) == pytest.approx(wanted, rel=1e-6)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
-    assert float(buffer.flat.norm()) == pytest.approx(0.5, rel=1e-5)
+    assert float(buffer.sums.flat.norm()) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_narrow_gradients_are_summed_in_fp32(mesh):
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     buffer = gradients_of([weight], mesh)
     buffer.zero()
-    with buffer.passes(lambda: None):
+    with buffer.passes(lambda: None, list):
         for _ in range(1000):  # a sum in bf16 would stand still at 256
             weight.sum().backward()
-    assert buffer.flat.dtype == torch.float32
-    assert buffer.flat[0].item() == 1000
+    assert buffer.sums.flat.dtype == torch.float32
+    assert buffer.sums.flat[0].item() == 1000
     buffer.reduce(1.0)
     buffer.finish()
     assert weight.grad.dtype == torch.bfloat16
@@ -72,7 +72,7 @@ def test_no_clipping_below_the_limit_or_without_one(mesh):
     weight = nn.Parameter(torch.ones(4))
     buffer = gradients_of([weight], mesh)
     buffer.zero()
-    with buffer.passes(lambda: None):
+    with buffer.passes(lambda: None, list):
         (weight * 3).sum().backward()
     assert buffer.clip_(None) == buffer.clip_(100.0) == 6.0
     assert weight.grad.tolist() == [3.0] * 4
@@ -84,7 +84,7 @@ def test_shared_and_frozen_and_unused_parameters(mesh):
     buffer = gradients_of([tied, tied, frozen, unused], mesh)
     assert [p is tied or p is unused for p in buffer.parameters] == [True, True]
     buffer.zero()
-    with buffer.passes(lambda: None):
+    with buffer.passes(lambda: None, list):
         tied.sum().backward()
     buffer.reduce(1.0)
     buffer.finish()
@@ -99,13 +99,13 @@ def test_parameters_that_another_buffer_has_taken_over(dtype, mesh):
     first, second = gradients_of([weight], mesh), gradients_of([weight], mesh)
     for buffer in (first, second, first):
         buffer.zero()
-        with buffer.passes(lambda: None):
+        with buffer.passes(lambda: None, list):
             (weight * 3).sum().backward()
             weight.sum().backward()
         buffer.reduce(1.0)
         buffer.finish()
         assert weight.grad.tolist() == [4, 4]
-        assert buffer.flat[:2].tolist() == [4, 4]
+        assert buffer.sums.flat[:2].tolist() == [4, 4]
 
 
 def test_what_cannot_be_trained(mesh):

@@ -1,0 +1,161 @@
+"""Parameters side by side in flat memory, cut into equal parts among the ranks that hold them: :class:`Bucket`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from hdpcomm.comm.topology import nodes_of
+from hdpcomm.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.train.layout import Holders, Layout
+
+__all__ = ["BUCKET_BYTES", "Bucket", "Sharding", "make_buckets"]
+
+BUCKET_BYTES = 32 << 20
+"""Long enough for the wire, short enough that the first bucket leaves early."""
+
+_ALIGNED = 16
+"""Elements to whose multiple a rank's part is rounded up, so that parts begin at whole cache lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The ranks that have parts of what some ranks hold alike.
+
+    Attributes:
+        owners: each has a part; ``None``: every rank has all of it.
+        across: the ranks that have the same part as this one; ``None``: it is the only one.
+    """
+
+    owners: Communicator | None
+    across: Communicator | None
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.owners is None else self.owners.size
+
+    @property
+    def own(self) -> int:
+        """The part of this rank."""
+        return 0 if self.owners is None else self.owners.rank
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first of those that have its part."""
+        return self.across is None or self.across.rank == 0
+
+    @classmethod
+    def of(cls, replicas: Communicator, zero: int) -> Sharding:
+        """That of ZeRO's stages (Rajbhandari et al., arXiv 1910.02054): 1 cuts among all replicas, 2 and 3 among those
+        of a host, where each reads and writes the memory of the others. Local.
+
+        Raises: InvalidUsage: hosts have other numbers of replicas.
+        """
+        if zero == 0:
+            return cls(None, replicas)
+        if zero == 1:
+            return cls(replicas, None)
+        nodes = nodes_of(replicas)
+        hosts: dict[int, list[int]] = {}
+        for position, rank in enumerate(replicas.ranks):
+            hosts.setdefault(nodes[rank], []).append(position)
+        sizes = sorted({len(positions) for positions in hosts.values()})
+        if len(sizes) > 1:
+            raise InvalidUsage(
+                f"zero={zero} cuts weights and gradients among the replicas of a host, and of the {replicas.size} "
+                f"ranks {list(replicas.ranks)} hosts have {' or '.join(map(str, sizes))}; place as many on each host "
+                "(Mesh(placement=)), or give zero=1"
+            )
+        own = hosts[nodes[replicas.global_rank]]
+        place = own.index(replicas.rank)
+        across = replicas.subset([positions[place] for positions in hosts.values()]) if len(hosts) > 1 else None
+        return cls(replicas.subset(own), across)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parameters with the same holders, one after the other, cut into equal parts.
+
+    Attributes:
+        holders: the ranks that hold the same parameters.
+        sharding: the ranks that have parts of them, of the optimizer's state and of the sums of gradients.
+        start: place of its first element in the flat buffer of all buckets.
+        offsets: of each parameter, from ``start``.
+        part: elements of one part; the last part ends with padding.
+    """
+
+    holders: Holders
+    sharding: Sharding
+    start: int = 0
+    part: int = 0
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    elements: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts it is cut."""
+        return self.sharding.parts
+
+    @property
+    def length(self) -> int:
+        """Elements, with the padding."""
+        return self.part * self.parts
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """This rank's part of ``[length]``: a view."""
+        return whole[self.sharding.own * self.part : (self.sharding.own + 1) * self.part]
+
+    def overlap(self, place: int, part: int) -> tuple[int, int]:
+        """First and last (exclusive) element of the parameter at ``place`` in a part; equal: none."""
+        begin, size = part * self.part - self.offsets[place], self.parameters[place].numel()
+        return min(max(begin, 0), size), min(max(begin + self.part, 0), size)
+
+    def add(self, parameter: nn.Parameter) -> None:
+        self.parameters.append(parameter)
+        self.offsets.append(self.elements)
+        self.elements += parameter.numel()
+
+
+def make_buckets(
+    parameters: Iterable[nn.Parameter],
+    layout: Layout,
+    *,
+    zero: int = 0,
+    elements: float = float("inf"),
+    group_of: Callable[[nn.Parameter], Hashable] = lambda _: None,
+) -> list[Bucket]:
+    """Buckets of about ``elements`` elements, in the order in which a backward pass ends them: from the last parameter.
+
+    The same on all ranks that hold the same parameters. Local.
+
+    Args:
+        group_of: parameters with other keys are never in one bucket.
+    """
+    shardings: dict[int, Sharding] = {}
+    open_buckets: dict[tuple[int, Hashable], Bucket] = {}
+    buckets: list[Bucket] = []
+    for parameter in reversed(list(parameters)):
+        holders = layout.of(parameter).holders
+        key = id(holders), group_of(parameter)
+        if key not in open_buckets:
+            if id(holders) not in shardings:
+                shardings[id(holders)] = Sharding.of(holders.replicas, zero)
+            open_buckets[key] = Bucket(holders, shardings[id(holders)])
+        bucket = open_buckets[key]
+        bucket.add(parameter)
+        if bucket.elements >= elements:
+            buckets.append(open_buckets.pop(key))
+    buckets += open_buckets.values()
+    start = 0
+    for bucket in buckets:
+        bucket.start = start
+        bucket.part = -(-bucket.elements // (bucket.parts * _ALIGNED)) * _ALIGNED
+        start += bucket.length
+    return buckets
