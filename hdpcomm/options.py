@@ -20,6 +20,7 @@ __all__ = [
     "option",
     "positive",
     "recompute",
+    "zero_stage",
     "seed",
     "share",
     "whole",
@@ -93,6 +94,15 @@ def recompute(text: str) -> str | int:
         return str(text)
     if not str(text).isdecimal():
         raise BadOption(f"{text!r} is neither none, full, auto nor a number of layers")
+    return int(text)
+
+
+def zero_stage(text: str) -> str | int:
+    """argparse type: a stage of ZeRO, 0 to 3, or ``auto``."""
+    if str(text) == "auto":
+        return "auto"
+    if str(text) not in ("0", "1", "2", "3"):
+        raise BadOption(f"{text!r} is neither auto nor one of 0, 1, 2 and 3")
     return int(text)
 
 
@@ -173,7 +183,11 @@ class TrainingOptions:
     dtype: str = option(
         "training", "fp32", "of the parameters; bf16 keeps fp32 master weights", str, choices=("fp32", "bf16")
     )
-    zero: int = option("training", 0, "1: each rank keeps a part of the optimizer's state", int, choices=(0, 1))
+    zero: int | str = option(
+        "training", 0, "what is cut among the HDP ranks: 1 the optimizer's state, 2 gradients, too, 3 weights, too (2 "
+        "and 3: among those of a host); auto: as little as --memory allows", zero_stage,
+        metavar="0|1|2|3|auto",
+    )  # fmt: skip
     recompute: str | int | tuple[int, ...] = option(
         "training", "none", "layers that are computed again in the backward pass instead of kept; auto: as few as "
         "--memory allows", recompute,
@@ -181,7 +195,7 @@ class TrainingOptions:
     )  # fmt: skip
     memory: int = option(
         "training", 0, "memory that a rank's step may take, weights and optimizer included, like 4G; with --recompute "
-        "auto", num_bytes, metavar="SIZE",
+        "auto or --zero auto", num_bytes, metavar="SIZE",
     )  # fmt: skip
     max_grad_norm: float = option("training", 1.0, "gradients are clipped to this global norm", positive)
     check_replicas: int = option(

@@ -92,15 +92,19 @@ class RunConfig(TrainingOptions):
                 f"offload was asked for and the model has {self.model.layers} layers, of which the last two always "
                 "stay on the device; give at least 3 layers (--layers)"
             )
-        if self.dtype not in _DTYPES or self.zero not in (0, 1):
-            raise InvalidUsage(f"dtype is {self.dtype!r} and zero {self.zero}; give fp32 or bf16, and 0 or 1")
-        layers = self.model.layers
-        if self.recompute == "auto" and not self.memory:
+        if self.dtype not in _DTYPES or self.zero not in (0, 1, 2, 3, "auto"):
             raise InvalidUsage(
-                "recompute is 'auto' and no limit was given; give what a rank's step may take, as --memory 4G, or the "
-                "number of layers"
+                f"dtype is {self.dtype!r} and zero {self.zero!r}; give fp32 or bf16, and 0, 1, 2, 3 or auto"
             )
-        if self.memory and self.recompute != "auto":
+        self._check_zero()
+        layers = self.model.layers
+        if "auto" in (self.recompute, self.zero) and not self.memory:
+            name, other = ("recompute", "number of layers") if self.recompute == "auto" else ("zero", "stage")
+            raise InvalidUsage(
+                f"{name} is 'auto' and no limit was given; give what a rank's step may take, as --memory 4G, or the "
+                f"{other}"
+            )
+        if self.memory and "auto" not in (self.recompute, self.zero):
             raise InvalidUsage(
                 f"a limit of {size_text(self.memory)} was given and recompute is {self.recompute!r}, which keeps "
                 "to none; give recompute 'auto' (--recompute auto), or leave out the limit (--memory)"
@@ -152,6 +156,14 @@ class RunConfig(TrainingOptions):
             )
         if "ddp" in self.policies and self.on_mesh:
             raise InvalidUsage(f"{what} do not go together with ddp yet: leave out either")
+
+    def _check_zero(self) -> None:
+        if self.zero in (2, 3) and (self.queue or self.split_backward):
+            given = "queue" if self.queue else "split_backward"
+            raise InvalidUsage(
+                f"zero {self.zero} adds gradients in the order in which the plan's backward passes end, which is not "
+                f"known with {given}; leave that out, or give zero 1"
+            )
 
     def _check_recompute_of_stages(self, counts: tuple[int, ...]) -> None:
         stages = self.pipeline * self.chunks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -17,10 +19,10 @@ from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import NewWeights
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.plan import Calibration, CostModel, MemoryModel, Planner
+from hdpcomm.plan import Calibration, CostModel, CostSample, MemoryModel, Planner
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS, free_models
-from hdpcomm.run.model import check_model, model_facts, new_part
+from hdpcomm.run.model import check_model, fewest_layers, model_facts, new_part, with_layers
 from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute, recompute_by_device
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
@@ -44,6 +46,8 @@ __all__ = [
     "weights_put_off",
 ]
 
+_MOVED = 1 << 22
+"""Elements whose copies and additions are measured."""
 _ONE_DEVICE = {"pipeline": 1, "chunks": 1, "tensor": 1, "expert": 1}
 
 
@@ -101,20 +105,62 @@ def measure_costs(
     mesh = Mesh(comm, tensor=config.tensor, expert=config.expert)
     check_model(config.model, mesh, seed=config.seed)
     free_models()
-    weights = partial(NewWeights, seed=config.seed)
-    (part,) = new_part(config.stage_model, mesh, weights=weights, recompute=[device_recompute(config)])
-    model = part.to(config.parameter_dtype)
     longest = min(longest, config.capacity, PROFILE_TOKENS)
     split = config.split_backward
     domains = domains_of(mesh.hdp_comm)
-    samples = profile_samples(
-        model, mesh.hdp_comm, longest=longest, everyone=comm, split_backward=split, domains=domains
-    )
-    memory = None if pool is None else measure_offload(comm, config, model, pool, capacity)
+
+    def measured(layers: int) -> tuple[list[CostSample], MemoryModel | None]:
+        weights, recompute = partial(NewWeights, seed=config.seed), device_recompute(config)
+        few = recompute if isinstance(recompute, str) else round(recompute * layers / config.stage_model.layers)
+        (part,) = new_part(with_layers(config.stage_model, layers), mesh, weights=weights, recompute=[few])
+        model = part.to(config.parameter_dtype)
+        samples = profile_samples(
+            model, mesh.hdp_comm, longest=longest, everyone=comm, split_backward=split, domains=domains
+        )
+        return samples, None if pool is None else measure_offload(comm, config, model, pool, capacity)
+
+    layers, few = config.stage_model.layers, 0 if config.zero != 3 else fewest_layers(config.stage_model)
+    if pool is not None or not 0 < 2 * few < layers:
+        samples, memory = measured(layers)
+    else:  # a rank may have no room for all of them
+        (one, memory), (two, _) = measured(few), measured(2 * few)
+        samples = [_of_more_layers(*pair, layers / few) for pair in zip(one, two, strict=True)]
     costs = CostModel.fit(samples)
+    if config.zero in (2, 3):
+        costs = replace(costs, fixed=costs.fixed + _sharing_s(comm, config, mesh))
     if split:
         costs = replace(costs, weights=weights_put_off(config, weights_share(samples, costs)))
     return Costs(costs, capacity, memory, pool, processor_costs(samples))
+
+
+def _of_more_layers(one: CostSample, two: CostSample, times: float) -> CostSample:
+    """What was measured of some layers, and of twice as many, for ``times`` as many."""
+    more = {
+        name: max(0.0, getattr(one, name) + (times - 1) * (getattr(two, name) - getattr(one, name)))
+        for name in ("seconds", "processor_s", "weights_s")
+    }
+    return replace(two, **more | {"seconds": max(two.seconds, more["seconds"])})
+
+
+def _sharing_s(comm: Communicator, config: RunConfig, mesh: Mesh) -> float:
+    """Seconds that each micro-batch takes to pull weights twice (ZeRO-3), and to add its gradients to those of their
+    owners (ZeRO-2), while all ranks do. Collective."""
+    (part,) = new_part(config.stage_model, mesh, weights=None, recompute=["none"])
+    elements = sum(p.numel() for p in part.parameters())
+    source, target = torch.ones(_MOVED, dtype=config.parameter_dtype), torch.zeros(_MOVED)
+    narrow = torch.empty_like(source)
+    found = []
+    for _ in range(5):
+        comm.barrier()
+        started = time.perf_counter()
+        target.add_(source)
+        if config.zero == 3:
+            narrow.copy_(source)
+            narrow.copy_(source)
+        found.append(time.perf_counter() - started)
+    slowest = torch.tensor([statistics.median(found) * elements / _MOVED], dtype=torch.float64)
+    comm.all_reduce(slowest, "max")
+    return float(slowest)
 
 
 def measure_offload(

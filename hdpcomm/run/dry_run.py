@@ -18,7 +18,7 @@ from hdpcomm.run.batches import batch_sampler
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import make_planner, measure_costs
 from hdpcomm.run.limits import check_limits
-from hdpcomm.run.memory import fit_recompute, measure_memory, predict_memory, within_memory
+from hdpcomm.run.memory import fit_recompute, fit_zero, measure_memory, predict_memory, within_memory
 from hdpcomm.run.model import model_on_meta, model_spec
 from hdpcomm.run.pipelines import recompute_by_device
 from hdpcomm.sim import StepReport, simulate_step
@@ -105,7 +105,10 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
         device=device,
         **sizes,
     )
-    devices = predict_memory(config, ranks)
+    if config.zero == "auto":
+        zero = fit_zero(None, config, ranks, cluster.ranks_per_node)
+        config = replace(config, zero=zero, memory=config.memory if config.recompute == "auto" else 0)
+    devices = predict_memory(config, ranks, cluster.ranks_per_node)
     if config.recompute == "auto":
         config, _ = fit_recompute(config, devices)
     spec = model_spec(config.model)

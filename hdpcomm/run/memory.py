@@ -10,21 +10,33 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from hdpcomm.arguments import size_text
 from hdpcomm.comm import Mesh
 from hdpcomm.comm.absent import AbsentRanks
 from hdpcomm.data.agree import gather_json
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import NewWeights, Weights
 from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import new_part
 from hdpcomm.run.optimizers import elementwise_optimizer
+from hdpcomm.run.pipelines import mesh_of, recompute_by_device
+from hdpcomm.train.buckets import Sharding
 from hdpcomm.train.memory_profile import profile_memory
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["PROFILE_TOKENS", "fit_recompute", "free_models", "measure_memory", "predict_memory", "within_memory"]
+__all__ = [
+    "PROFILE_TOKENS",
+    "fit_recompute",
+    "fit_zero",
+    "free_models",
+    "measure_memory",
+    "predict_memory",
+    "within_memory",
+]
 
 PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
 
@@ -45,10 +57,56 @@ def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int
 
     Raises: InvalidUsage if the capacity does not fit whatever is recomputed.
     """
+    if config.zero == "auto":
+        config = replace(config, zero=fit_zero(comm, config))
+        if config.recompute != "auto":
+            return replace(config, memory=0), config.capacity, ()
     if config.recompute != "auto":
         return config, config.capacity, ()
     memory = measure_memory(comm, config)
     return *fit_recompute(config, memory), memory
+
+
+def fit_zero(comm: Communicator | None, config: RunConfig, ranks: int = 0, ranks_per_node: int | None = None) -> int:
+    """The least stage of ZeRO with which ``config.memory`` is enough, by :func:`predict_memory`. Local.
+
+    Args:
+        comm: the ranks; ``None``: ``ranks`` that are not here, of which ``ranks_per_node`` HDP ranks share a host.
+
+    Raises: InvalidUsage: there is none.
+    """
+    if comm is not None:
+        ranks, ranks_per_node = comm.size, owners_on_host(mesh_of(comm, config))
+    for zero in (0, 1, 2, 3):
+        try:
+            tried = replace(config, zero=zero, memory=config.memory if config.recompute == "auto" else 0)
+        except InvalidUsage as error:  # such a run cannot have it
+            needs = f"zero {zero - 1} needs more than {size_text(config.memory)}"
+            raise InvalidUsage(f"--zero auto: {needs}; {error}") from None
+        memory = predict_memory(tried, ranks, ranks_per_node)
+        if config.recompute != "auto":
+            needed = max(
+                each.peak_bytes(config.capacity, count, 1.0 if config.offload else 0.0)
+                for each, count in zip(memory, recompute_by_device(tried), strict=True)
+            )
+            if needed <= config.memory:
+                return zero
+            continue
+        try:
+            fit_recompute(tried, memory)
+        except InvalidUsage:
+            continue
+        return zero
+    raise InvalidUsage(
+        f"--zero auto: no stage of ZeRO brings a step within {size_text(config.memory)} a rank; with zero 3 it takes "
+        f"{size_text(max(each.states for each in memory))} without activations. Give more ranks on each host, or a "
+        "lower --capacity"
+    )
+
+
+def owners_on_host(mesh: Mesh) -> int:
+    """Among how many HDP ranks ZeRO-2 and 3 cut. Local."""
+    return Sharding.of(mesh.hdp_comm, 2).parts
 
 
 def fit_recompute(config: RunConfig, memory: Sequence[StepMemory]) -> tuple[RunConfig, int]:
@@ -77,9 +135,15 @@ def _by_stage(by_device: Sequence[int], config: RunConfig) -> tuple[int, ...]:
 
 def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, ...]:
     """What a step of the run's model takes on each device of a pipeline, or on each rank where there is none, whatever
-    is recomputed: the most among the ranks that have the same layers; equal on every rank. Collective."""
+    is recomputed: the most among the ranks that have the same layers; equal on every rank. Collective.
+
+    With ``zero=3``, where a rank may have no room for the whole model, it is predicted (:func:`predict_memory`)."""
     mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
-    rows = gather_json(comm, asdict(_profiled(config, mesh, partial(NewWeights, seed=config.seed))))
+    owners = _owners(config, mesh.hdp, owners_on_host(mesh) if config.zero in (2, 3) else None)
+    if config.zero == 3:
+        return predict_memory(config, comm.size, owners)
+    profiled = _profiled(config, mesh, partial(NewWeights, seed=config.seed), replicas=owners)
+    rows = gather_json(comm, asdict(profiled))
     return tuple(
         _of_device(_largest([rows[rank] for rank in ranks]), config, device)
         for device, ranks in enumerate(mesh.positions.flatten(1).tolist())
@@ -90,10 +154,15 @@ _RING = 4
 """HDP ranks of the passes that are predicted: rings of more have the same buffers."""
 
 
-def predict_memory(config: RunConfig, ranks: int) -> tuple[StepMemory, ...]:
+def predict_memory(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> tuple[StepMemory, ...]:
     """The same for ``ranks`` ranks that are not here. Local; allocates nothing, so models and ranks may be any number.
 
-    Experts get equal numbers of tokens. Raises: InvalidUsage: the ranks cannot be such a mesh.
+    Experts get equal numbers of tokens.
+
+    Args:
+        ranks_per_node: HDP ranks that share a host; ``None``: all do.
+
+    Raises: InvalidUsage: the ranks cannot be such a mesh.
     """
     sizes = {"pipeline": config.pipeline, "tensor": config.tensor, "expert": config.expert}
     hdp = Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes).hdp
@@ -105,9 +174,14 @@ def predict_memory(config: RunConfig, ranks: int) -> tuple[StepMemory, ...]:
         absent = AbsentRanks(config.pipeline * fewer * config.tensor, device * fewer * config.tensor)
         mesh = Mesh(cast("Communicator", absent), placement=range(absent.size), **sizes)
         if ends not in rows:
-            rows[ends] = asdict(_profiled(config, mesh, None, replicas=hdp))
+            rows[ends] = asdict(_profiled(config, mesh, None, replicas=_owners(config, hdp, ranks_per_node)))
         found.append(_of_device(dict(rows[ends]), config, device))
     return tuple(found)
+
+
+def _owners(config: RunConfig, hdp: int, ranks_per_node: int | None) -> int:
+    """Among how many ranks the run's ZeRO cuts."""
+    return min(hdp, ranks_per_node or hdp) if config.zero in (2, 3) else hdp
 
 
 def _profiled(
@@ -126,7 +200,7 @@ def _profiled(
         mesh.hdp_comm,
         partial(elementwise_optimizer, config),
         tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
-        zero=config.zero,
+        zero=int(config.zero),
         dtype=config.dtype_with_masters,
         everyone=mesh.comm,
         split_backward=config.split_backward,

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ from hdpcomm.train import materialize
 __all__ = [
     "FolderModel",
     "check_model",
+    "fewest_layers",
     "folder_model",
     "model_facts",
     "model_on_meta",
     "model_spec",
     "new_part",
     "read_config",
+    "with_layers",
 ]
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -116,6 +118,7 @@ def new_part(
     weights: Callable[[nn.Module], Weights] | None,
     recompute: Sequence[str | int],
     chunks: int = 1,
+    zero: int = 0,
 ) -> list[nn.Module]:
     """This rank's part of the model in fp32, in the form of the trainer: one module, or its stages of a pipeline. It is
     made without memory, cut, and filled then, so that no rank needs more than its part. Collective over the mesh.
@@ -123,6 +126,7 @@ def new_part(
     Args:
         recompute: of each stage, for :func:`hdpcomm.models.set_recompute`; one value without pipelines.
         chunks: stages on a device of a pipeline.
+        zero: of the trainer that gets it: with 3 a parameter has this rank's part of its values only.
         weights: makes those of the whole model, which it is given on the meta device. ``None``: the part stays there.
 
     Raises: InvalidUsage: the folder's weights do not fit its configuration, or the model cannot be trained right.
@@ -140,7 +144,7 @@ def new_part(
         tensor_parallel(expert_parallel(part, mesh), mesh)
         set_recompute(part, layers)
     if values is not None:
-        materialize(nn.ModuleList(parts) if mesh.pipeline > 1 else whole, mesh, values)
+        materialize(nn.ModuleList(parts) if mesh.pipeline > 1 else whole, mesh, values, zero=zero)
     return parts
 
 
@@ -148,8 +152,23 @@ def model_on_meta(model: LlamaConfig | FolderModel) -> nn.Module:
     """The whole model without memory, in the form of the trainer. Local."""
     if isinstance(model, LlamaConfig):
         return Llama(model, device="meta")
+    config = read_config(model.folder)
+    if config.get_text_config().num_hidden_layers != model.layers:
+        config = _first_layers(config, config.get_text_config().num_hidden_layers, model.layers)
     with torch.device("meta"):
-        return from_pretrained(read_config(model.folder), dtype=torch.float32, device="meta", check=False)
+        return from_pretrained(config, dtype=torch.float32, device="meta", check=False)
+
+
+def with_layers(model: LlamaConfig | FolderModel, layers: int) -> LlamaConfig | FolderModel:
+    """The model with its first layers only. Local."""
+    return replace(model, layers=layers)
+
+
+def fewest_layers(model: LlamaConfig | FolderModel) -> int:
+    """How many first layers there have to be so that one of each kind is among them. Local."""
+    if isinstance(model, LlamaConfig):
+        return 1
+    return int(_few_layers(read_config(model.folder), model_on_meta(model)).get_text_config().num_hidden_layers)
 
 
 def check_model(model: LlamaConfig | FolderModel, mesh: Mesh, *, seed: int) -> None:
@@ -173,11 +192,15 @@ def _few_layers(config: Any, whole: nn.Module) -> Any:
     if len(kinds) != text.num_hidden_layers:  # it counts in a way of its own
         return config
     kinds = [f"{kind} {[value[place] for value in listed]}" for place, kind in enumerate(kinds)]
-    few = max(kinds.index(kind) for kind in kinds) + 1
+    return _first_layers(config, len(kinds), max(kinds.index(kind) for kind in kinds) + 1)
+
+
+def _first_layers(config: Any, layers: int, few: int) -> Any:
+    """The configuration with the first few of its layers."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == len(kinds):
+        if isinstance(value, list) and len(value) == layers:
             setattr(text, name, value[:few])
     text.num_hidden_layers = few
     return config

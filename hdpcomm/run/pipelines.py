@@ -44,11 +44,12 @@ def new_trainer(
     mesh = mesh_of(comm, config)
     options: dict[str, Any] = {
         "max_grad_norm": config.max_grad_norm,
-        "zero": config.zero,
+        "zero": int(config.zero),
         "dtype": config.dtype_with_masters,
     }
     recompute = stage_recompute(config)
-    parts = new_part(config.model, mesh, weights=weights, recompute=recompute, chunks=config.chunks)
+    zero = int(config.zero)
+    parts = new_part(config.model, mesh, weights=weights, recompute=recompute, chunks=config.chunks, zero=zero)
     model: Any = parts if mesh.pipeline > 1 else parts[0]
     layers = model if mesh.pipeline == 1 else [block for stage in model for block in stage.blocks]
     offload = None if pool is None else ActivationOffload(pool, layers, min_bytes=SMALLEST_OFFLOAD)

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.parallel.stages import LlamaStage
 from hdpcomm.train.layout import layout_of, plain_name
+from hdpcomm.train.pulled_weights import set_part, without_values
+from hdpcomm.train.units import Units, unit_buckets
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -27,7 +30,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, mesh: Mesh, weights: Weights) -> None:
+def materialize(model: nn.Module, mesh: Mesh, weights: Weights, *, zero: int = 0) -> None:
     """Gives the parameters and buffers of a rank's part of a model memory, on the communicator's device, and values.
     Collective over the mesh.
 
@@ -40,6 +43,8 @@ def materialize(model: nn.Module, mesh: Mesh, weights: Weights) -> None:
             ``expert_parallel``; or the ``nn.ModuleList`` of the stages on this rank. Parameters become other objects:
             make optimizers and trainers afterwards. Tied ones stay tied.
         weights: of the whole model: :class:`hdpcomm.models.NewWeights` or :class:`hdpcomm.models.FolderWeights`.
+        zero: 3: a parameter gets no memory, but the values of this rank's part of it, for a trainer with ``zero=3``. It
+            has to be told what is frozen before. Others: the parameters are whole, as the trainer needs them.
 
     Raises: InvalidUsage: a parameter has values already; what ``weights`` raises, on the rank that reads; the others
         get PeerLost or Aborted.
@@ -47,6 +52,7 @@ def materialize(model: nn.Module, mesh: Mesh, weights: Weights) -> None:
     device = mesh.comm.device
     layout = layout_of(model, mesh)
     boxes: dict[str, tuple[Box, list[Tensor]]] = {}  # several with one name: both ends of a pipeline on one rank
+    cut = zero == 3
     made: dict[int, Tensor] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_meta and isinstance(tensor, nn.Parameter):
@@ -58,11 +64,16 @@ def materialize(model: nn.Module, mesh: Mesh, weights: Weights) -> None:
             made[id(tensor)] = tensor.to(device)
             continue
         placement = layout.by_name[plain_name(name)]
-        fresh = torch.empty_like(tensor, device=device)
-        made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
+        trained = isinstance(tensor, nn.Parameter)
+        hollow = cut and trained
+        fresh = (
+            without_values(tensor.shape, tensor.dtype, device) if hollow else torch.empty_like(tensor, device=device)
+        )
+        made[id(tensor)] = fresh = nn.Parameter(fresh, tensor.requires_grad) if trained else fresh
         box = (placement.offsets, tuple(tensor.shape))
         boxes.setdefault(placement.trained, (box, []))[1].append(fresh)
     _replace(model, made)
+    own_ranges = _own_ranges(model, mesh) if cut else {}
     host = _on_this_host(mesh.comm)
     tasks = list(_tasks(host, {name: box for name, (box, _) in boxes.items()}))
     own = [name for name, reader, _ in tasks if reader == host.rank]
@@ -74,7 +85,7 @@ def materialize(model: nn.Module, mesh: Mesh, weights: Weights) -> None:
                 with host.busy("reads a model's weights"):
                     whole = next_read.result()
             if reader == host.rank or name in boxes:
-                _share(host, reader, holders, whole, *boxes[name])
+                _share(host, reader, holders, whole, *boxes[name], own_ranges)
             if whole is not None:
                 next_read, whole = None, None  # before the next one is read
                 next_read = _read_next(pool, weights, own)
@@ -125,18 +136,54 @@ def _share(
     whole: Tensor | None,
     own: Box,
     targets: list[Tensor],
+    own_ranges: dict[int, tuple[int, int]],
 ) -> None:
-    """From the reader, which has the whole tensor, to all that hold a part of it. Collective over them."""
+    """From the reader, which has the whole tensor, to all that hold a part of it. Collective over them.
+
+    Args:
+        targets: this rank's tensors that get the values of its box.
+        own_ranges: of those that get a range of its elements only.
+    """
+    first = targets[0]
     for box, ranks in holders:
         everyone = sorted({reader, *ranks})
         if host.rank not in everyone:
             continue
-        part = targets[0] if box == own else torch.empty(box[1], dtype=targets[0].dtype, device=targets[0].device)
-        if whole is not None:
-            part.copy_(whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))])
+        ranges = own_ranges if box == own else {}
+        inside = None if whole is None else whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
+        if box == own and id(first) not in ranges:
+            part = first.detach()
+        elif (
+            inside is not None
+            and inside.is_contiguous()
+            and (inside.dtype, inside.device) == (first.dtype, first.device)
+        ):
+            part = inside
+        else:
+            part = torch.empty(box[1], dtype=first.dtype, device=first.device)
+        if inside is not None and inside is not part:
+            part.copy_(inside)
         if len(everyone) > 1:
             among = host.subset(everyone)
             assert among is not None
             among.broadcast(part, everyone.index(reader))
-    for target in targets[1:]:
-        target.copy_(targets[0])
+        if box == own:
+            for target in targets:
+                if id(target) in ranges:
+                    start, stop = ranges[id(target)]
+                    set_part(target, start, part.flatten()[start:stop].clone())
+                elif target is not first:
+                    target.copy_(part)
+
+
+def _own_ranges(model: nn.Module, mesh: Mesh) -> dict[int, tuple[int, int]]:
+    """By the id of each parameter, first and last (exclusive) element of this rank's part with ZeRO-3."""
+    several = isinstance(model, nn.ModuleList) and all(isinstance(each, LlamaStage) for each in model)
+    units, layout = Units(list(model) if several else [model]), layout_of(model, mesh)  # type: ignore[call-overload]
+    found = {}
+    for trained in (True, False):
+        parameters = [p for p in model.parameters() if p.requires_grad == trained]
+        for bucket in unit_buckets(units, parameters, layout, 3):
+            for place, parameter in enumerate(bucket.parameters):
+                found[id(parameter)] = bucket.overlap(place, bucket.sharding.own)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from hdpcomm.plan.memory import Line, StepMemory
 from hdpcomm.train.buckets import BUCKET_BYTES
 from hdpcomm.train.gradients import trained_parameters
 from hdpcomm.train.profile import forward_backward
+from hdpcomm.train.units import Units
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -42,6 +43,8 @@ _SEQUENCE_ON_META = 8192
 """There long sequences take no more time than short ones."""
 _FEW = 3
 """Layers of a list that are enough where all are alike and nothing is allocated."""
+_GRADIENTS_ON_THEIR_WAY = 2
+"""Layers whose gradients are not with their owners yet, with ZeRO-2: one that a pass makes, one that is added."""
 _SAMPLE = 4096
 """Elements of the tensor on which an optimizer shows what it needs."""
 
@@ -75,7 +78,7 @@ def profile_memory(
         zero, dtype: as the trainer gets them.
         everyone: all ranks that measure at the same time, since they share layers; default: those of ``comm``. Each
             stage of a pipeline gets figures of its own.
-        replicas: HDP ranks among which ``zero`` cuts the optimizer's state; default: those of ``comm``.
+        replicas: HDP ranks among which ``zero`` cuts; default: those of ``comm``.
         split_backward: backward passes leave weight gradients for later
             (:class:`hdpcomm.models.weight_gradients.WeightGradients`).
 
@@ -270,21 +273,45 @@ def _state_bytes(
     its optimizer's step adds.
 
     Args:
-        ranks: among which the optimizer's state is cut; that of experts among those that hold the same ones.
+        ranks: among which ``zero`` cuts; what belongs to experts among those that hold the same ones.
     """
     trained = trained_parameters(model.parameters())
     wide = torch.float64 if torch.float64 in {p.dtype for p in trained} or dtype == torch.float64 else torch.float32
     sharded = bool(zero) or dtype is not None
     held = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    weights = sum(t.numel() * (dtype or t.dtype if t.is_floating_point() else t.dtype).itemsize for t in held)
-    count = sum(p.numel() for p in trained)
     parts = _parts(model, ranks)
-    own = sum(p.numel() / parts[id(p)] for p in trained)
+    count, own = sum(p.numel() for p in trained), sum(p.numel() / parts[id(p)] for p in trained)
+    weights: float = sum(_narrow_bytes(t, dtype) for t in held)
+    gradients: float = count * wide.itemsize
+    if zero > 1:
+        root, layer = _unit_bytes(model, model.parameters(), dtype)
+        trained_root, trained_layer = _unit_bytes(model, trained, dtype)
+        gradients = own * wide.itemsize + trained_root + _GRADIENTS_ON_THEIR_WAY * trained_layer
+        if zero == 3:
+            whole = sum(_narrow_bytes(p, dtype) for p in model.parameters())
+            weights += sum(_narrow_bytes(p, dtype) / parts[id(p)] for p in model.parameters()) - whole
+            weights += root + 2 * layer  # the one that computes, and the next one
     narrow = sum(p.numel() / parts[id(p)] for p in trained if (dtype or p.dtype) != wide) if sharded else 0
     kept, added = _needs(optimizer, wide)
     largest = max(p.numel() for p in trained)
     part = min(count, max(BUCKET_BYTES // wide.itemsize, largest)) / min(parts.values()) if sharded else largest
-    return weights, count * wide.itemsize, narrow * wide.itemsize + kept * own, added * part
+    return weights, gradients, narrow * wide.itemsize + kept * own, added * part
+
+
+def _narrow_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    """Bytes of a tensor as passes use it."""
+    kind = dtype or tensor.dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.numel() * kind.itemsize
+
+
+def _unit_bytes(model: nn.Module, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> tuple[float, float]:
+    """Of these parameters, bytes of what is in no layer, and those of the layer that has most."""
+    units, sizes = Units([model]), dict[int, int]()
+    for parameter in parameters:
+        key = id(units.of[id(parameter)])
+        sizes[key] = sizes.get(key, 0) + _narrow_bytes(parameter, dtype)
+    roots = sum(sizes.get(id(root), 0) for root in units.roots)
+    return roots, max((sizes.get(id(layer), 0) for layer in units.layers), default=0)
 
 
 def _parts(model: nn.Module, ranks: int) -> dict[int, int]:

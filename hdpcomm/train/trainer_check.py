@@ -17,6 +17,7 @@ from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, check
 from hdpcomm.parallel.stages import LlamaStage
 from hdpcomm.train.dtensor import is_fully_sharded
 from hdpcomm.train.matrix_owners import MatrixOwners
+from hdpcomm.train.pulled_weights import has_part
 
 if TYPE_CHECKING:
     from hdpcomm.plan import Planner
@@ -114,6 +115,11 @@ def check_model(
         raise InvalidUsage(
             f"the optimizer shares its matrices among the ranks of {optimizer.mesh}, and the trainer's are {mesh}; "
             "give MatrixOwners the trainer's mesh"
+        )
+    if zero != 3 and any(map(has_part, module.parameters())):
+        raise InvalidUsage(
+            f"the model was made by materialize(zero=3), so this rank has parts of its parameters, and zero is {zero}; "
+            "give the trainer zero=3, or make the model with zero=0"
         )
     if zero > 1 and (planner.queue or planner.cluster.split_backward):
         given = "queue=True, where nobody knows who runs what" if planner.queue else "split_backward=True"

@@ -43,7 +43,7 @@ class Unit:
 
 
 class Units:
-    """The units of a model, and hooks that tell when passes come to them.
+    """The units of a model, and hooks that tell when passes come to them (:meth:`listen`).
 
     Args:
         chunks: the model, or the stages of a pipeline on this rank.
@@ -76,13 +76,14 @@ class Units:
                 self.of[key] = unit
         for one, other in itertools.pairwise(units):
             one.after, other.before = other, one
-        for unit in units:
-            self._watch(unit)
         self.roots.append(root)
         self.layers += units
 
     def listen(self, listener: Callable[[Unit, bool], None]) -> None:
         """``listener(unit, backward)`` is called when a forward or a backward pass comes to a layer."""
+        if not self._listeners:
+            for unit in self.layers:
+                self._watch(unit)
         self._listeners.append(listener)
 
     @contextmanager

@@ -16,6 +16,7 @@ import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import FolderWeights, Llama, LlamaConfig, NewWeights, adapt
 from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
+from hdpcomm.plan import CostModel
 from hdpcomm.testing import run_threads
 from hdpcomm.train import materialize
 from hdpcomm.train.layout import layout_of, plain_name
@@ -146,6 +147,88 @@ def test_values_of_a_folder(family: str, form: dict[str, Any], tmp_path: Path) -
     weights = FolderWeights(tmp_path, on_meta(family))
     for name, tensor in tensors_of(model).items():
         assert torch.equal(weights.whole(f"model.{name}"), tensor), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"pipeline": 2}, {"expert": 2}], ids=str)
+def test_parts_of_zero_3(sizes: dict[str, int], dtype: torch.dtype | None) -> None:
+    """A trainer that takes over parts has the weights, masters and losses of one whose ranks had whole parameters."""
+    config = EXPERTS if "expert" in sizes else LLAMA
+    lengths = (20, 3, 9, 14)
+
+    def run(*, parts: bool) -> Any:
+        def rank() -> Any:
+            torch.set_num_threads(1)
+            comm = hdp.init()
+            mesh = hdp.Mesh(comm, **sizes)
+            model = Llama(config, device="meta")
+            weights = NewWeights(model, SEED)
+            model.blocks[0].attention.q.weight.requires_grad_(False)
+            stages = split_llama(model, 2)[mesh.stage :: 2] if mesh.pipeline > 1 else [model]
+            for each in stages:
+                tensor_parallel(expert_parallel(each, mesh), mesh)
+            part = nn.ModuleList(stages) if mesh.pipeline > 1 else model
+            materialize(part, mesh, weights, zero=3 if parts else 0)
+            if parts:
+                assert all(p.isnan().all() for p in part.parameters())
+                assert sum(p.untyped_storage().nbytes() for p in part.parameters()) <= 4 * len(list(part.parameters()))
+            cluster = mesh.cluster(capacity=64)
+            planner = hdp.Planner(None, cluster, cost_model=CostModel(attention=1e-6, linear=1e-5, fixed=1e-4))
+            optimizer = torch.optim.AdamW([p for p in part.parameters() if p.requires_grad], lr=1e-2)
+            trainer = hdp.Trainer(stages if mesh.pipeline > 1 else model, optimizer, planner, mesh, zero=3, dtype=dtype)
+            before = copy.deepcopy(trainer.state_dict())
+            losses = [trainer.step(lengths, lambda i: torch.arange(lengths[i]) * (i + 3) % 41).loss for _ in range(2)]
+            return before, losses
+
+        return run_threads(rank, 4)
+
+    for (found, losses), (wanted, other) in zip(run(parts=True), run(parts=False), strict=True):
+        assert losses == other
+        for kind in ("model", "masters"):
+            assert found.get(kind, {}).keys() == wanted.get(kind, {}).keys()
+            for name, tensor in wanted.get(kind, {}).items():
+                assert torch.equal(found[kind][name], tensor), name
+    if dtype is not None:  # masters keep what bf16 cannot
+        new = Llama(config, seed=SEED)
+        assert torch.equal(wanted["masters"]["norm.weight"], new.norm.weight)
+        assert torch.equal(wanted["masters"]["embedding.weight"], new.embedding.weight)
+
+
+def test_parts_of_parameters_that_were_frozen_later_are_refused() -> None:
+    def rank() -> str:
+        with hdp.init() as comm:
+            mesh = hdp.Mesh(comm)
+            model = Llama(LLAMA, device="meta")
+            materialize(model, mesh, NewWeights(model, SEED), zero=3)
+            model.blocks[0].attention.q.weight.requires_grad_(False)
+            planner = hdp.Planner(None, mesh.cluster(capacity=64), cost_model=CostModel(1e-6, 1e-5))
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+            try:
+                hdp.Trainer(model, optimizer, planner, mesh, zero=3)
+            except InvalidUsage as error:
+                return str(error)
+            return ""
+
+    for told in run_threads(rank, 2):
+        assert "freeze parameters, and cut the model, before materialize()" in told
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_parts_of_zero_3_need_a_trainer_with_it(zero: int) -> None:
+    def rank() -> str:
+        with hdp.init() as comm:
+            mesh = hdp.Mesh(comm)
+            model = Llama(LLAMA, device="meta")
+            materialize(model, mesh, NewWeights(model, SEED), zero=3)
+            planner = hdp.Planner(None, mesh.cluster(capacity=64), cost_model=CostModel(1e-6, 1e-5))
+            try:
+                hdp.Trainer(model, torch.optim.AdamW(model.parameters()), planner, mesh, zero=zero)
+            except InvalidUsage as error:
+                return str(error)
+            return ""
+
+    for told in run_threads(rank, 2):
+        assert "materialize(zero=3)" in told
 
 
 @pytest.mark.parametrize("family", ["llama", "tied", "mixtral", "qwen3-moe"])

@@ -160,7 +160,7 @@ def noted_events(trainer):
     events = []
     for place, bucket in enumerate(trainer.gradients.buckets):
         comm = NotedComm(bucket.holders.replicas, events, started=f"bucket {place}")
-        bucket.holders = replace(bucket.holders, replicas=comm)
+        bucket.sharding = replace(bucket.sharding, owners=comm)
     trainer.model.embedding.weight.register_hook(lambda _: events.append("embedding"))
     return events
 
@@ -365,7 +365,7 @@ class Own(torch.optim.SGD):
 
 
 REFUSED = [
-    ({"zero": 2}, None, "zero is 2, expected a whole number from 0 to 1"),
+    ({"zero": 4}, None, "zero is 4, expected a whole number from 0 to 3"),
     ({"zero": 1, "bucket_bytes": 0}, None, "bucket_bytes is 0, expected a whole number of at least 1"),
     ({"dtype": torch.float16}, None, "dtype is torch.float16; give torch.bfloat16"),
     ({"zero": 1}, lambda model: Own(model.parameters(), lr=0.1), "Own may look at more than one element"),
@@ -392,7 +392,7 @@ def test_parameters_that_are_sharded_already_are_refused():
         mesh = Mesh(comm)
         layout = layout_of(model, mesh)
         with pytest.raises(InvalidUsage, match="a parameter is a Sharded; the trainer shards"):
-            Masters([parameter], optimizer, layout, mesh, zero=1, dtype=None, bucket_bytes=100)
+            Masters([model], optimizer, layout, mesh, zero=1, dtype=None, bucket_bytes=100)
 
 
 @pytest.mark.parametrize(("options", "make", "message"), REFUSED)
