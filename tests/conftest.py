@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from hdpcomm.testing import RankPool
+from tests.harness.frozen import freeze
 from tests.harness.order import longest_first
 from tests.harness.patience import PATIENCE, be_patient
 from tests.harness.warm_python import PRELOAD
@@ -30,6 +31,10 @@ TESTS = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest_first(items)
+
+
+def pytest_runtest_setup() -> None:
+    freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -84,6 +89,7 @@ def _pools() -> Iterator[dict[int, RankPool]]:
 def _leaves_no_group() -> None:
     """The processes are shared: the next test would find the default group of torch.distributed there."""
     assert not torch.distributed.is_initialized()
+    freeze()
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from tests.harness.warm_children import fork_python_programs
 __all__ = ["PRELOAD", "Python", "run_child", "run_python"]
 
 # Imported once for all ranks, where a training rank would import it for itself: torch._dynamo when AdamW is made.
-PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")
+PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files", "tests.harness.frozen")
 
 
 class Python:

@@ -84,3 +84,8 @@ def test_one_that_does_not_end() -> None:
         process.kill()
         assert process.communicate(60) == ("", "")
     assert process.returncode == -9
+
+
+def test_garbage_is_not_looked_for_in_what_was_imported() -> None:
+    done = run_python(["-c", "import gc; print(gc.get_freeze_count())"], timeout=60)
+    assert int(done.stdout) > 100_000
