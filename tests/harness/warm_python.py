@@ -33,8 +33,15 @@ from tests.harness.warm_children import fork_python_programs
 
 __all__ = ["PRELOAD", "Python", "run_child", "run_python"]
 
-# Imported once for all ranks, where a training rank would import it for itself: torch._dynamo when AdamW is made.
-PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files", "tests.harness.frozen")
+# Imported once for all ranks, where a training rank would import it for itself: torch._dynamo when AdamW is made, and
+# what a model of transformers needs; not transformers.trainer, which starts a thread that no fork would have.
+PRELOAD = (
+    "torch._dynamo",
+    "hdpcomm.run",
+    "hdpcomm.run.tensor_files",
+    "transformers.modeling_utils",
+    "tests.harness.frozen",
+)
 
 
 class Python:
