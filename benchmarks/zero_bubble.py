@@ -35,7 +35,7 @@ from hdpcomm.comm import Mesh
 from hdpcomm.comm.launch import run_ranks
 from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import split_llama
+from hdpcomm.parallel import split_model
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, ModelSpec, Pass, Planner, StepPlan
 from hdpcomm.train import Trainer
 
@@ -122,7 +122,7 @@ def time_passes(steps: int, count: int) -> list[dict[Pass, float]]:
         mesh, least = Mesh(comm, pipeline=2), ({}, {})
         trainers = []
         for split in (False, True):
-            (stage,) = split_llama(Llama(MODEL), 2)[mesh.stage :: 2]
+            (stage,) = split_model(Llama(MODEL), 2)[mesh.stage :: 2]
             trainers.append(Timed(stage, torch.optim.SGD(stage.parameters(), lr=0.0), planner_of(split), mesh))
         tokens = torch.arange(count * TOKENS).view(count, TOKENS) % MODEL.vocabulary
         losses = set()

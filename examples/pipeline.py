@@ -9,7 +9,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.data import BatchSampler, standard_library
-from hdpcomm.parallel import split_llama
+from hdpcomm.parallel import split_model
 
 steps, tokens = (int(word) for word in (*sys.argv[1:], "10", "8192")[:2])
 torch.set_num_threads(1)  # the ranks share this machine's cores
@@ -17,7 +17,7 @@ with hdp.init() as comm:
     corpus = standard_library(context=2048)
     mesh = hdp.Mesh(comm, pipeline=2)
     model = hdp.models.Llama(hdp.models.LlamaConfig(layers=4, hidden=64, heads=4, kv_heads=2, ffn=192))
-    stage = split_llama(model, mesh.pipeline)[mesh.stage]
+    stage = split_model(model, mesh.pipeline)[mesh.stage]
     cost = hdp.plan.CostModel(attention=1e-9, linear=1e-5, fixed=1e-3)  # seconds, of one stage
     planner = hdp.Planner(None, mesh.cluster(capacity=2048), cost_model=cost)
     trainer = hdp.Trainer(stage, torch.optim.AdamW(stage.parameters(), lr=3e-3), planner, mesh)

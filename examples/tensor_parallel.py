@@ -10,7 +10,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.data import BatchSampler, standard_library
-from hdpcomm.parallel import split_llama, tensor_parallel
+from hdpcomm.parallel import split_model, tensor_parallel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--pipeline", action="store_true")
@@ -22,7 +22,7 @@ with hdp.init() as comm:
     corpus = standard_library(context=2048)
     mesh = hdp.Mesh(comm, tensor=2, pipeline=2 if options.pipeline else 1)
     model = hdp.models.Llama(hdp.models.LlamaConfig(layers=4, hidden=64, heads=4, kv_heads=2, ffn=192))
-    part = split_llama(model, mesh.pipeline)[mesh.stage] if options.pipeline else model
+    part = split_model(model, mesh.pipeline)[mesh.stage] if options.pipeline else model
     tensor_parallel(part, mesh)
     cost = hdp.plan.CostModel(attention=1e-9, linear=1e-5, fixed=1e-3)  # seconds, of one stage
     planner = hdp.Planner(None, mesh.cluster(capacity=2048), cost_model=cost)

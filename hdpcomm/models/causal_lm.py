@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,11 @@ class AdaptedCausalLM(nn.Module):
         return inner_causal_lm(self.model)
 
     @property
+    def embedding(self) -> Any:
+        """The layer that makes hidden states of tokens."""
+        return self.causal_lm.get_input_embeddings()
+
+    @property
     def last_layer(self) -> Any:
         """The layer that makes logits."""
         return self.causal_lm.get_output_embeddings()
@@ -120,45 +126,66 @@ class AdaptedCausalLM(nn.Module):
             label_rows: int64, for each label its token's row; a token of a tree may have several. ``None``: one each.
             label_weights: float32, for each label the factor of its loss; ``None``: 1.
         """
-        hidden, router_logits = self._hidden(tokens, positions, cu_seqlens, comm, labels is not None)
-        if labels is None:
-            return self._logits(hidden)
-        loss = self._loss(hidden if label_rows is None else hidden[label_rows], labels, label_weights)
-        if self._router is not None:
-            loss = loss + self._router.coefficient * router_loss(
-                router_logits, labels != IGNORE, top_k=self._router.top_k, cu_seqlens=cu_seqlens, comm=comm
-            )
-        return loss
+        hidden, router_logits = self.run_layers(tokens, positions=positions, cu_seqlens=cu_seqlens, comm=comm)
+        out = self.finish(hidden, positions.shape[0], labels, label_rows, label_weights)
+        if labels is None or not self.has_router_losses:
+            return out
+        return out + self.router_losses(router_logits, labels, cu_seqlens, comm)
 
-    def _hidden(
-        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator | None, labelled: bool
+    def run_layers(
+        self, x: Tensor, *, positions: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The last layer's input ``[tokens, width]``, and each router's logits ``[tokens, experts]``.
-
-        Args:
-            labelled: the loss is computed from it, and not the logits.
-        """
-        count = tokens.shape[0]
-        if count == 0:
-            tokens = positions = tokens.new_zeros(1)
-        decoder = self.causal_lm.base_model
+        """What the decoder gives for tokens, or for hidden states in the place of their embeddings: ``[tokens, width]``
+        and each router's logits ``[tokens, experts]``; of tensor ranks blocks of both. Collective over ``comm``."""
+        count = positions.shape[0]
+        kept = slice(None) if count else slice(0)
+        if count == 0:  # layers of transformers want a token
+            positions = positions.new_zeros(1)
+            x = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
         options: dict[str, Any] = {} if self._router is None else {"output_router_logits": True}
-        if tokens.is_meta:  # without a mask transformers would look at the positions, which have no values there
-            options["attention_mask"] = tokens.new_ones(1, tokens.shape[0], dtype=torch.bool)
+        if positions.is_meta:  # without a mask transformers would look at the positions, which have no values there
+            options["attention_mask"] = positions.new_ones(1, positions.shape[0], dtype=torch.bool)
+        options["inputs_embeds" if x.is_floating_point() else "input_ids"] = x[None]
         with packing(comm, cu_seqlens, padded=count == 0):
-            out = decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **options)
-        hidden: Tensor = out.last_hidden_state[0]
-        if self.tensor is not None:
-            hidden = self.tensor.gather(hidden, tokens.shape[0], partial=not labelled)
-        hidden = hidden[:count]
+            out = self.causal_lm.base_model(position_ids=positions[None], use_cache=False, **options)
+        hidden: Tensor = out.last_hidden_state[0, kept]
         if self._router is None:
             return hidden, []
         if self._router.coefficient and self.training and torch.is_grad_enabled():
             refuse_reentrant(self.model, "the router's logits for its auxiliary loss")
-        logits = out.router_logits
+        return hidden, [logits[kept] for logits in out.router_logits]
+
+    def finish(
+        self,
+        hidden: Tensor,
+        tokens: int,
+        labels: Tensor | None,
+        label_rows: Tensor | None = None,
+        label_weights: Tensor | None = None,
+    ) -> Tensor:
+        """From what the decoder gives for so many tokens to logits or loss; labels as of :meth:`forward`."""
         if self.tensor is not None:
-            logits = [self.tensor.gather(x, tokens.shape[0], partial=False) for x in logits]
-        return hidden, [x[:count] for x in logits]
+            hidden = self.tensor.gather(hidden, tokens, partial=labels is None)
+        if labels is None:
+            return self._logits(hidden)
+        return self._loss(hidden if label_rows is None else hidden[label_rows], labels, label_weights)
+
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether routers add to the loss."""
+        return self._router is not None and self._router.coefficient > 0
+
+    def router_losses(
+        self, router_logits: Sequence[Tensor], labels: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator | None
+    ) -> Tensor:
+        """What the routers add to the loss; see :func:`hdpcomm.models.router_loss.router_loss`. Collective over
+        ``comm``."""
+        assert self._router is not None
+        if self.tensor is not None:
+            router_logits = [self.tensor.gather(x, labels.shape[0], partial=False) for x in router_logits]
+        return self._router.coefficient * router_loss(
+            router_logits, labels != IGNORE, top_k=self._router.top_k, cu_seqlens=cu_seqlens, comm=comm
+        )
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self.causal_lm.get_output_embeddings()

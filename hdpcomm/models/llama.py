@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,7 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "apply_rope",
-    "finish_llama",
     "initial_value",
-    "losses_of_routers",
     "rope_tables",
     "run_blocks",
     "seed_of",
@@ -209,57 +207,6 @@ def run_blocks(
     return x, router_logits
 
 
-class _LastLayers(Protocol):
-    """What :func:`finish_llama` needs of a model."""
-
-    norm: RMSNorm
-    head: nn.Linear
-    chunk_tokens: int | None
-    tensor: TensorGroup | None
-
-
-def finish_llama(
-    model: _LastLayers,
-    x: Tensor,
-    tokens: int,
-    labels: Tensor | None,
-    label_rows: Tensor | None,
-    label_weights: Tensor | None,
-) -> Tensor:
-    """From what the last block gives to logits or loss; arguments as of :meth:`Llama.forward`."""
-    x, group = model.norm(x), model.tensor
-    if group is not None:
-        x = group.gather(x, tokens, partial=labels is None)
-    if labels is None:
-        logits: Tensor = model.head(x)
-        return logits if group is None else group.join_columns(logits)
-    return linear_cross_entropy(
-        x if label_rows is None else x[label_rows], model.head.weight, labels, weights=label_weights,
-        comm=None if group is None else group.comm, chunk_tokens=model.chunk_tokens,
-    )  # fmt: skip
-
-
-class _Routed(Protocol):
-    """What :func:`losses_of_routers` needs of a model."""
-
-    config: LlamaConfig
-    tensor: TensorGroup | None
-
-
-def losses_of_routers(
-    model: _Routed, router_logits: Sequence[Tensor], labels: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator
-) -> Tensor:
-    """What the routers of the layers that are here add to the loss; see :func:`router_losses`. Collective over
-    ``comm``."""
-    config = model.config
-    if model.tensor is not None:
-        router_logits = [model.tensor.gather(x, labels.shape[0], partial=False) for x in router_logits]
-    return router_losses(
-        router_logits, labels != _IGNORE, aux=config.router_aux_loss, z=config.router_z_loss, top_k=config.top_k,
-        layers=config.layers, cu_seqlens=cu_seqlens, comm=comm,
-    )  # fmt: skip
-
-
 def seed_of(name: str, seed: int) -> int:
     """The seed of one tensor of a model that is drawn from ``seed``. Local."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
@@ -349,13 +296,59 @@ class Llama(nn.Module):
                 f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)}: both must be [local "
                 "tokens] of the same shard"
             )
-        x = self.embedding(tokens)
-        tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
-        x, router_logits = run_blocks(self.blocks, x, tables, cu_seqlens, comm)
-        loss = finish_llama(self, x, positions.shape[0], labels, label_rows, label_weights)
-        if labels is None or not self.config.has_router_losses:
+        x, router_logits = self.run_layers(tokens, positions=positions, cu_seqlens=cu_seqlens, comm=comm)
+        loss = self.finish(x, positions.shape[0], labels, label_rows, label_weights)
+        if labels is None or not self.has_router_losses:
             return loss
-        return loss + losses_of_routers(self, router_logits, labels, cu_seqlens, comm)
+        return loss + self.router_losses(router_logits, labels, cu_seqlens, comm)
+
+    def run_layers(
+        self, x: Tensor, *, positions: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What the last block gives for tokens, or for the hidden states of a stage before, and the router's logits of
+        each block that has one. Collective over ``comm``."""
+        if not x.is_floating_point():
+            x = self.embedding(x)
+        tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
+        return run_blocks(self.blocks, x, tables, cu_seqlens, comm)
+
+    def finish(
+        self,
+        x: Tensor,
+        tokens: int,
+        labels: Tensor | None,
+        label_rows: Tensor | None = None,
+        label_weights: Tensor | None = None,
+    ) -> Tensor:
+        """From what the last block gives for so many tokens to logits or loss; labels as of :meth:`forward`."""
+        x, group = self.norm(x), self.tensor
+        if group is not None:
+            x = group.gather(x, tokens, partial=labels is None)
+        if labels is None:
+            logits: Tensor = self.head(x)
+            return logits if group is None else group.join_columns(logits)
+        return linear_cross_entropy(
+            x if label_rows is None else x[label_rows], self.head.weight, labels, weights=label_weights,
+            comm=None if group is None else group.comm, chunk_tokens=self.chunk_tokens,
+        )  # fmt: skip
+
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether routers add to the loss."""
+        return self.config.has_router_losses
+
+    def router_losses(
+        self, router_logits: Sequence[Tensor], labels: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator
+    ) -> Tensor:
+        """What the routers of the layers that are here add to the loss; see :func:`hdpcomm.models.moe.router_losses`.
+        Collective over ``comm``."""
+        config = self.config
+        if self.tensor is not None:
+            router_logits = [self.tensor.gather(x, labels.shape[0], partial=False) for x in router_logits]
+        return router_losses(
+            router_logits, labels != _IGNORE, aux=config.router_aux_loss, z=config.router_z_loss, top_k=config.top_k,
+            layers=config.layers, cu_seqlens=cu_seqlens, comm=comm,
+        )  # fmt: skip
 
     @property
     def last_layer(self) -> nn.Linear:

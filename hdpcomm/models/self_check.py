@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hdpcomm.attention import packing, positions
 from hdpcomm.errors import Error, InvalidUsage
 
-__all__ = ["check_logits", "check_outputs", "check_same_logits", "few_logits"]
+__all__ = ["check_logits", "check_outputs", "check_same_logits", "check_stages", "few_logits"]
 
 _CU_SEQLENS = (0, 7, 8, 13)
 _SHORT = 3
@@ -68,6 +68,34 @@ def check_same_logits(model: nn.Module, found: Tensor, wanted: Tensor, what: str
         raise InvalidUsage(
             f"{what} gives other logits than whole ({_error_text(model, found, wanted)}): its layers do more than its "
             "plan tells; train it without, and load it anew"
+        )
+
+
+def check_stages(adapted: Any, stages: Sequence[Callable[..., Any]]) -> None:
+    """Compares what the stages of a pipeline, one after the other, give on a pack of short sequences with the logits of
+    the whole model. Local. Raises InvalidUsage where they differ."""
+    causal_lm = adapted.causal_lm
+    if _on_meta(causal_lm):
+        return
+    made, places = _few_tokens(causal_lm)
+    reason = None
+    with _short_windows(causal_lm), _evaluating(adapted):
+        wanted = few_logits(adapted)
+        try:
+            with torch.no_grad():
+                for stage in stages:
+                    made = stage(made, positions=places, cu_seqlens=_cu_seqlens(), comm=None)
+        except Error:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+    if reason is None and _differs(causal_lm, made, wanted):
+        reason = _error_text(causal_lm, made, wanted)
+    if reason is not None:
+        raise InvalidUsage(
+            f"{type(causal_lm).__name__} cut into {len(stages)} stages does not give the logits of the whole model "
+            f"({reason}): its layers need more of each other, or of its tokens, than hidden states; train it without "
+            "pipelines"
         )
 
 

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["find_layers", "is_compiled_whole", "parameter_storages"]
+__all__ = ["AbsentLayer", "find_layers", "is_compiled_whole", "layer_list", "parameter_storages"]
+
+
+class AbsentLayer(nn.Module):
+    """Stands in a model's list for a layer that another device has: gives its input.
+
+    Args:
+        layer: the one that is absent; decoders read what kind it is from its attributes, which are kept.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and name not in ("forward", "training") and not isinstance(value, nn.Module):
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """``hidden_states``, the first argument or the one of that name."""
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        return hidden
 
 
 def find_layers(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """The layers in the order in which the forward pass runs them: those given, or the ``nn.ModuleList`` of the model
-    with the most parameters, which holds a decoder's layers.
+    """The layers in the order in which the forward pass runs them: those given, or those in the ``nn.ModuleList`` of
+    the model with the most parameters, which holds a decoder's layers. Those that are absent are left out.
 
     Raises:
         InvalidUsage: there is no such list, the model is compiled as a whole, or a layer lies inside another one.
     """
     if isinstance(model, nn.Module):
-        if is_compiled_whole(model):
-            raise InvalidUsage(
-                "the model is compiled as a whole, so that its layers cannot be told apart; compile each layer "
-                "(model.layers[i] = torch.compile(model.layers[i])) and give the model that holds them"
-            )
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
-        if not lists:
-            raise InvalidUsage(
-                f"{type(model).__name__} has no nn.ModuleList of layers; give the layers themselves, in the order of "
-                "the forward pass"
-            )
-        sizes = [sum(parameter.numel() for parameter in found.parameters()) for found in lists]
-        layers: tuple[nn.Module, ...] = tuple(lists[sizes.index(max(sizes))])
+        layers: tuple[nn.Module, ...] = tuple(each for each in layer_list(model) if not isinstance(each, AbsentLayer))
     else:
         layers = tuple(model)
     if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
@@ -42,6 +50,23 @@ def find_layers(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]
         if id(layer) in inside:
             raise InvalidUsage(f"layer {place} ({type(layer).__name__}) lies in another one; give the outer ones only")
     return layers
+
+
+def layer_list(model: nn.Module) -> nn.ModuleList:
+    """The list that holds a model's layers, absent ones included. Raises InvalidUsage as :func:`find_layers`."""
+    if is_compiled_whole(model):
+        raise InvalidUsage(
+            "the model is compiled as a whole, so that its layers cannot be told apart; compile each layer "
+            "(model.layers[i] = torch.compile(model.layers[i])) and give the model that holds them"
+        )
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
+    if not lists:
+        raise InvalidUsage(
+            f"{type(model).__name__} has no nn.ModuleList of layers; give the layers themselves, in the order of the "
+            "forward pass"
+        )
+    sizes = [sum(parameter.numel() for parameter in found.parameters()) for found in lists]
+    return lists[sizes.index(max(sizes))]
 
 
 def is_compiled_whole(module: nn.Module) -> bool:

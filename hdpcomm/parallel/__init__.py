@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from hdpcomm.parallel.expert import expert_parallel
 from hdpcomm.parallel.program import Action, check_programs, make_program, make_programs
-from hdpcomm.parallel.stages import LlamaStage, split_llama
+from hdpcomm.parallel.stages import Stage, split_model
 from hdpcomm.parallel.tensor import tensor_parallel
 
 __all__ = [
     "Action",
-    "LlamaStage",
+    "Stage",
     "check_programs",
     "expert_parallel",
     "make_program",
     "make_programs",
-    "split_llama",
+    "split_model",
     "tensor_parallel",
 ]

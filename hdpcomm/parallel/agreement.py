@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
-from hdpcomm.parallel.stages import LlamaStage
+from hdpcomm.parallel.stages import Stage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["check_same_mesh", "check_same_stages", "checked_stages", "share_values"]
 
 
-def checked_stages(given: LlamaStage | Sequence[LlamaStage], mesh: Mesh) -> list[LlamaStage]:
+def checked_stages(given: Stage | Sequence[Stage], mesh: Mesh) -> list[Stage]:
     """The stages as a list. Local. Raises InvalidUsage unless they can be those of this rank."""
-    stages = [given] if isinstance(given, LlamaStage) else list(given) if isinstance(given, Sequence) else []
-    how = f"split_llama(model, {mesh.pipeline})[mesh.stage], or split_llama(model, n)[mesh.stage::{mesh.pipeline}]"
-    if not stages or not all(isinstance(stage, LlamaStage) for stage in stages):
+    stages = [given] if isinstance(given, Stage) else list(given) if isinstance(given, Sequence) else []
+    how = f"split_model(model, {mesh.pipeline})[mesh.stage], or split_model(model, n)[mesh.stage::{mesh.pipeline}]"
+    if not stages or not all(isinstance(stage, Stage) for stage in stages):
         raise InvalidUsage(f"the model is a {type(given).__name__}; give this rank's stages, {how}")
     if len(stages) > 1 and mesh.pipeline == 1:
         raise InvalidUsage(f"{len(stages)} stages on a device need a pipeline of 2 devices or more; give one stage")
@@ -33,7 +33,7 @@ def checked_stages(given: LlamaStage | Sequence[LlamaStage], mesh: Mesh) -> list
         if (stage.first, stage.last) != (mesh.stage + place == 0, last and place == len(stages) - 1):
             raise InvalidUsage(
                 f"this rank is stage {mesh.stage} of {mesh.pipeline}, and was given the layers {stage.layers.start} to "
-                f"{stage.layers.stop - 1} of {stage.config.layers} as number {place} of its {len(stages)}; give {how}"
+                f"{stage.layers.stop - 1} of {stage.num_layers} as number {place} of its {len(stages)}; give {how}"
             )
     return stages
 
@@ -51,12 +51,12 @@ def check_same_mesh(mesh: Mesh, model: str) -> None:
     if others:
         raise _mismatch(
             f"rank {mesh.comm.global_rank} has another mesh or another model than the ranks {others}: {mesh}; give "
-            "Mesh and the model (split_llama, tensor_parallel) the same arguments on all ranks",
+            "Mesh and the model (split_model, tensor_parallel) the same arguments on all ranks",
             mesh,
         )
 
 
-def check_same_stages(stages: Sequence[LlamaStage], mesh: Mesh) -> None:
+def check_same_stages(stages: Sequence[Stage], mesh: Mesh) -> None:
     """Compares the meshes and the cuts of all ranks. Collective over the mesh.
 
     Raises: Mismatch on every rank, naming the ranks with another mesh, or the layers that do not follow each other.
@@ -71,7 +71,7 @@ def check_same_stages(stages: Sequence[LlamaStage], mesh: Mesh) -> None:
     if not alike or any(before[0][1] != after[0][0] for before, after in itertools.pairwise(bounds)):
         raise _mismatch(
             f"the stages hold the layers [first, end] {bounds}, HDP rank by HDP rank, which do not follow each other; "
-            "give split_llama the same arguments on all ranks",
+            "give split_model the same arguments on all ranks",
             mesh,
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from hdpcomm.attention import Tree
     from hdpcomm.comm import Communicator
-    from hdpcomm.parallel.stages import LlamaStage
+    from hdpcomm.parallel.stages import Stage
 
 __all__ = ["DeviceStages"]
 
@@ -31,7 +31,7 @@ class DeviceStages(nn.Module):
 
     takes_labels = True
 
-    def __init__(self, stages: Sequence[LlamaStage]) -> None:
+    def __init__(self, stages: Sequence[Stage]) -> None:
         super().__init__()
         self.stages = tuple(stages)
         for place, stage in enumerate(stages):
@@ -42,7 +42,7 @@ class DeviceStages(nn.Module):
             self.embedding = stages[0].embedding
         if stages[-1].last:  # as models tell how their loss is computed
             self.chunk_tokens = stages[-1].chunk_tokens
-            self.last_layer = stages[-1].head
+            self.last_layer = stages[-1].last_layer
 
     def forward(
         self,
@@ -61,13 +61,13 @@ class DeviceStages(nn.Module):
                 x = self._given(stage, tokens.shape[0])
             if stage.last:
                 stage.chunk_tokens = self.chunk_tokens
-            made = stage(x, **where, labels=labels if stage.last or stage.config.has_router_losses else None)
+            made = stage(x, **where, labels=labels if stage.last or stage.has_router_losses else None)
             x, losses = made if isinstance(made, tuple) else (made, None)
             if losses is not None:
                 total = total + losses
         return total + (x if self.stages[-1].last else (x * x.detach()).sum())
 
-    def _given(self, stage: LlamaStage, tokens: int) -> Tensor:
+    def _given(self, stage: Stage, tokens: int) -> Tensor:
         """Rows that differ, since routers send equal ones to the same experts."""
         x = stage.boundary(tokens)
         if not x.is_meta:

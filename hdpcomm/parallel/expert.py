@@ -17,7 +17,7 @@ from hdpcomm.models.moe import MixtureOfExperts, holds_experts
 from hdpcomm.models.self_check import check_same_logits, few_logits
 from hdpcomm.models.tensor_group import TensorShard
 from hdpcomm.parallel.agreement import share_values
-from hdpcomm.parallel.stages import LlamaStage
+from hdpcomm.parallel.stages import Stage
 from hdpcomm.parallel.tensor import own_part
 
 __all__ = ["expert_parallel"]
@@ -37,10 +37,11 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True, bounded: bo
     :func:`hdpcomm.parallel.tensor_parallel`, where a mesh has both.
 
     Args:
-        model: a :class:`hdpcomm.models.Llama` with ``experts``, a stage of one, or a causal LM of transformers after
+        model: a :class:`hdpcomm.models.Llama` with ``experts``, a causal LM of transformers after
             :func:`hdpcomm.models.adapt` whose experts are a module with one tensor for all of them (transformers 5:
-            Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss).
-        check: compares the logits of a few tokens with those of the whole model, for models of transformers.
+            Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss), or a stage of either.
+        check: compares the logits of a few tokens with those of the whole model, for models of transformers that are
+            not cut into stages.
         bounded: messages have room for every row that could be for a rank: with n ranks, ``n x min(top_k, experts / n)
             / top_k`` times the bytes, and as many rows of memory. Then the host waits for no counts of a GPU in types
             that torch's grouped product has there (bf16). For ``Llama`` and its stages.
@@ -55,7 +56,7 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True, bounded: bo
         return model
     if getattr(model, "expert", None) is not None:
         raise InvalidUsage("the experts of this model have been cut by expert_parallel() already; give it once")
-    if bounded and not isinstance(model, (Llama, LlamaStage)):
+    if bounded and not isinstance(_whole(model), Llama):
         raise InvalidUsage(
             f"bounded was given for a {type(model).__name__}, whose own code computes the experts; it is for "
             "hdpcomm.models.Llama and its stages: leave it out"
@@ -93,21 +94,22 @@ def _check_same(group: ExpertGroup) -> None:
 
 def _layers(model: nn.Module, size: int) -> list[tuple[str, Any, dict[str, nn.Parameter]]]:
     """The modules with experts: name, module, and by name the parameters whose first dimension is the experts'."""
-    if isinstance(model, (Llama, LlamaStage)):
+    whole = _whole(model)
+    if isinstance(whole, Llama):
         found: list[tuple[str, Any, dict[str, nn.Parameter]]] = [
             (place, module, {"gate_up": module.gate_up, "out": module.out})
             for place, module in model.named_modules()
             if isinstance(module, MixtureOfExperts)
         ]
-    elif isinstance(model, AdaptedCausalLM):
+    elif isinstance(whole, AdaptedCausalLM):
         found = list(_transformers_layers(model))
     else:
         raise InvalidUsage(
-            f"expert parallelism got a {type(model).__name__}; it cuts hdpcomm.models.Llama with experts, its stages "
-            "(split_llama), and causal LMs of transformers (hdpcomm.models.adapt)"
+            f"expert parallelism got a {type(model).__name__}; it cuts hdpcomm.models.Llama with experts, causal LMs "
+            "of transformers (hdpcomm.models.adapt), and stages of both (split_model)"
         )
-    if not found:
-        name = type(model.causal_lm if isinstance(model, AdaptedCausalLM) else model).__name__
+    if not found and not isinstance(model, Stage):  # whose layers may be others
+        name = type(whole.causal_lm if isinstance(whole, AdaptedCausalLM) else whole).__name__
         raise InvalidUsage(
             f"{name} has no layer with experts that can be shared: LlamaConfig(experts=), or a model of transformers "
             "5 whose experts are one module with a tensor for all of them, was expected; train it without expert "
@@ -123,7 +125,11 @@ def _layers(model: nn.Module, size: int) -> list[tuple[str, Any, dict[str, nn.Pa
     return found
 
 
-def _transformers_layers(model: AdaptedCausalLM) -> Iterator[tuple[str, nn.Module, dict[str, nn.Parameter]]]:
+def _whole(model: nn.Module) -> nn.Module:
+    return model.model if isinstance(model, Stage) else model
+
+
+def _transformers_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, nn.Parameter]]]:
     for place, module in model.named_modules():
         parameters = dict(module.named_parameters())
         experts = getattr(module, "num_experts", None)

@@ -1,17 +1,22 @@
-"""A model cut into the stages of a pipeline, by layers: :func:`split_llama`."""
+"""A model cut into the stages of a pipeline, by layers: :func:`split_model`."""
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import Llama
-from hdpcomm.models.llama import finish_llama, losses_of_routers, rope_tables, run_blocks
+from hdpcomm.models import AdaptedCausalLM, Llama
+from hdpcomm.models.self_check import check_stages
+from hdpcomm.models.weights import by_tensor
+from hdpcomm.offload.layers import AbsentLayer, layer_list
 
 if TYPE_CHECKING:
     from hdpcomm.attention import Tree
@@ -19,7 +24,10 @@ if TYPE_CHECKING:
     from hdpcomm.models.expert_group import ExpertGroup
     from hdpcomm.models.tensor_group import TensorGroup
 
-__all__ = ["LlamaStage", "layers_of_stages", "split_llama"]
+__all__ = ["AbsentPart", "Stage", "layers_of_stages", "split_model"]
+
+_MODEL = "model."
+"""Before the names of the model in a :class:`Stage`."""
 
 
 def layers_of_stages(layers: int, stages: int) -> list[range]:
@@ -36,54 +44,103 @@ def layers_of_stages(layers: int, stages: int) -> list[range]:
     return [range(stage * each, (stage + 1) * each) for stage in range(stages)]
 
 
-class LlamaStage(nn.Module):
-    """Some consecutive layers of a :class:`hdpcomm.models.Llama`, with its embedding or its head at the ends.
+class Stage(nn.Module):
+    """Some consecutive layers of a model, with its embedding or its head at the ends.
 
     Called like the model, with the boundary activations ``[tokens, hidden]`` of the stage before in the place of tokens
     unless it is the first, it gives those for the next stage, or, if it is the last, what the model gives. Made by
-    :func:`split_llama`; the layers are the model's own modules.
+    :func:`split_model`; the layers are the model's own modules.
+
+    The stage runs the model's own forward, so what a model makes once for all layers (rotary tables, masks) is made on
+    each stage from the positions. In the place of the layers of other stages are :class:`AbsentLayer`, so layers keep
+    their numbers and their names.
 
     Attributes:
+        model: a :class:`hdpcomm.models.Llama` or :class:`hdpcomm.models.AdaptedCausalLM` with the stage's layers only.
         layers: which of the model's layers these are.
+        num_layers: layers of the whole model.
+        blocks: the layers.
         first, last: whether the model's embedding and its head are here.
+        tied_names: names in the whole model of the head's weight and the embedding's, if they are one.
     """
 
     takes_labels = True
     takes_label_rows = True
 
-    def __init__(self, model: Llama, layers: range) -> None:
+    def __init__(self, model: Llama | AdaptedCausalLM, anatomy: _Anatomy, layers: range) -> None:
         super().__init__()
-        self.config = model.config
-        self.chunk_tokens = model.chunk_tokens
-        self.tensor: TensorGroup | None = None
-        self.expert: ExpertGroup | None = None
-        self.layers = layers
-        self.first, self.last = layers.start == 0, layers.stop == model.config.layers
-        self.blocks = nn.ModuleList(model.blocks[layer] for layer in layers)
-        if self.first:
-            self.embedding = model.embedding
-        if self.last:
-            self.norm = model.norm
-            self.head = model.head
-        if self.last and not self.first and model.config.tied_embeddings:
-            whole = model.embedding.weight  # a copy of it: the model that was split keeps its one weight
-            self.head = nn.Linear(model.config.hidden, model.config.vocabulary, bias=False, device="meta")
-            self.head.weight = nn.Parameter(whole.detach().clone(), requires_grad=whole.requires_grad)
+        self.layers, self.num_layers = layers, len(anatomy.layers)
+        self.first, self.last = layers.start == 0, layers.stop == self.num_layers
+        self.tied_names = anatomy.tied_names
+        self.blocks = tuple(anatomy.layers[place] for place in layers)
+        self.model: Llama | AdaptedCausalLM = _cut(model, anatomy, layers)
+        there = layer_list(self.model)
+        self._edges: Any = (  # no modules of their own
+            None if self.first else there[layers.start - 1],
+            None if self.last else there[layers.stop],
+        )
+
+    @property
+    def config(self) -> Any:
+        """That of the whole model."""
+        return self.model.config if isinstance(self.model, Llama) else self.model.causal_lm.config
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The layer that makes hidden states of tokens; on the first stage."""
+        return cast(nn.Module, self.model.embedding)
+
+    @property
+    def last_layer(self) -> nn.Module:
+        """The layer that makes logits; on the last stage."""
+        return cast(nn.Module, self.model.last_layer)
+
+    @property
+    def tensor(self) -> TensorGroup | None:
+        """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
+        return self.model.tensor
+
+    @tensor.setter
+    def tensor(self, group: TensorGroup) -> None:
+        self.model.tensor = group
+
+    @property
+    def expert(self) -> ExpertGroup | None:
+        """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
+        return self.model.expert
+
+    @expert.setter
+    def expert(self, group: ExpertGroup) -> None:
+        self.model.expert = group
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens in a chunk of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
+        return self.model.chunk_tokens
+
+    @chunk_tokens.setter
+    def chunk_tokens(self, tokens: int | None) -> None:
+        self.model.chunk_tokens = tokens
+
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether routers add to the loss."""
+        return self.model.has_router_losses
 
     @property
     def tied(self) -> nn.Parameter | None:
         """The parameter whose twin is on the other end of the pipeline, or ``None``. Both start equal."""
-        if not self.config.tied_embeddings or self.first == self.last:
+        if self.tied_names is None or self.first == self.last:
             return None
-        return cast(nn.Parameter, self.head.weight if self.last else self.embedding.weight)
+        return cast(nn.Parameter, (self.last_layer if self.last else self.embedding).weight)
 
     def boundary(self, tokens: int) -> Tensor:
         """An uninitialised tensor for what a stage gives the next one, or its gradient: ``[tokens, hidden]``, with
         tensor parallelism this rank's block of them. Local.
         """
-        like = next(self.blocks.parameters())
-        rows = tokens if self.tensor is None else self.tensor.rows(tokens)
-        return torch.empty(rows, self.config.hidden, dtype=like.dtype, device=like.device)
+        like = next(p for block in self.blocks for p in block.parameters() if p.is_floating_point())
+        width = self.config.hidden if isinstance(self.model, Llama) else self.config.get_text_config().hidden_size
+        return torch.empty(self._rows(tokens), width, dtype=like.dtype, device=like.device)
 
     def forward(
         self,
@@ -104,46 +161,253 @@ class LlamaStage(nn.Module):
             labels: of the last stage; of another one with routers whose losses count: then it gives these, too.
             label_rows, label_weights: of the last stage only.
         """
-        if self.first:
-            x = self.embedding(x)
-        tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
-        x, router_logits = run_blocks(self.blocks, x, tables, cu_seqlens, comm)
-        out = x
-        if self.last:
-            out = finish_llama(self, x, positions.shape[0], labels, label_rows, label_weights)
-        if labels is None or not self.config.has_router_losses:
+        hidden, router_logits = self._run_layers(x, positions, cu_seqlens, comm)
+        out = self.model.finish(hidden, positions.shape[0], labels, label_rows, label_weights) if self.last else hidden
+        if labels is None or not self.has_router_losses:
             return out
-        losses = losses_of_routers(self, router_logits, labels, cu_seqlens, comm)
+        losses = self.model.router_losses(router_logits, labels, cu_seqlens, comm)
         return out + losses if self.last else (out, losses)
+
+    def _run_layers(
+        self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What the layers make of hidden states, whatever the model does to them before its first and after its last
+        layer: that is for the first and the last stage."""
+        before, after = self._edges
+        there: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens, "comm": comm}
+        if before is None:
+            hidden, router_logits = self.model.run_layers(x, **there)
+        else:
+            with before.giving(x):
+                hidden, router_logits = self.model.run_layers(x.new_zeros(()).expand(x.shape), **there)
+        if after is None:
+            return hidden, router_logits
+        hidden = after.take()[: self._rows(positions.shape[0])]
+        if hidden.dtype != (wanted := self.boundary(0).dtype):
+            raise InvalidUsage(
+                f"{_name(self.model)} has hidden states of {hidden.dtype} and weights of {wanted}; stages exchange the "
+                "type of their weights: set residual_in_fp32=False in its configuration, or train it without pipelines"
+            )
+        return hidden, router_logits
+
+    def _rows(self, tokens: int) -> int:
+        """Rows of the hidden states that are on this rank."""
+        return tokens if self.tensor is None else self.tensor.rows(tokens)
 
     def name_in_model(self, name: str) -> str:
         """The name that a parameter of this stage has in the model. Local."""
-        parts = name.split(".")
-        if parts[0] == "blocks":
-            parts[1] = str(int(parts[1]) + self.layers.start)
-        return ".".join(parts)
+        return name.removeprefix(_MODEL)
 
 
-def split_llama(model: Llama, stages: int, *, layers: Sequence[int] | None = None) -> list[LlamaStage]:
+def split_model(
+    model: nn.Module, stages: int, *, layers: Sequence[int] | None = None, check: bool = True
+) -> list[Stage]:
     """The stages of a model, in order; each rank keeps its own and drops the others. Local.
 
     The layers are shared with ``model``, which still works. With tied embeddings and more than one stage the last one
     gets a copy of the weight, which training keeps equal to that of the first.
 
     Args:
+        model: a :class:`hdpcomm.models.Llama`, or a causal LM of transformers after :func:`hdpcomm.models.adapt`; not
+            cut for tensor or expert ranks yet, which is done stage by stage.
         layers: how many each stage gets; default: all as many.
+        check: compares the logits of a few tokens, stage by stage, with those of the whole model, for models of
+            transformers that are not on the meta device.
 
     Raises:
-        InvalidUsage: the stages do not divide the layers, or ``layers`` does not sum up to them.
+        InvalidUsage: the stages do not divide the layers, or ``layers`` does not sum up to them; layers need more of
+            each other than hidden states (shared keys, shared weights), or routers have a loss over all layers; the
+            check failed.
     """
-    if not isinstance(model, Llama):
-        raise InvalidUsage(f"split_llama() got a {type(model).__name__}; it cuts hdpcomm.models.Llama only")
-    if layers is None:
-        return [LlamaStage(model, each) for each in layers_of_stages(model.config.layers, stages)]
-    if len(layers) != stages or min(layers, default=0) < 1 or sum(layers) != model.config.layers:
+    if not isinstance(model, (Llama, AdaptedCausalLM)):
         raise InvalidUsage(
-            f"layers is {list(layers)} for {stages} stages of a model with {model.config.layers} layers; give one "
+            f"split_model() got a {type(model).__name__}; it cuts hdpcomm.models.Llama, and causal LMs of transformers "
+            "(hdpcomm.models.adapt)"
+        )
+    if model.tensor is not None or model.expert is not None:
+        raise InvalidUsage(
+            "this model has been cut for tensor or expert ranks already; give it to split_model() first, and then each "
+            "stage to tensor_parallel() and expert_parallel()"
+        )
+    if isinstance(model, AdaptedCausalLM):
+        _refuse(model)
+    anatomy = _anatomy(model)
+    ranges = _ranges(len(anatomy.layers), stages, layers)
+    made = [Stage(model, anatomy, each) for each in ranges]
+    if check and isinstance(model, AdaptedCausalLM) and stages > 1:
+        check_stages(model, made)
+    return made
+
+
+def _ranges(total: int, stages: int, layers: Sequence[int] | None) -> list[range]:
+    if layers is None:
+        return layers_of_stages(total, stages)
+    if len(layers) != stages or min(layers, default=0) < 1 or sum(layers) != total:
+        raise InvalidUsage(
+            f"layers is {list(layers)} for {stages} stages of a model with {total} layers; give one "
             "number of at least 1 for each stage, with that sum"
         )
     bounds = [0, *itertools.accumulate(layers)]
-    return [LlamaStage(model, range(first, last)) for first, last in itertools.pairwise(bounds)]
+    return [range(first, last) for first, last in itertools.pairwise(bounds)]
+
+
+def _name(model: nn.Module) -> str:
+    return type(model.causal_lm if isinstance(model, AdaptedCausalLM) else model).__name__
+
+
+_WITHOUT = "train it without pipelines"
+
+
+def _refuse(model: AdaptedCausalLM) -> None:
+    """Raises InvalidUsage for what a configuration tells of layers that need more than hidden states."""
+    config = model.causal_lm.config.get_text_config()
+    if model.has_router_losses:
+        raise InvalidUsage(
+            f"{_name(model)} adds its routers' auxiliary loss (config.output_router_logits), which multiplies means "
+            "over the layers of all stages, so no stage can compute its gradient alone; set output_router_logits to "
+            f"False in the model's configuration, or {_WITHOUT}"
+        )
+    if shared := getattr(config, "num_kv_shared_layers", 0):
+        raise InvalidUsage(
+            f"{_name(model)} has num_kv_shared_layers={shared}: its last layers use keys and values of earlier ones, "
+            f"which another stage has; {_WITHOUT}"
+        )
+    if width := getattr(config, "hidden_size_per_layer_input", 0):
+        raise InvalidUsage(
+            f"{_name(model)} has hidden_size_per_layer_input={width}: each of its layers needs an embedding of the "
+            f"tokens of its own, which the first stage has; {_WITHOUT}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Anatomy:
+    """Where the layers of a model are, and the modules with parameters before the first and after the last one."""
+
+    layers: tuple[nn.Module, ...]
+    before: tuple[nn.Module, ...]
+    after: tuple[nn.Module, ...]
+    tied_names: tuple[str, str] | None
+
+
+def _anatomy(model: Llama | AdaptedCausalLM) -> _Anatomy:
+    listed = layer_list(model)
+    path = next(name for name, module in model.named_modules() if module is listed).split(".")
+    around: list[list[nn.Module]] = [[], []]
+    parent: nn.Module = model
+    for place, part in enumerate(path):
+        inner = parent.get_submodule(part)
+        for name, _ in parent.named_parameters(recurse=False):
+            raise InvalidUsage(
+                f"{'.'.join([*path[:place], name])} of {_name(model)} is a parameter beside its layers, and only "
+                f"modules before the first and after the last layer can be given to a stage; {_WITHOUT}"
+            )
+        behind = False
+        for child in parent.children():
+            behind = behind or child is inner
+            if child is not inner and any(True for _ in child.parameters()):
+                around[behind].append(child)
+        parent = inner
+    found = _Anatomy(tuple(listed), tuple(around[0]), tuple(around[1]), _tied_names(model))
+    _refuse_shared(model, found)
+    return found
+
+
+def _tied_names(model: Llama | AdaptedCausalLM) -> tuple[str, str] | None:
+    weight = getattr(model.embedding, "weight", None)
+    if weight is None or weight is not getattr(model.last_layer, "weight", None):
+        return None
+    names = next(names for names, tensor in by_tensor(model) if tensor is weight)
+    return names[-1], names[0]
+
+
+def _refuse_shared(model: Llama | AdaptedCausalLM, found: _Anatomy) -> None:
+    """Raises InvalidUsage where parts of a model that may be on two stages have one parameter, the embedding's apart
+    that is the head's."""
+    owners: dict[int, int] = {}
+    tied = model.embedding.weight if found.tied_names is not None else None
+    for place, part in enumerate((*found.before, *found.layers, *found.after)):
+        for name, parameter in part.named_parameters():
+            if owners.setdefault(id(parameter), place) != place and parameter is not tied:
+                raise InvalidUsage(
+                    f"{name} of a {type(part).__name__} of {_name(model)} is the parameter of another layer, too, "
+                    f"which may be on another stage; {_WITHOUT}"
+                )
+
+
+def _cut(model: Llama | AdaptedCausalLM, anatomy: _Anatomy, layers: range) -> Llama | AdaptedCausalLM:
+    """A copy of the model around its own layers, with the parts of a stage and others in the place of the rest."""
+    first, last = layers.start == 0, layers.stop == len(anatomy.layers)
+    put: dict[int, Any] = {}
+    """By the identity of what the model has, what the copy has in its place."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        put[id(config)] = config
+        if callable(getattr(config, "get_text_config", None)):
+            put[id(config.get_text_config())] = config.get_text_config()
+    for place, layer in enumerate(anatomy.layers):
+        kind = {layers.start - 1: _LayerBefore, layers.stop: _LayerAfter}.get(place, AbsentLayer)
+        put[id(layer)] = layer if place in layers else kind(layer)
+    for part in anatomy.before:
+        put[id(part)] = part if first else AbsentPart(part)
+    for part in anatomy.after:
+        put[id(part)] = part if last else AbsentPart(part)
+    if anatomy.tied_names is not None and last and not first:
+        head: Any = model.last_layer
+        weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+        own = {id(p): p for p in head.parameters()} | {id(head.weight): weight}
+        put[id(head)] = copy.deepcopy(head, own)
+    made: Llama | AdaptedCausalLM = copy.deepcopy(model, put)
+    return made
+
+
+class AbsentPart(nn.Module):
+    """Stands for what another stage has before the first layer or after the last one. What it gives is not used."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self._width = part.embedding_dim if isinstance(part, nn.Embedding) else None
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x if self._width is None else torch.zeros(*x.shape, self._width, device=x.device)
+
+
+class _LayerBefore(AbsentLayer):
+    """The last layer of the stage before: gives what came from there."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self._given: Tensor | None = None
+
+    @contextmanager
+    def giving(self, x: Tensor) -> Iterator[None]:
+        """Inside, the layer gives ``x: [rows, width]``."""
+        self._given = x
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        like, x = super().forward(*args, **kwargs), self._given
+        assert x is not None  # the stage gives it
+        if like.shape[-2] > x.shape[0]:  # a token that stands for none
+            x = torch.cat((x, x.new_zeros(like.shape[-2] - x.shape[0], x.shape[1])))
+        return x.view(like.shape)
+
+
+class _LayerAfter(AbsentLayer):
+    """The first layer of the next stage: keeps what is for there."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self._taken: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """What came since the last call: ``[rows, width]``."""
+        taken, self._taken = self._taken, None
+        assert taken is not None  # the model has run
+        return taken.flatten(0, -2)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._taken = super().forward(*args, **kwargs)
+        return self._taken

@@ -34,8 +34,9 @@ def tensor_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
     :class:`hdpcomm.train.Trainer` has added them up, once a step. Give the stages of a pipeline one by one.
 
     Args:
-        model: a :class:`hdpcomm.models.Llama`, a stage of one, or a causal LM after :func:`hdpcomm.models.adapt`.
-        check: compares the logits of a few tokens with those of the whole model, for models of transformers.
+        model: a :class:`hdpcomm.models.Llama`, a causal LM after :func:`hdpcomm.models.adapt`, or a stage of either.
+        check: compares the logits of a few tokens with those of the whole model, for models of transformers that are
+            not cut into stages.
 
     Raises:
         InvalidUsage: the model has no plan or one that this cannot follow; heads, columns or vocabulary that the ranks

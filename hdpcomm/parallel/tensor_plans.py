@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama, LlamaConfig
 from hdpcomm.models.mixers import mixers_of
 from hdpcomm.models.moe import expert_blocks
-from hdpcomm.parallel.stages import LlamaStage
+from hdpcomm.parallel.stages import AbsentPart, Stage
 
 __all__ = ["Region", "TensorPlan", "check_sizes", "tensor_plan"]
 
@@ -63,18 +63,15 @@ def tensor_plan(model: nn.Module, size: int) -> TensorPlan:
 
     Raises: InvalidUsage: the model has no plan or one that this cannot follow, or sizes that ``size`` does not divide.
     """
-    if isinstance(model, (Llama, LlamaStage)):
-        plan = TensorPlan(
-            regions=tuple(_regions(model, _LLAMA, size, _tokens_of_tables)),
-            embedding=model.embedding if isinstance(model, Llama) or model.first else None,
-            head=model.head if isinstance(model, Llama) or model.last else None,
-        )
-    elif isinstance(model, AdaptedCausalLM):
-        plan = _transformers_plan(model, size)
+    whole = model.model if isinstance(model, Stage) else model
+    if isinstance(whole, Llama):
+        plan = _plan(_regions(whole, _LLAMA, size, _tokens_of_tables), whole.embedding, whole.head)
+    elif isinstance(whole, AdaptedCausalLM):
+        plan = _transformers_plan(whole, size)
     else:
         raise InvalidUsage(
-            f"tensor parallelism got a {type(model).__name__}; it cuts hdpcomm.models.Llama, its stages "
-            "(split_llama), and causal LMs of transformers (hdpcomm.models.adapt)"
+            f"tensor parallelism got a {type(model).__name__}; it cuts hdpcomm.models.Llama, causal LMs of "
+            "transformers (hdpcomm.models.adapt), and stages of both (split_model)"
         )
     vocabulary = [layer.weight.shape[0] for layer in (plan.embedding, plan.head) if layer is not None]
     if any(columns % size for columns in vocabulary):
@@ -83,6 +80,15 @@ def tensor_plan(model: nn.Module, size: int) -> TensorPlan:
             f"multiple of {size}, or another number of tensor ranks"
         )
     return plan
+
+
+def _plan(regions: Iterable[Region], embedding: nn.Module, head: nn.Module) -> TensorPlan:
+    """Embedding and head may be those of another stage."""
+    return TensorPlan(
+        tuple(regions),
+        embedding if isinstance(embedding, nn.Embedding) else None,
+        head if isinstance(head, nn.Linear) else None,
+    )
 
 
 def check_sizes(config: LlamaConfig, size: int) -> None:
@@ -113,7 +119,7 @@ def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
     experts = tuple(f"{place}." for place in expert_blocks(decoder))
     regions = tuple(_regions(decoder, styles, size, _tokens_of_rope, whole=experts))
     embedding = causal_lm.get_input_embeddings()
-    if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
+    if not isinstance(embedding, (nn.Embedding, AbsentPart)) or type(head) not in (nn.Linear, AbsentPart):
         raise InvalidUsage(
             f"the embedding of {name} is a {type(embedding).__name__} and its head a {type(head).__name__}; an "
             "nn.Embedding and an nn.Linear were expected (LoRA does not go together with tensor parallelism)"
@@ -127,7 +133,7 @@ def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
                 f"{place} of {name} has matrices and is not in its tensor parallel plan (config.base_model_tp_plan); "
                 "train it without"
             )
-    return TensorPlan(regions, embedding, head)
+    return _plan(regions, embedding, head)
 
 
 def _regions(

@@ -17,7 +17,7 @@ from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, Weights, from_pretrained, set_recompute
 from hdpcomm.offload.layers import find_layers
-from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.plan import ModelSpec
 from hdpcomm.run.flops import spec_of
 from hdpcomm.train import materialize
@@ -136,7 +136,7 @@ def new_part(
     if mesh.pipeline > 1:
         own = slice(mesh.stage, None, mesh.pipeline)
         assert isinstance(whole, Llama)  # the configuration was checked
-        parts: list[nn.Module] = list(split_llama(whole, mesh.pipeline * chunks)[own])
+        parts: list[nn.Module] = list(split_model(whole, mesh.pipeline * chunks)[own])
         recompute = recompute[own]
     else:
         parts = [whole]

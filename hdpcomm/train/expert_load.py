@@ -13,7 +13,7 @@ from hdpcomm.models.expert_group import ExpertLoad
 from hdpcomm.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
+    from hdpcomm.comm.mesh import Mesh
 
 __all__ = ["add_expert_load", "expert_loads"]
 
@@ -23,23 +23,22 @@ def expert_loads(model: nn.Module) -> list[ExpertLoad]:
     return [load for module in model.modules() if isinstance(load := getattr(module, "load", None), ExpertLoad)]
 
 
-def add_expert_load(
-    metrics: StepMetrics, loads: Sequence[ExpertLoad], tokens: Sequence[Communicator], everyone: Communicator
-) -> StepMetrics:
-    """The metrics with those of the experts. Collective over ``everyone``, if there are experts.
+def add_expert_load(metrics: StepMetrics, loads: Sequence[ExpertLoad], mesh: Mesh) -> StepMetrics:
+    """The metrics with those of the experts. Collective over the mesh, if there are experts.
 
     Args:
-        loads: of the layers on this rank, since the step began.
-        tokens: communicators over all of which together the tokens of a batch lie.
+        loads: of the layers on this rank, since the step began; none where another stage has all layers with experts.
     """
-    if not loads:
+    if not loads and mesh.expert == 1:
         return metrics
-    table = torch.stack([torch.stack((load.routed, load.computed)) for load in loads]).cpu()
-    for comm in tokens:
-        comm.all_reduce(table)
-    routed, computed = table.unbind(1)  # [layers, experts]
-    dropped = (routed.sum(1) - computed.sum(1)).max()
-    most = torch.stack((computed.double().mean(), computed.max().double(), dropped.double()))
-    everyone.all_reduce(most, "max")
+    most = torch.zeros(3, dtype=torch.float64)
+    if loads:
+        table = torch.stack([torch.stack((load.routed, load.computed)) for load in loads]).cpu()
+        for comm in (mesh.hdp_comm, mesh.tensor_comm):  # over both together lie the tokens of a batch
+            comm.all_reduce(table)
+        routed, computed = table.unbind(1)  # [layers, experts]
+        dropped = (routed.sum(1) - computed.sum(1)).max()
+        most = torch.stack((computed.double().mean(), computed.max().double(), dropped.double()))
+    mesh.comm.all_reduce(most, "max")
     mean, busiest, dropped = most.tolist()
     return replace(metrics, expert_tokens_mean=mean, expert_tokens_max=int(busiest), expert_tokens_dropped=int(dropped))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.models.expert_group import ExpertGroup
-from hdpcomm.parallel.stages import LlamaStage
+from hdpcomm.parallel.stages import Stage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from hdpcomm.models.tensor_group import TensorGroup, TensorShard
 
 __all__ = ["Holders", "Layout", "Placement", "layout_of", "num_parameters", "plain_name"]
-
-_TIED = ("head.weight", "embedding.weight")
-"""The copy on the last stage of a pipeline, and the name under which an optimizer of the whole model has its state."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -92,7 +89,7 @@ def layout_of(model: nn.Module, mesh: Mesh) -> Layout:
     Args:
         model: cut for this mesh, or a stage of one, or the ``nn.ModuleList`` of the stages on this rank.
     """
-    several = isinstance(model, nn.ModuleList) and all(isinstance(each, LlamaStage) for each in model)
+    several = isinstance(model, nn.ModuleList) and all(isinstance(each, Stage) for each in model)
     modules = {f"{place}.": each for place, each in enumerate(cast("Iterable[nn.Module]", model))} if several else {}
     holders: dict[tuple[bool, int, bool], Holders] = {}
     placements: dict[str, Placement] = {}
@@ -138,7 +135,7 @@ def _placement(
     expert = isinstance(experts, ExpertGroup) and name in experts.shards
     if expert:
         shard = experts.shards[name]
-    stage = module if isinstance(module, LlamaStage) else None
+    stage = module if isinstance(module, Stage) else None
     tied = stage is not None and stage.tied is tensor
     key = expert, parts, tied
     if key not in holders:
@@ -149,7 +146,9 @@ def _placement(
         offsets[shard.dim] = shard.part * shape[shard.dim]
         shape[shard.dim] *= shard.parts
     whole = name if stage is None else stage.name_in_model(name)
-    trained = _TIED[1] if tied and whole == _TIED[0] else whole
+    trained = whole
+    if stage is not None and stage.tied_names is not None and tied:
+        trained = stage.tied_names[1]  # under which an optimizer of the whole model has the state of both
     written = held.first and held.replicas.rank == 0
     return Placement(whole, trained, tuple(shape), tuple(offsets), held, written)
 

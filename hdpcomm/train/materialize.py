@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.parallel.stages import LlamaStage
+from hdpcomm.parallel.stages import Stage
 from hdpcomm.train.layout import layout_of, plain_name
 from hdpcomm.train.pulled_weights import set_part, without_values
 from hdpcomm.train.units import Units, unit_buckets
@@ -39,7 +39,7 @@ def materialize(model: nn.Module, mesh: Mesh, weights: Weights, *, zero: int = 0
     tensor.
 
     Args:
-        model: on the meta device and cut for this mesh by :func:`hdpcomm.parallel.split_llama`, ``tensor_parallel`` and
+        model: on the meta device and cut for this mesh by :func:`hdpcomm.parallel.split_model`, ``tensor_parallel`` and
             ``expert_parallel``; or the ``nn.ModuleList`` of the stages on this rank. Parameters become other objects:
             make optimizers and trainers afterwards. Tied ones stay tied.
         weights: of the whole model: :class:`hdpcomm.models.NewWeights` or :class:`hdpcomm.models.FolderWeights`.
@@ -178,7 +178,7 @@ def _share(
 
 def _own_ranges(model: nn.Module, mesh: Mesh) -> dict[int, tuple[int, int]]:
     """By the id of each parameter, first and last (exclusive) element of this rank's part with ZeRO-3."""
-    several = isinstance(model, nn.ModuleList) and all(isinstance(each, LlamaStage) for each in model)
+    several = isinstance(model, nn.ModuleList) and all(isinstance(each, Stage) for each in model)
     units, layout = Units(list(model) if several else [model]), layout_of(model, mesh)  # type: ignore[call-overload]
     found = {}
     for trained in (True, False):

@@ -25,7 +25,7 @@ from hdpcomm.train.tree_shards import holds_trees
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.parallel.stages import LlamaStage
+    from hdpcomm.parallel.stages import Stage
     from hdpcomm.plan import MicroBatch, Planner, StepPlan
     from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 
@@ -50,7 +50,7 @@ class PipelinePasses:
 
     bytes_elsewhere = 0
 
-    def __init__(self, stages: Sequence[LlamaStage], mesh: Mesh, planner: Planner, loss: Loss | None = None) -> None:
+    def __init__(self, stages: Sequence[Stage], mesh: Mesh, planner: Planner, loss: Loss | None = None) -> None:
         self._stages, self._mesh, self._planner, self._loss = stages, mesh, planner, loss
         self.bytes_sent = 0
         self._planned: tuple[PipelineSchedule, PlannedWaves] | None = None
@@ -131,7 +131,7 @@ class StageRunner:
 
     def __init__(
         self,
-        chunks: Sequence[LlamaStage],
+        chunks: Sequence[Stage],
         mesh: Mesh,
         step: StepInputs,
         batches: Mapping[int, MicroBatch | None],
@@ -146,7 +146,7 @@ class StageRunner:
         self.bytes_sent = 0
         """To the stages beside this device's."""
         self._batches = batches
-        self._router_losses = loss is None and chunks[0].config.has_router_losses
+        self._router_losses = loss is None and chunks[0].has_router_losses
         if self._router_losses:  # now, on all stages
             refuse_trees(step.planned.lengths)
         self._device = next(chunks[0].parameters()).device
@@ -241,7 +241,7 @@ class StageRunner:
         work.wait()
         return buffer
 
-    def _chunk(self, stage: int) -> LlamaStage:
+    def _chunk(self, stage: int) -> Stage:
         return self.chunks[stage // self.mesh.pipeline]
 
     def _group(self, batch: MicroBatch | None) -> Communicator:

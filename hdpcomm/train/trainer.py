@@ -41,7 +41,7 @@ from hdpcomm.train.trainer_check import check_model, check_trained_names, check_
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import ActivationOffload
-    from hdpcomm.parallel.stages import LlamaStage
+    from hdpcomm.parallel.stages import Stage
     from hdpcomm.plan import Planner, StepPlan, Tree
 
 __all__ = ["Trainer"]
@@ -66,7 +66,7 @@ class Trainer:
             with ``takes_labels = True``, as :class:`hdpcomm.models.Llama`, gets ``labels=`` too and returns the sum of
             the labelled tokens' losses. :func:`hdpcomm.models.adapt` brings other models into this form. On a mesh it
             is cut by :func:`hdpcomm.parallel.tensor_parallel` and :func:`hdpcomm.parallel.expert_parallel`; with
-            pipelines it is this rank's stage (:func:`hdpcomm.parallel.split_llama`), number ``mesh.stage``, or a list,
+            pipelines it is this rank's stage (:func:`hdpcomm.parallel.split_model`), number ``mesh.stage``, or a list,
             the stages ``mesh.stage``, ``mesh.stage + mesh.pipeline`` and so on, for interleaved 1F1B
             (``ClusterSpec(chunks=)``). All ranks get the first one's parameters and buffers at once, unless
             ``fully_shard`` has sharded it.
@@ -113,7 +113,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[LlamaStage],
+        model: nn.Module | Sequence[Stage],
         optimizer: torch.optim.Optimizer,
         planner: Planner,
         comm: Communicator | Mesh,
@@ -284,8 +284,7 @@ class Trainer:
         idle = sum(span.idle_s for span in self.timeline.spans)
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
-        tokens = self.mesh.hdp_comm, self.mesh.tensor_comm
-        return offloading.add_to(add_expert_load(metrics, self._loads, tokens, self.comm), self.comm)
+        return offloading.add_to(add_expert_load(metrics, self._loads, self.mesh), self.comm)
 
     def _weights(self) -> AbstractContextManager[None]:
         """Round passes."""

@@ -14,7 +14,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.tensor_group import TensorGroup
 from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, checked_stages
-from hdpcomm.parallel.stages import LlamaStage
+from hdpcomm.parallel.stages import Stage
 from hdpcomm.train.dtensor import is_fully_sharded
 from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.pulled_weights import has_part
@@ -91,20 +91,20 @@ def check_trainer(
 
 
 def check_model(
-    model: nn.Module | Sequence[LlamaStage],
+    model: nn.Module | Sequence[Stage],
     optimizer: torch.optim.Optimizer,
     planner: Planner,
     mesh: Mesh,
     *,
     zero: int,
-) -> tuple[nn.Module, list[LlamaStage]]:
+) -> tuple[nn.Module, list[Stage]]:
     """The module of this rank, and its stages if it is one of a pipeline. Collective over the mesh.
 
     Raises:
         InvalidUsage: the planner is for another mesh, or the model is not cut for this one.
         Mismatch: the ranks have made different meshes or models.
     """
-    staged = mesh.pipeline > 1 or isinstance(model, LlamaStage) or not isinstance(model, nn.Module)
+    staged = mesh.pipeline > 1 or isinstance(model, Stage) or not isinstance(model, nn.Module)
     stages = checked_stages(model, mesh) if staged else []  # type: ignore[arg-type]
     module = nn.ModuleList(stages) if len(stages) > 1 else stages[0] if stages else model
     assert isinstance(module, nn.Module)

@@ -10,7 +10,7 @@ import hdpcomm as hdp
 from hdpcomm.comm import Mesh
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import split_llama, tensor_parallel
+from hdpcomm.parallel import split_model, tensor_parallel
 from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
 from hdpcomm.train import Trainer
@@ -52,7 +52,7 @@ def trainer_of(comm, planner, config, dtype, *, recompute="none", offload=False,
     mesh = Mesh(comm, pipeline=planner.cluster.pipeline, tensor=planner.cluster.tensor)
     # Only the first HDP rank of a stage has the weights that count.
     model = Llama(config, seed=SEED + 10 * mesh.hdp_rank + 100 * mesh.tensor_rank, dtype=dtype)
-    stages = split_llama(model, mesh.pipeline * planner.cluster.chunks, layers=layers)[mesh.stage :: mesh.pipeline]
+    stages = split_model(model, mesh.pipeline * planner.cluster.chunks, layers=layers)[mesh.stage :: mesh.pipeline]
     for stage in stages:
         tensor_parallel(stage, mesh)
         set_recompute(stage, recompute)

@@ -12,7 +12,7 @@ from hdpcomm.comm import Mesh
 from hdpcomm.errors import Error, InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree
 from hdpcomm.run.flops import spec_of
@@ -322,7 +322,7 @@ def make(comm, *, model=None, mesh=None):
 
 def trees_in_pipelines(comm):
     mesh = Mesh(comm, pipeline=2)
-    stage = split_llama(Llama(dataclasses.replace(CONFIG, layers=2)), 2)[mesh.stage]
+    stage = split_model(Llama(dataclasses.replace(CONFIG, layers=2)), 2)[mesh.stage]
     planner = Planner(None, ClusterSpec(1, 100, pipeline=2), cost_model=COST)
     trainer = Trainer(stage, torch.optim.SGD(stage.parameters(), lr=0.1), planner, mesh)
     trainer.step([Tree(parents=(-1, 0, 0), lengths=(9, 12, 7))], lambda _: torch.arange(28))
@@ -377,7 +377,7 @@ def one_step_of_pipelines(planner, config, lengths, *, recompute="none", offload
     with hdp.init() as comm:
         mesh = Mesh(comm, pipeline=2, tensor=planner.cluster.tensor, expert=2)
         model = Llama(config, seed=SEED + 10 * mesh.hdp_rank + 100 * mesh.tensor_rank, dtype=torch.float64)
-        stages = split_llama(model, 2 * planner.cluster.chunks)[mesh.stage :: 2]
+        stages = split_model(model, 2 * planner.cluster.chunks)[mesh.stage :: 2]
         for stage in stages:
             expert_parallel(stage, mesh, bounded=bounded)
             tensor_parallel(stage, mesh)

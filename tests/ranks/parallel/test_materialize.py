@@ -15,7 +15,7 @@ from torch import nn
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import FolderWeights, Llama, LlamaConfig, NewWeights, adapt
-from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.plan import CostModel
 from hdpcomm.testing import run_threads
 from hdpcomm.train import materialize
@@ -97,7 +97,7 @@ def test_parts_of_a_new_llama(config: LlamaConfig, sizes: dict[str, int]) -> Non
             mesh = hdp.Mesh(comm, **sizes)
             model = Llama(config, device="meta")
             weights = NewWeights(model, SEED)
-            stages = split_llama(model, 2)[mesh.stage :: 2] if mesh.pipeline > 1 else [model]
+            stages = split_model(model, 2)[mesh.stage :: 2] if mesh.pipeline > 1 else [model]
             for each in stages:
                 tensor_parallel(expert_parallel(each, mesh), mesh)
             part = nn.ModuleList(stages) if mesh.pipeline > 1 else model
@@ -164,7 +164,7 @@ def test_parts_of_zero_3(sizes: dict[str, int], dtype: torch.dtype | None) -> No
             model = Llama(config, device="meta")
             weights = NewWeights(model, SEED)
             model.blocks[0].attention.q.weight.requires_grad_(False)
-            stages = split_llama(model, 2)[mesh.stage :: 2] if mesh.pipeline > 1 else [model]
+            stages = split_model(model, 2)[mesh.stage :: 2] if mesh.pipeline > 1 else [model]
             for each in stages:
                 tensor_parallel(expert_parallel(each, mesh), mesh)
             part = nn.ModuleList(stages) if mesh.pipeline > 1 else model

@@ -14,7 +14,7 @@ import hdpcomm as hdp
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import split_llama
+from hdpcomm.parallel import split_model
 from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, PipelineSchedule, Planner, Tree
 from hdpcomm.testing import run_threads
@@ -308,7 +308,7 @@ def errors_of(make):
 def make(comm, *, ranks=2, stages=2, mesh=None, stage=None, number=None, config=CONFIG, **options):
     mesh = mesh or Mesh(comm, pipeline=2)
     if stage is None:
-        stage = split_llama(Llama(config), 2)[mesh.stage if number is None else number]
+        stage = split_model(Llama(config), 2)[mesh.stage if number is None else number]
     planner = Planner(None, ClusterSpec(ranks, 100, pipeline=stages), cost_model=COST)
     own = stage.parameters() if isinstance(stage, torch.nn.Module) else [torch.nn.Parameter(torch.zeros(1))]
     optimizer = torch.optim.SGD(own, lr=0.1)
@@ -352,7 +352,7 @@ def test_ranks_with_other_meshes_or_cuts_are_told():
 
     def other_cut(comm):
         layers = (1, 3) if comm.rank == 3 else (2, 2)
-        make(comm, stage=split_llama(Llama(CONFIG), 2, layers=layers)[comm.rank // 2])
+        make(comm, stage=split_model(Llama(CONFIG), 2, layers=layers)[comm.rank // 2])
 
     assert all("which do not follow each other" in each for each in errors_of(other_cut))
 
@@ -369,6 +369,6 @@ def test_ranks_with_other_meshes_or_cuts_are_told():
 )
 def test_models_that_cannot_be_cut(stages, layers, message):
     with pytest.raises(InvalidUsage, match=message):
-        split_llama(Llama(CONFIG), stages, layers=layers)
+        split_model(Llama(CONFIG), stages, layers=layers)
     with pytest.raises(InvalidUsage, match="got a Linear"):
-        split_llama(torch.nn.Linear(1, 1), 1)
+        split_model(torch.nn.Linear(1, 1), 1)

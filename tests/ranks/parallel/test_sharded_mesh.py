@@ -13,7 +13,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm import Mesh
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
@@ -83,7 +83,7 @@ def trainer_of(comm, shape, *, wide=torch.float64, norm=0.5, **options):
         expert_parallel(model, mesh)
         tensor_parallel(model, mesh)
         return Trainer(model, adamw(model), planner, mesh, max_grad_norm=norm, **options)
-    stages = split_llama(model, shape.pipeline * shape.chunks)[mesh.stage :: shape.pipeline]
+    stages = split_model(model, shape.pipeline * shape.chunks)[mesh.stage :: shape.pipeline]
     for stage in stages:
         expert_parallel(stage, mesh)
         tensor_parallel(stage, mesh)

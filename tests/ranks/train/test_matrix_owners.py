@@ -13,7 +13,7 @@ import hdpcomm as hdp
 from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel import expert_parallel, split_llama, tensor_parallel
+from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.run import read_metrics
 from hdpcomm.testing import run_threads
@@ -56,7 +56,7 @@ def trained(config: LlamaConfig, sizes: dict[str, int], *, resume: Any = None, s
         whole = Llama(config, seed=2, dtype=torch.float64)
         model: Any = whole
         if mesh.pipeline > 1:
-            model = split_llama(whole, mesh.pipeline)[mesh.stage]
+            model = split_model(whole, mesh.pipeline)[mesh.stage]
         tensor_parallel(expert_parallel(model, mesh), mesh)
         optimizer = MatrixOwners(model, mesh, matrices=muon, others=adamw)
         shares = {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "expert": mesh.expert}
