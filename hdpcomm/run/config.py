@@ -62,9 +62,7 @@ class RunConfig(TrainingOptions):
     def stage_model(self) -> LlamaConfig | FolderModel:
         """As large as what is on one device of a pipeline: some of the layers, with embedding and head; not cut for
         tensor ranks."""
-        if isinstance(self.model, LlamaConfig) and self.pipeline > 1:
-            return replace(self.model, layers=self.model.layers // self.pipeline)
-        return self.model
+        return replace(self.model, layers=self.model.layers // self.pipeline)
 
     def __post_init__(self) -> None:
         for name in ("steps", "capacity", "tokens_per_step"):
@@ -182,15 +180,13 @@ class RunConfig(TrainingOptions):
             )
 
     def _check_pipeline(self) -> None:
-        if not isinstance(self.model, LlamaConfig):
-            raise InvalidUsage(
-                "pipelines cut the built-in Llama only: leave out --model, or train it without --pipeline"
-            )
         stages = self.pipeline * self.chunks
         if self.model.layers % stages:
+            how = f"--layers as a multiple of {stages}"
+            if isinstance(self.model, FolderModel):
+                how = f"a --pipeline (times --chunks) that divides the {self.model.layers} layers of the model"
             raise InvalidUsage(
-                f"{self.model.layers} layers cannot be cut into {stages} stages of as many layers each; give --layers "
-                f"as a multiple of {stages}"
+                f"{self.model.layers} layers cannot be cut into {stages} stages of as many layers each; give {how}"
             )
         if self.offload and self.stage_model.layers <= 2:
             raise InvalidUsage(

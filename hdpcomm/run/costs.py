@@ -22,7 +22,7 @@ from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import Calibration, CostModel, CostSample, MemoryModel, Planner
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS, free_models
-from hdpcomm.run.model import check_model, fewest_layers, model_facts, new_part, with_layers
+from hdpcomm.run.model import check_model, fewest_layers, model_facts, new_part
 from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute, recompute_by_device
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
@@ -103,7 +103,7 @@ def measure_costs(
     if config.calibration is not None:
         return _calibrated(comm, config, config.calibration, capacity, pool)
     mesh = Mesh(comm, tensor=config.tensor, expert=config.expert)
-    check_model(config.model, mesh, seed=config.seed)
+    check_model(config.model, mesh, seed=config.seed, stages=config.pipeline > 1)
     free_models()
     longest = min(longest, config.capacity, PROFILE_TOKENS)
     split = config.split_backward
@@ -112,7 +112,7 @@ def measure_costs(
     def measured(layers: int) -> tuple[list[CostSample], MemoryModel | None]:
         weights, recompute = partial(NewWeights, seed=config.seed), device_recompute(config)
         few = recompute if isinstance(recompute, str) else round(recompute * layers / config.stage_model.layers)
-        (part,) = new_part(with_layers(config.stage_model, layers), mesh, weights=weights, recompute=[few])
+        (part,) = new_part(replace(config.stage_model, layers=layers), mesh, weights=weights, recompute=[few])
         model = part.to(config.parameter_dtype)
         samples = profile_samples(
             model, mesh.hdp_comm, longest=longest, everyone=comm, split_backward=split, domains=domains

@@ -32,7 +32,6 @@ __all__ = [
     "model_spec",
     "new_part",
     "read_config",
-    "with_layers",
 ]
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -43,6 +42,7 @@ class FolderModel:
     """A causal LM of transformers in a folder; made by :func:`folder_model`.
 
     Attributes:
+        layers: with ``dataclasses.replace`` fewer than the folder's model has: a model of its first ones.
         weights: whether the folder has some; else they are drawn from the run's seed.
         digest: of the folder's ``config.json``, as far as it shapes the model.
     """
@@ -135,7 +135,6 @@ def new_part(
     values = None if weights is None else weights(whole)
     if mesh.pipeline > 1:
         own = slice(mesh.stage, None, mesh.pipeline)
-        assert isinstance(whole, Llama)  # the configuration was checked
         parts: list[nn.Module] = list(split_model(whole, mesh.pipeline * chunks)[own])
         recompute = recompute[own]
     else:
@@ -153,15 +152,10 @@ def model_on_meta(model: LlamaConfig | FolderModel) -> nn.Module:
     if isinstance(model, LlamaConfig):
         return Llama(model, device="meta")
     config = read_config(model.folder)
-    if config.get_text_config().num_hidden_layers != model.layers:
-        config = _first_layers(config, config.get_text_config().num_hidden_layers, model.layers)
+    if model.layers < config.get_text_config().num_hidden_layers:
+        config = _first_layers(config, model.layers)
     with torch.device("meta"):
         return from_pretrained(config, dtype=torch.float32, device="meta", check=False)
-
-
-def with_layers(model: LlamaConfig | FolderModel, layers: int) -> LlamaConfig | FolderModel:
-    """The model with its first layers only. Local."""
-    return replace(model, layers=layers)
 
 
 def fewest_layers(model: LlamaConfig | FolderModel) -> int:
@@ -171,38 +165,46 @@ def fewest_layers(model: LlamaConfig | FolderModel) -> int:
     return int(_few_layers(read_config(model.folder), model_on_meta(model)).get_text_config().num_hidden_layers)
 
 
-def check_model(model: LlamaConfig | FolderModel, mesh: Mesh, *, seed: int) -> None:
+def check_model(model: LlamaConfig | FolderModel, mesh: Mesh, *, seed: int, stages: bool = False) -> None:
     """Compares a model of a folder, cut for the mesh's tensor ranks, with what transformers computes, on as many layers
     as there are kinds of them. Collective over the mesh's tensor and expert ranks.
+
+    Args:
+        stages: it is compared cut between each two layers, too.
 
     Raises: InvalidUsage: it cannot be trained right.
     """
     if isinstance(model, LlamaConfig):
         return
-    config = _few_layers(read_config(model.folder), model_on_meta(model))
+    whole = model_on_meta(model)
+    if stages:
+        split_model(whole, len(find_layers(whole)))  # for what is refused by its configuration
+    config = _few_layers(read_config(model.folder), whole, more=int(stages))
     few = from_pretrained(config, dtype=torch.float32, device=mesh.comm.device, seed=seed)
+    if stages:
+        split_model(few, len(find_layers(few)))
     tensor_parallel(expert_parallel(few, mesh, check=False), mesh)
 
 
-def _few_layers(config: Any, whole: nn.Module) -> Any:
-    """The configuration with the fewest first layers among which there is one of each kind."""
+def _few_layers(config: Any, whole: nn.Module, *, more: int = 0) -> Any:
+    """The configuration with the fewest first layers among which there is one of each kind, and so many more."""
     kinds = [_kind(layer) for layer in find_layers(whole)]
     text = config.get_text_config()
     listed = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(kinds)]
     if len(kinds) != text.num_hidden_layers:  # it counts in a way of its own
         return config
     kinds = [f"{kind} {[value[place] for value in listed]}" for place, kind in enumerate(kinds)]
-    return _first_layers(config, len(kinds), max(kinds.index(kind) for kind in kinds) + 1)
+    return _first_layers(config, min(len(kinds), max(kinds.index(kind) for kind in kinds) + 1 + more))
 
 
-def _first_layers(config: Any, layers: int, few: int) -> Any:
-    """The configuration with the first few of its layers."""
+def _first_layers(config: Any, layers: int) -> Any:
+    """The configuration of a model that has so many of the first layers."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == layers:
-            setattr(text, name, value[:few])
-    text.num_hidden_layers = few
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
     return config
 
 

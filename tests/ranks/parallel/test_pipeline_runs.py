@@ -275,6 +275,102 @@ def test_tensor_ranks_train_and_export_a_folder_model(data, tmp_path):
     assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == "Qwen3ForCausalLM"
 
 
+SIZES = {
+    "vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES = {
+    "Llama": {"tie_word_embeddings": False},
+    "Qwen3": {"tie_word_embeddings": True},
+    "Gemma3Text": {"sliding_window": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+
+
+def folder_of(family, folder, **changes):
+    """A new model of transformers."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | changes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder_model(folder)
+
+
+def opened(folder):
+    """Logits of an export, by transformers alone."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    made = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return made(torch.arange(40)[None]).logits
+
+
+@pytest.mark.parametrize(
+    ("family", "number", "options"),
+    [
+        ("Llama", 4, {"pipeline": 2, "tensor": 2, "zero": 1}),
+        ("Qwen3", 2, {"pipeline": 2, "chunks": 2, "recompute": 3}),
+        ("Gemma3Text", 4, {"pipeline": 2, "tensor": 2}),
+        ("Mixtral", 2, {"pipeline": 2, "split_backward": True}),
+        ("Mixtral", 4, {"pipeline": 2, "expert": 2}),
+    ],
+)
+def test_a_folder_model_in_stages(ranks, data, tmp_path, family, number, options):
+    """Losses, evaluations and weights of one process; it is saved, goes on, and is exported."""
+    model = folder_of(family, tmp_path / "model")
+    plain = run_of(data, 1, held_out=True, model=model, export=tmp_path / "plain")
+    options |= {"held_out": True, "model": model}
+    results = run_of(data, number, out=str(tmp_path / "run"), export=tmp_path / "out", **options)
+    assert losses(results) == pytest.approx(losses(plain), rel=1e-4)
+    found, wanted = (r[0].evaluations["balanced"][0].loss for r in (results, plain))
+    assert found == pytest.approx(wanted, rel=1e-4)
+    assert {result.parameters for result in results} == {plain[0].parameters}
+    check_exports(tmp_path / "out", tmp_path / "plain")
+    torch.testing.assert_close(opened(tmp_path / "out"), opened(tmp_path / "plain"), rtol=1e-2, atol=1e-3)
+    saved = {"model": model, "resume": str(tmp_path / "run/step-2")}
+    alone = ranks(2, run_rank_with, data, saved | {"out": str(tmp_path / "alone")})
+    again = ranks(number, run_rank_with, data, options | saved | {"out": str(tmp_path / "again")})
+    for results in (again, alone):
+        assert results[0].first_step == 2
+        assert losses(results) == pytest.approx(losses(plain)[2:], rel=1e-4)
+
+
+def test_memory_and_offload_of_a_folder_model_in_stages(data, tmp_path):
+    model = folder_of("Gemma3Text", tmp_path / "model", num_hidden_layers=6, layer_types=None)
+    plain = run_of(data, 1, model=model, steps=2)
+    results = run_of(data, 2, model=model, steps=2, pipeline=2, recompute="auto", memory=3_000_000)
+    assert isinstance(results[0].recompute, tuple)
+    assert losses(results) == pytest.approx(losses(plain), rel=1e-4)
+    offloaded = run_of(data, 2, model=model, steps=2, pipeline=2, offload=16 << 20)
+    assert losses(offloaded) == pytest.approx(losses(plain), rel=1e-4)
+
+
+def test_the_command_trains_a_folder_model_in_stages(data, tmp_path, monkeypatch, capfd):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    model = folder_of("Qwen3", tmp_path / "model")
+    common = ["train", "--data", data, "--model", str(model.folder), "--context", "300", "--capacity", "300"]
+    common += ["--tokens-per-step", "700"]
+    staged = [*common, "--ranks", "2", "--pipeline", "2", "--steps", "4"]
+    first, again = ["--out", str(tmp_path / "run"), "--save-every", "2"], ["--out", str(tmp_path / "again")]
+    assert main([*common, "--ranks", "1", "--steps", "4", "--export", str(tmp_path / "plain")]) == 0
+    assert main([*staged, *first, "--export", str(tmp_path / "out")]) == 0
+    again += ["--resume", str(tmp_path / "run/checkpoints/step-2"), "--export", str(tmp_path / "2")]
+    assert main([*staged, *again]) == 0
+    wanted = opened(tmp_path / "plain")
+    for name in ("out", "2"):
+        torch.testing.assert_close(opened(tmp_path / name), wanted, rtol=1e-2, atol=1e-3)
+    capfd.readouterr()
+    assert main([*common, "--ranks", "3", "--pipeline", "3", "--steps", "1"]) != 0
+    told = " ".join(capfd.readouterr().err.split())
+    assert "4 layers cannot be cut into 3 stages of as many layers each; give a --pipeline" in told
+
+
+def test_a_folder_model_that_cannot_be_cut(data, tmp_path):
+    model = folder_of("Mixtral", tmp_path / "model", output_router_logits=True)
+    with pytest.raises(InvalidUsage, match="set output_router_logits to False"):
+        run_of(data, 2, model=model, pipeline=2)
+
+
 def test_configurations_that_cannot_be():
     with pytest.raises(InvalidUsage, match="pipeline is 0"):
         RunConfig(pipeline=0)
