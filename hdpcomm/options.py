@@ -14,6 +14,7 @@ from hdpcomm.errors import InvalidUsage
 
 __all__ = [
     "BadOption",
+    "LoraOptions",
     "TrainingOptions",
     "count",
     "num_bytes",
@@ -111,6 +112,41 @@ def whole(text: str) -> int:
     return 0 if str(text) == "0" else count(text)
 
 
+@dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """What LoRA adds to a model, as ``--lora`` has it: ``r=16,alpha=32,targets=q_proj+v_proj``.
+
+    Attributes:
+        rank: columns of the small matrices.
+        alpha: their product counts alpha / rank times.
+        targets: names of the layers that get them, or ``all-linear``.
+    """
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> LoraOptions:
+        """Raises BadOption for another text."""
+        given = dict(part.partition("=")[::2] for part in text.split(","))
+        numbers = [given.get(name, "") for name in ("r", "alpha")]
+        targets = tuple(given.get("targets", "").split("+"))
+        if set(given) != {"r", "alpha", "targets"} or not all(targets) or not all(map(str.isdecimal, numbers)):
+            raise BadOption(f"{text!r} is not of the form r=16,alpha=32,targets=q_proj+v_proj")
+        if min(map(int, numbers)) < 1:
+            raise BadOption(f"{text!r} has r {numbers[0]} and alpha {numbers[1]}; give at least 1 for both")
+        return cls(int(numbers[0]), int(numbers[1]), targets)
+
+    def __str__(self) -> str:
+        return f"r={self.rank},alpha={self.alpha},targets={'+'.join(self.targets)}"
+
+
+def lora(text: str) -> str:
+    """argparse type: as :class:`LoraOptions` is written."""
+    return str(LoraOptions.parse(str(text)))
+
+
 def option(group: str, default: Any, help: str, type: Callable[[str], Any] | None = None, **more: Any) -> Any:
     """A field that a command has as an option.
 
@@ -180,6 +216,10 @@ class TrainingOptions:
     keep_optimizer: bool = option(
         "training", False, "with --init-from RUN: go on with that run's moments, too", action="store_true"
     )
+    lora: str | None = option(
+        "training", None, "train small matrices beside those of a --model only, by peft, as r=16,alpha=32,targets="
+        "q_proj+v_proj; --export then writes these adapters", lora, metavar="r=R,alpha=A,targets=NAME+NAME",
+    )  # fmt: skip
     dtype: str = option(
         "training", "fp32", "of the parameters; bf16 keeps fp32 master weights", str, choices=("fp32", "bf16")
     )

@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.llama import LlamaConfig
 from hdpcomm.models.weights import by_tensor, making
 
-__all__ = ["check_export", "export_llama", "write_folder"]
+__all__ = ["check_export", "export_llama", "new_folder", "write_folder"]
 
 _FILE_BYTES = 1 << 30
 
@@ -123,10 +124,7 @@ def write_folder(
         model = transformers.AutoModelForCausalLM.from_config(config)
     missing = model.state_dict()
     first_name = {name: names[0] for names, _ in by_tensor(model) for name in names}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
-        partial = Path(name) / "model"
-        partial.mkdir()
+    with new_folder(folder) as partial:
         files = _Files(partial)
         dtype = None
         for layer in _by_layer(tensors):
@@ -152,6 +150,16 @@ def write_folder(
             model.generation_config.save_pretrained(partial)
         if beside is not None:
             beside(partial)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Gives a folder beside it to write into, which has that name after the block, unless it raises. Local."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
+        partial = Path(name) / "model"
+        partial.mkdir()
+        yield partial
         if folder.is_dir():
             folder.rmdir()
         partial.rename(folder)

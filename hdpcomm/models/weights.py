@@ -13,7 +13,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
 from hdpcomm.models.llama import Llama, initial_value, seed_of
+from hdpcomm.models.lora_names import base_name, first_value, is_adapter
 
 __all__ = ["FolderWeights", "NewWeights", "Weights", "by_tensor", "making"]
 
@@ -71,6 +72,8 @@ class NewWeights:
     def whole(self, name: str) -> Tensor:
         if isinstance(self.model, Llama):
             return initial_value(name, self._shapes[name], layers=self.model.config.layers, seed=self._seed)
+        if is_adapter(name):
+            return first_value(name, self._shapes[name], seed_of(name, self._seed))
         return self._drawn(name.removeprefix(_ADAPTED))
 
     @torch.no_grad()
@@ -83,7 +86,7 @@ class NewWeights:
         tensors[leaf] = nn.Parameter(value, requires_grad=False) if isinstance(before, nn.Parameter) else value
         try:
             with making, torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed_of(name, self._seed))
+                torch.manual_seed(seed_of(base_name(name), self._seed))
                 for at in range(len(chain), 0, -1):  # those around it may fill it again, as transformers lets them
                     owner: Any = next(each for each in reversed(chain[:at]) if hasattr(each, "_init_weights"))
                     owner._init_weights(chain[at - 1])
@@ -94,12 +97,13 @@ class NewWeights:
     def _from_constructor(self, name: str) -> Tensor:
         """What the constructors of transformers' modules leave in a small tensor: slopes, masks, factors."""
         if self._constructed is None:
-            kind, config = type(self.model), copy.deepcopy(self.model.config)
+            causal_lm: Any = inner_causal_lm(self.model)
+            kind, config = type(causal_lm), copy.deepcopy(causal_lm.config)
             with making, torch.random.fork_rng(devices=[]), _LargeOnMeta():
                 torch.manual_seed(self._seed)
                 made = kind(config)
             self._constructed = {**dict(made.named_parameters()), **dict(made.named_buffers())}
-        value = self._constructed.get(name)
+        value = self._constructed.get(base_name(name))
         if value is None or value.is_meta:
             raise InvalidUsage(
                 f"{type(self.model).__name__} does not say how {name} begins (its _init_weights leaves it out), so it "
@@ -126,7 +130,9 @@ class FolderWeights:
 
     Args:
         folder: with ``model.safetensors`` or ``pytorch_model.bin``, or several files and their index.
-        model: the whole causal LM after :func:`hdpcomm.models.adapt`, on any device (``meta`` is enough).
+        model: the whole causal LM after :func:`hdpcomm.models.adapt`, on any device (``meta`` is enough); with adapters
+            of LoRA or without.
+        seed: of the adapters, which the folder has not.
 
     Attributes:
         bytes_read: of the files, so far.
@@ -135,13 +141,13 @@ class FolderWeights:
         shape.
     """
 
-    def __init__(self, folder: Path, model: AdaptedCausalLM) -> None:
+    def __init__(self, folder: Path, model: AdaptedCausalLM, *, seed: int = 0) -> None:
         self.folder, self.bytes_read = folder, 0
         if getattr(model.causal_lm.config, "quantization_config", None) is not None:
             raise InvalidUsage(f"{folder} has quantised weights, which are not trained; give those in bf16 or fp32")
-        self._new = NewWeights(model, 0)  # for what is computed and not stored
+        self._new = NewWeights(model, seed)  # for what is computed and not stored
         self._files = _Files(folder)
-        self._causal_lm: Any = cast(Any, inner_causal_lm(self._new.model))
+        self._causal_lm: Any = _without_adapters(model.model)
         self._sources = _sources(self._causal_lm, self._files)
         self._names: dict[str, str] = {}
         computed = {id(b) for b in _buffers_not_saved(self._causal_lm)}
@@ -158,8 +164,8 @@ class FolderWeights:
                 )
 
     def whole(self, name: str) -> Tensor:
-        plain = name.removeprefix(_ADAPTED)
-        if plain not in self._names:
+        plain = base_name(name.removeprefix(_ADAPTED))
+        if plain not in self._names or is_adapter(name):
             return self._new.whole(name)
         plain = self._names[plain]
         tensor = self._sources[plain](self._count)
@@ -196,6 +202,12 @@ def _on_meta(model: Any) -> Any:
         for p in model.parameters()
     }
     return copy.deepcopy(model, memo)
+
+
+def _without_adapters(model: Any) -> Any:
+    """A copy of a causal LM without memory, and without what peft has put into it. Local."""
+    made = _on_meta(model)
+    return made if made is inner_causal_lm(made) else made.unload()
 
 
 def _modules_on_the_way(model: nn.Module, place: str) -> Iterator[nn.Module]:

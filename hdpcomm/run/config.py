@@ -9,7 +9,7 @@ import torch
 from hdpcomm.arguments import size_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
-from hdpcomm.options import TrainingOptions
+from hdpcomm.options import LoraOptions, TrainingOptions
 from hdpcomm.parallel.tensor_plans import check_sizes
 from hdpcomm.plan import POLICIES, Calibration
 from hdpcomm.run.model import FolderModel
@@ -79,6 +79,7 @@ class RunConfig(TrainingOptions):
             raise InvalidUsage(f"check_replicas is {self.check_replicas}; give a number of steps, or 0 for never")
         if self.offload < 0:
             raise InvalidUsage(f"offload is {self.offload}; it must be 0 (no offload) or more")
+        self._add_lora()
         self._check_mesh()
         check_optimizer(self)
         if self.keep_optimizer and self.init_from is None:
@@ -117,6 +118,19 @@ class RunConfig(TrainingOptions):
             raise InvalidUsage(
                 f"lr is {self.lr}, weight_decay {self.weight_decay} and eval_every "
                 f"{self.eval_every}; give a rate above 0, and the others not below 0"
+            )
+
+    def _add_lora(self) -> None:
+        """The model gets its adapters."""
+        lora = None if self.lora is None else LoraOptions.parse(self.lora)
+        if isinstance(self.model, FolderModel):
+            object.__setattr__(self, "model", replace(self.model, lora=lora))
+        elif lora is not None:
+            raise InvalidUsage("lora was given for the built-in Llama; give the folder of a model (--model), too")
+        if lora is not None and self.tensor > 1:
+            raise InvalidUsage(
+                f"lora was given with {self.tensor} tensor ranks, which cut plain matrices only, and a layer with an "
+                "adapter is three; leave out --tensor: HDP ranks and --pipeline go together with --lora"
             )
 
     def _check_mesh(self) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from hdpcomm.models import LlamaConfig
+from hdpcomm.models import AdaptedCausalLM, LlamaConfig
 from hdpcomm.models.export import check_export, export_llama, write_folder
-from hdpcomm.run.model import FolderModel, read_config
+from hdpcomm.models.lora import write_adapters
+from hdpcomm.run.model import FolderModel, model_on_meta, read_config
 
 __all__ = ["check_export", "export_model"]
 
@@ -28,7 +29,8 @@ def export_model(
 ) -> None:
     """Writes a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens. Local.
 
-    A model of a folder keeps that folder's configuration, tokenizer and chat template.
+    A model of a folder keeps that folder's configuration, tokenizer and chat template. One with LoRA gives its
+    adapters, which ``peft.PeftModel.from_pretrained`` opens.
 
     Args:
         tensors: of the trained model by name, all at once or one by one: :meth:`hdpcomm.train.Trainer.whole_tensors`.
@@ -41,6 +43,11 @@ def export_model(
         return
     check_export(folder)
     given = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if model.lora is not None:
+        whole = model_on_meta(model)
+        assert isinstance(whole, AdaptedCausalLM)
+        write_adapters(whole, given, folder, base=model.folder)
+        return
     renamed = ((name.removeprefix("model."), tensor) for name, tensor in given)
     write_folder(read_config(model.folder), renamed, folder, beside=partial(_copy_beside, model.folder))
 

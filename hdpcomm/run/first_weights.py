@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hdpcomm.data.agree import on_rank_0
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import FolderWeights, NewWeights, Weights
+from hdpcomm.models.lora_names import base_name, is_adapter
 from hdpcomm.models.weights import by_tensor
 from hdpcomm.run.model import FolderModel
 from hdpcomm.run.resuming import agreed_checkpoint, saved_config
@@ -51,9 +52,9 @@ class FirstWeights:
                     f"--init-from {path} is the folder of a transformers model, and this run trains the built-in "
                     f"Llama; give --model {path}, too, or another folder with its configuration"
                 )
-            self._make = partial(FolderWeights, path)
+            self._make = partial(FolderWeights, path, seed=config.seed)
         elif isinstance(model, FolderModel) and model.weights:
-            self._make = partial(FolderWeights, model.folder)
+            self._make = partial(FolderWeights, model.folder, seed=config.seed)
         if config.keep_optimizer and self.run is None:
             raise InvalidUsage(
                 f"--keep-optimizer was given, and --init-from {path} is a model's folder, which has no optimizer; give "
@@ -81,12 +82,13 @@ class CheckpointWeights:
         self._keys: dict[str, str] = {}
         buffers = {id(buffer) for buffer in whole.buffers()}
         for names, tensor in by_tensor(whole):
-            keys = [f"{before}{kind}.{name}" for kind in ("masters", "model") for name in names]
+            known = [*names, *map(base_name, names)]  # a run without adapters goes on with them
+            keys = [f"{before}{kind}.{name}" for kind in ("masters", "model") for name in known]
             key = next((key for key in keys if key in self._files.kinds), None)
             shape = None if key is None else self._files.kinds[key][0]
             if key is not None and shape == tensor.shape:
                 self._keys.update(dict.fromkeys(names, key))
-            elif key is not None or id(tensor) not in buffers:
+            elif key is not None or not (id(tensor) in buffers or is_adapter(names[0])):
                 there = "does not have it" if shape is None else f"has it with the shape {list(shape)}"
                 raise InvalidUsage(
                     f"the model has {names[0]} with the shape {list(tensor.shape)}, and {found.path} {there}; "

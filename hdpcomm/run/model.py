@@ -16,7 +16,9 @@ from torch import nn
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, Weights, from_pretrained, set_recompute
+from hdpcomm.models.lora import add_lora
 from hdpcomm.offload.layers import find_layers
+from hdpcomm.options import LoraOptions
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.plan import ModelSpec
 from hdpcomm.run.flops import spec_of
@@ -45,6 +47,7 @@ class FolderModel:
         layers: with ``dataclasses.replace`` fewer than the folder's model has: a model of its first ones.
         weights: whether the folder has some; else they are drawn from the run's seed.
         digest: of the folder's ``config.json``, as far as it shapes the model.
+        lora: adapters that are trained in place of the model, which stays as it is; ``None``: the model is trained.
     """
 
     folder: Path
@@ -53,6 +56,7 @@ class FolderModel:
     vocabulary: int
     weights: bool
     digest: str
+    lora: LoraOptions | None = None
 
 
 def folder_model(folder: Path) -> FolderModel:
@@ -103,7 +107,8 @@ def model_spec(model: LlamaConfig | FolderModel) -> ModelSpec | None:
 def model_facts(model: LlamaConfig | FolderModel) -> dict[str, Any]:
     """What a checkpoint notes of the model, and compares when a run goes on."""
     if isinstance(model, FolderModel):
-        return {"architecture": model.architecture, "config": model.digest}
+        lora = {} if model.lora is None else {"lora": str(model.lora)}
+        return {"architecture": model.architecture, "config": model.digest, **lora}
     facts = asdict(model)
     if not model.experts:  # as before there were any
         for name in ("experts", "top_k", "router_aux_loss", "router_z_loss"):
@@ -155,7 +160,8 @@ def model_on_meta(model: LlamaConfig | FolderModel) -> nn.Module:
     if model.layers < config.get_text_config().num_hidden_layers:
         config = _first_layers(config, model.layers)
     with torch.device("meta"):
-        return from_pretrained(config, dtype=torch.float32, device="meta", check=False)
+        made = from_pretrained(config, dtype=torch.float32, device="meta", check=False)
+        return made if model.lora is None else add_lora(made, model.lora, check=False)
 
 
 def fewest_layers(model: LlamaConfig | FolderModel) -> int:
@@ -181,6 +187,8 @@ def check_model(model: LlamaConfig | FolderModel, mesh: Mesh, *, seed: int, stag
         split_model(whole, len(find_layers(whole)))  # for what is refused by its configuration
     config = _few_layers(read_config(model.folder), whole, more=int(stages))
     few = from_pretrained(config, dtype=torch.float32, device=mesh.comm.device, seed=seed)
+    if model.lora is not None:
+        few = add_lora(few, model.lora)
     if stages:
         split_model(few, len(find_layers(few)))
     tensor_parallel(expert_parallel(few, mesh, check=False), mesh)

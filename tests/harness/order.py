@@ -23,6 +23,7 @@ LONGEST = (
     "ranks/run/test_elastic.py",
     "ranks/train/test_memory.py",
     "ranks/parallel/test_pipeline.py",
+    "ranks/run/test_lora_runs.py",
     "ranks/train/test_huggingface_options.py",
     "unit/test_readme.py",
     "ranks/train/test_huggingface_trainer.py",

@@ -1,0 +1,71 @@
+"""LoRA (Hu et al., arXiv 2106.09685) by peft: small matrices beside those of a causal LM are all that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.adapt import adapt
+from hdpcomm.models.causal_lm import AdaptedCausalLM
+from hdpcomm.models.export import new_folder
+from hdpcomm.options import LoraOptions
+
+__all__ = ["add_lora", "write_adapters"]
+
+
+def add_lora(adapted: AdaptedCausalLM, lora: LoraOptions, *, check: bool = True) -> AdaptedCausalLM:
+    """The same model with adapters, which alone are trained. Local.
+
+    Args:
+        adapted: is changed, and not used any more.
+        check: as of :func:`hdpcomm.models.adapt`.
+
+    Raises: InvalidUsage: no peft, or the model has no layers of these names.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise InvalidUsage("--lora needs peft; install it with pip install 'hdpcomm[lora]'") from error
+    targets: Any = lora.targets[0] if lora.targets == ("all-linear",) else list(lora.targets)
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
+    )
+    try:
+        changed = peft.get_peft_model(adapted.model, config)
+    except ValueError as error:
+        raise InvalidUsage(f"--lora {lora} does not fit {type(adapted.causal_lm).__name__}: {error}") from None
+    made = adapt(changed, z_loss=adapted.z_loss, chunk_tokens=adapted.chunk_tokens, check=check)
+    assert isinstance(made, AdaptedCausalLM)
+    return made
+
+
+def write_adapters(
+    adapted: AdaptedCausalLM, tensors: Iterable[tuple[str, Tensor]], folder: Path, *, base: Path
+) -> None:
+    """Writes a model's adapters as peft's ``save_pretrained`` does; ``PeftModel.from_pretrained`` opens them. Local.
+
+    Args:
+        adapted: of :func:`add_lora`, on any device (``meta`` is enough).
+        tensors: the trained model's by name; those that are no adapters are passed over.
+        folder: there whole or not at all; must not exist, or be empty.
+        base: the folder of the model without adapters.
+
+    Raises: InvalidUsage: an adapter is missing.
+    """
+    from safetensors.torch import save_file
+
+    model: Any = adapted.model
+    wanted = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    found = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors if name in wanted}
+    if missing := sorted(wanted - found.keys()):
+        raise InvalidUsage(f"the weights have no {missing[0]}; give those of the model with these adapters")
+    config = model.peft_config["default"]
+    config.base_model_name_or_path, config.inference_mode = str(base), True
+    with new_folder(folder) as partial:
+        named = {name.removeprefix("model.").replace(".default", ""): tensor for name, tensor in found.items()}
+        save_file(named, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(partial)
