@@ -58,9 +58,8 @@ def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int
     Raises: InvalidUsage if the capacity does not fit whatever is recomputed.
     """
     if config.zero == "auto":
-        config = replace(config, zero=fit_zero(comm, config))
-        if config.recompute != "auto":
-            return replace(config, memory=0), config.capacity, ()
+        limit = config.memory if config.recompute == "auto" else 0
+        config = replace(config, zero=fit_zero(comm, config), memory=limit)
     if config.recompute != "auto":
         return config, config.capacity, ()
     memory = measure_memory(comm, config)

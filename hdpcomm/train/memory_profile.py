@@ -305,7 +305,7 @@ def _narrow_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
 
 
 def _unit_bytes(model: nn.Module, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> tuple[float, float]:
-    """Of these parameters, bytes of what is in no layer, and those of the layer that has most."""
+    """Bytes of those parameters that are in no layer, and of those of the layer that has most."""
     units, sizes = Units([model]), dict[int, int]()
     for parameter in parameters:
         key = id(units.of[id(parameter)])

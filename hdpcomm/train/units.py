@@ -61,9 +61,10 @@ class Units:
 
     def _add(self, number: int, chunk: nn.Module) -> None:
         try:
-            layers: Sequence[nn.Module] = find_layers(chunk)
+            found = find_layers(chunk)
         except InvalidUsage:  # it has no layers
-            layers = ()
+            found = ()
+        layers = [layer for layer in found if any(True for _ in layer.parameters())]  # not those of other stages
         root, units = Unit(number, None), [Unit(number, layer) for layer in layers]
         users = Counter(id(p) for layer in layers for p in layer.parameters())
         inside = {id(p): unit for unit, layer in zip(units, layers, strict=True) for p in layer.parameters()}

@@ -22,7 +22,7 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
     "hdp1": (1, {}, {}),
     "hdp2": (2, {}, {}),
     "hdp3 zero": (3, {"zero": 1}, {}),
-    "hdp4 zero 2": (4, {"zero": 2}, {}),
+    "hdp2 zero 2": (2, {"zero": 2}, {}),
     "tensor2": (2, {"tensor": 2}, {}),
     "tensor2 hdp2": (4, {"tensor": 2, "zero": 1}, {}),
     "pipeline2": (2, {"pipeline": 2}, {}),

@@ -1,4 +1,4 @@
-"""Runs with ZeRO-2 and ZeRO-3: losses, checkpoints and exports as without; the stage that a limit of memory asks for."""
+"""Runs with ZeRO-2 and ZeRO-3: losses, checkpoints and exports as without; the stage that a limit asks for."""
 
 from __future__ import annotations
 
