@@ -56,9 +56,11 @@ def plain(data: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         (2, {}),
         (2, {"pipeline": 2, "recompute": 1}),
         (4, {"pipeline": 2, "zero": 1}),
+        (2, {"zero": 3}),
+        (4, {"pipeline": 2, "zero": 3}),
         (2, {"pipeline": 2, "chunks": 2, "split_backward": True}),
     ],
-    ids=["hdp2", "pp2", "pp2xhdp2", "interleaved"],
+    ids=["hdp2", "pp2", "pp2xhdp2", "zero3", "zero3xpp2", "interleaved"],
 )
 def test_weights_of_one_process(
     data: str, folder: Path, plain: tuple[Any, Path], tmp_path: Path, number: int, options: dict[str, Any]

@@ -84,7 +84,8 @@ def test_a_run_goes_on_with_any_other_stage(ranks: int, options: dict[str, Any],
         assert (exported[name] - tensor).float().norm() <= 20 * limit * (tensor.float().norm() + 1e-3), name
 
 
-def test_a_model_of_a_folder(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "options"), [(3, {}), (4, {"pipeline": 2}), (2, {"tensor": 1, "dtype": "bf16"})])
+def test_a_model_of_a_folder(ranks: int, options: dict[str, Any], data: Path, tmp_path: Path) -> None:
     """More layers than are measured; read by parts, and exported."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
     sizes = {
@@ -96,8 +97,8 @@ def test_a_model_of_a_folder(data: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**sizes))
     model.save_pretrained(tmp_path / "model")
     alone = run_of(data, 1, model=folder_model(tmp_path / "model"))
-    found = run_of(data, 3, model=folder_model(tmp_path / "model"), zero=3, export=tmp_path / "out")
-    assert losses(found) == pytest.approx(losses(alone), rel=1e-5)
+    found = run_of(data, ranks, model=folder_model(tmp_path / "model"), zero=3, export=tmp_path / "out", **options)
+    assert losses(found) == pytest.approx(losses(alone), rel=1e-2 if "dtype" in options else 1e-5)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert sum(p.numel() for p in again.parameters()) == sum(p.numel() for p in model.parameters())
 
