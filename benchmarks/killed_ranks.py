@@ -45,7 +45,7 @@ GONE_S = 20.0
 COUNTS = (1, 2, 500, 4000, 60_000, 300_000)
 MARK = "HDPCOMM_FAULTS_RUN"
 PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files", "killed_ranks")
-MODEL = ["--layers", "1", "--hidden", "16", "--ffn", "16", "--context", "512", "--tokens-per-step", "2048"]
+MODEL = ["--layers", "3", "--hidden", "16", "--ffn", "16", "--context", "512", "--tokens-per-step", "2048"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +190,16 @@ def kill_in_program(point: Point, home: Path) -> Outcome:
 
 
 def kill_training(point: Point, home: Path) -> Outcome:
-    """``hdpcomm train``, with a checkpoint at every step or without; its launcher is this process."""
+    """``hdpcomm train`` with any stage of ZeRO, with a checkpoint at every step or without; its launcher is this
+    process."""
     draw = random.Random(point.seed)
     victim, steps = draw.randrange(TRAINING_RANKS), draw.randint(1, 6)
     log, out = home / "log.jsonl", home / "out"
     told: list[int] = []
     arguments = ["train", "--ranks", str(TRAINING_RANKS), "--steps", "1000000", *MODEL, "--log", str(log)]
+    arguments += ["--zero", draw.choice("0123")]
     if point.phase == "saving":
-        arguments += ["--out", str(out), "--save-every", "1", "--trackers", "none", "--zero", draw.choice("01")]
+        arguments += ["--out", str(out), "--save-every", "1", "--trackers", "none"]
 
     def kill_rank() -> float:
         end = time.monotonic() + HANG_S

@@ -89,7 +89,7 @@ class Trainer:
         dtype: of the parameters, with master weights in fp32: ``torch.bfloat16`` halves parameters and activations.
             ``None``: the optimizer updates the parameters as they are.
         bucket_bytes: gradients that are reduced at a time. Where a rank's last micro-batch is its own, the reductions
-            run beside its backward pass.
+            run beside its backward pass. With ``zero=2`` and 3 gradients leave layer by layer.
         offload: carries out the plan's offload ratios (:class:`hdpcomm.offload.ActivationOffload` over this model);
             needed if the planner uses any. With it, the device memory of each step is measured.
 

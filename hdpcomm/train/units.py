@@ -54,7 +54,7 @@ class Units:
         self.layers: list[Unit] = []
         self.of: dict[int, Unit] = {}
         """By the id of each parameter."""
-        self._listeners: list[Callable[[Unit, bool], None]] = []
+        self._listeners: list[weakref.WeakMethod[Callable[[Unit, bool], None]]] = []
         self._open = False
         for number, chunk in enumerate(chunks):
             self._add(number, chunk)
@@ -81,11 +81,12 @@ class Units:
         self.layers += units
 
     def listen(self, listener: Callable[[Unit, bool], None]) -> None:
-        """``listener(unit, backward)`` is called when a forward or a backward pass comes to a layer."""
+        """``listener(unit, backward)`` is called when a forward or a backward pass comes to a layer: a method of an
+        object that uses these units, which does not live longer for it."""
         if not self._listeners:
             for unit in self.layers:
                 self._watch(unit)
-        self._listeners.append(listener)
+        self._listeners.append(weakref.WeakMethod(listener))
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -102,7 +103,8 @@ class Units:
         def tell(backward: bool) -> None:
             if (units := own()) is not None and units._open:
                 for listener in units._listeners:
-                    listener(unit, backward)
+                    if (method := listener()) is not None:
+                        method(unit, backward)
 
         def begins(*_: Any) -> None:
             tell(torch._C._current_graph_task_id() != -1)  # in a backward pass: it is computed again
