@@ -240,7 +240,7 @@ def _told_of_memory(comm: Communicator) -> Iterator[None]:
             raise
         raise Error(
             f"rank {comm.rank} is out of memory ({first_line(error)}); give a smaller --capacity or more --ranks, "
-            "--recompute full, --zero 1 or --offload, or a smaller model",
+            "--recompute full, --zero 3 or --offload, or a smaller model",
             rank=comm.rank,
         ) from error
 
