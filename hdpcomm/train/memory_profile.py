@@ -18,7 +18,7 @@ from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.recompute import recomputed_layers, set_recompute
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload import MemoryMeter
-from hdpcomm.offload.layers import find_layers
+from hdpcomm.offload.layers import AbsentLayer, find_layers
 from hdpcomm.plan.memory import Line, StepMemory
 from hdpcomm.train.buckets import BUCKET_BYTES
 from hdpcomm.train.gradients import trained_parameters
@@ -184,22 +184,32 @@ def _some_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
     """A few layers of each list of them, where all are alike; none: where they are not, or are few anyway."""
     kinds = {str([(type(each).__name__, [tuple(p.shape) for p in each.parameters()]) for each in layer.modules()])
              for layer in layers}  # fmt: skip
-    known = set(map(id, layers))
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and {*map(id, each)} <= known]
-    chosen = {id(layer) for each in lists if len(each) < len(layers) for layer in list(each)[:_FEW]}
+    lists = [own for _, own in _lists(model, layers)]
+    chosen = {id(layer) for own in lists if len(own) < len(layers) for layer in own[:_FEW]}
     chosen = chosen or {id(layer) for layer in layers[:_FEW]}
     return [layer for layer in layers if id(layer) in chosen] if len(kinds) == 1 and len(chosen) < len(layers) else []
+
+
+def _lists(model: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[nn.ModuleList, list[nn.Module]]]:
+    """The lists that have some of these layers and no others, but absent ones; and which they have."""
+    known, found = set(map(id, layers)), []
+    for each in model.modules():
+        if isinstance(each, nn.ModuleList):
+            own = [layer for layer in each if not isinstance(layer, AbsentLayer)]
+            if {*map(id, own)} <= known:
+                found.append((each, own))
+    return found
 
 
 @contextmanager
 def _only(model: nn.Module, layers: Sequence[nn.Module], few: Sequence[nn.Module]) -> Iterator[None]:
     """The model has no other layers meanwhile."""
-    known, kept = set(map(id, layers)), set(map(id, few))
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and {*map(id, each)} <= known]
+    without = set(map(id, layers)) - set(map(id, few))
+    lists = [each for each, _ in _lists(model, layers)]
     before = [each._modules for each in lists]
     try:
         for each in lists:
-            each._modules = {str(n): layer for n, layer in enumerate(m for m in each if id(m) in kept)}
+            each._modules = {str(n): layer for n, layer in enumerate(m for m in each if id(m) not in without)}
         yield
     finally:
         for each, modules in zip(lists, before, strict=True):

@@ -103,7 +103,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("train --compare best", "'best'"),
     ("train --schedule stairs", "'stairs'"),
     ("train --dtype fp8", "'fp8'"),
-    ("train --zero 3", "3"),
+    ("train --zero 4", "'4'"),
     ("train --decay 1.5", "1.5"),
     ("train --min-lr -0.1", "-0.1"),
     ("train --recompute some", "'some'"),

@@ -351,7 +351,7 @@ def test_runs_check_their_limits(tmp_path):
         {"lr": 0.0},
         {"capacity": 0},
         {"dtype": "fp16"},
-        {"zero": 2},
+        {"zero": 4},
         {"recompute": 3},
         {"recompute": "half"},
     ):
