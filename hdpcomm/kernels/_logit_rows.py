@@ -85,6 +85,12 @@ class LogitRows(Protocol):
 
     losses: Tensor
 
+    def entropies(self) -> Tensor:
+        """Entropy of each token's distribution, ``[tokens]``; 0 where there is no label. Collective over ``comm``."""
+
+    def weigh(self, weights: Tensor, entropy_weights: Tensor | None) -> None:
+        """Factors of the losses, and of the entropies, in the gradient; in place of those given at first."""
+
     def gradient(self, scale: float, *, in_place: bool) -> Tensor:
         """Gradient of ``scale * sum(losses)`` by the logits, in their type; ``in_place``: it takes their memory."""
 
@@ -97,20 +103,32 @@ class FusedRows:
     ) -> None:
         self._logits, self._labels, self._weights, self._shard = logits, labels, weights, shard
         self._z = None
+        self._entropy: _Entropy | None = None
         self.losses, self._sums = row_losses(logits, labels, weights, shard)
         if z_loss:
             self._z = _ZLoss(self._sums, labels, weights, shard, z_loss)
             self.losses = self.losses + self._z.losses
 
+    def entropies(self) -> Tensor:
+        counts = self._labels != self._shard.ignore_index
+        self._entropy = _Entropy(self._logits, self._sums[0] + self._sums[1].log(), counts, self._shard)
+        return self._entropy.values
+
+    def weigh(self, weights: Tensor, entropy_weights: Tensor | None) -> None:
+        self._weights = weights
+        if self._entropy is not None:
+            self._entropy.weights = entropy_weights
+
     def gradient(self, scale: float, *, in_place: bool) -> Tensor:
         logits = self._logits
+        entropy = None if self._entropy is None else self._entropy.gradient(logits, scale)
         out = logits if in_place else torch.empty_like(logits)
         upstream = torch.full((1,), scale, dtype=torch.float32, device=logits.device).expand(logits.shape[0])
         weights = self._weights if self._z is None else self._z.softmax_factors
         row_gradient(logits, self._labels, weights, self._shard, self._sums, upstream, out)
         if self._z is not None:
             self._z.add_at_labels(out, scale)
-        return out
+        return out if entropy is None else out.add_(entropy)
 
 
 class PlainRows:
@@ -120,6 +138,7 @@ class PlainRows:
         self, logits: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard, z_loss: float
     ) -> None:
         self._logits, self._shard = logits, shard
+        self._entropy: _Entropy | None = None
         self._counts = labels != shard.ignore_index
         if bool(((labels < 0) | (labels >= shard.total))[self._counts].any()):
             raise InvalidUsage(f"a label is outside of the vocabulary of {shard.total} columns")
@@ -143,12 +162,54 @@ class PlainRows:
             self.losses = self.losses + self._factors * z_loss * self._lse.square()
             self._softmax_factors = self._factors * (1.0 + 2.0 * z_loss * self._lse)
 
+    def entropies(self) -> Tensor:
+        self._entropy = _Entropy(self._logits, self._lse, self._counts, self._shard)
+        return self._entropy.values
+
+    def weigh(self, weights: Tensor, entropy_weights: Tensor | None) -> None:
+        self._factors = self._softmax_factors = self._counts * weights
+        if self._entropy is not None:
+            self._entropy.weights = entropy_weights
+
     def gradient(self, scale: float, *, in_place: bool) -> Tensor:
+        entropy = None if self._entropy is None else self._entropy.gradient(self._logits, scale)
         out = self._logits if in_place else self._logits.clone()
         out.sub_(self._lse[:, None]).exp_().mul_(self._softmax_factors[:, None])
         out[~self._counts] = 0.0  # whatever their logits
         out[self._rows, self._columns] -= self._factors[self._rows]
-        return out.mul_(scale)
+        out.mul_(scale)
+        return out if entropy is None else out.add_(entropy)
+
+
+class _Entropy:
+    """``H = lse - sum(p x)`` of each token, in the type of ``lse``, and ``dH / dx = -p (x - lse + H)``.
+
+    Attributes:
+        values: ``[tokens]``; 0 where there is no label.
+        weights: factors of the entropies in the gradient; ``None``: they have none.
+    """
+
+    def __init__(self, logits: Tensor, lse: Tensor, counts: Tensor, shard: VocabularyShard) -> None:
+        self._lse, self._counts = lse, counts
+        self.weights: Tensor | None = None
+        chances, surprises = self._chances(logits)
+        sums = chances.mul_(surprises).sum(1)
+        if shard.comm is not None:
+            shard.comm.all_reduce(sums)
+        self.values = torch.where(counts, -sums, 0.0)
+
+    def gradient(self, logits: Tensor, scale: float) -> Tensor | None:
+        if self.weights is None:
+            return None
+        chances, surprises = self._chances(logits)
+        factors = torch.where(self._counts, -scale * self.weights, 0.0)
+        return surprises.add_(self.values[:, None]).mul_(chances).mul_(factors[:, None]).to(logits.dtype)
+
+    def _chances(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(p, log p), where p = 0 has log p = 0; it counts as nothing then. So has every column without a label."""
+        logs = torch.where(self._counts[:, None], logits.to(self._lse.dtype) - self._lse[:, None], -torch.inf)
+        chances = logs.exp()
+        return chances, logs.masked_fill_(chances == 0, 0.0)
 
 
 class _ZLoss:

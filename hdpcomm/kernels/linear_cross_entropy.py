@@ -1,10 +1,10 @@
-"""The last linear layer and its cross-entropy in one, in chunks of tokens: the logits of a chunk exist at a time."""
+"""The last linear layer and the loss of its logits in one: the logits of a chunk of tokens exist at a time."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from hdpcomm.kernels.derivatives import without_second_derivative
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["LossOptions", "default_chunk_tokens", "linear_cross_entropy"]
+__all__ = ["LabelLoss", "LossOptions", "default_chunk_tokens", "linear_cross_entropy", "linear_log_probs"]
 
 _SMALL_CHUNK = 16 << 20
 """Bytes of logits up to which a larger chunk costs nothing worth saving."""
@@ -32,13 +32,16 @@ class LossOptions:
         scale: factor of the logits.
         softcap: the logits become ``softcap * tanh(logits / softcap)``, after ``scale``; 0: they stay.
         z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to a token's loss (PaLM, arXiv 2204.02311, section 5).
+        temperature: the logits are divided by it at last, as where tokens were sampled.
 
-    Raises: InvalidUsage for numbers that are not finite, and for ``softcap`` or ``z_loss`` below 0.
+    Raises: InvalidUsage for numbers that are not finite, for ``softcap`` or ``z_loss`` below 0, and for a
+        ``temperature`` that is not above 0.
     """
 
     scale: float = 1.0
     softcap: float = 0.0
     z_loss: float = 0.0
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale) or not (math.isfinite(self.softcap) and self.softcap >= 0):
@@ -47,6 +50,34 @@ class LossOptions:
             )
         if not (math.isfinite(self.z_loss) and self.z_loss >= 0):
             raise InvalidUsage(f"z_loss is {self.z_loss}; expected a finite number that is not below 0")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise InvalidUsage(f"temperature is {self.temperature}; expected a finite number above 0")
+
+
+class LabelLoss(Protocol):
+    """What the loss of a label is, as a function of its log-probability; in place of ``weights``.
+
+    Attributes:
+        temperature: divides the logits; see :class:`LossOptions`.
+        entropy: whether it needs entropies.
+    """
+
+    temperature: float
+    entropy: bool
+
+    def __call__(
+        self, log_probs: Tensor, entropies: Tensor | None, part: slice, /
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(losses, their derivatives by the log-probabilities, and by the entropies) of the labels of a chunk.
+
+        It is called for all chunks in their order, on all ranks that hold shards of the vocabulary with the same
+        values; a chunk that is computed again for a backward pass calls it again.
+
+        Args:
+            log_probs: ``[labels of the chunk]`` fp32 (fp64 for fp64), no graph; 0 where there is no label.
+            entropies: the same shape, of the whole distribution; ``None`` without :attr:`entropy`.
+            part: which labels these are.
+        """
 
 
 def linear_cross_entropy(
@@ -56,7 +87,7 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     options: LossOptions | None = None,
-    weights: Tensor | None = None,
+    weights: Tensor | LabelLoss | None = None,
     ignore_index: int = -100,
     comm: Communicator | None = None,
     shard: tuple[int, int] | None = None,
@@ -73,8 +104,10 @@ def linear_cross_entropy(
         weight: ``[columns, width]``, of the type of ``hidden``; the columns of the vocabulary that this rank holds.
         labels: ``[...]`` int64, columns of the whole vocabulary, or ``ignore_index`` for a token without a loss.
         bias: ``[columns]``.
-        options: scale and soft cap of the logits, z-loss. Default: none of them.
-        weights: ``[...]`` float32, factors of the tokens' losses; not differentiated. Default: 1.
+        options: scale, soft cap and temperature of the logits, z-loss. Default: none of them.
+        weights: ``[...]`` float32 (or float64 for float64), factors of the tokens' losses, which are not
+            differentiated; or what the loss of a label is instead of its negative log-probability (:class:`LabelLoss`).
+            Default: 1.
         comm: the ranks that hold shards of the vocabulary, in the order of the columns. Collective over it in forward:
             for each chunk an all-gather of three numbers a token, at the end an all-reduce of the gradient of
             ``hidden``, which is then equal on all ranks. Backward communicates nothing.
@@ -88,10 +121,92 @@ def linear_cross_entropy(
         InvalidUsage: shapes, types or numbers that do not fit; a label outside the vocabulary (on CUDA such a token's
             loss is NaN); a second backward through the same result.
     """
-    if torch.is_autocast_enabled(_autocast_type(hidden)):
-        low = torch.get_autocast_dtype(_autocast_type(hidden))
-        hidden, weight, bias = hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
-    _check(hidden, weight, labels, bias, weights)
+    hidden, weight, bias = _in_autocast_type(hidden, weight, bias)
+    label_loss = None if weights is None or isinstance(weights, Tensor) else weights
+    factors = weights if isinstance(weights, Tensor) else None
+    _check(hidden, weight, labels, bias, factors)
+    job = _job_of(weight, options, ignore_index, comm, shard, chunk_tokens)
+    if label_loss is not None:
+        if job.options.z_loss:
+            raise InvalidUsage(
+                f"z_loss is {job.options.z_loss}, and the loss is a function of log-probabilities, which has none; "
+                "give z_loss=0"
+            )
+        job = replace(job, label_loss=label_loss, options=replace(job.options, temperature=label_loss.temperature))
+    flat = None if factors is None else factors.detach().reshape(-1).contiguous()
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    loss: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, labels.reshape(-1).contiguous(), flat, job)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    options: LossOptions | None = None,
+    entropy: bool = False,
+    ignore_index: int = -100,
+    comm: Communicator | None = None,
+    shard: tuple[int, int] | None = None,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The log-probability of each label under ``hidden @ weight.T``, and the entropy of each token's distribution.
+
+    The logits exist for a chunk of tokens at a time; backward makes those of each chunk again, for the gradients of
+    ``hidden``, ``weight`` and ``bias`` from one coefficient a token (two with entropies). Where the loss of a token
+    needs nothing of others, :func:`linear_cross_entropy` with a :class:`LabelLoss` makes logits once.
+
+    Args:
+        entropy: whether entropies are wanted; they have gradients, too.
+        hidden, weight, labels, bias, comm, shard, chunk_tokens: as of :func:`linear_cross_entropy`. Backward is
+            collective over ``comm``, too.
+        options: ``z_loss`` must be 0.
+
+    Returns: (log-probabilities, entropies or ``None``), each ``[...]`` float32 (float64 for float64), the same on all
+        ranks of ``comm``; 0 where there is no label.
+
+    Raises:
+        InvalidUsage: as of :func:`linear_cross_entropy`.
+    """
+    hidden, weight, bias = _in_autocast_type(hidden, weight, bias)
+    _check(hidden, weight, labels, bias, None)
+    job = _job_of(weight, options, ignore_index, comm, shard, chunk_tokens)
+    if job.options.z_loss:
+        raise InvalidUsage(f"z_loss is {job.options.z_loss}; log-probabilities have none: give z_loss=0")
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    found: tuple[Tensor, Tensor | None] = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
+        rows, weight, bias, labels.reshape(-1).contiguous(), job, entropy
+    )
+    log_probs, entropies = found
+    return log_probs.view(labels.shape), None if entropies is None else entropies.view(labels.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    shard: VocabularyShard
+    options: LossOptions
+    chunk: int
+    wants_gradients: bool
+    label_loss: LabelLoss | None = None
+
+
+def _in_autocast_type(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    if not torch.is_autocast_enabled(_autocast_type(hidden)):
+        return hidden, weight, bias
+    low = torch.get_autocast_dtype(_autocast_type(hidden))
+    return hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
+
+
+def _job_of(
+    weight: Tensor,
+    options: LossOptions | None,
+    ignore_index: int,
+    comm: Communicator | None,
+    shard: tuple[int, int] | None,
+    chunk_tokens: int | None,
+) -> _Job:
     options = LossOptions() if options is None else options
     check_type("linear_cross_entropy", "options", options, LossOptions)
     if chunk_tokens is not None and chunk_tokens < 1:
@@ -101,22 +216,10 @@ def linear_cross_entropy(
     first, total = shard if shard is not None else (rank * columns, size * columns)
     if total < 1:
         raise InvalidUsage(f"weight {tuple(weight.shape)} has no row; a vocabulary has at least one column")
-    job = _Job(
+    return _Job(
         VocabularyShard(first, total, ignore_index, comm if size > 1 else None),
         options, chunk_tokens or default_chunk_tokens(weight, -(-total // size)), torch.is_grad_enabled(),
     )  # fmt: skip
-    factors = None if weights is None else weights.detach().reshape(-1).contiguous()
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    loss: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, labels.reshape(-1).contiguous(), factors, job)  # type: ignore[no-untyped-call]
-    return loss
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    shard: VocabularyShard
-    options: LossOptions
-    chunk: int
-    wants_gradients: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -125,25 +228,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor | None, job: _Job
     ) -> Tensor:
         wanted = [job.wants_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        rows_type = FusedRows if hidden.dtype in CROSS_ENTROPY_DTYPES else PlainRows
-        gradients = _Gradients(hidden, weight, bias, wanted)
-        tokens = hidden.shape[0]
-        losses = torch.empty(tokens, dtype=_wide(hidden.dtype), device=hidden.device)
-        chunks = -(-tokens // job.chunk)
-        # chunks of equal size: the last one of many would else be small
-        size = -(-tokens // chunks) if chunks else 0
-        memory = hidden.new_empty(size, weight.shape[0])
-        with torch.autocast(_autocast_type(hidden), enabled=False):
-            for start in range(0, tokens, max(1, size)):
-                part = slice(start, min(tokens, start + size))
-                logits = _logits(hidden[part], weight, bias, job.options, memory)
-                rows = rows_type(
-                    logits, labels[part], None if factors is None else factors[part], job.shard, job.options.z_loss
-                )
-                losses[part] = rows.losses
-                if any(wanted):
-                    gradients.add(part, hidden[part], weight, _logit_gradient(rows, logits, job.options))
-            ctx.gradients = gradients.finish(job.shard.comm)
+        losses, ctx.gradients = _chunks(hidden, weight, bias, labels, factors, job, wanted)
         return losses.sum()
 
     @staticmethod
@@ -157,6 +242,97 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         ctx.gradients = None  # autograd may then keep them as they are, without a copy
         return (*(None if gradient is None else gradient.mul_(upstream[0]) for gradient in gradients), None, None, None)
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, job: _Job, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        kept = _Kept(labels.new_empty(labels.shape, dtype=_wide(hidden.dtype)), entropy, job.options.temperature)
+        _chunks(hidden, weight, bias, labels, None, replace(job, label_loss=kept), [False] * 3)
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.job = job
+        return kept.log_probs, kept.entropies
+
+    @staticmethod
+    @without_second_derivative
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels = ctx.saved_tensors
+        by_log_probs, by_entropies = upstream
+        if by_log_probs is None:
+            by_log_probs = hidden.new_zeros(labels.shape, dtype=_wide(hidden.dtype))
+        given = _Given(by_log_probs, by_entropies, ctx.job.options.temperature)
+        wanted = list(ctx.needs_input_grad[:3])
+        _, gradients = _chunks(hidden, weight, bias, labels, None, replace(ctx.job, label_loss=given), wanted)
+        return (*gradients, None, None, None)
+
+
+class _Kept:
+    """A label loss that keeps what it gets."""
+
+    def __init__(self, log_probs: Tensor, entropy: bool, temperature: float) -> None:
+        self.log_probs, self.entropies = log_probs, torch.empty_like(log_probs) if entropy else None
+        self.entropy, self.temperature = entropy, temperature
+
+    def __call__(
+        self, log_probs: Tensor, entropies: Tensor | None, part: slice
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self.log_probs[part] = log_probs
+        if self.entropies is not None:
+            assert entropies is not None
+            self.entropies[part] = entropies
+        return log_probs, log_probs, None
+
+
+class _Given:
+    """A label loss whose derivatives are known."""
+
+    def __init__(self, by_log_probs: Tensor, by_entropies: Tensor | None, temperature: float) -> None:
+        self._by_log_probs, self._by_entropies = by_log_probs, by_entropies
+        self.entropy, self.temperature = by_entropies is not None, temperature
+
+    def __call__(self, log_probs: Tensor, _: Tensor | None, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        by_entropies = None if self._by_entropies is None else self._by_entropies[part]
+        return log_probs, self._by_log_probs[part], by_entropies
+
+
+def _chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    factors: Tensor | None,
+    job: _Job,
+    wanted: list[bool],
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """(losses ``[tokens]``, gradients of hidden, weight and bias, where wanted), a chunk of logits at a time."""
+    rows_type = FusedRows if hidden.dtype in CROSS_ENTROPY_DTYPES else PlainRows
+    gradients = _Gradients(hidden, weight, bias, wanted)
+    tokens = hidden.shape[0]
+    losses = torch.empty(tokens, dtype=_wide(hidden.dtype), device=hidden.device)
+    chunks = -(-tokens // job.chunk)
+    # chunks of equal size: the last one of many would else be small
+    size = -(-tokens // chunks) if chunks else 0
+    memory = hidden.new_empty(size, weight.shape[0])
+    with torch.autocast(_autocast_type(hidden), enabled=False):
+        for start in range(0, tokens, max(1, size)):
+            part = slice(start, min(tokens, start + size))
+            logits = _logits(hidden[part], weight, bias, job.options, memory)
+            rows = rows_type(
+                logits, labels[part], None if factors is None else factors[part], job.shard, job.options.z_loss
+            )
+            losses[part] = rows.losses if job.label_loss is None else _label_losses(rows, job.label_loss, part)
+            if any(wanted):
+                gradients.add(part, hidden[part], weight, _logit_gradient(rows, logits, job.options))
+        return losses, gradients.finish(job.shard.comm)
+
+
+def _label_losses(rows: LogitRows, label_loss: LabelLoss, part: slice) -> Tensor:
+    log_probs = rows.losses.neg().add_(0.0)  # no -0.0
+    losses, by_log_probs, by_entropies = label_loss(log_probs, rows.entropies() if label_loss.entropy else None, part)
+    rows.weigh(-by_log_probs, by_entropies)
+    return losses
 
 
 class _Gradients:
@@ -202,14 +378,16 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LossOp
         logits *= options.scale
     if options.softcap:
         logits.div_(options.softcap).tanh_().mul_(options.softcap)
+    if options.temperature != 1.0:
+        logits /= options.temperature
     return logits
 
 
 def _logit_gradient(rows: LogitRows, logits: Tensor, options: LossOptions) -> Tensor:
     """Gradient of the linear layer's own result; takes the logits' memory where nothing else needs them."""
-    gradient = rows.gradient(options.scale, in_place=not options.softcap)
+    gradient = rows.gradient(options.scale / options.temperature, in_place=not options.softcap)
     if options.softcap:  # the derivative of softcap * tanh(x / softcap), from its result
-        gradient *= logits.div_(options.softcap).square_().neg_().add_(1.0)
+        gradient *= logits.mul_(options.temperature / options.softcap).square_().neg_().add_(1.0)
     return gradient
 
 
@@ -244,7 +422,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, 
             f"labels {tuple(labels.shape)} of {labels.dtype}; expected int64, one for each token of hidden "
             f"{tuple(hidden.shape)}"
         )
-    if weights is not None and (weights.shape != labels.shape or weights.dtype != torch.float32):
+    types = (torch.float32, torch.float64) if hidden.dtype == torch.float64 else (torch.float32,)
+    if weights is not None and (weights.shape != labels.shape or weights.dtype not in types):
         raise InvalidUsage(
             f"weights {tuple(weights.shape)} of {weights.dtype}; expected float32, one for each label: "
             f"{tuple(labels.shape)}"
