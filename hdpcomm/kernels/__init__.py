@@ -6,7 +6,13 @@ are done on return. Both use the same element functions.
 
 from hdpcomm.kernels.buffers import cast, collect, divide, fold, put, reduce
 from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES, cross_entropy
-from hdpcomm.kernels.linear_cross_entropy import LabelLoss, LossOptions, linear_cross_entropy, linear_log_probs
+from hdpcomm.kernels.linear_cross_entropy import (
+    LabelLoss,
+    LossOptions,
+    linear_cross_entropy,
+    linear_log_probs,
+    loss_of_log_probs,
+)
 
 __all__ = [
     "CROSS_ENTROPY_DTYPES",
@@ -19,6 +25,7 @@ __all__ = [
     "fold",
     "linear_cross_entropy",
     "linear_log_probs",
+    "loss_of_log_probs",
     "put",
     "reduce",
 ]

@@ -18,7 +18,14 @@ from hdpcomm.kernels.derivatives import without_second_derivative
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["LabelLoss", "LossOptions", "default_chunk_tokens", "linear_cross_entropy", "linear_log_probs"]
+__all__ = [
+    "LabelLoss",
+    "LossOptions",
+    "default_chunk_tokens",
+    "linear_cross_entropy",
+    "linear_log_probs",
+    "loss_of_log_probs",
+]
 
 _SMALL_CHUNK = 16 << 20
 """Bytes of logits up to which a larger chunk costs nothing worth saving."""
@@ -181,6 +188,35 @@ def linear_log_probs(
     )
     log_probs, entropies = found
     return log_probs.view(labels.shape), None if entropies is None else entropies.view(labels.shape)
+
+
+def loss_of_log_probs(
+    logits: Tensor, labels: Tensor, label_loss: LabelLoss, *, ignore_index: int = -100, part: slice | None = None
+) -> Tensor:
+    """The summed loss of labels by :class:`LabelLoss`, from logits ``[tokens, columns]`` that exist; a scalar. Local.
+
+    Args:
+        logits: before the temperature of ``label_loss``, which divides them here.
+        part: which labels these are, where they are a chunk. Default: all.
+    """
+    logits = logits.to(_wide(logits.dtype))
+    if label_loss.temperature != 1.0:
+        logits = logits / label_loss.temperature
+    has = labels != ignore_index
+    logs = torch.where(has[:, None], logits.log_softmax(-1), 0.0)
+    log_probs = logs.gather(1, torch.where(has, labels, 0)[:, None])[:, 0]
+    entropies = None
+    if label_loss.entropy:
+        entropies = -torch.where(has[:, None] & logs.isfinite(), logs.exp() * logs, 0.0).sum(1)
+    part = slice(0, len(labels)) if part is None else part
+    losses, by_log_probs, by_entropies = label_loss(
+        log_probs.detach(), None if entropies is None else entropies.detach(), part
+    )
+    # a value of 0 with the derivatives that the loss has told
+    total = losses.sum() + (by_log_probs * (log_probs - log_probs.detach())).sum()
+    if entropies is not None and by_entropies is not None:
+        total = total + (by_entropies * (entropies - entropies.detach())).sum()
+    return total
 
 
 @dataclass(frozen=True, slots=True)

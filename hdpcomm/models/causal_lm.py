@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hdpcomm.attention import Tree, packing
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import LossOptions, linear_cross_entropy
+from hdpcomm.kernels import LabelLoss, LossOptions, linear_cross_entropy, loss_of_log_probs
 from hdpcomm.models.huggingface import set_attention
 from hdpcomm.models.recompute import refuse_reentrant
 from hdpcomm.models.router_loss import router_loss
@@ -111,7 +111,7 @@ class AdaptedCausalLM(nn.Module):
         comm: Communicator | None,
         labels: Tensor | None = None,
         label_rows: Tensor | None = None,
-        label_weights: Tensor | None = None,
+        label_weights: Tensor | LabelLoss | None = None,
     ) -> Tensor:
         """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
 
@@ -124,7 +124,8 @@ class AdaptedCausalLM(nn.Module):
             labels: ``[tokens]`` int64, :data:`IGNORE` for a token without a loss. With a router's auxiliary loss,
                 each labelled token adds the coefficient times that of its sequence.
             label_rows: int64, for each label its token's row; a token of a tree may have several. ``None``: one each.
-            label_weights: float32, for each label the factor of its loss; ``None``: 1.
+            label_weights: float32, for each label the factor of its loss, or what their losses are
+                (:class:`hdpcomm.kernels.LabelLoss`); ``None``: 1.
         """
         hidden, router_logits = self.run_layers(tokens, positions=positions, cu_seqlens=cu_seqlens, comm=comm)
         out = self.finish(hidden, positions.shape[0], labels, label_rows, label_weights)
@@ -161,7 +162,7 @@ class AdaptedCausalLM(nn.Module):
         tokens: int,
         labels: Tensor | None,
         label_rows: Tensor | None = None,
-        label_weights: Tensor | None = None,
+        label_weights: Tensor | LabelLoss | None = None,
     ) -> Tensor:
         """From what the decoder gives for so many tokens to logits or loss; labels as of :meth:`forward`."""
         if self.tensor is not None:
@@ -196,7 +197,7 @@ class AdaptedCausalLM(nn.Module):
             logits = logits * self._scale
         return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
 
-    def _loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    def _loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | LabelLoss | None) -> Tensor:
         head = self.causal_lm.get_output_embeddings()
         if not _is_plain_linear(head):
             return self._loss_of_any_head(hidden, labels, weights)
@@ -207,15 +208,27 @@ class AdaptedCausalLM(nn.Module):
             comm=None if self.tensor is None else self.tensor.comm,
         )  # fmt: skip
 
-    def _loss_of_any_head(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    def _loss_of_any_head(self, hidden: Tensor, labels: Tensor, weights: Tensor | LabelLoss | None) -> Tensor:
         """The same for a head that is more than a matrix, as one that LoRA changes: its chunks are computed again in
         the backward pass."""
         chunk = self.chunk_tokens or max(256, hidden.shape[-1])
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        if weights is not None and not isinstance(weights, Tensor):
+            for start in range(0, len(labels), chunk):
+                chunk_part = slice(start, min(len(labels), start + chunk))
+                total = total + checkpoint(
+                    self._chunk_of_label_loss, hidden, labels, weights, chunk_part, use_reentrant=False
+                )
+            return total
         factors = labels.new_ones(labels.shape, dtype=torch.float32) if weights is None else weights
         for part in zip(*(torch.split(x, chunk) for x in (hidden, labels, factors)), strict=True):
             total = total + checkpoint(self._chunk_loss, *part, use_reentrant=False)
         return total
+
+    def _chunk_of_label_loss(self, hidden: Tensor, labels: Tensor, label_loss: LabelLoss, part: slice) -> Tensor:
+        if self.z_loss:
+            raise InvalidUsage(f"z_loss is {self.z_loss}, and the loss is one of log-probabilities; give z_loss=0")
+        return loss_of_log_probs(self._logits(hidden[part]), labels[part], label_loss, ignore_index=IGNORE, part=part)
 
     def _chunk_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         logits = self._logits(hidden)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention import Tree, ring_attention
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import linear_cross_entropy
+from hdpcomm.kernels import LabelLoss, linear_cross_entropy
 from hdpcomm.models.lean import rms_norm, swiglu
 from hdpcomm.models.moe import MixtureOfExperts, router_losses
 
@@ -277,7 +277,7 @@ class Llama(nn.Module):
         comm: Communicator,
         labels: Tensor | None = None,
         label_rows: Tensor | None = None,
-        label_weights: Tensor | None = None,
+        label_weights: Tensor | LabelLoss | None = None,
     ) -> Tensor:
         """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
 
@@ -289,7 +289,8 @@ class Llama(nn.Module):
             labels: ``[tokens]`` int64, -100 for a token without a loss. The logits then exist for a chunk of tokens at
                 a time (:func:`hdpcomm.kernels.linear_cross_entropy`).
             label_rows: int64, for each label its token's row; a token of a tree may have several. ``None``: one each.
-            label_weights: float32, for each label the factor of its loss; ``None``: 1.
+            label_weights: float32, for each label the factor of its loss, or what their losses are
+                (:class:`hdpcomm.kernels.LabelLoss`); ``None``: 1.
         """
         if tokens.shape != positions.shape or tokens.dim() != 1:
             raise InvalidUsage(
@@ -318,7 +319,7 @@ class Llama(nn.Module):
         tokens: int,
         labels: Tensor | None,
         label_rows: Tensor | None = None,
-        label_weights: Tensor | None = None,
+        label_weights: Tensor | LabelLoss | None = None,
     ) -> Tensor:
         """From what the last block gives for so many tokens to logits or loss; labels as of :meth:`forward`."""
         x, group = self.norm(x), self.tensor

@@ -21,6 +21,7 @@ from hdpcomm.offload.layers import AbsentLayer, layer_list
 if TYPE_CHECKING:
     from hdpcomm.attention import Tree
     from hdpcomm.comm import Communicator
+    from hdpcomm.kernels import LabelLoss
     from hdpcomm.models.expert_group import ExpertGroup
     from hdpcomm.models.tensor_group import TensorGroup
 
@@ -151,7 +152,7 @@ class Stage(nn.Module):
         comm: Communicator,
         labels: Tensor | None = None,
         label_rows: Tensor | None = None,
-        label_weights: Tensor | None = None,
+        label_weights: Tensor | LabelLoss | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the layers; arguments as of :meth:`hdpcomm.models.Llama.forward`. Collective over ``comm``.
 

@@ -2,6 +2,7 @@
 
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
+from hdpcomm.train.losses import GroupLoss, TokenLoss, rollout
 from hdpcomm.train.materialize import materialize
 from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.metrics import StepMetrics, Totals, totals
@@ -15,17 +16,20 @@ __all__ = [
     "Fetch",
     "FetchParts",
     "Gradients",
+    "GroupLoss",
     "MatrixOwners",
     "PackedShard",
     "Span",
     "StepMetrics",
     "Timeline",
+    "TokenLoss",
     "Totals",
     "Trainer",
     "materialize",
     "next_token_labels",
     "pack_shard",
     "profile_cost_model",
+    "rollout",
     "summed_loss",
     "totals",
 ]

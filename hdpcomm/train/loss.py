@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import CROSS_ENTROPY_DTYPES, cross_entropy
+from hdpcomm.kernels import CROSS_ENTROPY_DTYPES, LabelLoss, cross_entropy, loss_of_log_probs
 
 __all__ = ["IGNORE", "next_token_labels", "summed_loss"]
 
@@ -31,7 +31,7 @@ def next_token_labels(tokens: Tensor) -> Tensor:
     return labels
 
 
-def summed_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+def summed_loss(logits: Tensor, labels: Tensor, weights: Tensor | LabelLoss | None = None) -> Tensor:
     """Cross-entropy summed over the tokens that have a label, in at least fp32.
 
     Backward writes the gradient in place of the logits (:func:`hdpcomm.kernels.cross_entropy`): do not read them after
@@ -41,13 +41,15 @@ def summed_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -
         logits: ``[tokens, vocabulary]``; zero tokens are fine and give a zero that still has a graph, so that this rank
             takes part in the backward of its group.
         labels: ``[tokens]`` int64, :data:`IGNORE` where there is no loss.
-        weights: ``[tokens]`` float32, factors of the tokens' losses. Default: 1.
+        weights: ``[tokens]`` float32, factors of the tokens' losses; or what the labels' losses are. Default: 1.
     """
     if logits.shape[:-1] != labels.shape:
         raise InvalidUsage(
             f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)}: one row of logits for each label was "
             "expected"
         )
+    if weights is not None and not isinstance(weights, Tensor):
+        return loss_of_log_probs(logits, labels, weights, ignore_index=IGNORE)
     if logits.dtype in CROSS_ENTROPY_DTYPES:
         return cross_entropy(logits, labels, weights=weights, ignore_index=IGNORE).sum()
     wide = torch.promote_types(logits.dtype, torch.float32)

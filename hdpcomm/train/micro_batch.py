@@ -25,18 +25,18 @@ def micro_batch_loss(
     """The summed loss of this rank's shard of a micro-batch; the forward pass. Collective over ``comm``.
 
     A model with ``takes_labels = True`` gets the labels and returns the sum, unless ``loss(logits, labels)`` is given;
-    with any other, the logits exist as a whole. The labels of a tree go only to a model with
-    ``takes_label_rows = True``; ``loss(logits, labels, weights)`` gets the logits of each label's token and the label's
-    factor.
+    with any other, the logits exist as a whole. The labels of a tree, and those with losses of their own, go only to a
+    model with ``takes_label_rows = True``; ``loss(logits, labels, weights)`` gets the logits of each label's token and
+    the label's factor.
     """
     places = {"positions": packed.positions, "cu_seqlens": packed.cu_seqlens, "comm": comm}
     rows, weights = packed.label_rows, packed.label_weights
-    if rows is None:
-        if loss is None and getattr(model, "takes_labels", False):
-            total: Tensor = model(packed.tokens, **places, labels=packed.labels)
-            return total
-        return (loss or summed_loss)(model(packed.tokens, **places), packed.labels)
-    if loss is None and getattr(model, "takes_label_rows", False):
-        of_tree: Tensor = model(packed.tokens, **places, labels=packed.labels, label_rows=rows, label_weights=weights)
-        return of_tree
-    return (loss or summed_loss)(model(packed.tokens, **places)[rows], packed.labels, weights)
+    plain = rows is None and weights is None
+    if loss is None and getattr(model, "takes_labels" if plain else "takes_label_rows", False):
+        more = {} if plain else {"label_rows": rows, "label_weights": weights}
+        total: Tensor = model(packed.tokens, **places, labels=packed.labels, **more)
+        return total
+    logits = model(packed.tokens, **places)
+    if plain:
+        return (loss or summed_loss)(logits, packed.labels)
+    return (loss or summed_loss)(logits if rows is None else logits[rows], packed.labels, weights)

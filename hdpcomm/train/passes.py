@@ -16,7 +16,7 @@ from hdpcomm.plan.queue import fixed_for_rank
 from hdpcomm.plan.waves import make_waves
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.queue import StepQueue
-from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, no_tokens, pack_shard
+from hdpcomm.train.shards import Fetch, PackedShard, Terms, empty_shard, no_tokens, pack_shard
 from hdpcomm.train.tree_shards import holds_trees, pack_trees
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class StepInputs:
         on_pass: called after each pass, or pair of passes, with the index of its micro-batch; ``None``: one without
             tokens, which others needed.
         ends: no other passes of the step follow, so gradients may leave during the last one.
+        terms: what the labels' losses are; ``None``: the model's own.
     """
 
     planned: PlannedStep
@@ -64,6 +65,7 @@ class StepInputs:
     around: Callable[[float, int], AbstractContextManager[None]] = lambda *_: nullcontext()
     on_pass: Callable[[int | None], object] = lambda _: None
     ends: bool = True
+    terms: Terms | None = None
 
 
 class Passes(Protocol):
@@ -205,4 +207,4 @@ def packed_shard(micro_batch: MicroBatch, step: StepInputs, comm: Communicator, 
     lengths = step.planned.lengths
     if holds_trees(micro_batch, lengths):
         return pack_trees(micro_batch, lengths, step.planned.plan.fragments, step.fetch, comm=comm, device=device)
-    return pack_shard(micro_batch, step.fetch, comm=comm, device=device)
+    return pack_shard(micro_batch, step.fetch, comm=comm, device=device, terms=step.terms)

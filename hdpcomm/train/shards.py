@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from hdpcomm.train.loss import IGNORE, next_token_labels
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.kernels import LabelLoss
     from hdpcomm.plan import MicroBatch, StepPlan
 
 __all__ = [
@@ -34,11 +35,12 @@ __all__ = [
     "parts_of_rank",
 ]
 
-Fetch = Callable[[int], "Tensor | tuple[Tensor, Tensor]"]
+Fetch = Callable[[int], "Tensor | tuple[Tensor, Tensor] | Mapping[str, Any]"]
 """Gives the tokens ``[length]`` (int64) of a sequence of the global batch by its place in the lengths.
 
-It may also give (tokens, labels), or for a tree (tokens, weights): float32 ``[tokens]``, the factor of each token's
-loss as what is to be predicted; by default, how many trajectories contain it."""
+It may also give (tokens, labels); a dictionary of "tokens", "labels" if there are any, and columns for losses of
+log-probabilities (:mod:`hdpcomm.train.losses`); or for a tree (tokens, weights): float32 ``[tokens]``, the factor of
+each token's loss as what is to be predicted; by default, how many trajectories contain it."""
 
 
 @runtime_checkable
@@ -60,6 +62,13 @@ class FetchAhead(FetchParts, Protocol):
         """Begins to read (place, start, stop), which are about to be asked for. Does not wait."""
 
 
+class Terms(Protocol):
+    """What the labels of a step have for a loss: :class:`hdpcomm.train.label_terms.LabelTerms`."""
+
+    def read(self, i: int, length: int, fetch: Fetch, /) -> tuple[Tensor, Tensor, dict[str, Tensor]]: ...
+    def bind(self, packed: PackedShard, columns: dict[str, Tensor], /) -> PackedShard: ...
+
+
 _ENOUGH = 8
 """Labels that equal their tokens by chance are fewer than these."""
 
@@ -73,7 +82,10 @@ class PackedShard:
         cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree.
         label_rows: of a tree, where a token has any number of labels: ``labels`` are ``[local labels]``, each of the
             token ``label_rows[i]``.
-        label_weights: of a tree, float32 ``[local labels]``, the factor of each label's loss.
+        label_weights: of a tree, float32 ``[local labels]``, the factor of each label's loss; or what the labels'
+            losses are (:class:`hdpcomm.kernels.LabelLoss`).
+        mass: scalar, what this shard adds to the number by which the losses of a batch are divided; ``None``: its
+            labels.
     """
 
     tokens: Tensor
@@ -81,12 +93,15 @@ class PackedShard:
     positions: Tensor
     cu_seqlens: Tensor | Tree
     label_rows: Tensor | None = None
-    label_weights: Tensor | None = None
+    label_weights: Tensor | LabelLoss | None = None
+    mass: Tensor | None = None
 
     @property
     def trained(self) -> Tensor:
         """Scalar: the labels of this shard, each as often as its weight says."""
-        if self.label_weights is not None:
+        if self.mass is not None:
+            return self.mass
+        if isinstance(self.label_weights, Tensor):
             return self.label_weights.double().sum()
         return (self.labels != IGNORE).sum()
 
@@ -103,31 +118,59 @@ def empty_shard(device: torch.device) -> PackedShard:
     return PackedShard(none, none, none, torch.zeros(1, dtype=torch.int32))
 
 
-def pack_shard(micro_batch: MicroBatch, fetch: Fetch, *, comm: Communicator, device: torch.device) -> PackedShard:
+def pack_shard(
+    micro_batch: MicroBatch,
+    fetch: Fetch,
+    *,
+    comm: Communicator,
+    device: torch.device,
+    terms: Terms | None = None,
+) -> PackedShard:
     """Fetches a micro-batch's sequences, makes labels, packs them and takes this rank's shard. Local.
 
     Args:
         comm: the communicator over the micro-batch's ranks.
+        terms: of a loss of log-probabilities; whole sequences are fetched for it.
 
     Raises:
-        InvalidUsage: ``fetch`` gave something else than a sequence of the planned length.
+        InvalidUsage: ``fetch`` gave something else than a sequence of the planned length, with the columns that the
+            loss needs.
     """
     bounds = [0, *itertools.accumulate(sequence.length for sequence in micro_batch.sequences)]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
     rank, size = comm.rank, comm.size
-    if size > 1 and isinstance(fetch, FetchParts):
+    columns: dict[str, Tensor] = {}
+    if terms is not None:
+        read = [terms.read(each.id, each.length, fetch) for each in micro_batch.sequences]
+        columns = {name: torch.cat(each) for name, each in _joined([each for *_, each in read]).items()}
+        tokens, labels = (torch.cat(each) for each in zip(*((a, b) for a, b, _ in read), strict=True))
+        tokens, labels = (shard(each, cu_seqlens, rank=rank, size=size) for each in (tokens, labels))
+        columns = {name: shard(each, cu_seqlens, rank=rank, size=size).to(device) for name, each in columns.items()}
+    elif size > 1 and isinstance(fetch, FetchParts):
         tokens, labels = _own_parts(micro_batch, fetch, cu_seqlens, rank=rank, size=size)
     else:
         if isinstance(fetch, FetchAhead):
             fetch.ahead([(each.id, 0, each.length) for each in micro_batch.sequences])
         whole = [checked(fetch(each.id), each.id, each.length) for each in micro_batch.sequences]
         tokens, labels = (shard(torch.cat(each), cu_seqlens, rank=rank, size=size) for each in zip(*whole, strict=True))
-    return PackedShard(
+    packed = PackedShard(
         tokens=tokens.to(device),
         labels=labels.to(device),
         positions=positions_of(cu_seqlens, rank=rank, size=size, device=device),
         cu_seqlens=cu_seqlens,
     )
+    return packed if terms is None else terms.bind(packed, columns)
+
+
+def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Tensor]]:
+    """By name, the columns of all sequences. Raises InvalidUsage where they have other names."""
+    names = {name for each in columns for name in each}
+    for name in names:
+        if not all(name in each for each in columns):
+            raise InvalidUsage(
+                f"fetch() gave the column {name!r} for some sequences of a batch and not for others; give it for all"
+            )
+    return {name: [each[name] for each in columns] for name in sorted(names)}
 
 
 def parts_of_rank(plan: StepPlan, rank: int) -> list[tuple[int, int, int]]:
@@ -165,9 +208,12 @@ def _own_parts(
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([labels for _, labels in parts])
 
 
-def checked(fetched: Tensor | tuple[Tensor, Tensor], sequence: int, length: int) -> tuple[Tensor, Tensor]:
+def checked(
+    fetched: Tensor | tuple[Tensor, Tensor] | Mapping[str, Any], sequence: int, length: int
+) -> tuple[Tensor, Tensor]:
     """(tokens, labels) of a sequence as ``fetch`` gave them. Raises InvalidUsage."""
-    tokens, labels = fetched if isinstance(fetched, tuple) else (fetched, None)
+    given: Any = (fetched.get("tokens"), fetched.get("labels")) if isinstance(fetched, Mapping) else fetched
+    tokens, labels = given if isinstance(given, tuple) else (given, None)
     for name, given in (("tokens", tokens), ("labels", labels)):
         if not isinstance(given, Tensor) and (name == "tokens" or given is not None):
             raise InvalidUsage(f"fetch({sequence}) gave {name} = {given!r}; expected a tensor of int64 [{length}]")

@@ -8,12 +8,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.arguments import check_has
+from hdpcomm.arguments import check_has, check_number, check_whole
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Aborted, Error, InvalidUsage
 from hdpcomm.parallel.agreement import share_values
@@ -24,7 +25,18 @@ from hdpcomm.train.dtensor import is_fully_sharded
 from hdpcomm.train.expert_load import add_expert_load, expert_loads
 from hdpcomm.train.fsdp import FullyShardedParameters
 from hdpcomm.train.gradients import Gradients, trained_parameters
+from hdpcomm.train.label_terms import (
+    KeptLogProbs,
+    LabelTerms,
+    checked_groups,
+    given_terms,
+    group_terms,
+    kept_terms,
+    offsets_of,
+    token_terms,
+)
 from hdpcomm.train.layout import layout_of, num_parameters, plain_name
+from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
 from hdpcomm.train.masters import Masters
 from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.passes import MicroBatchPasses, Passes, StepInputs
@@ -36,7 +48,13 @@ from hdpcomm.train.replicas import ChangedBuffers, check_replicas, settings_of
 from hdpcomm.train.shards import Fetch
 from hdpcomm.train.state import State
 from hdpcomm.train.timeline import Timeline
-from hdpcomm.train.trainer_check import check_model, check_trained_names, check_trainer, trained_names
+from hdpcomm.train.trainer_check import (
+    check_log_prob_loss,
+    check_model,
+    check_trained_names,
+    check_trainer,
+    trained_names,
+)
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -78,9 +96,11 @@ class Trainer:
         comm: the ranks that train together, or a :class:`hdpcomm.Mesh` of them; the plan's ranks are positions
             in it, or in ``mesh.hdp_comm``.
         max_grad_norm: the global L2 norm above which gradients are scaled down; ``None`` leaves them.
-        loss: ``loss(logits, labels) -> scalar``, the sum over the local tokens that have a label, in place of the
-            model's own; of trees ``loss(logits, labels, weights)``, where the logits are those of the labels' tokens.
-            The logits then exist as a whole. ``None``: the model's own, or cross-entropy.
+        loss: one of log-probabilities and what ``fetch`` gives beside tokens (:mod:`hdpcomm.train.losses`:
+            :class:`~hdpcomm.train.TokenLoss`, :class:`~hdpcomm.train.GroupLoss`); or ``loss(logits, labels) ->
+            scalar``, the sum over the local tokens that have a label, in place of the model's own; of trees
+            ``loss(logits, labels, weights)``, where the logits are those of the labels' tokens. These logits then exist
+            as a whole. ``None``: the model's own, or cross-entropy.
         zero: 1 keeps the optimizer's state and the wide master weights of 1 / ranks of the parameters on each rank of
             the HDP ranks that hold a parameter: the optimizer must be a new one of torch.optim that updates
             each element by itself. The loss is that of ``zero=0``. 2 cuts the gradients, too, and 3 the parameters,
@@ -119,7 +139,7 @@ class Trainer:
         comm: Communicator | Mesh,
         *,
         max_grad_norm: float | None = 1.0,
-        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        loss: TokenLoss | GroupLoss | Callable[[Tensor, Tensor], Tensor] | None = None,
         offload: ActivationOffload | None = None,
         zero: int = 0,
         dtype: torch.dtype | None = None,
@@ -145,16 +165,19 @@ class Trainer:
         """Whether a step has made what kernels and compilers make at their first call."""
         self.ran: StepPlan | None = None
         """The plan of the last step as it ran: micro-batches of its queue with the ranks that have taken them."""
+        check_log_prob_loss(loss, self.model, self.stages)
         if offload is None and planner.memory.offloadable:
             raise InvalidUsage(
                 "the planner counts on host memory (offload) and the trainer has no way there; give "
                 "offload=ActivationOffload(pool, model), or plan with ClusterSpec(offload=False)"
             )
         self.offload = offload
+        self.loss = loss
+        of_logits = None if isinstance(loss, (TokenLoss, GroupLoss)) else loss
         self.passes: Passes = (
-            PipelinePasses(self.stages, mesh, planner, loss)
+            PipelinePasses(self.stages, mesh, planner, of_logits)
             if self.stages
-            else MicroBatchPasses(self.model, mesh, loss)
+            else MicroBatchPasses(self.model, mesh, of_logits)
         )
         own = weakref.ref(self)  # a trainer ends, and gives back its model, with its last user
         self.timeline = Timeline(
@@ -186,7 +209,9 @@ class Trainer:
         else:
             self.gradients = Gradients.whole(parameters, self.layout, mesh, bucket_bytes=bucket_bytes)
 
-    def step(self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch) -> StepMetrics:
+    def step(
+        self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch, *, groups: Sequence[int] | None = None
+    ) -> StepMetrics:
         """One optimizer step on a global batch. Collective over ``comm``: equal ``lengths`` on every rank.
 
         Args:
@@ -201,6 +226,10 @@ class Trainer:
                 For a tree it gives (tokens, weights): each token is a label of the one before it on its way from the
                 root, with a loss times its weight; by default the number of trajectories that contain it. The loss is
                 the sum over all labels divided by the sum of all weights. :func:`hdpcomm.data.fold` makes these.
+                For a loss of log-probabilities it gives a dictionary (:mod:`hdpcomm.train.losses`), and with a
+                :class:`~hdpcomm.train.GroupLoss` it is called for the sequences of this rank's groups, too.
+            groups: of a :class:`~hdpcomm.train.GroupLoss`, the number of each sequence's group. Default: each sequence
+                is one.
 
         Raises:
             InvalidUsage: a sequence does not fit the ranks' capacity, or no token of the batch has a label.
@@ -214,41 +243,76 @@ class Trainer:
         check_has("step()", "fetch", fetch, "__call__", "a function of a sequence's number")
         with self.comm.liveness_deadlines():
             try:
-                return self._step(lengths, declared(fetch, self.comm))
+                return self._step(lengths, declared(fetch, self.comm), groups)
             except Aborted:
                 self.gradients.drain()  # where it was a reduction that failed first, it has the reason
                 raise
 
-    def evaluate(self, lengths: Sequence[int | Tree], fetch: Fetch) -> Tensor:
+    def evaluate(self, lengths: Sequence[int | Tree], fetch: Fetch, *, groups: Sequence[int] | None = None) -> Tensor:
         """(summed loss, labels) of the sequences whose last layers are on this rank, fp64 ``[2]``; nothing is trained.
 
-        Collective over ``comm``; arguments and errors as of :meth:`step`. The sum over all ranks is that of the batch.
+        Collective over ``comm``; arguments and errors as of :meth:`step`. The sum over all ranks is that of the batch;
+        with a loss of log-probabilities the second number is what its losses are divided by.
         """
         check_has("evaluate()", "fetch", fetch, "__call__", "a function of a sequence's number")
-        if isinstance(self.gradients, FullyShardedParameters):
-            raise InvalidUsage(
-                "evaluate() of a model that fully_shard has sharded: its forward passes are collective, and ranks have "
-                "other numbers of them; run the model on batches of your own, as many on each rank"
-            )
+        self._refuse_fully_sharded("evaluate()")
         with self.comm.liveness_deadlines():
-            planned = self._plan_now(lengths)
-            self._agree(planned.plan)
-            inputs = StepInputs(planned, declared(fetch, self.comm), on_pass=lambda _: self.comm.tick())
-            with self.passes.open(planned.plan), self._weights():
-                total = self.passes.run(inputs)
-                self.passes.plan_as_run(planned.plan)
-            if self.masters is not None and self.masters.pulled:
-                self.comm.barrier()  # others may change their parts then
-        return total
+            planned, fetch = self._plan_now(lengths), declared(fetch, self.comm)
+            self._agree(planned.plan, groups)
+            if isinstance(self.loss, GroupLoss):
+                return self._group_terms(planned, fetch, groups)[1]
+            terms = token_terms(self.loss, lengths) if isinstance(self.loss, TokenLoss) else None
+            return self._forward(planned, fetch, terms)
 
-    def _step(self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch) -> StepMetrics:
+    def log_probs(
+        self,
+        lengths: Sequence[int],
+        fetch: Fetch,
+        *,
+        entropy: bool = False,
+        temperature: float | None = None,
+        root: int | None = None,
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """The log-probability of each label of a batch under the model as it is; forward passes only, under a plan.
+
+        Collective over ``comm``; ``lengths``, ``fetch`` and errors as of :meth:`step`. Columns of ``fetch`` are not
+        read.
+
+        Args:
+            entropy: whether to give the entropy of each token's distribution, too.
+            temperature: divides the logits. Default: that of the trainer's loss, or 1.
+            root: the rank of ``comm`` that gets the results, the others get empty lists. Default: all ranks.
+
+        Returns: (log-probabilities, entropies or ``None``): for each sequence a tensor ``[length]``, fp32 (fp64 of an
+            fp64 model) on the CPU, element t of label t; 0 where there is no label.
+        """
+        check_has("log_probs()", "fetch", fetch, "__call__", "a function of a sequence's number")
+        own = self.loss.temperature if isinstance(self.loss, (TokenLoss, GroupLoss)) else 1.0
+        temperature = own if temperature is None else check_number("log_probs()", "temperature", temperature, above=0)
+        if root is not None:
+            check_whole("log_probs()", "root", root, least=0, most=self.comm.size - 1)
+        self._refuse_fully_sharded("log_probs()")
+        offsets = offsets_of(lengths)
+        with self.comm.liveness_deadlines():
+            planned, fetch = self._plan_now(lengths), declared(fetch, self.comm)
+            self._agree(planned.plan, more=(entropy, temperature, root))
+            found = self._log_probs(planned, fetch, entropy=entropy, temperature=temperature).sum(self.comm, root)
+        if root not in (None, self.comm.rank):
+            return [], [] if entropy else None
+        split = [list(row.split([b - a for a, b in pairwise(offsets)])) for row in found]
+        return split[0], split[1] if entropy else None
+
+    def _step(
+        self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch, groups: Sequence[int] | None
+    ) -> StepMetrics:
         check_trained_names(self.model, self._trained)
         counts = self.comm.stats()
         planned = lengths if isinstance(lengths, PlannedStep) else self._plan_now(lengths)
         started, processor = time.perf_counter() - planned.waited_s, time.process_time()
         plan = planned.plan
         self.gradients.zero()  # from the agreement on, others may add to the sums here
-        self._agree(plan)
+        self._agree(plan, groups)
+        terms, told = self._terms(planned, fetch, groups)
         self.timeline.begin()
         self._buffers.begin()
         for load in self._loads:
@@ -256,10 +320,10 @@ class Trainer:
         scale = 1.0 / max(1, plan.tokens)
         offloading = OffloadedStep(self.offload, self._memory, self._device)
         first = contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches")
-        inputs = StepInputs(planned, fetch, scale, self.gradients, offloading.micro_batch, self._ends_pass)
+        inputs = StepInputs(planned, fetch, scale, self.gradients, offloading.micro_batch, self._ends_pass, terms=terms)
         with self.passes.open(plan):
             with offloading, first, self._weights():
-                loss = self.passes.run(inputs)
+                loss = self.passes.run(inputs) + told
             self._compiled = True
             self.gradients.start()
             self._synchronize()
@@ -285,6 +349,50 @@ class Trainer:
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
         return offloading.add_to(add_expert_load(metrics, self._loads, self.mesh), self.comm)
+
+    def _terms(
+        self, planned: PlannedStep, fetch: Fetch, groups: Sequence[int] | None
+    ) -> tuple[LabelTerms | None, Tensor]:
+        """What the labels' losses are, and (loss, count) of what this rank knows of them before the step's passes."""
+        if isinstance(self.loss, GroupLoss):
+            slopes, told = self._group_terms(planned, fetch, groups)
+            return given_terms(slopes, self.loss.temperature, planned.lengths), told
+        if isinstance(self.loss, TokenLoss):
+            return token_terms(self.loss, planned.lengths), torch.zeros(2, dtype=torch.float64)
+        return None, torch.zeros(2, dtype=torch.float64)
+
+    def _group_terms(self, planned: PlannedStep, fetch: Fetch, groups: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+        """See :func:`hdpcomm.train.label_terms.group_terms`. Collective."""
+        assert isinstance(self.loss, GroupLoss)
+        kept = self._log_probs(planned, fetch, entropy=False, temperature=self.loss.temperature)
+        log_probs, lengths = kept.sum(self.comm)[0], planned.lengths
+        return group_terms(self.loss, log_probs, lengths, checked_groups(groups, len(lengths)), fetch, self.comm)
+
+    def _log_probs(self, planned: PlannedStep, fetch: Fetch, *, entropy: bool, temperature: float) -> KeptLogProbs:
+        """Those of the labels whose last layers are on this rank. Collective, after the agreement on the plan."""
+        like = next(parameter for parameter in self.model.parameters() if parameter.is_floating_point())
+        kept = KeptLogProbs(planned.lengths, like, entropy=entropy, temperature=temperature)
+        self._forward(planned, fetch, kept_terms(kept, planned.lengths))
+        if self.mesh.tensor_rank:
+            kept.values.zero_()  # all tensor ranks have them
+        return kept
+
+    def _forward(self, planned: PlannedStep, fetch: Fetch, terms: LabelTerms | None) -> Tensor:
+        """Forward passes of a plan that all ranks have agreed on; (summed loss, labels) of this rank. Collective."""
+        inputs = StepInputs(planned, fetch, on_pass=lambda _: self.comm.tick(), terms=terms)
+        with self.passes.open(planned.plan), self._weights():
+            total = self.passes.run(inputs)
+            self.passes.plan_as_run(planned.plan)
+        if self.masters is not None and self.masters.pulled:
+            self.comm.barrier()  # others may change their parts then
+        return total
+
+    def _refuse_fully_sharded(self, call: str) -> None:
+        if isinstance(self.gradients, FullyShardedParameters):
+            raise InvalidUsage(
+                f"{call} of a model that fully_shard has sharded: its forward passes are collective, and ranks have "
+                "other numbers of them; run the model on batches of your own, as many on each rank"
+            )
 
     def _weights(self) -> AbstractContextManager[None]:
         """Round passes."""
@@ -353,11 +461,14 @@ class Trainer:
     def _state(self) -> State:
         return State(self.model, self.optimizer, self.layout, self.mesh, self.masters)
 
-    def _agree(self, plan: StepPlan) -> None:
+    def _agree(self, plan: StepPlan, groups: Sequence[int] | None = None, more: object = None) -> None:
         """Raises unless all ranks are about to run the same step. Collective."""
+        if groups is not None and not isinstance(self.loss, GroupLoss):
+            raise InvalidUsage("groups are of a GroupLoss, and the trainer's loss is none; leave them out")
         order = self.passes.agree(plan)
         alike = self.mesh.positions.flatten(1).tolist()  # stages may have other groups of parameters
-        settings = settings_of(self.optimizer, self.max_grad_norm)
+        told = self.max_grad_norm, name_of_loss(self.loss), None if groups is None else list(groups), more
+        settings = settings_of(self.optimizer, told)
         check_same_plan(plan, self.comm, more=order, settings=settings, alike=alike)
 
     def _plan_now(self, lengths: Sequence[int | Tree]) -> PlannedStep:

@@ -16,13 +16,21 @@ from hdpcomm.models.tensor_group import TensorGroup
 from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, checked_stages
 from hdpcomm.parallel.stages import Stage
 from hdpcomm.train.dtensor import is_fully_sharded
+from hdpcomm.train.losses import GroupLoss, TokenLoss
 from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.pulled_weights import has_part
 
 if TYPE_CHECKING:
     from hdpcomm.plan import Planner
 
-__all__ = ["check_elementwise", "check_model", "check_trained_names", "check_trainer", "trained_names"]
+__all__ = [
+    "check_elementwise",
+    "check_log_prob_loss",
+    "check_model",
+    "check_trained_names",
+    "check_trainer",
+    "trained_names",
+]
 
 _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
@@ -80,7 +88,7 @@ def check_trainer(
         )
     if max_grad_norm is not None:
         check_number("Trainer", "max_grad_norm", max_grad_norm, above=0)
-    if loss is not None:
+    if loss is not None and not isinstance(loss, (TokenLoss, GroupLoss)):
         check_has("Trainer", "loss", loss, "__call__", "a function of (logits, labels)")
     if offload is not None:
         check_has("Trainer", "offload", offload, "micro_batch", "an ActivationOffload")
@@ -175,6 +183,25 @@ def _check_cut(model: nn.Module, mesh: Mesh) -> None:
             )
     if mesh.pipeline * mesh.tensor * mesh.expert > 1 and is_fully_sharded(model.parameters()):
         raise InvalidUsage("the model is sharded by fully_shard, which a mesh does not know; give it as it was")
+
+
+def check_log_prob_loss(loss: Any, model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Raises InvalidUsage where a loss of log-probabilities would be another one than it says."""
+    if not isinstance(loss, (TokenLoss, GroupLoss)):
+        return
+    by_tokens = isinstance(loss, TokenLoss) and loss.per == "tokens"
+    if not by_tokens and any(getattr(each, "has_router_losses", False) for each in (*stages, model)):
+        raise InvalidUsage(
+            "the model's routers add a loss for each label, and the trainer's loss is divided by something else than "
+            "the "
+            'labels; train without (output_router_logits=False), or with a TokenLoss per="tokens"'
+        )
+    dropouts = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    if isinstance(loss, GroupLoss) and dropouts:
+        raise InvalidUsage(
+            f"{len(dropouts)} layers drop out at random (as {dropouts[0]}), and a GroupLoss needs two forward passes "
+            "that see the same model; set their p to 0"
+        )
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -101,11 +101,13 @@ def _fetched(
     return tree, _Losses(tokens, previous[trained], tokens[trained], weights[trained])
 
 
-def _checked_tree(fetched: Tensor | tuple[Tensor, Tensor], i: int, tree: Tree) -> tuple[Tensor, Tensor]:
+def _checked_tree(fetched: Any, i: int, tree: Tree) -> tuple[Tensor, Tensor]:
     tokens, weights = fetched if isinstance(fetched, tuple) else (fetched, None)
     if weights is None:
         weights = torch.from_numpy(np.repeat(tree.trajectories, tree.lengths)).float()
     for name, given, dtype in (("tokens", tokens, torch.int64), ("weights", weights, torch.float32)):
+        if not isinstance(given, Tensor):
+            raise InvalidUsage(f"fetch({i}) gave {name} = {given!r}; expected a tensor of {dtype} [{tree.num_tokens}]")
         if given.shape != (tree.num_tokens,) or given.dtype != dtype:
             raise InvalidUsage(
                 f"fetch({i}) gave {name} of shape {tuple(given.shape)} and {given.dtype}; the step was planned for a "

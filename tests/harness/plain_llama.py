@@ -24,8 +24,8 @@ def _rotate(x, theta):
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
-def sequence_loss(weights, config, tokens):
-    """Summed next-token loss of one sequence."""
+def sequence_logits(weights, config, tokens):
+    """(logits of one sequence, scores of the routers of each block)."""
 
     def linear(name, x):
         return x @ weights[name + ".weight"].T
@@ -54,7 +54,12 @@ def sequence_loss(weights, config, tokens):
         gate = linear(block + "ffn.gate", h)
         x = x + linear(block + "ffn.out", gate * torch.sigmoid(gate) * linear(block + "ffn.up", h))
     head = "embedding" if config.tied_embeddings else "head"
-    logits = linear(head, _norm(x, weights["norm.weight"], config.norm_eps))
+    return linear(head, _norm(x, weights["norm.weight"], config.norm_eps)), routers
+
+
+def sequence_loss(weights, config, tokens):
+    """Summed next-token loss of one sequence."""
+    logits, routers = sequence_logits(weights, config, tokens)
     right = logits[:-1].gather(1, tokens[1:, None]).squeeze(1)
     loss = (logits[:-1].logsumexp(-1) - right).sum()
     return loss + _router_losses(routers, config) if config.experts else loss

@@ -11,7 +11,8 @@ import hdpcomm as hdp
 from hdpcomm.run import CheckpointFolder, open_checkpoint
 from hdpcomm.testing import run_threads
 from hdpcomm.train.tensor_part import TensorPart
-from tests.ranks.parallel.test_sharded_mesh import ONE, SHAPES, check_state, steps_of, trainer_of
+from tests.harness.mesh_shapes import SHAPES, trainer_of
+from tests.ranks.parallel.test_sharded_mesh import ONE, check_state, steps_of
 
 
 def tensors_of(state):

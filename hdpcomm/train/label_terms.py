@@ -1,0 +1,327 @@
+"""How a loss of log-probabilities gets to the labels of a step, wherever the plan puts them.
+
+All labels of a global batch have a number, their entry: those of sequence i begin at the sum of the lengths before it.
+Ranks keep entries beside the tokens of their shards, so what is known of all labels in order (log-probabilities, or the
+derivatives of a loss that couples them) finds its place on any rank, and back.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import Tree
+from hdpcomm.train.loss import IGNORE
+from hdpcomm.train.losses import COMPUTED, GroupLoss, TokenLoss
+from hdpcomm.train.shards import Fetch, PackedShard, checked
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.kernels import LabelLoss
+
+__all__ = [
+    "KeptLogProbs",
+    "LabelTerms",
+    "checked_groups",
+    "given_terms",
+    "group_terms",
+    "kept_terms",
+    "offsets_of",
+    "token_terms",
+]
+
+Columns = Mapping[str, Tensor]
+
+
+class LabelTerms:
+    """What the labels of a step's sequences have for a loss. Local.
+
+    Args:
+        lengths: of the global batch.
+        make: gives the loss of a shard's labels.
+        columns: names that ``fetch`` must give.
+        mass: what a sequence with so many labels adds to the number by which the sum of losses is divided.
+        needs_columns: whether ``make`` reads columns.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int | Tree],
+        make: Callable[[_Labels], LabelLoss],
+        *,
+        columns: Sequence[str] = (),
+        mass: Callable[[int], float] = lambda _: 0.0,
+        needs_columns: bool = False,
+    ) -> None:
+        offsets = offsets_of(lengths)
+        self.offsets, self._lengths = torch.tensor(offsets), [b - a for a, b in itertools.pairwise(offsets)]
+        self._make, self._names, self._mass, self._needs_columns = make, columns, mass, needs_columns
+        self._labels: dict[int, int] = {}
+        """How many each sequence has that was read here."""
+
+    def read(self, i: int, length: int, fetch: Fetch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """(tokens, labels, columns) of a sequence, each ``[length]``; its entries are one of the columns."""
+        fetched = fetch(i)
+        tokens, labels = checked(fetched, i, length)
+        self._labels[i] = int((labels != IGNORE).sum())
+        columns = _columns(fetched, i, length, self._names) if self._needs_columns else {}
+        columns[_ENTRIES] = torch.arange(length) + self.offsets[i]
+        return tokens, labels, columns
+
+    def bind(self, packed: PackedShard, columns: dict[str, Tensor]) -> PackedShard:
+        """The shard with the loss of its labels. ``columns``: those of :meth:`read`, sharded as its tokens are."""
+        entries = columns.pop(_ENTRIES).cpu()
+        places = torch.searchsorted(self.offsets, entries, right=True) - 1
+        numbers, tokens = (x.tolist() for x in places.unique(return_counts=True))  # type: ignore[no-untyped-call]
+        mass = sum(self._mass(self._labels[i]) * n / self._lengths[i] for i, n in zip(numbers, tokens, strict=True))
+        labels = _Labels(packed.labels, entries, columns, places, self._labels)
+        return replace(packed, label_weights=self._make(labels), mass=torch.tensor(mass, dtype=torch.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """The labels of a shard.
+
+    Attributes:
+        labels, columns: on the model's device.
+        entries, places: of each label and of its sequence in the global batch, on the CPU.
+        counts: labels of each sequence that was read.
+    """
+
+    labels: Tensor
+    entries: Tensor
+    columns: Mapping[str, Tensor]
+    places: Tensor
+    counts: Mapping[int, int]
+
+    def factors(self, factor: Callable[[int], float]) -> Tensor:
+        """``factor(labels of its sequence)`` of each label, fp64 on the model's device."""
+        numbers, which = self.places.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        table = torch.tensor([factor(self.counts[i]) for i in numbers.tolist()], dtype=torch.float64)
+        return table[which].to(self.labels.device)
+
+
+_ENTRIES = "labels"
+"""Under this name, which no column can have, go the entries."""
+
+
+def offsets_of(lengths: Sequence[int | Tree]) -> list[int]:
+    """Where the entries of each sequence begin, and where all end. Raises InvalidUsage for trees."""
+    trees = [i for i, length in enumerate(lengths) if isinstance(length, Tree)]
+    if trees:
+        raise InvalidUsage(
+            f"sequence {trees[0]} is a tree; log-probabilities, and losses of them, are of whole trajectories: give "
+            "their lengths"
+        )
+    return [0, *itertools.accumulate(int(length) for length in lengths)]  # type: ignore[arg-type]
+
+
+def token_terms(loss: TokenLoss, lengths: Sequence[int | Tree]) -> LabelTerms:
+    """Where the loss of a label needs nothing of others."""
+    return LabelTerms(
+        lengths, lambda labels: _OwnLoss(loss, labels), columns=loss.columns, mass=loss.mass,
+        needs_columns=True,
+    )  # fmt: skip
+
+
+def kept_terms(kept: KeptLogProbs, lengths: Sequence[int | Tree]) -> LabelTerms:
+    """Nothing is trained; log-probabilities are kept."""
+    return LabelTerms(lengths, lambda labels: _Keeper(kept, labels))
+
+
+def given_terms(slopes: Tensor, temperature: float, lengths: Sequence[int | Tree]) -> LabelTerms:
+    """The derivative by each log-probability is known: ``slopes``, by entry. The losses themselves count as 0."""
+    return LabelTerms(lengths, lambda labels: _Sloped(slopes, temperature, labels))
+
+
+class _OwnLoss:
+    def __init__(self, loss: TokenLoss, labels: _Labels) -> None:
+        self.temperature, self.entropy = loss.temperature, loss.entropy
+        self._function, self._labelled, self._columns = loss.function, labels.labels != IGNORE, labels.columns
+        self._factors = labels.factors(loss.factor)
+
+    def __call__(
+        self, log_probs: Tensor, entropies: Tensor | None, part: slice
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        labelled, factors = self._labelled[part], self._factors[part].to(log_probs.dtype)
+        columns = {name: _as(column[part], log_probs) for name, column in self._columns.items()}
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (log_probs, entropies) if x is not None]
+            if entropies is not None:
+                columns[COMPUTED[0]] = leaves[1]
+            found = self._function(leaves[0], columns)
+            _check_losses(found, self._function, log_probs)
+            losses = torch.where(labelled, found * factors, 0.0)
+            slopes: list[Tensor | None] = [None] * len(leaves)
+            if losses.requires_grad:
+                slopes = list(torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
+        first, *others = (
+            torch.zeros_like(log_probs) if slope is None else torch.where(labelled, slope, 0.0) for slope in slopes
+        )
+        return losses.detach().to(log_probs.dtype), first, others[0] if others else None
+
+
+class KeptLogProbs:
+    """Log-probabilities, and entropies, of the labels of a batch by entry; of those that this rank has seen, others
+    0."""
+
+    def __init__(self, lengths: Sequence[int | Tree], like: Tensor, *, entropy: bool, temperature: float) -> None:
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        size = offsets_of(lengths)[-1]
+        self.values = torch.zeros(1 + entropy, size, dtype=dtype, device=like.device)
+        self.entropy, self.temperature = entropy, temperature
+
+    def sum(self, comm: Communicator, root: int | None = None) -> Tensor:
+        """``[1 or 2, entries]`` of all ranks; with a root on that one. Collective over ``comm``."""
+        values = self.values.cpu()
+        if root is None:
+            comm.all_reduce(values)
+        else:
+            comm.reduce(values, root)
+        return values
+
+
+class _Keeper:
+    def __init__(self, kept: KeptLogProbs, labels: _Labels) -> None:
+        self.temperature, self.entropy = kept.temperature, kept.entropy
+        self._values, self._entries = kept.values, labels.entries.to(kept.values.device)
+
+    def __call__(
+        self, log_probs: Tensor, entropies: Tensor | None, part: slice
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        entries = self._entries[part]
+        self._values[0, entries] = log_probs.detach()
+        if entropies is not None:
+            self._values[1, entries] = entropies.detach()
+        none = torch.zeros_like(log_probs)
+        return none, none, None
+
+
+class _Sloped:
+    entropy = False
+
+    def __init__(self, slopes: Tensor, temperature: float, labels: _Labels) -> None:
+        self.temperature = temperature
+        self._slopes = slopes[labels.entries].to(labels.labels.device)
+
+    def __call__(self, log_probs: Tensor, _: Tensor | None, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        return torch.zeros_like(log_probs), self._slopes[part].to(log_probs.dtype), None
+
+
+def group_terms(
+    loss: GroupLoss,
+    log_probs: Tensor,
+    lengths: Sequence[int | Tree],
+    groups: Sequence[int],
+    fetch: Fetch,
+    comm: Communicator,
+) -> tuple[Tensor, Tensor]:
+    """(the loss's derivative by each log-probability, fp64 ``[2]``: the losses and counts of the groups that this rank
+    has worked on). Collective over ``comm``, which shares the groups.
+
+    Args:
+        log_probs: by entry, equal on all ranks.
+        groups: of each sequence.
+    """
+    offsets = offsets_of(lengths)
+    slopes, told = torch.zeros_like(log_probs), torch.zeros(2, dtype=torch.float64)
+    for members in _own_groups(groups, lengths, comm):
+        leaves, columns, where = [], [], []
+        for i in members:
+            fetched = fetch(i)
+            length = offsets[i + 1] - offsets[i]
+            labelled = checked(fetched, i, length)[1] != IGNORE
+            where.append((torch.arange(length) + offsets[i])[labelled])
+            leaves.append(log_probs[where[-1]].requires_grad_())
+            own = _columns(fetched, i, length, loss.columns)
+            columns.append({name: _as(column[labelled], log_probs) for name, column in own.items()})
+        with torch.enable_grad():
+            found = loss.function(leaves, columns)
+            value, count = found if isinstance(found, tuple) else (found, 1.0)
+            _check_group_loss(value, count, members)
+            if value.requires_grad:
+                for entries, slope in zip(where, torch.autograd.grad(value, leaves, allow_unused=True), strict=True):
+                    if slope is not None:
+                        slopes[entries] = slope
+        told += torch.tensor([float(value.detach()), float(count)], dtype=torch.float64)
+    comm.all_reduce(slopes)
+    return slopes, told
+
+
+def _own_groups(groups: Sequence[int], lengths: Sequence[int | Tree], comm: Communicator) -> list[list[int]]:
+    """The groups that are this rank's, each a list of sequences: the longest first, to whom has least."""
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(groups):
+        members.setdefault(group, []).append(i)
+    offsets = offsets_of(lengths)
+    tokens = {group: sum(offsets[i + 1] - offsets[i] for i in each) for group, each in members.items()}
+    loads = [(0, rank) for rank in range(comm.size)]
+    own = []
+    for group in sorted(members, key=lambda group: -tokens[group]):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + tokens[group], rank))
+        if rank == comm.rank:
+            own.append(members[group])
+    return own
+
+
+def checked_groups(groups: Sequence[int] | None, sequences: int) -> list[int]:
+    """The group of each sequence. Raises InvalidUsage for another number of them."""
+    if groups is None:
+        return list(range(sequences))
+    if len(groups) != sequences:
+        raise InvalidUsage(f"groups has {len(groups)} numbers for {sequences} sequences; give one for each")
+    return [int(group) for group in groups]
+
+
+def _columns(fetched: Any, i: int, length: int, needed: Sequence[str]) -> dict[str, Tensor]:
+    """The columns of a sequence, each ``[length]``. Raises InvalidUsage."""
+    given = fetched if isinstance(fetched, Mapping) else {}
+    found = {}
+    for name, value in given.items():
+        if name in ("tokens", "labels"):
+            continue
+        column = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        if (column.dim() and column.shape != (length,)) or column.dtype.is_complex or name in COMPUTED:
+            raise InvalidUsage(
+                f"fetch({i}) gave {name!r} of shape {tuple(column.shape)} and {column.dtype}; a column has a number "
+                f"for each of the sequence's {length} tokens, or one for all, and another name than {list(COMPUTED)}"
+            )
+        found[name] = column.detach().cpu().expand(length)
+    if missing := [name for name in needed if name not in found]:
+        raise InvalidUsage(
+            f"fetch({i}) gave {'the columns ' + str(sorted(found)) if found else 'no columns'}, and the loss needs "
+            f'{missing}; let it give a dictionary: {{"tokens": ..., {missing[0]!r}: ...}}'
+        )
+    return found
+
+
+def _as(column: Tensor, like: Tensor) -> Tensor:
+    return column.to(like.dtype) if column.is_floating_point() else column
+
+
+def _check_losses(found: Any, function: Any, log_probs: Tensor) -> None:
+    if isinstance(found, Tensor) and found.shape == log_probs.shape:
+        return
+    told = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    raise InvalidUsage(
+        f"the loss {function!r} gave {told} for {len(log_probs)} labels; expected a loss for each of them (a loss "
+        "that looks at several is a GroupLoss)"
+    )
+
+
+def _check_group_loss(value: Any, count: Any, members: Sequence[int]) -> None:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.dim() == 0 and float(count) >= 0:
+        return
+    told = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise InvalidUsage(
+        f"the loss of the group of sequences {list(members)} is {told} with a count of {count!r}; expected a scalar "
+        "tensor, or a tuple of one and a number that is not below 0"
+    )
