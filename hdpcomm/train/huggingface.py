@@ -33,7 +33,9 @@ from hdpcomm.plan import ClusterSpec, CostModel, PlannedStep, Planner
 from hdpcomm.plan.planner import LONGEST_MEASURED
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train.gradients import Gradients
-from hdpcomm.train.huggingface_batch import gather_sequences, sequences_of
+from hdpcomm.train.huggingface_batch import Sequences, gather_sequences, sequences_of
+from hdpcomm.train.huggingface_log_probs import ComputedLoss, LogProbModel
+from hdpcomm.train.label_terms import LabelTerms
 from hdpcomm.train.layout import layout_of
 from hdpcomm.train.passes import MicroBatchPasses, StepInputs
 from hdpcomm.train.plan_check import check_same_plan
@@ -58,9 +60,12 @@ class HybridDataParallel:
     ``cu_seq_lens_q`` or ``position_ids`` (as of ``DataCollatorWithFlattening``). Evaluation and prediction run on each
     rank with the attention that the model came with; ``generate()`` does inside of :meth:`original_attention`.
 
-    Training does not call ``compute_loss`` of the other base, so one that is not the mean loss of the labelled tokens
-    is refused. ``transformers.Trainer`` and TRL's ``SFTTrainer`` are known; a class whose ``compute_loss`` adds no more
-    than logs may say so: ``computes_token_loss = True``.
+    With ``transformers.Trainer`` and TRL's ``SFTTrainer``, training does not call ``compute_loss`` of the other base; a
+    class of one's own whose loss is the mean of the labelled tokens and adds no more than logs may say so:
+    ``computes_token_loss = True``. With TRL's ``GRPOTrainer``, ``DPOTrainer``, ``RLOOTrainer`` and ``KTOTrainer`` it
+    calls it, with log-probabilities that planned forward passes have made in the place of the model, and planned passes
+    carry the loss's derivatives into the model (:mod:`hdpcomm.train.huggingface_log_probs`): any of their losses, with
+    their logs. Other losses are refused.
 
     Args (by keyword, besides those of the other base):
         capacity: most tokens of a rank in a micro-batch; ``None``: the even share of each global batch.
@@ -90,7 +95,7 @@ class HybridDataParallel:
         self._comm: Communicator | None = None
         self._evaluates = False
         self._compiled = False
-        self._step: tuple[MicroBatchPasses, Gradients, ChangedBuffers] | None = None
+        self._made: tuple[MicroBatchPasses, Gradients, ChangedBuffers] | None = None
         """What runs the passes of a step, their gradients and the buffers that they may not change; made when the model
         is prepared."""
         self._cluster: ClusterSpec | None = None
@@ -99,9 +104,12 @@ class HybridDataParallel:
         """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
         super().__init__(*args, **kwargs)
         this = cast(Any, self)
-        _refuse(this)
+        self._loss: ComputedLoss | None = None
+        self._of_log_probs = _refuse(this)
+        """The loss is one of TRL's, made of log-probabilities."""
         self._attention = this.model.config._attn_implementation
         self._adapted = adapt(this.model)
+        self._own_attention = cast(Any, self._adapted).causal_lm.config._attn_implementation
 
     # --- what transformers.Trainer calls -----------------------------------------------------------------------------
 
@@ -118,7 +126,7 @@ class HybridDataParallel:
         mesh = Mesh(self.comm, placement=range(self.comm.size))
         gradients = Gradients.whole(model.parameters(), layout_of(model, mesh), mesh)
         self._cluster, self._planner = mesh.cluster(), None
-        self._step, self._begins = (MicroBatchPasses(self._adapted, mesh), gradients, ChangedBuffers(model)), True
+        self._made, self._begins = (MicroBatchPasses(self._adapted, mesh), gradients, ChangedBuffers(model)), True
         return prepared
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +151,9 @@ class HybridDataParallel:
             return evaluated
         if not batch_samples:
             return None
+        if self._of_log_probs:
+            counted: Tensor | None = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+            return counted
         labelled = sum(int(sequences_of(batch).num_labels) for batch in batch_samples)
         count = torch.tensor([labelled], dtype=torch.int64)
         self.comm.all_reduce(count)
@@ -157,39 +168,39 @@ class HybridDataParallel:
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | None = None
     ) -> Tensor:
         """Forward and backward over the global batch; the share of it in the step's loss. Collective."""
-        this = cast(Any, self)
+        if self._of_log_probs:
+            told: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            self._carry_out()
+            return told
         if num_items_in_batch is None:
             raise InvalidUsage("training_step() got no num_items_in_batch; take get_batch_samples() of this class")
         model.train()
-        assert self._step is not None
-        passes, gradients, buffers = self._step
         batch = gather_sequences(sequences_of(inputs), self.comm)
-        planned = self._plan(batch.lengths)
-        if self._begins:
-            gradients.zero()
-            buffers.begin()
-        self._begins = ends = this.accelerator.sync_gradients
         scale = 1.0 / float(num_items_in_batch)
-        inputs_of_step = StepInputs(
-            planned, batch.fetch, scale, gradients, ends=ends,
-            around=lambda *_: this.compute_loss_context_manager(), on_pass=lambda _: self.comm.tick(),
-        )  # fmt: skip
-        with contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches"):
-            loss, _ = passes.run(inputs_of_step)
-        self._compiled = True
-        if ends:
-            gradients.start()
-        told = torch.stack((loss, torch.tensor(len(buffers.changed()))))
-        self.comm.all_reduce(told)
-        total, changed = told
-        if changed and self.comm.size > 1:
-            buffers.refuse(self.comm)
-        if ends:
-            gradients.reduce(1.0)
-            gradients.finish()
-        self._counts.update(tokens=sum(batch.lengths), micro_batches=len(planned.plan.micro_batches), batches=1)
-        share: Tensor = total * scale
-        return share.float().to(this.args.device)
+        return self._passes(self._plan(batch.lengths), batch, scale=scale, ends=self._begin()).to(
+            cast(Any, self).args.device
+        )
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in the base; in a training step of log-probabilities what it gives has no way back into the model, which
+        :meth:`training_step` goes. Collective then."""
+        if not self._of_log_probs or self._evaluates or not torch.is_grad_enabled():
+            return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        this = cast(Any, self)
+        like = next(parameter for parameter in this.model.parameters() if parameter.is_floating_point())
+        temperature = float(getattr(this, "temperature", 1.0))
+        stand_in = LogProbModel(self._plan, self._score, self.comm, like, temperature)
+        with self.original_attention():  # a reference may be the same model without its adapters
+            loss: Tensor = super().compute_loss(stand_in, inputs, *args, **kwargs)  # type: ignore[misc]
+        for name in _ONLY_LOGGED:
+            this._metrics["train"].pop(name, None)
+        self._loss = ComputedLoss(loss, loss.detach().clone().requires_grad_(), stand_in.calls, temperature)
+        return self._loss.leaf
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As in the base, with the attention that the model came with: some trainers generate here."""
+        with self.original_attention() if self._of_log_probs else contextlib.nullcontext():
+            return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in the base, with the tokens and micro-batches of a global batch, in the mean since the last log."""
@@ -229,10 +240,88 @@ class HybridDataParallel:
         finally:
             causal_lm.set_attn_implementation(ours)
 
+    @contextlib.contextmanager
+    def _planned_attention(self) -> Iterator[None]:
+        """Inside, the model runs on packs, as outside of :meth:`original_attention`. Local."""
+        causal_lm = cast(Any, self._adapted).causal_lm
+        now = causal_lm.config._attn_implementation
+        causal_lm.set_attn_implementation(self._own_attention)
+        try:
+            yield
+        finally:
+            causal_lm.set_attn_implementation(now)
+
+    def _begin(self) -> bool:
+        """Before the passes of a batch: whether they end the step."""
+        assert self._made is not None
+        if self._begins:
+            self._made[1].zero()
+            self._made[2].begin()
+        self._begins = ends = bool(cast(Any, self).accelerator.sync_gradients)
+        return ends
+
+    def _carry_out(self) -> None:
+        """Carries the derivatives of the loss that :meth:`compute_loss` gave into the model. Collective."""
+        computed, self._loss = self._loss, None
+        if computed is None or not computed.calls:
+            raise InvalidUsage(f"{type(self).__name__}.compute_loss() asked the model for no log-probabilities")
+        ends = self._begin()
+        for place, call in enumerate(computed.calls):
+            last = place == len(computed.calls) - 1
+            terms = computed.terms(call, self.comm, more=not last)
+            self._passes(call.planned, call.batch, terms=terms, ends=ends and last)
+
+    def _score(self, planned: PlannedStep, batch: Sequences, terms: LabelTerms) -> None:
+        """Forward passes only. Collective."""
+        assert self._made is not None
+        inputs = StepInputs(
+            planned, batch.fetch, around=lambda *_: cast(Any, self).compute_loss_context_manager(),
+            on_pass=lambda _: self.comm.tick(), terms=terms,
+        )  # fmt: skip
+        with self._planned_attention(), contextlib.nullcontext() if self._compiled else self.comm.busy(_FIRST):
+            self._made[0].run(inputs)
+
+    def _passes(
+        self,
+        planned: PlannedStep,
+        batch: Sequences,
+        *,
+        scale: float = 1.0,
+        terms: LabelTerms | None = None,
+        ends: bool,
+    ) -> Tensor:
+        """Forward and backward passes of a batch; its loss times ``scale``. With ``ends``, the gradients of the step
+        are reduced. Collective."""
+        assert self._made is not None
+        passes, gradients, buffers = self._made
+        inputs = StepInputs(
+            planned, batch.fetch, scale, gradients, ends=ends,
+            around=lambda *_: cast(Any, self).compute_loss_context_manager(), on_pass=lambda _: self.comm.tick(),
+            terms=terms,
+        )  # fmt: skip
+        with self._planned_attention(), contextlib.nullcontext() if self._compiled else self.comm.busy(_FIRST):
+            loss, _ = passes.run(inputs)
+        self._compiled = True
+        if ends:
+            gradients.start()
+        told = torch.stack((loss, torch.tensor(len(buffers.changed()))))
+        self.comm.all_reduce(told)
+        total, changed = told
+        if changed and self.comm.size > 1:
+            buffers.refuse(self.comm)
+        if ends:
+            gradients.reduce(1.0)
+            gradients.finish()
+        self._counts.update(tokens=sum(batch.lengths), micro_batches=len(planned.plan.micro_batches), batches=1)
+        share: Tensor = total * scale
+        return share.float()
+
     def _plan(self, lengths: list[int]) -> PlannedStep:
         ranks, optimizer = self.comm.size, cast(Any, self).optimizer
         if self._costs is None:
-            self._costs = profile_cost_model(self._adapted, self.comm, longest=min(LONGEST_MEASURED, max(lengths)))
+            with self._planned_attention(), torch.enable_grad():
+                longest = min(LONGEST_MEASURED, max(lengths))
+                self._costs = profile_cost_model(self._adapted, self.comm, longest=longest)
         capacity = self._capacity
         if capacity is None:
             capacity = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
@@ -258,10 +347,21 @@ class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
 
-def _refuse(trainer: Any) -> None:
+_FIRST = "runs its first micro-batches"
+
+_ONLY_LOGGED = ("logits/chosen", "logits/rejected", "mean_token_accuracy")
+"""Metrics of TRL that need logits."""
+
+_LOG_PROB_TRAINERS = {f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")}
+
+
+def _refuse(trainer: Any) -> bool:
+    """Whether the loss is one of log-probabilities. Raises InvalidUsage for what would be wrong in silence."""
     args = trainer.args
-    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
-    known = owner is transformers.Trainer or owner.__module__ == "trl.trainer.sft_trainer"
+    kinds = [kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind) and kind is not HybridDataParallel]
+    owner = kinds[0]
+    of_log_probs = not trainer.computes_token_loss and any(kind.__module__ in _LOG_PROB_TRAINERS for kind in kinds)
+    known = owner is transformers.Trainer or owner.__module__ == "trl.trainer.sft_trainer" or of_log_probs
     if not known and not trainer.computes_token_loss:
         raise InvalidUsage(
             f"{owner.__name__}.compute_loss is not called with plans; if its loss is the mean of the labelled tokens' "
@@ -275,11 +375,17 @@ def _refuse(trainer: Any) -> None:
         f"fsdp={args.fsdp!r}": args.fsdp,
         f"{args.n_gpu} GPUs in one process (start a process for each)": args.n_gpu > 1,
         "compute_loss_func": trainer.compute_loss_func,
-        f"loss_type={getattr(args, 'loss_type', '')!r}": getattr(args, "loss_type", "nll") != "nll",
+        f"loss_type={getattr(args, 'loss_type', 'nll')!r}": not of_log_probs
+        and getattr(args, "loss_type", "nll") != "nll",
         "activation_offloading": getattr(args, "activation_offloading", False),
+        "the auxiliary loss of routers": of_log_probs and getattr(trainer, "aux_loss_enabled", False),
+        "use_weighting=True": of_log_probs and getattr(trainer, "use_weighting", False),
+        "cast_lm_head_to_fp32=True": of_log_probs and getattr(args, "cast_lm_head_to_fp32", False),
+        "dropout": of_log_probs and any(isinstance(m, nn.Dropout) and m.p > 0 for m in trainer.model.modules()),
     }
     for name, given in wrong.items():
         if given:
             raise InvalidUsage(
                 f"Trainer: {name} is not supported with plans; leave it out, or use transformers.Trainer"
             )
+    return of_log_probs

@@ -137,7 +137,8 @@ def kept_terms(kept: KeptLogProbs, lengths: Sequence[int | Tree]) -> LabelTerms:
 
 
 def given_terms(slopes: Tensor, temperature: float, lengths: Sequence[int | Tree]) -> LabelTerms:
-    """The derivative by each log-probability is known: ``slopes``, by entry. The losses themselves count as 0."""
+    """The derivative by each log-probability is known: ``slopes[0]``, by entry; ``slopes[1]``, if it is there, that by
+    each entropy. The losses themselves count as 0."""
     return LabelTerms(lengths, lambda labels: _Sloped(slopes, temperature, labels))
 
 
@@ -205,14 +206,13 @@ class _Keeper:
 
 
 class _Sloped:
-    entropy = False
-
     def __init__(self, slopes: Tensor, temperature: float, labels: _Labels) -> None:
-        self.temperature = temperature
-        self._slopes = slopes[labels.entries].to(labels.labels.device)
+        self.temperature, self.entropy = temperature, len(slopes) > 1
+        self._slopes = slopes[:, labels.entries].to(labels.labels.device)
 
     def __call__(self, log_probs: Tensor, _: Tensor | None, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        return torch.zeros_like(log_probs), self._slopes[part].to(log_probs.dtype), None
+        slopes = self._slopes[:, part].to(log_probs.dtype)
+        return torch.zeros_like(log_probs), slopes[0], slopes[1] if self.entropy else None
 
 
 def group_terms(

@@ -356,7 +356,7 @@ class Trainer:
         """What the labels' losses are, and (loss, count) of what this rank knows of them before the step's passes."""
         if isinstance(self.loss, GroupLoss):
             slopes, told = self._group_terms(planned, fetch, groups)
-            return given_terms(slopes, self.loss.temperature, planned.lengths), told
+            return given_terms(slopes[None], self.loss.temperature, planned.lengths), told
         if isinstance(self.loss, TokenLoss):
             return token_terms(self.loss, planned.lengths), torch.zeros(2, dtype=torch.float64)
         return None, torch.zeros(2, dtype=torch.float64)
