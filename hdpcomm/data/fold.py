@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.tree import Tree
+from hdpcomm.plan.tree import TrajectoryTree, Tree
 
 __all__ = ["FoldedTree", "fold"]
 
@@ -22,31 +22,18 @@ Int64 = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FoldedTree:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FoldedTree(TrajectoryTree):
     """Trajectories that begin with the same token, with each shared prefix once.
 
     Attributes:
-        tree: the segments; a trajectory is a way from the root to the end of a segment.
         tokens: ``[tree.num_tokens]`` int64.
         weights: ``[tree.num_tokens]`` float32, the loss weight of each token as what is to be predicted: the sum over
             the trajectories that contain it.
-        trajectories: which of the given ones are in this tree.
-        last_segments: for each of these, the segment that it ends with.
     """
 
-    tree: Tree
     tokens: Tensor
     weights: Tensor
-    trajectories: tuple[int, ...]
-    last_segments: tuple[int, ...]
-
-    def token_places(self, trajectory: int) -> Int64:
-        """Places in the tree of the tokens of one of the given trajectories. Raises InvalidUsage if it is not here."""
-        if trajectory not in self.trajectories:
-            raise InvalidUsage(f"trajectory {trajectory} is not in this tree, which holds {list(self.trajectories)}")
-        last = self.last_segments[self.trajectories.index(trajectory)]
-        return self.tree.token_places(self.tree.path(last))
 
 
 def fold(

@@ -14,7 +14,7 @@ from hdpcomm.plan.specs import DeviceSpec, ModelSpec
 from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
 from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.token_mixing import TokenMixing
-from hdpcomm.plan.tree import Tree, TreeFragment, join_trees
+from hdpcomm.plan.tree import TrajectoryTree, Tree, TreeFragment, join_trees, trees_of_prompts
 
 __all__ = [
     "ARCHITECTURES",
@@ -40,9 +40,11 @@ __all__ = [
     "SequenceInfo",
     "StepPlan",
     "TokenMixing",
+    "TrajectoryTree",
     "Tree",
     "TreeFragment",
     "join_trees",
+    "trees_of_prompts",
     "load_cluster",
     "load_model",
     "model_from_config",

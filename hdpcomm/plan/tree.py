@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Tree", "TreeFragment", "join_trees"]
+__all__ = ["TrajectoryTree", "Tree", "TreeFragment", "join_trees", "trees_of_prompts"]
 
 Int64: TypeAlias = "npt.NDArray[np.int64]"
 
@@ -136,6 +136,67 @@ class Tree:
                 f"{chosen.tolist()} are no part of a tree: give rising segments with all their ancestors"
             )
         return Tree(parents, self.lengths[chosen])
+
+
+@dataclass(frozen=True, eq=False)
+class TrajectoryTree:
+    """Trajectories of a batch that share prefixes, with each shared prefix once.
+
+    Attributes:
+        tree: the segments; a trajectory is a way from the root to the end of a segment.
+        trajectories: which of the batch are in this tree.
+        last_segments: for each of these, the segment that it ends with.
+    """
+
+    tree: Tree
+    trajectories: tuple[int, ...]
+    last_segments: tuple[int, ...]
+
+    def token_places(self, trajectory: int) -> Int64:
+        """Places in the tree of the tokens of one of the given trajectories. Raises InvalidUsage if it is not here."""
+        if trajectory not in self.trajectories:
+            raise InvalidUsage(f"trajectory {trajectory} is not in this tree, which holds {list(self.trajectories)}")
+        last = self.last_segments[self.trajectories.index(trajectory)]
+        return self.tree.token_places(self.tree.path(last))
+
+
+def trees_of_prompts(lengths: Sequence[int], prompts: Sequence[tuple[Hashable, int]]) -> list[TrajectoryTree]:
+    """Trees of the answers to each prompt, for a step that computes a prompt once. Local; tokens are not needed.
+
+    Args:
+        lengths: tokens of each sequence, a prompt and its answer.
+        prompts: for each sequence the name of its prompt and the prompt's tokens.
+
+    Returns: one for each prompt that has several answers.
+
+    Raises:
+        InvalidUsage: a prompt of no tokens or longer than its sequence, or of several lengths.
+
+    Example:
+        >>> [shared] = trees_of_prompts([12, 15, 9], [("a", 10), ("a", 10), ("b", 5)])
+        >>> shared.tree, shared.trajectories
+        (Tree(parents=[-1, 0, 0], lengths=[10, 2, 5]), (0, 1))
+    """
+    if len(prompts) != len(lengths):
+        raise InvalidUsage(f"{len(prompts)} prompts were given for {len(lengths)} sequences; give one for each")
+    answers: dict[Hashable, list[int]] = {}
+    for i, (name, tokens) in enumerate(prompts):
+        answers.setdefault(name, []).append(i)
+        if not 1 <= tokens <= lengths[i] or tokens != prompts[answers[name][0]][1]:
+            raise InvalidUsage(
+                f"prompt {name!r} has {tokens} tokens in sequence {i} of {lengths[i]} tokens; expected at least one, "
+                "at most all of them, and the same number in each sequence of that prompt"
+            )
+    made = []
+    for members in answers.values():
+        if len(members) == 1:
+            continue
+        prompt = prompts[members[0]][1]
+        longer = [i for i in members if lengths[i] > prompt]
+        tree = Tree([-1, *[0] * len(longer)], [prompt, *(lengths[i] - prompt for i in longer)])
+        last = {i: place + 1 for place, i in enumerate(longer)}
+        made.append(TrajectoryTree(tree, tuple(members), tuple(last.get(i, 0) for i in members)))
+    return made
 
 
 @dataclass(frozen=True, slots=True)

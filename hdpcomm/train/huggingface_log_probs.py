@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.huggingface_batch import Sequences, gather_sequences, sequences_of
-from hdpcomm.train.label_terms import KeptLogProbs, LabelTerms, given_terms, kept_terms
+from hdpcomm.train.label_terms import Batch, KeptLogProbs, LabelTerms, given_terms, kept_terms
 from hdpcomm.train.loss import IGNORE
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class ComputedLoss:
             if slope is not None:
                 row[call.entries] = slope.cpu()[call.where]
         comm.all_reduce(slopes)
-        return given_terms(slopes, self.temperature, call.batch.lengths)
+        return given_terms(slopes, self.temperature, Batch(call.batch.lengths))
 
 
 class LogProbModel:
@@ -111,8 +111,9 @@ class LogProbModel:
         own, where = _rows(arguments)
         batch = gather_sequences(own, self._comm)
         planned = self._plan(batch.lengths)
-        kept = KeptLogProbs(batch.lengths, self._like, entropy=True, temperature=self._temperature)
-        self._run(planned, batch, kept_terms(kept, batch.lengths))
+        entries_of = Batch(batch.lengths)
+        kept = KeptLogProbs(entries_of, self._like, entropy=True, temperature=self._temperature)
+        self._run(planned, batch, kept_terms(kept, entries_of))
         values = kept.sum(self._comm)
         first = sum(batch.lengths[: self._first(own)])
         entries = first + (own.labels != IGNORE).nonzero()[:, 0]

@@ -1,23 +1,27 @@
 """How a loss of log-probabilities gets to the labels of a step, wherever the plan puts them.
 
 All labels of a global batch have a number, their entry: those of sequence i begin at the sum of the lengths before it.
-Ranks keep entries beside the tokens of their shards, so what is known of all labels in order (log-probabilities, or the
-derivatives of a loss that couples them) finds its place on any rank, and back.
+Ranks keep entries beside the labels of their shards, so what is known of all labels in order (log-probabilities, or the
+derivatives of a loss that couples them) finds its place on any rank, and back. Sequences that share a prefix have
+labels of their own, also where a tree computes their common tokens once.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hdpcomm.attention import positions, shard
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import Tree
+from hdpcomm.plan import Tree, join_trees
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.losses import COMPUTED, GroupLoss, TokenLoss
 from hdpcomm.train.shards import Fetch, PackedShard, checked
@@ -25,26 +29,65 @@ from hdpcomm.train.shards import Fetch, PackedShard, checked
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
+    from hdpcomm.plan import MicroBatch, TrajectoryTree, TreeFragment
 
 __all__ = [
+    "Batch",
     "KeptLogProbs",
     "LabelTerms",
     "checked_groups",
     "given_terms",
     "group_terms",
     "kept_terms",
-    "offsets_of",
     "token_terms",
 ]
 
 Columns = Mapping[str, Tensor]
 
 
-class LabelTerms:
-    """What the labels of a step's sequences have for a loss. Local.
+class Batch:
+    """The sequences of a global batch, and what is planned of them. Local.
 
     Args:
-        lengths: of the global batch.
+        lengths: tokens of each sequence.
+        trees: of sequences that share prefixes, each in at most one.
+
+    Attributes:
+        items: what is planned: lengths of sequences, and trees.
+        sources: of each item, the number of its sequence, or its tree.
+        offsets: where the entries of each sequence begin, and where all end.
+
+    Raises: InvalidUsage for lengths that are trees themselves, or trees that do not fit the lengths.
+    """
+
+    def __init__(self, lengths: Sequence[int | Tree], trees: Sequence[TrajectoryTree] = ()) -> None:
+        given = [i for i, length in enumerate(lengths) if isinstance(length, Tree)]
+        if given:
+            raise InvalidUsage(
+                f"sequence {given[0]} is a tree; log-probabilities, and losses of them, are of whole trajectories: "
+                "give their lengths, and trees= of those that share prefixes"
+            )
+        self.lengths = [int(length) for length in lengths]  # type: ignore[arg-type]
+        self.offsets = [0, *itertools.accumulate(self.lengths)]
+        taken: set[int] = set()
+        for tree in trees:
+            for i, last in zip(tree.trajectories, tree.last_segments, strict=True):
+                tokens = int(tree.tree.starts[last] + tree.tree.lengths[last])
+                if i in taken or not 0 <= i < len(self.lengths) or tokens != self.lengths[i]:
+                    raise InvalidUsage(
+                        f"a tree has sequence {i} with {tokens} tokens; expected one of the {len(self.lengths)} "
+                        "sequences of the batch, with its length, in one tree"
+                    )
+                taken.add(i)
+        self.sources: list[int | TrajectoryTree] = [*trees, *(i for i in range(len(self.lengths)) if i not in taken)]
+        self.items = [self.lengths[each] if isinstance(each, int) else each.tree for each in self.sources]
+
+
+class LabelTerms:
+    """What the labels of a step have for a loss. Local.
+
+    Args:
+        batch: the plan's items must be its items.
         make: gives the loss of a shard's labels.
         columns: names that ``fetch`` must give.
         mass: what a sequence with so many labels adds to the number by which the sum of losses is divided.
@@ -53,36 +96,144 @@ class LabelTerms:
 
     def __init__(
         self,
-        lengths: Sequence[int | Tree],
+        batch: Batch,
         make: Callable[[_Labels], LabelLoss],
         *,
         columns: Sequence[str] = (),
         mass: Callable[[int], float] = lambda _: 0.0,
         needs_columns: bool = False,
     ) -> None:
-        offsets = offsets_of(lengths)
-        self.offsets, self._lengths = torch.tensor(offsets), [b - a for a, b in itertools.pairwise(offsets)]
-        self._make, self._names, self._mass, self._needs_columns = make, columns, mass, needs_columns
-        self._labels: dict[int, int] = {}
-        """How many each sequence has that was read here."""
+        self._batch, self._make, self._names = batch, make, columns
+        self._mass, self._needs_columns = mass, needs_columns
+        self._given: tuple[int, list[str]] | None = None
+        """The first sequence that was read, and its columns."""
 
-    def read(self, i: int, length: int, fetch: Fetch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """(tokens, labels, columns) of a sequence, each ``[length]``; its entries are one of the columns."""
-        fetched = fetch(i)
+    def pack(
+        self,
+        micro_batch: MicroBatch,
+        fragments: Sequence[TreeFragment],
+        fetch: Fetch,
+        *,
+        comm: Communicator,
+        device: torch.device,
+    ) -> PackedShard:
+        """This rank's shard of a micro-batch, with the losses of its labels; whole sequences are fetched."""
+        parts = [self._part(sequence.id, fragments, fetch) for sequence in micro_batch.sequences]
+        counts = {i: labels for part in parts for i, labels in part.counts.items()}
+        tokens = torch.cat([part.tokens for part in parts])
+        columns = _joined([part.columns for part in parts])
+        rank, size = comm.rank, comm.size
+        rows = None
+        if any(part.tree is not None for part in parts):
+            pack: Tree | Tensor = join_trees([part.tree or len(part.tokens) for part in parts])
+            first = itertools.accumulate((len(part.tokens) for part in parts), initial=0)
+            at = torch.cat([part.rows + start for part, start in zip(parts, first, strict=False)])
+            mine = shard(torch.arange(len(tokens)), pack, rank=rank, size=size)
+            row = torch.full((len(tokens),), -1, dtype=torch.int64)
+            row[mine] = torch.arange(len(mine))
+            here = row[at] >= 0
+            tokens, rows = tokens[mine], row[at[here]]
+            columns = {name: column[here] for name, column in columns.items()}
+        else:
+            pack = torch.tensor([0, *itertools.accumulate(len(part.tokens) for part in parts)], dtype=torch.int32)
+            tokens = shard(tokens, pack, rank=rank, size=size)
+            columns = {name: shard(column, pack, rank=rank, size=size) for name, column in columns.items()}
+        labels, entries = columns.pop("labels"), columns.pop("tokens")
+        own = _Labels(
+            labels.to(device), entries, {name: column.to(device) for name, column in columns.items()},
+            torch.searchsorted(torch.tensor(self._batch.offsets), entries, right=True) - 1, counts,
+        )  # fmt: skip
+        mass = math.fsum(self._mass(each) for each in counts.values()) if rank == 0 else 0.0
+        return PackedShard(
+            tokens=tokens.to(device),
+            labels=own.labels,
+            positions=positions(pack, rank=rank, size=size, device=device),
+            cu_seqlens=pack,
+            label_rows=None if rows is None else rows.to(device),
+            label_weights=self._make(own),
+            mass=torch.tensor(mass, dtype=torch.float64),
+        )
+
+    def _part(self, item: int, fragments: Sequence[TreeFragment], fetch: Fetch) -> _Part:
+        """One sequence of a micro-batch: a sequence of the batch, a tree or a part of one."""
+        items = len(self._batch.items)
+        fragment = fragments[item - items] if item >= items else None
+        source = self._batch.sources[item if fragment is None else fragment.tree]
+        if isinstance(source, int):
+            tokens, columns = self._read(source, fetch)
+            return _Part(tokens, None, torch.arange(len(tokens)), columns, {source: _count(columns)})
+        tree = source.tree
+        here = np.arange(tree.num_tokens)
+        trains = set(range(len(tree)))
+        if fragment is not None:
+            chosen = tree.token_places(fragment.segments)
+            here = np.full(tree.num_tokens, -1)
+            here[chosen] = np.arange(len(chosen))
+            trains = {each for each, twice in zip(fragment.segments, fragment.repeated, strict=True) if not twice}
+            tree = tree.part(fragment.segments)
+        tokens = torch.full((tree.num_tokens,), -1)
+        rows, parts, counts = [], [], {}
+        for i, last in zip(source.trajectories, source.last_segments, strict=True):
+            if last not in trains:
+                continue  # a fragment has it that ends there
+            own, columns = self._read(i, fetch)
+            places = torch.from_numpy(here[source.token_places(i)])
+            known = tokens[places]
+            if bool(((known >= 0) & (known != own)).any()):
+                raise InvalidUsage(
+                    f"sequence {i} has other tokens in the prefix that it shares with {list(source.trajectories)}; "
+                    "give trees= of sequences that begin alike"
+                )
+            tokens[places] = own
+            labelled = columns["labels"] != IGNORE
+            rows.append(places[labelled])
+            parts.append({name: column[labelled] for name, column in columns.items()})
+            counts[i] = len(rows[-1])
+        return _Part(tokens, tree, torch.cat(rows), _joined(parts), counts)
+
+    def _read(self, i: int, fetch: Fetch) -> tuple[Tensor, dict[str, Tensor]]:
+        """(tokens, columns) of a sequence, each ``[length]``; its labels are one of them, its entries another, which
+        goes by the name of "tokens"."""
+        fetched, length = fetch(i), self._batch.lengths[i]
         tokens, labels = checked(fetched, i, length)
-        self._labels[i] = int((labels != IGNORE).sum())
         columns = _columns(fetched, i, length, self._names) if self._needs_columns else {}
-        columns[_ENTRIES] = torch.arange(length) + self.offsets[i]
-        return tokens, labels, columns
+        self._given = self._given or (i, sorted(columns))
+        if sorted(columns) != self._given[1]:
+            raise InvalidUsage(
+                f"fetch({i}) gave the columns {sorted(columns)}, and fetch({self._given[0]}) {self._given[1]}; give the "
+                "same ones for all sequences"
+            )
+        return tokens.cpu(), {
+            **columns, "labels": labels.cpu(), "tokens": torch.arange(length) + self._batch.offsets[i]
+        }  # fmt: skip
 
-    def bind(self, packed: PackedShard, columns: dict[str, Tensor]) -> PackedShard:
-        """The shard with the loss of its labels. ``columns``: those of :meth:`read`, sharded as its tokens are."""
-        entries = columns.pop(_ENTRIES).cpu()
-        places = torch.searchsorted(self.offsets, entries, right=True) - 1
-        numbers, tokens = (x.tolist() for x in places.unique(return_counts=True))  # type: ignore[no-untyped-call]
-        mass = sum(self._mass(self._labels[i]) * n / self._lengths[i] for i, n in zip(numbers, tokens, strict=True))
-        labels = _Labels(packed.labels, entries, columns, places, self._labels)
-        return replace(packed, label_weights=self._make(labels), mass=torch.tensor(mass, dtype=torch.float64))
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one sequence of a micro-batch brings.
+
+    Attributes:
+        tokens: of it, or of its tree.
+        tree: ``None``: it is a plain sequence.
+        rows: for each label the place of its token.
+        columns: by label, its entries among them.
+        counts: labels of each sequence of the batch that is here.
+    """
+
+    tokens: Tensor
+    tree: Tree | None
+    rows: Tensor
+    columns: dict[str, Tensor]
+    counts: dict[int, int]
+
+
+def _count(columns: Mapping[str, Tensor]) -> int:
+    return int((columns["labels"] != IGNORE).sum())
+
+
+def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The columns of several sequences, which have the same names, one after the other."""
+    return {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,38 +259,23 @@ class _Labels:
         return table[which].to(self.labels.device)
 
 
-_ENTRIES = "labels"
-"""Under this name, which no column can have, go the entries."""
-
-
-def offsets_of(lengths: Sequence[int | Tree]) -> list[int]:
-    """Where the entries of each sequence begin, and where all end. Raises InvalidUsage for trees."""
-    trees = [i for i, length in enumerate(lengths) if isinstance(length, Tree)]
-    if trees:
-        raise InvalidUsage(
-            f"sequence {trees[0]} is a tree; log-probabilities, and losses of them, are of whole trajectories: give "
-            "their lengths"
-        )
-    return [0, *itertools.accumulate(int(length) for length in lengths)]  # type: ignore[arg-type]
-
-
-def token_terms(loss: TokenLoss, lengths: Sequence[int | Tree]) -> LabelTerms:
+def token_terms(loss: TokenLoss, batch: Batch) -> LabelTerms:
     """Where the loss of a label needs nothing of others."""
     return LabelTerms(
-        lengths, lambda labels: _OwnLoss(loss, labels), columns=loss.columns, mass=loss.mass,
+        batch, lambda labels: _OwnLoss(loss, labels), columns=loss.columns, mass=loss.mass,
         needs_columns=True,
     )  # fmt: skip
 
 
-def kept_terms(kept: KeptLogProbs, lengths: Sequence[int | Tree]) -> LabelTerms:
+def kept_terms(kept: KeptLogProbs, batch: Batch) -> LabelTerms:
     """Nothing is trained; log-probabilities are kept."""
-    return LabelTerms(lengths, lambda labels: _Keeper(kept, labels))
+    return LabelTerms(batch, lambda labels: _Keeper(kept, labels))
 
 
-def given_terms(slopes: Tensor, temperature: float, lengths: Sequence[int | Tree]) -> LabelTerms:
+def given_terms(slopes: Tensor, temperature: float, batch: Batch) -> LabelTerms:
     """The derivative by each log-probability is known: ``slopes[0]``, by entry; ``slopes[1]``, if it is there, that by
     each entropy. The losses themselves count as 0."""
-    return LabelTerms(lengths, lambda labels: _Sloped(slopes, temperature, labels))
+    return LabelTerms(batch, lambda labels: _Sloped(slopes, temperature, labels))
 
 
 class _OwnLoss:
@@ -173,9 +309,9 @@ class KeptLogProbs:
     """Log-probabilities, and entropies, of the labels of a batch by entry; of those that this rank has seen, others
     0."""
 
-    def __init__(self, lengths: Sequence[int | Tree], like: Tensor, *, entropy: bool, temperature: float) -> None:
+    def __init__(self, batch: Batch, like: Tensor, *, entropy: bool, temperature: float) -> None:
         dtype = torch.promote_types(like.dtype, torch.float32)
-        size = offsets_of(lengths)[-1]
+        size = batch.offsets[-1]
         self.values = torch.zeros(1 + entropy, size, dtype=dtype, device=like.device)
         self.entropy, self.temperature = entropy, temperature
 
@@ -218,7 +354,7 @@ class _Sloped:
 def group_terms(
     loss: GroupLoss,
     log_probs: Tensor,
-    lengths: Sequence[int | Tree],
+    batch: Batch,
     groups: Sequence[int],
     fetch: Fetch,
     comm: Communicator,
@@ -230,9 +366,9 @@ def group_terms(
         log_probs: by entry, equal on all ranks.
         groups: of each sequence.
     """
-    offsets = offsets_of(lengths)
+    offsets = batch.offsets
     slopes, told = torch.zeros_like(log_probs), torch.zeros(2, dtype=torch.float64)
-    for members in _own_groups(groups, lengths, comm):
+    for members in _own_groups(groups, batch.lengths, comm):
         leaves, columns, where = [], [], []
         for i in members:
             fetched = fetch(i)
@@ -255,13 +391,12 @@ def group_terms(
     return slopes, told
 
 
-def _own_groups(groups: Sequence[int], lengths: Sequence[int | Tree], comm: Communicator) -> list[list[int]]:
+def _own_groups(groups: Sequence[int], lengths: Sequence[int], comm: Communicator) -> list[list[int]]:
     """The groups that are this rank's, each a list of sequences: the longest first, to whom has least."""
     members: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
         members.setdefault(group, []).append(i)
-    offsets = offsets_of(lengths)
-    tokens = {group: sum(offsets[i + 1] - offsets[i] for i in each) for group, each in members.items()}
+    tokens = {group: sum(lengths[i] for i in each) for group, each in members.items()}
     loads = [(0, rank) for rank in range(comm.size)]
     own = []
     for group in sorted(members, key=lambda group: -tokens[group]):

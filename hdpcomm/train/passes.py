@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from hdpcomm.parallel.waves import waves_of
 from hdpcomm.plan.queue import fixed_for_rank
 from hdpcomm.plan.waves import make_waves
+from hdpcomm.train.label_terms import LabelTerms
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.queue import StepQueue
-from hdpcomm.train.shards import Fetch, PackedShard, Terms, empty_shard, no_tokens, pack_shard
+from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, no_tokens, pack_shard
 from hdpcomm.train.tree_shards import holds_trees, pack_trees
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class StepInputs:
     around: Callable[[float, int], AbstractContextManager[None]] = lambda *_: nullcontext()
     on_pass: Callable[[int | None], object] = lambda _: None
     ends: bool = True
-    terms: Terms | None = None
+    terms: LabelTerms | None = None
 
 
 class Passes(Protocol):
@@ -205,6 +206,8 @@ class MicroBatchPasses:
 def packed_shard(micro_batch: MicroBatch, step: StepInputs, comm: Communicator, device: torch.device) -> PackedShard:
     """This rank's shard of a micro-batch. Local."""
     lengths = step.planned.lengths
+    if step.terms is not None:
+        return step.terms.pack(micro_batch, step.planned.plan.fragments, step.fetch, comm=comm, device=device)
     if holds_trees(micro_batch, lengths):
         return pack_trees(micro_batch, lengths, step.planned.plan.fragments, step.fetch, comm=comm, device=device)
-    return pack_shard(micro_batch, step.fetch, comm=comm, device=device, terms=step.terms)
+    return pack_shard(micro_batch, step.fetch, comm=comm, device=device)

@@ -62,13 +62,6 @@ class FetchAhead(FetchParts, Protocol):
         """Begins to read (place, start, stop), which are about to be asked for. Does not wait."""
 
 
-class Terms(Protocol):
-    """What the labels of a step have for a loss: :class:`hdpcomm.train.label_terms.LabelTerms`."""
-
-    def read(self, i: int, length: int, fetch: Fetch, /) -> tuple[Tensor, Tensor, dict[str, Tensor]]: ...
-    def bind(self, packed: PackedShard, columns: dict[str, Tensor], /) -> PackedShard: ...
-
-
 _ENOUGH = 8
 """Labels that equal their tokens by chance are fewer than these."""
 
@@ -118,59 +111,31 @@ def empty_shard(device: torch.device) -> PackedShard:
     return PackedShard(none, none, none, torch.zeros(1, dtype=torch.int32))
 
 
-def pack_shard(
-    micro_batch: MicroBatch,
-    fetch: Fetch,
-    *,
-    comm: Communicator,
-    device: torch.device,
-    terms: Terms | None = None,
-) -> PackedShard:
+def pack_shard(micro_batch: MicroBatch, fetch: Fetch, *, comm: Communicator, device: torch.device) -> PackedShard:
     """Fetches a micro-batch's sequences, makes labels, packs them and takes this rank's shard. Local.
 
     Args:
         comm: the communicator over the micro-batch's ranks.
-        terms: of a loss of log-probabilities; whole sequences are fetched for it.
 
     Raises:
-        InvalidUsage: ``fetch`` gave something else than a sequence of the planned length, with the columns that the
-            loss needs.
+        InvalidUsage: ``fetch`` gave something else than a sequence of the planned length.
     """
     bounds = [0, *itertools.accumulate(sequence.length for sequence in micro_batch.sequences)]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
     rank, size = comm.rank, comm.size
-    columns: dict[str, Tensor] = {}
-    if terms is not None:
-        read = [terms.read(each.id, each.length, fetch) for each in micro_batch.sequences]
-        columns = {name: torch.cat(each) for name, each in _joined([each for *_, each in read]).items()}
-        tokens, labels = (torch.cat(each) for each in zip(*((a, b) for a, b, _ in read), strict=True))
-        tokens, labels = (shard(each, cu_seqlens, rank=rank, size=size) for each in (tokens, labels))
-        columns = {name: shard(each, cu_seqlens, rank=rank, size=size).to(device) for name, each in columns.items()}
-    elif size > 1 and isinstance(fetch, FetchParts):
+    if size > 1 and isinstance(fetch, FetchParts):
         tokens, labels = _own_parts(micro_batch, fetch, cu_seqlens, rank=rank, size=size)
     else:
         if isinstance(fetch, FetchAhead):
             fetch.ahead([(each.id, 0, each.length) for each in micro_batch.sequences])
         whole = [checked(fetch(each.id), each.id, each.length) for each in micro_batch.sequences]
         tokens, labels = (shard(torch.cat(each), cu_seqlens, rank=rank, size=size) for each in zip(*whole, strict=True))
-    packed = PackedShard(
+    return PackedShard(
         tokens=tokens.to(device),
         labels=labels.to(device),
         positions=positions_of(cu_seqlens, rank=rank, size=size, device=device),
         cu_seqlens=cu_seqlens,
     )
-    return packed if terms is None else terms.bind(packed, columns)
-
-
-def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Tensor]]:
-    """By name, the columns of all sequences. Raises InvalidUsage where they have other names."""
-    names = {name for each in columns for name in each}
-    for name in names:
-        if not all(name in each for each in columns):
-            raise InvalidUsage(
-                f"fetch() gave the column {name!r} for some sequences of a batch and not for others; give it for all"
-            )
-    return {name: [each[name] for each in columns] for name in sorted(names)}
 
 
 def parts_of_rank(plan: StepPlan, rank: int) -> list[tuple[int, int, int]]:

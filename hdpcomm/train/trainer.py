@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import pairwise
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +26,13 @@ from hdpcomm.train.expert_load import add_expert_load, expert_loads
 from hdpcomm.train.fsdp import FullyShardedParameters
 from hdpcomm.train.gradients import Gradients, trained_parameters
 from hdpcomm.train.label_terms import (
+    Batch,
     KeptLogProbs,
     LabelTerms,
     checked_groups,
     given_terms,
     group_terms,
     kept_terms,
-    offsets_of,
     token_terms,
 )
 from hdpcomm.train.layout import layout_of, num_parameters, plain_name
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import ActivationOffload
     from hdpcomm.parallel.stages import Stage
-    from hdpcomm.plan import Planner, StepPlan, Tree
+    from hdpcomm.plan import Planner, StepPlan, TrajectoryTree, Tree
 
 __all__ = ["Trainer"]
 
@@ -210,7 +210,12 @@ class Trainer:
             self.gradients = Gradients.whole(parameters, self.layout, mesh, bucket_bytes=bucket_bytes)
 
     def step(
-        self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch, *, groups: Sequence[int] | None = None
+        self,
+        lengths: Sequence[int | Tree] | PlannedStep,
+        fetch: Fetch,
+        *,
+        groups: Sequence[int] | None = None,
+        trees: Sequence[TrajectoryTree] = (),
     ) -> StepMetrics:
         """One optimizer step on a global batch. Collective over ``comm``: equal ``lengths`` on every rank.
 
@@ -230,6 +235,9 @@ class Trainer:
                 :class:`~hdpcomm.train.GroupLoss` it is called for the sequences of this rank's groups, too.
             groups: of a :class:`~hdpcomm.train.GroupLoss`, the number of each sequence's group. Default: each sequence
                 is one.
+            trees: of a loss of log-probabilities, which sequences share prefixes
+                (:func:`hdpcomm.plan.trees_of_prompts`, :func:`hdpcomm.data.fold`). Shared tokens are computed once
+                where the plan is shorter so; the loss stays that of each sequence.
 
         Raises:
             InvalidUsage: a sequence does not fit the ranks' capacity, or no token of the batch has a label.
@@ -243,12 +251,19 @@ class Trainer:
         check_has("step()", "fetch", fetch, "__call__", "a function of a sequence's number")
         with self.comm.liveness_deadlines():
             try:
-                return self._step(lengths, declared(fetch, self.comm), groups)
+                return self._step(lengths, declared(fetch, self.comm), groups, trees)
             except Aborted:
                 self.gradients.drain()  # where it was a reduction that failed first, it has the reason
                 raise
 
-    def evaluate(self, lengths: Sequence[int | Tree], fetch: Fetch, *, groups: Sequence[int] | None = None) -> Tensor:
+    def evaluate(
+        self,
+        lengths: Sequence[int | Tree],
+        fetch: Fetch,
+        *,
+        groups: Sequence[int] | None = None,
+        trees: Sequence[TrajectoryTree] = (),
+    ) -> Tensor:
         """(summed loss, labels) of the sequences whose last layers are on this rank, fp64 ``[2]``; nothing is trained.
 
         Collective over ``comm``; arguments and errors as of :meth:`step`. The sum over all ranks is that of the batch;
@@ -257,11 +272,13 @@ class Trainer:
         check_has("evaluate()", "fetch", fetch, "__call__", "a function of a sequence's number")
         self._refuse_fully_sharded("evaluate()")
         with self.comm.liveness_deadlines():
-            planned, fetch = self._plan_now(lengths), declared(fetch, self.comm)
+            planned, batch = self._plan_now(lengths, trees)
+            fetch = declared(fetch, self.comm)
             self._agree(planned.plan, groups)
             if isinstance(self.loss, GroupLoss):
-                return self._group_terms(planned, fetch, groups)[1]
-            terms = token_terms(self.loss, lengths) if isinstance(self.loss, TokenLoss) else None
+                assert batch is not None
+                return self._group_terms(planned, batch, fetch, groups)[1]
+            terms, _ = self._terms(planned, batch, fetch, groups)
             return self._forward(planned, fetch, terms)
 
     def log_probs(
@@ -272,11 +289,12 @@ class Trainer:
         entropy: bool = False,
         temperature: float | None = None,
         root: int | None = None,
+        trees: Sequence[TrajectoryTree] = (),
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """The log-probability of each label of a batch under the model as it is; forward passes only, under a plan.
 
-        Collective over ``comm``; ``lengths``, ``fetch`` and errors as of :meth:`step`. Columns of ``fetch`` are not
-        read.
+        Collective over ``comm``; ``lengths``, ``fetch``, ``trees`` and errors as of :meth:`step`. Columns of ``fetch``
+        are not read.
 
         Args:
             entropy: whether to give the entropy of each token's distribution, too.
@@ -292,27 +310,31 @@ class Trainer:
         if root is not None:
             check_whole("log_probs()", "root", root, least=0, most=self.comm.size - 1)
         self._refuse_fully_sharded("log_probs()")
-        offsets = offsets_of(lengths)
         with self.comm.liveness_deadlines():
-            planned, fetch = self._plan_now(lengths), declared(fetch, self.comm)
+            planned, batch = self._plan_shorter(lengths, trees)
             self._agree(planned.plan, more=(entropy, temperature, root))
-            found = self._log_probs(planned, fetch, entropy=entropy, temperature=temperature).sum(self.comm, root)
+            kept = self._log_probs(planned, batch, declared(fetch, self.comm), entropy=entropy, temperature=temperature)
+            found = kept.sum(self.comm, root)
         if root not in (None, self.comm.rank):
             return [], [] if entropy else None
-        split = [list(row.split([b - a for a, b in pairwise(offsets)])) for row in found]
+        split = [list(row.split(batch.lengths)) for row in found]
         return split[0], split[1] if entropy else None
 
     def _step(
-        self, lengths: Sequence[int | Tree] | PlannedStep, fetch: Fetch, groups: Sequence[int] | None
+        self,
+        lengths: Sequence[int | Tree] | PlannedStep,
+        fetch: Fetch,
+        groups: Sequence[int] | None,
+        trees: Sequence[TrajectoryTree],
     ) -> StepMetrics:
         check_trained_names(self.model, self._trained)
         counts = self.comm.stats()
-        planned = lengths if isinstance(lengths, PlannedStep) else self._plan_now(lengths)
+        planned, batch = self._plan_now(lengths, trees)
         started, processor = time.perf_counter() - planned.waited_s, time.process_time()
         plan = planned.plan
         self.gradients.zero()  # from the agreement on, others may add to the sums here
         self._agree(plan, groups)
-        terms, told = self._terms(planned, fetch, groups)
+        terms, told = self._terms(planned, batch, fetch, groups)
         self.timeline.begin()
         self._buffers.begin()
         for load in self._loads:
@@ -351,28 +373,34 @@ class Trainer:
         return offloading.add_to(add_expert_load(metrics, self._loads, self.mesh), self.comm)
 
     def _terms(
-        self, planned: PlannedStep, fetch: Fetch, groups: Sequence[int] | None
+        self, planned: PlannedStep, batch: Batch | None, fetch: Fetch, groups: Sequence[int] | None
     ) -> tuple[LabelTerms | None, Tensor]:
         """What the labels' losses are, and (loss, count) of what this rank knows of them before the step's passes."""
-        if isinstance(self.loss, GroupLoss):
-            slopes, told = self._group_terms(planned, fetch, groups)
-            return given_terms(slopes[None], self.loss.temperature, planned.lengths), told
+        nothing = torch.zeros(2, dtype=torch.float64)
+        if batch is None:
+            return None, nothing
         if isinstance(self.loss, TokenLoss):
-            return token_terms(self.loss, planned.lengths), torch.zeros(2, dtype=torch.float64)
-        return None, torch.zeros(2, dtype=torch.float64)
+            return token_terms(self.loss, batch), nothing
+        assert isinstance(self.loss, GroupLoss)
+        slopes, told = self._group_terms(planned, batch, fetch, groups)
+        return given_terms(slopes[None], self.loss.temperature, batch), told
 
-    def _group_terms(self, planned: PlannedStep, fetch: Fetch, groups: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    def _group_terms(
+        self, planned: PlannedStep, batch: Batch, fetch: Fetch, groups: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor]:
         """See :func:`hdpcomm.train.label_terms.group_terms`. Collective."""
         assert isinstance(self.loss, GroupLoss)
-        kept = self._log_probs(planned, fetch, entropy=False, temperature=self.loss.temperature)
-        log_probs, lengths = kept.sum(self.comm)[0], planned.lengths
-        return group_terms(self.loss, log_probs, lengths, checked_groups(groups, len(lengths)), fetch, self.comm)
+        numbers = checked_groups(groups, len(batch.lengths))
+        kept = self._log_probs(planned, batch, fetch, entropy=False, temperature=self.loss.temperature)
+        return group_terms(self.loss, kept.sum(self.comm)[0], batch, numbers, fetch, self.comm)
 
-    def _log_probs(self, planned: PlannedStep, fetch: Fetch, *, entropy: bool, temperature: float) -> KeptLogProbs:
+    def _log_probs(
+        self, planned: PlannedStep, batch: Batch, fetch: Fetch, *, entropy: bool, temperature: float
+    ) -> KeptLogProbs:
         """Those of the labels whose last layers are on this rank. Collective, after the agreement on the plan."""
         like = next(parameter for parameter in self.model.parameters() if parameter.is_floating_point())
-        kept = KeptLogProbs(planned.lengths, like, entropy=entropy, temperature=temperature)
-        self._forward(planned, fetch, kept_terms(kept, planned.lengths))
+        kept = KeptLogProbs(batch, like, entropy=entropy, temperature=temperature)
+        self._forward(planned, fetch, kept_terms(kept, batch))
         if self.mesh.tensor_rank:
             kept.values.zero_()  # all tensor ranks have them
         return kept
@@ -471,7 +499,38 @@ class Trainer:
         settings = settings_of(self.optimizer, told)
         check_same_plan(plan, self.comm, more=order, settings=settings, alike=alike)
 
-    def _plan_now(self, lengths: Sequence[int | Tree]) -> PlannedStep:
+    def _plan_now(
+        self, lengths: Sequence[int | Tree] | PlannedStep, trees: Sequence[TrajectoryTree]
+    ) -> tuple[PlannedStep, Batch | None]:
+        """The plan of a step, and its sequences if the loss is one of log-probabilities."""
+        if isinstance(self.loss, (TokenLoss, GroupLoss)):
+            return self._plan_shorter(lengths, trees)
+        if trees:
+            raise InvalidUsage(
+                "trees= are of a loss of log-probabilities, and the trainer has another one; give it "
+                "loss=hdpcomm.train.losses.sft(), or lengths that are trees"
+            )
+        return lengths if isinstance(lengths, PlannedStep) else self._planned(lengths), None
+
+    def _plan_shorter(
+        self, lengths: Sequence[int | Tree] | PlannedStep, trees: Sequence[TrajectoryTree]
+    ) -> tuple[PlannedStep, Batch]:
+        """The plan with trees, or the one without if it is shorter, and its sequences."""
+        if isinstance(lengths, PlannedStep):
+            if trees:
+                raise InvalidUsage("a step that was planned before takes no trees=; give its lengths")
+            return lengths, Batch(lengths.lengths)
+        plain = Batch(lengths)
+        planned = self._planned(plain.items)
+        if not trees or any(getattr(each, "has_router_losses", False) for each in (*self.stages, self.model)):
+            return planned, plain
+        shared = Batch(lengths, trees)
+        other = self._planned(shared.items)
+        if other.plan.expected_s >= planned.plan.expected_s:
+            return planned, plain
+        return replace(other, waited_s=other.waited_s + planned.waited_s), shared
+
+    def _planned(self, lengths: Sequence[int | Tree]) -> PlannedStep:
         started = time.perf_counter()
         plan = self.planner.plan(lengths)
         return PlannedStep(tuple(lengths), plan, time.perf_counter() - started)

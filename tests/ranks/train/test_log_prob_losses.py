@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.plan import ClusterSpec, Planner, Tree
+from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree, trees_of_prompts
 from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE, GroupLoss, TokenLoss, Trainer, rollout
 from hdpcomm.train.losses import dapo, dpo, grpo, gspo, ppo
@@ -168,20 +169,20 @@ def test_a_queue_gives_sequences_to_whoever_is_free():
             assert loss == pytest.approx(wanted(DENSE, name)[0], rel=1e-10)
 
 
-def one_rank(loss, fetch=None, lengths=LENGTHS, groups=None, model=None, ranks=1, **options):
+def one_rank(loss, fetch=None, lengths=LENGTHS, groups=None, model=None, ranks=1, trees=()):
     """The results of one step on each rank, with small weights' gradients."""
 
     def rank():
         torch.set_num_threads(1)
         with hdp.init() as comm:
             made = Llama(DENSE, seed=SEED, dtype=torch.float64) if model is None else model()
-            planner = Planner(None, ClusterSpec(ranks, 128), cost_model=COST)
+            planner = cheap_fixed(ranks, 128)
             optimizer = torch.optim.SGD(made.parameters(), lr=0.0)
             trainer = Trainer(
                 made, optimizer, planner, comm, max_grad_norm=None,
-                loss=loss(comm) if isinstance(loss, type(lambda: 0)) else loss, **options,
+                loss=loss(comm) if isinstance(loss, type(lambda: 0)) else loss,
             )  # fmt: skip
-            metrics = trainer.step(lengths, fetch or (lambda i: rollouts()[i]), groups=groups)
+            metrics = trainer.step(lengths, fetch or (lambda i: rollouts()[i]), groups=groups, trees=trees)
             return metrics, {name: p.grad for name, p in made.named_parameters()}
 
     return run_threads(rank, ranks)
@@ -285,7 +286,7 @@ def test_what_fetch_gives_is_checked():
         one_rank(dapo(), lambda i: {**rollouts()[i], "advantages": torch.zeros(3)})
     with pytest.raises(InvalidUsage, match="tokens = None"):
         one_rank(dapo(), without("tokens"))
-    with pytest.raises(InvalidUsage, match="for some sequences of a batch and not for others"):
+    with pytest.raises(InvalidUsage, match="give the same ones for all sequences"):
         one_rank(dapo(), lambda i: rollouts()[i] if i else without("old_log_probs")(i))
 
 
@@ -330,3 +331,143 @@ def test_layers_that_drop_out_and_routers_with_losses_are_refused():
 def test_trees_are_refused():
     with pytest.raises(InvalidUsage, match="sequence 0 is a tree"):
         one_rank(dapo(), lengths=[Tree([-1, 0, 0], [3, 2, 2])])
+
+
+PROMPTS = (("a", 9), ("b", 20), ("c", 4))
+ANSWERS = ((6, 1, 0, 11, 3), (2, 30, 5, 5), (3,))
+"""Tokens of the answers to each prompt; one is empty, and two trees are too large for a rank."""
+
+
+@functools.cache
+def answers():
+    """(sequences as ``fetch`` gives them, the name and tokens of each one's prompt)."""
+    generator = torch.Generator().manual_seed(4)
+    made, of = [], []
+    for (name, tokens), sizes in zip(PROMPTS, ANSWERS, strict=True):
+        prompt = torch.randint(DENSE.vocabulary, (tokens,), generator=generator)
+        for size in sizes:
+            old = -4.2 + 0.4 * torch.randn(size, generator=generator, dtype=torch.float64)
+            made.append(
+                rollout(
+                    prompt,
+                    torch.randint(DENSE.vocabulary, (size,), generator=generator),
+                    old_log_probs=old,
+                    ref_log_probs=old + 0.1,
+                    advantages=float(torch.randn((), generator=generator)),
+                )
+            )
+            of.append((name, tokens))
+    order = torch.randperm(len(made), generator=generator).tolist()  # answers to a prompt need not be side by side
+    return [made[i] for i in order], [of[i] for i in order]
+
+
+def cheap_fixed(ranks, capacity, **cluster):
+    """Work is all that a plan looks at, so trees are shorter."""
+    cost = CostModel(attention=1e-6, linear=1e-5, fixed=1e-6, ring_step=1e-6)
+    return Planner(None, ClusterSpec(ranks, capacity, **cluster), cost_model=cost)
+
+
+@pytest.mark.parametrize(("ranks", "capacity"), [(1, 200), (1, 60), (2, 40), (3, 30), (4, 16)])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])
+def test_prompts_are_computed_once(name, ranks, capacity):
+    made, prompts = answers()
+    lengths = [len(each["tokens"]) for each in made]
+    trees = trees_of_prompts(lengths, prompts)
+    assert len(trees) == 2
+    loss, gradients = batch_loss(Llama(DENSE, seed=SEED, dtype=torch.float64), made, name)
+
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            model = Llama(DENSE, seed=SEED, dtype=torch.float64)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            planner = cheap_fixed(ranks, capacity)
+            trainer = Trainer(model, optimizer, planner, comm, max_grad_norm=None, loss=PLAIN[name][0])
+            metrics = trainer.step(lengths, made.__getitem__, trees=trees)
+            scored, _ = trainer.log_probs(lengths, made.__getitem__, trees=trees)
+            told = trainer.evaluate(lengths, made.__getitem__, trees=trees)
+            comm.all_reduce(told)
+            return metrics, {key: p.grad for key, p in model.named_parameters()}, scored, told
+
+    weights = dict(Llama(DENSE, seed=SEED, dtype=torch.float64).named_parameters())
+    plain = [log_probs_of(weights, DENSE, each["tokens"], each["labels"], PLAIN[name][0].temperature) for each in made]
+    for metrics, found, scored, told in run_threads(rank, ranks):
+        assert metrics.tokens < sum(lengths), "no tree ran"
+        assert metrics.loss == pytest.approx(loss, rel=1e-10)
+        assert float(told[0] / told[1]) == pytest.approx(loss, rel=1e-10)
+        for key, gradient in gradients.items():
+            assert (found[key] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), key
+        for mine, (theirs, _, where) in zip(scored, plain, strict=True):
+            assert torch.allclose(mine[where], theirs, rtol=0, atol=1e-12)
+            assert int((mine != 0).sum()) == len(where)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_prompts_are_computed_once_in_pipelines(zero):
+    made, prompts = answers()
+    lengths = [len(each["tokens"]) for each in made]
+    loss, gradients = batch_loss(Llama(DENSE, seed=SEED, dtype=torch.float64), made, "gspo")
+
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            trainer = trainer_of(
+                comm, SHAPES["hdp 2 pp 2"], optimizer=descend, norm=None, capacity=80, loss=PLAIN["gspo"][0], zero=zero
+            )
+            before = {key: x.clone() for key, x in trainer.state_dict()["model"].items()}
+            metrics = trainer.step(lengths, made.__getitem__, trees=trees_of_prompts(lengths, prompts))
+            after = trainer.state_dict()["model"]
+            return metrics, {key: before[key] - after[key] for key in before}
+
+    for metrics, found in run_threads(rank, 4):
+        assert metrics.tokens < sum(lengths), "no tree ran"
+        assert metrics.loss == pytest.approx(loss, rel=1e-10)
+        for key, gradient in gradients.items():
+            assert (found[key] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), key
+
+
+def test_branches_of_agents_by_their_tokens():
+    """Turns that branch twice, labels in shared turns too: each trajectory counts by itself."""
+    lists = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [1, 2, 8, 9, 1, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8], [5, 6]]
+    made = [
+        {"tokens": torch.tensor(tokens), "advantages": float(i - 2), "old_log_probs": -4.0, "ref_log_probs": -4.1}
+        for i, tokens in enumerate(lists)
+    ]
+    lengths = [len(tokens) for tokens in lists]
+    for each in made:
+        each["labels"] = torch.cat((each["tokens"][1:], torch.tensor([IGNORE])))
+    loss, gradients = batch_loss(Llama(DENSE, seed=SEED, dtype=torch.float64), made, "grpo")
+
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            model = Llama(DENSE, seed=SEED, dtype=torch.float64)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            trainer = Trainer(model, optimizer, cheap_fixed(2, 16), comm, max_grad_norm=None, loss=grpo(0.15))
+            metrics = trainer.step(lengths, made.__getitem__, trees=fold(lists))
+            return metrics, {key: p.grad for key, p in model.named_parameters()}
+
+    for metrics, found in run_threads(rank, 2):
+        assert metrics.tokens < sum(lengths), "no tree ran"
+        assert metrics.loss == pytest.approx(loss, rel=1e-10)
+        for key, gradient in gradients.items():
+            assert (found[key] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), key
+
+
+def test_wrong_trees_of_prompts():
+    made, prompts = answers()
+    lengths = [len(each["tokens"]) for each in made]
+    trees = trees_of_prompts(lengths, prompts)
+    with pytest.raises(InvalidUsage, match="one for each"):
+        trees_of_prompts(lengths, prompts[1:])
+    with pytest.raises(InvalidUsage, match="the same number in each sequence"):
+        trees_of_prompts([5, 6], [("a", 3), ("a", 4)])
+    with pytest.raises(InvalidUsage, match="with its length, in one tree"):
+        one_rank(grpo(), made.__getitem__, [length + 1 for length in lengths], trees=trees)
+    with pytest.raises(InvalidUsage, match="has other tokens in the prefix"):
+        one_rank(
+            grpo(), lambda i: {**made[i], "tokens": made[i]["tokens"] + (i == trees[0].trajectories[1])}, lengths,
+            trees=trees,
+        )  # fmt: skip
+    with pytest.raises(InvalidUsage, match="trees= are of a loss of log-probabilities"):
+        one_rank(None, made.__getitem__, lengths, trees=trees)
