@@ -14,6 +14,7 @@ made before sharding, so that RoPE and the loss see the tokens where they are in
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -247,6 +248,7 @@ def set_attention(model: Any) -> Callable[[], None]:
         if value := getattr(model.config, name, 0) or getattr(config, name, 0):
             raise InvalidUsage(f"the model has {name}={value}: {what}; set model.config.{name} = 0 before it is made")
     _refuse_layers(config, model)
+    _own_configuration(model)
     before = model.config._attn_implementation
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
@@ -267,6 +269,16 @@ def set_attention(model: Any) -> Callable[[], None]:
             model.set_attn_implementation(before)
 
     return undo
+
+
+def _own_configuration(model: Any) -> None:
+    """Gives a model a configuration of its own, so that others made of the same object keep their attention."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if type(value).__module__.startswith("transformers") and hasattr(value, "get_text_config"):
+                setattr(module, name, copies.get(id(value), value))
 
 
 def _refuse_layers(config: Any, model: Any) -> None:

@@ -317,3 +317,16 @@ def test_sharded_training_in_bf16_and_what_is_exported(family, ranks, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, dict(models[-1].named_parameters())[name]), name
+
+
+def test_another_model_of_the_same_configuration_keeps_its_attention():
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    reference, trained = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    tokens = torch.arange(6)[None]
+    before = reference(tokens).logits
+    adapt(trained)
+    assert torch.equal(reference(tokens).logits, before)
+    assert config._attn_implementation == reference.config._attn_implementation
+    assert trained.model.layers[0].self_attn.config is trained.config
