@@ -49,6 +49,13 @@ def test_own_loop(started):
     assert losses(told)[-1] < losses(told)[0]
 
 
+def test_grpo(started):
+    told = started("grpo.py", "--steps", "12", "--prompts", "2", "--answers", "8")
+    rewards = [float(line.split("reward ")[1].split(",")[0]) for line in told.splitlines()]
+    assert len(rewards) == 4
+    assert all(0.0 <= reward <= 1.0 for reward in rewards)
+
+
 def test_pipeline(started):
     told = started("pipeline.py", "4", "2500")
     assert len(losses(told)) == 4
