@@ -200,8 +200,8 @@ class LabelTerms:
         self._given = self._given or (i, sorted(columns))
         if sorted(columns) != self._given[1]:
             raise InvalidUsage(
-                f"fetch({i}) gave the columns {sorted(columns)}, and fetch({self._given[0]}) {self._given[1]}; give the "
-                "same ones for all sequences"
+                f"fetch({i}) gave the columns {sorted(columns)}, and fetch({self._given[0]}) {self._given[1]}; give "
+                "the same ones for all sequences"
             )
         return tokens.cpu(), {
             **columns, "labels": labels.cpu(), "tokens": torch.arange(length) + self._batch.offsets[i]
