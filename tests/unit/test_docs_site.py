@@ -67,7 +67,13 @@ def test_every_command_is_there(site: Path) -> None:
 
 EXAMPLES = [
     (path.relative_to(DOCS).as_posix(), index, block)
-    for path in (DOCS / "index.md", DOCS / "api.md", DOCS / "how-to/own-loop.md", DOCS / "how-to/hugging-face.md")
+    for path in (
+        DOCS / "index.md",
+        DOCS / "api.md",
+        DOCS / "how-to/own-loop.md",
+        DOCS / "how-to/hugging-face.md",
+        DOCS / "how-to/policies-and-preferences.md",
+    )
     for index, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
 ]
 
@@ -94,7 +100,14 @@ def test_every_extra_is_on_the_install_page() -> None:
 
 
 # Pages of a task or a guide: as long as somebody reads to the end.
-MOST_WORDS = {"planner.md": 1200, "runs.md": 900, "parallel.md": 900, "pipelines.md": 900, "how-to/choosing.md": 1200}
+MOST_WORDS = {
+    "planner.md": 1200,
+    "runs.md": 900,
+    "parallel.md": 900,
+    "pipelines.md": 900,
+    "how-to/choosing.md": 1200,
+    "how-to/policies-and-preferences.md": 900,
+}
 
 
 @pytest.mark.parametrize("page", MOST_WORDS)
