@@ -69,6 +69,7 @@ class Batch:
             )
         self.lengths = [int(length) for length in lengths]  # type: ignore[arg-type]
         self.offsets = [0, *itertools.accumulate(self.lengths)]
+        self._bounds = torch.tensor(self.offsets)
         taken: set[int] = set()
         for tree in trees:
             for i, last in zip(tree.trajectories, tree.last_segments, strict=True):
@@ -81,6 +82,10 @@ class Batch:
                 taken.add(i)
         self.sources: list[int | TrajectoryTree] = [*trees, *(i for i in range(len(self.lengths)) if i not in taken)]
         self.items = [self.lengths[each] if isinstance(each, int) else each.tree for each in self.sources]
+
+    def sequences_of(self, entries: Tensor) -> Tensor:
+        """The numbers of the sequences that entries belong to."""
+        return torch.searchsorted(self._bounds, entries, right=True) - 1
 
 
 class LabelTerms:
@@ -141,7 +146,7 @@ class LabelTerms:
         labels, entries = columns.pop("labels"), columns.pop("tokens")
         own = _Labels(
             labels.to(device), entries, {name: column.to(device) for name, column in columns.items()},
-            torch.searchsorted(torch.tensor(self._batch.offsets), entries, right=True) - 1, counts,
+            self._batch.sequences_of(entries), counts,
         )  # fmt: skip
         mass = math.fsum(self._mass(each) for each in counts.values()) if rank == 0 else 0.0
         return PackedShard(

@@ -196,6 +196,8 @@ class Trainer:
                     "the model is sharded by fully_shard already, optimizer included; give zero=0 and dtype=None (its "
                     "MixedPrecisionPolicy has types)"
                 )
+            if isinstance(loss, GroupLoss):
+                self._refuse_fully_sharded("a GroupLoss")
             self.gradients = FullyShardedParameters(self.model, self.comm)
             return
         self._same_start()
@@ -416,7 +418,7 @@ class Trainer:
         return total
 
     def _refuse_fully_sharded(self, call: str) -> None:
-        if isinstance(self.gradients, FullyShardedParameters):
+        if is_fully_sharded(self.model.parameters()):
             raise InvalidUsage(
                 f"{call} of a model that fully_shard has sharded: its forward passes are collective, and ranks have "
                 "other numbers of them; run the model on batches of your own, as many on each rank"
