@@ -5,10 +5,9 @@
 Each prompt has several answers, whose lengths are drawn from a log-normal distribution. All three train the same Llama
 of transformers from the same weights on the same trajectories with the same advantages, one optimizer step on all of
 them: ``trees`` with the prompts of the batch given to ``Trainer.step(trees=)``, ``packs`` without, ``trl`` by TRL's
-trainer on padded rows, as many on each rank. They run in turns in the same processes; the first step of each is not
-counted. Times are medians of the slower rank. ``work`` is the ratio of floating-point operations by the formula (6 a
-parameter and token, 12 a layer, width and pair of query and key). Compare ratios: whatever else the machine does is in
-all of them.
+trainer on padded rows, as many on each rank. The first two run in turns, and their first steps are not counted; TRL
+follows in the same processes. Times are medians of the slower rank. ``work`` is the ratio of floating-point operations
+by the formula (6 a parameter and token, 12 a layer, width and pair of query and key).
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def by_trl(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     )
     a_rank = options.prompts * options.answers // RANKS
     config = GRPOConfig(
-        output_dir=folder, use_cpu=True, per_device_train_batch_size=options.rows, max_steps=options.steps + 1,
+        output_dir=folder, use_cpu=True, per_device_train_batch_size=options.rows, max_steps=options.trl_steps,
         gradient_accumulation_steps=a_rank // options.rows, num_generations=options.answers, learning_rate=0.0,
         optim="sgd", max_grad_norm=0.0, beta=0.0, loss_type="grpo", bf16=False, gradient_checkpointing=False,
         max_completion_length=options.longest, shuffle_dataset=False, logging_steps=1, report_to=[],
@@ -149,7 +148,7 @@ def by_trl(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     trainer.train()
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
     trainer.accelerator.wait_for_everyone()
-    return {"seconds": times[1:], "loss": last["loss"], "norm": last["grad_norm"]}
+    return {"seconds": times, "loss": last["loss"], "norm": last["grad_norm"]}
 
 
 def operations(lengths: list[int], squares: float, options: argparse.Namespace, parameters: int) -> float:
@@ -160,10 +159,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {
         "prompts": 8, "answers": 16, "prompt": 2048, "longest": 1024, "hidden": 128, "layers": 4, "capacity": 16384,
-        "steps": 2, "rows": 4,
+        "steps": 2, "trl_steps": 1, "rows": 4,
     }.items():  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--skip-trl", action="store_true", help="only packs and trees")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     prompts, answers = batch_of(options)
@@ -177,7 +175,7 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = by_rank[0]
     for kind in rows:
         rows[kind]["seconds"] = [max(times) for times in zip(*(each[kind]["seconds"] for each in by_rank), strict=True)]
-    if not options.skip_trl:
+    if options.trl_steps:
         with tempfile.TemporaryDirectory() as folder:
             theirs = pool.run(by_trl, options, folder, timeout=3000)
         rows["trl"] = theirs[0]
