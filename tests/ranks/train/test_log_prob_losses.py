@@ -13,7 +13,7 @@ import hdpcomm as hdp
 from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree, trees_of_prompts
+from hdpcomm.plan import ClusterSpec, CostModel, PlannedStep, Planner, Tree, trees_of_prompts
 from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE, GroupLoss, TokenLoss, Trainer, rollout
 from hdpcomm.train.losses import dapo, dpo, grpo, gspo, ppo
@@ -167,6 +167,27 @@ def test_a_queue_gives_sequences_to_whoever_is_free():
     for found in run_threads(rank, 2):
         for name, loss in found.items():
             assert loss == pytest.approx(wanted(DENSE, name)[0], rel=1e-10)
+
+
+@pytest.mark.parametrize("policy", ["static", "naive", "pow2", "balanced"])
+@pytest.mark.parametrize("name", ["ppo", "dpo"])
+def test_every_policy_and_steps_planned_before(name, policy):
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            model = Llama(DENSE, seed=SEED, dtype=torch.float64)
+            planner = Planner(None, ClusterSpec(3, 40), policy, COST)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            trainer = Trainer(model, optimizer, planner, comm, max_grad_norm=None, loss=PLAIN[name][0])
+            planned = PlannedStep(LENGTHS, planner.plan(LENGTHS), 0.0)
+            metrics = trainer.step(planned, lambda i: rollouts()[i], groups=groups_of(name))
+            return metrics.loss, {key: p.grad for key, p in model.named_parameters()}
+
+    loss, gradients = wanted(DENSE, name)
+    for found, own in run_threads(rank, 3):
+        assert found == pytest.approx(loss, rel=1e-10)
+        for key, gradient in gradients.items():
+            assert (own[key] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), key
 
 
 def one_rank(loss, fetch=None, lengths=LENGTHS, groups=None, model=None, ranks=1, trees=()):
