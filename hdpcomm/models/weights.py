@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import math
+import mmap
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +26,7 @@ from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
 from hdpcomm.models.llama import Llama, initial_value, seed_of
 from hdpcomm.models.lora_names import base_name, first_value, is_adapter
 
-__all__ = ["FolderWeights", "NewWeights", "Weights", "by_tensor", "making"]
+__all__ = ["FolderWeights", "NewWeights", "Weights", "by_tensor", "making", "own_pages"]
 
 making = threading.Lock()
 """While transformers makes, fills or loads a model it changes its own class, torch's default dtype and the random state
@@ -233,6 +235,16 @@ def by_tensor(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     yield from found.values()
 
 
+def own_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Host memory for a large tensor that is needed for a moment, in pages of its own, which the system gets back with
+    it. In the heap it may leave a gap that nothing else fits into (glibc finds no aligned block in one of the same
+    size), so that a model's tensors one after the other add up. Local."""
+    size = math.prod(shape)
+    if size == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype).view(tuple(shape))
+
+
 class _Files:
     """The tensors of a folder by name; nothing is read before :meth:`read`."""
 
@@ -370,7 +382,7 @@ class _Conversion:
             for expert, key in enumerate(self.parts[pattern]):
                 part = count(self._files.read(key))
                 if whole is None:
-                    whole = part.new_empty(len(self.parts[pattern]), sum(rows), *inner)
+                    whole = own_pages((len(self.parts[pattern]), sum(rows), *inner), part.dtype)
                 whole[expert, begin : begin + height] = part
             begin += height
         assert whole is not None

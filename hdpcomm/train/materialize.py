@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.weights import own_pages
 from hdpcomm.parallel.stages import Stage
-from hdpcomm.train.layout import layout_of, plain_name
+from hdpcomm.train.layout import Placement, layout_of, plain_name
 from hdpcomm.train.pulled_weights import set_part, without_values
 from hdpcomm.train.units import Units, unit_buckets
 
@@ -25,8 +27,30 @@ if TYPE_CHECKING:
 
 __all__ = ["materialize"]
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a part begins in the whole tensor, and its shape."""
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a tensor of the whole model.
+
+    Attributes:
+        offsets, shape: the box of it that a rank's module has.
+        start, stop: its elements in the box, in row-major order: all, or this rank's part of them with ZeRO-3.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of the tensor that holds its elements: that of the box if it is all of it."""
+        return self.shape if self.stop - self.start == math.prod(self.shape) else (self.stop - self.start,)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Its elements; a view of them unless they are some of a box that is a view itself."""
+        box = whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape, strict=True))]
+        return box if self.sizes == self.shape else box.flatten()[self.start : self.stop]
 
 
 @torch.no_grad()
@@ -51,11 +75,11 @@ def materialize(model: nn.Module, mesh: Mesh, weights: Weights, *, zero: int = 0
     """
     device = mesh.comm.device
     layout = layout_of(model, mesh)
-    boxes: dict[str, tuple[Box, list[Tensor]]] = {}  # several with one name: both ends of a pipeline on one rank
-    cut = zero == 3
+    placements: dict[int, Placement] = {}
     made: dict[int, Tensor] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not tensor.is_meta and isinstance(tensor, nn.Parameter):
+        trained = isinstance(tensor, nn.Parameter)
+        if not tensor.is_meta and trained:
             raise InvalidUsage(
                 f"{name} has values already, on {tensor.device}; make the model under torch.device('meta'), or train "
                 "it as it is"
@@ -63,32 +87,44 @@ def materialize(model: nn.Module, mesh: Mesh, weights: Weights, *, zero: int = 0
         if not tensor.is_meta:  # a table that its module has computed in spite of torch.device("meta")
             made[id(tensor)] = tensor.to(device)
             continue
-        placement = layout.by_name[plain_name(name)]
-        trained = isinstance(tensor, nn.Parameter)
-        hollow = cut and trained
         fresh = (
-            without_values(tensor.shape, tensor.dtype, device) if hollow else torch.empty_like(tensor, device=device)
+            without_values(tensor.shape, tensor.dtype, device)
+            if trained and zero == 3
+            else torch.empty_like(tensor, device=device)
         )
         made[id(tensor)] = fresh = nn.Parameter(fresh, tensor.requires_grad) if trained else fresh
-        box = (placement.offsets, tuple(tensor.shape))
-        boxes.setdefault(placement.trained, (box, []))[1].append(fresh)
+        placements[id(fresh)] = layout.by_name[plain_name(name)]
     _replace(model, made)
-    own_ranges = _own_ranges(model, mesh) if cut else {}
+    ranges = _own_ranges(model, mesh) if zero == 3 else {}
+    own: dict[str, dict[_Part, list[Tensor]]] = {}
+    """What this rank holds of each tensor, and the memory for it, which is there before any other memory comes and goes
+    and would leave gaps."""
+    for tensor in made.values():
+        if (placement := placements.get(id(tensor))) is None:
+            continue
+        start, stop = ranges.get(id(tensor), (0, tensor.numel()))
+        part, values = _Part(placement.offsets, tuple(tensor.shape), start, stop), tensor.detach()
+        if id(tensor) in ranges:
+            values = torch.empty(part.sizes, dtype=tensor.dtype, device=device)
+            set_part(tensor, start, values.view(-1))
+        if start < stop:
+            own.setdefault(placement.trained, {}).setdefault(part, []).append(values)
     host = _on_this_host(mesh.comm)
-    tasks = list(_tasks(host, {name: box for name, (box, _) in boxes.items()}))
-    own = [name for name, reader, _ in tasks if reader == host.rank]
+    tasks = list(_tasks(host, own))
+    reads = [name for name, reader, _ in tasks if reader == host.rank]
     with ThreadPoolExecutor(1, thread_name_prefix="hdpcomm-weights") as pool, host.liveness_deadlines():
-        next_read = _read_next(pool, weights, own)
+        next_read = _read_next(pool, weights, reads)
         for name, reader, holders in tasks:
             whole: Tensor | None = None
             if reader == host.rank and next_read is not None:
                 with host.busy("reads a model's weights"):
                     whole = next_read.result()
-            if reader == host.rank or name in boxes:
-                _share(host, reader, holders, whole, *boxes[name], own_ranges)
+            for part, ranks in holders.items():
+                if host.rank == reader or host.rank in ranks:
+                    _share(host, reader, ranks, part, whole, own[name])
             if whole is not None:
                 next_read, whole = None, None  # before the next one is read
-                next_read = _read_next(pool, weights, own)
+                next_read = _read_next(pool, weights, reads)
 
 
 def _replace(model: nn.Module, made: dict[int, Tensor]) -> None:
@@ -107,22 +143,25 @@ def _on_this_host(comm: Communicator) -> Communicator:
     return host
 
 
-def _tasks(host: Communicator, own: dict[str, Box]) -> Iterator[tuple[str, int, list[tuple[Box, list[int]]]]]:
-    """Each tensor of which a rank of the host holds a part: its name, the rank that reads it, and by box its holders.
+def _tasks(
+    host: Communicator, own: dict[str, dict[_Part, list[Tensor]]]
+) -> Iterator[tuple[str, int, dict[_Part, list[int]]]]:
+    """Each tensor of which a rank of the host holds a part: its name, the rank that reads it, and by part its holders.
 
     The same on all ranks of the host. The reader is one that holds a part, and has read least before.
     """
-    rows = gather_json(host, [[name, list(offsets), list(shape)] for name, (offsets, shape) in own.items()])
-    holders: dict[str, dict[Box, list[int]]] = {}
+    rows = gather_json(host, [[name, *astuple(part)] for name, parts in own.items() for part in parts])
+    holders: dict[str, dict[_Part, list[int]]] = {}
     for rank, row in enumerate(rows):
-        for name, offsets, shape in row:
-            holders.setdefault(name, {}).setdefault((tuple(offsets), tuple(shape)), []).append(rank)
+        for name, offsets, shape, start, stop in row:
+            part = _Part(tuple(offsets), tuple(shape), start, stop)
+            holders.setdefault(name, {}).setdefault(part, []).append(rank)
     load = [0] * host.size
-    for name, by_box in holders.items():
-        candidates = {rank for ranks in by_box.values() for rank in ranks}
+    for name, by_part in holders.items():
+        candidates = {rank for ranks in by_part.values() for rank in ranks}
         reader = min(candidates, key=lambda rank: (load[rank], rank))
-        load[reader] += sum(math.prod(shape) for _, shape in by_box)
-        yield name, reader, list(by_box.items())
+        load[reader] += sum(part.stop - part.start for part in by_part)
+        yield name, reader, by_part
 
 
 def _read_next(pool: ThreadPoolExecutor, weights: Weights, names: list[str]) -> Future[Tensor] | None:
@@ -132,48 +171,36 @@ def _read_next(pool: ThreadPoolExecutor, weights: Weights, names: list[str]) -> 
 def _share(
     host: Communicator,
     reader: int,
-    holders: list[tuple[Box, list[int]]],
+    ranks: list[int],
+    part: _Part,
     whole: Tensor | None,
-    own: Box,
-    targets: list[Tensor],
-    own_ranges: dict[int, tuple[int, int]],
+    own: dict[_Part, list[Tensor]],
 ) -> None:
-    """From the reader, which has the whole tensor, to all that hold a part of it. Collective over them.
+    """A part from the reader, which has the whole tensor, to all that hold it. Collective over them.
 
     Args:
-        targets: this rank's tensors that get the values of its box.
-        own_ranges: of those that get a range of its elements only.
+        own: by part of the tensor, the memory on this rank; the reader holds one, too.
     """
-    first = targets[0]
-    for box, ranks in holders:
-        everyone = sorted({reader, *ranks})
-        if host.rank not in everyone:
-            continue
-        ranges = own_ranges if box == own else {}
-        inside = None if whole is None else whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
-        if box == own and id(first) not in ranges:
-            part = first.detach()
-        elif (
-            inside is not None
-            and inside.is_contiguous()
-            and (inside.dtype, inside.device) == (first.dtype, first.device)
-        ):
-            part = inside
-        else:
-            part = torch.empty(box[1], dtype=first.dtype, device=first.device)
-        if inside is not None and inside is not part:
-            part.copy_(inside)
-        if len(everyone) > 1:
-            among = host.subset(everyone)
-            assert among is not None
-            among.broadcast(part, everyone.index(reader))
-        if box == own:
-            for target in targets:
-                if id(target) in ranges:
-                    start, stop = ranges[id(target)]
-                    set_part(target, start, part.flatten()[start:stop].clone())
-                elif target is not first:
-                    target.copy_(part)
+    targets = own.get(part, [])
+    inside = None if whole is None else part.of(whole)
+    like = next(iter(own.values()))[0]
+    if targets:
+        values = targets[0]
+    elif inside is not None and inside.is_contiguous() and (inside.dtype, inside.device) == (like.dtype, like.device):
+        values = inside
+    elif like.device.type == "cpu":
+        values = own_pages(part.sizes, like.dtype)
+    else:
+        values = torch.empty(part.sizes, dtype=like.dtype, device=like.device)
+    if inside is not None and inside is not values:
+        values.copy_(inside)
+    everyone = sorted({reader, *ranks})
+    if len(everyone) > 1:
+        among = host.subset(everyone)
+        assert among is not None
+        among.broadcast(values, everyone.index(reader))
+    for other in targets[1:]:
+        other.copy_(values)
 
 
 def _own_ranges(model: nn.Module, mesh: Mesh) -> dict[int, tuple[int, int]]:

@@ -15,11 +15,14 @@ from torch import nn
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import FolderWeights, Llama, LlamaConfig, NewWeights, adapt
+from hdpcomm.models.weights import own_pages
+from hdpcomm.offload import MemoryMeter
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.plan import CostModel
 from hdpcomm.testing import run_threads
 from hdpcomm.train import materialize
 from hdpcomm.train.layout import layout_of, plain_name
+from tests.harness.warm_python import run_python
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -279,6 +282,45 @@ def test_a_rank_holds_its_part_and_one_tensor() -> None:
         now += each
         most = max(most, now)
     assert (most, now) == (1, 0)
+
+
+def test_a_rank_gets_its_part_of_zero_3_and_no_more() -> None:
+    """Beside its part no rank holds more than a tensor, though each parameter is drawn as a whole."""
+    config = LlamaConfig(vocabulary=400, layers=2, hidden=128, heads=4, kv_heads=2, ffn=300)
+
+    def rank() -> tuple[int, int]:
+        with hdp.init() as comm:
+            model = Llama(config, device="meta")
+            with MemoryMeter("cpu") as meter:
+                materialize(model, hdp.Mesh(comm), NewWeights(model, SEED), zero=3)
+            return meter.peak, sum(p._hdpcomm_part[1].nbytes for p in model.parameters())  # type: ignore[attr-defined]
+
+    rows = run_threads(rank, 4)
+    assert sum(own for _, own in rows) == sum(p.nbytes for p in Llama(config).parameters())
+    assert all(own <= peak <= own + 4 * 300 * 128 / 8 for peak, own in rows)  # names and places, as text
+
+
+def test_pages_of_a_tensor() -> None:
+    made = own_pages((3, 5), torch.bfloat16)
+    assert (made.shape, made.dtype, made.is_contiguous()) == ((3, 5), torch.bfloat16, True)
+    assert not made.any()
+    made.fill_(2)
+    assert made.float().sum() == 30
+    assert own_pages((0, 5), torch.float32).shape == (0, 5)
+    assert own_pages((), torch.int64).shape == ()
+
+
+def test_the_benchmark_of_loading(tmp_path: Path) -> None:
+    script = str(Path(__file__).parents[3] / "benchmarks" / "large_model.py")
+    sizes = ["--layers", "4", "--hidden", "256", "--vocabulary", "400", "--loading", "--folder", str(tmp_path)]
+    done = run_python([script, *sizes, "--json", str(tmp_path / "found.json")], timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert list(found) == ["pipeline 2 x tensor 2", "tensor 2 x expert 2", "zero 3"]
+    for row in found.values():
+        assert row["bytes_read"] == row["stored_bytes"]
+        assert len(row["ratios"]) == len(row["own_bytes"]) == 4
+    assert sum(found["zero 3"]["own_bytes"]) == pytest.approx(2 * found["zero 3"]["stored_bytes"], rel=1e-3)
 
 
 def test_the_whole_model_runs_after_it(tmp_path: Path) -> None:
