@@ -166,7 +166,8 @@ class AdaptedCausalLM(nn.Module):
     ) -> Tensor:
         """From what the decoder gives for so many tokens to logits or loss; labels as of :meth:`forward`."""
         if self.tensor is not None:
-            hidden = self.tensor.gather(hidden, tokens, partial=labels is None)
+            plain = _is_plain_linear(self.causal_lm.get_output_embeddings())  # its loss sums hidden's gradients itself
+            hidden = self.tensor.gather(hidden, tokens, partial=labels is None or not plain)
         if labels is None:
             return self._logits(hidden)
         return self._loss(hidden if label_rows is None else hidden[label_rows], labels, label_weights)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.adapt import adapt
@@ -14,7 +15,41 @@ from hdpcomm.models.causal_lm import AdaptedCausalLM
 from hdpcomm.models.export import new_folder
 from hdpcomm.options import LoraOptions
 
-__all__ = ["add_lora", "write_adapters"]
+__all__ = ["AdaptedLinear", "adapted_linear", "add_lora", "write_adapters"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLinear:
+    """A linear layer, with adapters or without.
+
+    Attributes:
+        module: it, as the model calls it.
+        linear: the matrix beneath the adapters; without any the same.
+        adapters: (A, B) of each: ``B(A(x))`` is added.
+    """
+
+    module: nn.Module
+    linear: nn.Linear
+    adapters: tuple[tuple[nn.Linear, nn.Linear], ...] = ()
+
+
+def adapted_linear(module: nn.Module) -> AdaptedLinear | None:
+    """The parts of a linear layer, of peft or plain; ``None`` for another layer, or adapters that do more than add a
+    product of two matrices (dropout, DoRA). Local."""
+    if type(module) is nn.Linear:
+        return AdaptedLinear(module, module)
+    base, firsts, seconds = (getattr(module, name, None) for name in ("base_layer", "lora_A", "lora_B"))
+    if type(base) is not nn.Linear or not isinstance(firsts, nn.ModuleDict) or not isinstance(seconds, nn.ModuleDict):
+        return None
+    dropped = any(getattr(each, "p", 0.0) for each in getattr(module, "lora_dropout", nn.ModuleDict()).values())
+    pairs = [(firsts[name], seconds[name]) for name in firsts]
+    if (
+        dropped
+        or getattr(module, "lora_variant", None)
+        or any(type(x) is not nn.Linear for pair in pairs for x in pair)
+    ):
+        return None
+    return AdaptedLinear(module, base, tuple(pairs))  # type: ignore[arg-type]
 
 
 def add_lora(adapted: AdaptedCausalLM, lora: LoraOptions, *, check: bool = True) -> AdaptedCausalLM:

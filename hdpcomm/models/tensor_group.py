@@ -123,6 +123,22 @@ class RowLinear:
         return block if self._linear.bias is None else block + self._linear.bias
 
 
+class AdaptedRows:
+    """The forward of such a layer with adapters, of which the rank holds the first matrices' part of the inputs: what
+    both give is summed at once."""
+
+    def __init__(self, module: nn.Module, linear: nn.Linear, group: TensorGroup) -> None:
+        self._forward, self._linear, self._group = module.forward, linear, group
+        linear.forward = self._product  # type: ignore[method-assign, assignment]
+
+    def _product(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self._linear.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        block = self._group.scatter(self._forward(x))
+        return block if self._linear.bias is None else block + self._linear.bias
+
+
 def _of_batch(x: Tensor) -> tuple[Tensor, bool]:
     """Without the batch dimension of one that transformers' models have, and whether there was one."""
     batched = x.dim() == 3 and x.shape[0] == 1

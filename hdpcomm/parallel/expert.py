@@ -135,6 +135,11 @@ def _transformers_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, dic
         experts = getattr(module, "num_experts", None)
         if not holds_experts(module):
             continue
+        if place.rpartition(".")[2] == "base_layer":
+            raise InvalidUsage(
+                f"{place.partition('.base_layer')[0]} has adapters of LoRA, which expert parallelism does not "
+                "share out; name other targets of LoRA, as q_proj+v_proj, or train it without expert parallelism"
+            )
         if any(parameter.dim() < 2 or parameter.shape[0] != experts for parameter in parameters.values()):
             raise InvalidUsage(
                 f"{place} has {experts} experts and the parameters "

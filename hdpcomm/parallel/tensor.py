@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM
+from hdpcomm.models.lora import AdaptedLinear
 from hdpcomm.models.self_check import check_same_logits, few_logits
-from hdpcomm.models.tensor_group import RowLinear, TensorGroup, TensorShard, VocabularyShard
+from hdpcomm.models.tensor_group import AdaptedRows, RowLinear, TensorGroup, TensorShard, VocabularyShard
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.parallel.tensor_plans import TensorPlan, TokensOf, tensor_plan
 
@@ -27,7 +28,9 @@ def tensor_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
     Linear layers are cut by heads and columns as the model's plan says (``config.base_model_tp_plan`` of transformers),
     embedding and head by the vocabulary. Between them each rank holds a block of the tokens (sequence parallelism), so
     norms and residuals are not computed twice; ring attention runs over the HDP ranks with the heads that are here.
-    Several ranks hold a KV head where there are fewer heads than ranks.
+    Several ranks hold a KV head where there are fewer heads than ranks. Adapters of LoRA are cut as their layer is: the
+    second matrix by rows beside columns, the first one by columns beside a layer of rows; each rank has the other one
+    whole.
 
     The parameters stay the objects that they were, with the first tensor rank's values: tied weights stay tied, and a
     new optimizer may have been made before. Gradients of parameters that several ranks hold are parts until
@@ -76,19 +79,15 @@ class _Cut:
         size = self._group.comm.size
         for region in plan.regions:
             for layer, parts in region.columns.values():
-                self._weights(layer, self._group.shard(parts))
-                layer.out_features = layer.weight.shape[0]
-            self._keep(region.row.weight, self._group.shard(size, dim=1))
-            region.row.in_features = region.row.weight.shape[1]
-            region.row.forward = RowLinear(region.row, self._group)  # type: ignore[assignment, method-assign]
+                self._columns(layer, self._group.shard(parts))
+            self._rows(region.row, self._group.shard(size, dim=1))
             region.module.register_forward_pre_hook(_Gathering(self._group, region.tokens_of), with_kwargs=True)
             for name in ("heads", "kv_heads"):  # of our attention, which views by them
                 if hasattr(region.module, name):
                     heads = getattr(region.module, name)
                     setattr(region.module, name, heads // min(heads, size))
         if plan.head is not None:
-            self._weights(plan.head, self._group.shard(size))
-            plan.head.out_features = plan.head.weight.shape[0]
+            self._columns(plan.head, self._group.shard(size))
         if plan.embedding is not None:
             self._embedding(plan.embedding, size)
 
@@ -101,10 +100,24 @@ class _Cut:
         embedding.num_embeddings = rows
         embedding.forward = VocabularyShard(embedding, self._group)  # type: ignore[assignment, method-assign]
 
-    def _weights(self, layer: nn.Linear, shard: TensorShard) -> None:
-        self._keep(layer.weight, shard)
-        if layer.bias is not None:
-            self._keep(layer.bias, shard)
+    def _columns(self, layer: AdaptedLinear, shard: TensorShard) -> None:
+        """A layer whose outputs are cut: of its adapters the second matrices' rows."""
+        for linear in (layer.linear, *(second for _, second in layer.adapters)):
+            self._keep(linear.weight, shard)
+            if linear.bias is not None:
+                self._keep(linear.bias, shard)
+            linear.out_features = linear.weight.shape[0]
+
+    def _rows(self, layer: AdaptedLinear, shard: TensorShard) -> None:
+        """A layer whose inputs are cut: of its adapters the first matrices' columns."""
+        for linear in (layer.linear, *(first for first, _ in layer.adapters)):
+            self._keep(linear.weight, shard)
+            linear.in_features = linear.weight.shape[1]
+        module = layer.module
+        if isinstance(module, nn.Linear):
+            module.forward = RowLinear(module, self._group)  # type: ignore[assignment, method-assign]
+        else:
+            module.forward = AdaptedRows(module, layer.linear, self._group)
 
     def _keep(self, parameter: Tensor, shard: TensorShard) -> None:
         names = self._names[id(parameter)]

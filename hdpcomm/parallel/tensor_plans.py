@@ -11,8 +11,9 @@ from torch import nn
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama, LlamaConfig
+from hdpcomm.models.lora import AdaptedLinear, adapted_linear
 from hdpcomm.models.mixers import mixers_of
-from hdpcomm.models.moe import expert_blocks
+from hdpcomm.models.moe import expert_blocks, holds_experts
 from hdpcomm.parallel.stages import AbsentPart, Stage
 
 __all__ = ["Region", "TensorPlan", "check_sizes", "tensor_plan"]
@@ -44,8 +45,8 @@ class Region:
 
     name: str
     module: nn.Module
-    columns: Mapping[str, tuple[nn.Linear, int]]
-    row: nn.Linear
+    columns: Mapping[str, tuple[AdaptedLinear, int]]
+    row: AdaptedLinear
     tokens_of: TokensOf
 
 
@@ -55,7 +56,7 @@ class TensorPlan:
 
     regions: tuple[Region, ...]
     embedding: nn.Embedding | None
-    head: nn.Linear | None
+    head: AdaptedLinear | None
 
 
 def tensor_plan(model: nn.Module, size: int) -> TensorPlan:
@@ -73,7 +74,8 @@ def tensor_plan(model: nn.Module, size: int) -> TensorPlan:
             f"tensor parallelism got a {type(model).__name__}; it cuts hdpcomm.models.Llama, causal LMs of "
             "transformers (hdpcomm.models.adapt), and stages of both (split_model)"
         )
-    vocabulary = [layer.weight.shape[0] for layer in (plan.embedding, plan.head) if layer is not None]
+    ends = (plan.embedding, None if plan.head is None else plan.head.linear)
+    vocabulary = [layer.weight.shape[0] for layer in ends if layer is not None]
     if any(columns % size for columns in vocabulary):
         raise InvalidUsage(
             f"a vocabulary of {vocabulary[0]:,} cannot be shared evenly by {size} tensor ranks; give one that is a "
@@ -87,7 +89,7 @@ def _plan(regions: Iterable[Region], embedding: nn.Module, head: nn.Module) -> T
     return TensorPlan(
         tuple(regions),
         embedding if isinstance(embedding, nn.Embedding) else None,
-        head if isinstance(head, nn.Linear) else None,
+        adapted_linear(head),
     )
 
 
@@ -116,16 +118,26 @@ def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
         raise InvalidUsage(
             f"{name} has linear or state-space layers, which tensor parallelism does not cut; train it without"
         )
+    for place, module in decoder.named_modules():
+        if holds_experts(module) and ".base_layer" in place:
+            raise InvalidUsage(
+                f"{name} has adapters on the experts of {place.partition('.experts')[0]}, which tensor parallelism "
+                "does not know; name other targets of LoRA, as q_proj+v_proj"
+            )
     experts = tuple(f"{place}." for place in expert_blocks(decoder))
     regions = tuple(_regions(decoder, styles, size, _tokens_of_rope, whole=experts))
     embedding = causal_lm.get_input_embeddings()
-    if not isinstance(embedding, (nn.Embedding, AbsentPart)) or type(head) not in (nn.Linear, AbsentPart):
+    last = adapted_linear(head)
+    if not isinstance(embedding, (nn.Embedding, AbsentPart)) or (last is None and not isinstance(head, AbsentPart)):
         raise InvalidUsage(
-            f"the embedding of {name} is a {type(embedding).__name__} and its head a {type(head).__name__}; an "
-            "nn.Embedding and an nn.Linear were expected (LoRA does not go together with tensor parallelism)"
+            f"the embedding of {name} is a {type(embedding).__module__}.{type(embedding).__name__} and its head a "
+            f"{type(head).__module__}.{type(head).__name__}; an nn.Embedding, without LoRA, and an nn.Linear, or LoRA "
+            "of one, were expected"
         )
-    cut = {id(layer) for region in regions for layer, _ in region.columns.values()} | {id(embedding), id(head)}
-    cut |= {id(region.row) for region in regions}
+    layers = [layer for region in regions for layer in (*(each for each, _ in region.columns.values()), region.row)]
+    layers += [] if last is None else [last]
+    cut = {id(embedding)}
+    cut |= {id(linear) for each in layers for linear in (each.linear, *(a for pair in each.adapters for a in pair))}
     cut |= {id(module) for place, module in decoder.named_modules() if place.startswith(experts)}
     for place, module in causal_lm.named_modules():
         if id(module) not in cut and any(p.dim() > 1 for p in module.parameters(recurse=False)):
@@ -149,18 +161,18 @@ def _regions(
             f"{', '.join(_STYLES)} are known here (no fused projections); train it without"
         )
     for place, parent in model.named_modules():
-        found: dict[str, dict[str, nn.Linear]] = {"colwise": {}, "rowwise": {}}
+        found: dict[str, dict[str, AdaptedLinear]] = {"colwise": {}, "rowwise": {}}
         for name, child in parent.named_children():
             path = f"{place}.{name}" if place else name
             style = styles.get(_pattern(path))
             if style not in found or path.startswith(whole):
                 continue
-            if type(child) is not nn.Linear:
+            if (layer := adapted_linear(child)) is None:
                 raise InvalidUsage(
-                    f"{path} is a {type(child).__name__}, and tensor parallelism cuts nn.Linear only (no LoRA, no "
-                    "quantisation)"
+                    f"{path} is a {type(child).__module__}.{type(child).__name__}, and tensor parallelism cuts "
+                    "nn.Linear, and LoRA of it without dropout, only (no DoRA, no quantisation)"
                 )
-            found[style][name] = child
+            found[style][name] = layer
         if not found["colwise"] and not found["rowwise"]:
             continue
         if len(found["rowwise"]) != 1 or not found["colwise"]:
@@ -181,11 +193,11 @@ def _pattern(name: str) -> str:
 
 
 def _parts(
-    place: str, columns: Mapping[str, nn.Linear], row: nn.Linear, head_dim: int | None, size: int
+    place: str, columns: Mapping[str, AdaptedLinear], rows: AdaptedLinear, head_dim: int | None, size: int
 ) -> dict[str, int]:
     """Into how many parts each layer is cut: KV heads that are fewer than the ranks are held by several each."""
-    parts = {}
-    for name, layer in columns.items():
+    parts, row = {}, rows.linear
+    for name, layer in ((name, each.linear) for name, each in columns.items()):
         if layer.out_features > row.in_features:
             raise InvalidUsage(
                 f"{place}.{name} has {layer.out_features} columns where the layer of rows takes {row.in_features}: "

@@ -127,11 +127,6 @@ class RunConfig(TrainingOptions):
             object.__setattr__(self, "model", replace(self.model, lora=lora))
         elif lora is not None:
             raise InvalidUsage("lora was given for the built-in Llama; give the folder of a model (--model), too")
-        if lora is not None and self.tensor > 1:
-            raise InvalidUsage(
-                f"lora was given with {self.tensor} tensor ranks, which cut plain matrices only, and a layer with an "
-                "adapter is three; leave out --tensor: HDP ranks and --pipeline go together with --lora"
-            )
 
     def _check_mesh(self) -> None:
         for name in ("pipeline", "chunks", "tensor", "expert"):

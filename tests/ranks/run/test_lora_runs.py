@@ -59,8 +59,12 @@ def plain(data: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         (2, {"zero": 3}),
         (4, {"pipeline": 2, "zero": 3}),
         (2, {"pipeline": 2, "chunks": 2, "split_backward": True}),
+        (2, {"tensor": 2}),
+        (4, {"tensor": 2, "zero": 1, "recompute": 2}),
+        (4, {"tensor": 2, "zero": 3}),
+        (4, {"pipeline": 2, "tensor": 2, "split_backward": True}),
     ],
-    ids=["hdp2", "pp2", "pp2xhdp2", "zero3", "zero3xpp2", "interleaved"],
+    ids=["hdp2", "pp2", "pp2xhdp2", "zero3", "zero3xpp2", "interleaved", "tp2", "tp2xhdp2", "zero3xtp2", "pp2xtp2"],
 )
 def test_weights_of_one_process(
     data: str, folder: Path, plain: tuple[Any, Path], tmp_path: Path, number: int, options: dict[str, Any]
@@ -69,6 +73,8 @@ def test_weights_of_one_process(
         data, number, held_out=True, model=folder_model(folder), lora=LORA, export=tmp_path / "out", **options
     )
     assert losses(results) == pytest.approx(losses(plain[0]), rel=1e-5)
+    norms, wanted_norms = ([s.grad_norm for s in each[0].steps["balanced"]] for each in (results, plain[0]))
+    assert norms == pytest.approx(wanted_norms, rel=1e-4)
     assert results[0].parameters == plain[0][0].parameters
     found, wanted = (load_file(each / "adapter_model.safetensors") for each in (tmp_path / "out", plain[1]))
     assert found.keys() == wanted.keys()
@@ -101,8 +107,7 @@ def test_a_run_goes_on_and_another_begins_with_it(ranks, data, folder, plain, tm
     common = {"model": model, "lora": LORA}
     ranks(2, run_rank_with, data, common | {"out": str(tmp_path / "run"), "pipeline": 2, "steps": 2})
     resume = {"resume": str(tmp_path / "run/step-2")}
-    for sizes in ({"pipeline": 2}, {}):
-        name = f"again{len(sizes)}"
+    for name, sizes in (("pipeline", {"pipeline": 2}), ("plain", {}), ("tensor", {"tensor": 2})):
         again = ranks(2, run_rank_with, data, common | resume | sizes | {"out": str(tmp_path / name)})
         assert again[0].first_step == 2
         assert losses(again) == pytest.approx(losses(plain[0])[2:], rel=1e-5)
@@ -165,7 +170,7 @@ def test_texts_that_are_none(text: str) -> None:
 def test_refusals(data: str, folder: Path) -> None:
     with pytest.raises(InvalidUsage, match="give the folder of a model"):
         RunConfig(lora=LORA)
-    with pytest.raises(InvalidUsage, match=r"2 tensor ranks, which cut plain matrices only"):
-        RunConfig(model=folder_model(folder), lora=LORA, tensor=2)
+    with pytest.raises(InvalidUsage, match=r"Embedding and its head a .*Linear; an nn\.Embedding, without LoRA"):
+        run_of(data, 2, model=folder_model(folder), lora="r=2,alpha=4,targets=embed_tokens", tensor=2)
     with pytest.raises(InvalidUsage, match=r"does not fit Qwen3ForCausalLM: Target modules .*nothing"):
         run_of(data, 1, model=folder_model(folder), lora="r=2,alpha=4,targets=nothing")
