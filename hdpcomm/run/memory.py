@@ -149,8 +149,9 @@ def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, .
     )
 
 
-_RING = 4
-"""HDP ranks of the passes that are predicted: rings of more have the same buffers."""
+_RING = 8
+"""HDP ranks of the passes that are predicted: rings of more have sequences so long that KV is passed round, with the
+same buffers."""
 
 
 def predict_memory(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> tuple[StepMemory, ...]:

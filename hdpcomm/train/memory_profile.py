@@ -61,7 +61,7 @@ def profile_memory(
     split_backward: bool = False,
     replicas: int | None = None,
 ) -> StepMemory:
-    """Measures passes of ``tokens / 2`` and ``tokens`` tokens, with no layer, one and all layers recomputed.
+    """Measures passes of ``tokens / 2`` and ``tokens`` tokens, with no layer, a few and all layers recomputed.
 
     On torch's meta device, with the mesh of :class:`hdpcomm.comm.absent.AbsentRanks`, nothing is allocated and the
     figures are the same, experts' rows being spread evenly.
@@ -88,13 +88,13 @@ def profile_memory(
     if tokens < 8:
         raise InvalidUsage(f"tokens is {tokens}; at least 8 are needed to see how memory grows")
     every = find_layers(model)
-    if next(model.parameters()).is_meta and (few := _some_of(model, every)):
-        with _only(model, every, few):
+    if next(model.parameters()).is_meta and (some := _some_of(model, every)):
+        with _only(model, every, some):
             short = profile_memory(
                 model, comm, optimizer, tokens=tokens, zero=zero, dtype=dtype, everyone=everyone,
                 split_backward=split_backward, replicas=replicas,
             )  # fmt: skip
-        more = len(every) - len(few)
+        more = len(every) - len(some)
         replicas = (replicas or comm.size) if zero else 1
         weights, gradients, others, update = _state_bytes(model, optimizer, ranks=replicas, zero=zero, dtype=dtype)
         return replace(
@@ -106,6 +106,8 @@ def profile_memory(
             states=weights + gradients + others, weights=weights, gradients=gradients, update=update,
         )  # fmt: skip
     layers = every
+    # What is before the first layer may be frozen (LoRA); then it keeps less than the others, the second one tells.
+    few = (0, 1, 2) if _begins_frozen(model, layers) else (0, 1)
     before = recomputed_layers(model)
     inputs: list[int] = []
     before_that: Tensor | None = None
@@ -124,7 +126,7 @@ def profile_memory(
                 set_recompute(model, 0)
                 forward_backward(model, comm, [2 * comm.size])  # makes the gradients, which stay
                 lines = {}
-                for recompute in dict.fromkeys((0, 1, len(layers))):
+                for recompute in dict.fromkeys((*few, len(layers))):
                     set_recompute(model, recompute)
                     if later is not None:
                         later.watch(layers)
@@ -136,8 +138,8 @@ def profile_memory(
                     lines[recompute] = tuple(map(partial(_line, tokens), half, whole))
                     if chunk == _CHUNK:  # else the next passes have larger ones
                         shorter[recompute] = whole[0], whole[1]
-                (kept, backward), (fewer, _), (_, recomputed) = lines[0], lines[1], lines[len(layers)]
-            layer = kept.token - fewer.token + layer_input
+                (kept, backward), (_, recomputed) = lines[0], lines[len(layers)]
+            layer = lines[few[-2]][0].token - lines[few[-1]][0].token + layer_input
             working = recomputed.token - (len(layers) - 1) * layer_input - layer
             slopes = torch.tensor([kept.token, backward.token, recomputed.token])
             steady = before_that is not None and torch.allclose(slopes, before_that, rtol=change)
@@ -216,6 +218,14 @@ def _only(model: nn.Module, layers: Sequence[nn.Module], few: Sequence[nn.Module
             each._modules = modules
 
 
+def _begins_frozen(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
+    """Whether there is nothing to train before the first of several layers."""
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    embeddings = [p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()]
+    outside = [p for p in embeddings if id(p) not in inside]
+    return len(layers) > 2 and bool(outside) and not any(p.requires_grad for p in outside)
+
+
 def _all_agree(comm: Communicator, own: bool) -> bool:
     """Whether all ranks say so. Collective."""
     least = torch.tensor([int(own)])
@@ -225,18 +235,22 @@ def _all_agree(comm: Communicator, own: bool) -> bool:
 
 def _peaks(model: nn.Module, comm: Communicator, tokens: int, later: WeightGradients | None) -> tuple[int, int, int]:
     """Bytes that are kept at the end of the forward pass, the most of both passes, and what is left for ``later``."""
-    kept: list[int] = []
     device = next(model.parameters()).device
-    length = _SEQUENCE_ON_META if device.type == "meta" else _SEQUENCE
-    pack = [min(length, tokens - start) * comm.size for start in range(0, tokens, length)]
-    meter = MemoryMeter("cpu" if device.type == "meta" else device)
-    with meter, nullcontext() if later is None else later.put_off(0):
-        forward_backward(model, comm, pack, context=_noting_at_end(meter, kept))
-    if later is None:
-        return kept[0], meter.peak, 0
-    owed = later.held_bytes
-    later.forget()
-    return kept[0], meter.peak, owed
+    lengths = {
+        min(tokens, each) for each in ((_SEQUENCE, _SEQUENCE_ON_META) if device.type == "meta" else (_SEQUENCE,))
+    }
+    found = []
+    for length in lengths:  # from four ranks on, attention may run in another way, with other buffers, for each
+        kept: list[int] = []
+        pack = [min(length, tokens - start) * comm.size for start in range(0, tokens, length)]
+        meter = MemoryMeter("cpu" if device.type == "meta" else device)
+        with meter, nullcontext() if later is None else later.put_off(0):
+            forward_backward(model, comm, pack, context=_noting_at_end(meter, kept))
+        found.append((kept[0], meter.peak, 0 if later is None else later.held_bytes))
+        if later is not None:
+            later.forget()
+    most_kept, most, owed = map(max, zip(*found, strict=True))
+    return most_kept, most, owed
 
 
 def _line(tokens: int, half: int, whole: int) -> Line:
@@ -349,7 +363,7 @@ def _needs(optimizer: MakeOptimizer, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _largest(args: Any, kwargs: Any) -> int:
-    """Bytes of the largest tensor among a layer's arguments: the hidden states."""
-    return max(
-        t.numel() * t.element_size() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad
-    )
+    """Bytes of the largest tensor among a layer's arguments: the hidden states. No gradient comes to them where what is
+    before them is frozen."""
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+    return max(t.numel() * t.element_size() for t in [t for t in tensors if t.requires_grad] or tensors)
