@@ -20,9 +20,10 @@ from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import new_part
-from hdpcomm.run.optimizers import elementwise_optimizer
+from hdpcomm.run.optimizers import elementwise_optimizer, is_for_matrices, matrix_optimizer
 from hdpcomm.run.pipelines import mesh_of, recompute_by_device
 from hdpcomm.train.buckets import Sharding
+from hdpcomm.train.matrix_owners import matrix_memory
 from hdpcomm.train.memory_profile import profile_memory
 
 if TYPE_CHECKING:
@@ -195,8 +196,14 @@ def _profiled(
     recompute = ["none"] * config.pipeline * config.chunks
     parts: list[Any] = list(new_part(config.model, mesh, weights=weights, recompute=recompute, chunks=config.chunks))
     model: nn.Module = DeviceStages(parts) if mesh.pipeline > 1 else parts[0]
+    model = model.to(config.parameter_dtype)
+    matrices = None
+    if is_for_matrices(config):
+        own = nn.ModuleList(parts) if mesh.pipeline > 1 else model
+        make = partial(matrix_optimizer, config)
+        matrices = matrix_memory(own, mesh, make, replicas=replicas or mesh.hdp)
     return profile_memory(
-        model.to(config.parameter_dtype),
+        model,
         mesh.hdp_comm,
         partial(elementwise_optimizer, config),
         tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
@@ -205,6 +212,7 @@ def _profiled(
         everyone=mesh.comm,
         split_backward=config.split_backward,
         replicas=replicas,
+        matrices=matrices,
     )
 
 

@@ -17,7 +17,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.options import TrainingOptions
 from hdpcomm.train.matrix_owners import MatrixOwners
 
-__all__ = ["check_optimizer", "elementwise_optimizer", "is_for_matrices", "new_optimizer"]
+__all__ = ["check_optimizer", "elementwise_optimizer", "is_for_matrices", "matrix_optimizer", "new_optimizer"]
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "AdamW": {"betas": (0.9, 0.95)},
@@ -33,15 +33,16 @@ def new_optimizer(config: TrainingOptions, model: nn.Module, mesh: Mesh) -> torc
 
     Raises: InvalidUsage: it does not take these parameters.
     """
-    made, options = _resolved(config)
-    if not _is_for_matrices(made):
+    if not is_for_matrices(config):
         return elementwise_optimizer(config, model.parameters())
-    return MatrixOwners(
-        model,
-        mesh,
-        matrices=lambda matrices: _made(config, made, [{"params": matrices}], options),
-        others=partial(elementwise_optimizer, config),
-    )
+    others = partial(elementwise_optimizer, config)
+    return MatrixOwners(model, mesh, matrices=partial(matrix_optimizer, config), others=others)
+
+
+def matrix_optimizer(config: TrainingOptions, matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """That of whole matrices, if the run has one. Local; raises as :func:`new_optimizer`."""
+    made, options = _resolved(config)
+    return _made(config, made, [{"params": matrices}], options)
 
 
 def elementwise_optimizer(config: TrainingOptions, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.offload import MemoryMeter
 from hdpcomm.train.layout import Placement, layout_of
 
-__all__ = ["MatrixOwners"]
+__all__ = ["MatrixMemory", "MatrixOwners", "matrix_memory"]
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -72,10 +74,7 @@ class MatrixOwners(torch.optim.Optimizer):
         others: MakeOptimizer,
     ) -> None:
         module = model if isinstance(model, nn.Module) else model[0] if len(model) == 1 else nn.ModuleList(model)
-        trained = [p for p in module.parameters() if p.requires_grad]
-        ends = _embeddings_and_heads(module)
-        chosen = [p for p in trained if p.dim() == 2 and id(p) not in ends]
-        rest = [p for p in trained if p.dim() != 2 or id(p) in ends]
+        chosen, rest = _chosen(module)
         if not chosen:
             raise InvalidUsage(
                 f"{type(module).__name__} has no trained matrices but embeddings and head; use an optimizer that "
@@ -186,6 +185,86 @@ class MatrixOwners(torch.optim.Optimizer):
             replicas.broadcast(parameter.data, matrix.replica)
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixMemory:
+    """What :class:`MatrixOwners` takes for its matrices on the rank that owns most.
+
+    Attributes:
+        parameters: by their ids, those matrices; the other optimizer has no state of them.
+        kept: bytes of the optimizer's state, and of the whole of matrices that tensor ranks have parts of.
+        added: bytes that a step adds for a while.
+    """
+
+    parameters: frozenset[int]
+    kept: float
+    added: float
+
+
+@torch.no_grad()
+def matrix_memory(model: nn.Module, mesh: Mesh, matrices: MakeOptimizer, *, replicas: int) -> MatrixMemory:
+    """The same, before there is one. Local.
+
+    Args:
+        model: cut for the mesh, on any device.
+        replicas: HDP ranks that hold each matrix; the mesh may have fewer.
+    """
+    chosen, _ = _chosen(model)
+    layout = layout_of(model, mesh)
+    shapes = [layout.of(parameter).shape for parameter in chosen]
+    kept: dict[tuple[int, int], float] = {}
+    gradients: dict[tuple[int, int], float] = {}
+    working = 0.0
+    needs: dict[tuple[int, ...], tuple[int, int]] = {}
+    for parameter, shape, owner in zip(
+        chosen, shapes, _assigned(shapes, [replicas] * len(shapes), mesh.tensor), strict=True
+    ):
+        if shape not in needs:
+            needs[shape] = _needs(matrices, shape, parameter.dtype)
+        state, added = needs[shape]
+        whole = math.prod(shape) * parameter.element_size()
+        cut = shape != tuple(parameter.shape)
+        each = mesh.tensor * parameter.numel() * parameter.element_size()  # what all tensor ranks send, or get
+        kept[owner] = kept.get(owner, 0.0) + state + cut * whole
+        gradients[owner] = gradients.get(owner, 0.0) + cut * whole
+        working = max(working, added, cut * (each + parameter.nbytes))
+    return MatrixMemory(
+        frozenset(map(id, chosen)), max(kept.values(), default=0.0), max(gradients.values(), default=0.0) + working
+    )
+
+
+def _needs(matrices: MakeOptimizer, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that the optimizer keeps of a matrix, and that its step adds, of storages that have none."""
+    sample = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    made = matrices([sample])
+    for _ in range(2):  # the state is made in the first step
+        sample.grad = torch.empty_like(sample)
+        with MemoryMeter("cpu") as meter:
+            made.step()
+    kept = [t for t in made.state[sample].values() if isinstance(t, Tensor) and t.numel() > 1]
+    return sum(t.nbytes for t in kept), meter.peak
+
+
+def _chosen(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The trained matrices, and the other trained parameters."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    ends = _embeddings_and_heads(module)
+    chosen = [p for p in trained if p.dim() == 2 and id(p) not in ends]
+    return chosen, [p for p in trained if p.dim() != 2 or id(p) in ends]
+
+
+def _assigned(shapes: Sequence[Sequence[int]], replicas: Sequence[int], tensor: int) -> list[tuple[int, int]]:
+    """For each matrix the places of its owner among its HDP ranks and the tensor ranks: the costliest first, each to
+    who has least."""
+    costs = [shape[0] * shape[1] * min(shape) for shape in shapes]
+    load: dict[tuple[int, int], int] = {}
+    owners: dict[int, tuple[int, int]] = {}
+    for place in sorted(range(len(shapes)), key=lambda place: (-costs[place], place)):
+        places = [(replica, part) for part in range(tensor) for replica in range(replicas[place])]
+        owners[place] = min(places, key=lambda each: (load.get(each, 0), places.index(each)))
+        load[owners[place]] = load.get(owners[place], 0) + costs[place]
+    return [owners[place] for place in range(len(shapes))]
+
+
 def _embeddings_and_heads(module: nn.Module) -> set[int]:
     ends = {id(p) for each in module.modules() if isinstance(each, nn.Embedding) for p in each.parameters()}
     for each in module.modules():
@@ -196,17 +275,11 @@ def _embeddings_and_heads(module: nn.Module) -> set[int]:
 
 
 def _owned(chosen: Sequence[nn.Parameter], module: nn.Module, mesh: Mesh) -> list[_Matrix]:
-    """The matrices in the order of the model, with their owners: the costliest first, each to who has least."""
+    """The matrices in the order of the model, with their owners."""
     layout = layout_of(module, mesh)
     placements = [layout.of(parameter) for parameter in chosen]
-    costs = [placement.shape[0] * placement.shape[1] * min(placement.shape) for placement in placements]
-    load: dict[tuple[int, int], int] = {}
-    owners: dict[int, tuple[int, int]] = {}
-    for place in sorted(range(len(chosen)), key=lambda place: (-costs[place], place)):
-        replicas = placements[place].holders.replicas.size
-        places = [(replica, tensor) for tensor in range(mesh.tensor) for replica in range(replicas)]
-        owners[place] = min(places, key=lambda each: (load.get(each, 0), places.index(each)))
-        load[owners[place]] = load.get(owners[place], 0) + costs[place]
+    sizes = [placement.holders.replicas.size for placement in placements]
+    owners = _assigned([placement.shape for placement in placements], sizes, mesh.tensor)
     found = []
     for place, (parameter, placement) in enumerate(zip(chosen, placements, strict=True)):
         cut = [dim for dim in range(2) if placement.shape[dim] != parameter.shape[dim]]

@@ -22,6 +22,7 @@ from hdpcomm.offload.layers import AbsentLayer, find_layers
 from hdpcomm.plan.memory import Line, StepMemory
 from hdpcomm.train.buckets import BUCKET_BYTES
 from hdpcomm.train.gradients import trained_parameters
+from hdpcomm.train.matrix_owners import MatrixMemory
 from hdpcomm.train.profile import forward_backward
 from hdpcomm.train.units import Units
 
@@ -60,6 +61,7 @@ def profile_memory(
     everyone: Communicator | None = None,
     split_backward: bool = False,
     replicas: int | None = None,
+    matrices: MatrixMemory | None = None,
 ) -> StepMemory:
     """Measures passes of ``tokens / 2`` and ``tokens`` tokens, with no layer, a few and all layers recomputed.
 
@@ -79,6 +81,8 @@ def profile_memory(
         everyone: all ranks that measure at the same time, since they share layers; default: those of ``comm``. Each
             stage of a pipeline gets figures of its own.
         replicas: HDP ranks among which ``zero`` cuts; default: those of ``comm``.
+        matrices: what the optimizer of whole matrices takes, if there is one
+            (:class:`hdpcomm.train.MatrixOwners`); ``optimizer`` is then that of all other parameters.
         split_backward: backward passes leave weight gradients for later
             (:class:`hdpcomm.models.weight_gradients.WeightGradients`).
 
@@ -92,11 +96,13 @@ def profile_memory(
         with _only(model, every, some):
             short = profile_memory(
                 model, comm, optimizer, tokens=tokens, zero=zero, dtype=dtype, everyone=everyone,
-                split_backward=split_backward, replicas=replicas,
+                split_backward=split_backward, replicas=replicas, matrices=matrices,
             )  # fmt: skip
         more = len(every) - len(some)
         replicas = (replicas or comm.size) if zero else 1
-        weights, gradients, others, update = _state_bytes(model, optimizer, ranks=replicas, zero=zero, dtype=dtype)
+        weights, gradients, others, update = _state_bytes(
+            model, optimizer, ranks=replicas, zero=zero, dtype=dtype, matrices=matrices
+        )
         return replace(
             short,
             layers=len(every),
@@ -155,7 +161,9 @@ def profile_memory(
         model.zero_grad(set_to_none=True)
     logits, usual, narrow = _logits(model)
     replicas = (replicas or comm.size) if zero else 1
-    weights, gradients, kept_states, update = _state_bytes(model, optimizer, ranks=replicas, zero=zero, dtype=dtype)
+    weights, gradients, kept_states, update = _state_bytes(
+        model, optimizer, ranks=replicas, zero=zero, dtype=dtype, matrices=matrices
+    )
     found = torch.tensor(
         [
             kept.fixed + narrow, kept.token + layer_input, backward.fixed, backward.token, recomputed.fixed,
@@ -291,7 +299,13 @@ def _logits(model: nn.Module) -> tuple[float, int, float]:
 
 
 def _state_bytes(
-    model: nn.Module, optimizer: MakeOptimizer, *, ranks: int, zero: int, dtype: torch.dtype | None
+    model: nn.Module,
+    optimizer: MakeOptimizer,
+    *,
+    ranks: int,
+    zero: int,
+    dtype: torch.dtype | None,
+    matrices: MatrixMemory | None,
 ) -> tuple[float, float, float, float]:
     """What a trainer keeps between steps: weights, gradients, and masters with the optimizer's state; and the most that
     its optimizer's step adds.
@@ -317,6 +331,10 @@ def _state_bytes(
             weights += root + 2 * layer  # the one that computes, and the next one
     narrow = sum(p.numel() / parts[id(p)] for p in trained if (dtype or p.dtype) != wide) if sharded else 0
     kept, added = _needs(optimizer, wide)
+    if matrices is not None:  # zero is 0, and the others' state is whole
+        others = [p.numel() for p in trained if id(p) not in matrices.parameters]
+        state, update = matrices.kept + kept * sum(others), max(matrices.added, added * max(others, default=0))
+        return weights, gradients, state, update
     largest = max(p.numel() for p in trained)
     part = min(count, max(BUCKET_BYTES // wide.itemsize, largest)) / min(parts.values()) if sharded else largest
     return weights, gradients, narrow * wide.itemsize + kept * own, added * part

@@ -19,6 +19,7 @@ from hdpcomm.run.first_weights import FirstWeights
 from hdpcomm.run.memory import measure_memory
 from hdpcomm.run.pipelines import device_recompute, new_trainer, recompute_by_device, stage_recompute
 from hdpcomm.testing import run_threads
+from hdpcomm.train import MatrixOwners
 from tests.ranks.parallel.test_pipeline_runs import MODEL, data, losses, plain, plain_folder, run_of  # noqa: F401
 
 OWN = LlamaConfig(vocabulary=500, layers=4, hidden=64, heads=4, kv_heads=2, ffn=160)
@@ -33,6 +34,8 @@ def kept_bytes(trainer):
     """Bytes of all that a trainer keeps between steps; shared storages count once."""
     tensors = [*trainer.model.parameters(), *trainer.model.buffers(), trainer.gradients.sums.flat]
     tensors += masters_of(trainer)
+    if isinstance(trainer.optimizer, MatrixOwners):
+        tensors += [p for part in trainer.optimizer.parts for group in part.param_groups for p in group["params"]]
     tensors += [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -67,6 +70,8 @@ def measured_and_predicted(config):
         (4, {"pipeline": 2, "tensor": 2, "recompute": (1, 2)}),
         (4, {"pipeline": 2, "zero": 1, "dtype": "bf16"}),
         (2, {"expert": 2, "zero": 1, "model": replace(OWN, experts=4, top_k=2)}),
+        (2, {"optimizer": "Muon"}),
+        (4, {"optimizer": "Muon", "pipeline": 2, "tensor": 2, "recompute": "full"}),
     ],
 )
 def test_a_step_takes_what_the_model_says(ranks, options):
