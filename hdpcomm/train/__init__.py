@@ -7,6 +7,7 @@ from hdpcomm.train.materialize import materialize
 from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.metrics import StepMetrics, Totals, totals
 from hdpcomm.train.profile import profile_cost_model
+from hdpcomm.train.reshard import Reshard
 from hdpcomm.train.shards import Fetch, FetchParts, PackedShard, pack_shard
 from hdpcomm.train.timeline import Span, Timeline
 from hdpcomm.train.trainer import Trainer
@@ -19,6 +20,7 @@ __all__ = [
     "GroupLoss",
     "MatrixOwners",
     "PackedShard",
+    "Reshard",
     "Span",
     "StepMetrics",
     "Timeline",

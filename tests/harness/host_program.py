@@ -170,6 +170,33 @@ def traffic(world: hdp.Communicator, folder: Path) -> None:
     write(folder, f"traffic{world.rank}", found)
 
 
+RESHARD_SHAPE = (512, 4096)
+
+
+def reshard(folder: Path) -> None:
+    """Ranks 0 and 1, on one host, hold halves of a matrix; 2 and 3, on the other, and 1 want all of it."""
+    from hdpcomm.train import Reshard
+    from hdpcomm.train.tensor_part import TensorPart
+
+    with hdp.init() as world:
+        whole = torch.arange(RESHARD_SHAPE[0] * RESHARD_SHAPE[1], dtype=torch.float32).view(RESHARD_SHAPE)
+        half = RESHARD_SHAPE[0] // 2
+        source, target = {}, {}
+        if world.rank < 2:
+            own = whole[world.rank * half :][:half].clone()
+            source["w"] = TensorPart(RESHARD_SHAPE, [((world.rank * half, 0), own)])
+        if world.rank:
+            target["w"] = torch.zeros(RESHARD_SHAPE)
+        moving = Reshard(source, target, world)
+        world.barrier()
+        before = sent_over_the_link()
+        moving.run()
+        world.barrier()
+        wire = sent_over_the_link() - before
+        right = not target or torch.equal(target["w"], whole)
+        write(folder, f"reshard{world.rank}", (right, moving.bytes_sent, moving.bytes_between_hosts, wire))
+
+
 def run(comm: hdp.Communicator, op: str, count: int) -> None:
     """One collective of ``count`` float32 in the whole buffer, checked."""
     n = comm.size

@@ -106,7 +106,7 @@ MOST_WORDS = {
     "parallel.md": 900,
     "pipelines.md": 900,
     "how-to/choosing.md": 1200,
-    "how-to/policies-and-preferences.md": 900,
+    "how-to/policies-and-preferences.md": 1000,
 }
 
 

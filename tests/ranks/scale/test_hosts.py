@@ -15,7 +15,7 @@ import torch
 from hdpcomm.attention import unshard
 from hdpcomm.cli.main import main
 from tests.harness.attention_oracle import GRADS, error, expected
-from tests.harness.host_program import RING, TRAFFIC_BYTES, TRAFFIC_SUBSETS
+from tests.harness.host_program import RESHARD_SHAPE, RING, TRAFFIC_BYTES, TRAFFIC_SUBSETS
 from tests.harness.hosts import Hosts, WarmHosts, why_not
 
 PROGRAM = "tests.harness.host_program"
@@ -59,6 +59,18 @@ def check_traffic(found: list[dict[tuple[str, tuple[int, ...]], tuple[int, int]]
             wire = found[0][op, ranks][1] + found[2][op, ranks][1]  # of the two interfaces
             assert minimum <= counted <= 1.01 * minimum + 1000, (op, ranks, counted)
             assert wire <= 1.1 * minimum + 100_000, (op, ranks, wire)  # and the barriers
+
+
+def test_weights_cross_to_another_host_once(two: Hosts, tmp_path: Path) -> None:
+    two.ranks([PROGRAM, "reshard", str(tmp_path)], [0, 0, 1, 1])
+    two.finish(90)
+    found = [load(tmp_path, f"reshard{rank}") for rank in range(4)]
+    size = 4 * RESHARD_SHAPE[0] * RESHARD_SHAPE[1]
+    assert all(right for right, *_ in found)
+    assert {between for _, _, between, _ in found} == {size}
+    # halves for rank 1, the whole for one rank of the other host, which passes it on
+    assert sum(sent for _, sent, _, _ in found) == size // 2 + 2 * size
+    assert size <= found[0][3] + found[2][3] <= 1.1 * size + 100_000  # of the two interfaces
 
 
 def test_the_ranks_of_a_host_share_its_interface(two: Hosts, tmp_path: Path) -> None:

@@ -1,0 +1,328 @@
+"""Moves tensors from ranks that hold some parts of them to ranks that want others: :class:`Reshard`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hdpcomm.arguments import check_whole
+from hdpcomm.comm.topology import nodes_of
+from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.train.tensor_part import TensorPart
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["Reshard"]
+
+Parts = Mapping[str, "TensorPart | Tensor"]
+
+_NAMES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """Elements ``offsets`` to ``offsets + sizes`` of a tensor, number ``place`` of those that a rank has of it."""
+
+    rank: int
+    place: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def holds(self, first: Sequence[int], last: Sequence[int]) -> bool:
+        return all(a <= b and c <= a + n for a, n, b, c in zip(self.offsets, self.sizes, first, last, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """A box of a tensor that goes from a box of one rank to one of another, in a type; ``forward``: what the sender has
+    got itself, so after all others."""
+
+    name: str
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    source: _Box
+    target: _Box
+    dtype: torch.dtype
+    forward: bool
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(b - a for a, b in zip(self.first, self.last, strict=True)) * self.dtype.itemsize
+
+
+class Reshard:
+    """A planned exchange between two layouts of the same tensors, as of a trainer's ranks and of ranks that generate.
+
+    Making it is collective: ranks tell each other what they have and what they want, and each makes the same plan;
+    nothing is moved. :meth:`run` moves, as often as the values change. Ranks may be on either side, on both or on none.
+    Each rank receives what it wants and does not have, once, and nothing else; what several ranks of a host want and
+    none of them has comes to the host once, to one of them, which passes it on. Where several ranks have the same
+    elements, who has sent least does.
+
+    Args:
+        source: what this rank has, by name: whole tensors, or a :class:`~hdpcomm.train.tensor_part.TensorPart` of some
+            boxes, as ``Trainer.checkpoint_state()["model"]`` gives them on any mesh and with any ``zero``.
+        target: what this rank wants, likewise; the tensors are written. A tensor that is in both must be the same
+            object or have memory of its own. Types may differ: elements travel in the narrower one.
+        comm: the ranks of both sides.
+        hosts: by position in ``comm``, the number of its host. Default: as they are.
+        message_bytes: most bytes of a message; two of them for each peer are a rank's memory beside the tensors.
+
+    Attributes:
+        bytes_sent: by this rank in a run.
+        bytes_between_hosts: by all ranks in a run.
+
+    Raises:
+        InvalidUsage: on all ranks: a tensor has another shape elsewhere, sources have several types, or nobody has
+            elements that are wanted.
+    """
+
+    def __init__(
+        self,
+        source: Parts,
+        target: Parts,
+        comm: Communicator,
+        *,
+        hosts: Sequence[int] | None = None,
+        message_bytes: int = 16 << 20,
+    ) -> None:
+        check_whole("Reshard", "message_bytes", message_bytes, least=1)
+        if hosts is not None and len(hosts) != comm.size:
+            raise InvalidUsage(f"hosts has {len(hosts)} numbers; expected one for each of the {comm.size} ranks")
+        world = nodes_of(comm)
+        self._comm, self._message_bytes = comm, message_bytes
+        self._hosts = list(hosts) if hosts is not None else [world[rank] for rank in comm.ranks]
+        self._source = {name: _boxes_of(part) for name, part in source.items()}
+        self._target = {name: _boxes_of(part) for name, part in target.items()}
+        moves = list(self._plan(_gathered([_told(source), _told(target)], comm)))
+        rank = comm.rank
+        self._local = [move for move in moves if move.source.rank == move.target.rank == rank]
+        sent = [move for move in moves if move.source.rank != move.target.rank]
+        self._rounds = [_by_peer([m for m in sent if m.forward == forward], rank) for forward in (False, True)]
+        self.bytes_sent = sum(move.nbytes for move in sent if move.source.rank == rank)
+        self.bytes_between_hosts = sum(
+            move.nbytes for move in sent if self._hosts[move.source.rank] != self._hosts[move.target.rank]
+        )
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Moves all elements; all ranks have theirs on return. Collective over ``comm``.
+
+        Raises: PeerLost, on all ranks: another one has died. Sources are as they were, and who wanted nothing of a dead
+            rank has got its elements: ``shrink()``, and make another :class:`Reshard` of those that live.
+        """
+        for move in self._local:
+            _view(self._target, move, move.target).copy_(_view(self._source, move, move.source))
+        failed: list[Error] = []
+        for sends, recvs in self._rounds:
+            pieces = {peer: _pieces(moves, self._message_bytes) for peer, moves in sends.items()}
+            wanted = {peer: _pieces(moves, self._message_bytes) for peer, moves in recvs.items()}
+            for number in range(max(map(len, (*pieces.values(), *wanted.values())), default=0)):
+                failed += self._round(
+                    {peer: cut[number] for peer, cut in pieces.items() if number < len(cut)},
+                    {peer: cut[number] for peer, cut in wanted.items() if number < len(cut)},
+                )
+        if not failed:
+            self._comm.barrier()
+            return
+        with contextlib.suppress(Error):
+            self._comm.barrier()
+        raise failed[0]
+
+    def _round(self, sends: Mapping[int, list[_Move]], recvs: Mapping[int, list[_Move]]) -> list[Error]:
+        """A message for each peer; what went wrong with some says nothing of the others."""
+        failed: list[Error] = []
+        works = []
+        for peer in sorted({*sends, *recvs}):
+            own, theirs = sends.get(peer, []), recvs.get(peer, [])
+            buffer = torch.empty(sum(move.nbytes for move in theirs), dtype=torch.uint8)
+            try:
+                work = self._comm.exchange(
+                    [(self._packed(own), peer)] if own else [], [(buffer, peer)] if theirs else [], async_op=True
+                )
+            except Error as error:
+                failed.append(error)
+                continue
+            works.append((work, buffer, theirs))
+        for work, buffer, theirs in works:
+            try:
+                work.wait()
+            except Error as error:
+                failed.append(error)
+                continue
+            self._unpack(buffer, theirs)
+        return failed
+
+    def _packed(self, moves: Sequence[_Move]) -> Tensor:
+        buffer = torch.empty(sum(move.nbytes for move in moves), dtype=torch.uint8)
+        for move, place in zip(moves, _places(moves), strict=True):
+            values = _view(self._target if move.forward else self._source, move, move.source)
+            flat = values.detach().to("cpu", move.dtype).contiguous().reshape(-1)
+            buffer[place : place + move.nbytes] = flat.view(torch.uint8)
+        return buffer
+
+    def _unpack(self, buffer: Tensor, moves: Sequence[_Move]) -> None:
+        for move, place in zip(moves, _places(moves), strict=True):
+            values = _view(self._target, move, move.target)
+            flat = torch.empty(values.numel(), dtype=move.dtype)
+            flat.view(torch.uint8).copy_(buffer[place : place + move.nbytes])
+            values.copy_(flat.view(values.shape))
+
+    def _plan(self, told: list[Any]) -> Iterator[_Move]:
+        """All moves of all ranks, the same on each."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        has: dict[str, list[_Box]] = defaultdict(list)
+        wants: dict[str, list[_Box]] = defaultdict(list)
+        for rank, sides in enumerate(told):
+            for found, side in zip((has, wants), sides, strict=True):
+                for name, (shape, boxes) in side.items():
+                    if shapes.setdefault(name, tuple(shape)) != tuple(shape):
+                        raise InvalidUsage(
+                            f"{name} has the shape {tuple(shape)} on rank {rank} and {shapes[name]} on another; give "
+                            "parts of the same tensors"
+                        )
+                    found[name] += [
+                        _Box(rank, place, tuple(offsets), tuple(sizes), _NAMES[kind])
+                        for place, (offsets, sizes, kind) in enumerate(boxes)
+                    ]
+        for name, boxes in has.items():
+            if len(kinds := {box.dtype for box in boxes}) > 1:
+                raise InvalidUsage(f"{name} is held as {sorted(map(str, kinds))}; give sources of one type")
+        loads = [0] * self._comm.size
+        for name, targets in sorted(wants.items()):
+            for first, last in _cells(has[name], targets):
+                takers = [box for box in targets if box.holds(first, last)]
+                if not takers:
+                    continue
+                holders = [box for box in has[name] if box.holds(first, last)]
+                if not holders:
+                    raise InvalidUsage(
+                        f"rank {takers[0].rank} wants elements {list(first)} to {list(last)} of {name}, which no rank "
+                        "has; give sources that hold all of it"
+                    )
+                yield from self._moves(name, first, last, holders, takers, loads)
+
+    def _moves(
+        self,
+        name: str,
+        first: tuple[int, ...],
+        last: tuple[int, ...],
+        holders: Sequence[_Box],
+        takers: Sequence[_Box],
+        loads: list[int],
+    ) -> Iterator[_Move]:
+        """How a cell gets to those that want it; ``loads``: what each rank sends so far."""
+        came: dict[tuple[int, torch.dtype], _Box] = {}
+        """The first one on a host that has got it, in each type."""
+        for taker in takers:
+            own = [box for box in holders if box.rank == taker.rank]
+            near = [box for box in holders if self._hosts[box.rank] == self._hosts[taker.rank]]
+            key = self._hosts[taker.rank], taker.dtype
+            forward = not near and key in came
+            source = came[key] if forward else min(own or near or holders, key=lambda box: (loads[box.rank], box.rank))
+            # what is passed on has come in the narrower type, whatever it was written to
+            given = holders[0].dtype if forward else source.dtype
+            dtype = min(given, taker.dtype, key=lambda kind: kind.itemsize)
+            move = _Move(name, first, last, source, taker, dtype, forward)
+            if source.rank != taker.rank:
+                loads[source.rank] += move.nbytes
+            came.setdefault(key, taker)
+            yield move
+
+
+def _cells(sources: Sequence[_Box], targets: Sequence[_Box]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(first, last) of boxes that no box of either side cuts."""
+    boxes = [*sources, *targets]
+    cuts = [
+        sorted({edge for box in boxes for edge in (box.offsets[d], box.offsets[d] + box.sizes[d])})
+        for d in range(len(boxes[0].offsets))
+    ]
+    for cell in itertools.product(*(itertools.pairwise(each) for each in cuts)):
+        yield tuple(first for first, _ in cell), tuple(last for _, last in cell)
+
+
+def _boxes_of(part: TensorPart | Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    if isinstance(part, Tensor):
+        return [((0,) * part.dim(), part)]
+    return [(tuple(offsets), tensor) for offsets, tensor in part.boxes if tensor.numel()]
+
+
+def _told(parts: Parts) -> dict[str, Any]:
+    """By name: the shape of the whole tensor, and the offsets, sizes and type of each box."""
+    return {
+        name: [
+            list(part.size()),
+            [[list(at), list(x.shape), str(x.dtype).removeprefix("torch.")] for at, x in _boxes_of(part)],
+        ]
+        for name, part in parts.items()
+    }
+
+
+def _gathered(own: Any, comm: Communicator) -> list[Any]:
+    """What each rank has told. Collective."""
+    text = json.dumps(own).encode()
+    sizes = torch.empty(comm.size, dtype=torch.int64)
+    comm.all_gather(sizes, torch.tensor([len(text)]))
+    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    everyone = mine.new_empty(comm.size, len(mine))
+    comm.all_gather(everyone, mine)
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(everyone, sizes.tolist(), strict=True)]
+
+
+def _by_peer(moves: Sequence[_Move], rank: int) -> tuple[dict[int, list[_Move]], dict[int, list[_Move]]]:
+    """(by receiver, what this rank sends; by sender, what it receives), in one order on both sides."""
+    sends: dict[int, list[_Move]] = defaultdict(list)
+    recvs: dict[int, list[_Move]] = defaultdict(list)
+    for move in moves:
+        if move.source.rank == rank:
+            sends[move.target.rank].append(move)
+        elif move.target.rank == rank:
+            recvs[move.source.rank].append(move)
+    return dict(sends), dict(recvs)
+
+
+def _pieces(moves: Sequence[_Move], most: int) -> list[list[_Move]]:
+    """Messages of at most ``most`` bytes, or of one move; moves that are larger are cut along their longest side."""
+    found: list[list[_Move]] = []
+    size = most + 1
+    for move in itertools.chain.from_iterable(_cut(move, most) for move in moves):
+        if size + move.nbytes > most:
+            found.append([])
+            size = 0
+        found[-1].append(move)
+        size += move.nbytes
+    return found
+
+
+def _cut(move: _Move, most: int) -> Iterator[_Move]:
+    sides = [b - a for a, b in zip(move.first, move.last, strict=True)]
+    if move.nbytes <= most or max(sides, default=1) == 1:
+        yield move
+        return
+    d = sides.index(max(sides))
+    middle = move.first[d] + sides[d] // 2
+    yield from _cut(replace(move, last=(*move.last[:d], middle, *move.last[d + 1 :])), most)
+    yield from _cut(replace(move, first=(*move.first[:d], middle, *move.first[d + 1 :])), most)
+
+
+def _places(moves: Sequence[_Move]) -> list[int]:
+    """Where each begins in their message."""
+    return [0, *itertools.accumulate(move.nbytes for move in moves)][:-1]
+
+
+def _view(side: Mapping[str, list[tuple[tuple[int, ...], Tensor]]], move: _Move, box: _Box) -> Tensor:
+    """The moved elements in one of this rank's boxes."""
+    offsets, tensor = side[move.name][box.place]
+    return tensor[tuple(slice(a - o, b - o) for o, a, b in zip(offsets, move.first, move.last, strict=True))]
