@@ -9,14 +9,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.comm.topology import nodes_of
-from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.errors import Error, InvalidUsage, PeerLost
 from hdpcomm.train.tensor_part import TensorPart
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ class Reshard:
     def run(self) -> None:
         """Moves all elements; all ranks have theirs on return. Collective over ``comm``.
 
-        Raises: PeerLost, on all ranks: another one has died. Sources are as they were, and who wanted nothing of a dead
+        Raises: PeerLost, on all ranks: another one has died (Aborted, where a living one has told it first). Sources
+        are as they were, and who wanted nothing of a dead
             rank has got its elements: ``shrink()``, and make another :class:`Reshard` of those that live.
         """
         for move in self._local:
@@ -138,7 +139,20 @@ class Reshard:
             return
         with contextlib.suppress(Error):
             self._comm.barrier()
-        raise failed[0]
+        self._raise(failed)
+
+    def _raise(self, failed: Sequence[Error]) -> NoReturn:
+        """The death of a rank before what it led to."""
+        own = next((error for error in failed if isinstance(error, PeerLost)), None)
+        if own is None and (lost := self._comm.lost()):
+            own = PeerLost(
+                f"rank {lost[0]} died or left while rank {self._comm.global_rank} moved tensors; call shrink(), and "
+                "make another Reshard",
+                rank=self._comm.global_rank,
+                op="reshard",
+                peer=lost[0],
+            )
+        raise own or failed[0] from failed[0]
 
     def _round(self, sends: Mapping[int, list[_Move]], recvs: Mapping[int, list[_Move]]) -> list[Error]:
         """A message for each peer; what went wrong with some says nothing of the others."""
