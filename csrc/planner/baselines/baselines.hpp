@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
@@ -15,13 +16,16 @@ struct PolicyOptions {
   int context_ranks = 0;  // size of the context-parallel groups; 0: the smallest that fits
 };
 
+inline constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+
 // Makespans that the plans of these policies cannot beat, much quicker to find than the plans.
 double leastStatic(const Problem& problem, const PolicyOptions& options);
 double leastNaive(const Problem& problem);
 double leastPow2(const Problem& problem);
 
-Plan planStatic(const Problem& problem, const PolicyOptions& options);
-Plan planNaive(const Problem& problem);
-Plan planPow2(const Problem& problem);
+// Plans that end no earlier than `limit` may have another makespan, as finishPlan() says.
+Plan planStatic(const Problem& problem, const PolicyOptions& options, double limit = kNoLimit);
+Plan planNaive(const Problem& problem, double limit = kNoLimit);
+Plan planPow2(const Problem& problem, double limit = kNoLimit);
 
 }  // namespace hdpcomm::planner

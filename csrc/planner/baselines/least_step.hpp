@@ -8,8 +8,8 @@
 
 namespace hdpcomm::planner {
 
-// The even split of all work, or the longest group; `size_of` gives the ranks of a sequence that
-// does not fit into one.
+// The even split of all work, or the longest group on all devices of its ranks, one after the
+// other; `size_of` gives the ranks of a sequence that does not fit into one.
 template <typename SizeOf>
 double leastStep(const Problem& problem, SizeOf size_of) {
   const CostModel& cost = problem.cost();
@@ -26,7 +26,7 @@ double leastStep(const Problem& problem, SizeOf size_of) {
       longest = std::max(longest, time);
     }
   }
-  return std::max(work / problem.ranks(), longest);
+  return std::max(work / problem.ranks(), longest * cost.cluster().pipeline);
 }
 
 }  // namespace hdpcomm::planner

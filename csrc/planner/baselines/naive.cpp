@@ -72,7 +72,7 @@ double leastNaive(const Problem& problem) {
   return leastStep(problem, [&](int32_t sequence) { return sizes.of(sequence); });
 }
 
-Plan planNaive(const Problem& problem) {
+Plan planNaive(const Problem& problem, double limit) {
   struct Piece {
     std::vector<int32_t> sequences;
     int size;
@@ -122,7 +122,7 @@ Plan planNaive(const Problem& problem) {
     std::sort(batch.ranks.begin(), batch.ranks.end());
     batch.ranks = ringOrder(std::move(batch.ranks), problem.cost().cluster());
   }
-  return finishPlan(problem, std::move(batches));
+  return finishPlan(problem, std::move(batches), limit);
 }
 
 }  // namespace hdpcomm::planner

@@ -81,7 +81,7 @@ double leastPow2(const Problem& problem) {
   return leastStep(problem, [&](int32_t sequence) { return groupSize(problem, sequence); });
 }
 
-Plan planPow2(const Problem& problem) {
+Plan planPow2(const Problem& problem, double limit) {
   const int64_t capacity = problem.cost().memory().capacity;
   AlignedRanks ranks(problem.ranks());
   std::vector<MicroBatch> batches;
@@ -108,7 +108,7 @@ Plan planPow2(const Problem& problem) {
     batches.back().start = start;
     free.push({start + batches.back().predicted_s, rank});
   }
-  return finishPlan(problem, std::move(batches));
+  return finishPlan(problem, std::move(batches), limit);
 }
 
 }  // namespace hdpcomm::planner

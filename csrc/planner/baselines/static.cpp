@@ -93,7 +93,7 @@ double leastStatic(const Problem& problem, const PolicyOptions& options) {
   return work * size / problem.ranks();
 }
 
-Plan planStatic(const Problem& problem, const PolicyOptions& options) {
+Plan planStatic(const Problem& problem, const PolicyOptions& options, double limit) {
   const int size = groupSize(problem, options);
   const int groups = problem.ranks() / size;
   const int64_t capacity = problem.cost().memory().capacity;
@@ -108,7 +108,7 @@ Plan planStatic(const Problem& problem, const PolicyOptions& options) {
     batch.sequences = packs[i];
     batches.push_back(std::move(batch));
   }
-  return finishPlan(problem, std::move(batches));
+  return finishPlan(problem, std::move(batches), limit);
 }
 
 }  // namespace hdpcomm::planner

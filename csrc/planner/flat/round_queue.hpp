@@ -30,6 +30,12 @@ class RoundQueue {
     later_.push_back(entry);
   }
 
+  // Takes the least entry away, which top() gave.
+  void pop() noexcept { sorted_.pop_back(); }
+
+  // Puts back what pop() took, the last one first, before top() is asked again.
+  void putBack(const Entry& entry) { sorted_.push_back(entry); }
+
  private:
   // Merges what was replaced into the rest.
   void startRound();

@@ -1,7 +1,9 @@
 #include "planner/pipeline/shape_search.hpp"
 
 #include <algorithm>
+#include <cstdint>
 #include <limits>
+#include <map>
 #include <vector>
 
 #include "planner/model/cost_model.hpp"
@@ -194,10 +196,11 @@ class ShapeSearch {
       Shape shape = current;
       changes.apply(shape);
       const double best = best_.makespan;
-      const double found = makespanOf(shape, kNear * predicted);
-      misses = found < best ? 0 : misses + 1;
       const double left = 1 - static_cast<double>(trial) / trials;
-      if (found >= makespan + kLonger * best * left * changes.unit()) continue;
+      const double longest = makespan + kLonger * best * left * changes.unit();
+      const double found = makespanOf(shape, kNear * predicted, longest);
+      misses = found < best ? 0 : misses + 1;
+      if (found >= longest) continue;
       current = shape;
       current.given = waves_.heights();
       makespan = found;
@@ -212,7 +215,7 @@ class ShapeSearch {
     const double share = std::clamp(cost.params().forward, 0.05, 0.95);
     const double work = waves_.meanWork() * problem_.ranks();
     for (const Shape& shape : zoneShapes(problem_, work, share, before)) {
-      makespanOf(shape, kForever);
+      makespanOf(shape, kForever, best_.makespan);
     }
     zones_helped_ = best_.makespan < before;
   }
@@ -224,11 +227,12 @@ class ShapeSearch {
     return spent_ > kBudget && best_.makespan < kForever;
   }
 
-  void attempt(const Shape& shape) { makespanOf(shape, kLikely * predicted_); }
+  void attempt(const Shape& shape) { makespanOf(shape, kLikely * predicted_, best_.makespan); }
 
   // Makes the plan and keeps the best one. Infinity if it was not made, as that of waves for which
-  // a pipeline takes more than `most`.
-  double makespanOf(Shape shape, double most) {
+  // a pipeline takes more than `most`; not below `limit`, which is no less than the best one, as
+  // soon as that is certain.
+  double makespanOf(Shape shape, double most, double limit) {
     if (done() || shape.waves < 1 || shape.waves > PipelineRamps::kMost) return kForever;
     shape.up = std::min(shape.up, shape.waves / 3);
     shape.down = std::min(shape.down, shape.waves / 3);
@@ -236,16 +240,20 @@ class ShapeSearch {
     if (std::find(tried_.begin(), tried_.end(), key) != tried_.end()) return kForever;
     tried_.push_back(key);
     Plan found;
-    found.micro_batches = waves_.plan(shape, best_.makespan, most);
+    double* known = nullptr;
+    if (waves_.arrange(shape, best_.makespan, most)) {
+      known = &makespans_[waves_.arrangement()];
+      if (*known < limit) found.micro_batches = waves_.plan();
+    }
     spent_ += waves_.spent();
-    if (found.micro_batches.empty()) return kForever;
+    if (found.micro_batches.empty()) return known != nullptr && *known > 0 ? *known : kForever;
     if (by_levels_) {
       for (MicroBatch& batch : found.micro_batches) price(problem_, batch);
-      found.makespan = makespanByLevels(problem_, found);
+      found.makespan = makespanByLevels(problem_, found, limit);
     } else {
-      found = finishPlan(problem_, std::move(found.micro_batches));
+      found = finishPlan(problem_, std::move(found.micro_batches), limit);
     }
-    const double makespan = found.makespan;
+    const double makespan = *known = found.makespan;
     if (makespan >= best_.makespan) return makespan;
     found.made_by = changing_ ? improvedBy(best_.made_by, trying) : trying;
     best_ = std::move(found);
@@ -325,6 +333,8 @@ class ShapeSearch {
   bool zones_helped_ = false;
   double predicted_ = kForever;  // what a pipeline takes for these
   std::vector<Shape> tried_;     // none is better than the best plan
+  // By WavePlanner::arrangement(): makespans, or what these are not below.
+  std::map<uint64_t, double> makespans_;
 };
 
 using Shapes = Candidate<ShapeSearch>;

@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <functional>
-#include <queue>
+#include <numeric>
 
+#include "planner/flat/round_queue.hpp"
 #include "planner/model/plan.hpp"
 
 namespace hdpcomm::planner {
@@ -34,21 +35,48 @@ void WavePacks::addRoom(const Wave& wave, double& room) const {
 std::vector<WavePacks::Lacking> WavePacks::shares(const std::vector<Wave>& waves,
                                                   double room) const {
   const double scale = work_ / room;
+  std::vector<size_t> order(waves.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto first_share = [&](size_t wave) {
+    return waves[wave].packs.empty() ? 0 : secondsOf(waves[wave], 0);
+  };
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return std::make_pair(first_share(a), a) > std::make_pair(first_share(b), b);
+  });
   std::vector<Lacking> lacking;
-  for (size_t w = 0; w < waves.size(); ++w) {
-    for (size_t k = 0; k < waves[w].packs.size(); ++k) {
+  for (const size_t w : order) {
+    for (size_t k = waves[w].packs.size(); k-- > 0;) {
       lacking.push_back(
           {scale * secondsOf(waves[w], k), {static_cast<int>(w), static_cast<int>(k)}});
     }
   }
+  if (!by_speed_.alike()) std::sort(lacking.begin(), lacking.end(), std::greater<>());
   return lacking;
 }
 
-void WavePacks::fill(std::vector<Wave>& waves, std::vector<Lacking> entries, int first) const {
-  std::priority_queue<Lacking> lacking(std::less<Lacking>(), std::move(entries));
-  std::vector<std::vector<double>> tokens;
-  for (const Wave& wave : waves) tokens.emplace_back(wave.packs.size(), 0.0);
-  std::vector<Lacking> passed;
+void WavePacks::fill(std::vector<Wave>& waves, const std::vector<Lacking>& shares,
+                     int first) const {
+  std::vector<int32_t> first_of;  // by wave: the number of its first pack
+  int32_t count = 0;
+  for (const Wave& wave : waves) {
+    first_of.push_back(count);
+    count += static_cast<int32_t>(wave.packs.size());
+  }
+  struct Pack {
+    std::vector<int32_t>* sequences = nullptr;
+    double tokens = 0;
+  };
+  std::vector<Pack> packs(count);
+  // The first one is that which lacks most, of equal ones the last one: both are negated.
+  std::vector<RoundQueue::Entry> entries;
+  entries.reserve(shares.size());
+  for (const auto& [seconds, pack] : shares) {
+    const int32_t number = first_of[pack.first] + pack.second;
+    packs[number].sequences = &waves[pack.first].packs[pack.second];
+    entries.push_back({-seconds, -number});
+  }
+  RoundQueue lacking(std::move(entries));
+  std::vector<RoundQueue::Entry> passed;
   std::vector<int32_t> left_over;
   for (size_t i = 0; i < jobs_.size(); ++i) {
     if (used_[i]) continue;
@@ -56,21 +84,23 @@ void WavePacks::fill(std::vector<Wave>& waves, std::vector<Lacking> entries, int
     passed.clear();
     bool placed = false;
     while (!placed && !lacking.empty() && passed.size() < kMaxProbes) {
-      Lacking entry = lacking.top();
-      lacking.pop();
-      const auto [w, k] = entry.second;
-      if (tokens[w][k] + job.load.tokens <= capacity()) {
-        tokens[w][k] += job.load.tokens;
-        waves[w].packs[k].push_back(job.sequence);
-        entry.first -= job.min_size_s - cost_.params().fixed;
-        placed = true;
+      const RoundQueue::Entry entry = lacking.top();
+      Pack& pack = packs[-entry.second];
+      if (pack.tokens + job.load.tokens > capacity()) {
+        lacking.pop();
+        passed.push_back(entry);
+        continue;
       }
-      passed.push_back(entry);
+      pack.tokens += job.load.tokens;
+      pack.sequences->push_back(job.sequence);
+      placed = true;
+      if (pack.tokens < capacity()) {
+        lacking.replaceTop({entry.first + (job.min_size_s - cost_.params().fixed), entry.second});
+      } else {
+        lacking.pop();
+      }
     }
-    for (const Lacking& entry : passed) {
-      const auto [w, k] = entry.second;
-      if (tokens[w][k] < capacity()) lacking.push(entry);
-    }
+    for (auto entry = passed.rbegin(); entry != passed.rend(); ++entry) lacking.putBack(*entry);
     if (!placed) left_over.push_back(job.sequence);
   }
   if (!left_over.empty()) addWaves(waves, left_over, first);

@@ -32,12 +32,13 @@ class WavePacks {
   // Adds the seconds for which there is room in the packs of a wave.
   void addRoom(const Wave& wave, double& room) const;
 
-  // What each pack is to get, of `room` seconds in all of them.
+  // What each pack is to get, of `room` seconds in all of them: those that get most first, of equal
+  // ones the last one.
   std::vector<Lacking> shares(const std::vector<Wave>& waves, double room) const;
 
   // Deals the sequences to the packs, longest first, each to the pack that lacks most. What fits
   // nowhere gets waves of its own on the places from `first` on.
-  void fill(std::vector<Wave>& waves, std::vector<Lacking> entries, int first) const;
+  void fill(std::vector<Wave>& waves, const std::vector<Lacking>& shares, int first) const;
 
  private:
   static constexpr size_t kMaxProbes = 8;

@@ -1,6 +1,7 @@
 #include "planner/pipeline/wave_planner.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <numeric>
 #include <utility>
@@ -79,7 +80,7 @@ double WavePlanner::spent() const {
          2 * waves * cost_.cluster().pipeline * (problem_.ranks() + 6 * beside);
 }
 
-std::vector<MicroBatch> WavePlanner::plan(const Shape& shape, double limit, double most) {
+bool WavePlanner::arrange(const Shape& shape, double limit, double most) {
   markUnused();
   waves_.clear();
   full_ = shape.full;
@@ -89,23 +90,23 @@ std::vector<MicroBatch> WavePlanner::plan(const Shape& shape, double limit, doub
   double work = work_;
   if (shape.top > 0) {
     work -= addTopWave(shape.top, shape.own);
-    if (waves_.back().wide.empty()) return {};
+    if (waves_.back().wide.empty()) return false;
     if (reserved_ == problem_.ranks()) reserved_ = 0;
   }
   if (!shape.given.others.empty()) {
     addGiven(shape.given);
   } else if (!addRelative(shape, work, limit)) {
-    return {};
+    return false;
   }
   double added = 0;
   while (hasWide()) {
     addWave(extra_, reserved_, problem_.ranks());
-    if (waves_.back().wide.empty()) return {};  // it fits only on the reserved ranks
+    if (waves_.back().wide.empty()) return false;  // it fits only on the reserved ranks
     added += waves_.back().height;
-    if (added > limit) return {};
+    if (added > limit) return false;
     heights_.others.push_back(extra_);
   }
-  return dealt(limit, std::min(most, limit * kHopeless));
+  return makeOrder(limit, std::min(most, limit * kHopeless));
 }
 
 bool WavePlanner::addRelative(const Shape& shape, double work, double limit) {
@@ -300,34 +301,65 @@ bool WavePlanner::tooHigh(const Job& job, int first, int last) const {
   return by_speed_.sizeWithin(job, first, last, unit_) == 0;
 }
 
-std::vector<MicroBatch> WavePlanner::dealt(double limit, double most) {
-  const WavePacks packs(problem_, by_speed_, jobs_, used_);
-  if (packs.takeNoTime()) return {};  // heights say nothing of their packs
-  std::vector<WavePacks::Lacking> lacking;
-  if (packs.work() > 0) {
-    const double room = makeRoom(packs, limit);
-    if (room < packs.work()) return {};
-    lacking = packs.shares(waves_, room);
+bool WavePlanner::makeOrder(double limit, double most) {
+  packs_.emplace(problem_, by_speed_, jobs_, used_);
+  if (packs_->takeNoTime()) return false;  // heights say nothing of their packs
+  lacking_.clear();
+  if (packs_->work() > 0) {
+    const double room = makeRoom(limit);
+    if (room < packs_->work()) return false;
+    lacking_ = packs_->shares(waves_, room);
   }
   for (Wave& wave : waves_) {
     wave.height = 0;
     for (const Wave::Wide& wide : wave.wide) wave.height = std::max(wave.height, wide.seconds);
   }
-  for (const auto& [seconds, pack] : lacking) {
+  for (const auto& [seconds, pack] : lacking_) {
     Wave& wave = waves_[pack.first];
     wave.height = std::max(wave.height, seconds / by_speed_.speed(wave.used + pack.second));
   }
-  if (!order_.find(waves_, reserved_, most)) return {};
+  most_ = most;
+  if (!order_.find(waves_, reserved_, most)) return false;
+  arrangement_ = numberOfWaves();
+  return true;
+}
+
+uint64_t WavePlanner::numberOfWaves() const {
+  uint64_t number = reserved_;
+  const auto add = [&number](uint64_t value) {
+    number = (std::rotl(number, 23) ^ value) * 0x9e3779b97f4a7c15;  // 2^64 over the golden ratio
+  };
+  for (const Wave& wave : waves_) {
+    add(wave.first);
+    add(wave.last);
+    add(wave.used);
+    for (const Wave::Wide& wide : wave.wide) {
+      add(wide.job);
+      add(wide.size);
+    }
+  }
+  for (const size_t wave : order_.waves()) add(wave);
+  int32_t last = -1;
+  for (const auto& [seconds, pack] : lacking_) {  // of equal ones, which follow each other, one
+    if (pack.first == std::exchange(last, pack.first) && by_speed_.alike()) continue;
+    add(std::bit_cast<uint64_t>(seconds));
+    add(pack.first);
+  }
+  return number;
+}
+
+std::vector<MicroBatch> WavePlanner::plan() {
   const size_t waves = waves_.size();
-  if (packs.work() > 0) packs.fill(waves_, std::move(lacking), reserved_);
-  if (waves_.size() > waves && !order_.find(waves_, reserved_, most)) return {};
+  if (packs_->work() > 0) packs_->fill(waves_, lacking_, reserved_);
+  if (waves_.size() > waves && !order_.find(waves_, reserved_, most_)) return {};
   if (by_speed_.alike()) turnWaves(waves_, problem_);
   std::vector<MicroBatch> batches;
   for (const size_t wave : order_.waves()) take(waves_[wave], batches);
   return batches;
 }
 
-double WavePlanner::makeRoom(const WavePacks& packs, double limit) {
+double WavePlanner::makeRoom(double limit) {
+  const WavePacks& packs = *packs_;
   double room = 0;
   for (const Wave& wave : waves_) packs.addRoom(wave, room);
   const double height = std::min(unit_, packs.full());
@@ -344,7 +376,8 @@ void WavePlanner::take(Wave& wave, std::vector<MicroBatch>& batches) const {
   const auto add = [&](int first, int size, std::vector<int32_t> sequences) {
     MicroBatch batch;
     if (wave.turned) first = wave.first + wave.last - first - size;
-    batch.ranks = ringOrder(by_speed_.ranks(first, size), cost_.cluster());
+    batch.ranks = by_speed_.ranks(first, size);
+    if (size > 1) batch.ranks = ringOrder(std::move(batch.ranks), cost_.cluster());
     batch.sequences = std::move(sequences);
     batch.start = static_cast<double>(batches.size());
     batches.push_back(std::move(batch));

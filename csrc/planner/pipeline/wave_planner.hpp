@@ -4,6 +4,8 @@
 // micro-batches. The longest sequences may have ranks of their own, which run few other waves.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "planner/model/cost_model.hpp"
@@ -42,9 +44,19 @@ class WavePlanner {
   // How much the last plan had to look at, in about the work for one pass of a micro-batch.
   double spent() const;
 
-  // Empty if the shape is not possible, or if it takes more than `limit` seconds in any case, or if
-  // a pipeline takes more than `most` for waves of such heights.
-  std::vector<MicroBatch> plan(const Shape& shape, double limit, double most);
+  // The waves of a shape, without their short sequences. False if the shape is not possible, or if
+  // it takes more than `limit` seconds in any case, or if a pipeline takes more than `most` for
+  // waves of such heights.
+  bool arrange(const Shape& shape, double limit, double most);
+
+  // Tells what arrange() found from what it found for other shapes: those of the same number have
+  // the same plan.
+  uint64_t arrangement() const { return arrangement_; }
+
+  // The micro-batches of the waves that arrange() found, in the order that drains and fills a
+  // pipeline fastest, once the short sequences are dealt to the packs. Empty if they take more than
+  // what it was told.
+  std::vector<MicroBatch> plan();
 
  private:
   // Adds the waves of a shape that do `work` together. False if that is not possible.
@@ -88,13 +100,16 @@ class WavePlanner {
   // Whether a sequence ends within the unit on no number of these ranks.
   bool tooHigh(const Job& job, int first, int last) const;
 
-  // The micro-batches of the waves, in the order that drains and fills a pipeline fastest, once the
-  // short sequences are dealt to the packs; none if they take longer than these limits.
-  std::vector<MicroBatch> dealt(double limit, double most);
+  // Makes room for the short sequences, and finds the order of the waves. False if these take
+  // longer than these limits.
+  bool makeOrder(double limit, double most);
+
+  // A number of the waves, which are in their order.
+  uint64_t numberOfWaves() const;
 
   // Adds waves until there is room for the short sequences. Returns the seconds of it, less than
   // they need if these waves take longer than `limit`.
-  double makeRoom(const WavePacks& packs, double limit);
+  double makeRoom(double limit);
 
   void take(Wave& wave, std::vector<MicroBatch>& batches) const;
 
@@ -119,8 +134,12 @@ class WavePlanner {
   std::vector<size_t> after_;  // by job: itself, or if used one behind it, of which none between is
   size_t first_single_ = 0;    // up to which jobs need more than the unit on one rank
   std::vector<Wave> waves_;
-  Heights heights_;   // of the waves
-  double extra_ = 0;  // of those that are added where these do not suffice
+  Heights heights_;                          // of the waves
+  double extra_ = 0;                         // of those that are added where these do not suffice
+  std::optional<WavePacks> packs_;           // of the sequences that are in no wave by themselves
+  std::vector<WavePacks::Lacking> lacking_;  // what these are to get
+  double most_ = 0;                          // seconds of a pipeline
+  uint64_t arrangement_ = 0;
   WaveOrder order_;
 };
 

@@ -10,14 +10,16 @@ bool beats(const PlanSearch& search, double least) {
 
 constexpr Candidate<PlanSearch> kBaselines[] = {
     {"naive", [](const PlanSearch& search) { return beats(search, leastNaive(search.problem)); },
-     [](PlanSearch& search) { search.take(planNaive(search.problem)); }},
+     [](PlanSearch& search) { search.take(planNaive(search.problem, search.limit())); }},
     {"pow2", [](const PlanSearch& search) { return beats(search, leastPow2(search.problem)); },
-     [](PlanSearch& search) { search.take(planPow2(search.problem)); }},
+     [](PlanSearch& search) { search.take(planPow2(search.problem, search.limit())); }},
     {"static",
      [](const PlanSearch& search) {
        return beats(search, leastStatic(search.problem, search.options));
      },
-     [](PlanSearch& search) { search.take(planStatic(search.problem, search.options)); }},
+     [](PlanSearch& search) {
+       search.take(planStatic(search.problem, search.options, search.limit()));
+     }},
 };
 
 }  // namespace
@@ -29,6 +31,8 @@ std::string improvedBy(const std::string& made_by, const std::string& candidate)
 bool PlanSearch::small(double limit) const {
   return static_cast<double>(problem.count()) * problem.ranks() <= limit;
 }
+
+double PlanSearch::limit() const { return best ? best->makespan : kNoLimit; }
 
 void PlanSearch::take(std::optional<Plan> plan) {
   if (!plan || (best && plan->makespan >= best->makespan)) return;

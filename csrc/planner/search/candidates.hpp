@@ -49,6 +49,9 @@ struct PlanSearch {
   // Few sequences and ranks: at most so many of them, multiplied.
   bool small(double limit) const;
 
+  // Plans that end no earlier are not taken.
+  double limit() const;
+
   void take(std::optional<Plan> plan);
   template <class Improve>
   void improve(const Improve& improved) {

@@ -25,7 +25,7 @@ double runInOrder(const Problem& problem, const std::vector<MicroBatch>& batches
 
 }  // namespace
 
-Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches) {
+Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches, double limit) {
   Plan plan;
   plan.micro_batches = std::move(batches);
   std::stable_sort(plan.micro_batches.begin(), plan.micro_batches.end(),
@@ -36,9 +36,11 @@ Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches) {
     busy += batch.predicted_s * static_cast<double>(batch.ranks.size());
   }
   const Cluster& cluster = problem.cost().cluster();
-  if (cluster.pipeline == 1) plan.makespan = runInOrder(problem, plan.micro_batches);
-  if (cluster.pipeline > 1 || cluster.sharesLinks()) {
-    const double simulated = simulate(problem, plan).makespan;
+  if (cluster.pipeline > 1) {
+    plan.makespan = simulatedMakespan(problem, plan, limit);
+  } else {
+    plan.makespan = runInOrder(problem, plan.micro_batches);
+    const double simulated = cluster.sharesLinks() ? simulatedMakespan(problem, plan) : 0;
     // No shorter than in order but for rounding: longer where rings share links.
     if (simulated > plan.makespan * (1 + 1e-9)) plan.makespan = simulated;
   }

@@ -1,6 +1,7 @@
 // What all plans end with: their order, their costs and their makespan.
 #pragma once
 
+#include <limits>
 #include <vector>
 
 #include "planner/model/plan.hpp"
@@ -9,7 +10,9 @@
 namespace hdpcomm::planner {
 
 // Sorts by start (equal ones stay in place), prices, and finds the makespan, with a pipeline that
-// of the simulated schedule.
-Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches);
+// of the simulated schedule. Where a pipeline's plan is certain not to end before `limit`, its
+// makespan is one that it does not beat, and not below the limit.
+Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches,
+                double limit = std::numeric_limits<double>::infinity());
 
 }  // namespace hdpcomm::planner

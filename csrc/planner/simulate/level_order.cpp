@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <numeric>
+#include <span>
 #include <vector>
 
 #include "planner/simulate/pass_costs.hpp"
@@ -12,7 +15,10 @@ namespace {
 class LevelOrder {
  public:
   LevelOrder(const Problem& problem, const Plan& plan, bool with_weights)
-      : plan_(plan), stages_(problem.cost().cluster().pipeline), ranks_(problem.ranks()) {
+      : problem_(problem),
+        plan_(plan),
+        stages_(problem.cost().cluster().pipeline),
+        ranks_(problem.ranks()) {
     costs_.reserve(plan.micro_batches.size());
     for (const MicroBatch& batch : plan.micro_batches) {
       costs_.push_back(with_weights ? passCosts(problem, batch) : inputCosts(problem, batch));
@@ -25,16 +31,40 @@ class LevelOrder {
       to_host_.assign(devices, 0.0);
       from_host_.assign(devices, 0.0);
     }
-    given_.assign(plan.micro_batches.size(), 0.0);
   }
 
-  double run(SimulatedStep* record) {
-    record_ = record;
-    if (record_ != nullptr) {
-      record_->begin(ranks_);
-      resident_.assign(free_.size(), 0.0);
+  void record(SimulatedStep& step) {
+    record_ = &step;
+    record_->begin(ranks_);
+    resident_.assign(free_.size(), 0.0);
+    run();
+    record_->finish(makespan_);
+  }
+
+  // Given up where the step is certain not to end before `limit`.
+  double makespan(double limit) {
+    if (limit < kNever) {
+      limit_ = limit;
+      left_ = rankTimes(problem_, plan_, costs_);
+      least_ = leastMakespan(problem_, left_);
     }
-    const int levels = static_cast<int>(levels_.size());
+    if (least_ < limit) run();
+    return std::max(makespan_, least_ < limit ? 0 : least_);
+  }
+
+ private:
+  // What runs in turn, level by level: passes read it from front to back.
+  struct Batch {
+    int32_t index = 0;
+    int32_t first_rank = 0;  // of `batch_ranks_`
+    int32_t num_ranks = 0;
+    double forward = 0;  // seconds
+    double backward = 0;
+    double given = 0;  // when its last pass ends
+  };
+
+  void run() {
+    const int levels = static_cast<int>(levels_.size()) - 1;
     // With passes of one second each, device s runs the forward pass of level l in second 2 l + s,
     // and its backward pass in second 2 (l + p) - 1 - s.
     for (int second = 0; second < 2 * (levels + stages_) - 1; ++second) {
@@ -43,22 +73,43 @@ class LevelOrder {
         const int level = (backward ? second + 1 + stage - 2 * stages_ : second - stage) / 2;
         const bool before = backward ? second + 1 + stage < 2 * stages_ : second < stage;
         if (before || level >= levels) continue;
-        for (const int32_t index : levels_[level]) pass(index, stage, backward);
+        for (int32_t i = levels_[level]; i < levels_[level + 1]; ++i) {
+          pass(batches_[i], stage, backward);
+        }
+        if (least_ >= limit_) return;
       }
     }
-    if (record_ != nullptr) record_->finish(makespan_);
-    return makespan_;
   }
 
- private:
   void findLevels() {
-    std::vector<int> next(ranks_, 0);
-    for (size_t i = 0; i < plan_.micro_batches.size(); ++i) {
-      int level = 0;
-      for (const int32_t rank : plan_.micro_batches[i].ranks) level = std::max(level, next[rank]);
-      for (const int32_t rank : plan_.micro_batches[i].ranks) next[rank] = level + 1;
-      if (level == static_cast<int>(levels_.size())) levels_.emplace_back();
-      levels_[level].push_back(static_cast<int32_t>(i));
+    const size_t count = plan_.micro_batches.size();
+    std::vector<int32_t> next(ranks_, 0);
+    std::vector<int32_t> level_of(count, 0);
+    size_t num_ranks = 0;
+    for (size_t i = 0; i < count; ++i) {
+      const std::vector<int32_t>& ranks = plan_.micro_batches[i].ranks;
+      int32_t level = 0;
+      for (const int32_t rank : ranks) level = std::max(level, next[rank]);
+      for (const int32_t rank : ranks) next[rank] = level + 1;
+      if (static_cast<size_t>(level) + 2 > levels_.size()) levels_.resize(level + 2, 0);
+      ++levels_[level + 1];
+      level_of[i] = level;
+      num_ranks += ranks.size();
+    }
+    std::partial_sum(levels_.begin(), levels_.end(), levels_.begin());
+    std::vector<int32_t> places(levels_.begin(), levels_.end());
+    batches_.resize(count);
+    for (size_t i = 0; i < count; ++i) {
+      batches_[places[level_of[i]]++].index = static_cast<int32_t>(i);
+    }
+    batch_ranks_.reserve(num_ranks);
+    for (Batch& batch : batches_) {
+      const std::vector<int32_t>& ranks = plan_.micro_batches[batch.index].ranks;
+      batch.first_rank = static_cast<int32_t>(batch_ranks_.size());
+      batch.num_ranks = static_cast<int32_t>(ranks.size());
+      batch.forward = costs_[batch.index].forward.seconds;
+      batch.backward = costs_[batch.index].backward.seconds;
+      batch_ranks_.insert(batch_ranks_.end(), ranks.begin(), ranks.end());
     }
   }
 
@@ -66,51 +117,81 @@ class LevelOrder {
     return static_cast<size_t>(stage) * ranks_ + rank;
   }
 
-  void pass(int32_t index, int stage, bool backward) {
-    const MicroBatch& batch = plan_.micro_batches[index];
-    const PassCosts& cost = costs_[index];
-    const PassCosts::Pass& part = backward ? cost.backward : cost.forward;
+  std::span<const int32_t> ranksOf(const Batch& batch) const {
+    return {batch_ranks_.data() + batch.first_rank, static_cast<size_t>(batch.num_ranks)};
+  }
+
+  void pass(Batch& batch, int stage, bool backward) {
+    const std::span<const int32_t> ranks = ranksOf(batch);
+    const double seconds = backward ? batch.backward : batch.forward;
     double* const free = free_.data() + device(0, stage);
-    double start = given_[index];
-    for (const int32_t rank : batch.ranks) start = std::max(start, free[rank]);
-    double end = start + part.seconds;
+    double start = batch.given;
+    for (const int32_t rank : ranks) start = std::max(start, free[rank]);
+    double end = start + seconds;
     double stall = 0;
-    if (cost.copy > 0) {
+    if (offloads_ && costs_[batch.index].copy > 0) {
       double* const stream = (backward ? from_host_ : to_host_).data() + device(0, stage);
       double copied = 0;
-      for (const int32_t rank : batch.ranks) {
-        stream[rank] = std::max(stream[rank], start) + cost.copy;
+      for (const int32_t rank : ranks) {
+        stream[rank] = std::max(stream[rank], start) + costs_[batch.index].copy;
         copied = std::max(copied, stream[rank]);
       }
       stall = std::max(0.0, copied - end);
       end += stall;
     }
-    for (const int32_t rank : batch.ranks) free[rank] = end;
-    given_[index] = end;
+    for (const int32_t rank : ranks) free[rank] = end;
+    batch.given = end;
     makespan_ = std::max(makespan_, end);
-    if (record_ == nullptr) return;
-    for (const int32_t rank : batch.ranks) {
+    if (limit_ < kNever && stage + 1 == stages_) {
+      for (const int32_t rank : ranks) least_ = std::max(least_, leastEnd(rank, end, seconds));
+    }
+    if (record_ != nullptr) recordPass(batch, stage, backward, {start, end, stall});
+  }
+
+  // When a rank ends at least, once its last device has run a pass.
+  double leastEnd(int32_t rank, double end, double seconds) {
+    RankTime& left = left_[rank];
+    left.busy -= seconds;
+    return (end + left.busy + (stages_ - 1) * left.backward) * (1 - kRounding);
+  }
+
+  struct Times {
+    double start, end, stall;
+  };
+
+  void recordPass(const Batch& batch, int stage, bool backward, const Times& times) {
+    const PassCosts& cost = costs_[batch.index];
+    const PassCosts::Pass& part = backward ? cost.backward : cost.forward;
+    for (const int32_t rank : ranksOf(batch)) {
       double& resident = resident_[device(rank, stage)];
       resident += backward ? -cost.resident : cost.resident;
       record_->peak_tokens[rank] = std::max(record_->peak_tokens[rank], resident);
       record_->busy[rank] += part.seconds - part.exposed;
       record_->exposed[rank] += part.exposed;
-      record_->stalled[rank] += stall;
-      if (backward) record_->end[rank] = std::max(record_->end[rank], end);
+      record_->stalled[rank] += times.stall;
+      if (backward) record_->end[rank] = std::max(record_->end[rank], times.end);
     }
-    record_->spans.push_back({index, stage, backward, start, end});
+    record_->spans.push_back({batch.index, stage, backward, times.start, times.end});
   }
 
+  static constexpr double kNever = std::numeric_limits<double>::infinity();
+  static constexpr double kRounding = 1e-9;  // of sums
+
+  const Problem& problem_;
   const Plan& plan_;
   const int stages_;
   const int ranks_;
   bool offloads_ = false;
   std::vector<PassCosts> costs_;
-  std::vector<std::vector<int32_t>> levels_;  // the micro-batches of each
-  std::vector<double> free_;                  // by device: when its last pass ends
-  std::vector<double> to_host_, from_host_;   // by device: when its copy stream is free
-  std::vector<double> given_;                 // by micro-batch: when its last pass ends
-  std::vector<double> resident_;              // by device: tokens
+  std::vector<int32_t> levels_;  // the first of `batches_` of each, and their number
+  std::vector<Batch> batches_;   // by level, those of one as in the plan
+  std::vector<int32_t> batch_ranks_;
+  std::vector<double> free_;                 // by device: when its last pass ends
+  std::vector<double> to_host_, from_host_;  // by device: when its copy stream is free
+  std::vector<double> resident_;             // by device: tokens
+  std::vector<RankTime> left_;               // by rank: what its last device has to run yet
+  double limit_ = kNever;
+  double least_ = 0;  // seconds, known before the end
   double makespan_ = 0;
   SimulatedStep* record_ = nullptr;
 };
@@ -119,12 +200,12 @@ class LevelOrder {
 
 SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with_weights) {
   SimulatedStep step;
-  LevelOrder(problem, plan, with_weights).run(&step);
+  LevelOrder(problem, plan, with_weights).record(step);
   return step;
 }
 
-double makespanByLevels(const Problem& problem, const Plan& plan) {
-  return LevelOrder(problem, plan, true).run(nullptr);
+double makespanByLevels(const Problem& problem, const Plan& plan, double limit) {
+  return LevelOrder(problem, plan, true).makespan(limit);
 }
 
 }  // namespace hdpcomm::planner

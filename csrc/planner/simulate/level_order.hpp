@@ -4,6 +4,8 @@
 // has no circle, so neither have parts of it.
 #pragma once
 
+#include <limits>
+
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 #include "planner/simulate/simulated_step.hpp"
@@ -14,7 +16,8 @@ namespace hdpcomm::planner {
 // gradients of weights, too, unless these are left out.
 SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with_weights = true);
 
-// Its makespan alone, which is found faster.
-double makespanByLevels(const Problem& problem, const Plan& plan);
+// Its makespan alone, which is found faster; one that is not below `limit` where that is certain.
+double makespanByLevels(const Problem& problem, const Plan& plan,
+                        double limit = std::numeric_limits<double>::infinity());
 
 }  // namespace hdpcomm::planner

@@ -1,5 +1,7 @@
 #include "planner/simulate/pass_costs.hpp"
 
+#include <cstdint>
+
 #include "planner/model/cost_model.hpp"
 #include "planner/model/rings.hpp"
 
@@ -48,6 +50,34 @@ PassCosts inputCosts(const Problem& problem, const MicroBatch& batch) {
   PassCosts costs = passCosts(problem, batch);
   costs.backward.seconds -= costs.weights;
   return costs;
+}
+
+std::vector<RankTime> rankTimes(const Problem& problem, const Plan& plan,
+                                const std::vector<PassCosts>& costs) {
+  const Cluster& cluster = problem.cost().cluster();
+  std::vector<RankTime> ranks(problem.ranks());
+  for (size_t i = 0; i < costs.size(); ++i) {
+    const double forward = costs[i].forward.seconds;
+    const double backward = costs[i].backward.seconds;
+    for (const int32_t each : plan.micro_batches[i].ranks) {
+      RankTime& rank = ranks[each];
+      rank.busy += cluster.chunks * (forward + backward);
+      rank.forward = std::min(rank.forward, forward);
+      rank.backward = std::min(rank.backward, cluster.split ? 0 : backward);
+    }
+  }
+  return ranks;
+}
+
+double leastMakespan(const Problem& problem, const std::vector<RankTime>& ranks) {
+  constexpr double kRounding = 1e-9;  // of sums
+  double least = 0;
+  for (const RankTime& rank : ranks) {
+    if (rank.busy == 0) continue;
+    const double ways = (problem.cost().cluster().pipeline - 1) * (rank.forward + rank.backward);
+    least = std::max(least, (rank.busy + ways) * (1 - kRounding));
+  }
+  return least;
 }
 
 }  // namespace hdpcomm::planner

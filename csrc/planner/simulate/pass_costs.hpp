@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
+#include <vector>
 
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
@@ -35,5 +37,18 @@ PassCosts passCosts(const Problem& problem, const MicroBatch& batch);
 
 // With a backward pass that gives the gradients of its inputs alone.
 PassCosts inputCosts(const Problem& problem, const MicroBatch& batch);
+
+// What the devices of a rank run: seconds of each of them, and the shortest pass of each kind.
+struct RankTime {
+  double busy = 0;
+  double forward = std::numeric_limits<double>::infinity();
+  double backward = std::numeric_limits<double>::infinity();
+};
+std::vector<RankTime> rankTimes(const Problem& problem, const Plan& plan,
+                                const std::vector<PassCosts>& costs);
+
+// Seconds that a pipeline takes at least, in any order: what the busiest rank runs, and the way of
+// its shortest passes down all other devices and back.
+double leastMakespan(const Problem& problem, const std::vector<RankTime>& ranks);
 
 }  // namespace hdpcomm::planner

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <queue>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -26,13 +26,13 @@ struct Key {
   auto operator<=>(const Key&) const = default;
 };
 
-struct Unit {              // one device of one rank
-  std::vector<Key> queue;  // forward passes in their order
-  size_t next = 0;         // forward passes started
+struct Unit {       // one device of one rank
+  size_t next = 0;  // forward passes started
   int in_flight = 0;
   bool running = false;
-  Key choice;               // the pass that it would run next, if it is idle
-  std::set<Key> backwards;  // backward passes that may start
+  Key choice;                  // the pass that it would run next, if it is idle
+  std::vector<Key> backwards;  // backward passes that may start, in their order: few at a time
+  double left = 0;             // seconds of all passes that have not started
   double resident = 0;
   double peak = 0;
 };
@@ -62,14 +62,18 @@ struct SharedPass {
 
 class Simulator {
  public:
-  Simulator(const Problem& problem, const Plan& plan, bool with_weights)
+  // `limit`: the run ends where the step is certain not to end before it.
+  Simulator(const Problem& problem, const Plan& plan, bool with_weights, bool record = true,
+            double limit = kNever)
       : problem_(problem),
         plan_(plan),
+        limit_(limit),
         devices_(problem.cost().cluster().pipeline),
         chunks_(problem.cost().cluster().chunks),
         stages_(devices_ * chunks_),
+        record_(record || stages_ == 1),
         links_(problem.cost().cluster(), plan.micro_batches),
-        shared_(plan.micro_batches.size()) {
+        shared_(stages_ == 1 ? plan.micro_batches.size() : 0) {
     const size_t count = plan.micro_batches.size();
     costs_.reserve(count);
     for (const MicroBatch& batch : plan.micro_batches) {
@@ -77,6 +81,7 @@ class Simulator {
     }
     units_.resize(static_cast<size_t>(problem.ranks()) * devices_);
     queueForwards();
+    if (limit_ < kNever) findLeft();
     votes_.assign(count * stages_ * 2, 0);
     forwards_done_.assign(count, 0);
     to_host_.assign(units_.size(), 0.0);
@@ -91,7 +96,7 @@ class Simulator {
     chooseAll();
     size_t done = 0;
     const size_t all = plan_.micro_batches.size() * stages_ * 2;
-    while (done < all) {
+    while (done < all && !too_late_) {
       if (events_.empty() && !unblock()) break;
       const Event event = events_.top();
       events_.pop();
@@ -100,7 +105,8 @@ class Simulator {
       finish(event);
       ++done;
     }
-    if (done != all) {
+    if (too_late_) now_ = std::max(now_, limit_);
+    if (done != all && !too_late_) {
       throw Error(ErrorKind::kInternal, "the simulation stopped after " + std::to_string(done) +
                                             " passes: the ranks wait for each other");
     }
@@ -122,6 +128,7 @@ class Simulator {
     const size_t count = plan_.micro_batches.size();
     group_.assign(count, 0);
     std::vector<std::vector<int32_t>> own(problem_.ranks());
+    queues_.resize(problem_.ranks());
     std::vector<int32_t> level(problem_.ranks(), 0);
     for (size_t i = 0; i < count; ++i) {
       const std::vector<int32_t>& ranks = plan_.micro_batches[i].ranks;
@@ -134,7 +141,7 @@ class Simulator {
       }
     }
     for (int rank = 0; rank < problem_.ranks(); ++rank) {
-      std::vector<Key> queue;
+      std::vector<Key>& queue = queues_[rank];
       queue.reserve(own[rank].size() * chunks_);
       for (const int32_t index : own[rank]) {
         for (int chunk = 0; chunk < chunks_; ++chunk) {
@@ -142,7 +149,15 @@ class Simulator {
         }
       }
       if (chunks_ > 1) std::sort(queue.begin(), queue.end());
-      for (int device = 0; device < devices_; ++device) unit(rank, device).queue = queue;
+    }
+  }
+
+  void findLeft() {
+    rank_times_ = rankTimes(problem_, plan_, costs_);
+    for (int rank = 0; rank < problem_.ranks(); ++rank) {
+      for (int device = 0; device < devices_; ++device) {
+        unit(rank, device).left = rank_times_[rank].busy;
+      }
     }
   }
 
@@ -178,13 +193,14 @@ class Simulator {
     Unit& self = unit(rank, device);
     if (self.running) return;
     Key best;
-    if (self.next < self.queue.size() &&
+    const std::vector<Key>& queue = queues_[rank];
+    if (self.next < queue.size() &&
         self.in_flight < mostInFlight(problem_.cost().cluster(), device)) {
-      const Key& next = self.queue[self.next];
+      const Key& next = queue[self.next];
       if (forwards_done_[next.micro_batch] >= stageOf(next, device)) best = next;
     }
     const bool backward_first = chunks_ == 1 || unblocking_ || best.micro_batch < 0;
-    if (backward_first && !self.backwards.empty()) best = *self.backwards.begin();
+    if (backward_first && !self.backwards.empty()) best = self.backwards.front();
     if (best == self.choice) return;
     if (self.choice.micro_batch >= 0) --votes(self.choice, stageOf(self.choice, device));
     self.choice = best;
@@ -223,20 +239,27 @@ class Simulator {
         member.resident += cost.resident;
         member.peak = std::max(member.peak, member.resident);
       } else {
-        member.backwards.erase(key);
+        member.backwards.erase(
+            std::lower_bound(member.backwards.begin(), member.backwards.end(), key));
       }
+      if (limit_ < kNever) {
+        const double after = device * rank_times_[rank].backward;
+        too_late_ = too_late_ || (now_ + member.left + after) * (1 - kRounding) > limit_;
+        member.left -= pass.seconds;
+      }
+      if (!record_) continue;
       result_.busy[rank] += pass.seconds - pass.exposed;
       if (shared) continue;  // finishShared() knows the rest
       result_.exposed[rank] += pass.exposed;
       result_.stalled[rank] += stall;
     }
     votes(key, stage) = 0;
-    result_.spans.push_back({key.micro_batch, stage, !key.forward, now_, end});
+    ++started_;
+    if (record_) result_.spans.push_back({key.micro_batch, stage, !key.forward, now_, end});
     if (shared) {
       startShared(key.micro_batch, pass, copied);
     } else {
-      events_.push(
-          {end, static_cast<int64_t>(result_.spans.size()), key.micro_batch, stage, !key.forward});
+      events_.push({end, started_, key.micro_batch, stage, !key.forward});
     }
   }
 
@@ -325,19 +348,28 @@ class Simulator {
   void allowBackward(int32_t micro_batch, int stage) {
     const Key key{false, group_[micro_batch], chunks_ - 1 - stage / devices_, micro_batch};
     for (const int32_t rank : plan_.micro_batches[micro_batch].ranks) {
-      unit(rank, stage % devices_).backwards.insert(key);
+      std::vector<Key>& backwards = unit(rank, stage % devices_).backwards;
+      backwards.insert(std::upper_bound(backwards.begin(), backwards.end(), key), key);
     }
   }
 
+  static constexpr double kNever = std::numeric_limits<double>::infinity();
+  static constexpr double kRounding = 1e-9;  // of sums
+
   const Problem& problem_;
   const Plan& plan_;
+  const double limit_;
   const int devices_;  // of each rank's pipeline
   const int chunks_;   // stages on each device
   const int stages_;   // of the model: stage s is on device s % devices_
+  const bool record_;  // more than the makespan
+  bool too_late_ = false;
   bool unblocking_ = false;
   double now_ = 0;
   std::vector<PassCosts> costs_;
-  std::vector<int32_t> group_;  // by micro-batch; see queueForwards()
+  std::vector<int32_t> group_;            // by micro-batch; see queueForwards()
+  std::vector<std::vector<Key>> queues_;  // by rank: forward passes in their order
+  std::vector<RankTime> rank_times_;      // by rank
   std::vector<Unit> units_;
   std::vector<int> votes_;          // by micro-batch, stage and pass: ranks that chose it
   std::vector<int> forwards_done_;  // by micro-batch: stages whose forward pass is done
@@ -346,6 +378,7 @@ class Simulator {
   std::vector<double> to_host_;     // by unit: when its copy stream is free
   std::vector<double> from_host_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  int64_t started_ = 0;  // passes
   SimulatedStep result_;
 };
 
@@ -362,6 +395,10 @@ int mostInFlight(const Cluster& cluster, int device) noexcept {
 
 SimulatedStep simulatePriorities(const Problem& problem, const Plan& plan, bool with_weights) {
   return Simulator(problem, plan, with_weights).run();
+}
+
+double makespanByPriorities(const Problem& problem, const Plan& plan, double limit) {
+  return Simulator(problem, plan, true, false, limit).run().makespan;
 }
 
 }  // namespace hdpcomm::planner

@@ -2,6 +2,8 @@
 // pass by index. With several chunks on a device, interleaved 1F1B.
 #pragma once
 
+#include <limits>
+
 #include "planner/model/cost_model.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
@@ -12,6 +14,11 @@ namespace hdpcomm::planner {
 // Runs a plan so. Backward passes give the gradients of weights, too, unless these are left out.
 SimulatedStep simulatePriorities(const Problem& problem, const Plan& plan,
                                  bool with_weights = true);
+
+// Its makespan alone, which is found faster; one that is not below `limit` as soon as that is
+// certain.
+double makespanByPriorities(const Problem& problem, const Plan& plan,
+                            double limit = std::numeric_limits<double>::infinity());
 
 // Passes whose gradients a device may owe at a time, at most.
 int mostInFlight(const Cluster& cluster, int device) noexcept;

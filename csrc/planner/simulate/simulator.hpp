@@ -2,6 +2,8 @@
 // and two copy streams to and from host memory.
 #pragma once
 
+#include <limits>
+
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 #include "planner/simulate/simulated_step.hpp"
@@ -16,5 +18,10 @@ namespace hdpcomm::planner {
 // earlier. Split backward passes are those of split_order.hpp. Without a pipeline, rings that share
 // links take time from each other (link_sharing.hpp).
 SimulatedStep simulate(const Problem& problem, const Plan& plan);
+
+// Its makespan alone, which is found faster; where it is certain not to be below `limit`, one that
+// is not either, and that the step does not beat.
+double simulatedMakespan(const Problem& problem, const Plan& plan,
+                         double limit = std::numeric_limits<double>::infinity());
 
 }  // namespace hdpcomm::planner
