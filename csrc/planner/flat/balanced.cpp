@@ -47,6 +47,7 @@ Plan planBlocks(const Problem& problem, double lower_bound, bool on_borders = fa
   const auto attempt = [&](double target) {
     for (const bool fill : {false, true}) {
       if (best <= lower_bound * kGoodEnough[0]) return;
+      if (fill && !packer.couldFill()) return;
       const double makespan = packer.run(target, fill, best);
       if (makespan >= best) continue;
       best = makespan;

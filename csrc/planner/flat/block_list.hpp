@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -14,7 +15,8 @@ struct Block {
   double ready = 0;
   int first = 0;
   int count = 0;
-  double speed = 1;  // of all of its ranks
+  double speed = 1;   // of all of its ranks
+  int64_t order = 0;  // of its insertion
 };
 
 // Sorted by ready time, equal ones in the order of their insertion. A change makes iterators
@@ -23,6 +25,7 @@ class BlockList {
  public:
   class Iterator {
    public:
+    Iterator() = default;
     const Block& operator*() const { return list_->chunks_[chunk_]->items[item_]; }
     const Block* operator->() const { return &**this; }
     Iterator& operator++() {
@@ -46,9 +49,9 @@ class BlockList {
     Iterator(const BlockList* list, size_t chunk, int item)
         : list_(list), chunk_(chunk), item_(item) {}
 
-    const BlockList* list_;
-    size_t chunk_;
-    int item_;
+    const BlockList* list_ = nullptr;
+    size_t chunk_ = 0;
+    int item_ = 0;
   };
 
   Iterator begin() const { return {this, 0, 0}; }
@@ -62,6 +65,15 @@ class BlockList {
   // Returns the place of the next block.
   Iterator erase(Iterator at);
 
+  // The place of a block that is there.
+  Iterator find(const Block& block) const;
+
+  // Goes on, or back, to the next block of at least `ranks` ranks. False if there is none before
+  // `end`, or none among as many blocks as `probes` says, from which this takes those that it
+  // passed.
+  bool stepTo(Iterator& at, const Iterator& end, int ranks, int& probes) const;
+  bool stepBackTo(Iterator& at, int ranks, int& probes) const;
+
   void clear();
 
  private:
@@ -69,10 +81,13 @@ class BlockList {
 
   struct Chunk {
     int count = 0;
+    int widest = 0;  // ranks, which no block of it has more of
     std::array<Block, kMost> items;
   };
 
   static int placeIn(const Chunk& chunk, double ready);
+
+  static void findWidest(Chunk& chunk);
 
   Chunk& addChunk(size_t at);
 

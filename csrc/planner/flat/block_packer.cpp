@@ -11,6 +11,7 @@ namespace hdpcomm::planner {
 double BlockPacker::run(double target, bool fill, double limit) {
   target_ = target;
   fill_ = fill;
+  could_fill_ = false;
   placements_.clear();
   gaps_.clear();
   makeBlocks();
@@ -28,10 +29,12 @@ double BlockPacker::run(double target, bool fill, double limit) {
 
 void BlockPacker::makeBlocks() {
   blocks_.clear();
+  if (!cost_.cluster().speeds.empty()) by_speed_.resize(speedLimits().size());
+  for (BlockList& blocks : by_speed_) blocks.clear();
   for (int rank = 0; rank < problem_.ranks();) {
     int end = rank + 1;
     while (end < problem_.ranks() && speed(end) == speed(rank)) ++end;
-    blocks_.insert({0, rank, end - rank, speed(rank)});
+    insert({0, rank, end - rank, speed(rank)});
     rank = end;
   }
 }
@@ -72,17 +75,14 @@ bool BlockPacker::placeInBlock(size_t index) {
   const double latest = target_ - job.min_size_s;
   auto end = blocks_.upperBound(latest);
   int probes = most_probes;
-  for (auto it = end; it != blocks_.begin() && probes > 0; --probes) {
-    --it;
-    if (it->count < job.min_size) continue;
+  for (auto it = end; blocks_.stepBackTo(it, job.min_size, probes); --probes) {
     if (placeAt(index, it, job.min_size)) return true;
   }
   const int most = fastest(job);
   const double shortest = cost_.seconds(job.load, most);
   end = blocks_.upperBound(target_ - shortest);
   probes = most_probes;  // the first block needs the fewest ranks
-  for (auto it = blocks_.begin(); it != end && probes > 0; ++it, --probes) {
-    if (it->count < job.min_size) continue;
+  for (auto it = blocks_.begin(); blocks_.stepTo(it, end, job.min_size, probes); ++it, --probes) {
     const int size = cost_.sizeWithin(job.load, job.min_size, std::min(most, it->count),
                                       (target_ - it->ready) * it->speed);
     if (size > 0 && placeAt(index, it, size)) return true;
@@ -115,13 +115,15 @@ int BlockPacker::position(const Block& block, int size) const {
 bool BlockPacker::placeAt(size_t index, BlockList::Iterator at, int size) {
   Job& job = jobs_[index];
   const Block block = *at;
-  if (fill_ && job.min_size > 1 && block.count < 2 * size && block.count <= fastest(job)) {
-    size = block.count;
+  if (job.min_size > 1 && size < block.count && block.count < 2 * size &&
+      block.count <= fastest(job)) {
+    could_fill_ = true;
+    if (fill_) size = block.count;
   }
   const int first = position(block, size);
   const double end = block.ready + cost_.secondsFrom(job.load, first, size) / block.speed;
   if (end > target_ * (1 + 1e-9)) return false;
-  blocks_.erase(at);
+  erase(block, at);
   insert({block.ready, block.first, first - block.first, block.speed});
   insert({block.ready, first + size, block.first + block.count - first - size, block.speed});
   insert({end, first, size, block.speed});
@@ -166,12 +168,12 @@ BlockPacker::JoinedBlocks BlockPacker::bestJoin(size_t index, double least_speed
   };
   double first_ready = 0;
   double checked = -1;  // ready times up to here
-  for (const Block& block : blocks_) {
+  for (FastBlocks fast(*this, least_speed, 0); fast.next(); ++looked_) {
+    const Block& block = fast.block();
     if (block.ready > checked) {
       if (leastScore(block.ready) > best.score) break;
       checked = block.ready;
     }
-    if (block.speed < least_speed) continue;
     if (blocks++ == 0) first_ready = block.ready;
     count += block.count;
     ready_area += block.ready * block.count;
@@ -181,7 +183,8 @@ BlockPacker::JoinedBlocks BlockPacker::bestJoin(size_t index, double least_speed
     next_count = count + count / 20 + 1;
     const double start = block.ready;
     const int widest = std::min(most, count);
-    const int size = cost_.sizeWithin(job.load, job.min_size, widest, (target_ - start) * slowest);
+    const double room = (target_ - start) * slowest;
+    const int size = room < shortest ? 0 : cost_.sizeWithin(job.load, job.min_size, widest, room);
     for (const int candidate : {size > 0 ? size : widest, job.min_size}) {
       const double time = cost_.seconds(job.load, candidate) / slowest;
       const double idle = start * count - ready_area - (count - candidate) * (start - block.ready);
@@ -212,16 +215,11 @@ const std::vector<BlockPacker::SpeedLimit>& BlockPacker::speedLimits() {
 
 double BlockPacker::join(size_t index, const JoinedBlocks& joined) {
   std::vector<Block> used;
-  const double before = std::nextafter(joined.first_ready, -1.0);
-  for (auto it = blocks_.upperBound(before); used.size() < joined.blocks;) {
-    const bool taken = it->speed >= joined.least_speed;
-    if (taken) {
-      used.push_back(*it);
-      it = blocks_.erase(it);
-    } else {
-      ++it;
-    }
+  for (FastBlocks fast(*this, joined.least_speed, joined.first_ready);
+       used.size() < joined.blocks && fast.next();) {
+    used.push_back(fast.block());
   }
+  for (const Block& block : used) erase(block, blocks_.find(block));
   const double start = used.back().ready;
   Placement placement{static_cast<int32_t>(index), start, {}};
   std::vector<Block> members;
@@ -275,7 +273,7 @@ double BlockPacker::joinNeighbours(size_t index) {
   }
   const int end = best.first + best.size;
   for (auto it = blocks_.begin(); it != blocks_.end();) {
-    it = it->first < end && it->first + it->count > best.first ? blocks_.erase(it) : ++it;
+    it = it->first < end && it->first + it->count > best.first ? erase(*it, it) : ++it;
   }
   for (const Block& block : blocks) {
     const int block_end = block.first + block.count;
@@ -319,8 +317,55 @@ BlockPacker::Window BlockPacker::windowAt(const Job& job, const std::vector<Bloc
   return window;
 }
 
-void BlockPacker::insert(const Block& block) {
-  if (block.count > 0) blocks_.insert(block);
+void BlockPacker::insert(Block block) {
+  if (block.count == 0) return;
+  block.order = ++inserted_;
+  blocks_.insert(block);
+  if (!by_speed_.empty()) by_speed_[speedClass(block.speed)].insert(block);
+}
+
+BlockList::Iterator BlockPacker::erase(Block block, BlockList::Iterator at) {
+  if (!by_speed_.empty()) {
+    BlockList& own = by_speed_[speedClass(block.speed)];
+    own.erase(own.find(block));
+  }
+  return blocks_.erase(at);
+}
+
+size_t BlockPacker::speedClass(double speed) const {
+  size_t found = 0;
+  while (speed < speed_limits_[found].speed) ++found;
+  return found;
+}
+
+BlockPacker::FastBlocks::FastBlocks(const BlockPacker& packer, double least_speed, double ready) {
+  const double before = std::nextafter(ready, -1.0);
+  const auto add = [&](const BlockList& list) {
+    const auto from = ready > 0 ? list.upperBound(before) : list.begin();
+    if (!(from == list.end())) parts_[count_++] = {from, list.end()};
+  };
+  if (packer.by_speed_.empty() || least_speed <= 0) {
+    add(packer.blocks_);
+    return;
+  }
+  for (size_t i = 0; i < packer.by_speed_.size(); ++i) {
+    if (packer.speed_limits_[i].speed >= least_speed) add(packer.by_speed_[i]);
+  }
+}
+
+bool BlockPacker::FastBlocks::next() {
+  if (block_ != nullptr && ++parts_[at_].next == parts_[at_].end) parts_[at_] = parts_[--count_];
+  if (count_ == 0) return false;
+  at_ = 0;
+  block_ = &*parts_[0].next;
+  for (size_t i = 1; i < count_; ++i) {
+    const Block& other = *parts_[i].next;
+    if (other.ready > block_->ready) continue;
+    if (other.ready == block_->ready && other.order > block_->order) continue;
+    at_ = i;
+    block_ = &other;
+  }
+  return true;
 }
 
 }  // namespace hdpcomm::planner

@@ -2,6 +2,8 @@
 // several targets.
 #pragma once
 
+#include <array>
+#include <cstdint>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -31,6 +33,12 @@ class BlockPacker {
   // wide to run side by side then follow each other without a gap.
   // A run that cannot end before `limit` is given up: it returns a time that is not below it.
   double run(double target, bool fill, double limit = std::numeric_limits<double>::infinity());
+
+  // Whether `fill` mattered in the last run. If not, that run is the same one with and without.
+  bool couldFill() const { return could_fill_; }
+
+  // Blocks that all runs have looked at, to join some of them.
+  int64_t looked() const { return looked_; }
 
   // The result of the last run, which this takes away.
   Packing take() { return {std::exchange(placements_, {}), filler_.take()}; }
@@ -109,7 +117,33 @@ class BlockPacker {
   Window windowAt(const Job& job, const std::vector<Block>& blocks, size_t from, int first,
                   int size) const;
 
-  void insert(const Block& block);
+  void insert(Block block);
+
+  // Returns the place of the next block of all.
+  BlockList::Iterator erase(Block block, BlockList::Iterator at);
+
+  // Place in by_speed_ of blocks of this speed.
+  size_t speedClass(double speed) const;
+
+  // Blocks of at least a speed, of speedLimits(), that are free from a time on, in the order of all
+  // blocks.
+  class FastBlocks {
+   public:
+    FastBlocks(const BlockPacker& packer, double least_speed, double ready);
+
+    // False after the last one.
+    bool next();
+    const Block& block() const { return *block_; }
+
+   private:
+    struct Part {
+      BlockList::Iterator next, end;
+    };
+    std::array<Part, Cluster::kMostSpeedLimits> parts_;
+    size_t count_ = 0;
+    size_t at_ = 0;  // of the block
+    const Block* block_ = nullptr;
+  };
 
   const Problem& problem_;
   const CostModel& cost_;
@@ -118,7 +152,12 @@ class BlockPacker {
   const bool on_borders_;
   double target_ = 0;
   bool fill_ = false;
+  bool could_fill_ = false;
   BlockList blocks_;
+  // Where speeds differ: the same blocks by speed, those between two of the least speeds.
+  std::vector<BlockList> by_speed_;
+  int64_t inserted_ = 0;
+  int64_t looked_ = 0;
   std::vector<Placement> placements_;
   std::vector<Gap> gaps_;
   std::vector<SpeedLimit> speed_limits_;

@@ -22,7 +22,7 @@ void checkNotNegative(double value, const char* name) {
 }  // namespace
 
 std::vector<double> Cluster::speedLimits() const {
-  constexpr size_t kMost = 8;
+  constexpr size_t kMost = kMostSpeedLimits - 1;  // without 0
   std::vector<double> different = speeds;
   std::sort(different.begin(), different.end(), std::greater<>());
   different.erase(std::unique(different.begin(), different.end()), different.end());

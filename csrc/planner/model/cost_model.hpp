@@ -87,6 +87,7 @@ struct Cluster {
                : *std::min_element(speeds.begin() + first, speeds.begin() + first + count);
   }
   // Least speeds of a group that are worth a try, for a few of the different ones; 0 comes last.
+  static constexpr size_t kMostSpeedLimits = 9;
   std::vector<double> speedLimits() const;
 };
 
