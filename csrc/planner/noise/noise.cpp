@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "planner/flat/round_queue.hpp"
 #include "planner/model/cost_model.hpp"
-#include "planner/noise/free_ranks.hpp"
 #include "planner/noise/noise_draws.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
@@ -38,6 +38,9 @@ class Dealer {
 
   bool empty() const noexcept { return sequences_.empty(); }
 
+  // What no deal changes.
+  const std::vector<MicroBatch>& shared() const noexcept { return shared_; }
+
   // `parts`: micro-batches in the place of a full one; `caution`: standard deviations of its end
   // that each rank leaves free.
   std::vector<MicroBatch> deal(int parts, double caution) const {
@@ -45,14 +48,14 @@ class Dealer {
     const int64_t most = std::max<int64_t>(1, cost_.memory().capacity / parts);
     std::vector<double> end = end_;
     std::vector<double> variance = variance_;
-    FreeRanks free;
+    std::vector<RoundQueue::Entry> entries;
     for (int rank = 0; rank < ranks; ++rank) {
-      free.add(end[rank] + caution * std::sqrt(variance[rank]), rank);
+      entries.emplace_back(end[rank] + caution * std::sqrt(variance[rank]), rank);
     }
-    free.arrange();
+    RoundQueue free(std::move(entries));
     std::vector<std::vector<int32_t>> own(ranks);
     for (const int32_t sequence : sequences_) {
-      const int32_t rank = free.rank();
+      const int32_t rank = free.top().second;
       const Load load = problem_.own(sequence);
       const double share = std::min(1.0, load.tokens / static_cast<double>(most));
       const double seconds = (cost_.seconds(load, 1) - (1 - share) * cost_.params().fixed) /
@@ -60,15 +63,19 @@ class Dealer {
       end[rank] += seconds;
       variance[rank] += seconds * seconds * cost_.params().noise * cost_.params().noise;
       own[rank].push_back(sequence);
-      free.delayFirst(end[rank] + caution * std::sqrt(variance[rank]));
+      free.replaceTop({end[rank] + caution * std::sqrt(variance[rank]), rank});
     }
     std::vector<MicroBatch> batches = shared_;
+    batches.reserve(shared_.size() + ranks * static_cast<size_t>(parts));
+    const auto longer = [&](int32_t a, int32_t b) {
+      const int64_t of_a = problem_.lengths()[a];
+      const int64_t of_b = problem_.lengths()[b];
+      return of_a != of_b ? of_a > of_b : a < b;
+    };
     for (int rank = 0; rank < ranks; ++rank) {
-      std::sort(own[rank].begin(), own[rank].end(), [&](int32_t a, int32_t b) {
-        const int64_t of_a = problem_.lengths()[a];
-        const int64_t of_b = problem_.lengths()[b];
-        return of_a != of_b ? of_a > of_b : a < b;
-      });
+      if (!std::is_sorted(own[rank].begin(), own[rank].end(), longer)) {
+        std::sort(own[rank].begin(), own[rank].end(), longer);
+      }
       for (auto& pack : packBestFit(problem_.lengths(), own[rank], most)) {
         MicroBatch batch;
         batch.ranks = {rank};
@@ -124,10 +131,13 @@ Plan planForNoise(const Problem& problem, Plan plan) {
   if (dealer.empty()) return plan;
   const NoiseDraws draws(problem.count(), numDraws(problem.count()), noise);
   double best = DrawnEnds(problem, plan.micro_batches, draws).meanMakespan();
+  // No deal ends before what the ranks share.
+  const double least = DrawnEnds(problem, dealer.shared(), draws).meanMakespan();
   std::vector<MicroBatch> batches;
   const auto attempt = [&](int parts, double caution) {
+    if (best <= least) return false;
     std::vector<MicroBatch> found = dealer.deal(parts, caution);
-    const double mean = DrawnEnds(problem, found, draws).meanMakespan();
+    const double mean = DrawnEnds(problem, found, draws, best).meanMakespan();
     if (mean >= best) return false;
     best = mean;
     batches = std::move(found);

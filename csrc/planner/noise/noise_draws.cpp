@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "planner/model/cost_model.hpp"
 #include "planner/model/rings.hpp"
@@ -51,21 +52,23 @@ Certainty certaintyOf(const Problem& problem, const MicroBatch& batch) {
 }
 
 DrawnEnds::DrawnEnds(const Problem& problem, const std::vector<MicroBatch>& batches,
-                     const NoiseDraws& draws)
+                     const NoiseDraws& draws, double limit)
     : steps_(draws.steps()),
       ends_(batches.size() * steps_),
       makespans_(steps_, 0.0F),
       last_(problem.ranks(), -1) {
+  constexpr size_t kUnlooked = 1024;  // micro-batches, after which it looks at the mean
   const size_t steps = steps_;
   std::vector<int64_t> before;
   for (size_t i = 0; i < batches.size(); ++i) {
+    if (i % kUnlooked == 0 && meanMakespan() >= limit) return;
     float* const end = ends_.data() + i * steps;
     before.clear();
     for (const int32_t rank : batches[i].ranks) {
       if (last_[rank] >= 0) before.push_back(last_[rank]);
       last_[rank] = static_cast<int64_t>(i);
     }
-    std::sort(before.begin(), before.end());
+    if (before.size() > 1) std::sort(before.begin(), before.end());
     before.erase(std::unique(before.begin(), before.end()), before.end());
     for (const int64_t other : before) {
       const float* const ready = ends_.data() + static_cast<size_t>(other) * steps;
@@ -112,12 +115,13 @@ Tails takeTails(const Problem& problem, const Plan& plan) {
 }
 
 void sortByTime(const Problem& problem, std::vector<int32_t>& sequences) {
-  const CostModel& cost = problem.cost();
-  std::sort(sequences.begin(), sequences.end(), [&](int32_t a, int32_t b) {
-    const double of_a = cost.seconds(problem.own(a), 1);
-    const double of_b = cost.seconds(problem.own(b), 1);
-    return of_a != of_b ? of_a > of_b : a < b;
-  });
+  std::vector<std::pair<double, int32_t>> by_time;  // negated
+  by_time.reserve(sequences.size());
+  for (const int32_t each : sequences) {
+    by_time.emplace_back(-problem.cost().seconds(problem.own(each), 1), each);
+  }
+  std::sort(by_time.begin(), by_time.end());
+  for (size_t i = 0; i < by_time.size(); ++i) sequences[i] = by_time[i].second;
 }
 
 }  // namespace hdpcomm::planner

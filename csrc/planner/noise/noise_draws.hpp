@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "base/xorshift.hpp"
@@ -35,14 +36,16 @@ Certainty certaintyOf(const Problem& problem, const MicroBatch& batch);
 // When micro-batches end in each possible step, run in their order.
 class DrawnEnds {
  public:
-  DrawnEnds(const Problem& problem, const std::vector<MicroBatch>& batches,
-            const NoiseDraws& draws);
+  // Ends where the mean of all steps is certain not to be below `limit`.
+  DrawnEnds(const Problem& problem, const std::vector<MicroBatch>& batches, const NoiseDraws& draws,
+            double limit = std::numeric_limits<double>::infinity());
 
   int steps() const noexcept { return steps_; }
   // When a rank has run all of its micro-batches.
   double ofRank(int rank, int step) const noexcept;
   // When all ranks have.
   double makespan(int step) const noexcept { return makespans_[step]; }
+  // Their mean; not below the limit, if these ends do not go on behind it.
   double meanMakespan() const noexcept;
 
  private:

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <numeric>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "planner/bound/bound.hpp"
@@ -35,7 +38,8 @@ constexpr double kLeastPack = 8;  // fixed costs of a micro-batch that its seque
 // self-scheduling).
 constexpr double kShares[] = {0.25, 0.5, 1.0};
 // Shares of the makespan: sequences that take longer on one rank may be bound as well as wait.
-constexpr double kShort[] = {std::numeric_limits<double>::infinity(), 0.06};
+constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr double kShort[] = {kNever, 0.06};
 // A later try has to be better than the ones before by this share: they have more in the queue, and
 // in smaller parts.
 constexpr double kBetter = 0.002;
@@ -89,8 +93,8 @@ class Queue {
         pools_(pools),
         ask_(kAskSeconds[problem.ranks() > problem.cost().cluster().ranks_per_node]) {}
 
-  // The plan of these micro-batches after those of `bound`, each on the rank that takes it.
-  Plan plan(const Plan& bound, const std::vector<Pack>& packs) const {
+  // The ranks that take these micro-batches after those of `bound`.
+  std::vector<int32_t> takers(const Plan& bound, const std::vector<Pack>& packs) const {
     std::vector<double> ready(problem_.ranks(), 0.0);
     for (const MicroBatch& batch : bound.micro_batches) {
       double end = 0;
@@ -100,52 +104,68 @@ class Queue {
     FreeRanks free;
     for (int32_t rank = 0; rank < problem_.ranks(); ++rank) free.add(ready[rank], rank);
     free.arrange();
-    std::vector<MicroBatch> batches = bound.micro_batches;
+    std::vector<int32_t> ranks;
     for (const Pack& pack : packs) {
       const int32_t rank = free.rank();
+      ranks.push_back(rank);
+      free.delayFirst(free.when() + ask_ + pack.seconds / problem_.cost().cluster().speed(rank));
+    }
+    return ranks;
+  }
+
+  // The plan of that.
+  Plan plan(const Plan& bound, const std::vector<Pack>& packs,
+            const std::vector<int32_t>& takers) const {
+    std::vector<MicroBatch> batches = bound.micro_batches;
+    batches.reserve(batches.size() + packs.size());
+    for (size_t i = 0; i < packs.size(); ++i) {
       MicroBatch batch;
-      batch.ranks = {rank};
-      batch.sequences = pack.sequences;
+      batch.ranks = {takers[i]};
+      batch.sequences = packs[i].sequences;
       batches.push_back(std::move(batch));
-      const double speed = problem_.cost().cluster().speed(rank);
-      free.delayFirst(free.when() + ask_ + pack.seconds / speed);
     }
     for (size_t i = 0; i < batches.size(); ++i) batches[i].start = static_cast<double>(i);
     return finishPlan(problem_, std::move(batches));
   }
 
   // Mean makespan over possible steps, in each of which the ranks take from the queue as they are
-  // free then. `plan`: that of these packs.
+  // free then; one that is not below `limit` as soon as that is certain. `takers`: of these
+  // packs.
   double mean(const DrawnEnds& bound, const NoiseDraws& draws, const std::vector<Pack>& packs,
-              const Plan& plan) const {
-    const size_t first = plan.micro_batches.size() - packs.size();
-    std::vector<std::vector<int32_t>> of_pool(pools_);
+              const std::vector<int32_t>& takers, double limit) const {
+    struct Waiting {
+      double seconds;
+      const float* factors;
+    };
+    std::vector<std::vector<Waiting>> of_pool(pools_);
     for (size_t i = 0; i < packs.size(); ++i) {
-      const int32_t named = plan.micro_batches[first + i].ranks.front();
-      of_pool[named % pools_].push_back(static_cast<int32_t>(i));
+      of_pool[takers[i] % pools_].push_back(
+          {packs[i].seconds, draws.of(packs[i].sequences.front())});
     }
-    double sum = 0;
+    std::vector<double> makespans;
+    for (int step = 0; step < draws.steps(); ++step) makespans.push_back(bound.makespan(step));
+    const auto meanOfAll = [&] {
+      return std::accumulate(makespans.begin(), makespans.end(), 0.0) / draws.steps();
+    };
     FreeRanks free;
-    for (int step = 0; step < draws.steps(); ++step) {
-      double makespan = bound.makespan(step);
-      for (int pool = 0; pool < pools_; ++pool) {
+    for (int pool = 0; pool < pools_ && meanOfAll() < limit; ++pool) {
+      for (int step = 0; step < draws.steps(); ++step) {
         free.clear();
         for (int32_t rank = pool; rank < problem_.ranks(); rank += pools_) {
           free.add(bound.ofRank(rank, step), rank);
         }
         free.arrange();
-        for (const int32_t i : of_pool[pool]) {
-          const double factor = draws.of(packs[i].sequences.front())[step];
-          const double seconds = packs[i].seconds * factor;
+        double& makespan = makespans[step];
+        for (const Waiting& each : of_pool[pool]) {
+          const double seconds = each.seconds * each.factors[step];
           const double speed = problem_.cost().cluster().speed(free.rank());
           const double end = free.when() + ask_ + seconds / speed;
           makespan = std::max(makespan, end);
           free.delayFirst(end);
         }
       }
-      sum += makespan;
     }
-    return sum / draws.steps();
+    return meanOfAll();
   }
 
  private:
@@ -157,27 +177,38 @@ class Queue {
 // Whether a sequence can wait: it fits a rank without offload, and nothing rides on it.
 bool canWait(const Problem& problem, int sequence) {
   return problem.lengths()[sequence] <= problem.cost().memory().capacity &&
-         !problem.rides(sequence) && problem.withRiders(sequence).size() == 1;
+         !problem.rides(sequence) && problem.load(sequence).tokens == problem.own(sequence).tokens;
 }
 
-// All sequences that can wait and take at most `longest` seconds do; the others are planned as if
-// there were no more.
-Candidate waitingAll(const Problem& problem, const PolicyOptions& options, double longest) {
+// The sequences that can wait and take at most `longest` seconds, those that take longest first.
+std::vector<int32_t> shortOnes(const Problem& problem, double longest) {
+  std::vector<int32_t> found;
+  for (int32_t i = 0; i < problem.count(); ++i) {
+    if (canWait(problem, i) && problem.cost().seconds(problem.own(i), 1) <= longest) {
+      found.push_back(i);
+    }
+  }
+  sortByTime(problem, found);
+  return found;
+}
+
+// These sequences wait; the others are planned as if there were no more.
+Candidate waitingAll(const Problem& problem, const PolicyOptions& options,
+                     std::vector<int32_t> waiting) {
   const CostModel& cost = problem.cost();
   Candidate found;
+  found.waiting = std::move(waiting);
+  std::vector<bool> waits(problem.count(), false);
+  for (const int32_t each : found.waiting) waits[each] = true;
   std::vector<int32_t> others;
   std::vector<int64_t> lengths;
   std::vector<double> squares;
   for (int32_t i = 0; i < problem.count(); ++i) {
-    if (canWait(problem, i) && cost.seconds(problem.own(i), 1) <= longest) {
-      found.waiting.push_back(i);
-      continue;
-    }
+    if (waits[i]) continue;
     others.push_back(i);
     lengths.push_back(problem.lengths()[i]);
     if (problem.hasTrees()) squares.push_back(problem.own(i).squares);
   }
-  sortByTime(problem, found.waiting);
   if (others.empty()) return found;
   const Problem rest(std::move(lengths), cost, std::move(squares));
   Plan plan = planPolicy(rest, "balanced", options, lowerBound(rest));
@@ -204,39 +235,54 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
   QueuedPlan best;
   Candidate best_candidate;
   std::vector<Pack> best_packs;
-  double best_mean = std::numeric_limits<double>::infinity();
+  std::vector<int32_t> best_takers;
+  double best_mean = kNever;
   double best_share = 0;
   const auto attempt = [&](Candidate candidate) {
     if (candidate.waiting.empty()) return;
-    const DrawnEnds ends(problem, candidate.bound, draws);
+    const DrawnEnds ends(problem, candidate.bound, draws, best_mean * (1 - kBetter));
+    const double least = ends.meanMakespan();  // whatever waits
+    if (least >= best_mean * (1 - kBetter)) return;
     const Plan bound_plan = finishPlan(problem, candidate.bound);
     const bool first = best.queued == 0;
     bool better = false;
     for (const double share : kShares) {
       if (!first && share != best_share) continue;  // the size that was best for another one
+      const double limit = best_mean * (1 - kBetter);
+      if (least >= limit) break;
       std::vector<Pack> packs = packGuided(problem, candidate.waiting, share);
-      Plan plan = queue.plan(bound_plan, packs);
-      const double mean = queue.mean(ends, draws, packs, plan);
-      if (mean >= best_mean * (1 - kBetter)) continue;
+      std::vector<int32_t> takers = queue.takers(bound_plan, packs);
+      const double mean = queue.mean(ends, draws, packs, takers, limit);
+      if (mean >= limit) continue;
       better = true;
       best_mean = mean;
       best_share = share;
       best.queued = static_cast<int>(packs.size());
-      best.plan = std::move(plan);
       best_packs = std::move(packs);
+      best_takers = std::move(takers);
     }
-    if (better) best_candidate = std::move(candidate);
+    if (!better) return;
+    best.plan = queue.plan(bound_plan, best_packs, best_takers);
+    best_candidate = std::move(candidate);
   };
-  for (const double share : kShort) attempt(waitingAll(problem, options, share * bound.makespan));
+  size_t most = 0;  // sequences that waited
+  for (const double share : kShort) {
+    std::vector<int32_t> waiting = shortOnes(problem, share * bound.makespan);
+    if (waiting.size() == std::exchange(most, waiting.size())) continue;  // none, or the same ones
+    attempt(waitingAll(problem, options, std::move(waiting)));
+  }
   Tails tails = takeTails(problem, bound);
   attempt({std::move(tails.shared), std::move(tails.sequences)});
   if (best.queued == 0) return {std::move(bound)};
 
   // Both by as many possible steps as there is time for.
-  const NoiseDraws more(count, drawsFor(count, kMostTimes, kFewestLooks, kMostLooks), noise);
+  const int steps = drawsFor(count, kMostTimes, kFewestLooks, kMostLooks);
+  std::optional<NoiseDraws> made;
+  if (steps != draws.steps()) made.emplace(count, steps, noise);
+  const NoiseDraws& more = made ? *made : draws;
   const double without = DrawnEnds(problem, bound.micro_batches, more).meanMakespan();
   const DrawnEnds ends(problem, best_candidate.bound, more);
-  best.mean = std::max(queue.mean(ends, more, best_packs, best.plan), best.plan.makespan);
+  best.mean = std::max(queue.mean(ends, more, best_packs, best_takers, kNever), best.plan.makespan);
   best.pools = pools;
   if (best.mean > without * (1 + kWorthIt)) return {std::move(bound)};
   best.plan.made_by = bound.made_by + " + queue";
