@@ -171,6 +171,26 @@ def ring_order(
     ranks: Sequence[int], ranks_per_node: int = 1, nics: int = 0, ranks_per_domain: int = 0
 ) -> list[int]: ...
 
+# --- searches of the planner; micro-batches are pairs of ranks and sequences
+def entries_in_turn(times: Sequence[float], turns: Sequence[tuple[int, float]]) -> list[int]: ...
+def pack_blocks(cost: CostModel, lengths: Sequence[int], target: float, fill: bool = False) -> dict[str, Any]: ...
+def arrange_waves(
+    cost: CostModel, lengths: Sequence[int], shapes: Sequence[tuple[int, float, bool]]
+) -> list[tuple[int, list[tuple[list[int], list[int]]]]]: ...
+def makespan_of(
+    cost: CostModel,
+    lengths: Sequence[int],
+    batches: Sequence[tuple[Sequence[int], Sequence[int]]],
+    limit: float = ...,
+) -> float: ...
+def drawn_mean(
+    cost: CostModel,
+    lengths: Sequence[int],
+    batches: Sequence[tuple[Sequence[int], Sequence[int]]],
+    noise: float,
+    limit: float = ...,
+) -> float: ...
+
 # --- fuzzers
 
 def fuzz(

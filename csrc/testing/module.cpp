@@ -10,4 +10,5 @@ PYBIND11_MODULE(_testing, module) {
   bindFuzz(module);
   bindNccl(module);
   bindViews(module);
+  bindSearches(module);
 }

@@ -11,5 +11,6 @@ void bindDevices(pybind11::module_& module);
 void bindFuzz(pybind11::module_& module);
 void bindNccl(pybind11::module_& module);
 void bindViews(pybind11::module_& module);
+void bindSearches(pybind11::module_& module);
 
 }  // namespace hdpcomm::testing

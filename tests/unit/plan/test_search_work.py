@@ -1,0 +1,110 @@
+"""Searches leave out what cannot change their result, and say how much they have looked at."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from typing import Any
+
+import pytest
+
+from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel
+from hdpcomm.plan.cost import core_cost
+from tests.harness.native import _testing
+
+COSTS = CostModel(attention=1e-8, linear=1e-5, fixed=1e-3)
+
+
+def cost_of(ranks: int, **options: Any) -> Any:
+    cluster = ClusterSpec(ranks=ranks, capacity=1000, **options)
+    return core_cost(COSTS, MemoryModel(1000), cluster)
+
+
+def batches_of(rng: random.Random, ranks: int, count: int) -> list[tuple[list[int], list[int]]]:
+    return [([rng.randrange(ranks)], [sequence]) for sequence in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_entries_that_are_passed_over_come_again(seed: int) -> None:
+    """Packs that have no room for a sequence are put back: compared with a heap."""
+    rng = random.Random(seed)
+    times = sorted((rng.choice([rng.random(), 0.5, float(rng.randrange(4))]) for _ in range(60)), reverse=seed % 2 == 0)
+    turns = [(rng.choice([0, 0, 1, 7]), rng.choice([0.01, 0.3, 2.0, -1.0])) for _ in range(90)]
+    heap = [(time, number) for number, time in enumerate(times)]
+    heapq.heapify(heap)
+    expected = []
+    for passed, later in turns:
+        taken = [heapq.heappop(heap) for _ in range(min(passed, len(heap)))]
+        if heap:
+            time, number = heapq.heappop(heap)
+            expected.append(number)
+            if later >= 0:
+                heapq.heappush(heap, (time + later, number))
+        for entry in taken:
+            heapq.heappush(heap, entry)
+    assert _testing.entries_in_turn(times, turns) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"split_backward": True}])
+@pytest.mark.parametrize("seed", range(6))
+def test_pipelines_that_cannot_beat_a_limit_are_not_simulated(options: dict[str, Any], seed: int) -> None:
+    rng = random.Random(seed)
+    ranks, lengths = 5, [rng.randint(1, 1000) for _ in range(40)]
+    cost = cost_of(ranks, pipeline=4, **options)
+    batches = batches_of(rng, ranks, len(lengths))
+    exact = _testing.makespan_of(cost, lengths, batches)
+    for share in (0.3, 0.9, 0.999, 1.0):
+        found = _testing.makespan_of(cost, lengths, batches, limit=share * exact)
+        assert share * exact <= found <= exact
+    assert _testing.makespan_of(cost, lengths, batches, limit=0.3 * exact) < exact  # given up long before the end
+    assert _testing.makespan_of(cost, lengths, batches, limit=1.001 * exact) == exact
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.3])
+def test_possible_steps_end_once_their_mean_is_too_long(noise: float) -> None:
+    rng = random.Random(1)
+    ranks, lengths = 8, [rng.randint(1, 1000) for _ in range(6000)]
+    cost, batches = cost_of(ranks), batches_of(rng, 8, 6000)
+    exact = _testing.drawn_mean(cost, lengths, batches, noise)
+    assert exact / 2 <= _testing.drawn_mean(cost, lengths, batches, noise, limit=exact / 2) < 0.9 * exact
+    assert _testing.drawn_mean(cost, lengths, batches, noise, limit=1.001 * exact) == exact
+
+
+def test_blocks_of_slow_ranks_are_not_looked_at_for_fast_groups() -> None:
+    """Every rank has a speed of its own, so each is a block, and groups of fast ones were looked for among all."""
+    rng = random.Random(0)
+    ranks = 2000
+    cluster = ClusterSpec(ranks=ranks, capacity=1000, speeds=tuple(rng.uniform(0.5, 1) for _ in range(ranks)))
+    cost = core_cost(CostModel(attention=1e-8, linear=1e-5, ring_step=4e-3), MemoryModel(1000), cluster)
+    lengths = [rng.randint(1001, 4000) for _ in range(4000)]
+    for target in (0.05, 0.1, 0.15):
+        found = _testing.pack_blocks(cost, lengths, target)
+        assert found["looked"] < 60 * len(lengths)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_runs_that_never_fill_a_block_are_equal(seed: int) -> None:
+    rng = random.Random(seed)
+    cost = cost_of(40, speeds=tuple(rng.uniform(0.5, 1) for _ in range(40)) if seed % 2 else None)
+    lengths = [rng.randint(1, rng.choice([900, 5000])) for _ in range(120)]
+    for target in (0.05, 0.1, 0.4):
+        plain = _testing.pack_blocks(cost, lengths, target)
+        if not plain["could_fill"]:
+            assert _testing.pack_blocks(cost, lengths, target, fill=True) == plain
+
+
+def test_shapes_of_one_arrangement_have_one_plan() -> None:
+    """Where no sequence takes several ranks, spread has no effect: such shapes are planned once."""
+    rng = random.Random(3)
+    cost = cost_of(6, pipeline=4)
+    short = [rng.randint(1, 60) for _ in range(900)]
+    (plain, first), (spread, second), (other, third) = _testing.arrange_waves(
+        cost, short, [(8, 1.0, False), (8, 1.0, True), (11, 1.0, False)]
+    )
+    assert plain == spread
+    assert first == second
+    assert plain != other
+    assert first != third
+    wide = [*short, 4500, 3000]
+    (plain, first), (spread, second) = _testing.arrange_waves(cost, wide, [(8, 1.0, False), (8, 1.0, True)])
+    assert plain != spread or first == second
