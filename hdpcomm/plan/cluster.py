@@ -35,8 +35,8 @@ class ClusterSpec:
         expert: neighbouring ranks that share the experts of each layer; they run their micro-batches in waves
             (:mod:`hdpcomm.plan.waves`). It divides ``ranks``.
         expert_imbalance: rows that the busiest of these ranks gets from the routers, over the mean.
-        cores: processors that all ranks share, if there are fewer of them than ranks: a rank that waits leaves its
-            time to another. ``None``: each rank has its own.
+        cores: processors that the devices of all ranks share, if there are fewer of them than devices: a device that
+            waits leaves its time to another. ``None``: each has its own.
         speeds: of each rank, relative to the fastest one, 0.001 to 1: a micro-batch takes 1 / speed times as long on a
             group whose slowest rank has it, whatever it waits for included. ``None``: all are alike.
             :class:`hdpcomm.plan.CostLearner` finds them in steps that were measured.

@@ -121,7 +121,8 @@ class Planner:
         self.context_ranks = context_ranks
         self.ring_peers = ring_peers
         self.queue = queue
-        self._spare = 0.0 if cluster.cores is None else max(0.0, 1 - cluster.cores / cluster.ranks)
+        devices = cluster.ranks * cluster.pipeline * cluster.tensor
+        self._spare = 0.0 if cluster.cores is None else max(0.0, 1 - cluster.cores / devices)
         self._core = core_cost(cost_model, self.memory, cluster, ring_peers)
         self._in_waves = cluster.expert > 1 and cluster.pipeline == 1
         resident = replace(self.memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
@@ -204,7 +205,7 @@ class Planner:
         start = time.perf_counter()
         jobs = self._jobs(lengths)
         solved = self._solve(self._core, jobs)
-        lower_bound = solved.lower_bound * (1 - self._spare)
+        lower_bound = self._bound_on_cores(jobs, solved.lower_bound)
         if self._in_waves:
             return self._plan_in_waves(jobs, solved, start)
         if self.policy == "balanced" and self._spare:
@@ -241,7 +242,7 @@ class Planner:
         """The plan in which the ranks together have the least to do: idle ranks leave their cores to others.
 
         Costs are those of ranks that all work at once. Then a step takes the mean of the ranks' times, but never less
-        than the busiest one would take with a core of its own.
+        than the plan would take if each device had a core of its own: its ranks and its stages wait for each other.
         """
         found = []
         costs = [self._core] if self._without_offload is None else [self._core, self._without_offload]
@@ -251,11 +252,16 @@ class Planner:
                 seconds = np.repeat(solved.table.predicted_s, solved.table.group_sizes())
                 busy = np.bincount(solved.table.ranks, weights=seconds, minlength=self.cluster.ranks).tolist()
                 mean = sum(busy) / len(busy)
-                found.append((max(mean, (1 - self._spare) * max(busy)), mean, solved))
+                found.append((self._on_shared_cores(mean, solved.makespan), mean, solved))
         makespan, mean, best = min(found, key=lambda one: one[0])
         idle_share = 1 - mean / makespan if makespan else 0.0
         found_best = best._replace(makespan=makespan, lower_bound=lower_bound, idle_share=idle_share, noise_s=0.0)
         return self._made(jobs, start, found_best)
+
+    def _on_shared_cores(self, mean: float, makespan: float) -> float:
+        """Seconds of a step: ``mean`` is the work of its devices, ``makespan`` what it takes if each is as slow as
+        while all others work, too."""
+        return max(mean, (1 - self._spare) * makespan)
 
     def _plan_in_waves(self, jobs: Jobs, balanced: _Solved, start: float) -> StepPlan:
         """The plan whose waves end first: of the micro-batches as they are and the longest first, for ``balanced`` also
@@ -269,12 +275,22 @@ class Planner:
                 for made, order in ((batches, ""), (sorted_for_waves(batches), ", longest first")):
                     waves = wave_times(made, [each.predicted_s for each in made], self.cost_model, self.cluster)
                     mean = sum(waves.rank_busy) / self.cluster.ranks
-                    makespan = max(mean, (1 - self._spare) * waves.makespan_s)
+                    makespan = self._on_shared_cores(mean, waves.makespan_s)
                     found.append((makespan, mean, made, solved.made_by + order))
         makespan, mean, best, made_by = min(found, key=lambda one: one[0])
         idle_share = 1 - mean / makespan if makespan else 0.0
         solved = _Solved(PlanTable.of(best), makespan, self._bound_in_waves(jobs), idle_share, 0.0, made_by=made_by)
         return self._made(jobs, start, solved)
+
+    def _bound_on_cores(self, jobs: Jobs, bound: float) -> float:
+        """``bound`` is that of devices with a core each."""
+        return max((1 - self._spare) * bound, self._least_mean(jobs)) if self._spare else bound
+
+    def _least_mean(self, jobs: Jobs) -> float:
+        """What the ranks have to do at least, without what micro-batches cost beside their sequences: the mean."""
+        cost = self.cost_model
+        squares = sum(jobs.squares or [float(tokens) ** 2 for tokens in jobs.tokens])
+        return (cost.attention * squares + (cost.linear + cost.piece) * sum(jobs.tokens)) / self.cluster.ranks
 
     def _bound_in_waves(self, jobs: Jobs) -> float:
         """No wave ends before the longest of its micro-batches would without experts; nor does a step before the mean
@@ -330,7 +346,14 @@ class Planner:
             places = np.flatnonzero(np.isin(table.ids, list(squares)))
             of_sequences[places] = [squares[number] for number in table.ids[places].tolist()]
         found = core.simulate(self._core, table.columns(), of_sequences)
-        return in_waves(found, plan.micro_batches, self.cost_model, self.cluster) if self._in_waves else found
+        if self._in_waves:
+            found = in_waves(found, plan.micro_batches, self.cost_model, self.cluster)
+        if not self._spare:
+            return found
+        kinds = ("busy",) if self._in_waves else ("busy", "exposed", "stalled")  # those of waves hold all of it
+        worked = sum(float(found[kind].sum()) for kind in kinds)
+        devices = self.cluster.ranks * self.cluster.pipeline
+        return found | {"makespan": self._on_shared_cores(worked / devices, found["makespan"])}
 
     def _jobs(self, lengths: Sequence[int | Tree]) -> Jobs:
         return jobs_of(lengths, self.cost_model, self.cluster, self.memory.capacity)
@@ -340,7 +363,7 @@ class Planner:
         jobs = self._jobs(lengths)
         if self._in_waves:
             return self._bound_in_waves(jobs)
-        return (1 - self._spare) * core.lower_bound(self._core, jobs.tokens, squares=jobs.squares)
+        return self._bound_on_cores(jobs, core.lower_bound(self._core, jobs.tokens, squares=jobs.squares))
 
     def validate(self, plan: StepPlan, lengths: Sequence[int | Tree] | None = None) -> None:
         """:meth:`StepPlan.validate` with this planner's memory, number of ranks and of ring peers."""

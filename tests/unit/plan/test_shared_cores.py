@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
+from hdpcomm.sim import simulate_step
 
 COST = CostModel(attention=1e-8, linear=1e-5, fixed=1e-3, piece=1e-5, ring_step=2e-3)
 LENGTHS = [4000, 1500, 800, 300, 200, 100]
@@ -18,10 +19,10 @@ def planner(cores, policy="balanced", **options):
 
 
 def time_of(plan, cores):
-    """The step on ``cores`` processors, from the definition: all work shared out, the busiest rank on one of them."""
+    """The step on ``cores`` processors, from the definition: all work shared out, or one for each rank."""
     work = {rank: sum(batch.predicted_s for batch in plan.for_rank(rank)) for rank in range(plan.num_ranks)}
     alone = cores / plan.num_ranks  # of the profile's times, which are those of ranks that all work at once
-    return max(sum(work.values()) / plan.num_ranks, alone * max(work.values()))
+    return max(sum(work.values()) / plan.num_ranks, alone * simulate_step(planner(None), plan).compute_s)
 
 
 @settings(max_examples=60)
@@ -36,6 +37,29 @@ def test_never_more_time_than_another_policy(lengths, cores):
     assert plan.lower_bound_s <= plan.makespan_s
     assert planner(cores).lower_bound(lengths) == plan.lower_bound_s
     assert 0 <= plan.idle_share < 1
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_pipelines_share_processors_among_their_devices(stages: int, chunks: int) -> None:
+    """A device that waits for another stage leaves its core to others; the simulator says the same as the plan."""
+    ranks = 2
+
+    def pipelines(cores):
+        cluster = ClusterSpec(ranks, capacity=2000, pipeline=stages, chunks=chunks, cores=cores)
+        return Planner(None, cluster, "balanced", COST)
+
+    for lengths in ([1500, 1400], [1500] * 12):
+        for cores in (1, 2, stages * ranks - 1):
+            shared = pipelines(cores)
+            plan = shared.plan(lengths)
+            mean = sum(batch.predicted_s * len(batch.ranks) for batch in plan.micro_batches) / ranks
+            alone = simulate_step(pipelines(None), plan).compute_s  # a core each
+            assert plan.makespan_s == pytest.approx(max(mean, cores / (stages * ranks) * alone))
+            assert simulate_step(shared, plan).compute_s == pytest.approx(plan.makespan_s)
+            assert plan.makespan_s < alone  # some devices always wait for others
+            assert shared.lower_bound(lengths) == plan.lower_bound_s <= plan.makespan_s
+    assert pipelines(stages * ranks).plan([1500, 1400]).hash == pipelines(None).plan([1500, 1400]).hash
 
 
 def test_takes_fewer_ranks_than_with_a_core_for_each():
