@@ -71,7 +71,8 @@ py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
     makespan = plan.makespan;
     idle_share = plan.idle_share;
     made_by = plan.made_by;
-    noise_s = std::max(0.0, mean.value_or(planner::expectedMakespan(problem, plan)) - makespan);
+    if (!mean) mean = planner::expectedMakespan(problem, plan);
+    noise_s = std::max(0.0, *mean - makespan);
   }
   return py::make_tuple(std::move(*columns).toTuple(), makespan, lower_bound, idle_share, noise_s,
                         queued, pools, made_by);

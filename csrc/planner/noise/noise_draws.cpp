@@ -10,28 +10,45 @@
 namespace hdpcomm::planner {
 
 NoiseDraws::NoiseDraws(size_t sequences, int steps, double noise)
-    : steps_(steps), factors_(sequences * steps) {
-  const size_t half = steps / 2;
+    : steps_(steps), noise_(noise), drawn_(sequences, nullptr), random_(sequences) {
+  const Xorshift::Leap leap(static_cast<uint64_t>(steps / 2) * kTerms);
   Xorshift random;
-  std::vector<double> normal(half);
-  float* next = factors_.data();
-  for (size_t i = 0; i < sequences; ++i, next += steps) {
-    double squares = 0;
-    for (double& value : normal) {
-      value = -6;  // a sum of twelve uniform numbers: nearly normal, and the same on any machine
-      for (int term = 0; term < 12; ++term) value += random.unit();
-      squares += value * value;
-    }
-    const double scale = noise / std::sqrt(squares / static_cast<double>(half));
-    for (size_t k = 0; k < half; ++k) {
-      next[k] = static_cast<float>(std::max(0.0, 1 + scale * normal[k]));
-      next[half + k] = static_cast<float>(std::max(0.0, 1 - scale * normal[k]));
-    }
+  for (Xorshift& own : random_) {
+    own = random;
+    random.leap(leap);
   }
 }
 
-const float* NoiseDraws::of(int32_t sequence) const noexcept {
-  return factors_.data() + static_cast<size_t>(sequence) * steps_;
+const float* NoiseDraws::of(int32_t sequence) const {
+  const float*& known = drawn_[sequence];
+  if (known == nullptr) known = draw(sequence);
+  return known;
+}
+
+const float* NoiseDraws::draw(int32_t sequence) const {
+  constexpr size_t kOfPart = 1 << 12;  // sequences
+  const size_t steps = steps_;
+  if (left_ == 0) {
+    factors_.push_back(std::make_unique<float[]>(kOfPart * steps));
+    left_ = kOfPart;
+  }
+  float* const factors = factors_.back().get() + (kOfPart - left_--) * steps;
+  const size_t half = steps / 2;
+  Xorshift random = random_[sequence];
+  std::vector<double>& normal = normal_;
+  normal.resize(half);
+  double squares = 0;
+  for (double& value : normal) {
+    value = -6;  // a sum of uniform numbers: nearly normal, and the same on any machine
+    for (int term = 0; term < kTerms; ++term) value += random.unit();
+    squares += value * value;
+  }
+  const double scale = noise_ / std::sqrt(squares / static_cast<double>(half));
+  for (size_t k = 0; k < half; ++k) {
+    factors[k] = static_cast<float>(std::max(0.0, 1 + scale * normal[k]));
+    factors[half + k] = static_cast<float>(std::max(0.0, 1 - scale * normal[k]));
+  }
+  return factors;
 }
 
 double DrawnEnds::ofRank(int rank, int step) const noexcept {
@@ -115,11 +132,19 @@ Tails takeTails(const Problem& problem, const Plan& plan) {
 }
 
 void sortByTime(const Problem& problem, std::vector<int32_t>& sequences) {
+  constexpr size_t kFew = 4096;
+  if (sequences.size() > kFew) {  // longer ones mostly take longer, and lengths are sorted faster
+    std::vector<bool> there(problem.count(), false);
+    for (const int32_t each : sequences) there[each] = true;
+    sequences = problem.byLength();
+    std::erase_if(sequences, [&](int32_t each) { return !there[each]; });
+  }
   std::vector<std::pair<double, int32_t>> by_time;  // negated
   by_time.reserve(sequences.size());
   for (const int32_t each : sequences) {
     by_time.emplace_back(-problem.cost().seconds(problem.own(each), 1), each);
   }
+  if (std::is_sorted(by_time.begin(), by_time.end())) return;
   std::sort(by_time.begin(), by_time.end());
   for (size_t i = 0; i < by_time.size(); ++i) sequences[i] = by_time[i].second;
 }

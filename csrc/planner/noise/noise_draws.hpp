@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "base/xorshift.hpp"
@@ -19,11 +20,21 @@ class NoiseDraws {
   NoiseDraws(size_t sequences, int steps, double noise);
 
   int steps() const noexcept { return steps_; }
-  const float* of(int32_t sequence) const noexcept;
+  // Drawn when they are asked for: few sequences are the first of a micro-batch.
+  const float* of(int32_t sequence) const;
 
  private:
+  static constexpr int kTerms = 12;  // uniform numbers, whose sum a factor is made of
+
+  const float* draw(int32_t sequence) const;
+
   int steps_;
-  std::vector<float> factors_;
+  double noise_;
+  mutable std::vector<const float*> drawn_;                // by sequence; null: not yet
+  std::vector<Xorshift> random_;                           // by sequence: where its numbers begin
+  mutable std::vector<std::unique_ptr<float[]>> factors_;  // of many sequences each
+  mutable size_t left_ = 0;  // sequences that the last one has room for
+  mutable std::vector<double> normal_;
 };
 
 // Seconds of a micro-batch that vary, and those that do not.

@@ -28,8 +28,10 @@ double runInOrder(const Problem& problem, const std::vector<MicroBatch>& batches
 Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches, double limit) {
   Plan plan;
   plan.micro_batches = std::move(batches);
-  std::stable_sort(plan.micro_batches.begin(), plan.micro_batches.end(),
-                   [](const MicroBatch& a, const MicroBatch& b) { return a.start < b.start; });
+  const auto earlier = [](const MicroBatch& a, const MicroBatch& b) { return a.start < b.start; };
+  if (!std::is_sorted(plan.micro_batches.begin(), plan.micro_batches.end(), earlier)) {
+    std::stable_sort(plan.micro_batches.begin(), plan.micro_batches.end(), earlier);
+  }
   double busy = 0;
   for (MicroBatch& batch : plan.micro_batches) {
     price(problem, batch);
