@@ -142,6 +142,12 @@ class LevelOrder {
     for (const int32_t rank : ranks) free[rank] = end;
     batch.given = end;
     makespan_ = std::max(makespan_, end);
+    if (limit_ < kNever) {
+      // All later passes of the micro-batch wait for this one.
+      const double way =
+          backward ? stage * seconds : (stages_ - 1 - stage) * seconds + stages_ * batch.backward;
+      least_ = std::max(least_, (end + way) * (1 - kRounding));
+    }
     if (limit_ < kNever && stage + 1 == stages_) {
       for (const int32_t rank : ranks) least_ = std::max(least_, leastEnd(rank, end, seconds));
     }

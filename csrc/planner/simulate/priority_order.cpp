@@ -219,6 +219,11 @@ class Simulator {
     double stall = 0;
     double copied = 0;
     const bool shared = sharesLinks(key.micro_batch);
+    // All later passes of the micro-batch wait for this one.
+    const double way = key.forward
+                           ? (stages_ - stage) * pass.seconds + stages_ * cost.backward.seconds
+                           : (stage + 1) * pass.seconds;
+    too_late_ = too_late_ || (now_ + way) * (1 - kRounding) > limit_;
     std::vector<double>& stream = key.forward ? to_host_ : from_host_;
     if (cost.copy > 0) {
       for (const int32_t rank : batch.ranks) {
