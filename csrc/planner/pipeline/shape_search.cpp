@@ -245,7 +245,7 @@ class ShapeSearch {
       known = &makespans_[waves_.arrangement()];
       if (*known < limit) found.micro_batches = waves_.plan();
     }
-    spent_ += waves_.spent();
+    spent_ += (found.micro_batches.empty() ? kUnplanned : 1) * waves_.spent();
     if (found.micro_batches.empty()) return known != nullptr && *known > 0 ? *known : kForever;
     if (by_levels_) {
       for (MicroBatch& batch : found.micro_batches) price(problem_, batch);
@@ -313,6 +313,7 @@ class ShapeSearch {
 
   static constexpr double kGoodEnough = 1.001;  // of the bound
   static constexpr double kBudget = 2.5e8;      // in all trials; see WavePlanner::spent()
+  static constexpr double kUnplanned = 0.2;     // of a trial, where its waves are no plan's
   static constexpr double kTuning = 2e6;        // sequences and ranks of waves that are looked at
   static constexpr double kLikely = 1.05;       // of what a pipeline takes for the best heights
   static constexpr double kNear = 1.02;         // the same, for small changes of these
