@@ -70,6 +70,20 @@ def test_gaps_of_all_kinds_of_steps() -> None:
     assert shown == len(found)
 
 
+def test_planning_time() -> None:
+    found = json.loads((TOP / "benchmarks/results/planning_time.json").read_text())["rows"]
+    rows = rows_of("| ranks | lengths | sequences | s before |")
+    assert len(rows) == len(found)
+    for (where, lengths, sequences, was_s, seconds, was_gap, gap), row in zip(rows, found, strict=True):
+        assert where == f"{row['ranks']:,}, {row['kind']}"
+        assert (lengths, sequences) == (row["lengths"], f"{row['sequences']:,}")
+        assert (was_s, seconds) == (f"{row['before_s']:.2f}", f"{row['seconds']:.2f}")
+        bound = row["bound_s"]
+        assert was_gap == f"{100 * (row['before_expected_s'] / bound - 1):.2f}"
+        assert gap == f"{100 * (row['expected_s'] / bound - 1):.2f}"
+        assert row["expected_s"] <= row["before_expected_s"]
+
+
 def test_the_largest_clusters() -> None:
     rows = json.loads((TOP / "benchmarks/results/scale.json").read_text())["rows"]
     for row, name in zip((row for row in rows if row["ranks"] == 131072), ("byted", "GitHub"), strict=True):
