@@ -44,6 +44,9 @@ __all__ = [
 
 Columns = Mapping[str, Tensor]
 
+_LABELS, _ENTRIES = "labels", "tokens"
+"""The names, which no column of a user has, under which labels and their entries go with the columns."""
+
 
 class Batch:
     """The sequences of a global batch, and what is planned of them. Local.
@@ -80,6 +83,11 @@ class Batch:
                         "sequences of the batch, with its length, in one tree"
                     )
                 taken.add(i)
+            leaves = set((tree.tree.ends == np.arange(len(tree.tree)) + 1).nonzero()[0].tolist())
+            if unused := leaves - set(tree.last_segments):
+                raise InvalidUsage(
+                    f"no trajectory ends with segment {min(unused)} of {tree.tree}, which nothing follows; leave it out"
+                )
         self.sources: list[int | TrajectoryTree] = [*trees, *(i for i in range(len(self.lengths)) if i not in taken)]
         self.items = [self.lengths[each] if isinstance(each, int) else each.tree for each in self.sources]
 
@@ -143,7 +151,7 @@ class LabelTerms:
             pack = torch.tensor([0, *itertools.accumulate(len(part.tokens) for part in parts)], dtype=torch.int32)
             tokens = shard(tokens, pack, rank=rank, size=size)
             columns = {name: shard(column, pack, rank=rank, size=size) for name, column in columns.items()}
-        labels, entries = columns.pop("labels"), columns.pop("tokens")
+        labels, entries = columns.pop(_LABELS), columns.pop(_ENTRIES)
         own = _Labels(
             labels.to(device), entries, {name: column.to(device) for name, column in columns.items()},
             self._batch.sequences_of(entries), counts,
@@ -190,15 +198,14 @@ class LabelTerms:
                     "give trees= of sequences that begin alike"
                 )
             tokens[places] = own
-            labelled = columns["labels"] != IGNORE
+            labelled = columns[_LABELS] != IGNORE
             rows.append(places[labelled])
             parts.append({name: column[labelled] for name, column in columns.items()})
             counts[i] = len(rows[-1])
         return _Part(tokens, tree, torch.cat(rows), _joined(parts), counts)
 
     def _read(self, i: int, fetch: Fetch) -> tuple[Tensor, dict[str, Tensor]]:
-        """(tokens, columns) of a sequence, each ``[length]``; its labels are one of them, its entries another, which
-        goes by the name of "tokens"."""
+        """(tokens, columns) of a sequence, each ``[length]``; with its labels and their entries."""
         fetched, length = fetch(i), self._batch.lengths[i]
         tokens, labels = checked(fetched, i, length)
         columns = _columns(fetched, i, length, self._names) if self._needs_columns else {}
@@ -209,7 +216,7 @@ class LabelTerms:
                 "the same ones for all sequences"
             )
         return tokens.cpu(), {
-            **columns, "labels": labels.cpu(), "tokens": torch.arange(length) + self._batch.offsets[i]
+            **columns, _LABELS: labels.cpu(), _ENTRIES: torch.arange(length) + self._batch.offsets[i]
         }  # fmt: skip
 
 
@@ -233,7 +240,7 @@ class _Part:
 
 
 def _count(columns: Mapping[str, Tensor]) -> int:
-    return int((columns["labels"] != IGNORE).sum())
+    return int((columns[_LABELS] != IGNORE).sum())
 
 
 def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

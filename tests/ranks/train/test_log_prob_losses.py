@@ -13,7 +13,7 @@ import hdpcomm as hdp
 from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.plan import ClusterSpec, CostModel, PlannedStep, Planner, Tree, trees_of_prompts
+from hdpcomm.plan import ClusterSpec, CostModel, PlannedStep, Planner, TrajectoryTree, Tree, trees_of_prompts
 from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE, GroupLoss, TokenLoss, Trainer, rollout
 from hdpcomm.train.losses import dapo, dpo, grpo, gspo, ppo
@@ -485,6 +485,9 @@ def test_wrong_trees_of_prompts():
         trees_of_prompts([5, 6], [("a", 3), ("a", 4)])
     with pytest.raises(InvalidUsage, match="with its length, in one tree"):
         one_rank(grpo(), made.__getitem__, [length + 1 for length in lengths], trees=trees)
+    unused = TrajectoryTree(Tree([-1, 0, 0], [2, 1, 1]), (0, 1), (1, 1))
+    with pytest.raises(InvalidUsage, match="no trajectory ends with segment 2"):
+        one_rank(grpo(), made.__getitem__, [3, 3], trees=[unused])
     with pytest.raises(InvalidUsage, match="has other tokens in the prefix"):
         one_rank(
             grpo(), lambda i: {**made[i], "tokens": made[i]["tokens"] + (i == trees[0].trajectories[1])}, lengths,
