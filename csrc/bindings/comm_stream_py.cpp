@@ -127,7 +127,13 @@ void bindEngineOptions(py::module_& module) {
   py::class_<LinkJoining>(module, "LinkJoining")
       .def(py::init(&linkJoining), py::kw_only(), py::arg("slot_bytes"), py::arg("num_slots"),
            py::arg("num_lanes"), py::arg("landing_bytes"), py::arg("window_bytes"),
-           py::arg("costs"));
+           py::arg("costs"))
+      .def(
+          "arena_bytes",
+          [](const LinkJoining& links, int num_ranks) {
+            return device::arenaBytes(device::withSlotBytes(links.arena, num_ranks), num_ranks);
+          },
+          py::arg("num_ranks"));
   py::enum_<NcclJoining::OneSided>(module, "OneSided")
       .value("OFF", NcclJoining::OneSided::kOff)
       .value("ON", NcclJoining::OneSided::kOn)

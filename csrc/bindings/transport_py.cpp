@@ -20,6 +20,7 @@ void bindSegment(py::module_& module) {
   py::class_<ShmSegment, std::shared_ptr<ShmSegment>>(module, "ShmSegment")
       .def("address", &ShmSegment::address)
       .def("release", &ShmSegment::release);
+  module.def("segment_bytes", &shmSegmentBytes, py::arg("num_ranks"));
   module.def("create_segment", &createShmSegment, py::arg("num_ranks"));
   module.def("open_segment", &openShmSegment, py::arg("address"), py::arg("num_ranks"));
 }

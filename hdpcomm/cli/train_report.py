@@ -201,13 +201,18 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
         sizes = (memory.weights, memory.gradients, optimizer, activations, logits, together)
         table.add_row(str(stage), str(recompute), *map(size_text, sizes))
     console.print(table)
-    if config.offload:
-        console.print(f"beside it {size_text(config.offload)} of pinned host memory for each rank")
+    if (beside := found.beside) is not None:
+        table = _table("beside it, of each rank")
+        for name in ("offload pool (pinned)", "messages (shared by the host)", "messages (device)"):
+            table.add_column(name, justify="right")
+        table.add_row(*(size_text(each) for each in (beside.pool, beside.shared, beside.device)))
+        console.print(table)
+        most += beside.device
     if found.elsewhere is not None:
         room = DEVICES[found.elsewhere].memory_bytes
         fits = "fits into" if most <= room else "does not fit into"
-        told = f"the fullest device takes {size_text(most)}, which {fits} the {size_text(room)} of {found.elsewhere}"
-        console.print(told)
+        taken = f"the fullest device takes {size_text(most)} with messages"
+        console.print(f"{taken}, which {fits} the {size_text(room)} of {found.elsewhere}")
 
 
 def _memory_text(config: RunConfig, result: RunResult) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hdpcomm.comm import Mesh
 from hdpcomm.comm.absent import AbsentRanks
+from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import Corpus
 from hdpcomm.errors import InvalidUsage
@@ -18,7 +19,15 @@ from hdpcomm.run.batches import batch_sampler
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import make_planner, measure_costs
 from hdpcomm.run.limits import check_limits
-from hdpcomm.run.memory import fit_recompute, fit_zero, measure_memory, predict_memory, within_memory
+from hdpcomm.run.memory import (
+    MemoryBeside,
+    fit_recompute,
+    fit_zero,
+    measure_memory,
+    memory_beside,
+    predict_memory,
+    within_memory,
+)
 from hdpcomm.run.model import model_on_meta, model_spec
 from hdpcomm.run.pipelines import recompute_by_device
 from hdpcomm.sim import StepReport, simulate_step
@@ -55,6 +64,7 @@ class DryRun:
         token_bytes: activations of a token, as measured.
         devices: what a step takes on each device of a pipeline, or on each rank where there is none.
         recompute: layers that each of them recomputes.
+        beside: what each rank takes beside that, for offload and messages.
         elsewhere: the kind of device that the ranks are, which are not here; ``None``: all was measured on them.
     """
 
@@ -65,6 +75,7 @@ class DryRun:
     memory: dict[str, list[RankMemory]]
     devices: tuple[StepMemory, ...] = ()
     recompute: tuple[int, ...] = ()
+    beside: MemoryBeside | None = None
     elsewhere: str | None = None
 
 
@@ -79,7 +90,9 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
     devices = found or measure_memory(comm, config)
     costs = measure_costs(comm, config, longest=int(corpus.lengths.max()), capacity=capacity)
     planners = {policy: make_planner(comm, corpus, config, costs, policy) for policy in config.policies}
-    return _dry_run(corpus, config, comm.size, planners, devices)
+    _, on_host = local_place(comm.rank, comm.size)
+    beside = memory_beside(config, on_host, on_devices=comm.device.type == "cuda")
+    return replace(_dry_run(corpus, config, comm.size, planners, devices), beside=beside)
 
 
 def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str) -> DryRun:
@@ -119,7 +132,8 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
             policy: Planner(spec, cluster, policy, context=corpus.longest, ring_peers=config.ring_peers)
             for policy in config.policies
         }
-    return replace(_dry_run(corpus, config, ranks, planners, devices), elsewhere=device)
+    beside = memory_beside(config, min(ranks, NODE_DEVICES), on_devices=True)
+    return replace(_dry_run(corpus, config, ranks, planners, devices), beside=beside, elsewhere=device)
 
 
 def _dry_run(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from hdpcomm._core.transport import segment_bytes
 from hdpcomm.arguments import size_text
 from hdpcomm.comm import Mesh
 from hdpcomm.comm.absent import AbsentRanks
+from hdpcomm.comm.device.joining import arena_bytes
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import NewWeights, Weights
@@ -31,15 +33,42 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PROFILE_TOKENS",
+    "MemoryBeside",
     "fit_recompute",
     "fit_zero",
     "free_models",
     "measure_memory",
+    "memory_beside",
     "predict_memory",
     "within_memory",
 ]
 
 PROFILE_TOKENS = 4096  # the longest sequence of the profile; enough to see the square in a few seconds
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBeside:
+    """Bytes of a rank beside what a step takes.
+
+    Attributes:
+        pool: pinned host memory for offloaded activations.
+        shared: the rank's share of the memory through which the ranks of its host send; pages are taken when they are
+            first used, so it is the most.
+        device: device memory for messages of the ranks of its host; 0: the ranks are on CPUs.
+    """
+
+    pool: int
+    shared: float
+    device: int
+
+
+def memory_beside(config: RunConfig, ranks_on_host: int, *, on_devices: bool) -> MemoryBeside:
+    """The same of each of so many ranks of a host, by the settings (``HDPCOMM_*``) here. Local."""
+    return MemoryBeside(
+        pool=config.offload,
+        shared=segment_bytes(ranks_on_host) / ranks_on_host,
+        device=arena_bytes(ranks_on_host) if on_devices else 0,
+    )
 
 
 def free_models() -> None:

@@ -10,7 +10,7 @@ from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device.paths import Devices
 from hdpcomm.comm.machine import machine
 
-__all__ = ["AUTOMATIC", "DEVICE_TRANSPORTS", "join_devices"]
+__all__ = ["AUTOMATIC", "DEVICE_TRANSPORTS", "arena_bytes", "join_devices"]
 
 DEVICE_TRANSPORTS = ("sim", "cuda", "nccl", "cuda+nccl")
 
@@ -28,6 +28,11 @@ def join_devices(transport: str, world: _core.comm.World) -> Devices:
     if transport == "nccl":
         return Devices(join.join_nccl(comm, device, nccl))
     return Devices(join.join_paths(comm, device, _links("cuda"), nccl))
+
+
+def arena_bytes(num_ranks: int) -> int:
+    """Device memory that each of so many ranks of a host takes for messages by links (``cuda``, ``sim``). Local."""
+    return _links("cuda").arena_bytes(num_ranks)
 
 
 def _links(transport: str) -> _core.comm.LinkJoining:

@@ -15,8 +15,9 @@ from hdpcomm.comm.absent import AbsentRanks
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.run import RunConfig, folder_model
-from hdpcomm.run.memory import measure_memory, predict_memory
-from hdpcomm.testing import run_threads
+from hdpcomm.run.costs import host_memory
+from hdpcomm.run.memory import measure_memory, memory_beside, predict_memory
+from hdpcomm.testing import run_threads, spawn
 
 SIZES = {"vocabulary": 500, "layers": 8, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
@@ -120,6 +121,50 @@ def test_a_model_that_no_machine_here_could_hold() -> None:
     assert devices[0].activation_bytes(8192) > devices[3].activation_bytes(8192)  # more micro-batches are in flight
 
 
+def mapped_bytes(transport: str) -> tuple[dict[str, set[int]], int]:
+    """On a rank: by name the sizes of the shared memory that it has mapped, and its share of the pages in it."""
+    with hdp.init(transport=transport) as comm:
+        comm.all_reduce(torch.ones(1 << 18))
+        found: dict[str, set[int]] = {}
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            place, *_, name = line.removesuffix(" (deleted)").split(" ")
+            if name.startswith("/memfd:"):
+                first, last = (int(each, 16) for each in place.split("-"))
+                found.setdefault(name, set()).add(last - first)
+        pages = Path("/proc/self/smaps_rollup").read_text().split("Pss_Shmem:")[1].split()[0]
+        comm.barrier()
+        return found, int(pages) * 1024
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("transport", ["shm", "sim"])
+def test_memory_for_messages_is_what_is_mapped(transport: str, ranks: int) -> None:
+    beside = memory_beside(config_of({}, {}), ranks, on_devices=transport == "sim")
+    for found, pages in spawn(mapped_bytes, ranks, transport, timeout=60.0):
+        assert found["/memfd:hdpcomm"] == {ranks * beside.shared}
+        if transport == "sim":
+            assert found["/memfd:hdpcomm-sim"] == {beside.device}
+        else:
+            assert pages <= beside.shared + 4096
+            assert beside.device == 0
+
+
+def test_memory_of_the_pool_is_what_it_takes() -> None:
+    config = config_of({}, {}, offload=32 << 20)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    with hdp.init() as comm:
+        before = resident()
+        pool = host_memory(comm, config)
+        assert pool is not None
+        beside = memory_beside(config, 1, on_devices=False)
+        assert pool.stats().capacity == beside.pool
+        assert resident() - before == pytest.approx(beside.pool, rel=0.05)
+        assert memory_beside(config_of({}, {}), 1, on_devices=False).pool == 0
+
+
 def test_absent_ranks() -> None:
     comm = AbsentRanks(6, 4, ranks_per_host=3)
     assert (comm.rank, comm.size, comm.ranks) == (4, 6, (0, 1, 2, 3, 4, 5))
@@ -148,7 +193,8 @@ class TestTheCommand:
         assert self.run(data, *given) == 0
         told = " ".join(capfd.readouterr().out.split())
         assert "on 64 ranks; nothing was trained" in told
-        for part in ("weights", "gradients", "optimizer", "activations", "logits", "together", "on h100s (preset)"):
+        parts = ("weights", "gradients", "optimizer", "activations", "logits", "together", "on h100s (preset)")
+        for part in (*parts, "offload pool (pinned)", "messages (shared by the host)", "messages (device)"):
             assert part in told
         assert "which fits into the 80.0 GB of h100" in told
 

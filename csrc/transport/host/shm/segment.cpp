@@ -64,6 +64,8 @@ Layout layoutFor(int num_ranks) {
 }  // namespace
 }  // namespace shm
 
+size_t shmSegmentBytes(int num_ranks) { return shm::layoutFor(num_ranks).totalBytes(); }
+
 std::shared_ptr<ShmSegment> createShmSegment(int num_ranks) {
   const shm::Layout layout = shm::layoutFor(num_ranks);
   auto segment = std::make_shared<shm::Segment>(

@@ -1,6 +1,7 @@
 // The shared-memory transport: ranks that are processes or threads of one host.
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <string>
@@ -19,7 +20,9 @@ class ShmSegment {
   virtual void release() = 0;
 };
 
-// Throws InvalidUsage unless 1 <= num_ranks <= 4096.
+// Bytes of a segment; pages are taken when they are first touched. It and createShmSegment() throw
+// InvalidUsage unless 1 <= num_ranks <= 4096.
+size_t shmSegmentBytes(int num_ranks);
 std::shared_ptr<ShmSegment> createShmSegment(int num_ranks);
 // `address` comes from address() on the creating rank, whose process must still exist.
 std::shared_ptr<ShmSegment> openShmSegment(const std::string& address, int num_ranks);

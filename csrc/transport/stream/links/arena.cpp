@@ -6,6 +6,22 @@
 #include "base/error.hpp"
 
 namespace hdpcomm::device {
+namespace {
+
+size_t slotsOffsetFor(int num_ranks) {
+  return (sizeof(PairFlags) * static_cast<size_t>(num_ranks) + 4095) / 4096 * 4096;
+}
+
+size_t landingOffsetFor(const ArenaConfig& config, int num_ranks) {
+  return slotsOffsetFor(num_ranks) +
+         config.slot_bytes * static_cast<size_t>(config.num_slots) * static_cast<size_t>(num_ranks);
+}
+
+}  // namespace
+
+size_t arenaBytes(const ArenaConfig& config, int num_ranks) {
+  return landingOffsetFor(config, num_ranks) + config.landing_bytes + config.window_bytes;
+}
 
 ArenaConfig withSlotBytes(const ArenaConfig& config, int most_ranks) {
   constexpr size_t kLeast = size_t{2} << 20;
@@ -76,18 +92,11 @@ PairFlags& Arena::flags(int owner, int peer) const {
   return reinterpret_cast<PairFlags*>(blocks_[static_cast<size_t>(owner)])[peer];
 }
 
-size_t Arena::slotsOffset() const {
-  return (sizeof(PairFlags) * static_cast<size_t>(num_ranks_) + 4095) / 4096 * 4096;
-}
+size_t Arena::slotsOffset() const { return slotsOffsetFor(num_ranks_); }
 
-size_t Arena::landingOffset() const {
-  return slotsOffset() + config_.slot_bytes * static_cast<size_t>(config_.num_slots) *
-                             static_cast<size_t>(num_ranks_);
-}
+size_t Arena::landingOffset() const { return landingOffsetFor(config_, num_ranks_); }
 
-size_t Arena::bytes() const {
-  return landingOffset() + config_.landing_bytes + config_.window_bytes;
-}
+size_t Arena::bytes() const { return arenaBytes(config_, num_ranks_); }
 
 std::byte* Arena::slot(int owner, int peer, int slot) const {
   return blocks_[static_cast<size_t>(owner)] + slotsOffset() +

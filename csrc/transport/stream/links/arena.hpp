@@ -42,6 +42,9 @@ struct ArenaConfig {
 // an H100: 64 MiB at 190 GB/s in slots of 2 MiB, at 272 and 452 GB/s in slots of 8 MiB).
 ArenaConfig withSlotBytes(const ArenaConfig& config, int most_ranks);
 
+// Device memory of a rank's arena, with its slot bytes, where so many ranks share a host.
+size_t arenaBytes(const ArenaConfig& config, int num_ranks);
+
 // Throws InvalidUsage with the limits.
 void checkArenaConfig(const ArenaConfig& config);
 
