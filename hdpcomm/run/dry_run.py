@@ -106,6 +106,11 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
     check_limits(corpus, config, ranks=ranks)
     if "ddp" in config.policies or config.calibration is not None:
         raise InvalidUsage("ranks elsewhere have no calibration and do not run DDP; leave out --calibration and ddp")
+    if config.zero in (2, 3):
+        raise InvalidUsage(
+            f"zero {config.zero} shares memory between the processes of a host, and {device}s are GPUs, whose trainers "
+            "do not have it; give --zero 1"
+        )
     sizes: dict[str, Any] = {"pipeline": config.pipeline, "tensor": config.tensor, "expert": config.expert}
     mesh = Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes)
     cluster = ClusterSpec(
@@ -119,7 +124,7 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
         **sizes,
     )
     if config.zero == "auto":
-        zero = fit_zero(None, config, ranks, cluster.ranks_per_node)
+        zero = fit_zero(None, config, ranks, cluster.ranks_per_node, most=1)
         config = replace(config, zero=zero, memory=config.memory if config.recompute == "auto" else 0)
     devices = predict_memory(config, ranks, cluster.ranks_per_node)
     if config.recompute == "auto":

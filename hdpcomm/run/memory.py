@@ -96,17 +96,25 @@ def within_memory(comm: Communicator, config: RunConfig) -> tuple[RunConfig, int
     return *fit_recompute(config, memory), memory
 
 
-def fit_zero(comm: Communicator | None, config: RunConfig, ranks: int = 0, ranks_per_node: int | None = None) -> int:
+def fit_zero(
+    comm: Communicator | None,
+    config: RunConfig,
+    ranks: int = 0,
+    ranks_per_node: int | None = None,
+    *,
+    most: int = 3,
+) -> int:
     """The least stage of ZeRO with which ``config.memory`` is enough, by :func:`predict_memory`. Local.
 
     Args:
         comm: the ranks; ``None``: ``ranks`` that are not here, of which ``ranks_per_node`` HDP ranks share a host.
+        most: the last stage that they can have.
 
     Raises: InvalidUsage: there is none.
     """
     if comm is not None:
         ranks, ranks_per_node = comm.size, owners_on_host(mesh_of(comm, config))
-    for zero in (0, 1, 2, 3):
+    for zero in range(most + 1):
         try:
             tried = replace(config, zero=zero, memory=config.memory if config.recompute == "auto" else 0)
         except InvalidUsage as error:  # such a run cannot have it
@@ -126,10 +134,10 @@ def fit_zero(comm: Communicator | None, config: RunConfig, ranks: int = 0, ranks
         except InvalidUsage:
             continue
         return zero
+    limit, states = size_text(config.memory), size_text(max(each.states for each in memory))
     raise InvalidUsage(
-        f"--zero auto: no stage of ZeRO brings a step within {size_text(config.memory)} a rank; with zero 3 it takes "
-        f"{size_text(max(each.states for each in memory))} without activations. Give more ranks on each host, or a "
-        "lower --capacity"
+        f"--zero auto: no stage of ZeRO brings a step within {limit} a rank; with zero {most} it takes {states} "
+        "without activations. Give more ranks on each host, or a lower --capacity"
     )
 
 

@@ -212,6 +212,11 @@ class TestTheCommand:
             (["--dry-run", "--device", "tpu", "--ranks", "8"], "unknown device 'tpu', expected one of"),
             (["--dry-run", "--device", "h100", "--ranks", "9", "--tensor", "2"], "9 ranks cannot be pipelines"),
             (["--dry-run", "--device", "h100", "--ranks", "8", "--compare", "ddp"], "do not run DDP"),
+            (["--dry-run", "--device", "h100", "--ranks", "8", "--zero", "3"], "h100s are GPUs, whose trainers do not"),
+            (
+                ["--dry-run", "--device", "h100", "--ranks", "8", "--zero", "auto", "--memory", "1K"],
+                "no stage of ZeRO brings a step within 1.0 kB a rank; with zero 1 it takes",
+            ),
             (["--dry-run", "--device", "h100", "--ranks", "8", "--transport", "tcp"], "whose ranks are not started"),
         ],
     )
