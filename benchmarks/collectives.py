@@ -1,6 +1,6 @@
 """Collectives of hdpcomm, gloo, Open MPI and MPICH in one run, compared with the time of one copy on this machine.
 
-    python benchmarks/collectives.py                          # the tables of docs/performance.md
+    python benchmarks/collectives.py                          # the tables of docs/communication-figures.md
     python benchmarks/collectives.py --ranks 2 --ops all_gather --sizes 8,1M --rounds 3 --peers gloo
 
 hdpcomm and gloo alternate in the same processes; each MPI runs in its own mpirun, once a round (mpi4py; blocking calls

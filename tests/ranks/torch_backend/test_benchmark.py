@@ -1,4 +1,4 @@
-"""benchmarks/torch_backend.py runs, and its JSON holds what docs/performance.md is made of."""
+"""benchmarks/torch_backend.py runs, and its JSON holds what docs/communication-figures.md is made of."""
 
 from __future__ import annotations
 

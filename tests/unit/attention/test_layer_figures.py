@@ -1,10 +1,10 @@
-"""The figures of linear layers and trees in docs/performance.md are those of the files that the benchmarks wrote."""
+"""The figures of linear layers and trees in docs/attention-figures.md are those of the files that the benchmarks wrote."""
 
 import json
 from pathlib import Path
 
 TOP = Path(__file__).parents[3]
-PAGE = (TOP / "docs/performance.md").read_text()
+PAGE = (TOP / "docs/attention-figures.md").read_text()
 PROSE = " ".join(PAGE.split())  # lines joined: a sentence may be wrapped anywhere
 
 
