@@ -1,4 +1,4 @@
-"""The figures of linear layers and trees in docs/attention-figures.md are those of the files that the benchmarks wrote."""
+"""The figures of linear layers and trees in docs/attention-figures.md are those that the benchmarks wrote."""
 
 import json
 from pathlib import Path

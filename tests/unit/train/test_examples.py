@@ -13,9 +13,10 @@ MODULES = {
     "hdpcomm.data.opening": 1,
     "hdpcomm.data.sampler": 1,
     "hdpcomm.data.text": 1,
-    "hdpcomm.plan.tree": 1,
+    "hdpcomm.plan.tree": 2,
     "hdpcomm.models.adapt": 1,
     "hdpcomm.comm.mesh": 1,
+    "hdpcomm.train.losses": 1,
     "hdpcomm.train.trainer": 1,
 }
 
