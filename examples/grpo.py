@@ -1,9 +1,11 @@
 """Reinforcement learning from a rule: a small Llama of transformers learns to add digits, by GRPO.
 
-torchrun --nproc-per-node 2 examples/grpo.py        about a minute on two cores
+torchrun --nproc-per-node 2 examples/grpo.py                   about a minute on two cores
+torchrun --nproc-per-node 4 examples/grpo.py --generators 2    two ranks only generate, beside two that train
 
-Every rank samples answers to its share of the prompts with the model as it came; ranks tell each other what they have
-sampled; then all train on all of it: one plan, prompts computed once, answers of any lengths.
+Ranks sample answers with a model of their own, which gets the trained weights before; what they have sampled goes to
+those that train: one plan for all of it, prompts computed once, answers of any lengths. Where ranks only generate,
+those that train are a batch behind them, which the log-probabilities of the sampling model make up for.
 """
 
 import argparse
@@ -13,17 +15,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hdpcomm as hdp
 from hdpcomm.plan import trees_of_prompts
-from hdpcomm.train import rollout
+from hdpcomm.train import Reshard, rollout
 from hdpcomm.train.losses import grpo
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=50)
-parser.add_argument("--prompts", type=int, default=8, help="of a step, for each rank")
+parser.add_argument("--generators", type=int, default=0, help="ranks that only generate; 0: all ranks do both")
+parser.add_argument("--prompts", type=int, default=8, help="of a step, for each rank that generates")
 parser.add_argument("--answers", type=int, default=16, help="to a prompt")
 parser.add_argument("--longest", type=int, default=4, help="tokens of an answer")
 options = parser.parse_args()
 
 PLUS, EQUALS, END, VOCABULARY = 10, 11, 12, 16  # 0 to 9 are digits
+PROMPT = 4  # tokens
 
 
 def reward_of(prompt: list[int], answer: list[int]) -> float:
@@ -34,57 +38,82 @@ def reward_of(prompt: list[int], answer: list[int]) -> float:
 
 
 @torch.no_grad()
-def sample(model: LlamaForCausalLM, prompts: list[list[int]], draw: torch.Generator) -> list[list[int]]:
-    """An answer to each prompt, with a cache of keys and values; all prompts have as many tokens."""
-    tokens, cache = torch.tensor(prompts), None
-    answers = torch.empty(len(prompts), 0, dtype=torch.int64)
+def sample(model: LlamaForCausalLM, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts with their answers ``[prompts * answers, tokens]``, and the log-probabilities of the answers' tokens;
+    with a cache of keys and values."""
+    digits = torch.randint(0, 5, (options.prompts, 2), generator=draw)
+    signs = torch.tensor([PLUS, EQUALS]).expand(options.prompts, 2)
+    prompts = torch.stack((digits[:, 0], signs[:, 0], digits[:, 1], signs[:, 1]), 1)
+    rows = prompts.repeat_interleave(options.answers, 0)
+    chances = torch.empty(len(rows), 0)
+    tokens, cache = rows, None
     for _ in range(options.longest):
         told = model(tokens, past_key_values=cache, use_cache=True)
-        cache = told.past_key_values
-        tokens = torch.multinomial(told.logits[:, -1].softmax(-1), 1, generator=draw)
-        answers = torch.cat((answers, tokens), 1)
-    rows = answers.tolist()
-    return [row[: row.index(END) + 1] if END in row else row for row in rows]
+        cache, logs = told.past_key_values, told.logits[:, -1].log_softmax(-1)
+        tokens = torch.multinomial(logs.exp(), 1, generator=draw)
+        rows, chances = torch.cat((rows, tokens), 1), torch.cat((chances, logs.gather(1, tokens)), 1)
+    return rows, chances
+
+
+def learn(trainer: hdp.Trainer, rows: torch.Tensor, chances: torch.Tensor) -> str:
+    """A step on what all generators have sampled."""
+    batch, rewards = [], []
+    for row, own in zip(rows.tolist(), chances, strict=True):
+        answer = row[PROMPT:]
+        answer = answer[: answer.index(END) + 1] if END in answer else answer
+        rewards.append(reward_of(row[:PROMPT], answer))
+        batch.append(rollout(row[:PROMPT], answer, old_log_probs=own[: len(answer)]))
+    grouped = torch.tensor(rewards).view(-1, options.answers)
+    advantages = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
+    for each, advantage in zip(batch, advantages.flatten(), strict=True):
+        each["advantages"] = advantage
+    lengths = [len(each["tokens"]) for each in batch]
+    trees = trees_of_prompts(lengths, [(i // options.answers, PROMPT) for i in range(len(lengths))])
+    done = trainer.step(lengths, batch.__getitem__, trees=trees)
+    right = float((grouped > 0.99).float().mean())
+    return f"reward {float(grouped.mean()):.3f}, right {right:.0%}, {done.tokens:,} of {sum(lengths):,} tokens computed"
 
 
 torch.set_num_threads(1)
-with hdp.init() as comm:
+with hdp.init() as world:
+    if not 0 <= options.generators < world.size:
+        raise SystemExit(f"--generators {options.generators}: of {world.size} ranks at least one has to train")
+    learners = world.subset(range(world.size - options.generators))  # None on a rank that only generates
+    generators = range(world.size - options.generators, world.size) if options.generators else range(world.size)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
-    actor = LlamaForCausalLM(config)  # samples; the trained weights are copied to it after each step
-    model = hdp.adapt(LlamaForCausalLM(config))
-    capacity = options.prompts * options.answers * 16
-    planner = hdp.Planner.measured(model, comm, capacity=capacity, longest=64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    trainer = hdp.Trainer(model, optimizer, planner, comm, loss=grpo(kl=0.0))
-    draw = torch.Generator().manual_seed(comm.rank)
+    actor = LlamaForCausalLM(config) if world.rank in generators else None
+    trainer = None
+    if learners is not None:
+        model = hdp.adapt(LlamaForCausalLM(config))
+        capacity = len(generators) * options.prompts * options.answers * (PROMPT + options.longest)
+        planner = hdp.Planner.measured(model, learners, capacity=capacity, longest=64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        trainer = hdp.Trainer(model, optimizer, planner, learners, loss=grpo(kl=0.0))
+    weights = Reshard(
+        dict(trainer.model.model.named_parameters()) if trainer else {},
+        dict(actor.named_parameters()) if actor else {},
+        world,
+    )
+    draw = torch.Generator().manual_seed(world.rank)
+    a_rank = options.prompts * options.answers
+    before = None
     for step in range(options.steps):
-        actor.load_state_dict(model.model.state_dict())
-        digits = torch.randint(0, 5, (options.prompts, 2), generator=draw).tolist()
-        prompts = [[a, PLUS, b, EQUALS] for a, b in digits for _ in range(options.answers)]
-        answers = sample(actor, prompts, draw)
-        # one row for each sequence of all ranks: prompt, answer, length of the answer
-        own = torch.tensor(
-            [[*p, *a, *[END] * (options.longest - len(a)), len(a)] for p, a in zip(prompts, answers, strict=True)]
-        )
-        rows = own.new_empty(comm.size * len(own), own.shape[1])
-        comm.all_gather(rows, own)
-        asked = [row[:4] for row in rows.tolist()]
-        said = [row[4 : 4 + row[-1]] for row in rows.tolist()]
-        rewards = torch.tensor([reward_of(*each) for each in zip(asked, said, strict=True)]).view(-1, options.answers)
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-        batch = [
-            rollout(p, a, advantages=float(advantage))
-            for p, a, advantage in zip(asked, said, advantages.flatten(), strict=True)
-        ]
-        lengths = [len(each["tokens"]) for each in batch]
-        shared = trees_of_prompts(lengths, [(i // options.answers, 4) for i in range(len(lengths))])
-        done = trainer.step(lengths, batch.__getitem__, trees=shared)
-        if comm.rank == 0 and (step % 5 == 0 or step == options.steps - 1):
-            print(
-                f"step {step}: reward {float(rewards.mean()):.3f}, right {float((rewards > 0.99).float().mean()):.0%}, "
-                f"{sum(lengths):,} tokens of answers and prompts, {done.tokens:,} computed"
-            )
+        weights.run()
+        own = sample(actor, draw) if actor else None
+        told = learn(trainer, *before) if options.generators and trainer and before else ""
+        rows = torch.empty(len(generators), a_rank, PROMPT + options.longest, dtype=torch.int64)
+        chances = torch.empty(len(generators), a_rank, options.longest)
+        for place, rank in enumerate(generators):
+            if own is not None and rank == world.rank:
+                rows[place], chances[place] = own
+            world.broadcast(rows[place], rank)
+            world.broadcast(chances[place], rank)
+        before = rows.flatten(0, 1), chances.flatten(0, 1)
+        if not options.generators:
+            told = learn(trainer, *before)
+        if world.rank == 0 and told and (step % 5 == 0 or step == options.steps - 1):
+            print(f"step {step}: {told}")
