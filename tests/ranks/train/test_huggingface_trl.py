@@ -140,7 +140,7 @@ UNLIKE = {"step_time", "logits/chosen", "logits/rejected", "mean_token_accuracy"
 GRPO = [
     ({"loss_type": "grpo", "beta": 0.1}, False),
     ({"loss_type": "dapo", "temperature": 0.7, "num_iterations": 2}, False),
-    ({"loss_type": "dr_grpo", "beta": 0.05}, True),
+    ({"loss_type": "dr_grpo", "beta": 0.05, "gradient_checkpointing": True}, True),
     ({"loss_type": "bnpo", "importance_sampling_level": "sequence", "num_iterations": 2}, False),
     ({"loss_type": "grpo", "entropy_coef": 0.05}, False),
     # two steps: later ones may take another of two tokens with nearly the same entropy
