@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -367,7 +367,7 @@ def group_terms(
     loss: GroupLoss,
     log_probs: Tensor,
     batch: Batch,
-    groups: Sequence[int],
+    groups: Sequence[Hashable],
     fetch: Fetch,
     comm: Communicator,
 ) -> tuple[Tensor, Tensor]:
@@ -403,9 +403,9 @@ def group_terms(
     return slopes, told
 
 
-def _own_groups(groups: Sequence[int], lengths: Sequence[int], comm: Communicator) -> list[list[int]]:
+def _own_groups(groups: Sequence[Hashable], lengths: Sequence[int], comm: Communicator) -> list[list[int]]:
     """The groups that are this rank's, each a list of sequences: the longest first, to whom has least."""
-    members: dict[int, list[int]] = {}
+    members: dict[Hashable, list[int]] = {}
     for i, group in enumerate(groups):
         members.setdefault(group, []).append(i)
     tokens = {group: sum(lengths[i] for i in each) for group, each in members.items()}
@@ -419,13 +419,16 @@ def _own_groups(groups: Sequence[int], lengths: Sequence[int], comm: Communicato
     return own
 
 
-def checked_groups(groups: Sequence[int] | None, sequences: int) -> list[int]:
-    """The group of each sequence. Raises InvalidUsage for another number of them."""
+def checked_groups(groups: Sequence[Hashable] | None, sequences: int) -> list[Hashable]:
+    """The group of each sequence. Raises InvalidUsage for another number of them, or what is no number or name."""
     if groups is None:
         return list(range(sequences))
     if len(groups) != sequences:
-        raise InvalidUsage(f"groups has {len(groups)} numbers for {sequences} sequences; give one for each")
-    return [int(group) for group in groups]
+        raise InvalidUsage(f"groups has {len(groups)} elements for {sequences} sequences; give one for each")
+    found = [group.item() if hasattr(group, "item") else group for group in groups]
+    if wrong := [group for group in found if not isinstance(group, (int, str))]:
+        raise InvalidUsage(f"groups has {wrong[0]!r}; expected the number or the name of each sequence's group")
+    return found
 
 
 def _columns(fetched: Any, i: int, length: int, needed: Sequence[str]) -> dict[str, Tensor]:

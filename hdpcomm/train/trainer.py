@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -216,7 +216,7 @@ class Trainer:
         lengths: Sequence[int | Tree] | PlannedStep,
         fetch: Fetch,
         *,
-        groups: Sequence[int] | None = None,
+        groups: Sequence[Hashable] | None = None,
         trees: Sequence[TrajectoryTree] = (),
     ) -> StepMetrics:
         """One optimizer step on a global batch. Collective over ``comm``: equal ``lengths`` on every rank.
@@ -235,8 +235,8 @@ class Trainer:
                 the sum over all labels divided by the sum of all weights. :func:`hdpcomm.data.fold` makes these.
                 For a loss of log-probabilities it gives a dictionary (:mod:`hdpcomm.train.losses`), and with a
                 :class:`~hdpcomm.train.GroupLoss` it is called for the sequences of this rank's groups, too.
-            groups: of a :class:`~hdpcomm.train.GroupLoss`, the number of each sequence's group. Default: each sequence
-                is one.
+            groups: of a :class:`~hdpcomm.train.GroupLoss`, the number or name of each sequence's group. Default: each
+                sequence is one.
             trees: of a loss of log-probabilities, which sequences share prefixes
                 (:func:`hdpcomm.plan.trees_of_prompts`, :func:`hdpcomm.data.fold`). Shared tokens are computed once
                 where the plan is shorter so; the loss stays that of each sequence.
@@ -263,7 +263,7 @@ class Trainer:
         lengths: Sequence[int | Tree],
         fetch: Fetch,
         *,
-        groups: Sequence[int] | None = None,
+        groups: Sequence[Hashable] | None = None,
         trees: Sequence[TrajectoryTree] = (),
     ) -> Tensor:
         """(summed loss, labels) of the sequences whose last layers are on this rank, fp64 ``[2]``; nothing is trained.
@@ -326,7 +326,7 @@ class Trainer:
         self,
         lengths: Sequence[int | Tree] | PlannedStep,
         fetch: Fetch,
-        groups: Sequence[int] | None,
+        groups: Sequence[Hashable] | None,
         trees: Sequence[TrajectoryTree],
     ) -> StepMetrics:
         check_trained_names(self.model, self._trained)
@@ -375,7 +375,7 @@ class Trainer:
         return offloading.add_to(add_expert_load(metrics, self._loads, self.mesh), self.comm)
 
     def _terms(
-        self, planned: PlannedStep, batch: Batch | None, fetch: Fetch, groups: Sequence[int] | None
+        self, planned: PlannedStep, batch: Batch | None, fetch: Fetch, groups: Sequence[Hashable] | None
     ) -> tuple[LabelTerms | None, Tensor]:
         """What the labels' losses are, and (loss, count) of what this rank knows of them before the step's passes."""
         nothing = torch.zeros(2, dtype=torch.float64)
@@ -388,7 +388,7 @@ class Trainer:
         return given_terms(slopes[None], self.loss.temperature, batch), told
 
     def _group_terms(
-        self, planned: PlannedStep, batch: Batch, fetch: Fetch, groups: Sequence[int] | None
+        self, planned: PlannedStep, batch: Batch, fetch: Fetch, groups: Sequence[Hashable] | None
     ) -> tuple[Tensor, Tensor]:
         """See :func:`hdpcomm.train.label_terms.group_terms`. Collective."""
         assert isinstance(self.loss, GroupLoss)
@@ -491,13 +491,18 @@ class Trainer:
     def _state(self) -> State:
         return State(self.model, self.optimizer, self.layout, self.mesh, self.masters)
 
-    def _agree(self, plan: StepPlan, groups: Sequence[int] | None = None, more: object = None) -> None:
+    def _agree(self, plan: StepPlan, groups: Sequence[Hashable] | None = None, more: object = None) -> None:
         """Raises unless all ranks are about to run the same step. Collective."""
         if groups is not None and not isinstance(self.loss, GroupLoss):
             raise InvalidUsage("groups are of a GroupLoss, and the trainer's loss is none; leave them out")
         order = self.passes.agree(plan)
         alike = self.mesh.positions.flatten(1).tolist()  # stages may have other groups of parameters
-        told = self.max_grad_norm, name_of_loss(self.loss), None if groups is None else list(groups), more
+        told = (
+            self.max_grad_norm,
+            name_of_loss(self.loss),
+            None if groups is None else checked_groups(groups, len(groups)),
+            more,
+        )
         settings = settings_of(self.optimizer, told)
         check_same_plan(plan, self.comm, more=order, settings=settings, alike=alike)
 

@@ -222,6 +222,26 @@ def test_a_loss_that_couples_the_whole_batch():
             assert torch.allclose(gradients[name], 2 * plain * gradient, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "groups", [["a", "a", "b", "b", "c", "c", "d", "d"], torch.tensor(PAIRS)], ids=["names", "tensor"]
+)
+def test_groups_by_name(groups):
+    for metrics, _ in one_rank(PLAIN["dpo"][0], groups=groups, ranks=2):
+        assert metrics.loss == pytest.approx(wanted(DENSE, "dpo")[0], rel=1e-10)
+    with pytest.raises(InvalidUsage, match=r"groups has \[0\]; expected the number or the name"):
+        one_rank(PLAIN["dpo"][0], groups=[[0]] * len(LENGTHS))
+
+
+def test_a_function_that_fails_on_one_rank_ends_the_step_on_all():
+    def fails(log_probs, _):
+        if len(log_probs[0]) == 70:
+            raise ZeroDivisionError("the longest answer")
+        return log_probs[0].sum()
+
+    with pytest.raises(ZeroDivisionError, match="the longest answer"):
+        one_rank(GroupLoss(fails), ranks=3)
+
+
 def test_without_old_log_probabilities_the_policy_is_the_one_that_sampled():
     def fetch(i):
         return {key: x for key, x in rollouts()[i].items() if key != "old_log_probs"}
@@ -320,7 +340,7 @@ def test_losses_are_checked():
         one_rank(dpo())
     with pytest.raises(InvalidUsage, match="groups are of a GroupLoss"):
         one_rank(grpo(), groups=PAIRS)
-    with pytest.raises(InvalidUsage, match="groups has 1 numbers for 8 sequences"):
+    with pytest.raises(InvalidUsage, match="groups has 1 elements for 8 sequences"):
         one_rank(dpo(), groups=[0])
     with pytest.raises(InvalidUsage, match=r"per is \"batch\"|per is 'batch'"):
         TokenLoss(len, per="batch")
