@@ -214,25 +214,23 @@ class AdaptedCausalLM(nn.Module):
         the backward pass."""
         chunk = self.chunk_tokens or max(256, hidden.shape[-1])
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        if weights is not None and not isinstance(weights, Tensor):
-            for start in range(0, len(labels), chunk):
-                chunk_part = slice(start, min(len(labels), start + chunk))
-                total = total + checkpoint(
-                    self._chunk_of_label_loss, hidden, labels, weights, chunk_part, use_reentrant=False
-                )
-            return total
-        factors = labels.new_ones(labels.shape, dtype=torch.float32) if weights is None else weights
-        for part in zip(*(torch.split(x, chunk) for x in (hidden, labels, factors)), strict=True):
-            total = total + checkpoint(self._chunk_loss, *part, use_reentrant=False)
+        start = 0
+        for part in zip(*(torch.split(x, chunk) for x in (hidden, labels)), strict=True):
+            place = slice(start, start + len(part[1]))
+            total = total + checkpoint(self._chunk_loss, *part, weights, place, use_reentrant=False)
+            start = place.stop
         return total
 
-    def _chunk_of_label_loss(self, hidden: Tensor, labels: Tensor, label_loss: LabelLoss, part: slice) -> Tensor:
-        if self.z_loss:
-            raise InvalidUsage(f"z_loss is {self.z_loss}, and the loss is one of log-probabilities; give z_loss=0")
-        return loss_of_log_probs(self._logits(hidden[part]), labels[part], label_loss, ignore_index=IGNORE, part=part)
-
-    def _chunk_loss(self, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    def _chunk_loss(
+        self, hidden: Tensor, labels: Tensor, all_weights: Tensor | LabelLoss | None, place: slice
+    ) -> Tensor:
+        """``place``: which of all labels these are."""
         logits = self._logits(hidden)
+        if all_weights is not None and not isinstance(all_weights, Tensor):
+            if self.z_loss:
+                raise InvalidUsage(f"z_loss is {self.z_loss}, and the loss is one of log-probabilities; give z_loss=0")
+            return loss_of_log_probs(logits, labels, all_weights, ignore_index=IGNORE, part=place)
+        weights = 1.0 if all_weights is None else all_weights[place]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         trained = labels != IGNORE
         lse = logits.logsumexp(-1)

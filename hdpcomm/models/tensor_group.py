@@ -119,8 +119,7 @@ class RowLinear:
         """Multiplies the input by the weight; replaced by :class:`hdpcomm.models.weight_gradients.WeightGradients`."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        block = self._group.scatter(self.product(x, self._linear.weight))
-        return block if self._linear.bias is None else block + self._linear.bias
+        return _block_of_sums(self.product(x, self._linear.weight), self._linear, self._group)
 
 
 class AdaptedRows:
@@ -135,8 +134,13 @@ class AdaptedRows:
         return nn.functional.linear(x, self._linear.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        block = self._group.scatter(self._forward(x))
-        return block if self._linear.bias is None else block + self._linear.bias
+        return _block_of_sums(self._forward(x), self._linear, self._group)
+
+
+def _block_of_sums(product: Tensor, linear: nn.Linear, group: TensorGroup) -> Tensor:
+    """This rank's block of the products of all tensor ranks, with the bias."""
+    block = group.scatter(product)
+    return block if linear.bias is None else block + linear.bias
 
 
 def _of_batch(x: Tensor) -> tuple[Tensor, bool]:

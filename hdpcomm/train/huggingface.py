@@ -15,6 +15,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -177,9 +178,8 @@ class HybridDataParallel:
         model.train()
         batch = gather_sequences(sequences_of(inputs), self.comm)
         scale = 1.0 / float(num_items_in_batch)
-        return self._passes(self._plan(batch.lengths), batch, scale=scale, ends=self._begin()).to(
-            cast(Any, self).args.device
-        )
+        share = self._passes(self._plan(batch.lengths), batch, scale=scale, ends=self._begin())
+        return share.to(cast(Any, self).args.device)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As in the base; in a training step of log-probabilities what it gives has no way back into the model, which
@@ -232,24 +232,32 @@ class HybridDataParallel:
     @contextlib.contextmanager
     def original_attention(self) -> Iterator[None]:
         """Inside, the model runs as it came, for ``generate()`` and for calls with padding. Local."""
-        causal_lm = cast(Any, self._adapted).causal_lm
-        ours = causal_lm.config._attn_implementation
-        causal_lm.set_attn_implementation(self._attention)
-        try:
+        with self._with_attention(self._attention):
             yield
-        finally:
-            causal_lm.set_attn_implementation(ours)
+
+    def _planned_attention(self) -> AbstractContextManager[None]:
+        """Inside, the model runs on packs, as outside of :meth:`original_attention`. Local."""
+        return self._with_attention(self._own_attention)
 
     @contextlib.contextmanager
-    def _planned_attention(self) -> Iterator[None]:
-        """Inside, the model runs on packs, as outside of :meth:`original_attention`. Local."""
+    def _with_attention(self, name: str) -> Iterator[None]:
         causal_lm = cast(Any, self._adapted).causal_lm
-        now = causal_lm.config._attn_implementation
-        causal_lm.set_attn_implementation(self._own_attention)
+        before = causal_lm.config._attn_implementation
+        if name == before:
+            yield
+            return
+        causal_lm.set_attn_implementation(name)
         try:
             yield
         finally:
-            causal_lm.set_attn_implementation(now)
+            causal_lm.set_attn_implementation(before)
+
+    def _inputs(self, planned: PlannedStep, batch: Sequences, **more: Any) -> StepInputs:
+        """What passes over a batch run."""
+        return StepInputs(
+            planned, batch.fetch, around=lambda *_: cast(Any, self).compute_loss_context_manager(),
+            on_pass=lambda _: self.comm.tick(), **more,
+        )  # fmt: skip
 
     def _begin(self) -> bool:
         """Before the passes of a batch: whether they end the step."""
@@ -274,10 +282,7 @@ class HybridDataParallel:
     def _score(self, planned: PlannedStep, batch: Sequences, terms: LabelTerms) -> None:
         """Forward passes only. Collective."""
         assert self._made is not None
-        inputs = StepInputs(
-            planned, batch.fetch, around=lambda *_: cast(Any, self).compute_loss_context_manager(),
-            on_pass=lambda _: self.comm.tick(), terms=terms,
-        )  # fmt: skip
+        inputs = self._inputs(planned, batch, terms=terms)
         with self._planned_attention(), contextlib.nullcontext() if self._compiled else self.comm.busy(_FIRST):
             self._made[0].run(inputs)
 
@@ -294,11 +299,7 @@ class HybridDataParallel:
         are reduced. Collective."""
         assert self._made is not None
         passes, gradients, buffers = self._made
-        inputs = StepInputs(
-            planned, batch.fetch, scale, gradients, ends=ends,
-            around=lambda *_: cast(Any, self).compute_loss_context_manager(), on_pass=lambda _: self.comm.tick(),
-            terms=terms,
-        )  # fmt: skip
+        inputs = self._inputs(planned, batch, scale=scale, gradients=gradients, ends=ends, terms=terms)
         with self._planned_attention(), contextlib.nullcontext() if self._compiled else self.comm.busy(_FIRST):
             loss, _ = passes.run(inputs)
         self._compiled = True

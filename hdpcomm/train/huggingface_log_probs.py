@@ -34,7 +34,7 @@ class ScoredBatch:
     """The rows of all ranks in one call of the model, and the results for this rank's.
 
     Attributes:
-        batch, planned: of all ranks.
+        batch, planned: of all ranks; ``labels``: the entries of the batch.
         entries: where in the batch the results of this rank's labels are.
         leaves: log-probabilities, and entropies, ``[rows, tokens - 1]``, of this rank's rows; leaves of the loss's
             graph.
@@ -42,6 +42,7 @@ class ScoredBatch:
     """
 
     batch: Sequences
+    labels: Batch
     planned: PlannedStep
     entries: Tensor
     leaves: tuple[Tensor, Tensor]
@@ -70,7 +71,7 @@ class ComputedLoss:
         Args:
             more: other calls follow.
         """
-        slopes = torch.zeros(2, int(sum(call.batch.lengths)), dtype=call.leaves[0].dtype)
+        slopes = torch.zeros(2, call.labels.offsets[-1], dtype=call.leaves[0].dtype)
         found: tuple[Tensor | None, ...] = (None, None)
         if self.loss.requires_grad and self.leaf.grad is not None:
             upstream = self.leaf.grad.to(self.loss.dtype) / comm.size
@@ -79,7 +80,7 @@ class ComputedLoss:
             if slope is not None:
                 row[call.entries] = slope.cpu()[call.where]
         comm.all_reduce(slopes)
-        return given_terms(slopes, self.temperature, Batch(call.batch.lengths))
+        return given_terms(slopes, self.temperature, call.labels)
 
 
 class LogProbModel:
@@ -111,11 +112,11 @@ class LogProbModel:
         own, where = _rows(arguments)
         batch = gather_sequences(own, self._comm)
         planned = self._plan(batch.lengths)
-        entries_of = Batch(batch.lengths)
-        kept = KeptLogProbs(entries_of, self._like, entropy=True, temperature=self._temperature)
-        self._run(planned, batch, kept_terms(kept, entries_of))
+        labels = Batch(batch.lengths)
+        kept = KeptLogProbs(labels, self._like, entropy=True, temperature=self._temperature)
+        self._run(planned, batch, kept_terms(kept, labels))
         values = kept.sum(self._comm)
-        first = sum(batch.lengths[: self._first(own)])
+        first = labels.offsets[self._first(own)]
         entries = first + (own.labels != IGNORE).nonzero()[:, 0]
         device = arguments["input_ids"].device
         log_probs, entropy = (torch.zeros(where.shape, dtype=values.dtype) for _ in range(2))
@@ -123,7 +124,7 @@ class LogProbModel:
         leaves = (log_probs.to(device), entropy.to(device))
         if torch.is_grad_enabled():
             leaves = (leaves[0].requires_grad_(), leaves[1].requires_grad_())
-            self.calls.append(ScoredBatch(batch, planned, entries, leaves, where))
+            self.calls.append(ScoredBatch(batch, labels, planned, entries, leaves, where))
         none = torch.zeros_like(log_probs, device=device)
         return FusedCausalLMOutput(
             log_probs=leaves[0], entropy=leaves[1], mean_logits=none, is_top1=none.bool(), label_mask=where.to(device)

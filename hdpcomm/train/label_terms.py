@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +21,11 @@ from torch import Tensor
 
 from hdpcomm.attention import positions, shard
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import Tree, join_trees
+from hdpcomm.plan import PlannedStep, Tree, join_trees
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.losses import COMPUTED, GroupLoss, TokenLoss
 from hdpcomm.train.shards import Fetch, PackedShard, checked
+from hdpcomm.train.tree_shards import rows_of_shard
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -39,6 +40,7 @@ __all__ = [
     "given_terms",
     "group_terms",
     "kept_terms",
+    "shorter_plan",
     "token_terms",
 ]
 
@@ -96,6 +98,36 @@ class Batch:
         return torch.searchsorted(self._bounds, entries, right=True) - 1
 
 
+def shorter_plan(
+    plan: Callable[[Sequence[int | Tree]], PlannedStep],
+    lengths: Sequence[int | Tree] | PlannedStep,
+    trees: Sequence[TrajectoryTree],
+    *,
+    shares: bool,
+) -> tuple[PlannedStep, Batch]:
+    """The plan with trees, or the one without if it is shorter, and its sequences. Local.
+
+    Args:
+        plan: makes one; what it waits for both counts.
+        shares: whether the model may compute shared prefixes once.
+
+    Raises: InvalidUsage for trees of a step that was planned before.
+    """
+    if isinstance(lengths, PlannedStep):
+        if trees:
+            raise InvalidUsage("a step that was planned before takes no trees=; give its lengths")
+        return lengths, Batch(lengths.lengths)
+    plain = Batch(lengths)
+    planned = plan(plain.items)
+    if not trees or not shares:
+        return planned, plain
+    shared = Batch(lengths, trees)
+    other = plan(shared.items)
+    if other.plan.expected_s >= planned.plan.expected_s:
+        return planned, plain
+    return replace(other, waited_s=other.waited_s + planned.waited_s), shared
+
+
 class LabelTerms:
     """What the labels of a step have for a loss. Local.
 
@@ -138,14 +170,11 @@ class LabelTerms:
         rank, size = comm.rank, comm.size
         rows = None
         if any(part.tree is not None for part in parts):
-            pack: Tree | Tensor = join_trees([part.tree or len(part.tokens) for part in parts])
+            pack: Tree | Tensor = (joined := join_trees([part.tree or len(part.tokens) for part in parts]))
             first = itertools.accumulate((len(part.tokens) for part in parts), initial=0)
             at = torch.cat([part.rows + start for part, start in zip(parts, first, strict=False)])
-            mine = shard(torch.arange(len(tokens)), pack, rank=rank, size=size)
-            row = torch.full((len(tokens),), -1, dtype=torch.int64)
-            row[mine] = torch.arange(len(mine))
-            here = row[at] >= 0
-            tokens, rows = tokens[mine], row[at[here]]
+            mine, here, rows = rows_of_shard(joined, at, rank=rank, size=size)
+            tokens = tokens[mine]
             columns = {name: column[here] for name, column in columns.items()}
         else:
             pack = torch.tensor([0, *itertools.accumulate(len(part.tokens) for part in parts)], dtype=torch.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.comm.topology import nodes_of
+from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import Error, InvalidUsage, PeerLost
 from hdpcomm.train.tensor_part import TensorPart
 
@@ -101,15 +101,17 @@ class Reshard:
         if hosts is not None and len(hosts) != comm.size:
             raise InvalidUsage(f"hosts has {len(hosts)} numbers; expected one for each of the {comm.size} ranks")
         world = nodes_of(comm)
-        self._comm, self._message_bytes = comm, message_bytes
+        self._comm = comm
         self._hosts = list(hosts) if hosts is not None else [world[rank] for rank in comm.ranks]
         self._source = {name: _boxes_of(part) for name, part in source.items()}
         self._target = {name: _boxes_of(part) for name, part in target.items()}
-        moves = list(self._plan(_gathered([_told(source), _told(target)], comm)))
+        moves = list(self._plan(gather_json(comm, [_told(source), _told(target)])))
         rank = comm.rank
         self._local = [move for move in moves if move.source.rank == move.target.rank == rank]
         sent = [move for move in moves if move.source.rank != move.target.rank]
-        self._rounds = [_by_peer([m for m in sent if m.forward == forward], rank) for forward in (False, True)]
+        self._rounds = [
+            _pieces_by_peer([m for m in sent if m.forward == forward], rank, message_bytes) for forward in (False, True)
+        ]
         self.bytes_sent = sum(move.nbytes for move in sent if move.source.rank == rank)
         self.bytes_between_hosts = sum(
             move.nbytes for move in sent if self._hosts[move.source.rank] != self._hosts[move.target.rank]
@@ -126,9 +128,7 @@ class Reshard:
         for move in self._local:
             _view(self._target, move, move.target).copy_(_view(self._source, move, move.source))
         failed: list[Error] = []
-        for sends, recvs in self._rounds:
-            pieces = {peer: _pieces(moves, self._message_bytes) for peer, moves in sends.items()}
-            wanted = {peer: _pieces(moves, self._message_bytes) for peer, moves in recvs.items()}
+        for pieces, wanted in self._rounds:
             for number in range(max(map(len, (*pieces.values(), *wanted.values())), default=0)):
                 failed += self._round(
                     {peer: cut[number] for peer, cut in pieces.items() if number < len(cut)},
@@ -283,20 +283,11 @@ def _told(parts: Parts) -> dict[str, Any]:
     }
 
 
-def _gathered(own: Any, comm: Communicator) -> list[Any]:
-    """What each rank has told. Collective."""
-    text = json.dumps(own).encode()
-    sizes = torch.empty(comm.size, dtype=torch.int64)
-    comm.all_gather(sizes, torch.tensor([len(text)]))
-    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    everyone = mine.new_empty(comm.size, len(mine))
-    comm.all_gather(everyone, mine)
-    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(everyone, sizes.tolist(), strict=True)]
+_Pieces = dict[int, list[list[_Move]]]
 
 
-def _by_peer(moves: Sequence[_Move], rank: int) -> tuple[dict[int, list[_Move]], dict[int, list[_Move]]]:
-    """(by receiver, what this rank sends; by sender, what it receives), in one order on both sides."""
+def _pieces_by_peer(moves: Sequence[_Move], rank: int, most: int) -> tuple[_Pieces, _Pieces]:
+    """(by receiver, the messages that this rank sends; by sender, those that it gets), in one order on both sides."""
     sends: dict[int, list[_Move]] = defaultdict(list)
     recvs: dict[int, list[_Move]] = defaultdict(list)
     for move in moves:
@@ -304,7 +295,8 @@ def _by_peer(moves: Sequence[_Move], rank: int) -> tuple[dict[int, list[_Move]],
             sends[move.target.rank].append(move)
         elif move.target.rank == rank:
             recvs[move.source.rank].append(move)
-    return dict(sends), dict(recvs)
+    first, second = ({peer: _pieces(each, most) for peer, each in side.items()} for side in (sends, recvs))
+    return first, second
 
 
 def _pieces(moves: Sequence[_Move], most: int) -> list[list[_Move]]:

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +32,7 @@ from hdpcomm.train.label_terms import (
     given_terms,
     group_terms,
     kept_terms,
+    shorter_plan,
     token_terms,
 )
 from hdpcomm.train.layout import layout_of, num_parameters, plain_name
@@ -522,20 +522,9 @@ class Trainer:
     def _plan_shorter(
         self, lengths: Sequence[int | Tree] | PlannedStep, trees: Sequence[TrajectoryTree]
     ) -> tuple[PlannedStep, Batch]:
-        """The plan with trees, or the one without if it is shorter, and its sequences."""
-        if isinstance(lengths, PlannedStep):
-            if trees:
-                raise InvalidUsage("a step that was planned before takes no trees=; give its lengths")
-            return lengths, Batch(lengths.lengths)
-        plain = Batch(lengths)
-        planned = self._planned(plain.items)
-        if not trees or any(getattr(each, "has_router_losses", False) for each in (*self.stages, self.model)):
-            return planned, plain
-        shared = Batch(lengths, trees)
-        other = self._planned(shared.items)
-        if other.plan.expected_s >= planned.plan.expected_s:
-            return planned, plain
-        return replace(other, waited_s=other.waited_s + planned.waited_s), shared
+        """See :func:`hdpcomm.train.label_terms.shorter_plan`; the losses of routers know no trees."""
+        routers = any(getattr(each, "has_router_losses", False) for each in (*self.stages, self.model))
+        return shorter_plan(self._planned, lengths, trees, shares=not routers)
 
     def _planned(self, lengths: Sequence[int | Tree]) -> PlannedStep:
         started = time.perf_counter()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.plan import MicroBatch
 
-__all__ = ["holds_trees", "pack_trees"]
+__all__ = ["holds_trees", "pack_trees", "rows_of_shard"]
 
 
 def holds_trees(micro_batch: MicroBatch, items: Sequence[int | Tree]) -> bool:
@@ -56,18 +56,25 @@ def pack_trees(
     pack = join_trees(trees)
     tokens, places, labels, weights = (torch.cat([getattr(part, name) for part in parts]) for name in _Losses.__slots__)
     rank, size = comm.rank, comm.size
-    mine = shard(torch.arange(pack.num_tokens), pack, rank=rank, size=size)
-    row = torch.full((pack.num_tokens,), -1, dtype=torch.int64)
-    row[mine] = torch.arange(len(mine))
-    here = row[places] >= 0
+    mine, here, rows = rows_of_shard(pack, places, rank=rank, size=size)
     return PackedShard(
         tokens=tokens[mine].to(device),
         labels=labels[here].to(device),
         positions=positions(pack, rank=rank, size=size, device=device),
         cu_seqlens=pack,
-        label_rows=row[places[here]].to(device),
+        label_rows=rows.to(device),
         label_weights=weights[here].to(device),
     )
+
+
+def rows_of_shard(pack: Tree, places: Tensor, *, rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(places of the shard's tokens in the pack, which labels are here, the rows of these in the shard); ``places``:
+    those of the labels' tokens. Local."""
+    mine = shard(torch.arange(pack.num_tokens), pack, rank=rank, size=size)
+    row = torch.full((pack.num_tokens,), -1, dtype=torch.int64)
+    row[mine] = torch.arange(len(mine))
+    here = row[places] >= 0
+    return mine, here, row[places[here]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,12 +77,16 @@ def step(shape, name, **options):
     return run_threads(rank, shape.ranks)
 
 
+def same(found, gradients, prefix=""):
+    for key, gradient in gradients.items():
+        assert (found[prefix + key] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), key
+
+
 def check(shape, name, **options):
     loss, gradients = wanted(shape.config, name)
     for found, changed in step(shape, name, **options):
         assert found == pytest.approx(loss, rel=1e-10)
-        for key, gradient in gradients.items():
-            assert (changed[key] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), key
+        same(changed, gradients)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -186,8 +190,7 @@ def test_every_policy_and_steps_planned_before(name, policy):
     loss, gradients = wanted(DENSE, name)
     for found, own in run_threads(rank, 3):
         assert found == pytest.approx(loss, rel=1e-10)
-        for key, gradient in gradients.items():
-            assert (own[key] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), key
+        same(own, gradients)
 
 
 def one_rank(loss, fetch=None, lengths=LENGTHS, groups=None, model=None, ranks=1, trees=()):
@@ -304,8 +307,7 @@ def test_models_that_give_logits(name):
     loss, gradients = wanted(DENSE, name)
     for metrics, found in one_rank(PLAIN[name][0], groups=groups_of(name), model=model, ranks=2):
         assert metrics.loss == pytest.approx(loss, rel=1e-10)
-        for key, gradient in gradients.items():
-            assert (found[f"model.{key}"] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), key
+        same(found, gradients, prefix="model.")
 
 
 def test_ranks_with_other_losses_or_groups_are_told():
@@ -436,8 +438,7 @@ def test_prompts_are_computed_once(name, ranks, capacity):
         assert metrics.tokens < sum(lengths), "no tree ran"
         assert metrics.loss == pytest.approx(loss, rel=1e-10)
         assert float(told[0] / told[1]) == pytest.approx(loss, rel=1e-10)
-        for key, gradient in gradients.items():
-            assert (found[key] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), key
+        same(found, gradients)
         for mine, (theirs, _, where) in zip(scored, plain, strict=True):
             assert torch.allclose(mine[where], theirs, rtol=0, atol=1e-12)
             assert int((mine != 0).sum()) == len(where)
@@ -463,8 +464,7 @@ def test_prompts_are_computed_once_in_pipelines(zero):
     for metrics, found in run_threads(rank, 4):
         assert metrics.tokens < sum(lengths), "no tree ran"
         assert metrics.loss == pytest.approx(loss, rel=1e-10)
-        for key, gradient in gradients.items():
-            assert (found[key] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), key
+        same(found, gradients)
 
 
 def test_branches_of_agents_by_their_tokens():
@@ -491,8 +491,7 @@ def test_branches_of_agents_by_their_tokens():
     for metrics, found in run_threads(rank, 2):
         assert metrics.tokens < sum(lengths), "no tree ran"
         assert metrics.loss == pytest.approx(loss, rel=1e-10)
-        for key, gradient in gradients.items():
-            assert (found[key] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), key
+        same(found, gradients)
 
 
 def test_wrong_trees_of_prompts():
