@@ -11,9 +11,10 @@ a parameter and rank.
 With ``--loading`` four ranks only read the model, on each of three meshes (:data:`LOADING`): each rank's peak beside
 its own part and the largest tensor, and what the ranks have read of the files beside their size.
 
-A rank's peak is that of its anonymous and shared memory above what it had before the run (Pss_Anon and Pss_Shmem of
-/proc/self/smaps_rollup, sampled every 50 ms, or 5 ms of loading): a page that several ranks map counts as its share for
-each. Pages of the files that it reads are the kernel's cache and are not counted.
+A rank's peak is that of its anonymous memory and its share of the shared memory above what it had before the run
+(RssAnon, and RssShmem divided by the ranks, of /proc/self/status, sampled every 50 ms, or 5 ms of loading). The kernel's
+own shares (Pss) say more of the rank that ends last: what the others have unmapped by then counts as its own. Pages of
+the files that it reads are the kernel's cache and are not counted.
 """
 
 from __future__ import annotations
@@ -51,29 +52,30 @@ LOADING: dict[str, tuple[dict[str, Any], int]] = {
 
 
 class Peak:
-    """The most memory of this process in a ``with``, above what it had before."""
+    """The most memory of this process, one of so many ranks, in a ``with``, above what it had before."""
 
-    def __init__(self, every_s: float = 0.05) -> None:
-        self._every_s = every_s
+    def __init__(self, ranks: int, every_s: float = 0.05) -> None:
+        self._ranks, self._every_s = ranks, every_s
 
     def __enter__(self) -> Peak:
-        self._before, self.bytes, self._stop = _resident(), 0, threading.Event()
+        self._before, self.bytes, self._stop = _resident(self._ranks), 0, threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
         return self
 
     def _sample(self) -> None:
         while not self._stop.wait(self._every_s):
-            self.bytes = max(self.bytes, _resident() - self._before)
+            self.bytes = max(self.bytes, _resident(self._ranks) - self._before)
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
 
 
-def _resident() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
+def _resident(ranks: int) -> int:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    anonymous, shared = (1024 * int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    return anonymous + shared // ranks
 
 
 def config_of(where: Path, ranks: int, zero: int, **options: Any) -> RunConfig:
@@ -111,7 +113,7 @@ def run_rank(folder: str, steps: int, resume: bool, ranks: int, zero: int) -> di
     corpus = open_corpus([where / "text.txt"], context=CONTEXT)
     config = config_of(where, ranks, zero, steps=steps, lr=1e-4, check_replicas=0)
     saving = Saving(where / "run", resume="auto" if resume else None)
-    with hdp.init(timeout=600.0) as comm, Peak() as peak:
+    with hdp.init(timeout=600.0) as comm, Peak(ranks) as peak:
         started = time.perf_counter()
         result = train(comm, corpus, config, saving=saving, export=where / "export" if resume else None)
     return {
@@ -135,7 +137,7 @@ def load_rank(folder: str, sizes: dict[str, Any]) -> dict[str, int]:
     with hdp.init(timeout=600.0) as comm:
         mesh = mesh_of(comm, config)
         new_part(config.model, mesh, weights=None, **options)  # imports what it needs
-        with Peak(0.005) as peak:
+        with Peak(comm.size, 0.005) as peak:
             parts = new_part(config.model, mesh, weights=weights, **options)
         tensors = {id(t): t for part in parts for t in (*part.parameters(), *part.buffers())}.values()
         own = sum(t._hdpcomm_part[1].nbytes if has_part(t) else t.nbytes for t in tensors)

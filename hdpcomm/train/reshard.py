@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +20,7 @@ from hdpcomm.errors import Error, InvalidUsage, PeerLost
 from hdpcomm.train.tensor_part import TensorPart
 
 if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
+    from hdpcomm.comm import Communicator, Work
 
 __all__ = ["Reshard"]
 
@@ -61,14 +61,65 @@ class _Move:
         return math.prod(b - a for a, b in zip(self.first, self.last, strict=True)) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """A rank's messages of moves that may go at once.
+
+    Attributes:
+        sent: by receiver, the moves of each message that this rank sends.
+        got: by sender, those of each that it gets.
+    """
+
+    sent: dict[int, list[list[_Move]]]
+    got: dict[int, list[list[_Move]]]
+
+    @property
+    def peers(self) -> list[int]:
+        return sorted({*self.sent, *self.got})
+
+    @property
+    def messages(self) -> int:
+        """With the peer that has most."""
+        return max(map(len, (*self.sent.values(), *self.got.values())), default=0)
+
+    def sends(self, peer: int, number: int) -> list[_Move]:
+        return _at(self.sent, peer, number)
+
+    def recvs(self, peer: int, number: int) -> list[_Move]:
+        return _at(self.got, peer, number)
+
+
+def _at(side: Mapping[int, list[list[_Move]]], peer: int, number: int) -> list[_Move]:
+    messages = side.get(peer, [])
+    return messages[number] if number < len(messages) else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What is under way with a peer; ``buffer``: for the moves that come."""
+
+    work: Work
+    buffer: Tensor
+    moves: list[_Move]
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """What :meth:`Reshard.start` has begun: messages, values that stay on the rank, and what went wrong already."""
+
+    messages: list[_Message]
+    kept: list[tuple[_Move, Tensor]]
+    failed: list[Error]
+
+
 class Reshard:
     """A planned exchange between two layouts of the same tensors, as of a trainer's ranks and of ranks that generate.
 
     Making it is collective: ranks tell each other what they have and what they want, and each makes the same plan;
-    nothing is moved. :meth:`run` moves, as often as the values change. Ranks may be on either side, on both or on none.
-    Each rank receives what it wants and does not have, once, and nothing else; what several ranks of a host want and
-    none of them has comes to the host once, to one of them, which passes it on. Where several ranks have the same
-    elements, who has sent least does.
+    nothing is moved. :meth:`run` moves, as often as the values change; :meth:`start` and :meth:`finish` do so while
+    ranks go on training and generating. Ranks may be on either side, on both or on none. Each rank receives what it
+    wants and does not have, once, and nothing else; what several ranks of a host want and none of them has comes to the
+    host once, to one of them, which passes it on. Where several ranks have the same elements, who has sent least does.
 
     Args:
         source: what this rank has, by name: whole tensors, or a :class:`~hdpcomm.train.tensor_part.TensorPart` of some
@@ -82,6 +133,7 @@ class Reshard:
     Attributes:
         bytes_sent: by this rank in a run.
         bytes_between_hosts: by all ranks in a run.
+        version: runs so far, so which one's values the targets have.
 
     Raises:
         InvalidUsage: on all ranks: a tensor has another shape elsewhere, sources have several types, or nobody has
@@ -106,11 +158,14 @@ class Reshard:
         self._source = {name: _boxes_of(part) for name, part in source.items()}
         self._target = {name: _boxes_of(part) for name, part in target.items()}
         moves = list(self._plan(gather_json(comm, [_told(source), _told(target)])))
+        self.version = 0
+        self._started: _Started | None = None
         rank = comm.rank
         self._local = [move for move in moves if move.source.rank == move.target.rank == rank]
         sent = [move for move in moves if move.source.rank != move.target.rank]
-        self._rounds = [
-            _pieces_by_peer([m for m in sent if m.forward == forward], rank, message_bytes) for forward in (False, True)
+        self._phases = [
+            _phase_of([move for move in sent if move.forward == forward], rank, message_bytes)
+            for forward in (False, True)
         ]
         self.bytes_sent = sum(move.nbytes for move in sent if move.source.rank == rank)
         self.bytes_between_hosts = sum(
@@ -121,25 +176,72 @@ class Reshard:
     def run(self) -> None:
         """Moves all elements; all ranks have theirs on return. Collective over ``comm``.
 
-        Raises: PeerLost, on all ranks: another one has died (Aborted, where a living one has told it first). Sources
-        are as they were, and who wanted nothing of a dead
-            rank has got its elements: ``shrink()``, and make another :class:`Reshard` of those that live.
+        Raises:
+            InvalidUsage: what :meth:`start` has begun is not finished.
+            PeerLost: on all ranks, another one has died (Aborted, where a living one has told it first). Sources are as
+                they were, and who wanted nothing of a dead rank has got its elements, though ``version`` stays:
+                ``shrink()``, and make another :class:`Reshard` of those that live.
         """
+        self._check_idle()
         for move in self._local:
             _view(self._target, move, move.target).copy_(_view(self._source, move, move.source))
         failed: list[Error] = []
-        for pieces, wanted in self._rounds:
-            for number in range(max(map(len, (*pieces.values(), *wanted.values())), default=0)):
-                failed += self._round(
-                    {peer: cut[number] for peer, cut in pieces.items() if number < len(cut)},
-                    {peer: cut[number] for peer, cut in wanted.items() if number < len(cut)},
-                )
-        if not failed:
-            self._comm.barrier()
-            return
-        with contextlib.suppress(Error):
-            self._comm.barrier()
-        self._raise(failed)
+        for phase in self._phases:
+            for number in range(phase.messages):
+                failed += self._end(self._begin(phase, [number], failed))
+        if failed:
+            with contextlib.suppress(Error):
+                self._comm.barrier()
+            self._raise(failed)
+        self._comm.barrier()
+        self.version += 1
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begins a run that goes on by itself. Collective over ``comm``; waits for nobody.
+
+        Sources may change as soon as it returns, as they are copied, so a trainer sends the weights of a step during
+        the next one; targets change in :meth:`finish`. Beside the tensors it takes what a rank sends and gets in
+        memory, not only two messages for each peer.
+
+        Raises: InvalidUsage: another run is not finished.
+        """
+        self._check_idle()
+        failed: list[Error] = []
+        kept = [
+            (move, _view(self._source, move, move.source).detach().to(move.dtype, copy=True)) for move in self._local
+        ]
+        phase = self._phases[0]
+        self._started = _Started(self._begin(phase, range(phase.messages), failed), kept, failed)
+
+    def ready(self) -> bool:
+        """Whether the messages of :meth:`start` have come, so that :meth:`finish` waits for nobody, or only for those
+        who pass on what came from another host. Local."""
+        return self._started is not None and all(message.work.done() for message in self._started.messages)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Ends what :meth:`start` began: all targets have the values of that moment. Each rank of ``comm`` calls it,
+        when it likes; ranks of one host wait for nothing but their messages, others for those who pass them on.
+
+        Raises: InvalidUsage: nothing was started. PeerLost or Aborted, on ranks that send to a dead rank or get from
+            one, as :meth:`run`; elements of a target may be of either version then.
+        """
+        if self._started is None:
+            raise InvalidUsage("finish() without start(); begin a run first")
+        started, self._started = self._started, None
+        for move, values in started.kept:
+            _view(self._target, move, move.target).copy_(values)
+        failed = started.failed + self._end(started.messages)
+        forwarding = self._phases[1]
+        failed += self._end(self._begin(forwarding, range(forwarding.messages), failed))
+        if failed:
+            self._raise(failed)
+        self.version += 1
+
+    def _check_idle(self) -> None:
+        if self._started is not None:
+            raise InvalidUsage("the run that start() began is not finished; call finish() first")
 
     def _raise(self, failed: Sequence[Error]) -> NoReturn:
         """The death of a rank before what it led to."""
@@ -154,12 +256,14 @@ class Reshard:
             )
         raise own or failed[0] from failed[0]
 
-    def _round(self, sends: Mapping[int, list[_Move]], recvs: Mapping[int, list[_Move]]) -> list[Error]:
-        """A message for each peer; what went wrong with some says nothing of the others."""
-        failed: list[Error] = []
-        works = []
-        for peer in sorted({*sends, *recvs}):
-            own, theirs = sends.get(peer, []), recvs.get(peer, [])
+    def _begin(self, phase: _Phase, numbers: Iterable[int], failed: list[Error]) -> list[_Message]:
+        """Messages of these numbers with each peer; what goes wrong with some, in ``failed``, says nothing of the
+        others."""
+        begun = []
+        for number, peer in itertools.product(numbers, phase.peers):
+            own, theirs = phase.sends(peer, number), phase.recvs(peer, number)
+            if not own and not theirs:
+                continue
             buffer = torch.empty(sum(move.nbytes for move in theirs), dtype=torch.uint8)
             try:
                 work = self._comm.exchange(
@@ -168,14 +272,19 @@ class Reshard:
             except Error as error:
                 failed.append(error)
                 continue
-            works.append((work, buffer, theirs))
-        for work, buffer, theirs in works:
+            begun.append(_Message(work, buffer, theirs))
+        return begun
+
+    def _end(self, begun: Sequence[_Message]) -> list[Error]:
+        """Waits for messages and writes what has come; what went wrong."""
+        failed: list[Error] = []
+        for message in begun:
             try:
-                work.wait()
+                message.work.wait()
             except Error as error:
                 failed.append(error)
                 continue
-            self._unpack(buffer, theirs)
+            self._unpack(message.buffer, message.moves)
         return failed
 
     def _packed(self, moves: Sequence[_Move]) -> Tensor:
@@ -283,11 +392,8 @@ def _told(parts: Parts) -> dict[str, Any]:
     }
 
 
-_Pieces = dict[int, list[list[_Move]]]
-
-
-def _pieces_by_peer(moves: Sequence[_Move], rank: int, most: int) -> tuple[_Pieces, _Pieces]:
-    """(by receiver, the messages that this rank sends; by sender, those that it gets), in one order on both sides."""
+def _phase_of(moves: Sequence[_Move], rank: int, most: int) -> _Phase:
+    """The part of a rank in some moves of all ranks, in one order on both sides of a message."""
     sends: dict[int, list[_Move]] = defaultdict(list)
     recvs: dict[int, list[_Move]] = defaultdict(list)
     for move in moves:
@@ -296,7 +402,7 @@ def _pieces_by_peer(moves: Sequence[_Move], rank: int, most: int) -> tuple[_Piec
         elif move.target.rank == rank:
             recvs[move.source.rank].append(move)
     first, second = ({peer: _pieces(each, most) for peer, each in side.items()} for side in (sends, recvs))
-    return first, second
+    return _Phase(first, second)
 
 
 def _pieces(moves: Sequence[_Move], most: int) -> list[list[_Move]]:

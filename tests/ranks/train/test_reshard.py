@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from itertools import pairwise
 
 import pytest
@@ -86,6 +87,18 @@ def parts(tensors, side, rank, *, filled):
     return found
 
 
+def check_equal(found, wanted):
+    for name, part in found.items():
+        for (at, mine), (_, theirs) in zip(part.boxes, wanted[name].boxes, strict=True):
+            assert torch.equal(mine, theirs), (name, at)
+
+
+def fill(side, value):
+    for part in side.values():
+        for _, tensor in part.boxes:
+            tensor.fill_(value)
+
+
 def fewest(ranks, hosts, tensors):
     """(bytes that all ranks receive, bytes between hosts), counted element by element."""
     total = between = 0
@@ -121,10 +134,16 @@ def test_random_pairs_of_layouts(first):
                 moving.run()
                 sent = comm.stats()["bytes_sent"] - before
                 wanted = parts(tensors, 1, comm.rank, filled=True)
-                for name, part in target.items():
-                    for (at, mine), (_, theirs) in zip(part.boxes, wanted[name].boxes, strict=True):
-                        assert torch.equal(mine, theirs), (name, at)
-                moving.run()  # again
+                check_equal(target, wanted)
+                fill(target, 77)
+                moving.start()
+                fill(source, 55)  # what goes is what it was
+                check_equal(target, parts(tensors, 1, comm.rank, filled=False))
+                comm.all_reduce(torch.ones(3))  # others' operations between
+                moving.finish()
+                check_equal(target, wanted)
+                assert moving.version == 2
+                assert comm.stats()["bytes_sent"] - before >= 2 * sent
                 return sent, moving.bytes_sent, moving.bytes_between_hosts
 
         results = run_threads(main, ranks)
@@ -195,3 +214,32 @@ def test_what_nobody_has_or_other_shapes():
         run_threads(other, 2)
     with pytest.raises(InvalidUsage, match="hosts has 3 numbers"), hdp.init() as comm:
         Reshard({}, {}, comm, hosts=[0, 1, 2])
+
+
+def test_what_is_started_comes_while_ranks_do_something_else():
+    """The receiver asks until it is there; the sender is in no call; a second run waits for the first."""
+
+    def main():
+        with hdp.init() as comm:
+            values = torch.arange(1 << 20, dtype=torch.float32)
+            source, target = ({"w": values.clone()}, {}) if comm.rank == 0 else ({}, {"w": torch.zeros(1 << 20)})
+            moving = Reshard(source, target, comm)
+            assert not moving.ready()
+            with pytest.raises(InvalidUsage, match=r"finish\(\) without start\(\)"):
+                moving.finish()
+            for version in range(1, 4):
+                moving.start()
+                for tensor in source.values():
+                    tensor += 1
+                for call in (moving.start, moving.run):
+                    with pytest.raises(InvalidUsage, match=r"call finish\(\) first"):
+                        call()
+                until = time.monotonic() + 60
+                while not moving.ready() and time.monotonic() < until:
+                    time.sleep(0.001)
+                moving.finish()
+                assert moving.version == version
+                for tensor in target.values():
+                    assert torch.equal(tensor, values + version - 1)
+
+    run_threads(main, 2)
