@@ -19,7 +19,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.llama import LlamaConfig
 from hdpcomm.models.weights import by_tensor, making
 
-__all__ = ["check_export", "export_llama", "new_folder", "write_folder"]
+__all__ = ["as_saved", "by_layer", "check_export", "export_llama", "new_folder", "write_folder"]
 
 _FILE_BYTES = 1 << 30
 
@@ -127,7 +127,7 @@ def write_folder(
     with new_folder(folder) as partial:
         files = _Files(partial)
         dtype = None
-        for layer in _by_layer(tensors):
+        for layer in by_layer(tensors):
             for name, tensor in layer.items():
                 wanted = missing.get(name)
                 if wanted is not None and wanted.shape != tensor.shape:
@@ -139,7 +139,7 @@ def write_folder(
             saved = {name: tensor for name, tensor in layer.items() if first_name.get(name) == name and name in missing}
             for name in layer:
                 missing.pop(name, None)
-            files.add(_as_saved(model, saved))
+            files.add(as_saved(model, saved))
         left = sorted(name for name in missing if first_name[name] in missing)
         if left:
             raise InvalidUsage(f"the weights have no {left[0]}; give those of a model of this configuration")
@@ -165,8 +165,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         partial.rename(folder)
 
 
-def _by_layer(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Those of a layer together: transformers may store several of them as one, or one as several."""
+def by_layer(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Those of a layer together: transformers may store several of them as one, or one as several. Local."""
     layer: dict[str, torch.Tensor] = {}
     before: str | None = None
     for name, tensor in tensors:
@@ -180,7 +180,8 @@ def _by_layer(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str,
         yield layer
 
 
-def _as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All tensors of a layer of a model of transformers, by the names of its files. Local."""
     try:
         revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
     except (ImportError, AttributeError):  # before release 5, where names are the same on both sides
