@@ -18,7 +18,10 @@ MAKEFLAGS += -j2
 .PHONY: train test lint format docs build clients ray asan tsan fuzz clean
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
-	$(BIN)/hdpcomm train --compare static ddp
+	rm -rf build/first-run
+	$(BIN)/hdpcomm train --compare static ddp --out build/first-run
+	@printf 'the steps as planned and as measured, in pictures: '
+	@$(BIN)/hdpcomm report build/first-run
 
 test: lint $(DEVELOPER)
 	.ci/spills
@@ -92,6 +95,7 @@ NVCC_OF_USER := $(if $(NVIDIA_DRIVER),$(VENV)/.nvcc)
 
 # Two pips at a time could spoil the environment, so nvcc comes before the packages.
 $(VENV)/.packages: $(VENV)/.tools | $(NVCC_OF_USER)
+$(VENV)/.packages: EXTRAS := plot
 $(VENV)/.packages-for-tests: EXTRAS := test lint docs
 $(VENV)/.packages-for-tests: $(VENV)/.tools | $(VENV)/.nvcc
 $(VENV)/.packages $(VENV)/.packages-for-tests:

@@ -285,18 +285,37 @@ def _name(policy: str, widest: int, ranks: int) -> str:
 
 
 def _compared(config: RunConfig, result: RunResult) -> str:
-    """What the rows of the table are, in one sentence."""
+    """What the rows of the table are, and where one policy can gain on another."""
+    longest = max(step.longest for step in result.steps[config.policies[0]])
     texts = {
         "balanced": "balanced: each sequence on as many ranks as the planner says",
         "naive": "naive: the paper's Algorithm 1",
         "static": "static: every sequence on the mesh's context-parallel groups",
-        "ddp": "DDP: whole sequences, as many tokens a rank, which needs memory for the longest one on a single rank "
-        f"({max(step.longest for step in result.steps[config.policies[0]]):,} tokens instead of {config.capacity:,})",
+        "ddp": "DDP: whole sequences, as many tokens a rank",
     }
     names = ", ".join(texts[policy] for policy in config.policies)
-    return (
+    found = [
         "Compared, step by step in turns: the same model, weights, batches, kernels and optimizer, packed without "
         f"padding. {names[0].upper()}{names[1:]}."
+    ]
+    if "static" in config.policies:
+        found.append("On a static mesh short sequences, too, pay for messages and for kernels on parts of them.")
+    if "ddp" in config.policies:
+        found.append(_against_ddp(config, result.ranks, longest))
+    return " ".join(found)
+
+
+def _against_ddp(config: RunConfig, ranks: int, longest: int) -> str:
+    from hdpcomm.run.memory import predict_memory
+
+    if longest <= config.capacity:
+        return "Against DDP there is nothing to gain while each rank holds the longest sequence whole."
+    needed = longest, config.capacity
+    taken = [max(each.peak_bytes(tokens) for each in predict_memory(config, ranks)) for tokens in needed]
+    return (
+        f"DDP needs memory for the longest sequence on a single rank: {longest:,} tokens instead of "
+        f"{config.capacity:,}, {size_text(taken[0])} instead of {size_text(taken[1])} (predicted). Where a rank has "
+        "that, and there are short sequences enough to keep the others busy meanwhile, DDP is as fast."
     )
 
 

@@ -33,7 +33,7 @@ def config(kind):
         "num_key_value_heads": 2, "tie_word_embeddings": False,
     }  # fmt: skip
     if kind == "experts":
-        return transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0)
+        return transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
     return transformers.LlamaConfig(**sizes)
 
 
