@@ -44,14 +44,17 @@ Plan planBlocks(const Problem& problem, double lower_bound, bool on_borders = fa
   BlockPacker packer(problem, jobs, on_borders);
   double best = std::numeric_limits<double>::infinity();
   Packing packing;
+  std::vector<double> tried;  // once more they would give nothing better
   const auto attempt = [&](double target) {
+    if (std::find(tried.begin(), tried.end(), target) != tried.end()) return;
+    tried.push_back(target);
     for (const bool fill : {false, true}) {
       if (best <= lower_bound * kGoodEnough[0]) return;
       if (fill && !packer.couldFill()) return;
       const double makespan = packer.run(target, fill, best);
       if (makespan >= best) continue;
       best = makespan;
-      packing = packer.take();
+      packer.take(packing);
     }
   };
   attempt(lower_bound * (1 + 1e-6));

@@ -22,9 +22,16 @@ void BlockList::insert(const Block& block) {
     if (block.ready >= last_ready_[which]) ++which;
   }
   Chunk& chunk = *chunks_[which];
-  Block* const place = chunk.items.data() + placeIn(chunk, block.ready);
-  std::copy_backward(place, chunk.items.data() + chunk.count, chunk.items.data() + chunk.count + 1);
-  *place = block;
+  const int at = placeIn(chunk, block.ready);
+  const bool room_before = chunk.items > chunk.room.data();
+  const bool room_behind = chunk.items + chunk.count < chunk.room.data() + kMost;
+  if (room_before && (2 * at < chunk.count || !room_behind)) {
+    std::copy(chunk.items, chunk.items + at, chunk.items - 1);
+    --chunk.items;
+  } else {
+    std::copy_backward(chunk.items + at, chunk.items + chunk.count, chunk.items + chunk.count + 1);
+  }
+  chunk.items[at] = block;
   ++chunk.count;
   chunk.widest = std::max(chunk.widest, block.count);
   last_ready_[which] = chunk.items[chunk.count - 1].ready;
@@ -32,11 +39,15 @@ void BlockList::insert(const Block& block) {
 
 BlockList::Iterator BlockList::erase(Iterator at) {
   Chunk& chunk = *chunks_[at.chunk_];
-  Block* const place = chunk.items.data() + at.item_;
-  const bool widest = place->count == chunk.widest;
-  std::copy(place + 1, chunk.items.data() + chunk.count, place);
+  Block* const place = chunk.items + at.item_;
+  chunk.narrower |= place->count == chunk.widest;
+  if (2 * at.item_ < chunk.count) {
+    std::copy_backward(chunk.items, place, place + 1);
+    ++chunk.items;
+  } else {
+    std::copy(place + 1, chunk.items + chunk.count, place);
+  }
   --chunk.count;
-  if (widest) findWidest(chunk);
   if (chunk.count == 0) {
     spare_.push_back(std::move(chunks_[at.chunk_]));
     chunks_.erase(chunks_.begin() + static_cast<std::ptrdiff_t>(at.chunk_));
@@ -48,6 +59,17 @@ BlockList::Iterator BlockList::erase(Iterator at) {
   return at;
 }
 
+bool BlockList::replace(Iterator at, const Block& block) {
+  Chunk& chunk = *chunks_[at.chunk_];
+  Block& place = chunk.items[at.item_];
+  Iterator next = at;
+  if (!(++next == end()) && next->ready == place.ready) return false;
+  chunk.narrower |= place.count == chunk.widest;
+  place = block;
+  chunk.widest = std::max(chunk.widest, block.count);
+  return true;
+}
+
 BlockList::Iterator BlockList::find(const Block& block) const {
   const auto before = [](const Block& a, const Block& b) {
     return a.ready != b.ready ? a.ready < b.ready : a.order < b.order;
@@ -55,15 +77,15 @@ BlockList::Iterator BlockList::find(const Block& block) const {
   const auto last = std::lower_bound(last_ready_.begin(), last_ready_.end(), block.ready);
   auto which = static_cast<size_t>(last - last_ready_.begin());
   while (before(chunks_[which]->items[chunks_[which]->count - 1], block)) ++which;
-  const Block* const begin = chunks_[which]->items.data();
+  const Block* const begin = chunks_[which]->items;
   const Block* const place = std::lower_bound(begin, begin + chunks_[which]->count, block, before);
   return {this, which, static_cast<int>(place - begin)};
 }
 
 bool BlockList::stepTo(Iterator& at, const Iterator& end, int ranks, int& probes) const {
   for (; probes > 0 && !(at == end); ++at, --probes) {
-    const Chunk& chunk = *chunks_[at.chunk_];
-    if (at.item_ == 0 && chunk.widest < ranks && at.chunk_ != end.chunk_) {
+    Chunk& chunk = *chunks_[at.chunk_];
+    if (at.item_ == 0 && !hasRanks(chunk, ranks) && at.chunk_ != end.chunk_) {
       if (chunk.count >= probes) return false;
       probes -= chunk.count - 1;
       at.item_ = chunk.count - 1;
@@ -78,8 +100,8 @@ bool BlockList::stepBackTo(Iterator& at, int ranks, int& probes) const {
   const Iterator first = begin();
   while (probes > 0 && !(at == first)) {
     --at;
-    const Chunk& chunk = *chunks_[at.chunk_];
-    if (at.item_ + 1 == chunk.count && chunk.widest < ranks) {
+    Chunk& chunk = *chunks_[at.chunk_];
+    if (at.item_ + 1 == chunk.count && !hasRanks(chunk, ranks)) {
       if (chunk.count >= probes) return false;
       probes -= chunk.count;
       at.item_ = 0;
@@ -98,22 +120,31 @@ void BlockList::clear() {
 }
 
 int BlockList::placeIn(const Chunk& chunk, double ready) {
-  const Block* const begin = chunk.items.data();
+  const Block* const begin = chunk.items;
   return static_cast<int>(
       std::upper_bound(begin, begin + chunk.count, ready,
                        [](double time, const Block& block) { return time < block.ready; }) -
       begin);
 }
 
-void BlockList::findWidest(Chunk& chunk) {
-  chunk.widest = 0;
-  for (int i = 0; i < chunk.count; ++i) chunk.widest = std::max(chunk.widest, chunk.items[i].count);
+bool BlockList::hasRanks(Chunk& chunk, int ranks) {
+  if (chunk.narrower && chunk.widest >= ranks) {
+    chunk.widest = 0;
+    for (int i = 0; i < chunk.count; ++i) {
+      chunk.widest = std::max(chunk.widest, chunk.items[i].count);
+    }
+    chunk.narrower = false;
+  }
+  return chunk.widest >= ranks;
 }
 
 BlockList::Chunk& BlockList::addChunk(size_t at) {
   if (spare_.empty()) spare_.push_back(std::make_unique<Chunk>());
-  spare_.back()->count = 0;
-  spare_.back()->widest = 0;
+  Chunk& chunk = *spare_.back();
+  chunk.items = chunk.room.data();
+  chunk.count = 0;
+  chunk.widest = 0;
+  chunk.narrower = false;
   const auto place =
       chunks_.insert(chunks_.begin() + static_cast<std::ptrdiff_t>(at), std::move(spare_.back()));
   last_ready_.insert(last_ready_.begin() + static_cast<std::ptrdiff_t>(at), 0.0);
@@ -126,9 +157,10 @@ void BlockList::split(size_t which) {
   Chunk& chunk = *chunks_[which];
   chunk.count = kMost / 2;
   later.count = kMost - chunk.count;
-  std::copy_n(chunk.items.data() + chunk.count, later.count, later.items.data());
-  findWidest(chunk);
-  findWidest(later);
+  std::copy_n(chunk.items + chunk.count, later.count, later.items);
+  later.widest = chunk.widest;
+  chunk.narrower = true;
+  later.narrower = true;
   last_ready_[which + 1] = last_ready_[which];
   last_ready_[which] = chunk.items[chunk.count - 1].ready;
 }

@@ -15,8 +15,8 @@ struct Block {
   double ready = 0;
   int first = 0;
   int count = 0;
-  double speed = 1;   // of all of its ranks
-  int64_t order = 0;  // of its insertion
+  double speed = 1;    // of all of its ranks
+  uint32_t order = 0;  // of its insertion
 };
 
 // Sorted by ready time, equal ones in the order of their insertion. A change makes iterators
@@ -65,6 +65,10 @@ class BlockList {
   // Returns the place of the next block.
   Iterator erase(Iterator at);
 
+  // Puts a block that is free at the same time in the place of this one: where it would come after
+  // an erase() and an insert(). False, and nothing is changed, if that is another place.
+  bool replace(Iterator at, const Block& block);
+
   // The place of a block that is there.
   Iterator find(const Block& block) const;
 
@@ -79,15 +83,19 @@ class BlockList {
  private:
   static constexpr int kMost = 64;  // blocks of a chunk
 
+  // Its blocks lie anywhere in `room`, so that the shorter part of them moves.
   struct Chunk {
+    Block* items = nullptr;
     int count = 0;
-    int widest = 0;  // ranks, which no block of it has more of
-    std::array<Block, kMost> items;
+    int widest = 0;         // ranks, which no block of it has more of
+    bool narrower = false;  // maybe no block has as many
+    std::array<Block, kMost> room;
   };
 
   static int placeIn(const Chunk& chunk, double ready);
 
-  static void findWidest(Chunk& chunk);
+  // Whether a block may have so many ranks.
+  static bool hasRanks(Chunk& chunk, int ranks);
 
   Chunk& addChunk(size_t at);
 

@@ -1,7 +1,6 @@
 #include "planner/flat/block_packer.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 
 #include "planner/model/plan.hpp"
@@ -14,6 +13,7 @@ double BlockPacker::run(double target, bool fill, double limit) {
   could_fill_ = false;
   placements_.clear();
   gaps_.clear();
+  gap_summaries_.clear();
   makeBlocks();
   const double short_limit_s = kShortShare * target;
   size_t next = 0;
@@ -29,6 +29,7 @@ double BlockPacker::run(double target, bool fill, double limit) {
 
 void BlockPacker::makeBlocks() {
   blocks_.clear();
+  inserted_ = 0;
   if (!cost_.cluster().speeds.empty()) by_speed_.resize(speedLimits().size());
   for (BlockList& blocks : by_speed_) blocks.clear();
   for (int rank = 0; rank < problem_.ranks();) {
@@ -39,33 +40,71 @@ void BlockPacker::makeBlocks() {
   }
 }
 
-int BlockPacker::fastest(Job& job) {
-  if (job.fastest == 0) job.fastest = cost_.fastestSize(job.load, job.min_size);
-  return job.fastest;
+void BlockPacker::findFastest(Job& job) {
+  if (job.fastest > 0) return;
+  if (job.load != last_fastest_.load || job.min_size != last_fastest_.min_size) {
+    last_fastest_ = job;
+    last_fastest_.fastest = cost_.fastestSize(job.load, job.min_size);
+    last_fastest_.fastest_s = cost_.seconds(job.load, last_fastest_.fastest);
+  }
+  job.fastest = last_fastest_.fastest;
+  job.fastest_s = last_fastest_.fastest_s;
+}
+
+int BlockPacker::fewestRanks(const Job& job, double seconds) {
+  if (fewest_.seconds != seconds || fewest_.load != job.load || fewest_.min_size != job.min_size) {
+    fewest_ = {seconds, job.load, job.min_size,
+               cost_.sizeWithin(job.load, job.min_size, job.fastest, seconds)};
+  }
+  return fewest_.ranks;
+}
+
+void BlockPacker::addGap(const Gap& gap) {
+  if (gaps_.size() % kSummarised == 0) gap_summaries_.emplace_back();
+  gaps_.push_back(gap);
+  GapSummary& summary = gap_summaries_.back();
+  summary.count = std::max(summary.count, gap.count);
+  summary.room = std::max(summary.room, roomOf(gap));
+}
+
+void BlockPacker::summarise(size_t gap) {
+  GapSummary& summary = gap_summaries_[gap / kSummarised];
+  summary = {};
+  const size_t first = gap / kSummarised * kSummarised;
+  for (size_t i = first; i < std::min(first + kSummarised, gaps_.size()); ++i) {
+    summary.count = std::max(summary.count, gaps_[i].count);
+    summary.room = std::max(summary.room, roomOf(gaps_[i]));
+  }
 }
 
 bool BlockPacker::placeInGap(size_t index) {
   const Job& job = jobs_[index];
   size_t best = gaps_.size();
   double best_room = std::numeric_limits<double>::infinity();
-  for (size_t i = gaps_.size() - std::min<size_t>(gaps_.size(), kMaxProbes); i < gaps_.size();
-       ++i) {
-    const Gap& gap = gaps_[i];
-    const double room = (gap.until - gap.start) * gap.speed;
-    if (gap.count < job.min_size || room >= best_room || room < job.min_size_s) continue;
-    if (room < cost_.secondsFrom(job.load, gap.first, job.min_size)) continue;
-    best = i;
-    best_room = room;
+  size_t i = gaps_.size() - std::min<size_t>(gaps_.size(), kMaxProbes);
+  while (i < gaps_.size()) {
+    const size_t end = std::min((i / kSummarised + 1) * kSummarised, gaps_.size());
+    const GapSummary& summary = gap_summaries_[i / kSummarised];
+    if (summary.count < job.min_size || summary.room < job.min_size_s) i = end;
+    for (; i < end; ++i) {
+      const Gap& gap = gaps_[i];
+      const double room = roomOf(gap);
+      if (gap.count < job.min_size || room >= best_room || room < job.min_size_s) continue;
+      if (room < cost_.secondsFrom(job.load, gap.first, job.min_size)) continue;
+      best = i;
+      best_room = room;
+    }
   }
   if (best == gaps_.size()) return false;
   const Gap gap = gaps_[best];
   const int size = job.min_size;
   const double end = gap.start + cost_.secondsFrom(job.load, gap.first, size) / gap.speed;
   gaps_[best] = {end, gap.until, gap.first, size, gap.speed};
+  summarise(best);
   if (gap.count > size) {
-    gaps_.push_back({gap.start, gap.until, gap.first + size, gap.count - size, gap.speed});
+    addGap({gap.start, gap.until, gap.first + size, gap.count - size, gap.speed});
   }
-  placements_.push_back({static_cast<int32_t>(index), gap.start, {{gap.first, size}}});
+  placements_.push_back({static_cast<int32_t>(index), gap.start, {gap.first, size}, {}});
   return true;
 }
 
@@ -78,12 +117,15 @@ bool BlockPacker::placeInBlock(size_t index) {
   for (auto it = end; blocks_.stepBackTo(it, job.min_size, probes); --probes) {
     if (placeAt(index, it, job.min_size)) return true;
   }
-  const int most = fastest(job);
-  const double shortest = cost_.seconds(job.load, most);
-  end = blocks_.upperBound(target_ - shortest);
-  probes = most_probes;  // the first block needs the fewest ranks
-  for (auto it = blocks_.begin(); blocks_.stepTo(it, end, job.min_size, probes); ++it, --probes) {
-    const int size = cost_.sizeWithin(job.load, job.min_size, std::min(most, it->count),
+  findFastest(job);
+  end = blocks_.upperBound(target_ - job.fastest_s);
+  auto it = blocks_.begin();
+  if (it == end) return false;
+  const int fewest = fewestRanks(job, target_ - it->ready);  // the first block needs no more
+  if (fewest == 0) return false;
+  probes = most_probes;
+  for (; blocks_.stepTo(it, end, fewest, probes); ++it, --probes) {
+    const int size = cost_.sizeWithin(job.load, fewest, std::min(job.fastest, it->count),
                                       (target_ - it->ready) * it->speed);
     if (size > 0 && placeAt(index, it, size)) return true;
   }
@@ -115,19 +157,29 @@ int BlockPacker::position(const Block& block, int size) const {
 bool BlockPacker::placeAt(size_t index, BlockList::Iterator at, int size) {
   Job& job = jobs_[index];
   const Block block = *at;
-  if (job.min_size > 1 && size < block.count && block.count < 2 * size &&
-      block.count <= fastest(job)) {
-    could_fill_ = true;
-    if (fill_) size = block.count;
+  if (job.min_size > 1 && size < block.count && block.count < 2 * size) {
+    findFastest(job);
+    if (block.count <= job.fastest) {
+      could_fill_ = true;
+      if (fill_) size = block.count;
+    }
   }
   const int first = position(block, size);
   const double end = block.ready + cost_.secondsFrom(job.load, first, size) / block.speed;
   if (end > target_ * (1 + 1e-9)) return false;
-  erase(block, at);
-  insert({block.ready, block.first, first - block.first, block.speed});
-  insert({block.ready, first + size, block.first + block.count - first - size, block.speed});
+  const Block before{block.ready, block.first, first - block.first, block.speed};
+  const Block after{block.ready, first + size, block.first + block.count - first - size,
+                    block.speed};
+  if (before.count > 0) {
+    replace(block, at, before);
+    insert(after);
+  } else if (after.count > 0) {
+    replace(block, at, after);
+  } else {
+    erase(block, at);
+  }
   insert({end, first, size, block.speed});
-  placements_.push_back({static_cast<int32_t>(index), block.ready, {{first, size}}});
+  placements_.push_back({static_cast<int32_t>(index), block.ready, {first, size}, {}});
   return true;
 }
 
@@ -152,8 +204,9 @@ BlockPacker::JoinedBlocks BlockPacker::bestJoin(size_t index, double least_speed
   double ready_area = 0;
   double slowest = 1;
   size_t blocks = 0;
-  const int most = fastest(job);
-  const double shortest = cost_.seconds(job.load, most);
+  findFastest(job);
+  const int most = job.fastest;
+  const double shortest = job.fastest_s;
   const double least_work = job.min_size * job.min_size_s;
   double work_in_time = 0;  // rank-seconds on the fewest ranks that end before the target, at last
   // What starts at `ready` or later, on more ranks that are no faster, has at least this score.
@@ -166,15 +219,14 @@ BlockPacker::JoinedBlocks BlockPacker::bestJoin(size_t index, double least_speed
     const double on_fewest = least_work / slowest + late(job.min_size_s / slowest);
     return idle + std::min(work_in_time / slowest, on_fewest) * (1 - 1e-9) - least_work;
   };
-  double first_ready = 0;
   double checked = -1;  // ready times up to here
-  for (FastBlocks fast(*this, least_speed, 0); fast.next(); ++looked_) {
+  for (FastBlocks fast(*this, least_speed); fast.next(); ++looked_) {
     const Block& block = fast.block();
     if (block.ready > checked) {
       if (leastScore(block.ready) > best.score) break;
       checked = block.ready;
     }
-    if (blocks++ == 0) first_ready = block.ready;
+    ++blocks;
     count += block.count;
     ready_area += block.ready * block.count;
     slowest = std::min(slowest, block.speed);
@@ -192,7 +244,7 @@ BlockPacker::JoinedBlocks BlockPacker::bestJoin(size_t index, double least_speed
       const double late = std::max(0.0, start + time - target_) * problem_.ranks();
       const double score = idle + extra + late;
       if (score < best.score) {
-        best = {score, first_ready, least_speed, blocks, candidate};
+        best = {score, least_speed, blocks, candidate};
       }
     }
     if (count >= most) break;
@@ -214,15 +266,16 @@ const std::vector<BlockPacker::SpeedLimit>& BlockPacker::speedLimits() {
 }
 
 double BlockPacker::join(size_t index, const JoinedBlocks& joined) {
-  std::vector<Block> used;
-  for (FastBlocks fast(*this, joined.least_speed, joined.first_ready);
-       used.size() < joined.blocks && fast.next();) {
+  std::vector<Block>& used = used_;
+  used.clear();
+  for (FastBlocks fast(*this, joined.least_speed); used.size() < joined.blocks && fast.next();) {
     used.push_back(fast.block());
   }
   for (const Block& block : used) erase(block, blocks_.find(block));
   const double start = used.back().ready;
-  Placement placement{static_cast<int32_t>(index), start, {}};
-  std::vector<Block> members;
+  Placement placement{static_cast<int32_t>(index), start, {}, {}};
+  std::vector<Block>& members = members_;
+  members.clear();
   double slowest = 1;
   // Takes ranks from the block that is free last backwards, so that the ranks left over are free
   // early.
@@ -230,19 +283,23 @@ double BlockPacker::join(size_t index, const JoinedBlocks& joined) {
   for (auto it = used.rbegin(); it != used.rend(); ++it) {
     const int count = std::min(left, it->count);
     if (count > 0) {
-      placement.ranges.push_back({it->first, count});
+      if (members.empty()) {
+        placement.ranks = {it->first, count};
+      } else {
+        placement.more.push_back({it->first, count});
+      }
       members.push_back({0, it->first, count, it->speed});
       slowest = std::min(slowest, it->speed);
-      if (start > it->ready) gaps_.push_back({it->ready, start, it->first, count, it->speed});
+      if (start > it->ready) addGap({it->ready, start, it->first, count, it->speed});
     }
     insert({it->ready, it->first + count, it->count - count, it->speed});
     left -= count;
   }
-  int lowest = placement.ranges[0].first;
+  int lowest = members.front().first;
   int highest = lowest;
-  for (const auto& [first, count] : placement.ranges) {
-    lowest = std::min(lowest, first);
-    highest = std::max(highest, first + count - 1);
+  for (const Block& block : members) {
+    lowest = std::min(lowest, block.first);
+    highest = std::max(highest, block.first + block.count - 1);
   }
   const Scope scope = cost_.cluster().scope(lowest, highest);
   const double end = start + cost_.seconds(jobs_[index].load, joined.size, scope) / slowest;
@@ -256,12 +313,13 @@ double BlockPacker::join(size_t index, const JoinedBlocks& joined) {
 
 double BlockPacker::joinNeighbours(size_t index) {
   Job& job = jobs_[index];
+  findFastest(job);
   std::vector<Block> blocks;
   for (const Block& block : blocks_) blocks.push_back(block);
   std::sort(blocks.begin(), blocks.end(),
             [](const Block& a, const Block& b) { return a.first < b.first; });
   Window best;
-  for (int size = job.min_size;; size = std::min(size + size / 5 + 1, fastest(job))) {
+  for (int size = job.min_size;; size = std::min(size + size / 5 + 1, job.fastest)) {
     for (size_t i = 0; i < blocks.size(); ++i) {
       best = std::min(best, windowAt(job, blocks, i, blocks[i].first, size));
       const int first = blocks[i].first + blocks[i].count - size;
@@ -269,7 +327,7 @@ double BlockPacker::joinNeighbours(size_t index) {
       while (from > 0 && blocks[from].first > first) --from;
       if (first >= 0) best = std::min(best, windowAt(job, blocks, from, first, size));
     }
-    if (size >= fastest(job)) break;
+    if (size >= job.fastest) break;
   }
   const int end = best.first + best.size;
   for (auto it = blocks_.begin(); it != blocks_.end();) {
@@ -283,7 +341,7 @@ double BlockPacker::joinNeighbours(size_t index) {
     insert({block.ready, block.first, from - block.first, block.speed});
     insert({block.ready, to, block_end - to, block.speed});
     if (best.start > block.ready) {
-      gaps_.push_back({block.ready, best.start, from, to - from, block.speed});
+      addGap({block.ready, best.start, from, to - from, block.speed});
     }
   }
   for (int first = best.first; first < end;) {  // neighbours of one speed
@@ -292,7 +350,7 @@ double BlockPacker::joinNeighbours(size_t index) {
     insert({best.end, first, next - first, speed(first)});
     first = next;
   }
-  placements_.push_back({static_cast<int32_t>(index), best.start, {{best.first, best.size}}});
+  placements_.push_back({static_cast<int32_t>(index), best.start, {best.first, best.size}, {}});
   return best.end;
 }
 
@@ -324,6 +382,19 @@ void BlockPacker::insert(Block block) {
   if (!by_speed_.empty()) by_speed_[speedClass(block.speed)].insert(block);
 }
 
+void BlockPacker::replace(const Block& block, BlockList::Iterator at, Block part) {
+  part.order = inserted_ + 1;
+  if (!blocks_.replace(at, part)) {
+    erase(block, at);
+    insert(part);
+    return;
+  }
+  ++inserted_;
+  if (by_speed_.empty()) return;
+  BlockList& own = by_speed_[speedClass(block.speed)];
+  own.replace(own.find(block), part);  // there, too, none that is free at the same time follows
+}
+
 BlockList::Iterator BlockPacker::erase(Block block, BlockList::Iterator at) {
   if (!by_speed_.empty()) {
     BlockList& own = by_speed_[speedClass(block.speed)];
@@ -338,11 +409,11 @@ size_t BlockPacker::speedClass(double speed) const {
   return found;
 }
 
-BlockPacker::FastBlocks::FastBlocks(const BlockPacker& packer, double least_speed, double ready) {
-  const double before = std::nextafter(ready, -1.0);
+BlockPacker::FastBlocks::FastBlocks(const BlockPacker& packer, double least_speed) {
   const auto add = [&](const BlockList& list) {
-    const auto from = ready > 0 ? list.upperBound(before) : list.begin();
-    if (!(from == list.end())) parts_[count_++] = {from, list.end()};
+    if (list.begin() == list.end()) return;
+    parts_[count_] = {list.begin(), list.end()};
+    firsts_[count_++] = &*list.begin();
   };
   if (packer.by_speed_.empty() || least_speed <= 0) {
     add(packer.blocks_);
@@ -354,12 +425,20 @@ BlockPacker::FastBlocks::FastBlocks(const BlockPacker& packer, double least_spee
 }
 
 bool BlockPacker::FastBlocks::next() {
-  if (block_ != nullptr && ++parts_[at_].next == parts_[at_].end) parts_[at_] = parts_[--count_];
+  if (block_ != nullptr) {
+    Part& part = parts_[at_];
+    if (++part.next == part.end) {
+      part = parts_[--count_];
+      firsts_[at_] = firsts_[count_];
+    } else {
+      firsts_[at_] = &*part.next;
+    }
+  }
   if (count_ == 0) return false;
   at_ = 0;
-  block_ = &*parts_[0].next;
+  block_ = firsts_[0];
   for (size_t i = 1; i < count_; ++i) {
-    const Block& other = *parts_[i].next;
+    const Block& other = *firsts_[i];
     if (other.ready > block_->ready) continue;
     if (other.ready == block_->ready && other.order > block_->order) continue;
     at_ = i;

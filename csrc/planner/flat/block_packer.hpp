@@ -40,21 +40,43 @@ class BlockPacker {
   // Blocks that all runs have looked at, to join some of them.
   int64_t looked() const { return looked_; }
 
-  // The result of the last run, which this takes away.
-  Packing take() { return {std::exchange(placements_, {}), filler_.take()}; }
+  // The result of the last run, which this takes away; the next run uses the memory of `packing`.
+  void take(Packing& packing) {
+    std::swap(packing.placements, placements_);
+    packing.short_jobs = filler_.take();
+  }
 
  private:
   static constexpr int kMaxProbes = 400;  // blocks tried for one job; fewer with more ranks:
   static constexpr int kProbedRanks = 1 << 14;
+  static constexpr size_t kSummarised = 16;
   static constexpr double kShortShare = 0.2;  // of the target time, up to which a job is short
   static constexpr double kNever = std::numeric_limits<double>::infinity();
+
+  // What no gap of some has more of.
+  struct GapSummary {
+    int count = 0;    // ranks
+    double room = 0;  // seconds at full speed
+  };
+
+  static double roomOf(const Gap& gap) noexcept { return (gap.until - gap.start) * gap.speed; }
 
   double speed(int rank) const noexcept { return cost_.cluster().speed(rank); }
 
   // One block for all neighbouring ranks of equal speed, free from the start.
   void makeBlocks();
 
-  int fastest(Job& job);
+  // Sets the ranks on which the job is fastest, and the time on these.
+  void findFastest(Job& job);
+
+  // The fewest ranks, up to those on which the job is fastest, on which it takes so long at most; 0
+  // if there are none.
+  int fewestRanks(const Job& job, double seconds);
+
+  void addGap(const Gap& gap);
+
+  // Says of the gaps around this one how wide and long they are.
+  void summarise(size_t gap);
 
   // Places the job into the shortest gap that it fits into, if there is one.
   bool placeInGap(size_t index);
@@ -80,7 +102,6 @@ class BlockPacker {
   // The blocks of at least a speed that a job would take, from the one that is free first on.
   struct JoinedBlocks {
     double score = std::numeric_limits<double>::infinity();
-    double first_ready = 0;  // of the first one
     double least_speed = 0;
     size_t blocks = 0;
     int size = 0;
@@ -119,17 +140,19 @@ class BlockPacker {
 
   void insert(Block block);
 
+  // A part of the block that is free at the same time takes its place.
+  void replace(const Block& block, BlockList::Iterator at, Block part);
+
   // Returns the place of the next block of all.
   BlockList::Iterator erase(Block block, BlockList::Iterator at);
 
   // Place in by_speed_ of blocks of this speed.
   size_t speedClass(double speed) const;
 
-  // Blocks of at least a speed, of speedLimits(), that are free from a time on, in the order of all
-  // blocks.
+  // Blocks of at least a speed, of speedLimits(), in the order of all blocks.
   class FastBlocks {
    public:
-    FastBlocks(const BlockPacker& packer, double least_speed, double ready);
+    FastBlocks(const BlockPacker& packer, double least_speed);
 
     // False after the last one.
     bool next();
@@ -140,6 +163,7 @@ class BlockPacker {
       BlockList::Iterator next, end;
     };
     std::array<Part, Cluster::kMostSpeedLimits> parts_;
+    std::array<const Block*, Cluster::kMostSpeedLimits> firsts_;  // the next ones
     size_t count_ = 0;
     size_t at_ = 0;  // of the block
     const Block* block_ = nullptr;
@@ -156,10 +180,22 @@ class BlockPacker {
   BlockList blocks_;
   // Where speeds differ: the same blocks by speed, those between two of the least speeds.
   std::vector<BlockList> by_speed_;
-  int64_t inserted_ = 0;
+  uint32_t inserted_ = 0;
   int64_t looked_ = 0;
   std::vector<Placement> placements_;
   std::vector<Gap> gaps_;
+  std::vector<GapSummary> gap_summaries_;  // of kSummarised gaps each
+  // What fewestRanks() and findFastest() found last: sequences as long as the one before are
+  // common.
+  struct Fewest {
+    double seconds = -1;
+    Load load;
+    int min_size = 0;
+    int ranks = 0;
+  };
+  Fewest fewest_;
+  Job last_fastest_;
+  std::vector<Block> used_, members_;  // of join()
   std::vector<SpeedLimit> speed_limits_;
 };
 

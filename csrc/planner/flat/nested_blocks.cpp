@@ -172,7 +172,7 @@ class NestedBlocks {
       const auto from = ready.begin() + begin;
       const double start = *std::max_element(from, from + size);
       std::fill_n(from, size, start + cost_.secondsFrom(load, begin, size));
-      micro.placement = {micro.units.front(), start, {{begin, size}}};
+      micro.placement = {micro.units.front(), start, {begin, size}, {}};
       placed.push_back(std::move(micro));
     }
   }

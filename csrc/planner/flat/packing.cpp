@@ -10,13 +10,15 @@ namespace hdpcomm::planner {
 std::vector<MicroBatch> placedBatches(const Problem& problem, const std::vector<Job>& jobs,
                                       const std::vector<Placement>& placements) {
   std::vector<MicroBatch> batches;
+  batches.reserve(placements.size());
   for (const Placement& placement : placements) {
     MicroBatch batch;
-    std::vector<int32_t> ranks;
-    for (const auto& [first, count] : placement.ranges) {
+    std::vector<int32_t> ranks(placement.ranks.count);
+    std::iota(ranks.begin(), ranks.end(), placement.ranks.first);
+    for (const auto& [first, count] : placement.more) {
       for (int rank = first; rank < first + count; ++rank) ranks.push_back(rank);
     }
-    std::sort(ranks.begin(), ranks.end());
+    if (!placement.more.empty()) std::sort(ranks.begin(), ranks.end());
     batch.ranks = ringOrder(std::move(ranks), problem.cost().cluster());
     batch.sequences = problem.withRiders(jobs[placement.job].sequence);
     batch.start = placement.start;

@@ -12,10 +12,17 @@
 
 namespace hdpcomm::planner {
 
+// Neighbouring ranks.
+struct RankRange {
+  int first = 0;
+  int count = 0;
+};
+
 struct Placement {
   int32_t job = 0;
   double start = 0;
-  std::vector<std::pair<int, int>> ranges;  // (first rank, count)
+  RankRange ranks;
+  std::vector<RankRange> more;  // where these are not all
 };
 
 // Where all jobs of a run are.

@@ -49,7 +49,7 @@ double WavePacker::runWaves(const std::vector<int>& counts, bool turned, double 
       const double end = start + cost_.secondsFrom(jobs_[job].load, first, size) / slowest;
       if (end >= limit) return limit;
       std::fill_n(begin, size, end);
-      placements_.push_back({static_cast<int32_t>(job), start, {{first, size}}});
+      placements_.push_back({static_cast<int32_t>(job), start, {first, size}, {}});
       first += size;
     }
     next += count;

@@ -105,6 +105,7 @@ struct Load {
     tokens += other.tokens;
     return *this;
   }
+  bool operator==(const Load&) const = default;
 };
 
 class CostModel {
