@@ -323,14 +323,20 @@ class Bound {
     double plain = compute;  // and of sequences on several ranks
     PipelineWindows::Charges charges;
     int longest_ranks = 1;
+    Load before;  // of the item before, which is as long as this one in many steps
+    int size = 0;
+    double beyond_one = 0;
     for (const Item& item : items_) {
       const int least = leastRanks(item.load, limits.held);
       if (least > problem_.ranks()) return false;
       if (least == 1 && cost_.seconds(item.load, 1) <= limits.batch_s)
         break;  // and all shorter ones
-      const int size = sizeWithin(item.load, least, limits.batch_s);
-      if (size == 0) return false;
-      const double beyond_one = workBeyondOne(item.load, size, limits);
+      if (item.load != before) {
+        before = item.load;
+        size = sizeWithin(item.load, least, limits.batch_s);
+        if (size == 0) return false;
+        beyond_one = workBeyondOne(item.load, size, limits);
+      }
       work += beyond_one;
       plain += beyond_one;
       compute += (size - 1) * (params_.piece * item.load.tokens +
