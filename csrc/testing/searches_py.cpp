@@ -8,11 +8,11 @@
 #include <vector>
 
 #include "planner/flat/block_packer.hpp"
-#include "planner/flat/round_queue.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/jobs.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
+#include "planner/model/round_queue.hpp"
 #include "planner/noise/noise_draws.hpp"
 #include "planner/pipeline/wave_planner.hpp"
 #include "planner/simulate/finish_plan.hpp"

@@ -6,9 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <functional>
 #include <numeric>
-#include <queue>
 #include <utility>
 #include <vector>
 
@@ -18,6 +16,7 @@
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 #include "planner/model/rings.hpp"
+#include "planner/model/round_queue.hpp"
 #include "planner/model/window_maxima.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
@@ -92,7 +91,6 @@ Plan planNaive(const Problem& problem, double limit) {
   for (auto& bin : packBestFit(problem.lengths(), short_ones, capacity)) {
     pieces.push_back({std::move(bin), 1});
   }
-  using Entry = std::pair<int, int32_t>;  // (micro-batches, rank)
   std::vector<int> counts(problem.ranks(), 0);
   std::vector<MicroBatch> batches(pieces.size());
   const bool neighbours = problem.cost().cluster().neighbours;
@@ -101,9 +99,9 @@ Plan planNaive(const Problem& problem, double limit) {
       if (pieces[i].size > 1) batches[i].ranks = takeNeighbours(pieces[i].size, counts);
     }
   }
-  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks;
-  for (int32_t rank = 0; rank < problem.ranks(); ++rank) ranks.push({counts[rank], rank});
-  std::vector<Entry> taken;
+  std::vector<RoundQueue::Entry> entries;  // micro-batches and rank
+  for (int32_t rank = 0; rank < problem.ranks(); ++rank) entries.emplace_back(counts[rank], rank);
+  RoundQueue ranks(std::move(entries));
   for (size_t which = 0; which < pieces.size(); ++which) {
     Piece& piece = pieces[which];
     MicroBatch& batch = batches[which];
@@ -112,13 +110,12 @@ Plan planNaive(const Problem& problem, double limit) {
       batch.ranks = ringOrder(std::move(batch.ranks), problem.cost().cluster());
       continue;
     }
-    taken.clear();
-    for (int i = 0; i < piece.size; ++i) {
-      taken.push_back(ranks.top());
-      ranks.pop();
-      batch.ranks.push_back(taken.back().second);
+    batch.ranks.reserve(piece.size);
+    for (int i = 0; i < piece.size; ++i) {  // no rank is next again before all others were
+      const auto [count, rank] = ranks.top();
+      batch.ranks.push_back(rank);
+      ranks.replaceTop({count + 1, rank});
     }
-    for (const auto& [count, rank] : taken) ranks.push({count + 1, rank});
     std::sort(batch.ranks.begin(), batch.ranks.end());
     batch.ranks = ringOrder(std::move(batch.ranks), problem.cost().cluster());
   }

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <functional>
-#include <queue>
 #include <utility>
 #include <vector>
 
@@ -14,6 +12,7 @@
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 #include "planner/model/rings.hpp"
+#include "planner/model/round_queue.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
 namespace hdpcomm::planner {
@@ -34,29 +33,25 @@ class AlignedRanks {
   // The place that earliest() gave is busy until then.
   void occupyEarliest(double until) {
     const int first = places_.top().second;
-    places_.pop();
-    places_.push({until, first});
+    places_.replaceTop({until, first});
     std::fill_n(ready_.begin() + first, size_, until);
   }
   double busyUntil(int rank) const { return ready_[rank]; }
 
  private:
-  using Place = std::pair<double, int>;
-  using Places = std::priority_queue<Place, std::vector<Place>, std::greater<>>;
-
   void sortPlaces(int size) {
     size_ = size;
-    std::vector<Place> places;
+    std::vector<RoundQueue::Entry> places;
     const int ranks = static_cast<int>(ready_.size());
     for (int first = 0; first + size <= ranks; first += size) {
       const auto begin = ready_.begin() + first;
       places.push_back({*std::max_element(begin, begin + size), first});
     }
-    places_ = Places(std::greater<>(), std::move(places));
+    places_ = RoundQueue(std::move(places));
   }
 
   std::vector<double> ready_;
-  Places places_;
+  RoundQueue places_{{}};  // when it is free, and its first rank
   int size_ = 0;
 };
 
@@ -98,15 +93,16 @@ Plan planPow2(const Problem& problem, double limit) {
     batches.back().start = start;
     ranks.occupyEarliest(start + batches.back().predicted_s);
   }
-  using Entry = std::pair<double, int>;
-  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> free;
-  for (int rank = 0; rank < problem.ranks(); ++rank) free.push({ranks.busyUntil(rank), rank});
+  std::vector<RoundQueue::Entry> entries;
+  for (int rank = 0; rank < problem.ranks(); ++rank) {
+    entries.emplace_back(ranks.busyUntil(rank), rank);
+  }
+  RoundQueue free(std::move(entries));
   for (auto& pack : packBestFit(problem.lengths(), short_ones, capacity)) {
     const auto [start, rank] = free.top();
-    free.pop();
     batches.push_back(makeBatch(problem, rank, 1, std::move(pack)));
     batches.back().start = start;
-    free.push({start + batches.back().predicted_s, rank});
+    free.replaceTop({start + batches.back().predicted_s, rank});
   }
   return finishPlan(problem, std::move(batches), limit);
 }

@@ -7,7 +7,7 @@
 #include <map>
 
 #include "planner/flat/block_list.hpp"
-#include "planner/flat/round_queue.hpp"
+#include "planner/model/round_queue.hpp"
 
 namespace hdpcomm::planner {
 

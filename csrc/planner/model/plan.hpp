@@ -37,8 +37,10 @@ struct Work {
 };
 Work workOf(const Problem& problem, const MicroBatch& batch) noexcept;
 
-// Sets predicted_s and offload from the sequences and the ranks.
+// Sets predicted_s and offload from the sequences and the ranks. `work`: of them, where it is
+// known.
 void price(const Problem& problem, MicroBatch& batch);
+void price(const Problem& problem, MicroBatch& batch, const Work& work);
 
 // Packs sequences into bins of at most `capacity` tokens, each into the fullest one with room.
 // `sequences` are positions in `lengths`, by falling length.

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "planner/flat/round_queue.hpp"
 #include "planner/model/cost_model.hpp"
+#include "planner/model/round_queue.hpp"
 #include "planner/noise/noise_draws.hpp"
 #include "planner/simulate/finish_plan.hpp"
 

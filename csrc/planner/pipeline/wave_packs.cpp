@@ -4,8 +4,8 @@
 #include <functional>
 #include <numeric>
 
-#include "planner/flat/round_queue.hpp"
 #include "planner/model/plan.hpp"
+#include "planner/model/round_queue.hpp"
 
 namespace hdpcomm::planner {
 

@@ -10,8 +10,8 @@
 namespace hdpcomm::planner {
 
 // Sorts by start (equal ones stay in place), prices, and finds the makespan, with a pipeline that
-// of the simulated schedule. Where a pipeline's plan is certain not to end before `limit`, its
-// makespan is one that it does not beat, and not below the limit.
+// of the simulated schedule. Where a plan is certain not to end before `limit`, its makespan is one
+// that it does not beat, and not below the limit.
 Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches,
                 double limit = std::numeric_limits<double>::infinity());
 

@@ -1,4 +1,4 @@
-#include "planner/flat/round_queue.hpp"
+#include "planner/model/round_queue.hpp"
 
 #include <algorithm>
 #include <functional>
