@@ -248,8 +248,14 @@ class ShapeSearch {
     spent_ += (found.micro_batches.empty() ? kUnplanned : 1) * waves_.spent();
     if (found.micro_batches.empty()) return known != nullptr && *known > 0 ? *known : kForever;
     if (by_levels_) {
-      for (MicroBatch& batch : found.micro_batches) price(problem_, batch);
-      found.makespan = makespanByLevels(problem_, found, limit);
+      std::vector<PassCosts> costs;
+      costs.reserve(found.micro_batches.size());
+      for (MicroBatch& batch : found.micro_batches) {
+        const Work work = workOf(problem_, batch);
+        price(problem_, batch, work);
+        costs.push_back(passCosts(problem_, batch, work));
+      }
+      found.makespan = makespanByLevels(problem_, found, std::move(costs), limit);
     } else {
       found = finishPlan(problem_, std::move(found.micro_batches), limit);
     }

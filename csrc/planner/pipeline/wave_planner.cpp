@@ -18,6 +18,12 @@ WavePlanner::WavePlanner(const Problem& problem)
       ramps_(cost_, forwardShare(cost_), forwardShare(cost_), 0),
       order_(cost_) {
   for (const Job& job : jobs_) work_ += job.min_size * job.min_size_s;
+  other_.resize(jobs_.size());
+  for (size_t i = jobs_.size(); i-- > 0;) {
+    const bool last = i + 1 == jobs_.size() || jobs_[i + 1].load != jobs_[i].load ||
+                      jobs_[i + 1].min_size != jobs_[i].min_size;
+    other_[i] = last ? i + 1 : other_[i + 1];
+  }
 }
 
 double WavePlanner::timeTogether(int count) const {
@@ -208,12 +214,16 @@ void WavePlanner::addWave(double height, int first, int last) {
   wave.used = first;
   wave.height = height;
   int misses = 0;
-  bool filled = false;  // the end of a node, before this job
-  for (size_t i = unusedFrom(0); i < jobs_.size() && wave.used < last;
-       i = unusedFrom(std::exchange(filled, false) ? i : i + 1)) {
+  size_t next = unusedFrom(0);
+  while (next < jobs_.size() && wave.used < last) {
+    const size_t i = next;
     const Job& job = jobs_[i];
     if (single(job, height)) break;
-    if (job.min_size > last - wave.used) continue;
+    if (job.min_size > last - wave.used) {
+      next = unusedFrom(other_[i]);
+      continue;
+    }
+    next = unusedFrom(i + 1);
     int size = by_speed_.sizeWithin(job, wave.used, last, wave.height);
     if (size == 0 && wave.used == first && tooHigh(job, first, last)) {
       size = by_speed_.fastestSize(job, first, last);
@@ -223,11 +233,12 @@ void WavePlanner::addWave(double height, int first, int last) {
       continue;
     }
     if (full_ > 0 && single(job, unit_) && cost_.seconds(job.load, size) < full_ * wave.height) {
+      next = unusedFrom(other_[i]);
       continue;
     }
     if (nodes_ && !endNode(wave, i, size)) {
       if (wave.used + size > last) break;
-      filled = true;
+      next = unusedFrom(i);  // the end of the node is filled, before this job
       continue;
     }
     markUsed(i);

@@ -122,7 +122,8 @@ class WavePlanner {
   const Problem& problem_;
   const CostModel& cost_;
   const RanksBySpeed by_speed_;
-  std::vector<Job> jobs_;  // by falling length
+  std::vector<Job> jobs_;      // by falling length
+  std::vector<size_t> other_;  // by job: the first one behind it that is not as long
   const PipelineRamps ramps_;
   double work_ = 0;
   double unit_ = 0;

@@ -14,16 +14,13 @@ namespace {
 
 class LevelOrder {
  public:
-  LevelOrder(const Problem& problem, const Plan& plan, bool with_weights)
+  LevelOrder(const Problem& problem, const Plan& plan, std::vector<PassCosts> costs)
       : problem_(problem),
         plan_(plan),
         stages_(problem.cost().cluster().pipeline),
-        ranks_(problem.ranks()) {
-    costs_.reserve(plan.micro_batches.size());
-    for (const MicroBatch& batch : plan.micro_batches) {
-      costs_.push_back(with_weights ? passCosts(problem, batch) : inputCosts(problem, batch));
-      offloads_ = offloads_ || costs_.back().copy > 0;
-    }
+        ranks_(problem.ranks()),
+        costs_(std::move(costs)) {
+    for (const PassCosts& each : costs_) offloads_ = offloads_ || each.copy > 0;
     findLevels();
     const size_t devices = static_cast<size_t>(ranks_) * stages_;
     free_.assign(devices, 0.0);
@@ -187,8 +184,8 @@ class LevelOrder {
   const Plan& plan_;
   const int stages_;
   const int ranks_;
+  const std::vector<PassCosts> costs_;
   bool offloads_ = false;
-  std::vector<PassCosts> costs_;
   std::vector<int32_t> levels_;  // the first of `batches_` of each, and their number
   std::vector<Batch> batches_;   // by level, those of one as in the plan
   std::vector<int32_t> batch_ranks_;
@@ -202,16 +199,31 @@ class LevelOrder {
   SimulatedStep* record_ = nullptr;
 };
 
+std::vector<PassCosts> costsOf(const Problem& problem, const Plan& plan, bool with_weights) {
+  std::vector<PassCosts> costs;
+  costs.reserve(plan.micro_batches.size());
+  for (const MicroBatch& batch : plan.micro_batches) {
+    costs.push_back(with_weights ? passCosts(problem, batch) : inputCosts(problem, batch));
+  }
+  return costs;
+}
+
 }  // namespace
 
 SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with_weights) {
   SimulatedStep step;
-  LevelOrder(problem, plan, with_weights).record(step);
+  LevelOrder(problem, plan, costsOf(problem, plan, with_weights)).record(step);
   return step;
 }
 
-double makespanByLevels(const Problem& problem, const Plan& plan, double limit) {
-  return LevelOrder(problem, plan, true).makespan(limit);
+double makespanByLevels(const Problem& problem, const Plan& plan) {
+  return makespanByLevels(problem, plan, costsOf(problem, plan, true),
+                          std::numeric_limits<double>::infinity());
+}
+
+double makespanByLevels(const Problem& problem, const Plan& plan, std::vector<PassCosts> costs,
+                        double limit) {
+  return LevelOrder(problem, plan, std::move(costs)).makespan(limit);
 }
 
 }  // namespace hdpcomm::planner

@@ -4,10 +4,11 @@
 // has no circle, so neither have parts of it.
 #pragma once
 
-#include <limits>
+#include <vector>
 
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
+#include "planner/simulate/pass_costs.hpp"
 #include "planner/simulate/simulated_step.hpp"
 
 namespace hdpcomm::planner {
@@ -17,7 +18,9 @@ namespace hdpcomm::planner {
 SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with_weights = true);
 
 // Its makespan alone, which is found faster; one that is not below `limit` where that is certain.
-double makespanByLevels(const Problem& problem, const Plan& plan,
-                        double limit = std::numeric_limits<double>::infinity());
+double makespanByLevels(const Problem& problem, const Plan& plan);
+// `costs`: of its micro-batches.
+double makespanByLevels(const Problem& problem, const Plan& plan, std::vector<PassCosts> costs,
+                        double limit);
 
 }  // namespace hdpcomm::planner

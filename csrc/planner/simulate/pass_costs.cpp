@@ -8,11 +8,15 @@
 namespace hdpcomm::planner {
 
 PassCosts passCosts(const Problem& problem, const MicroBatch& batch) {
+  return passCosts(problem, batch, workOf(problem, batch));
+}
+
+PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work& work) {
   const CostModel& cost = problem.cost();
   const CostParams& params = cost.params();
   const int chunks = cost.cluster().chunks;
   const int size = static_cast<int>(batch.ranks.size());
-  const auto [load, held] = workOf(problem, batch);
+  const auto& [load, held] = work;
   const double step = cost.stepCompute(load, size);
   const Scope scope = scopeOf(batch.ranks, cost.cluster());
   const double transfer =

@@ -34,6 +34,7 @@ struct PassCosts {
 };
 
 PassCosts passCosts(const Problem& problem, const MicroBatch& batch);
+PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work& work);
 
 // With a backward pass that gives the gradients of its inputs alone.
 PassCosts inputCosts(const Problem& problem, const MicroBatch& batch);
