@@ -16,7 +16,6 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,18 +29,14 @@ from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
 from hdpcomm.parallel.agreement import share_values
-from hdpcomm.plan import ClusterSpec, CostModel, PlannedStep, Planner
-from hdpcomm.plan.planner import LONGEST_MEASURED
+from hdpcomm.plan import CostModel, PlannedStep
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.huggingface_batch import Sequences, gather_sequences, sequences_of
 from hdpcomm.train.huggingface_log_probs import ComputedLoss, LogProbModel
-from hdpcomm.train.label_terms import LabelTerms
 from hdpcomm.train.layout import layout_of
-from hdpcomm.train.passes import MicroBatchPasses, StepInputs
-from hdpcomm.train.plan_check import check_same_plan
-from hdpcomm.train.profile import profile_cost_model
-from hdpcomm.train.replicas import ChangedBuffers, settings_of
+from hdpcomm.train.replicas import settings_of
+from hdpcomm.train.row_passes import RowPasses
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -90,17 +85,12 @@ class HybridDataParallel:
     ) -> None:
         if capacity is not None:
             check_whole("Trainer", "capacity", capacity, least=1)
-        self._capacity = capacity
-        self._costs = cost_model
+        self._limits: dict[str, Any] = {"capacity": capacity, "cost_model": cost_model}
         self._counts: Counter[str] = Counter()
         self._comm: Communicator | None = None
         self._evaluates = False
-        self._compiled = False
-        self._made: tuple[MicroBatchPasses, Gradients, ChangedBuffers] | None = None
-        """What runs the passes of a step, their gradients and the buffers that they may not change; made when the model
-        is prepared."""
-        self._cluster: ClusterSpec | None = None
-        self._planner: Planner | None = None
+        self._made: tuple[RowPasses, Gradients] | None = None
+        """What runs the passes of a step, and their gradients; made when the model is prepared."""
         self._begins = True
         """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
         super().__init__(*args, **kwargs)
@@ -126,8 +116,13 @@ class HybridDataParallel:
         share_values(self.comm, (*model.parameters(), *model.buffers()))
         mesh = Mesh(self.comm, placement=range(self.comm.size))
         gradients = Gradients.whole(model.parameters(), layout_of(model, mesh), mesh)
-        self._cluster, self._planner = mesh.cluster(), None
-        self._made, self._begins = (MicroBatchPasses(self._adapted, mesh), gradients, ChangedBuffers(model)), True
+        if self._made is not None:
+            self._limits["cost_model"] = self._made[0].cost_model
+        passes = RowPasses(
+            self._adapted, mesh, gradients, self._settings, **self._limits,
+            opened=self._planned_attention, around=lambda: cast(Any, self).compute_loss_context_manager(),
+        )  # fmt: skip
+        self._made, self._begins = (passes, gradients), True
         return prepared
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,9 +171,10 @@ class HybridDataParallel:
         if num_items_in_batch is None:
             raise InvalidUsage("training_step() got no num_items_in_batch; take get_batch_samples() of this class")
         model.train()
+        passes, ends = self._begin()
         batch = gather_sequences(sequences_of(inputs), self.comm)
         scale = 1.0 / float(num_items_in_batch)
-        share = self._passes(self._plan(batch.lengths), batch, scale=scale, ends=self._begin())
+        share = self._train(passes.plan(batch.lengths), batch, scale=scale, ends=ends)
         return share.to(cast(Any, self).args.device)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,14 +183,13 @@ class HybridDataParallel:
         if not self._of_log_probs or self._evaluates or not torch.is_grad_enabled():
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         this = cast(Any, self)
-        like = next(parameter for parameter in this.model.parameters() if parameter.is_floating_point())
-        temperature = float(getattr(this, "temperature", 1.0))
-        stand_in = LogProbModel(self._plan, self._score, self.comm, like, temperature)
+        assert self._made is not None
+        stand_in = LogProbModel(self._made[0], float(getattr(this, "temperature", 1.0)))
         with self.original_attention():  # a reference may be the same model without its adapters
             loss: Tensor = super().compute_loss(stand_in, inputs, *args, **kwargs)  # type: ignore[misc]
         for name in _ONLY_LOGGED:
             this._metrics["train"].pop(name, None)
-        self._loss = ComputedLoss(loss, loss.detach().clone().requires_grad_(), stand_in.calls, temperature)
+        self._loss = ComputedLoss(loss, loss.detach().clone().requires_grad_(), stand_in.calls)
         return self._loss.leaf
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -252,86 +247,39 @@ class HybridDataParallel:
         finally:
             causal_lm.set_attn_implementation(before)
 
-    def _inputs(self, planned: PlannedStep, batch: Sequences, **more: Any) -> StepInputs:
-        """What passes over a batch run."""
-        return StepInputs(
-            planned, batch.fetch, around=lambda *_: cast(Any, self).compute_loss_context_manager(),
-            on_pass=lambda _: self.comm.tick(), **more,
-        )  # fmt: skip
-
-    def _begin(self) -> bool:
-        """Before the passes of a batch: whether they end the step."""
+    def _begin(self) -> tuple[RowPasses, bool]:
+        """Before the passes of a batch: what runs them, and whether they end the step."""
         assert self._made is not None
+        passes, _ = self._made
         if self._begins:
-            self._made[1].zero()
-            self._made[2].begin()
+            passes.zero()
         self._begins = ends = bool(cast(Any, self).accelerator.sync_gradients)
-        return ends
+        return passes, ends
 
     def _carry_out(self) -> None:
         """Carries the derivatives of the loss that :meth:`compute_loss` gave into the model. Collective."""
         computed, self._loss = self._loss, None
         if computed is None or not computed.calls:
             raise InvalidUsage(f"{type(self).__name__}.compute_loss() asked the model for no log-probabilities")
-        ends = self._begin()
+        _, ends = self._begin()
         for place, call in enumerate(computed.calls):
             last = place == len(computed.calls) - 1
             terms = computed.terms(call, self.comm, more=not last)
-            self._passes(call.planned, call.batch, terms=terms, ends=ends and last)
+            self._train(call.planned, call.batch, terms=terms, ends=ends and last)
 
-    def _score(self, planned: PlannedStep, batch: Sequences, terms: LabelTerms) -> None:
-        """Forward passes only. Collective."""
+    def _train(self, planned: PlannedStep, batch: Sequences, *, ends: bool, **more: Any) -> Tensor:
+        """See :meth:`hdpcomm.train.row_passes.RowPasses.train`; with ``ends``, parameters have their gradients then."""
         assert self._made is not None
-        inputs = self._inputs(planned, batch, terms=terms)
-        with self._planned_attention(), contextlib.nullcontext() if self._compiled else self.comm.busy(_FIRST):
-            self._made[0].run(inputs)
-
-    def _passes(
-        self,
-        planned: PlannedStep,
-        batch: Sequences,
-        *,
-        scale: float = 1.0,
-        terms: LabelTerms | None = None,
-        ends: bool,
-    ) -> Tensor:
-        """Forward and backward passes of a batch; its loss times ``scale``. With ``ends``, the gradients of the step
-        are reduced. Collective."""
-        assert self._made is not None
-        passes, gradients, buffers = self._made
-        inputs = self._inputs(planned, batch, scale=scale, gradients=gradients, ends=ends, terms=terms)
-        with self._planned_attention(), contextlib.nullcontext() if self._compiled else self.comm.busy(_FIRST):
-            loss, _ = passes.run(inputs)
-        self._compiled = True
+        passes, gradients = self._made
+        share = passes.train(planned, batch, ends=ends, **more)
         if ends:
-            gradients.start()
-        told = torch.stack((loss, torch.tensor(len(buffers.changed()))))
-        self.comm.all_reduce(told)
-        total, changed = told
-        if changed and self.comm.size > 1:
-            buffers.refuse(self.comm)
-        if ends:
-            gradients.reduce(1.0)
             gradients.finish()
         self._counts.update(tokens=sum(batch.lengths), micro_batches=len(planned.plan.micro_batches), batches=1)
-        share: Tensor = total * scale
-        return share.float()
+        return share
 
-    def _plan(self, lengths: list[int]) -> PlannedStep:
-        ranks, optimizer = self.comm.size, cast(Any, self).optimizer
-        if self._costs is None:
-            with self._planned_attention(), torch.enable_grad():
-                longest = min(LONGEST_MEASURED, max(lengths))
-                self._costs = profile_cost_model(self._adapted, self.comm, longest=longest)
-        capacity = self._capacity
-        if capacity is None:
-            capacity = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
-        if self._planner is None or self._planner.cluster.capacity != capacity:
-            assert self._cluster is not None
-            self._planner = Planner(None, replace(self._cluster, capacity=capacity), cost_model=self._costs)
-        plan = self._planner.plan(lengths)
-        check_same_plan(plan, self.comm, settings=settings_of(getattr(optimizer, "optimizer", optimizer)))
-        return PlannedStep(tuple(lengths), plan, 0.0)
+    def _settings(self) -> str:
+        optimizer = cast(Any, self).optimizer
+        return settings_of(getattr(optimizer, "optimizer", optimizer))
 
 
 class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]
@@ -347,8 +295,6 @@ class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]
             kwargs["data_collator"] = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
         super().__init__(*args, **kwargs)
 
-
-_FIRST = "runs its first micro-batches"
 
 _ONLY_LOGGED = ("logits/chosen", "logits/rejected", "mean_token_accuracy")
 """Metrics of TRL that need logits."""

@@ -1,0 +1,183 @@
+"""Rows that each rank was given by another trainer, computed under plans of all ranks together.
+
+Where a trainer of others deals its rows to ranks and computes its loss rank by rank, all ranks' rows become one global
+batch: forward passes under one plan give each rank the log-probabilities of its own rows, the trainer's code makes a
+loss of them, and its derivative by each of them goes into the model by another run of the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hdpcomm.plan import CostModel, PlannedStep, Planner
+from hdpcomm.plan.planner import LONGEST_MEASURED
+from hdpcomm.train.huggingface_batch import Sequences, gather_sequences
+from hdpcomm.train.label_terms import Batch, KeptLogProbs, LabelTerms, given_terms, kept_terms
+from hdpcomm.train.loss import IGNORE
+from hdpcomm.train.passes import MicroBatchPasses, StepInputs
+from hdpcomm.train.plan_check import check_same_plan
+from hdpcomm.train.profile import profile_cost_model
+from hdpcomm.train.replicas import ChangedBuffers
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.comm.mesh import Mesh
+    from hdpcomm.train.gradients import Gradients
+
+__all__ = ["RowPasses", "ScoredRows"]
+
+_FIRST = "runs its first micro-batches"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """The rows of all ranks in one run of forward passes, and the results for this rank's.
+
+    Attributes:
+        batch, planned: of all ranks; ``labels``: the entries of the batch.
+        entries: where in the batch the results of this rank's labels are.
+        values: ``[1 or 2, labels of this rank]``: log-probabilities, and entropies; a leaf of the loss's graph, if
+            there is to be one.
+        temperature: divides the logits.
+    """
+
+    batch: Sequences
+    planned: PlannedStep
+    labels: Batch
+    entries: Tensor
+    values: Tensor
+    temperature: float
+
+    def terms(self, slopes: Tensor | None, comm: Communicator) -> LabelTerms:
+        """The losses of the labels that have these derivatives, of the shape of ``values``, on this rank, and others'
+        on theirs; ``None``: 0. Collective over ``comm``."""
+        everyone = torch.zeros(len(self.values), self.labels.offsets[-1], dtype=self.values.dtype)
+        if slopes is not None:
+            everyone[:, self.entries] = slopes.cpu()
+        comm.all_reduce(everyone)
+        return given_terms(everyone, self.temperature, self.labels)
+
+
+class RowPasses:
+    """Plans, and runs passes of a model that is whole on each rank; called by all ranks alike.
+
+    Args:
+        model: in the form of :func:`hdpcomm.models.adapt`, with equal values on all ranks.
+        gradients: of the backward passes; ``None``: there are none.
+        settings: gives what ranks must have alike to update alike (:func:`hdpcomm.train.replicas.settings_of`).
+        capacity: most tokens of a rank in a micro-batch; ``None``: the even share of each batch.
+        cost_model: what plans go by; ``None``: measured with the first batch.
+        opened: around all passes; ``around``: around the forward pass of each micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        gradients: Gradients | None,
+        settings: Callable[[], str],
+        *,
+        capacity: int | None = None,
+        cost_model: CostModel | None = None,
+        opened: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self.comm, self.capacity, self.cost_model = mesh.comm, capacity, cost_model
+        self._model, self._gradients, self._settings, self._opened, self._around = (
+            model, gradients, settings, opened, around,
+        )  # fmt: skip
+        self._passes, self._buffers = MicroBatchPasses(model, mesh), ChangedBuffers(model)
+        self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+        self._cluster = mesh.cluster()
+        self._planner: Planner | None = None
+        self._compiled = False
+
+    def zero(self) -> None:
+        """A step begins: forgets all gradients. Local; before the ranks agree on a plan."""
+        assert self._gradients is not None
+        self._gradients.zero()
+        self._buffers.begin()
+
+    def plan(self, lengths: list[int]) -> PlannedStep:
+        """A plan for the rows of all ranks, on which they have agreed. Collective.
+
+        Raises: Mismatch: of :func:`hdpcomm.train.plan_check.check_same_plan`.
+        """
+        ranks = self.comm.size
+        if self.cost_model is None:
+            with self._opened(), torch.enable_grad():
+                longest = min(LONGEST_MEASURED, max(lengths))
+                self.cost_model = profile_cost_model(self._model, self.comm, longest=longest)
+            if self._gradients is not None:
+                self._gradients.zero()  # of what was measured
+        capacity = self.capacity
+        if capacity is None:
+            capacity = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
+        if self._planner is None or self._planner.cluster.capacity != capacity:
+            self._planner = Planner(None, replace(self._cluster, capacity=capacity), cost_model=self.cost_model)
+        plan = self._planner.plan(lengths)
+        check_same_plan(plan, self.comm, settings=self._settings())
+        return PlannedStep(tuple(lengths), plan, 0.0)
+
+    def score(self, own: Sequences, *, temperature: float, entropy: bool) -> ScoredRows:
+        """Forward passes over all ranks' rows; the log-probabilities of the labels of this rank's. Collective.
+
+        The values are a leaf with gradients where autograd is on.
+        """
+        batch = gather_sequences(own, self.comm)
+        planned, labels = self.plan(batch.lengths), Batch(batch.lengths)
+        kept = KeptLogProbs(labels, self._like, entropy=entropy, temperature=temperature)
+        with self._opened(), self._first():
+            self._passes.run(self._inputs(planned, batch, terms=kept_terms(kept, labels)))
+        counts = torch.empty(self.comm.size, dtype=torch.int64)
+        self.comm.all_gather(counts, torch.tensor([len(own.tokens)]))
+        first = int(counts[: self.comm.rank].sum())
+        entries = first + (own.labels != IGNORE).nonzero()[:, 0]
+        values = kept.sum(self.comm)[:, entries].requires_grad_(torch.is_grad_enabled())
+        return ScoredRows(batch, planned, labels, entries, values, temperature)
+
+    def train(
+        self,
+        planned: PlannedStep,
+        batch: Sequences,
+        *,
+        scale: float = 1.0,
+        terms: LabelTerms | None = None,
+        ends: bool = True,
+    ) -> Tensor:
+        """Forward and backward passes of a batch, whose gradients are added to those that there are; its loss, times
+        ``scale``. With ``ends``, the gradients of the step are reduced, to their sum over the ranks. Collective."""
+        gradients, buffers = self._gradients, self._buffers
+        assert gradients is not None
+        with self._opened(), self._first():
+            loss, _ = self._passes.run(
+                self._inputs(planned, batch, scale=scale, gradients=gradients, ends=ends, terms=terms)
+            )
+        self._compiled = True
+        if ends:
+            gradients.start()
+        told = torch.stack((loss, torch.tensor(len(buffers.changed()))))
+        self.comm.all_reduce(told)
+        total, changed = told
+        if changed and self.comm.size > 1:
+            buffers.refuse(self.comm)
+        if ends:
+            gradients.reduce(1.0)
+        share: Tensor = total * scale
+        return share.float()
+
+    def _inputs(self, planned: PlannedStep, batch: Sequences, **more: object) -> StepInputs:
+        return StepInputs(
+            planned, batch.fetch, around=lambda *_: self._around(), on_pass=lambda _: self.comm.tick(),
+            **more,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def _first(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._compiled else self.comm.busy(_FIRST)
