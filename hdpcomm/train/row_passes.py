@@ -97,13 +97,14 @@ class RowPasses:
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         self._cluster = mesh.cluster()
         self._planner: Planner | None = None
-        self._compiled = False
+        self._compiled = self._reduced = False
 
     def zero(self) -> None:
         """A step begins: forgets all gradients. Local; before the ranks agree on a plan."""
         assert self._gradients is not None
         self._gradients.zero()
         self._buffers.begin()
+        self._reduced = False
 
     def plan(self, lengths: list[int]) -> PlannedStep:
         """A plan for the rows of all ranks, on which they have agreed. Collective.
@@ -169,9 +170,16 @@ class RowPasses:
         if changed and self.comm.size > 1:
             buffers.refuse(self.comm)
         if ends:
-            gradients.reduce(1.0)
+            self.reduce()
         share: Tensor = total * scale
         return share.float()
+
+    def reduce(self) -> None:
+        """Reduces the gradients of the step, if its passes have not done so. Collective."""
+        assert self._gradients is not None
+        if not self._reduced:
+            self._gradients.reduce(1.0)
+        self._reduced = True
 
     def _inputs(self, planned: PlannedStep, batch: Sequences, **more: object) -> StepInputs:
         return StepInputs(

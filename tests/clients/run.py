@@ -32,6 +32,8 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "lightning_fabric": ("transformers", "lightning==2.6.6"),
     "deepspeed_zero": ("transformers", "deepspeed==0.19.8", "setuptools", "ninja"),
     "megatron_scheduler": ("megatron-core==0.16.1",),
+    # verl's workers import the last two, which it does not ask for.
+    "verl_engine": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),
 }
 
 
@@ -43,8 +45,11 @@ def environment(folder: Path, packages: tuple[str, ...], wheel: Path) -> Path:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--progress-bar", "off", "--no-compile"]
     if not done.exists() or done.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        constraints = ["-c", str(TOP / "constraints.txt")]
-        subprocess.run([*pip, *constraints, "torch", "numpy", "rich", "PyYAML", *packages], check=True)
+        own = {package.split("==")[0] for package in packages if "==" in package}
+        lines = (TOP / "constraints.txt").read_text().splitlines()
+        constraints = folder / "constraints.txt"
+        constraints.write_text("\n".join(line for line in lines if line.split("==")[0] not in own))
+        subprocess.run([*pip, "-c", str(constraints), "torch", "numpy", "rich", "PyYAML", *packages], check=True)
         done.write_text(wanted)
     subprocess.run([*pip, "--force-reinstall", "--no-deps", str(wheel)], check=True)
     return python

@@ -1,0 +1,518 @@
+"""verl's training engine with Hybrid Data Parallelism: ``strategy=hdpcomm`` in the place of FSDP.
+
+Importing this module registers it, so verl is told to: ``actor_rollout_ref.model.external_lib=`` this module, and
+``actor_rollout_ref.actor.strategy=hdpcomm``. Actor and reference then run here, with verl's own losses, metrics,
+optimizer, schedule and workers. Written for verl 0.9.1; importing this module imports verl.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from verl.utils import tensordict_utils
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+from verl.utils.dataset.dataset_utils import DatasetPadMode
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
+from verl.utils.torch_dtypes import PrecisionType
+from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from verl.workers.config import FSDPEngineConfig
+from verl.workers.config.engine import EngineConfig
+from verl.workers.config.optimizer import build_optimizer
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
+from verl.workers.engine.utils import (
+    detach_tree,
+    enable_full_determinism,
+    postprocess_batch_func,
+    prepare_micro_batches,
+)
+
+from hdpcomm.comm import Communicator, init
+from hdpcomm.comm.mesh import Mesh
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import adapt
+from hdpcomm.parallel.agreement import share_values
+from hdpcomm.run.checkpoints import CheckpointFolder
+from hdpcomm.torch_backend import HdpProcessGroup, communicator
+from hdpcomm.train.buckets import BUCKET_BYTES
+from hdpcomm.train.huggingface_batch import Sequences
+from hdpcomm.train.layout import Layout, layout_of
+from hdpcomm.train.loss import IGNORE
+from hdpcomm.train.masters import Masters
+from hdpcomm.train.replicas import settings_of
+from hdpcomm.train.row_passes import RowPasses
+from hdpcomm.train.state import State
+
+__all__ = ["HdpEngine", "HdpEngineConfig"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class HdpEngineConfig(FSDPEngineConfig):  # type: ignore[misc]
+    """For callers that give an engine's configuration themselves, as verl's SFT trainer: ``engine._target_=`` this
+    class. That of an actor stays verl's."""
+
+    strategy: str = "hdpcomm"
+
+    def __post_init__(self) -> None:
+        EngineConfig.__post_init__(self)  # FSDPEngineConfig takes verl's own strategies only
+
+
+@EngineRegistry.register(model_type="language_model", backend="hdpcomm", device=["cuda", "cpu"])
+@EngineRegistry.register(model_type="value_model", backend="hdpcomm", device=["cuda", "cpu"])
+class HdpEngine(BaseEngine):  # type: ignore[misc]
+    """verl's engine for language models: the rows of all ranks are one global batch, under one plan.
+
+    What verl computes on each rank of its rows, it computes here, micro-batch by micro-batch, of log-probabilities that
+    planned forward passes have made; their derivatives go into the model by a second run of the plan
+    (:mod:`hdpcomm.train.row_passes`). So losses, metrics and gradients are those of verl's FSDP engine. Parameters are
+    whole on each rank, in ``mixed_precision.param_dtype`` (bf16, as in verl); master weights and the optimizer's state
+    are shared among all ranks, gradients are summed in fp32. A rank holds as many tokens at a time as verl's
+    micro-batches would have (``max_token_len_per_gpu``, or rows of ``micro_batch_size_per_gpu``).
+
+    Not read, as nothing here would differ: how FSDP wraps and prefetches, ``use_remove_padding`` (there is none),
+    ``use_fused_kernels``, ``use_torch_compile``, and how entropies are computed (logits never exist as a whole).
+
+    All ranks must raise or go on alike. Raises InvalidUsage for what is not supported, by the name of its option.
+    """
+
+    def __init__(
+        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any, **_: Any
+    ) -> None:
+        super().__init__()
+        _refuse(model_config, engine_config)
+        self.model_config, self.engine_config = model_config, engine_config
+        self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
+        self.mode: str | None = None
+        self.rank = dist.get_rank()
+        name = get_device_name()
+        self._device = torch.device(name) if name == "cpu" else torch.device(name, get_device_id())
+        self._asked: tuple[float, bool] = (1.0, False)
+        """Temperature, and whether entropies are computed, of the batch that runs."""
+        self._ends = False
+        """The batch that runs is all of its step."""
+        self._saved: list[str] = []
+        self.comm: Communicator
+        self.module: nn.Module
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.lr_scheduler: Any = None
+        self._masters: Masters | None = None
+        self._rows: RowPasses
+        self._adapted: nn.Module
+        self._layout: Layout
+        self._mesh: Mesh
+
+    # --- what it is made of ------------------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        """Reads the model, and makes optimizer and schedule. Collective over all ranks."""
+        if self.engine_config.full_determinism:
+            enable_full_determinism(seed=self.engine_config.seed)
+        self.comm = _world()
+        self._mesh = mesh = Mesh(self.comm, placement=range(self.comm.size))
+        given = self.engine_config.mixed_precision or {}
+        dtype = PrecisionType.to_dtype(given.get("param_dtype", "bf16"))
+        trains = not self.engine_config.forward_only
+        wide = PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32") if trains else dtype
+        self.module = self._read_model(wide)
+        self._adapted = adapt(self.module)
+        share_values(self.comm, (*self.module.parameters(), *self.module.buffers()))
+        self._layout = layout_of(self._adapted, mesh)
+        if trains:
+            self.optimizer = build_optimizer(
+                [p for p in self.module.parameters() if p.requires_grad], self.optimizer_config
+            )
+            self.lr_scheduler = _schedule(self.optimizer, self.optimizer_config)
+            self._masters = Masters(
+                [self._adapted], self.optimizer, self._layout, mesh,
+                zero=1, dtype=None if dtype == wide else dtype, bucket_bytes=BUCKET_BYTES,
+            )  # fmt: skip
+        gradients = None if self._masters is None else self._masters.gradients
+        self._rows = RowPasses(self._adapted, mesh, gradients, self._settings)
+
+    def _read_model(self, dtype: torch.dtype) -> nn.Module:
+        config = copy.deepcopy(self.model_config.hf_config)  # the attention of this one is changed
+        attention = self.model_config.override_config.get("attn_implementation", "sdpa")
+        module: nn.Module = get_hf_auto_model_class(hf_config=config).from_pretrained(
+            self.model_config.local_path, dtype=dtype, config=config, attn_implementation=attention,
+            trust_remote_code=self.model_config.trust_remote_code,
+        )  # fmt: skip
+        dropped = [name for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0]
+        if dropped:
+            raise _unsupported(
+                f"dropout ({dropped[0]})", "log-probabilities and gradients must see the same model: set it to 0"
+            )
+        if self.model_config.enable_gradient_checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        return module.to(self._device, dtype)
+
+    def _settings(self) -> str:
+        return str(self._asked) if self.optimizer is None else settings_of(self.optimizer, self._asked)
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        """No."""
+        return False
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Every rank has the outputs of the rows that verl gave it, whichever ranks have computed them."""
+        return True
+
+    def get_data_parallel_size(self) -> int:
+        """All ranks."""
+        return dist.get_world_size()
+
+    def get_data_parallel_rank(self) -> int:
+        """Local."""
+        return self.rank
+
+    def get_data_parallel_group(self) -> Any:
+        """That of all ranks."""
+        return dist.group.WORLD
+
+    def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
+        """See :class:`verl.workers.engine.base.BaseEngine`."""
+        return _Mode(self, "train", **kwargs)
+
+    def eval_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
+        """See :class:`verl.workers.engine.base.BaseEngine`."""
+        return _Mode(self, "eval", **kwargs)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """The model stays where it trains.
+
+        Raises: InvalidUsage: it is to go elsewhere.
+        """
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+        if (model or optimizer or grad) and device != self._device.type:
+            raise _unsupported(
+                f"to({device!r}) of an engine on {self._device.type}",
+                "weights and optimizer state stay there: give rollouts devices or memory of their own",
+            )
+
+    # --- a batch -----------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data: Any, loss_function: Callable[..., Any]) -> Any:
+        """One update of one batch, see :class:`verl.workers.engine.base.BaseEngine`. Collective."""
+        self._ends = True
+        try:
+            return super().train_batch(data, loss_function)
+        finally:
+            self._ends = False
+
+    def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
+        """The losses of this rank's rows as verl's FSDP engine computes them; adds to the gradients unless
+        ``forward_only``. Collective."""
+        _refuse_batch(data)
+        dp_group = self.get_data_parallel_group()
+        tokens = data["loss_mask"].sum().to(self._device)
+        dist.all_reduce(tokens, group=dp_group)
+        more = {"sp_size": 1, "batch_num_tokens": tokens.item(), "dp_size": self.get_data_parallel_size()}
+        tensordict_utils.assign_non_tensor(data, **more)
+        keeps = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
+        self._asked = (_temperature(data), bool(tensordict_utils.get_non_tensor_data(data, "calculate_entropy", False)))
+        with self.comm.liveness_deadlines():
+            micro_batches, indices = prepare_micro_batches(data=data, dp_group=dp_group, same_micro_num_in_dp=True)
+            own = _sequences([each["input_ids"] for each in micro_batches])
+            self._rows.capacity = self._capacity(data, micro_batches)
+            with torch.set_grad_enabled(not forward_only):
+                scored = self._rows.score(own, temperature=self._asked[0], entropy=self._asked[1])
+            labelled = own.labels != IGNORE
+            every = torch.zeros(len(scored.values), len(own.tokens), dtype=scored.values.dtype)
+            every[:, labelled] = scored.values.detach()
+            every = every.to(self._device)
+            every.requires_grad_(not forward_only)
+            with torch.set_grad_enabled(not forward_only):
+                found = self._losses(micro_batches, every, loss_function, keeps=keeps)
+            if not forward_only:
+                slopes = None if every.grad is None else every.grad.cpu()[:, labelled] / self.comm.size
+                self._rows.train(scored.planned, scored.batch, terms=scored.terms(slopes, self.comm), ends=self._ends)
+        return postprocess_batch_func(output_lst=found, indices=indices, data=data)
+
+    def _losses(
+        self, micro_batches: list[Any], every: Tensor, loss_function: Callable[..., Any] | None, *, keeps: bool
+    ) -> list[dict[str, Any]]:
+        """What verl's FSDP engine gives for each micro-batch; leaves the derivatives in ``every``."""
+        found, first = [], 0
+        for each in micro_batches:
+            each = each.to(self._device)
+            offsets = each["input_ids"].offsets()
+            stop = first + int(offsets[-1])
+            rows = [torch.nested.nested_tensor_from_jagged(row[first:stop], offsets) for row in every]
+            first = stop
+            output = dict(zip(("log_probs", "entropy"), rows, strict=False))
+            loss, metrics = torch.tensor(1.0), {}
+            if loss_function is not None:
+                loss, metrics = loss_function(model_output=output, data=each, dp_group=self.get_data_parallel_group())
+                if loss.requires_grad:
+                    loss.backward()
+            told = {"loss": loss.detach().item(), "metrics": metrics}
+            found.append({"model_output": detach_tree(output), **told} if keeps else told)
+        return found
+
+    def _capacity(self, data: Any, micro_batches: list[Any]) -> int:
+        """The most tokens that a rank of verl's would hold at a time. Collective."""
+        most = torch.tensor([max(int(each["input_ids"].offsets()[-1]) for each in micro_batches)])
+        if tensordict_utils.get_non_tensor_data(data, "use_dynamic_bsz", True):
+            most[0] = int(data["max_token_len_per_gpu"])
+        self.comm.all_reduce(most, "max")
+        return int(most)
+
+    # --- an update ---------------------------------------------------------------------------------------------------
+
+    def optimizer_zero_grad(self) -> None:
+        """Local."""
+        self._rows.zero()
+
+    def optimizer_step(self) -> float:
+        """Reduces and clips the gradients and updates the weights, unless their norm, which it returns, is not finite.
+        Collective."""
+        masters, optimizer = self._masters, self.optimizer
+        assert masters is not None
+        assert optimizer is not None
+        with self.comm.liveness_deadlines():
+            self._rows.reduce()
+            norm = masters.gradients.clip_(self.optimizer_config.clip_grad)
+            if norm < float("inf"):
+                masters.finish()
+                optimizer.step()
+                masters.publish()
+            else:
+                _log.warning("grad_norm is %s: no parameter was updated", norm)
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        """The learning rate of the next step. Local."""
+        self.lr_scheduler.step()
+        return float(self.lr_scheduler.get_last_lr()[0])
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
+        """The names and tensors that inference engines load: whole on this rank, live. Local."""
+        named = convert_weight_keys(self.module.state_dict(), self.module)
+        return unfuse_moe_params(iter(named.items()), self.model_config.hf_config.model_type), None
+
+    def get_per_tensor_param_shard(self, **_: Any) -> Any:
+        """Raises InvalidUsage."""
+        raise _unsupported(
+            'rollout.checkpoint_engine.backend="delta_sharded"', "parameters are whole on each rank: use another one"
+        )
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,  # noqa: ARG002 (verl's signature, and verl's own engine copies nothing either)
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **_: Any,
+    ) -> None:
+        """Writes what ``checkpoint.save_contents`` names into a folder that all ranks share, each rank its part of the
+        optimizer's state; returns when it is on the disk. Collective."""
+        contents = set(self.checkpoint_config.get("save_contents", None) or ("model", "optimizer", "extra"))
+        folder = Path(local_path)
+        if self.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            processor = self.model_config.get_processor()
+            for each in (self.module.config, *([] if processor is None else [processor])):
+                each.save_pretrained(folder / "huggingface")
+            if "hf_model" in contents:
+                self.module.save_pretrained(folder / "huggingface")  # type: ignore[operator]
+        self.comm.barrier()
+        if "extra" in contents:
+            extra = {"lr_scheduler": self.lr_scheduler.state_dict(), "rng": BaseCheckpointManager.get_rng_state()}
+            torch.save(extra, folder / f"extra_rank_{self.rank}.pt")
+        if wanted := contents & {"model", "optimizer"}:
+            files = CheckpointFolder(
+                folder, keep=1, rank=self.rank, writers=self.comm.size, session=f"step{global_step}"
+            )
+            self.comm.barrier()
+            with self.comm.liveness_deadlines(), self.comm.busy("saves a checkpoint"):
+                files.save(global_step, self._parts(wanted), {}, copy=False)
+                files.wait()
+        self.comm.barrier()
+        self._forget(local_path, max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,  # noqa: ARG002
+        del_local_after_load: bool = False,  # noqa: ARG002 (the folder is the one that was saved, no copy)
+        **_: Any,
+    ) -> None:
+        """Reads what ``checkpoint.load_contents`` names, on any number of ranks. Collective.
+
+        Raises: InvalidUsage: there is no whole checkpoint, or that of another model.
+        """
+        if local_path is None:
+            return
+        contents = set(self.checkpoint_config.get("load_contents", None) or ("model", "optimizer", "extra"))
+        folder = Path(local_path)
+        if wanted := contents & {"model", "optimizer"}:
+            found, damaged = CheckpointFolder(folder, keep=1, rank=self.rank).newest()
+            if found is None:
+                raise InvalidUsage(damaged[0] if damaged else f"{folder}: no checkpoint of strategy=hdpcomm")
+            state = self._parts(wanted)
+            found.load_into(state)
+            whole = self._state.parts()
+            self._state.load({**whole, **state})
+        if "extra" in contents:
+            own = folder / f"extra_rank_{self.rank}.pt"
+            extra = torch.load(own if own.exists() else folder / "extra_rank_0.pt", weights_only=False)
+            self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+            if own.exists():
+                BaseCheckpointManager.load_rng_state(extra["rng"])
+        self.comm.barrier()
+
+    @property
+    def _state(self) -> State:
+        assert self.optimizer is not None
+        return State(self._adapted, self.optimizer, self._layout, self._mesh, self._masters)
+
+    def _parts(self, wanted: set[str]) -> dict[str, Any]:
+        """Collective."""
+        parts = self._state.parts()
+        kept = wanted | ({"masters"} if "model" in wanted else set())
+        return {name: value for name, value in parts.items() if name in kept}
+
+    def _forget(self, path: str, keep: int | None) -> None:
+        """Removes the oldest of the checkpoints that this engine has saved."""
+        self._saved.append(path)
+        if keep and self.rank == 0:
+            for old in self._saved[:-keep]:
+                shutil.rmtree(old, ignore_errors=True)
+        self._saved = self._saved[-keep:] if keep else self._saved
+
+
+_worlds: list[tuple[Any, Communicator]] = []
+"""torch's default group, and the communicator of its ranks, which the engines of a process share."""
+
+
+def _world() -> Communicator:
+    """The communicator of all ranks. Collective, where it is not there yet."""
+    group = dist.group.WORLD
+    if isinstance(group, HdpProcessGroup):
+        return communicator()
+    if not _worlds or _worlds[0][0] is not group:
+        _worlds[:] = [(group, init())]
+    return _worlds[0][1]
+
+
+class _Mode(BaseEngineCtx):  # type: ignore[misc]
+    """Round the batches of an engine."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.engine.module.train(self.mode == "train")
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        if self.mode == "train" and (self.zero_grad_on_exit or exc_type is not None):
+            self.engine.optimizer_zero_grad()
+        super().__exit__(exc_type, exc_val, exc_tb)
+
+
+def _sequences(nested: list[Any]) -> Sequences:
+    """The rows of micro-batches, one after the other; every token but a row's first is a label."""
+    lengths = torch.cat([each.offsets().diff() for each in nested]).cpu()
+    tokens = torch.cat([each.values() for each in nested]).cpu().long()
+    labels = tokens.roll(-1)
+    labels[lengths.cumsum(0) - 1] = IGNORE
+    return Sequences(lengths.tolist(), tokens, labels)
+
+
+def _temperature(data: Any) -> float:
+    given = tensordict_utils.get(data, "temperature", 1.0)
+    values = {float(each) for each in given} if isinstance(given, Tensor) and given.dim() else {float(given)}
+    if len(values) != 1:
+        raise _unsupported("rows of several temperatures", "give those of one temperature at a time")
+    return values.pop()
+
+
+def _schedule(optimizer: torch.optim.Optimizer, config: Any) -> Any:
+    """As verl's FSDP engine makes it."""
+    warmup = config.lr_warmup_steps
+    if warmup <= 0:
+        warmup = int(config.lr_warmup_steps_ratio * config.total_training_steps)
+    if config.lr_scheduler_type == "constant":
+        return get_constant_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=warmup)
+    return get_cosine_schedule_with_warmup(
+        optimizer=optimizer, num_warmup_steps=warmup, num_training_steps=config.total_training_steps,
+        min_lr_ratio=config.min_lr_ratio, num_cycles=config.num_cycles, zero_indexed_step=config.zero_indexed_step,
+    )  # fmt: skip
+
+
+def _unsupported(what: str, instead: str) -> InvalidUsage:
+    return InvalidUsage(f"strategy=hdpcomm does not support {what}; {instead}")
+
+
+def _refuse(model: Any, engine: Any) -> None:
+    """Raises InvalidUsage for options that would be wrong, or without effect, in silence."""
+    precision = (engine.mixed_precision or {}).get("param_dtype", "bf16")
+    replay = engine.router_replay.get("mode", "disabled")  # a dictionary, unless the user names its class
+    verls = "leave it out, or use strategy=fsdp2"
+    wrong: Mapping[str, tuple[Any, str]] = {
+        "a critic (value_model)": (
+            model.model_type != "language_model", "leave critic.strategy=fsdp: verl's own engine goes beside this one",
+        ),
+        f"lora_rank={model.lora_rank}": (model.lora_rank > 0 or model.lora_adapter_path, verls),
+        "use_liger=True": (model.use_liger, verls),
+        "tiled_mlp.enabled=True": (model.tiled_mlp.get("enabled", False), verls),
+        "enable_activation_offload=True": (model.enable_activation_offload, verls),
+        "mtp.enable=True": (model.mtp.enable, verls),
+        "param_offload=True, optimizer_offload=True or offload_policy=True": (
+            engine.param_offload or engine.optimizer_offload or engine.offload_policy,
+            "weights and optimizer state stay on the device: set them to False, with devices or memory for rollouts",
+        ),
+        f"ulysses_sequence_parallel_size={engine.ulysses_sequence_parallel_size}": (
+            engine.ulysses_sequence_parallel_size > 1, "set it to 1: plans give long sequences several ranks",
+        ),
+        f"fsdp_size={engine.fsdp_size}": (
+            0 < engine.fsdp_size < dist.get_world_size(), "set it to -1: the optimizer is shared among all ranks",
+        ),
+        "pad_to_length=True": (engine.pad_to_length, "set it to False: plans have no padding"),
+        "qat.enable=True": (engine.qat.enable, verls),
+        f"router_replay.mode={replay}": (replay != "disabled", verls),
+        f"mixed_precision.param_dtype={precision}": (
+            PrecisionType.to_dtype(precision) == torch.float16, "give bf16 or fp32",
+        ),
+    }  # fmt: skip
+    for name, (given, instead) in wrong.items():
+        if given:
+            raise _unsupported(name, instead)
+
+
+_OUTPUTS = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "enable_routing_replay")
+
+
+def _refuse_batch(data: Any) -> None:
+    for name in _OUTPUTS:
+        if tensordict_utils.get_non_tensor_data(data, name, False):
+            raise _unsupported(name, "a loss gets log-probabilities and entropies only: set it to False")
+    if tensordict_utils.get_non_tensor_data(data, "pad_mode", DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
+        raise _unsupported("pad_mode other than no_padding", "use verl's default")
+    if any(each for each in data.get("multi_modal_inputs", None) or ()):
+        raise _unsupported("images and videos (multi_modal_inputs)", "use a model and data of text")
+    rows, places = data["input_ids"], data["position_ids"]
+    if not rows.is_nested or not places.is_nested or places.dim() != 2:
+        raise _unsupported("rows that are no nested tensors of tokens", "use a model and data of text")
+    starts, lengths = rows.offsets()[:-1], rows.offsets().diff()
+    expected = torch.arange(len(rows.values()), device=starts.device) - starts.repeat_interleave(lengths)
+    if not torch.equal(places.values(), expected.to(places.values().dtype)):
+        raise _unsupported("position_ids other than 0, 1, 2, ... in each row", "use rows without gaps")

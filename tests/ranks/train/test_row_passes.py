@@ -1,0 +1,138 @@
+"""Rows that ranks have of their own, with losses made rank by rank: the gradients of one process."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.comm.mesh import Mesh
+from hdpcomm.errors import Mismatch
+from hdpcomm.models import Llama
+from hdpcomm.testing import run_threads
+from hdpcomm.train import IGNORE
+from hdpcomm.train.gradients import Gradients
+from hdpcomm.train.huggingface_batch import Sequences
+from hdpcomm.train.layout import layout_of
+from hdpcomm.train.masters import Masters
+from hdpcomm.train.row_passes import RowPasses
+from tests.harness.mesh_shapes import DENSE
+from tests.harness.pipelines import COST, SEED
+from tests.harness.plain_losses import log_probs_of
+
+# By rank: one with a long row, one with a row of a single token, which has no label, one with more rows.
+ROWS = ((60, 3), (1, 9), (4, 2, 5))
+TEMPERATURE = 0.8
+
+
+def rows_of(rank):
+    draw = torch.Generator().manual_seed(rank)
+    lengths = list(ROWS[rank])
+    tokens = torch.randint(DENSE.vocabulary, (sum(lengths),), generator=draw)
+    labels = tokens.roll(-1)
+    labels[torch.tensor(lengths).cumsum(0) - 1] = IGNORE
+    return Sequences(lengths, tokens, labels)
+
+
+def loss_of(values, rank):
+    """Each rank's own function of all its log-probabilities and entropies at once."""
+    log_probs, entropies = values
+    return (rank + 1.0) * torch.logsumexp(log_probs, 0) + (log_probs * entropies).mean()
+
+
+def plain_values(weights, own):
+    rows = zip(own.tokens.split(own.lengths), own.labels.split(own.lengths), strict=True)
+    found = [log_probs_of(weights, DENSE, tokens, labels, TEMPERATURE)[:2] for tokens, labels in rows]
+    return tuple(torch.cat(each) for each in zip(*found, strict=True))
+
+
+def expected(ranks, steps):
+    """(values of each rank, gradients of the mean loss over the ranks)."""
+    model = Llama(DENSE, seed=SEED, dtype=torch.float64)
+    weights = dict(model.named_parameters())
+    values = [plain_values(weights, rows_of(rank)) for rank in range(ranks)]
+    loss = sum(loss_of(each, rank) for rank, each in enumerate(values)) / ranks * steps
+    gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+    return [torch.stack(each).detach() for each in values], gradients
+
+
+def passes_of(comm, kind, capacity, cost=COST):
+    model = Llama(DENSE, seed=SEED, dtype=torch.float64)
+    mesh = Mesh(comm, placement=range(comm.size))
+    layout = layout_of(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    masters = None
+    if kind == "shared":
+        masters = Masters([model], optimizer, layout, mesh, zero=1, dtype=None, bucket_bytes=1 << 12)
+    gradients = masters.gradients if masters else Gradients.whole(model.parameters(), layout, mesh)
+    return model, masters, gradients, RowPasses(model, mesh, gradients, str, capacity=capacity, cost_model=cost)
+
+
+def add(rows, comm, ends):
+    own = rows_of(comm.rank)
+    scored = rows.score(own, temperature=TEMPERATURE, entropy=True)
+    [slopes] = torch.autograd.grad(loss_of(scored.values, comm.rank), scored.values)
+    rows.train(scored.planned, scored.batch, terms=scored.terms(slopes / comm.size, comm), ends=ends)
+    return scored.values.detach()
+
+
+@pytest.mark.parametrize("kind", ["whole", "shared"])
+@pytest.mark.parametrize(("ranks", "capacity", "steps"), [(1, None, 1), (2, None, 2), (3, 64, 1), (2, 40, 2)])
+def test_values_and_gradients_are_those_of_plain_code(ranks, capacity, steps, kind):
+    values, gradients = expected(ranks, steps)
+
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            model, masters, sums, rows = passes_of(comm, kind, capacity)
+            rows.zero()
+            for place in range(steps):
+                found = add(rows, comm, ends=place == steps - 1 and steps > 1)
+            rows.reduce()
+            torch.testing.assert_close(found, values[comm.rank], rtol=1e-12, atol=1e-12)
+            norm = sums.clip_(None)
+            if masters is None:
+                sums.finish()
+                return norm, {name: p.grad.clone() for name, p in model.named_parameters()}
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            masters.finish()
+            for piece in masters.pieces:
+                piece.master.data -= piece.master.grad
+            masters.publish()
+            return norm, {name: before[name] - p.detach() for name, p in model.named_parameters()}
+
+    total = torch.stack([g.norm() for g in gradients.values()]).norm()
+    for norm, found in run_threads(rank, ranks):
+        assert norm == pytest.approx(float(total), rel=1e-10)
+        for name, gradient in gradients.items():
+            assert (found[name] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), name
+
+
+def test_costs_that_are_measured_leave_no_gradients():
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            _, _, sums, rows = passes_of(comm, "whole", None, cost=None)
+            rows.zero()
+            rows.plan([9, 5])
+            rows.reduce()
+            return sums.clip_(None)
+
+    assert run_threads(rank, 2) == [0.0, 0.0]
+
+
+def test_ranks_that_ask_for_other_things_are_told():
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            model = Llama(DENSE, seed=SEED, dtype=torch.float64)
+            mesh = Mesh(comm, placement=range(comm.size))
+            rows = RowPasses(model, mesh, None, lambda: f"temperature {comm.rank}", cost_model=COST)
+            with contextlib.suppress(Mismatch):
+                rows.score(rows_of(comm.rank), temperature=1.0, entropy=False)
+                return False
+            return True
+
+    assert run_threads(rank, 2) == [True, True]
