@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,14 +224,15 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         dp_group = self.get_data_parallel_group()
         tokens = data["loss_mask"].sum().to(self._device)
         dist.all_reduce(tokens, group=dp_group)
-        more = {"sp_size": 1, "batch_num_tokens": tokens.item(), "dp_size": self.get_data_parallel_size()}
+        more = {"batch_num_tokens": tokens.item(), "dp_size": self.get_data_parallel_size()}
         tensordict_utils.assign_non_tensor(data, **more)
         keeps = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
         self._asked = (_temperature(data), bool(tensordict_utils.get_non_tensor_data(data, "calculate_entropy", False)))
         with self.comm.liveness_deadlines():
+            limit = self._limit(data)
             micro_batches, indices = prepare_micro_batches(data=data, dp_group=dp_group, same_micro_num_in_dp=True)
             own = _sequences([each["input_ids"] for each in micro_batches])
-            self._rows.capacity = self._capacity(data, micro_batches)
+            self._rows.capacity = limit or self._most(int(each["input_ids"].offsets()[-1]) for each in micro_batches)
             with torch.set_grad_enabled(not forward_only):
                 scored = self._rows.score(own, temperature=self._asked[0], entropy=self._asked[1])
             labelled = own.labels != IGNORE
@@ -267,11 +268,21 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
             found.append({"model_output": detach_tree(output), **told} if keeps else told)
         return found
 
-    def _capacity(self, data: Any, micro_batches: list[Any]) -> int:
-        """The most tokens that a rank of verl's would hold at a time. Collective."""
-        most = torch.tensor([max(int(each["input_ids"].offsets()[-1]) for each in micro_batches)])
-        if tensordict_utils.get_non_tensor_data(data, "use_dynamic_bsz", True):
-            most[0] = int(data["max_token_len_per_gpu"])
+    def _limit(self, data: Any) -> int | None:
+        """The most tokens that a rank is to hold at a time; ``None``: what verl's micro-batches have. Collective.
+
+        verl refuses rows that are longer, but for those that several ranks share, whose number it is told here.
+        """
+        if not tensordict_utils.get_non_tensor_data(data, "use_dynamic_bsz", True):
+            return None
+        limit = int(data["max_token_len_per_gpu"])
+        longest = self._most(data["input_ids"].offsets().diff().tolist())
+        tensordict_utils.assign_non_tensor(data, sp_size=-(-longest // limit))
+        return limit
+
+    def _most(self, counts: Iterable[int]) -> int:
+        """The largest of all ranks'. Collective."""
+        most = torch.tensor([max(counts)])
         self.comm.all_reduce(most, "max")
         return int(most)
 
