@@ -12,9 +12,9 @@ With ``--loading`` four ranks only read the model, on each of three meshes (:dat
 its own part and the largest tensor, and what the ranks have read of the files beside their size.
 
 A rank's peak is that of its anonymous memory and its share of the shared memory above what it had before the run
-(RssAnon, and RssShmem divided by the ranks, of /proc/self/status, sampled every 50 ms, or 5 ms of loading). The kernel's
-own shares (Pss) say more of the rank that ends last: what the others have unmapped by then counts as its own. Pages of
-the files that it reads are the kernel's cache and are not counted.
+(RssAnon, and RssShmem divided by the ranks, of /proc/self/status, sampled every 50 ms, or 5 ms of loading). The
+kernel's own shares (Pss) say more of the rank that ends last: what the others have unmapped by then counts as its own.
+Pages of the files that it reads are the kernel's cache and are not counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The planner inside other trainers: Megatron-Core's dynamic context parallelism, verl's dynamic batch size."""
+"""The planner inside other trainers: Megatron-Core's dynamic context parallelism, verl's dynamic batch size.
+
+:mod:`hdpcomm.integrations.verl_engine`, which imports verl, is the engine that trains there;
+:mod:`hdpcomm.integrations.vllm` brings trained weights into vLLM's workers.
+"""
 
 from hdpcomm.integrations.megatron import MegatronScheduler
 from hdpcomm.integrations.verl import split_micro_batches

@@ -18,7 +18,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 TOP = FOLDER.parents[1]
-#: Script: the packages of its environment, beside torch and hdpcomm. Clients with equal packages share one.
+#: Script: the packages of its environment, beside torch and hdpcomm, some without what they ask for. Clients with equal
+#: packages share one.
 CLIENTS: dict[str, tuple[str, ...]] = {
     "ddp": ("transformers", "accelerate"),
     "fsdp2": ("transformers", "accelerate"),
@@ -34,7 +35,14 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "megatron_scheduler": ("megatron-core==0.16.1",),
     # verl's workers import the last two, which it does not ask for.
     "verl_engine": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),
-}
+    # What vLLM's weight transfer and reload import, without its kernels and its torch.
+    "vllm_weights": (
+        "transformers", "pyzmq", "cbor2", "aiohttp", "pybase64", "msgspec", "cloudpickle", "psutil", "pydantic",
+        "regex", "cachetools", "blake3", "py-cpuinfo", "openai", "fastapi", "prometheus_client", "setproctitle",
+        "pillow", "einops", "depyf", "python-json-logger", "ijson", "partial-json-parser", "openai_harmony", "uvloop",
+        "xgrammar", "apache-tvm-ffi", "llguidance", "vllm==0.33.0 --no-deps",
+    ),
+}  # fmt: skip
 
 
 def environment(folder: Path, packages: tuple[str, ...], wheel: Path) -> Path:
@@ -49,7 +57,11 @@ def environment(folder: Path, packages: tuple[str, ...], wheel: Path) -> Path:
         lines = (TOP / "constraints.txt").read_text().splitlines()
         constraints = folder / "constraints.txt"
         constraints.write_text("\n".join(line for line in lines if line.split("==")[0] not in own))
-        subprocess.run([*pip, "-c", str(constraints), "torch", "numpy", "rich", "PyYAML", *packages], check=True)
+        alone = [package.removesuffix(" --no-deps") for package in packages if package.endswith(" --no-deps")]
+        whole = [package for package in packages if not package.endswith(" --no-deps")]
+        subprocess.run([*pip, "-c", str(constraints), "torch", "numpy", "rich", "PyYAML", *whole], check=True)
+        if alone:
+            subprocess.run([*pip, "--no-deps", *alone], check=True)
         done.write_text(wanted)
     subprocess.run([*pip, "--force-reinstall", "--no-deps", str(wheel)], check=True)
     return python
@@ -73,7 +85,7 @@ def main() -> int:
     for name in given.clients or CLIENTS:
         packages, started = CLIENTS[name], time.monotonic()
         if packages not in ready:
-            folder = given.environments.resolve() / "-".join(package.split("=")[0] for package in packages)
+            folder = given.environments.resolve() / "-".join(package.split("=")[0] for package in packages)[:100]
             ready[packages] = environment(folder, packages, given.wheel.resolve())
             print(f"# {folder}: ready in {time.monotonic() - started:.0f} s", flush=True)
         done = subprocess.run(

@@ -4,6 +4,7 @@ The registry, the engine's base class and the reload of a model layer by layer a
 GPU, are stood in for by processes that make of each call what vllm/v1/worker/gpu_worker.py makes of it.
 """
 
+import importlib.metadata
 import multiprocessing
 import sys
 import tempfile
@@ -156,7 +157,8 @@ def main():
             for each in workers:
                 each.join(30)
             assert all(each.exitcode == 0 for each in workers)
-        print(f"{kind}: two workers have loaded the trained weights, bit for bit, twice")
+    version = importlib.metadata.version("vllm")
+    print(f"ok: vllm {version}: {WORKERS} workers have loaded the weights of a Llama and a Mixtral, bit for bit, twice")
 
 
 if __name__ == "__main__":
