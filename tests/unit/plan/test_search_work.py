@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 import random
@@ -61,6 +62,43 @@ def test_pipelines_that_cannot_beat_a_limit_are_not_simulated(options: dict[str,
         assert share * exact <= found <= exact
     assert _testing.makespan_of(cost, lengths, batches, limit=0.3 * exact) < exact  # given up long before the end
     assert _testing.makespan_of(cost, lengths, batches, limit=1.001 * exact) == exact
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flat_plans_are_given_up_where_they_pass_a_limit(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 1000) for _ in range(3000)]
+    batches = [(sorted(rng.sample(range(12), rng.choice([1, 1, 3]))), [sequence]) for sequence in range(3000)]
+    cost = cost_of(12)
+    exact = _testing.makespan_of(cost, lengths, batches)
+    for share in (0.1, 0.5, 0.99, 1.0):
+        found = _testing.makespan_of(cost, lengths, batches, limit=share * exact)
+        assert share * exact <= found <= exact
+    assert _testing.makespan_of(cost, lengths, batches, limit=0.3 * exact) < 0.31 * exact
+    assert _testing.makespan_of(cost, lengths, batches, limit=1.001 * exact) == exact
+
+
+@pytest.mark.parametrize("capacity", [63, 64, 4096, 70_001, 1 << 25])
+def test_each_sequence_goes_to_the_fullest_pack_with_room(capacity: int) -> None:
+    """If several are as full, it goes to the one that became so first. Many packs are in lists by room."""
+    rng = random.Random(capacity)
+    lengths = [max(1, int(capacity * rng.choice([rng.random(), 0.5, 0.1 * rng.random()]))) for _ in range(5000)]
+    packs: list[list[int]] = []
+    rooms: list[tuple[int, int, int]] = []  # room, when it came to have it, pack
+    for turn, sequence in enumerate(sorted(range(len(lengths)), key=lambda each: -lengths[each])):
+        at = bisect.bisect_left(rooms, (lengths[sequence], -1, -1))
+        if at < len(rooms):
+            room, _, pack = rooms.pop(at)
+        else:
+            room, pack = capacity, len(packs)
+            packs.append([])
+        packs[pack].append(sequence)
+        if room > lengths[sequence]:
+            bisect.insort(rooms, (room - lengths[sequence], turn, pack))
+    cluster = ClusterSpec(ranks=3, ranks_per_node=3, capacity=capacity)
+    planner = Planner(None, cluster, "static", COSTS, memory=MemoryModel(capacity))
+    found = planner.plan(lengths).micro_batches
+    assert [[each.id for each in batch.sequences] for batch in found] == packs
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.3])
