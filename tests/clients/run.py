@@ -37,9 +37,9 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "verl_engine": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),
     # What vLLM's weight transfer and reload import, without its kernels and its torch.
     "vllm_weights": (
-        "transformers", "pyzmq", "cbor2", "aiohttp", "pybase64", "msgspec", "cloudpickle", "psutil", "pydantic",
-        "regex", "cachetools", "blake3", "py-cpuinfo", "openai", "fastapi", "prometheus_client", "setproctitle",
-        "pillow", "einops", "depyf", "python-json-logger", "ijson", "partial-json-parser", "openai_harmony", "uvloop",
+        "transformers", "requests", "pyzmq", "cbor2", "aiohttp", "pybase64", "msgspec", "cloudpickle", "psutil",
+        "pydantic", "regex", "cachetools", "blake3", "py-cpuinfo", "openai", "fastapi", "prometheus_client",
+        "setproctitle", "pillow", "einops", "depyf", "python-json-logger", "ijson", "partial-json-parser", "openai_harmony", "uvloop",
         "xgrammar", "apache-tvm-ffi", "llguidance", "vllm==0.33.0 --no-deps",
     ),
 }  # fmt: skip
