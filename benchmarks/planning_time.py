@@ -1,9 +1,9 @@
 """Planning time of the steps that take longest to plan: large clusters that are pipelines, have speeds or noise.
 
-Seconds are processor time of ``Planner.plan``, one run each, with the costs of LLaMA-7B on H100 and the steps of
-``benchmarks/planner_families.py`` (seed 0); ``byted 4G`` are 32,768 tokens a rank. ``--before FILE`` adds the times and
-the gaps that another build had written with ``--json``. Usage: ``python benchmarks/planning_time.py [--only pipelines]
-[--before FILE] [--json FILE]``; takes about a minute.
+Seconds are processor time of ``Planner.plan``, the median of ``--runs``, with the costs of LLaMA-7B on H100 and the
+steps of ``benchmarks/planner_families.py`` (seed 0); ``byted 4G`` are 32,768 tokens a rank. ``--before FILE`` adds the
+times and the gaps that another build had written with ``--json``. Usage: ``python benchmarks/planning_time.py [--only
+KINDS] [--runs 3] [--before FILE] [--json FILE]``; a run of all takes about a minute.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import platform
 import random
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -52,15 +53,18 @@ def planner_of(kind: str, ranks: int) -> Planner:
     return Planner(MODELS["llama-7b"], cluster, "balanced", costs, queue=kind == "queue")
 
 
-def measure(kind: str, name: str, ranks: int) -> dict[str, Any]:
+def measure(kind: str, name: str, ranks: int, runs: int) -> dict[str, Any]:
     if name == "byted 4G":
         lengths = sample_lengths("byted", tokens=ranks * 32_768, context=2 * MILLION, seed=0)
     else:
         lengths = lengths_of(name, ranks, 0)
     planner = planner_of(kind, ranks)
-    started = time.process_time()
-    plan = planner.plan(lengths)
-    seconds = time.process_time() - started
+    times = []
+    for _ in range(runs):
+        started = time.process_time()
+        plan = planner.plan(lengths)
+        times.append(time.process_time() - started)
+    seconds = statistics.median(times)
     row = {"kind": kind, "lengths": name, "ranks": ranks, "sequences": len(lengths), "seconds": seconds}
     return row | {"expected_s": plan.makespan_s + plan.noise_s, "bound_s": plan.lower_bound_s}
 
@@ -68,9 +72,12 @@ def measure(kind: str, name: str, ranks: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(KINDS), metavar="KINDS", help="which (default %(default)s)")
+    parser.add_argument("--runs", type=int, default=1, help="of each step (default %(default)s)")
     parser.add_argument("--before", type=Path, metavar="FILE", help="what another build wrote")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     options = parser.parse_args()
+    if options.runs < 1:
+        parser.error(f"--runs is {options.runs}, expected at least 1")
     kinds = options.only.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"--only has {unknown[0]!r}, expected some of {', '.join(KINDS)}")
@@ -81,7 +88,7 @@ def main() -> int:
     rows = []
     for kind in kinds:
         for name, ranks in cases(kind):
-            row = measure(kind, name, ranks)
+            row = measure(kind, name, ranks, options.runs)
             if old := known.get((kind, name, ranks)):
                 row |= {"before_s": old["seconds"], "before_expected_s": old["expected_s"]}
             rows.append(row)
