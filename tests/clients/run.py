@@ -39,8 +39,8 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "vllm_weights": (
         "transformers", "requests", "pyzmq", "cbor2", "aiohttp", "pybase64", "msgspec", "cloudpickle", "psutil",
         "pydantic", "regex", "cachetools", "blake3", "py-cpuinfo", "openai", "fastapi", "prometheus_client",
-        "setproctitle", "pillow", "einops", "depyf", "python-json-logger", "ijson", "partial-json-parser", "openai_harmony", "uvloop",
-        "xgrammar", "apache-tvm-ffi", "llguidance", "vllm==0.33.0 --no-deps",
+        "setproctitle", "pillow", "einops", "depyf", "python-json-logger", "ijson", "partial-json-parser",
+        "openai_harmony", "uvloop", "xgrammar", "apache-tvm-ffi", "llguidance", "vllm==0.33.0 --no-deps",
     ),
 }  # fmt: skip
 
