@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,17 @@ class Sequences:
     def num_labels(self) -> Tensor:
         """Scalar: the tokens that have a label."""
         return (self.labels != IGNORE).sum()
+
+    def prompts(self) -> list[tuple[Hashable, int]]:
+        """For each sequence the name and the tokens of its prompt: what comes before its first label, where that is
+        more than one token; equal ones have one name."""
+        found: list[tuple[Hashable, int]] = []
+        for i in range(len(self.lengths)):
+            tokens, labels = self.fetch(i)
+            labelled = (labels != IGNORE).nonzero()
+            count = int(labelled[0]) + 1 if len(labelled) else 1
+            found.append((tokens[:count].numpy().tobytes() if count > 1 else i, count))
+        return found
 
     def fetch(self, place: int) -> tuple[Tensor, Tensor]:
         """(tokens, labels) of one sequence."""

@@ -2,13 +2,14 @@
 
 Where a trainer of others deals its rows to ranks and computes its loss rank by rank, all ranks' rows become one global
 batch: forward passes under one plan give each rank the log-probabilities of its own rows, the trainer's code makes a
-loss of them, and its derivative by each of them goes into the model by another run of the plan.
+loss of them, and its derivative by each of them goes into the model by another run of the plan. Rows that begin with
+the same prompt, whichever ranks have them, are a tree, in which it is computed once, where the plan is shorter so.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.plan import CostModel, PlannedStep, Planner
+from hdpcomm.plan import CostModel, PlannedStep, Planner, Tree, trees_of_prompts
 from hdpcomm.plan.planner import LONGEST_MEASURED
 from hdpcomm.train.huggingface_batch import Sequences, gather_sequences
-from hdpcomm.train.label_terms import Batch, KeptLogProbs, LabelTerms, given_terms, kept_terms
+from hdpcomm.train.label_terms import Batch, KeptLogProbs, LabelTerms, given_terms, kept_terms, shorter_plan
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.passes import MicroBatchPasses, StepInputs
 from hdpcomm.train.plan_check import check_same_plan
@@ -96,6 +97,7 @@ class RowPasses:
         self._passes, self._buffers = MicroBatchPasses(model, mesh), ChangedBuffers(model)
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         self._cluster = mesh.cluster()
+        self._shares = not getattr(model, "has_router_losses", False)  # which know no trees
         self._planner: Planner | None = None
         self._compiled = self._reduced = False
 
@@ -111,6 +113,14 @@ class RowPasses:
 
         Raises: Mismatch: of :func:`hdpcomm.train.plan_check.check_same_plan`.
         """
+        return self._agreed(self._planned(lengths, lengths))
+
+    def _agreed(self, planned: PlannedStep) -> PlannedStep:
+        check_same_plan(planned.plan, self.comm, settings=self._settings())
+        return planned
+
+    def _planned(self, items: Sequence[int | Tree], lengths: list[int]) -> PlannedStep:
+        """A plan for rows, or trees of rows, of these lengths. Collective where costs are to be measured."""
         ranks = self.comm.size
         if self.cost_model is None:
             with self._opened(), torch.enable_grad():
@@ -123,9 +133,7 @@ class RowPasses:
             capacity = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
         if self._planner is None or self._planner.cluster.capacity != capacity:
             self._planner = Planner(None, replace(self._cluster, capacity=capacity), cost_model=self.cost_model)
-        plan = self._planner.plan(lengths)
-        check_same_plan(plan, self.comm, settings=self._settings())
-        return PlannedStep(tuple(lengths), plan, 0.0)
+        return PlannedStep(tuple(items), self._planner.plan(items), 0.0)
 
     def score(self, own: Sequences, *, temperature: float, entropy: bool) -> ScoredRows:
         """Forward passes over all ranks' rows; the log-probabilities of the labels of this rank's. Collective.
@@ -133,7 +141,11 @@ class RowPasses:
         The values are a leaf with gradients where autograd is on.
         """
         batch = gather_sequences(own, self.comm)
-        planned, labels = self.plan(batch.lengths), Batch(batch.lengths)
+        trees = trees_of_prompts(batch.lengths, batch.prompts()) if self._shares else []
+        planned, labels = shorter_plan(
+            lambda items: self._planned(items, batch.lengths), batch.lengths, trees, shares=self._shares
+        )
+        self._agreed(planned)
         kept = KeptLogProbs(labels, self._like, entropy=entropy, temperature=temperature)
         with self._opened(), self._first():
             self._passes.run(self._inputs(planned, batch, terms=kept_terms(kept, labels)))

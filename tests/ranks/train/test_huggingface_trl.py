@@ -17,7 +17,10 @@ peft = pytest.importorskip("peft")
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
 
 from hdpcomm.errors import InvalidUsage  # noqa: E402
+from hdpcomm.plan import Tree  # noqa: E402
 from hdpcomm.train.huggingface import HybridDataParallel  # noqa: E402
+from hdpcomm.train.row_passes import RowPasses  # noqa: E402
+from tests.harness.pipelines import COST  # noqa: E402
 from tests.harness.tiny_huggingface import arguments, leave, tiny, weights  # noqa: E402
 from tests.ranks.train.test_huggingface_sft import WORDS, tokenizer  # noqa: E402
 
@@ -86,8 +89,21 @@ def train(kind: Any, out: str, changed: dict[str, Any], lora: bool) -> Any:
 def trained(kind: Any, out: str, changed: dict[str, Any], lora: bool) -> Any:
     given = {"peft_config": peft.LoraConfig(r=2, target_modules="all-linear")} if lora else {}
     trainer = trainer_of(kind, out, changed, **given)
-    trainer.train()
+    trees, score = 0, RowPasses.score
+
+    def counted(*own: Any, **more: Any) -> Any:
+        nonlocal trees
+        scored = score(*own, **more)
+        trees += sum(isinstance(item, Tree) for item in scored.planned.lengths)
+        return scored
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowPasses, "score", counted)
+        # measured costs of so small a model say now one and now the other
+        patch.setattr("hdpcomm.train.row_passes.profile_cost_model", lambda *_, **__: COST)
+        trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    history[0]["trees"] = trees
     trainer.accelerator.wait_for_everyone()
     return weights(trainer.model), history
 
@@ -130,11 +146,13 @@ def check(ranks: Any, tmp_path: Path, kinds: tuple[Any, Any], changed: dict[str,
         for mine, theirs in zip(history, logged, strict=True):
             for key in set(theirs) - UNLIKE:
                 assert mine[key] == pytest.approx(theirs[key], abs=2e-4), key
+    if kinds[0] in (PlannedGRPO, PlannedRLOO):
+        assert all(history[0]["trees"] for _, history in planned), "each prompt is computed once"
     before = weights(tiny())
     assert lora or max(float((found[name] - value).abs().max()) for name, value in before.items()) > 1e-3
 
 
-UNLIKE = {"step_time", "logits/chosen", "logits/rejected", "mean_token_accuracy", "epoch"}
+UNLIKE = {"trees", "step_time", "logits/chosen", "logits/rejected", "mean_token_accuracy", "epoch"}
 """What takes time, or needs logits."""
 
 GRPO = [

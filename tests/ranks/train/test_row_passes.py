@@ -11,6 +11,7 @@ import hdpcomm as hdp
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Mismatch
 from hdpcomm.models import Llama
+from hdpcomm.plan import Tree
 from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE
 from hdpcomm.train.gradients import Gradients
@@ -36,6 +37,19 @@ def rows_of(rank):
     return Sequences(lengths, tokens, labels)
 
 
+def answers_of(rank):
+    """Answers to two prompts, of which every rank has some, and one row of its own; one has no prompt."""
+    draw = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(DENSE.vocabulary, (length,), generator=draw) for length in (30, 11)]
+    draw = torch.Generator().manual_seed(rank)
+    parts = [(prompts[0], 4 + rank), (prompts[1], 1), (prompts[0], 9), (prompts[1][:0], 6 + rank)]
+    rows = [torch.cat((prompt, torch.randint(DENSE.vocabulary, (own,), generator=draw))) for prompt, own in parts]
+    labels = [torch.cat((row[1:], torch.tensor([IGNORE]))) for row in rows]
+    for label, (prompt, _) in zip(labels, parts, strict=True):
+        label[: max(0, len(prompt) - 1)] = IGNORE
+    return Sequences([len(row) for row in rows], torch.cat(rows), torch.cat(labels))
+
+
 def loss_of(values, rank):
     """Each rank's own function of all its log-probabilities and entropies at once."""
     log_probs, entropies = values
@@ -48,7 +62,7 @@ def plain_values(weights, own):
     return tuple(torch.cat(each) for each in zip(*found, strict=True))
 
 
-def expected(ranks, steps):
+def expected(ranks, steps, rows_of=rows_of):
     """(values of each rank, gradients of the mean loss over the ranks)."""
     model = Llama(DENSE, seed=SEED, dtype=torch.float64)
     weights = dict(model.named_parameters())
@@ -70,10 +84,11 @@ def passes_of(comm, kind, capacity, cost=COST):
     return model, masters, gradients, RowPasses(model, mesh, gradients, str, capacity=capacity, cost_model=cost)
 
 
-def add(rows, comm, ends):
+def add(rows, comm, ends, rows_of=rows_of, trees=0):
     own = rows_of(comm.rank)
     scored = rows.score(own, temperature=TEMPERATURE, entropy=True)
     [slopes] = torch.autograd.grad(loss_of(scored.values, comm.rank), scored.values)
+    assert sum(isinstance(item, Tree) for item in scored.planned.lengths) == trees
     rows.train(scored.planned, scored.batch, terms=scored.terms(slopes / comm.size, comm), ends=ends)
     return scored.values.detach()
 
@@ -106,6 +121,26 @@ def test_values_and_gradients_are_those_of_plain_code(ranks, capacity, steps, ki
     total = torch.stack([g.norm() for g in gradients.values()]).norm()
     for norm, found in run_threads(rank, ranks):
         assert norm == pytest.approx(float(total), rel=1e-10)
+        for name, gradient in gradients.items():
+            assert (found[name] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), name
+
+
+@pytest.mark.parametrize(("ranks", "capacity"), [(1, None), (2, None), (3, 24)], ids=["one", "two", "trees are cut"])
+def test_prompts_of_several_ranks_are_computed_once(ranks, capacity):
+    values, gradients = expected(ranks, 1, answers_of)
+
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            model, _, sums, rows = passes_of(comm, "whole", capacity)
+            rows.zero()
+            found = add(rows, comm, False, answers_of, trees=1 if ranks == 1 else 2)
+            rows.reduce()
+            torch.testing.assert_close(found, values[comm.rank], rtol=1e-12, atol=1e-12)
+            sums.finish()
+            return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    for found in run_threads(rank, ranks):
         for name, gradient in gradients.items():
             assert (found[name] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), name
 
