@@ -77,6 +77,7 @@ class WeightStages:
         stage_bytes: int = _STAGE_BYTES,
     ) -> None:
         check_whole("WeightStages", "stage_bytes", stage_bytes, least=1)
+        self._comm = comm
         self._stages: list[tuple[list[dict[str, Tensor]], Reshard]] = []
         layers = [list(layer) for layer in _layers(shapes)]
         groups = _groups(layers, shapes, dtype.itemsize, stage_bytes)
@@ -102,14 +103,19 @@ class WeightStages:
     def run(self, load: Callable[[dict[str, Tensor]], None] | None = None) -> None:
         """Moves all tensors. A worker's ``load`` gets those of a layer; they are overwritten once it has returned.
 
-        Raises: as :meth:`Reshard.run`.
+        Raises: what ``load`` raised, with whose text the others' operations end (``abort()``); as :meth:`Reshard.run`.
         """
 
         for layers, moving in self._stages:
             moving.run()
-            if load is not None:
+            if load is None:
+                continue
+            try:
                 for layer in layers:
                     load(layer)
+            except BaseException as error:
+                self._comm.abort(f"rank {self._comm.rank} could not load weights: {error}")
+                raise
 
 
 def join_workers(place: Mapping[str, Any], rank: int, *, server: bool = False) -> tuple[Communicator, Any]:

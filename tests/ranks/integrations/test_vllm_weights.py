@@ -179,7 +179,7 @@ def test_a_sender_and_a_worker_of_another_process(started, tmp_path):
     if started == "a worker fails":
         assert trouble == ("ValueError", "no room for it")
         assert others[0] in ("Aborted", "PeerLost")
-        assert "a worker of vLLM failed: no room for it" in others[1]
+        assert "no room for it" in others[1]
 
 
 def test_bad_arguments():
