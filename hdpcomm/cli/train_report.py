@@ -301,21 +301,22 @@ def _compared(config: RunConfig, result: RunResult) -> str:
     if "static" in config.policies:
         found.append("On a static mesh short sequences, too, pay for messages and for kernels on parts of them.")
     if "ddp" in config.policies:
-        found.append(_against_ddp(config, result.ranks, longest))
+        found.append(_against_ddp(replace(config, recompute=result.recompute), result.ranks, longest))
     return " ".join(found)
 
 
 def _against_ddp(config: RunConfig, ranks: int, longest: int) -> str:
     from hdpcomm.run.memory import predict_memory
+    from hdpcomm.run.pipelines import recompute_by_device
 
     if longest <= config.capacity:
         return "Against DDP there is nothing to gain while each rank holds the longest sequence whole."
-    needed = longest, config.capacity
-    taken = [max(each.peak_bytes(tokens) for each in predict_memory(config, ranks)) for tokens in needed]
+    (memory,), (recompute,) = predict_memory(config, ranks), recompute_by_device(config)
+    whole, share = (size_text(memory.activation_bytes(tokens, recompute)) for tokens in (longest, config.capacity))
     return (
         f"DDP needs memory for the longest sequence on a single rank: {longest:,} tokens instead of "
-        f"{config.capacity:,}, {size_text(taken[0])} instead of {size_text(taken[1])} (predicted). Where a rank has "
-        "that, and there are short sequences enough to keep the others busy meanwhile, DDP is as fast."
+        f"{config.capacity:,}, {whole} of activations instead of {share} (predicted). Where a rank has that, and there "
+        "are short sequences enough to keep the others busy meanwhile, DDP is as fast."
     )
 
 

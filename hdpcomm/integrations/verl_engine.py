@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -40,7 +41,7 @@ from verl.workers.engine.utils import (
 
 from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.mesh import Mesh
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import InvalidUsage, first_line
 from hdpcomm.models import adapt
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.run.checkpoints import CheckpointFolder
@@ -348,8 +349,10 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
                 self.module.save_pretrained(folder / "huggingface")  # type: ignore[operator]
         self.comm.barrier()
         if "extra" in contents:
-            extra = {"lr_scheduler": self.lr_scheduler.state_dict(), "rng": BaseCheckpointManager.get_rng_state()}
-            torch.save(extra, folder / f"extra_rank_{self.rank}.pt")
+            rng = BaseCheckpointManager.get_rng_state()
+            kind, keys, *rest = rng["numpy"]
+            rng["numpy"] = (kind, keys.tolist(), *rest)  # weights_only reads no arrays
+            torch.save({"lr_scheduler": self.lr_scheduler.state_dict(), "rng": rng}, self._extra(folder))
         if wanted := contents & {"model", "optimizer"}:
             files = CheckpointFolder(
                 folder, keep=1, rank=self.rank, writers=self.comm.size, session=f"step{global_step}"
@@ -385,12 +388,22 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
             whole = self._state.parts()
             self._state.load({**whole, **state})
         if "extra" in contents:
-            own = folder / f"extra_rank_{self.rank}.pt"
-            extra = torch.load(own if own.exists() else folder / "extra_rank_0.pt", weights_only=False)
+            own = self._extra(folder)
+            path = own if own.exists() else folder / "extra_rank_0.pt"
+            try:
+                extra = torch.load(path, weights_only=True)
+            except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+                raise InvalidUsage(
+                    f"{path}: {first_line(error)}; rank {self.rank} expected what strategy=hdpcomm has saved: take "
+                    "another checkpoint, or leave 'extra' out of checkpoint.load_contents"
+                ) from None
             self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
             if own.exists():
                 BaseCheckpointManager.load_rng_state(extra["rng"])
         self.comm.barrier()
+
+    def _extra(self, folder: Path) -> Path:
+        return folder / f"extra_rank_{self.rank}.pt"
 
     @property
     def _state(self) -> State:

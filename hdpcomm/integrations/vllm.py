@@ -8,9 +8,11 @@ that train need no vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,8 +24,8 @@ from hdpcomm.arguments import check_whole
 from hdpcomm.comm.bootstrap import join
 from hdpcomm.comm.secret import Secret, new_secret
 from hdpcomm.comm.torch_store import SignedStore
-from hdpcomm.data.agree import from_rank, gather_json
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.data.agree import gather_json, on_rank_0, raise_together
+from hdpcomm.errors import CommTimeout, InvalidUsage
 from hdpcomm.models.export import by_layer
 from hdpcomm.train.reshard import Reshard
 from hdpcomm.train.tensor_part import TensorPart
@@ -60,10 +62,11 @@ class WeightStages:
     Collective over ``comm``, as is :meth:`run`; nothing is moved before that.
 
     Args:
-        shapes: of all tensors, by their names in the model of transformers, in its order; equal on all ranks.
+        shapes: of all tensors, by their names in the model of transformers, those of a layer together; equal on all
+            ranks.
         comm: of the ranks that train and the workers.
         source: what this rank has; ``None``: it is a worker.
-        dtype: in which workers get what is floating point.
+        dtype: in which workers get them.
         stage_bytes: most bytes that a worker has of tensors that it has not loaded yet, but for a layer that is larger.
     """
 
@@ -79,7 +82,7 @@ class WeightStages:
         check_whole("WeightStages", "stage_bytes", stage_bytes, least=1)
         self._comm = comm
         self._stages: list[tuple[list[dict[str, Tensor]], Reshard]] = []
-        layers = [list(layer) for layer in _layers(shapes)]
+        layers = [list(layer) for layer in by_layer(shapes.items())]
         groups = _groups(layers, shapes, dtype.itemsize, stage_bytes)
         elements = max(sum(_count(shapes[name]) for layer in group for name in layer) for group in groups)
         staging = torch.empty(elements if source is None else 0, dtype=dtype)  # the same for all stages
@@ -105,7 +108,6 @@ class WeightStages:
 
         Raises: what ``load`` raised, with whose text the others' operations end (``abort()``); as :meth:`Reshard.run`.
         """
-
         for layers, moving in self._stages:
             moving.run()
             if load is None:
@@ -149,10 +151,13 @@ class WeightSender:
         comm: of the ranks that train.
         client: on rank 0, the workers' control (vLLM's ``VLLMWeightSyncClient``); elsewhere it is not used.
         workers: how many take part: data, tensor and pipeline ranks of all of vLLM's engines.
-        address: of rank 0, as the workers see it.
+        address: of this host on rank 0, as the workers see it.
         dtype: of vLLM's weights.
         stage_bytes: as :class:`WeightStages`.
-        timeout: seconds for joining, and for each operation.
+        timeout: seconds for joining, for each operation, and for each answer of the workers.
+
+    Raises: InvalidUsage on all ranks: rank 0 has no client or another address, or a tensor is not floating point; as
+        :func:`hdpcomm.init`.
 
     Example, on every rank of a trainer::
 
@@ -174,12 +179,10 @@ class WeightSender:
         timeout: float = 300.0,
     ) -> None:
         check_whole("WeightSender", "workers", workers, least=1)
-        if comm.rank == 0 and client is None:
-            raise InvalidUsage("WeightSender on rank 0 got no client; give what controls vLLM's workers")
-        self._client, self._rank = client, comm.rank
+        self._client, self._rank, self._timeout = client, comm.rank, timeout
+        port, secret = on_rank_0(comm, lambda: f"{_free_port(address, client)} {new_secret()}").split()
         source = {name.removeprefix("model."): part for name, part in trainer.checkpoint_state()["model"].items()}
         shapes = _shapes_of(source, comm)
-        port, secret = from_rank(comm, f"{_free_port(address)} {new_secret()}" if comm.rank == 0 else "").split()
         place = {
             "address": address, "port": int(port), "size": comm.size + workers, "secret": secret, "timeout": timeout,
         }  # fmt: skip
@@ -187,7 +190,7 @@ class WeightSender:
             "place": place, "trainers": comm.size, "names": list(shapes), "shapes": [*map(list, shapes.values())],
             "dtype": str(dtype).removeprefix("torch."), "stage_bytes": stage_bytes,
         }  # fmt: skip
-        with _Calling(self._call("init_weight_transfer_engine"), told, None):
+        with self._calling("init_weight_transfer_engine", told):
             self._world, self._store = join_workers(place, comm.rank, server=comm.rank == 0)
             self._stages = WeightStages(shapes, self._world, source, dtype=dtype, stage_bytes=stage_bytes)
 
@@ -197,29 +200,41 @@ class WeightSender:
         Raises: on rank 0 what the client's call raised, and an error with its text elsewhere: make another sender; as
         :meth:`Reshard.run`.
         """
-        if self._rank == 0:
-            self._call("start_weight_update")()
-        with _Calling(self._call("update_weights"), {}, self._world):
+        if self._rank == 0 and self._client is not None:
+            self._client.start_weight_update()
+        with self._calling("update_weights", {}, self._world):
             self._stages.run()
-        if self._rank == 0:
-            self._call("finish_weight_update")()
+        if self._rank == 0 and self._client is not None:
+            self._client.finish_weight_update()
 
     def close(self) -> None:
         """Leaves the workers. Local."""
         self._world.close()
 
-    def _call(self, name: str) -> Any:
-        return getattr(self._client, name) if self._rank == 0 else None
+    def _calling(
+        self, name: str, told: Mapping[str, Any], world: Communicator | None = None
+    ) -> AbstractContextManager[None]:
+        """Rank 0 calls the client meanwhile."""
+        if self._rank:
+            return contextlib.nullcontext()
+        return _Calling(name, getattr(self._client, name), told, world, self._timeout)
 
 
-class _Calling:
-    """A call of all workers, who do in it what the ``with`` does here; ``None``: another rank calls. When the call
-    fails, nobody is left to exchange with, so the ``with`` is ended, too."""
+class _Calling(AbstractContextManager[None]):
+    """A call of all workers, who do in it what the ``with`` does here. When the call fails, nobody is left to exchange
+    with, so the ``with`` is ended, too."""
 
-    def __init__(self, call: Callable[..., Any] | None, told: Mapping[str, Any], world: Communicator | None) -> None:
-        self._world = world
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        told: Mapping[str, Any],
+        world: Communicator | None,
+        timeout: float,
+    ) -> None:
+        self._name, self._world, self._timeout = name, world, timeout
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(call, told), daemon=True) if call else None
+        self._thread = threading.Thread(target=self._run, args=(call, told), daemon=True)
 
     def _run(self, call: Callable[..., Any], told: Mapping[str, Any]) -> None:
         try:
@@ -230,15 +245,19 @@ class _Calling:
                 self._world.abort(f"a worker of vLLM failed: {error}")
 
     def __enter__(self) -> None:
-        if self._thread is not None:
-            self._thread.start()
+        self._thread.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if self._thread is None:
-            return
-        self._thread.join(None if error is None else 5.0)  # a worker may never answer after an error here
+        self._thread.join(self._timeout if error is None else 5.0)  # a worker may not answer after an error here
         if self._error is not None:
             raise self._error from error
+        if error is None and self._thread.is_alive():
+            raise CommTimeout(
+                f"rank 0 has no answer of vLLM's workers to {self._name}() {self._timeout} s after they got their "
+                "part; look at their logs, or give WeightSender a longer timeout",
+                rank=0,
+                op=self._name,
+            )
 
 
 def register() -> None:
@@ -250,7 +269,15 @@ def register() -> None:
 
 
 def _shapes_of(source: Mapping[str, TensorPart | Tensor], comm: Communicator) -> dict[str, list[int]]:
-    """Those of all ranks' tensors, each rank's in its order. Collective."""
+    """Those of all ranks' tensors, layer by layer. Collective. Raises: InvalidUsage: one is not floating point."""
+    other = [
+        f"{name} ({tensor.dtype})"
+        for name, part in source.items()
+        for tensor in ([part] if isinstance(part, Tensor) else [box for _, box in part.boxes])
+        if not tensor.is_floating_point()
+    ]
+    error = InvalidUsage(f"the model has {other[0]}; WeightSender takes floating point tensors only") if other else None
+    raise_together(comm, error, order=comm.rank)
     found: dict[str, list[int]] = {}
     for own in gather_json(comm, {name: list(part.size()) for name, part in source.items()}):
         found.update(own)
@@ -260,10 +287,6 @@ def _shapes_of(source: Mapping[str, TensorPart | Tensor], comm: Communicator) ->
 def _order(name: str) -> list[tuple[int, str]]:
     """Layers by number, what is of one layer together."""
     return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
-
-
-def _layers(shapes: Mapping[str, Sequence[int]]) -> Iterable[dict[str, Tensor]]:
-    return by_layer((name, torch.empty(0)) for name in shapes)
 
 
 def _groups(
@@ -286,8 +309,17 @@ def _count(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def _free_port(address: str) -> int:
-    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-    with socket.socket(family) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+def _free_port(address: str, client: SyncClient | None) -> int:
+    """A port of rank 0's host at the address. Raises: InvalidUsage."""
+    if client is None:
+        raise InvalidUsage("WeightSender on rank 0 got no client; give what controls vLLM's workers")
+    try:
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise InvalidUsage(
+            f"WeightSender got the address {address!r}, at which rank 0 cannot be reached ({error}); give one of rank "
+            "0's host that the workers see"
+        ) from None

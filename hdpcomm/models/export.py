@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from hdpcomm.models.weights import by_tensor, making
 __all__ = ["as_saved", "by_layer", "check_export", "export_llama", "new_folder", "write_folder"]
 
 _FILE_BYTES = 1 << 30
+
+T = TypeVar("T")
 
 _BLOCK = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -165,9 +167,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
         partial.rename(folder)
 
 
-def by_layer(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Those of a layer together: transformers may store several of them as one, or one as several. Local."""
-    layer: dict[str, torch.Tensor] = {}
+def by_layer(tensors: Iterable[tuple[str, T]]) -> Iterator[dict[str, T]]:
+    """Tensors, or what there is of them, by name, those of a layer together: transformers may store several of them as
+    one, or one as several. Local."""
+    layer: dict[str, T] = {}
     before: str | None = None
     for name, tensor in tensors:
         found = re.match(r"(.*?\.\d+)\.", name)

@@ -172,7 +172,7 @@ class HybridDataParallel:
             raise InvalidUsage("training_step() got no num_items_in_batch; take get_batch_samples() of this class")
         model.train()
         passes, ends = self._begin()
-        batch = gather_sequences(sequences_of(inputs), self.comm)
+        batch, _ = gather_sequences(sequences_of(inputs), self.comm)
         scale = 1.0 / float(num_items_in_batch)
         share = self._train(passes.plan(batch.lengths), batch, scale=scale, ends=ends)
         return share.to(cast(Any, self).args.device)

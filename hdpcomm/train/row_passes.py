@@ -140,18 +140,14 @@ class RowPasses:
 
         The values are a leaf with gradients where autograd is on.
         """
-        batch = gather_sequences(own, self.comm)
-        trees = trees_of_prompts(batch.lengths, batch.prompts()) if self._shares else []
-        planned, labels = shorter_plan(
-            lambda items: self._planned(items, batch.lengths), batch.lengths, trees, shares=self._shares
-        )
+        batch, first = gather_sequences(own, self.comm)
+        lengths = batch.lengths
+        trees = trees_of_prompts(lengths, batch.prompts())
+        planned, labels = shorter_plan(lambda items: self._planned(items, lengths), lengths, trees, shares=self._shares)
         self._agreed(planned)
         kept = KeptLogProbs(labels, self._like, entropy=entropy, temperature=temperature)
         with self._opened(), self._first():
             self._passes.run(self._inputs(planned, batch, terms=kept_terms(kept, labels)))
-        counts = torch.empty(self.comm.size, dtype=torch.int64)
-        self.comm.all_gather(counts, torch.tensor([len(own.tokens)]))
-        first = int(counts[: self.comm.rank].sum())
         entries = first + (own.labels != IGNORE).nonzero()[:, 0]
         values = kept.sum(self.comm)[:, entries].requires_grad_(torch.is_grad_enabled())
         return ScoredRows(batch, planned, labels, entries, values, temperature)

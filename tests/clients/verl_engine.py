@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 from common import Figures, join, leave, main, tiny_llama
@@ -294,6 +296,36 @@ def check_refusals(rank: int) -> None:
     refused("calculate_sum_pi_squared", lambda: engine.infer_batch(summed))
     refused("delta_sharded", engine.get_per_tensor_param_shard)
     refused("to('cuda')", lambda: engine.to("cuda"))
+    check_planted(engine, rank)
+
+
+class Planted:
+    """What runs code where it is unpickled with any globals."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def check_planted(engine: Any, rank: int) -> None:
+    """A checkpoint that somebody else has made runs nothing."""
+    import torch
+
+    from hdpcomm.errors import InvalidUsage
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.save(Planted(folder / "marker"), folder / f"extra_rank_{rank}.pt")
+        engine.checkpoint_config = {"load_contents": ["extra"]}
+        told = "nothing"
+        try:
+            engine.load_checkpoint(name)
+        except InvalidUsage as error:
+            told = str(error)
+        assert f"rank {rank} expected what strategy=hdpcomm has saved" in told, told
+        assert not (folder / "marker").exists()
 
 
 def refused(name: str, call: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from multiprocessing.connection import Client, Listener
 
 import pytest
@@ -85,8 +86,8 @@ class Control:
 class Worker:
     """What vLLM makes of each call, without vLLM."""
 
-    def __init__(self, model):
-        self.model, self.calls = model, []
+    def __init__(self, model, fails):
+        self.model, self.fails, self.calls = model, fails, []
 
     def init_weight_transfer_engine(self, told):
         self.calls.append("init")
@@ -102,8 +103,12 @@ class Worker:
         assert told == {}
         self.calls.append("update")
         if len(self.calls) > 7:
-            self.stages.run(self.refuse)
-        self.stages.run(lambda layer: self.model.load_state_dict(layer, strict=False))
+            self.stages.run(self.refuse if self.fails else self.load)
+            threading.Event().wait(5)  # it has got all, and does not answer
+        self.stages.run(self.load)
+
+    def load(self, layer):
+        self.model.load_state_dict(layer, strict=False)
 
     def refuse(self, layer):
         assert layer
@@ -118,14 +123,17 @@ def serve(listener, worker):
     while True:
         try:
             name, arguments = line.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         error = None
         try:
             getattr(worker, name)(*arguments)
         except Exception as failure:
             error = failure
-        line.send(error)
+        try:
+            line.send(error)
+        except ConnectionError:  # nobody waits for it any more
+            return
 
 
 def program(path, started):
@@ -141,7 +149,7 @@ def program(path, started):
                 other = copy.deepcopy(model)
                 for p in other.parameters():
                     p.zero_()
-            worker = Worker(other)
+            worker = Worker(other, started == "a worker fails")
             serve(listener, worker)
             return worker.calls, {name: x.clone() for name, x in other.state_dict().items()}
         adapted = hdp.adapt(model)
@@ -149,13 +157,15 @@ def program(path, started):
         trainer = hdp.Trainer(adapted, torch.optim.SGD(adapted.parameters(), lr=0.1), planner, trains, zero=1)
         control = Control(path) if trains.rank == 0 else None
         sender = WeightSender(trainer, trains, control, workers=1, dtype=torch.float32, stage_bytes=4000, timeout=60)
+        if started == "a worker does not answer":
+            sender._timeout = 1.0
         tokens = [torch.arange(9), torch.arange(30)]
         for _ in range(2):
             trainer.step([9, 30], tokens.__getitem__)
             sender.send()
         found = {name: x.clone() for name, x in adapted.model.state_dict().items()}
         trouble = None
-        if started == "a worker fails":
+        if started != "well":
             try:
                 sender.send()
             except (ValueError, hdp.Error) as error:
@@ -166,7 +176,7 @@ def program(path, started):
         return found, trouble
 
 
-@pytest.mark.parametrize("started", ["well", "a worker fails"])
+@pytest.mark.parametrize("started", ["well", "a worker fails", "a worker does not answer"])
 def test_a_sender_and_a_worker_of_another_process(started, tmp_path):
     (first, trouble), (second, others), (calls, loaded) = spawn(
         program, 3, str(tmp_path / "line"), started, timeout=100
@@ -180,6 +190,10 @@ def test_a_sender_and_a_worker_of_another_process(started, tmp_path):
         assert trouble == ("ValueError", "no room for it")
         assert others[0] in ("Aborted", "PeerLost")
         assert "no room for it" in others[1]
+    if started == "a worker does not answer":
+        assert trouble[0] == "CommTimeout"
+        assert "rank 0 has no answer of vLLM's workers to update_weights() 1.0 s after" in trouble[1]
+        assert others is None
 
 
 def test_bad_arguments():
@@ -187,3 +201,15 @@ def test_bad_arguments():
         WeightSender(None, comm, None, workers=1)
     with hdp.init() as comm, pytest.raises(InvalidUsage, match="workers"):
         WeightSender(None, comm, None, workers=0)
+    for address in ("192.0.2.1", "no such host"):
+        with hdp.init() as comm, pytest.raises(InvalidUsage, match=f"the address '{address}', at which rank 0 cannot"):
+            WeightSender(None, comm, Control, workers=1, address=address)
+
+
+def test_tensors_that_are_no_floating_point_are_named():
+    class Holder:
+        def checkpoint_state(self):
+            return {"model": {"model.places": torch.arange(3)}}
+
+    with hdp.init() as comm, pytest.raises(InvalidUsage, match=r"places \(torch.int64\)"):
+        WeightSender(Holder(), comm, Control, workers=1)
