@@ -21,7 +21,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -34,15 +34,14 @@ from torch.distributed.fsdp import fully_shard
 
 import hdpcomm as hdp
 from hdpcomm.comm.launch import run_ranks
+from hdpcomm.comm.topology import shared_cores
 from hdpcomm.data import BatchSampler, Corpus, standard_library
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.plan import ClusterSpec, PlanAhead, PlannedStep, Planner
-from hdpcomm.run.costs import shared_cores
-from hdpcomm.train import IGNORE, StepMetrics, Trainer, profile_cost_model
-from hdpcomm.train.activation_profile import OffloadedStep
+from hdpcomm.plan import ClusterSpec, PlanAhead, Planner
+from hdpcomm.train import StepMetrics, Trainer, profile_cost_model
 from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
-from hdpcomm.train.micro_batch import micro_batch_loss
-from hdpcomm.train.shards import Fetch, no_tokens, pack_shard
+from hdpcomm.train.passes import MicroBatchPasses, StepInputs
+from hdpcomm.train.shards import no_tokens, pack_shard
 from hdpcomm.train.timeline import PHASES
 
 MODEL = LlamaConfig(layers=4, hidden=32, heads=2, kv_heads=1, ffn=96)
@@ -71,24 +70,21 @@ class Row:
     losses: list[float]
 
 
-class Fsdp2Trainer(Trainer):
+class LockstepPasses(MicroBatchPasses):
     """FSDP2 as it is meant: parameters gathered layer by layer in each pass, gradients scattered in the last one. All
     ranks run equally many passes; where a rank has no more sequences, it runs one over a token without a loss."""
 
-    def _run_all(self, planned: PlannedStep, fetch: Fetch, scale: float, _: OffloadedStep) -> Tensor:
-        micro_batches = planned.plan.for_rank(self.comm.rank)
-        alone = self.comm.subset([self.comm.rank])
+    def run(self, step: StepInputs) -> Tensor:
+        micro_batches = step.planned.plan.for_rank(self._mesh.hdp_rank)
         passes = torch.tensor([float(len(micro_batches))])
-        self.comm.all_reduce(passes, "max")
-        packs = [pack_shard(each, fetch, comm=alone, device=self._device) for each in micro_batches]
+        self._mesh.comm.all_reduce(passes, "max")
+        packs = [pack_shard(each, step.fetch, comm=self._alone, device=self._device) for each in micro_batches]
         packs += [no_tokens(self._device)] * (int(passes) - len(packs))
         found = torch.zeros(2, dtype=torch.float64)
         for place, packed in enumerate(packs):
-            self.model.set_requires_gradient_sync(place == len(packs) - 1)
-            loss = micro_batch_loss(self.model, packed, alone)
-            (loss * scale).backward()
-            found += torch.stack((loss.detach().double(), (packed.labels != IGNORE).sum().double()))
-            self.timeline.end("micro-batch")
+            self._model.set_requires_gradient_sync(place == len(packs) - 1)
+            found += self._pass(packed, self._alone, step, nullcontext())
+            step.on_pass(micro_batches[place].index if place < len(micro_batches) else None)
         return found
 
 
@@ -117,7 +113,9 @@ def compared(corpus: Corpus, steps: int, tokens: int) -> list[Row]:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            return Fsdp2Trainer(model, adamw(model), whole, comm)
+            trainer = Trainer(model, adamw(model), whole, comm)
+            trainer.passes = LockstepPasses(model, trainer.mesh)
+            return trainer
 
         ddp = Llama(MODEL)
         trainers = {

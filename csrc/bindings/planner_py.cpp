@@ -93,10 +93,12 @@ py::array_t<double> toArray(const std::vector<double>& values) {
   return py::array_t<double>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-// Runs the micro-batches of a table. `squares`: of each of its sequences in turn.
+// Runs the micro-batches of a table. `squares`: of each of its sequences in turn. `slices`: (row,
+// first token, token after the last one, whether another one follows) of those that are a slice.
 py::dict simulateToDict(
     const CostModel& cost, const py::tuple& arrays,
-    const py::array_t<double, py::array::c_style | py::array::forcecast>& of_sequences) {
+    const py::array_t<double, py::array::c_style | py::array::forcecast>& of_sequences,
+    const std::vector<std::tuple<size_t, int64_t, int64_t, bool>>& slices) {
   const TableView table(arrays);
   std::vector<double> squares(of_sequences.data(), of_sequences.data() + of_sequences.size());
   planner::SimulatedStep step;
@@ -115,6 +117,14 @@ py::dict simulateToDict(
         lengths.push_back(length);
       }
       plan.micro_batches.push_back(std::move(batch));
+    }
+    for (const auto& [row, first, end, more] : slices) {
+      if (row >= plan.micro_batches.size() || first < 0 || end <= first) {
+        throwInvalidUsage("a slice to simulate is tokens " + std::to_string(first) + " to " +
+                          std::to_string(end) + " in micro-batch " + std::to_string(row) +
+                          ", which cannot be");
+      }
+      plan.micro_batches[row].slice = {first, end, more};
     }
     const Problem problem(std::move(lengths), cost, std::move(squares));
     step = planner::simulate(problem, plan);
@@ -203,7 +213,8 @@ void bindPlanner(py::module_& module) {
         return planner::lowerBound(Problem(std::move(lengths), cost, std::move(squares)));
       },
       py::arg("cost"), py::arg("lengths"), py::arg("squares") = std::vector<double>());
-  module.def("simulate", &simulateToDict, py::arg("cost"), py::arg("table"), py::arg("squares"));
+  module.def("simulate", &simulateToDict, py::arg("cost"), py::arg("table"), py::arg("squares"),
+             py::arg("slices") = std::vector<std::tuple<size_t, int64_t, int64_t, bool>>());
   bindPlannerTable(module);
 }
 

@@ -16,6 +16,7 @@ from hdpcomm.attention.pack_context import (
     packing,
     scaled_dot_product_attention,
 )
+from hdpcomm.attention.slices import SequenceSlice, SlicedSequence
 from hdpcomm.attention.variants import AttentionCosts
 from hdpcomm.plan.tree import Tree
 
@@ -25,6 +26,8 @@ __all__ = [
     "BlockMask",
     "Pack",
     "Problem",
+    "SequenceSlice",
+    "SlicedSequence",
     "Tree",
     "available_backends",
     "carry_pack",

@@ -19,6 +19,7 @@ from hdpcomm.attention.engine import Call, LatentDims, backward, forward
 from hdpcomm.attention.layout import AnyLayout, CuSeqlens, layout_of
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.pieces import Pieces
+from hdpcomm.attention.slices import SequenceSlice, SliceLayout
 from hdpcomm.attention.tiles import Band, band_of, window_pair
 from hdpcomm.attention.variants import choose_variant
 from hdpcomm.comm.untraced import untraced
@@ -40,6 +41,7 @@ __all__ = [
     "make_call",
     "plan_call",
     "ring_attention",
+    "with_kept",
 ]
 
 RING_OPTIONS = ("variant", "cu_seqlens_k", "softcap", "sinks", "costs", "check")
@@ -65,7 +67,11 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, saved = forward(q, (k, v), sinks, call)
-        ctx.call, ctx.heads = call, (q.shape[1], k.shape[1])
+        ctx.call, ctx.heads, ctx.kept = call, (q.shape[1], k.shape[1]), []
+        if isinstance(
+            call.kv_layout, SliceLayout
+        ):  # in memory that other slices share: nothing for hooks of saved tensors
+            saved[1:3], ctx.kept = [], saved[1:3]
         ctx.save_for_backward(*saved, sinks)
         ctx.mark_non_differentiable(lse)
         return out.to(q.dtype, copy=out.dtype == q.dtype), lse.clone()
@@ -73,8 +79,8 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @without_second_derivative
     def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *saved, sinks = ctx.saved_tensors
-        dq, dk, dv, dsinks = backward(dout, saved, sinks, ctx.call, ctx.heads)
+        q, *saved, sinks = ctx.saved_tensors
+        dq, dk, dv, dsinks = backward(dout, [q, *ctx.kept, *saved], sinks, ctx.call, ctx.heads)
         dtype = dout.dtype
         if dsinks is not None:
             dsinks = dsinks.to(sinks.dtype)
@@ -138,12 +144,12 @@ def layouts_of(
     """The layouts of queries and keys. Raises InvalidUsage where they cannot belong together."""
     size = 1 if comm is None else comm.size
     q_layout = layout_of(cu_seqlens, size=size)
-    kv_layout = q_layout
+    kv_layout = cu_seqlens.layouts(size)[1] if isinstance(cu_seqlens, SequenceSlice) else q_layout
     if cu_seqlens_k is not None:
         kv_layout = layout_of(cu_seqlens_k, size=size, name="cu_seqlens_k")
         if isinstance(q_layout, Pieces) or isinstance(kv_layout, Pieces):
             raise InvalidUsage(
-                "cu_seqlens_k was given with a tree or a mask, where queries and keys are the same tokens; leave it out"
+                "cu_seqlens_k was given with a tree, a mask or a slice, which says what its keys are; leave it out"
             )
         if len(q_layout.bounds) != len(kv_layout.bounds):
             raise InvalidUsage(
@@ -170,7 +176,8 @@ def band_under(layout: AnyLayout, arguments: Arguments) -> Band:
             raise InvalidUsage(f"window={window} was given with a mask, which says by itself what is visible")
         return Band(None, None)
     if isinstance(layout, Pieces) and not arguments.causal:
-        raise InvalidUsage("causal=False was given with a tree, whose tokens see only what is before them")
+        what = "slice" if isinstance(layout, SliceLayout) else "tree"
+        raise InvalidUsage(f"causal=False was given with a {what}, whose tokens see only what is before them")
     return band_of(arguments.causal, arguments.window)
 
 
@@ -297,11 +304,12 @@ def attend(
         checked = arguments()
         sinks = checked.options.sinks
         _check_tensors(q, k, v, sinks)
-        folded = _fold(q), _fold(k), _fold(v)
-        call = plan_call(*folded, comm, cu_seqlens, checked)
         if careful:
             for name, x in (("q", q), ("k", k), ("v", v)):
                 check_finite(name, x)
+        keys, values = with_kept(comm, cu_seqlens, _fold(k), _fold(v))
+        folded = _fold(q), keys, values
+        call = plan_call(*folded, comm, cu_seqlens, checked)
         facts = _facts(call, q, k, v, sinks) if careful and call.comm is not None else ("", "")
         return (folded, sinks, call), *facts
 
@@ -315,6 +323,14 @@ def attend(
         out = out.view(out.shape[0], batch, q.shape[2], out.shape[2]).transpose(0, 1)
         lse = lse.view(lse.shape[0], batch, q.shape[2]).transpose(0, 1)
     return out, lse
+
+
+def with_kept(comm: Communicator | None, cu_seqlens: CuSeqlens, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The new rows; in a slice with what this rank has kept of the slices before it."""
+    if not isinstance(cu_seqlens, SequenceSlice):
+        return new
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    return cu_seqlens.keep(*new, rank=rank, size=size)
 
 
 def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float | None]:
@@ -349,9 +365,10 @@ def ring_attention(
 
     ``cu_seqlens``: int32 [num_sequences + 1] of the whole pack, the same on all ranks, with no empty sequence (best on
     the CPU: a CUDA tensor has to be waited for). Or a :class:`Tree` (a query sees its ancestors and, causally, its own
-    segment), or a :class:`BlockMask` (what its function says; ``causal`` is not asked). ``window``: how many keys a
-    query sees to its left, itself included (without ``causal`` also to its right), or (left, right) as in flash-attn,
-    -1 for no limit. ``scale``: default head_dim ** -0.5. ``backend``: see
+    segment), a :class:`BlockMask` (what its function says; ``causal`` is not asked), or a slice of a
+    :class:`SlicedSequence` (a query also sees the slices before its own, whose keys were kept). ``window``: how many
+    keys a query sees to its left, itself included (without ``causal`` also to its right), or (left, right) as in
+    flash-attn, -1 for no limit. ``scale``: default head_dim ** -0.5. ``backend``: see
     :func:`hdpcomm.attention.available_backends`. ``options``: what is rarely given (the variant, softcap, sinks, other
     lengths of keys, costs, checks), see :class:`hdpcomm.attention.AttentionOptions`.
 

@@ -7,8 +7,9 @@ without padding. A rank's rows are [head of sequence 0, tail of sequence 0, head
 (arXiv 2502.21231) section 7.
 
 All functions are local: every rank computes the same from ``cu_seqlens``. They also take a
-:class:`hdpcomm.plan.Tree` or a :class:`hdpcomm.attention.BlockMask` in its place, whose layouts are in tree_layout.py
-and block_mask.py.
+:class:`hdpcomm.plan.Tree`, a :class:`hdpcomm.attention.BlockMask` or a slice of a
+:class:`hdpcomm.attention.SlicedSequence` in its place, whose layouts are in tree_layout.py, block_mask.py and
+slices.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.attention._kernels import Rows, copy_rows, take_rows, take_rows_and_positions
 from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.pieces import Pieces
+from hdpcomm.attention.slices import SequenceSlice
 from hdpcomm.attention.tree_layout import tree_layout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
@@ -48,7 +50,7 @@ __all__ = [
     "unshard",
 ]
 
-CuSeqlens: TypeAlias = "torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | Tree | BlockMask"
+CuSeqlens: TypeAlias = "torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | Tree | BlockMask | SequenceSlice"
 Int64: TypeAlias = "npt.NDArray[np.int64]"
 
 
@@ -107,7 +109,8 @@ class Layout:
 
 
 AnyLayout: TypeAlias = "Layout | Pieces"
-"""Which rank holds which tokens: of a pack of sequences (Layout), or of a tree or a mask of one's own (Pieces)."""
+"""Which rank holds which tokens: of a pack of sequences (Layout), or of a tree, a mask of one's own or a slice
+(Pieces)."""
 
 
 @lru_cache(maxsize=1024)
@@ -115,15 +118,17 @@ def _rows_of(layout: Layout, rank: int) -> int:
     return int(layout.local_cu(rank)[-1])
 
 
-def as_pack(cu_seqlens: CuSeqlens) -> Int64 | Tree | BlockMask:
-    """A tree or a mask as it is, and :func:`as_cu_seqlens` of all else."""
-    return cu_seqlens if isinstance(cu_seqlens, Tree | BlockMask) else as_cu_seqlens(cu_seqlens)
+def as_pack(cu_seqlens: CuSeqlens) -> Int64 | Tree | BlockMask | SequenceSlice:
+    """A tree, a mask or a slice as it is, and :func:`as_cu_seqlens` of all else."""
+    return cu_seqlens if isinstance(cu_seqlens, Tree | BlockMask | SequenceSlice) else as_cu_seqlens(cu_seqlens)
 
 
 def longest_length(cu_seqlens: CuSeqlens) -> int:
     """One more than the last position of a pack."""
     if isinstance(cu_seqlens, Tree):
         return cu_seqlens.depth
+    if isinstance(cu_seqlens, SequenceSlice):
+        return cu_seqlens.stop
     if isinstance(cu_seqlens, BlockMask):
         return cu_seqlens.num_tokens if cu_seqlens.positions is None else int(cu_seqlens.positions.max()) + 1
     return int(np.diff(as_cu_seqlens(cu_seqlens)).max(initial=0))
@@ -131,7 +136,7 @@ def longest_length(cu_seqlens: CuSeqlens) -> int:
 
 def as_cu_seqlens(cu_seqlens: CuSeqlens, *, name: str = "cu_seqlens") -> Int64:
     """``cu_seqlens`` as a checked int64 array: one dimension, begins with 0, never falls. Waits for a CUDA tensor."""
-    if isinstance(cu_seqlens, Tree | BlockMask):
+    if isinstance(cu_seqlens, Tree | BlockMask | SequenceSlice):
         raise InvalidUsage(
             f"{name} is a {type(cu_seqlens).__name__}, and only packs of plain sequences are possible here: give the "
             "running sum of their lengths"
@@ -174,6 +179,8 @@ def layout_of(cu_seqlens: CuSeqlens, *, size: int, name: str = "cu_seqlens") -> 
         return tree_layout(cu_seqlens, size)
     if isinstance(cu_seqlens, BlockMask):
         return cu_seqlens.layout(size)
+    if isinstance(cu_seqlens, SequenceSlice):
+        return cu_seqlens.layouts(size)[0]
     return _cached_layout(as_cu_seqlens(cu_seqlens, name=name).tobytes(), size)
 
 

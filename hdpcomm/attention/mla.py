@@ -23,6 +23,7 @@ from hdpcomm.attention.api import (
     layouts_of,
     make_call,
     positive_scale,
+    with_kept,
 )
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.block_mask import MaskLayout
@@ -157,14 +158,15 @@ def mla_attention(
         if careful:
             for name, x in (("q", q), ("c_kv", c_kv[:, None]), ("k_rope", k_rope[:, None])):
                 check_finite(name, x)
-        rows = (q.shape[0], c_kv.shape[0])
+        c_all, rope_all = with_kept(comm, cu_seqlens, c_kv, k_rope)
+        rows = (q.shape[0], c_all.shape[0])
         if chosen == "kv":
             problem = replace(latent_problem, latent_dim=0)
             call = make_call(rows, problem, comm, layouts, arguments)
-            tensors = (q.contiguous(), *_keys_values(c_kv, k_rope, w_kv, heads, v_dim))
+            tensors = (q.contiguous(), *_keys_values(c_all, rope_all, w_kv, heads, v_dim))
         else:
             call = make_call(rows, latent_problem, comm, layouts, arguments, LatentDims(rope_dim, v_dim))
-            latent = torch.cat((c_kv, k_rope), dim=1).unsqueeze(1)
+            latent = torch.cat((c_all, rope_all), dim=1).unsqueeze(1)
             tensors = (q.contiguous(), latent, w_kv.contiguous().view(heads, -1, w_kv.shape[1]))
         settings = (
             f"q {tuple(q.shape[1:])} c_kv {c_kv.shape[1]} k_rope {rope_dim} v {v_dim} {q.dtype} {q.device.type} "

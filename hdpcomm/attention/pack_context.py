@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from types import TracebackType
@@ -26,6 +26,7 @@ from hdpcomm.attention.api import Arguments, attend, plan_call, positive_scale
 from hdpcomm.attention.engine import backward, retrace
 from hdpcomm.attention.layout import CuSeqlens, as_pack
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
+from hdpcomm.attention.slices import CallMark, SequenceSlice
 from hdpcomm.attention.tiles import window_pair
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import refuse_second_derivative
@@ -97,17 +98,22 @@ def packing(
 class _CurrentPack:
     """The pack of the thread that enters it, for the length of the block; may be entered again and again."""
 
-    def __init__(self, pack: Pack | None) -> None:
-        self._pack = pack
+    def __init__(self, pack: Pack | None, mark: CallMark | None = None) -> None:
+        """``mark``: of the forward pass that is computed again inside."""
+        self._pack, self._mark = pack, mark
         self._before: list[Pack | None] = []
 
     def __enter__(self) -> None:
         self._before.append(_current.pack)
         _current.pack = self._pack
+        if self._mark is not None:
+            self._mark.again.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._mark is not None:
+            self._mark.again.__exit__()
         _current.pack = self._before.pop()
 
 
@@ -115,7 +121,8 @@ def carry_pack() -> tuple[AbstractContextManager[None], AbstractContextManager[N
     """``context_fn`` of ``torch.utils.checkpoint.checkpoint``: recomputation runs with the pack of its forward pass,
     after the block and on any thread. Local.
     """
-    return nullcontext(), _CurrentPack(_current.pack)
+    mark = CallMark()
+    return mark, _CurrentPack(_current.pack, mark)
 
 
 def current_pack() -> Pack:
@@ -207,6 +214,10 @@ def _packed_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, ticket of the pack)."""
     pack = current_pack()
+    if isinstance(pack.cu_seqlens, SequenceSlice):
+        raise InvalidUsage(
+            "a compiled model was given a slice of a sequence, whose keys outlast the call: run it eagerly"
+        )
     with torch.no_grad():
         out, lse = _attend(q, k, v, sinks, (causal, window_left, window_right, scale, softcap), pack)
     out, lse = _apart((out, lse), (q, k, v))

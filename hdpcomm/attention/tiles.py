@@ -18,7 +18,18 @@ import numpy.typing as npt
 from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Band", "Span", "Tile", "Visible", "band_of", "band_tile", "join_tiles", "tiles_of", "window_pair"]
+__all__ = [
+    "Band",
+    "Span",
+    "Tile",
+    "Visible",
+    "band_of",
+    "band_tile",
+    "join_tiles",
+    "pairs_before",
+    "tiles_of",
+    "window_pair",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +160,15 @@ def band_tile(q: Span, k: Span, shift: int, band: Band) -> Tile | None:
         None if low is None or low <= 1 - n else low,
         None if high is None or high >= m - 1 else high,
     )
+
+
+def pairs_before(position: npt.NDArray[np.int64], band: Band) -> npt.NDArray[np.int64]:
+    """Pairs of the queries at positions 0 to ``position`` - 1 of one way through the tree."""
+    inside = position if band.low is None else np.minimum(position, 1 - band.low)
+    pairs: npt.NDArray[np.int64] = inside * (inside + 1) // 2 + (position - inside) * (
+        0 if band.low is None else 1 - band.low
+    )
+    return pairs
 
 
 def _joined(first: Tile, second: Tile) -> Tile | None:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from hdpcomm._core import kernels as _core
 from hdpcomm.attention.atoms import Atoms
 from hdpcomm.attention.pieces import Pieces, local_rows
-from hdpcomm.attention.tiles import Band, Span, Tile, band_tile, join_tiles, tiles_of
+from hdpcomm.attention.tiles import Band, Span, Tile, band_tile, join_tiles, pairs_before, tiles_of
 from hdpcomm.plan.tree import Tree
 
 __all__ = ["TreeLayout", "tree_layout"]
@@ -90,15 +90,7 @@ class TreeLayout(Pieces):
 
     def pairs(self, band: Band) -> float:
         first, end = self.tree.starts, self.tree.starts + self.tree.lengths
-        return float((_pairs_before(end, band) - _pairs_before(first, band)).sum())
-
-
-def _pairs_before(position: Int64, band: Band) -> Int64:
-    """Pairs of the queries at positions 0 to ``position`` - 1 of one way through the tree."""
-    window = _NEVER if band.low is None else 1 - band.low
-    inside = np.minimum(position, window)
-    pairs: Int64 = inside * (inside + 1) // 2 + (position - inside) * (0 if band.low is None else window)
-    return pairs
+        return float((pairs_before(end, band) - pairs_before(first, band)).sum())
 
 
 def _range_min(values: Int64, first: Int64, last: Int64) -> Int64:

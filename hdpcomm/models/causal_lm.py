@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hdpcomm.attention import Tree, packing
+from hdpcomm.attention import packing
+from hdpcomm.attention.layout import CuSeqlens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, LossOptions, linear_cross_entropy, loss_of_log_probs
 from hdpcomm.models.huggingface import set_attention
@@ -107,7 +108,7 @@ class AdaptedCausalLM(nn.Module):
         tokens: Tensor,
         *,
         positions: Tensor,
-        cu_seqlens: Tensor | Tree,
+        cu_seqlens: CuSeqlens,
         comm: Communicator | None,
         labels: Tensor | None = None,
         label_rows: Tensor | None = None,
@@ -134,7 +135,7 @@ class AdaptedCausalLM(nn.Module):
         return out + self.router_losses(router_logits, labels, cu_seqlens, comm)
 
     def run_layers(
-        self, x: Tensor, *, positions: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator | None
+        self, x: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator | None
     ) -> tuple[Tensor, list[Tensor]]:
         """What the decoder gives for tokens, or for hidden states in the place of their embeddings: ``[tokens, width]``
         and each router's logits ``[tokens, experts]``; of tensor ranks blocks of both. Collective over ``comm``."""
@@ -178,7 +179,7 @@ class AdaptedCausalLM(nn.Module):
         return self._router is not None and self._router.coefficient > 0
 
     def router_losses(
-        self, router_logits: Sequence[Tensor], labels: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator | None
+        self, router_logits: Sequence[Tensor], labels: Tensor, cu_seqlens: CuSeqlens, comm: Communicator | None
     ) -> Tensor:
         """What the routers add to the loss; see :func:`hdpcomm.models.router_loss.router_loss`. Collective over
         ``comm``."""

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_number, check_whole
-from hdpcomm.attention import Tree, ring_attention
+from hdpcomm.attention import ring_attention
+from hdpcomm.attention.layout import CuSeqlens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, linear_cross_entropy
 from hdpcomm.models.lean import rms_norm, swiglu
@@ -143,9 +144,7 @@ class _Attention(nn.Module):
         self.v = nn.Linear(config.hidden, kv, bias=False, dtype=dtype, device=device)
         self.out = nn.Linear(inner, config.hidden, bias=False, dtype=dtype, device=device)
 
-    def forward(
-        self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: Tensor | Tree, comm: Communicator
-    ) -> Tensor:
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: CuSeqlens, comm: Communicator) -> Tensor:
         tokens = x.shape[0]
         q = apply_rope(self.q(x).view(tokens, self.heads, self.head_dim), tables)
         k = apply_rope(self.k(x).view(tokens, self.kv_heads, self.head_dim), tables)
@@ -180,7 +179,7 @@ class _Block(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: Tensor | Tree, comm: Communicator
+        self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: CuSeqlens, comm: Communicator
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The block's result; with experts also their router's logits."""
         x = x + self.attention(self.attention_norm(x), tables, cu_seqlens, comm)
@@ -192,7 +191,7 @@ def run_blocks(
     blocks: Iterable[nn.Module],
     x: Tensor,
     tables: tuple[Tensor, Tensor],
-    cu_seqlens: Tensor | Tree,
+    cu_seqlens: CuSeqlens,
     comm: Communicator,
 ) -> tuple[Tensor, list[Tensor]]:
     """What the last block gives, and the router's logits of each block that has one. Collective over ``comm``."""
@@ -273,7 +272,7 @@ class Llama(nn.Module):
         tokens: Tensor,
         *,
         positions: Tensor,
-        cu_seqlens: Tensor | Tree,
+        cu_seqlens: CuSeqlens,
         comm: Communicator,
         labels: Tensor | None = None,
         label_rows: Tensor | None = None,
@@ -304,7 +303,7 @@ class Llama(nn.Module):
         return loss + self.router_losses(router_logits, labels, cu_seqlens, comm)
 
     def run_layers(
-        self, x: Tensor, *, positions: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator
+        self, x: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
     ) -> tuple[Tensor, list[Tensor]]:
         """What the last block gives for tokens, or for the hidden states of a stage before, and the router's logits of
         each block that has one. Collective over ``comm``."""
@@ -339,7 +338,7 @@ class Llama(nn.Module):
         return self.config.has_router_losses
 
     def router_losses(
-        self, router_logits: Sequence[Tensor], labels: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator
+        self, router_logits: Sequence[Tensor], labels: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
     ) -> Tensor:
         """What the routers of the layers that are here add to the loss; see :func:`hdpcomm.models.moe.router_losses`.
         Collective over ``comm``."""

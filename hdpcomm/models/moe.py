@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.attention import Tree
+from hdpcomm.attention.layout import CuSeqlens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
 from hdpcomm.models.lean import swiglu
@@ -115,7 +116,7 @@ def router_losses(
     z: float,
     top_k: int,
     layers: int,
-    cu_seqlens: Tensor | Tree,
+    cu_seqlens: CuSeqlens,
     comm: Communicator,
 ) -> Tensor:
     """This rank's share of the sum over all trained tokens of their routers' losses; differentiable.

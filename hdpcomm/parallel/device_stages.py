@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from hdpcomm.attention import Tree
+    from hdpcomm.attention.layout import CuSeqlens
     from hdpcomm.comm import Communicator
     from hdpcomm.parallel.stages import Stage
 
@@ -49,7 +49,7 @@ class DeviceStages(nn.Module):
         tokens: Tensor,
         *,
         positions: Tensor,
-        cu_seqlens: Tensor | Tree,
+        cu_seqlens: CuSeqlens,
         comm: Communicator,
         labels: Tensor,
     ) -> Tensor:

@@ -102,6 +102,13 @@ class _SymbolicRun:
         self.programs, self.stages, self.split = programs, stages, split
         self.devices = 1 + max((stage for _, stage in programs), default=0)
         self.groups = {batch.index: batch.ranks for batch in plan.micro_batches}
+        self.beside = {
+            (index, backward): int(plan.table.index[each.rows[other]])
+            for index, each in plan.slices.items()
+            for backward, other in ((False, each.number - 1), (True, each.number + 1))
+            if 0 <= other < len(each.rows)
+        }
+        """By micro-batch and way: the slice whose pass through the same stage comes first."""
         self.place = dict.fromkeys(programs, 0)
         self.held: set[tuple[int, int, Pass]] = set()
         """(rank, device stage, pass): what the pass gave is there."""
@@ -182,6 +189,11 @@ class _SymbolicRun:
                         f"rank {member[0]}, stage {member[1]}: {action} comes before what the "
                         f"{'backward' if needed.backward else 'forward'} pass of stage {needed.stage} gives it"
                     )
+        other = self.beside.get((done.micro_batch, done.backward))
+        if other is not None and replace(done, micro_batch=other) not in self.ran:
+            raise InvalidUsage(
+                f"rank {device[0]}, stage {device[1]}: {action} comes before that of the slice in micro-batch {other}"
+            )
         self.ran.add(done)
         self.held.update((*member, done) for member in group)
         return group

@@ -19,7 +19,7 @@ from hdpcomm.models.weights import by_tensor
 from hdpcomm.offload.layers import AbsentLayer, layer_list
 
 if TYPE_CHECKING:
-    from hdpcomm.attention import Tree
+    from hdpcomm.attention.layout import CuSeqlens
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
     from hdpcomm.models.expert_group import ExpertGroup
@@ -148,7 +148,7 @@ class Stage(nn.Module):
         x: Tensor,
         *,
         positions: Tensor,
-        cu_seqlens: Tensor | Tree,
+        cu_seqlens: CuSeqlens,
         comm: Communicator,
         labels: Tensor | None = None,
         label_rows: Tensor | None = None,
@@ -170,7 +170,7 @@ class Stage(nn.Module):
         return out + losses if self.last else (out, losses)
 
     def _run_layers(
-        self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | Tree, comm: Communicator
+        self, x: Tensor, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
     ) -> tuple[Tensor, list[Tensor]]:
         """What the layers make of hidden states, whatever the model does to them before its first and after its last
         layer: that is for the first and the last stage."""

@@ -11,7 +11,7 @@ from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 from hdpcomm.plan.planner import POLICIES, Planner
 from hdpcomm.plan.presets import DEVICES, MODELS
 from hdpcomm.plan.specs import DeviceSpec, ModelSpec
-from hdpcomm.plan.step import MicroBatch, SequenceInfo, StepPlan
+from hdpcomm.plan.step import MicroBatch, SequenceFragment, SequenceInfo, StepPlan
 from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.token_mixing import TokenMixing
 from hdpcomm.plan.tree import TrajectoryTree, Tree, TreeFragment, join_trees, trees_of_prompts
@@ -37,6 +37,7 @@ __all__ = [
     "PlannedStep",
     "Planner",
     "RankTimes",
+    "SequenceFragment",
     "SequenceInfo",
     "StepPlan",
     "TokenMixing",

@@ -142,7 +142,8 @@ class CostLearner:
                 f"times of {len(times)} ranks and a plan for {plan.num_ranks}, expected {self.cluster.ranks}: give "
                 "the times of every rank of the plan"
             )
-        chosen = sorted(plan.micro_batches, key=lambda batch: -batch.predicted_s * len(batch.ranks))[:_MOST_SAMPLES]
+        known = [each for each in plan.micro_batches if each.index not in plan.slices]  # which cost what others do not
+        chosen = sorted(known, key=lambda batch: -batch.predicted_s * len(batch.ranks))[:_MOST_SAMPLES]
         place = {batch.index: k for k, batch in enumerate(chosen)}
         pairs: list[tuple[int, int, float, float]] = []
         for rank, measured in enumerate(times):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["MicroBatch", "SequenceInfo", "format_ranks"]
+__all__ = ["MicroBatch", "PlannedSlice", "SequenceFragment", "SequenceInfo", "format_ranks"]
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -26,11 +26,64 @@ def format_ranks(ranks: Sequence[int]) -> str:
 class SequenceInfo:
     """A sequence of the step: its position in the planned lengths, and its tokens.
 
-    Positions after the last one are those of the plan's fragments of trees.
+    Positions after the last one are those of the plan's fragments.
     """
 
     id: int
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFragment:
+    """A slice of a sequence of the step: tokens ``[start, stop)``, alone in a micro-batch.
+
+    The slices of a sequence follow each other on the same ranks, in ring order, with no other micro-batch between: a
+    forward pass sees what those before it have kept, and backward passes run from the last slice to the first.
+
+    Attributes:
+        sequence: the sequence's position in the planned lengths.
+    """
+
+    sequence: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSlice:
+    """Which slice of a sequence a micro-batch is.
+
+    Attributes:
+        sequence: the sequence's position in the planned lengths.
+        number: 0 for its first slice.
+        bounds: where the slices of the sequence begin, and its length.
+        rows: of the plan's table, of all slices in order.
+    """
+
+    sequence: int
+    number: int
+    bounds: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """Its first token."""
+        return self.bounds[self.number]
+
+    @property
+    def stop(self) -> int:
+        """The token after its last one."""
+        return self.bounds[self.number + 1]
+
+    @property
+    def squares(self) -> float:
+        """Twice its (query, key) pairs, in the unit in which a sequence has length^2."""
+        return float(self.stop) ** 2 - float(self.start) ** 2
+
+    @property
+    def last(self) -> bool:
+        """Whether no slice follows."""
+        return self.number == len(self.rows) - 1
 
 
 @dataclass(frozen=True, slots=True)

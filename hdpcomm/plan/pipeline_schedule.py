@@ -126,6 +126,7 @@ class PipelineSchedule:
         early = place[:, 1:] < place[:, :-1]
         if early.any():
             self._refuse(int(place[:, 1:][early].min()), "comes before the pass that it needs")
+        self._check_slices(plan, {int(index): number for number, index in enumerate(known)}, place)
         handed = self.places_of_messages()
         if handed.shape != (len(self.passes),):
             raise InvalidUsage(f"the schedule has {len(self.passes)} passes and places for {len(handed)} messages")
@@ -134,6 +135,22 @@ class PipelineSchedule:
         )
         if late.any():
             self._refuse(int(place[late].min()), "hands on what it gave before it has run, or after that is needed")
+
+    def _check_slices(self, plan: StepPlan, number: dict[int, int], place: NDArray[np.int64]) -> None:
+        """Checks that forward passes of slices rise, and that their backward passes fall. ``place``: [micro-batches,
+        2 * stages], where the passes are, forward and then backward from the last stage on."""
+        for index, planned in plan.slices.items():
+            if planned.last:
+                continue
+            own, following = (
+                place[number[index]],
+                place[number[int(plan.table.index[planned.rows[planned.number + 1]])]],
+            )
+            forward, backward = slice(0, self.stages), slice(self.stages, None)
+            wrong = np.concatenate([following[forward] <= own[forward], own[backward] <= following[backward]])
+            if wrong.any():
+                first = np.concatenate([following[forward], own[backward]])[np.argmax(wrong)]
+                self._refuse(int(first), "comes before that of the slice which it needs")
 
     def _check_weights(self, plan: StepPlan) -> NDArray[np.int64]:
         """Checks the gradients of weights; returns the places of all other passes."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.micro_batch import PlannedSlice, SequenceFragment
 from hdpcomm.plan.tree import Tree, TreeFragment
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from hdpcomm.plan.micro_batch import MicroBatch
     from hdpcomm.plan.table import PlanTable
 
-__all__ = ["check_batches", "check_queue", "check_sequences", "check_values"]
+__all__ = ["check_batches", "check_queue", "check_sequences", "check_values", "slices_of"]
 
 _MOST_RANKS = 1 << 24
 _MOST_TOKENS = 1 << 40  # of a sequence, as the planner takes
@@ -116,12 +118,71 @@ def _refuse_batch(batch: MicroBatch, num_ranks: int) -> None:
         raise InvalidUsage(f"{name} has offload ratio {batch.offload_ratio}, expected 0 to 1")
 
 
-def check_sequences(table: PlanTable, fragments: Sequence[TreeFragment], lengths: Sequence[int | Tree]) -> None:
-    """Raises InvalidUsage unless each sequence of the step appears once with its length, and the fragments of a tree
-    that was cut train each of its segments once."""
+def slices_of(table: PlanTable, fragments: Sequence[TreeFragment | SequenceFragment]) -> dict[int, PlannedSlice]:
+    """The micro-batches that are slices of sequences, by their index.
+
+    Raises:
+        InvalidUsage: the slices of a sequence do not cover it in order, are not alone in their micro-batches, or do not
+            follow each other on the same ranks.
+    """
+    parts: dict[int, list[int]] = {}
+    for number, fragment in enumerate(fragments):
+        if isinstance(fragment, SequenceFragment):
+            parts.setdefault(fragment.sequence, []).append(number)
+    if not parts:
+        return {}
+    first = int(table.ids.max(initial=-1)) + 1 - len(fragments)
+    row_of = dict(zip(table.ids.tolist(), table.rows_of_sequences().tolist(), strict=True))
+    last_row: dict[int, int] = {}
+    """The row before the one that is looked at, by rank; in the plan's order."""
+    before = np.empty(len(table.ranks), dtype=np.int64)
+    rows = table.rows_of_ranks().tolist()
+    for place, (row, rank) in enumerate(zip(rows, table.ranks.tolist(), strict=True)):
+        before[place] = last_row.get(rank, -1)
+        last_row[rank] = row
+    found: dict[int, PlannedSlice] = {}
+    for sequence, numbers in parts.items():
+        name = f"the slices of sequence {sequence}"
+        given = [
+            (each.start, each.stop) for each in (fragments[n] for n in numbers) if isinstance(each, SequenceFragment)
+        ]
+        bounds = (0, *(stop for _, stop in given))
+        if [start for start, _ in given] != list(bounds[:-1]) or any(a >= b for a, b in pairwise(bounds)):
+            raise InvalidUsage(f"{name} are {given}; expected parts that follow each other from its first token on")
+        if missing := [n for n in numbers if first + n not in row_of]:
+            raise InvalidUsage(f"{name} have no micro-batch for tokens {given[numbers.index(missing[0])]}: plan again")
+        own = tuple(row_of[first + n] for n in numbers)
+        ranks = [table.ranks[table.rank_bounds[row] : table.rank_bounds[row + 1]] for row in own]
+        for number, row in enumerate(own):
+            index = int(table.index[row])
+            if table.sequence_bounds[row + 1] - table.sequence_bounds[row] != 1:
+                raise InvalidUsage(
+                    f"micro-batch {index} has a slice of sequence {sequence} and others: slices are alone"
+                )
+            on_ranks = slice(table.rank_bounds[row], table.rank_bounds[row + 1])
+            follows = number == 0 or bool((before[on_ranks] == own[number - 1]).all())
+            if not np.array_equal(ranks[number], ranks[0]) or not follows:
+                raise InvalidUsage(
+                    f"micro-batch {index} is slice {number} of sequence {sequence} on ranks {ranks[number].tolist()}; "
+                    f"expected ranks {ranks[0].tolist()}, with nothing between it and the slice before it"
+                )
+            found[index] = PlannedSlice(sequence, number, bounds, own)
+    return found
+
+
+def check_sequences(
+    table: PlanTable, fragments: Sequence[TreeFragment | SequenceFragment], lengths: Sequence[int | Tree]
+) -> None:
+    """Raises InvalidUsage unless each sequence of the step appears once with its length, the fragments of a tree that
+    was cut train each of its segments once, and slices are of a sequence of their length."""
     tokens = [item.num_tokens if isinstance(item, Tree) else item for item in lengths]
     trained = [Counter[int]() for _ in lengths] if fragments else []
+    sliced: dict[int, int] = {}
     for fragment in fragments:
+        if isinstance(fragment, SequenceFragment):
+            tokens.append(fragment.stop - fragment.start)
+            sliced[fragment.sequence] = fragment.stop
+            continue
         item = lengths[fragment.tree] if 0 <= fragment.tree < len(lengths) else None
         if not isinstance(item, Tree):
             raise InvalidUsage(
@@ -131,8 +192,15 @@ def check_sequences(table: PlanTable, fragments: Sequence[TreeFragment], lengths
         tokens.append(item.part(fragment.segments).num_tokens)
         new = zip(fragment.segments, fragment.repeated, strict=True)
         trained[fragment.tree].update(segment for segment, repeated in new if not repeated)
-    cut = {fragment.tree for fragment in fragments}
-    for tree in cut:
+    for sequence, length in sliced.items():
+        if not 0 <= sequence < len(lengths) or lengths[sequence] != length:
+            raise InvalidUsage(
+                f"the plan has slices of a sequence {sequence} of {length} tokens, which is not among the "
+                f"{len(lengths)} given items: plan these again"
+            )
+    trees = {fragment.tree for fragment in fragments if isinstance(fragment, TreeFragment)}
+    cut = trees | sliced.keys()
+    for tree in trees:
         if any(trained[tree][segment] != 1 for segment in range(len(lengths[tree]))):  # type: ignore[arg-type]
             raise InvalidUsage(f"the fragments of tree {tree} do not train each of its segments once")
     inside = (table.ids >= 0) & (table.ids < len(tokens))

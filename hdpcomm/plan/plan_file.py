@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import write_whole
+from hdpcomm.plan.micro_batch import SequenceFragment
 from hdpcomm.plan.plan_checks import check_values
 from hdpcomm.plan.table import COLUMNS, PlanTable
 from hdpcomm.plan.tree import TreeFragment
@@ -66,7 +67,9 @@ def read_text(path: Path) -> str:
         raise InvalidUsage(f"cannot read the plan {path}: {error}") from error
 
 
-def write_plan(path: Path, table: PlanTable, values: dict[str, Any], fragments: tuple[TreeFragment, ...]) -> None:
+def write_plan(
+    path: Path, table: PlanTable, values: dict[str, Any], fragments: tuple[TreeFragment | SequenceFragment, ...]
+) -> None:
     """Writes a plan; ``values``: its plain attributes by name. Raises: InvalidUsage if the file cannot be written."""
     columns = dict(zip(COLUMNS, table.columns(), strict=True))
     header: dict[str, Any] = {}
@@ -79,7 +82,12 @@ def write_plan(path: Path, table: PlanTable, values: dict[str, Any], fragments: 
         header[name] = {"dtype": _KINDS[COLUMNS[name]], "shape": [len(stored)], "data_offsets": [begin, end]}
         data.append(stored.view(np.uint8).data)
     texts = {name: value if isinstance(value, str) else repr(value) for name, value in values.items()}
-    parts = [[each.tree, list(each.segments), list(map(int, each.repeated))] for each in fragments]
+    parts = [
+        [each.tree, list(each.segments), list(map(int, each.repeated))]
+        if isinstance(each, TreeFragment)
+        else [each.sequence, each.start, each.stop]
+        for each in fragments
+    ]
     header["__metadata__"] = {"format": _FORMAT, "version": _VERSION, **texts, "fragments": json.dumps(parts)}
     header["__metadata__"]["sha256"] = _checksum(header, *data)
     text = json.dumps(header).encode()
@@ -87,7 +95,7 @@ def write_plan(path: Path, table: PlanTable, values: dict[str, Any], fragments: 
     write_file(path, struct.pack("<Q", len(text)), text, *data)
 
 
-def read_plan(path: Path) -> tuple[PlanTable, dict[str, Any], tuple[TreeFragment, ...]]:
+def read_plan(path: Path) -> tuple[PlanTable, dict[str, Any], tuple[TreeFragment | SequenceFragment, ...]]:
     """Maps a file of :func:`write_plan`; its columns are views of it.
 
     Raises:
@@ -183,9 +191,14 @@ def _values(metadata: dict[str, str]) -> dict[str, Any]:
     return values | {name: type(before)(metadata.get(name, before)) for name, before in _LATER.items()}
 
 
-def _fragments(text: str) -> tuple[TreeFragment, ...]:
-    found = []
+def _fragments(text: str) -> tuple[TreeFragment | SequenceFragment, ...]:
+    found: list[TreeFragment | SequenceFragment] = []
     for tree, segments, repeated in json.loads(text):
+        if type(segments) is int:
+            if not all(type(number) is int and number >= 0 for number in (tree, segments, repeated)):
+                raise ValueError("its slices of sequences are not [sequence, start, stop]")
+            found.append(SequenceFragment(tree, segments, repeated))
+            continue
         whole = all(type(number) is int and number >= 0 for number in (tree, *segments, *repeated))
         if not whole or len(segments) != len(repeated) or not {*repeated} <= {0, 1}:
             raise ValueError("its fragments of trees are not [tree, segments, repeated]")

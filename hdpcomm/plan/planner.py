@@ -345,7 +345,13 @@ class Planner:
         if squares:
             places = np.flatnonzero(np.isin(table.ids, list(squares)))
             of_sequences[places] = [squares[number] for number in table.ids[places].tolist()]
-        found = core.simulate(self._core, table.columns(), of_sequences)
+        slices = [(each.rows[each.number], each.start, each.stop, not each.last) for each in plan.slices.values()]
+        if slices and self.cluster.expert > 1:
+            raise InvalidUsage(
+                f"the plan has slices of sequences, and {self.cluster.expert} ranks share experts, which run whole "
+                'sequences only: plan with slices="off"'
+            )
+        found = core.simulate(self._core, table.columns(), of_sequences, slices)
         if self._in_waves:
             found = in_waves(found, plan.micro_batches, self.cost_model, self.cluster)
         if not self._spare:

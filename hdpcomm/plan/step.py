@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,8 @@ import numpy as np
 from hdpcomm._core import planner as core
 from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.micro_batch import MicroBatch, SequenceInfo, format_ranks
-from hdpcomm.plan.plan_checks import check_batches, check_queue, check_sequences, check_values
+from hdpcomm.plan.micro_batch import MicroBatch, PlannedSlice, SequenceFragment, SequenceInfo, format_ranks
+from hdpcomm.plan.plan_checks import check_batches, check_queue, check_sequences, check_values, slices_of
 from hdpcomm.plan.plan_file import check_plan_suffix, read_plan, read_text, write_file, write_plan
 from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.tree import Tree, TreeFragment
@@ -24,7 +24,7 @@ from hdpcomm.plan.tree import Tree, TreeFragment
 if TYPE_CHECKING:
     from hdpcomm.plan.cost import MemoryModel
 
-__all__ = ["MicroBatch", "SequenceInfo", "StepPlan", "format_ranks"]
+__all__ = ["MicroBatch", "SequenceFragment", "SequenceInfo", "StepPlan", "format_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ class StepPlan:
         queue_pools: queues that there are: a micro-batch is for the ranks that are equal to its own one modulo this
             number (:mod:`hdpcomm.plan.queue`).
         made_by: what of the policy made the plan, as "waves + swaps" (docs/policies.md); not part of the hash.
-        fragments: parts of trees that were cut; number i has the id ``len(lengths) + i``, and its tree none.
+        fragments: parts of trees that were cut, and slices of sequences; number i has the id ``len(lengths) + i``, and
+            its tree or sequence none.
     """
 
     policy: str
@@ -60,7 +61,7 @@ class StepPlan:
     lower_bound_s: float
     planning_s: float
     idle_share: float
-    fragments: tuple[TreeFragment, ...] = ()
+    fragments: tuple[TreeFragment | SequenceFragment, ...] = ()
     noise_s: float = 0.0
     queued: int = 0
     queue_pools: int = 1
@@ -68,7 +69,9 @@ class StepPlan:
     _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of_table(cls, table: PlanTable, *, fragments: tuple[TreeFragment, ...] = (), **values: Any) -> StepPlan:
+    def of_table(
+        cls, table: PlanTable, *, fragments: tuple[TreeFragment | SequenceFragment, ...] = (), **values: Any
+    ) -> StepPlan:
         """A plan of the micro-batches in ``table``; ``values``: the other attributes, by name."""
         plan = cls(micro_batches=(), fragments=fragments, **values)
         object.__delattr__(plan, "micro_batches")  # from then on __getattr__ makes them
@@ -172,8 +175,19 @@ class StepPlan:
             if self.queued:
                 digest.update(f"queue {self.queued} {self.queue_pools}\n".encode())
             for fragment in self.fragments:
-                digest.update(f"{fragment.tree};{fragment.segments};{fragment.repeated}\n".encode())
+                if isinstance(fragment, TreeFragment):
+                    digest.update(f"{fragment.tree};{fragment.segments};{fragment.repeated}\n".encode())
+                else:
+                    digest.update(f"slice {fragment.sequence};{fragment.start};{fragment.stop}\n".encode())
             found = self._cache["hash"] = digest.hexdigest()
+        return found
+
+    @property
+    def slices(self) -> Mapping[int, PlannedSlice]:
+        """The micro-batches that are slices of sequences, by their index. Raises InvalidUsage where they cannot run."""
+        found: Mapping[int, PlannedSlice] | None = self._cache.get("slices")
+        if found is None:
+            found = self._cache["slices"] = slices_of(self.table, self.fragments)
         return found
 
     def peers(self, rank: int) -> frozenset[int]:
@@ -234,9 +248,7 @@ class StepPlan:
             "made_by": self.made_by,
             **self._queue_values(),
             "hash": self.hash,
-            "fragments": [
-                {"tree": f.tree, "segments": list(f.segments), "repeated": list(f.repeated)} for f in self.fragments
-            ],
+            "fragments": [asdict(each) for each in self.fragments],
             "micro_batches": self.table.to_dicts(),
         }
 
@@ -265,10 +277,7 @@ class StepPlan:
                 queued=int(data.get("queued", 0)),
                 queue_pools=int(data.get("queue_pools", 1)),
                 made_by=str(data.get("made_by", "")),
-                fragments=tuple(
-                    TreeFragment(int(f["tree"]), tuple(map(int, f["segments"])), tuple(map(bool, f["repeated"])))
-                    for f in data.get("fragments", ())
-                ),
+                fragments=tuple(map(_fragment, data.get("fragments", ()))),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise InvalidUsage(
@@ -325,6 +334,7 @@ class StepPlan:
         """
         check_batches(self.table, self.num_ranks, memory)
         check_queue(self.table, self.num_ranks, self.queued, self.queue_pools)
+        self.slices  # noqa: B018 (checks them)
         if lengths is not None:
             check_sequences(self.table, self.fragments, lengths)
 
@@ -336,13 +346,23 @@ _VALUES = (
 )  # fmt: skip
 
 
-def _plan_of_columns(columns: tuple[Any, ...], values: dict[str, Any], fragments: tuple[TreeFragment, ...]) -> StepPlan:
+def _fragment(values: Mapping[str, Any]) -> TreeFragment | SequenceFragment:
+    """From the JSON form."""
+    if "tree" in values:
+        segments, repeated = tuple(map(int, values["segments"])), tuple(map(bool, values["repeated"]))
+        return TreeFragment(int(values["tree"]), segments, repeated)
+    return SequenceFragment(*(int(values[name]) for name in ("sequence", "start", "stop")))
+
+
+def _plan_of_columns(
+    columns: tuple[Any, ...], values: dict[str, Any], fragments: tuple[TreeFragment | SequenceFragment, ...]
+) -> StepPlan:
     """A pickled plan of arrays."""
     return StepPlan.of_table(PlanTable(*columns), fragments=fragments, **values)
 
 
 def _plan_of_objects(
-    batches: tuple[MicroBatch, ...], values: dict[str, Any], fragments: tuple[TreeFragment, ...]
+    batches: tuple[MicroBatch, ...], values: dict[str, Any], fragments: tuple[TreeFragment | SequenceFragment, ...]
 ) -> StepPlan:
     """A pickled plan made by hand."""
     return StepPlan(micro_batches=batches, fragments=fragments, **values)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hdpcomm.arguments import check_has
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import Planner, StepPlan, Tree
+from hdpcomm.plan import Planner, StepPlan, Tree, TreeFragment
 from hdpcomm.sim.sync import optimizer_seconds, reduction_seconds
 
 __all__ = ["StepReport", "simulate_step"]
@@ -95,7 +95,7 @@ def simulate_step(
     if isinstance(plan_or_lengths, StepPlan):
         plan = plan_or_lengths
         planner.validate(plan, items or None)
-        if plan.fragments and not items:
+        if any(isinstance(each, TreeFragment) for each in plan.fragments) and not items:
             raise InvalidUsage("the plan has fragments of trees; give items=, what the plan was made for")
     else:
         items = plan_or_lengths
@@ -109,7 +109,11 @@ def simulate_step(
 def _squares_by_id(items: Sequence[int | Tree], plan: StepPlan) -> dict[int, float]:
     """The sum of squares that tells the cost of attention, of each tree and fragment by its id in the plan."""
     found = {i: item.squares for i, item in enumerate(items) if isinstance(item, Tree)}
+    for planned in plan.slices.values():
+        found[int(plan.table.ids[plan.table.sequence_bounds[planned.rows[planned.number]]])] = planned.squares
     for k, fragment in enumerate(plan.fragments):
+        if not isinstance(fragment, TreeFragment):
+            continue
         tree = items[fragment.tree]
         assert isinstance(tree, Tree)  # the plan was validated against the items
         found[len(items) + k] = tree.part(fragment.segments).squares

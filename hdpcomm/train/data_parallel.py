@@ -22,7 +22,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan, Tree
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.layout import layout_of
-from hdpcomm.train.passes import MicroBatchPasses, StepInputs
+from hdpcomm.train.passes import MicroBatchPasses, Sliced, StepInputs
 from hdpcomm.train.shards import no_tokens
 from hdpcomm.train.trainer import Trainer
 
@@ -148,10 +148,10 @@ class DistributedPasses(MicroBatchPasses):
             with nullcontext() if place == len(own) - 1 else self._wrapped.no_sync():
                 yield micro_batch, False
 
-    def _run(self, micro_batch: MicroBatch | None, step: StepInputs) -> Tensor:
+    def _run(self, micro_batch: MicroBatch | None, step: StepInputs, sliced: Sliced) -> Tensor:
         if micro_batch is None:
             return self._pass(no_tokens(self._device), self._alone, step, nullcontext())
-        return super()._run(micro_batch, step)
+        return super()._run(micro_batch, step, sliced)
 
 
 def data_parallel_trainer(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hdpcomm.attention import positions, shard
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import PlannedStep, Tree, join_trees
+from hdpcomm.plan import PlannedStep, SequenceFragment, Tree, join_trees
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.losses import COMPUTED, GroupLoss, TokenLoss
 from hdpcomm.train.shards import Fetch, PackedShard, checked
@@ -156,7 +156,7 @@ class LabelTerms:
     def pack(
         self,
         micro_batch: MicroBatch,
-        fragments: Sequence[TreeFragment],
+        fragments: Sequence[TreeFragment | SequenceFragment],
         fetch: Fetch,
         *,
         comm: Communicator,
@@ -196,10 +196,11 @@ class LabelTerms:
             mass=torch.tensor(mass, dtype=torch.float64),
         )
 
-    def _part(self, item: int, fragments: Sequence[TreeFragment], fetch: Fetch) -> _Part:
+    def _part(self, item: int, fragments: Sequence[TreeFragment | SequenceFragment], fetch: Fetch) -> _Part:
         """One sequence of a micro-batch: a sequence of the batch, a tree or a part of one."""
         items = len(self._batch.items)
         fragment = fragments[item - items] if item >= items else None
+        assert not isinstance(fragment, SequenceFragment)  # packed_shard() refuses slices
         source = self._batch.sources[item if fragment is None else fragment.tree]
         if isinstance(source, int):
             tokens, columns = self._read(source, fetch)

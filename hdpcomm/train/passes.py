@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.attention import SlicedSequence
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.waves import waves_of
 from hdpcomm.plan.queue import fixed_for_rank
 from hdpcomm.plan.waves import make_waves
 from hdpcomm.train.label_terms import LabelTerms
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.queue import StepQueue
-from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, no_tokens, pack_shard
+from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, no_tokens, pack_shard, pack_slice
 from hdpcomm.train.tree_shards import holds_trees, pack_trees
 
 if TYPE_CHECKING:
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.plan import MicroBatch, PlannedStep, StepPlan
 
-__all__ = ["MicroBatchPasses", "Passes", "ReducedGradients", "StepInputs", "packed_shard"]
+__all__ = ["MicroBatchPasses", "Passes", "ReducedGradients", "Sliced", "StepInputs", "packed_shard"]
 
+Sliced = dict[int, SlicedSequence]
+"""What a model has kept of the slices that ran, by sequence."""
 Loss = Callable[..., Tensor]
 
 _SHORTEST_S = 1e-9
@@ -140,20 +144,53 @@ class MicroBatchPasses:
         order = partial(self._order, step.planned.plan)
         around = nullcontext() if gradients is None else gradients.passes(self._empty_pass, order)
         with torch.set_grad_enabled(gradients is not None), around:
+            slices, sliced = step.planned.plan.slices, Sliced()
+            waiting: list[tuple[MicroBatch, PackedShard]] = []
             for micro_batch, last in self._micro_batches(step.planned.plan):
-                if gradients is not None:
-                    gradients.reduce_early() if last and step.ends else gradients.begin_pass()
-                total += self._run(micro_batch, step)
-                step.on_pass(None if micro_batch is None else micro_batch.index)
+                planned = None if micro_batch is None else slices.get(micro_batch.index)
+                if planned is None or gradients is None:
+                    self._begin(step, early=last)
+                    total += self._run(micro_batch, step, sliced)
+                    step.on_pass(None if micro_batch is None else micro_batch.index)
+                    continue
+                assert micro_batch is not None
+                waiting.append((micro_batch, self._packed(micro_batch, step, sliced)))
+                if not planned.last:
+                    self._keep(*waiting[-1])
+                    continue
+                while waiting:
+                    micro_batch, packed = waiting.pop()
+                    self._begin(step, early=last and not waiting)
+                    around = step.around(micro_batch.offload_ratio, packed.tokens.numel())
+                    total += self._pass(packed.again(), self._comm(micro_batch), step, around)
+                    step.on_pass(micro_batch.index)
+                del sliced[planned.sequence]
         return total if self._mesh.tensor_rank == 0 else torch.zeros_like(total)  # all tensor ranks have it
 
-    def _run(self, micro_batch: MicroBatch | None, step: StepInputs) -> Tensor:
+    def _begin(self, step: StepInputs, *, early: bool) -> None:
+        """Before a backward pass; ``early``: it is the last one, and communicates nothing."""
+        if step.gradients is not None:
+            step.gradients.reduce_early() if early and step.ends else step.gradients.begin_pass()
+
+    def _comm(self, micro_batch: MicroBatch) -> Communicator:
+        return cast("Communicator", self._mesh.hdp_comm.subset(micro_batch.ranks))
+
+    def _packed(self, micro_batch: MicroBatch, step: StepInputs, sliced: Sliced) -> PackedShard:
+        return packed_shard(micro_batch, step, self._comm(micro_batch), self._device, sliced)
+
+    def _run(self, micro_batch: MicroBatch | None, step: StepInputs, sliced: Sliced) -> Tensor:
         """(summed loss, labels) of a micro-batch; of ``None``, which has no tokens, 0."""
         if micro_batch is None:
             return self._pass(empty_shard(self._device), self._alone, step, nullcontext())
-        comm = cast("Communicator", self._mesh.hdp_comm.subset(micro_batch.ranks))
-        packed = packed_shard(micro_batch, step, comm, self._device)
-        return self._pass(packed, comm, step, step.around(micro_batch.offload_ratio, packed.tokens.numel()))
+        packed = self._packed(micro_batch, step, sliced)
+        around = step.around(micro_batch.offload_ratio, packed.tokens.numel())
+        return self._pass(packed, self._comm(micro_batch), step, around)
+
+    def _keep(self, micro_batch: MicroBatch, packed: PackedShard) -> None:
+        """A forward pass of a slice for what later ones need of it: it runs again before its backward pass, so that
+        the activations of one slice are there at a time."""
+        with torch.no_grad():
+            micro_batch_loss(self._model, packed, self._comm(micro_batch), self._loss)
 
     def _pass(
         self, packed: PackedShard, comm: Communicator, step: StepInputs, around: AbstractContextManager[None]
@@ -203,9 +240,19 @@ class MicroBatchPasses:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def packed_shard(micro_batch: MicroBatch, step: StepInputs, comm: Communicator, device: torch.device) -> PackedShard:
-    """This rank's shard of a micro-batch. Local."""
+def packed_shard(
+    micro_batch: MicroBatch, step: StepInputs, comm: Communicator, device: torch.device, sliced: Sliced
+) -> PackedShard:
+    """This rank's shard of a micro-batch. Local. ``sliced``: what its model has kept of the slices before it."""
     lengths = step.planned.lengths
+    if (planned := step.planned.plan.slices.get(micro_batch.index)) is not None:
+        if step.terms is not None:
+            raise InvalidUsage(
+                f"sequence {planned.sequence} is planned in slices, and losses of log-probabilities need whole "
+                'sequences: plan with slices="off"'
+            )
+        found = sliced.setdefault(planned.sequence, SlicedSequence(planned.bounds))
+        return pack_slice(planned, found, step.fetch, comm=comm, device=device)
     if step.terms is not None:
         return step.terms.pack(micro_batch, step.planned.plan.fragments, step.fetch, comm=comm, device=device)
     if holds_trees(micro_batch, lengths):

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from hdpcomm.attention import SequenceSlice, SlicedSequence
 from hdpcomm.attention import positions as positions_of
 from hdpcomm.models.moe import refuse_trees
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.parallel.program import RECEIVE, RUN, Action, make_program
 from hdpcomm.parallel.waves import PlannedWaves, plan_waves
 from hdpcomm.train.micro_batch import micro_batch_loss
-from hdpcomm.train.passes import Loss, StepInputs, packed_shard
+from hdpcomm.train.passes import Loss, Sliced, StepInputs, packed_shard
 from hdpcomm.train.shards import PackedShard, empty_shard
 from hdpcomm.train.tree_shards import holds_trees
 
@@ -151,6 +152,9 @@ class StageRunner:
             refuse_trees(step.planned.lengths)
         self._device = next(chunks[0].parameters()).device
         self._packs: dict[int, PackedShard] = {}
+        self._slices = step.planned.plan.slices
+        self._sliced: dict[tuple[int, int], SlicedSequence] = {}
+        """By sequence and stage: what the layers have kept of the slices that ran."""
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
         """By micro-batch and stage: input and output of the forward pass, and its routers' losses, until its backward
         pass has run."""
@@ -198,7 +202,7 @@ class StageRunner:
 
     def _forward(self, done: Pass) -> None:
         batch, chunk = self._batches[done.micro_batch], self._chunk(done.stage)
-        pack, comm = self._pack(done.micro_batch), self._group(batch)
+        pack, comm = self._kept(done), self._group(batch)
         x = pack.tokens if chunk.first else self._take(replace(done, stage=done.stage - 1)).requires_grad_()
         y: Any
         with nullcontext() if batch is None else self.step.around(batch.offload_ratio, pack.positions.numel()):
@@ -232,6 +236,9 @@ class StageRunner:
             self._given[done] = cast(Tensor, x.grad).contiguous()
         if not any(index == done.micro_batch for index, _ in self._open):
             self._packs.pop(done.micro_batch, None)
+        planned = self._slices.get(done.micro_batch)
+        if planned is not None and planned.number == 0:
+            del self._sliced[planned.sequence, done.stage]
 
     def _take(self, needed: Pass) -> Tensor:
         """What a pass gave for this device, when it is there."""
@@ -254,13 +261,24 @@ class StageRunner:
             found = self._packs[index] = self._packed(self._batches[index])
         return found
 
+    def _kept(self, done: Pass) -> PackedShard:
+        """The shard for one forward pass; of a slice, with what the stage has kept of those before it."""
+        pack, planned = self._pack(done.micro_batch), self._slices.get(done.micro_batch)
+        if planned is None:
+            return pack
+        sliced = self._sliced.setdefault((planned.sequence, done.stage), SlicedSequence(planned.bounds))
+        return replace(pack, cu_seqlens=sliced.slice(planned.number))
+
     def _packed(self, batch: MicroBatch | None) -> PackedShard:
         if batch is None:
             return empty_shard(self._device)
         comm, ends = self._group(batch), any(chunk.first or chunk.last for chunk in self.chunks)
-        if self._router_losses or ends or holds_trees(batch, self.step.planned.lengths):
-            return packed_shard(batch, self.step, comm, self._device)
+        trees = batch.index not in self._slices and holds_trees(batch, self.step.planned.lengths)
+        if self._router_losses or ends or trees:
+            return packed_shard(batch, self.step, comm, self._device, Sliced())
         bounds = [0, *itertools.accumulate(sequence.length for sequence in batch.sequences)]
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-        positions = positions_of(cu_seqlens, rank=comm.rank, size=comm.size, device=self._device)
-        return PackedShard(positions, positions, positions, cu_seqlens)  # nothing in the middle reads tokens or labels
+        pack: Tensor | SequenceSlice = torch.tensor(bounds, dtype=torch.int32)
+        if (planned := self._slices.get(batch.index)) is not None:
+            pack = SlicedSequence(planned.bounds).slice(planned.number)
+        positions = positions_of(pack, rank=comm.rank, size=comm.size, device=self._device)
+        return PackedShard(positions, positions, positions, pack)  # nothing in the middle reads tokens or labels

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from hdpcomm.attention import SequenceSlice, SlicedSequence, shard
 from hdpcomm.attention import positions as positions_of
-from hdpcomm.attention import shard
 from hdpcomm.attention.layout import Layout, layout_of
+from hdpcomm.attention.slices import slice_layouts
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.queue import fixed_for_rank
 from hdpcomm.plan.tree import Tree
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
     from hdpcomm.plan import MicroBatch, StepPlan
+    from hdpcomm.plan.micro_batch import PlannedSlice
 
 __all__ = [
     "Fetch",
@@ -32,6 +34,7 @@ __all__ = [
     "empty_shard",
     "no_tokens",
     "pack_shard",
+    "pack_slice",
     "parts_of_rank",
 ]
 
@@ -72,7 +75,8 @@ class PackedShard:
 
     Attributes:
         tokens, labels, positions: ``[local tokens]`` int64, in the order of the shard.
-        cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree.
+        cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree, or the
+            slice that it is, for one forward pass.
         label_rows: of a tree, where a token has any number of labels: ``labels`` are ``[local labels]``, each of the
             token ``label_rows[i]``.
         label_weights: of a tree, float32 ``[local labels]``, the factor of each label's loss; or what the labels'
@@ -84,7 +88,7 @@ class PackedShard:
     tokens: Tensor
     labels: Tensor
     positions: Tensor
-    cu_seqlens: Tensor | Tree
+    cu_seqlens: Tensor | Tree | SequenceSlice
     label_rows: Tensor | None = None
     label_weights: Tensor | LabelLoss | None = None
     mass: Tensor | None = None
@@ -97,6 +101,13 @@ class PackedShard:
         if isinstance(self.label_weights, Tensor):
             return self.label_weights.double().sum()
         return (self.labels != IGNORE).sum()
+
+    def again(self) -> PackedShard:
+        """For one more forward pass."""
+        part = self.cu_seqlens
+        if not isinstance(part, SequenceSlice):
+            return self
+        return replace(self, cu_seqlens=part.sequence.slice(part.number))
 
 
 def no_tokens(device: torch.device) -> PackedShard:
@@ -138,13 +149,39 @@ def pack_shard(micro_batch: MicroBatch, fetch: Fetch, *, comm: Communicator, dev
     )
 
 
+def pack_slice(
+    planned: PlannedSlice, sliced: SlicedSequence, fetch: Fetch, *, comm: Communicator, device: torch.device
+) -> PackedShard:
+    """Like :func:`pack_shard`, for a micro-batch that is a slice of ``sliced``. Local."""
+    part = sliced.slice(planned.number)
+    where = {"rank": comm.rank, "size": comm.size}
+    if isinstance(fetch, FetchParts):
+        read = [
+            checked(fetch.part(*span), planned.sequence, span[2] - span[1])
+            for span in _spans_of_slice(planned, **where)
+        ]
+        tokens, labels = (torch.cat([each[i] for each in read]) if read else torch.zeros(0).long() for i in (0, 1))
+    else:
+        whole = checked(fetch(planned.sequence), planned.sequence, planned.bounds[-1])
+        tokens, labels = (shard(each[part.start : part.stop], part, **where) for each in whole)
+    return PackedShard(tokens.to(device), labels.to(device), positions_of(part, **where, device=device), part)
+
+
+def _spans_of_slice(planned: PlannedSlice, *, rank: int, size: int) -> list[tuple[int, int, int]]:
+    layout = slice_layouts(planned.bounds, planned.number, size)[0]
+    return [(planned.sequence, span.start, span.stop) for span in layout.own_spans(rank).get(0, [])]
+
+
 def parts_of_rank(plan: StepPlan, rank: int) -> list[tuple[int, int, int]]:
     """What :func:`pack_shard` will fetch for all micro-batches that a plan binds to a rank: (place, first token, token
     after the last) of parts of plain sequences. Which ones it takes from the queue, nobody knows before. Local."""
     found = []
     for micro_batch in fixed_for_rank(plan, rank):
         lengths = [sequence.length for sequence in micro_batch.sequences]
-        if len(micro_batch.ranks) == 1:
+        if (planned := plan.slices.get(micro_batch.index)) is not None:
+            ranks = micro_batch.ranks
+            found += _spans_of_slice(planned, rank=ranks.index(rank), size=len(ranks))
+        elif len(micro_batch.ranks) == 1:
             found += [(sequence.id, 0, sequence.length) for sequence in micro_batch.sequences]
         else:
             cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)

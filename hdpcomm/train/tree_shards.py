@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdpcomm.attention import positions, shard
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import Tree, TreeFragment, join_trees
+from hdpcomm.plan import SequenceFragment, Tree, TreeFragment, join_trees
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.shards import Fetch, PackedShard, checked
 
@@ -31,7 +31,7 @@ def holds_trees(micro_batch: MicroBatch, items: Sequence[int | Tree]) -> bool:
 def pack_trees(
     micro_batch: MicroBatch,
     items: Sequence[int | Tree],
-    fragments: Sequence[TreeFragment],
+    fragments: Sequence[TreeFragment | SequenceFragment],
     fetch: Fetch,
     *,
     comm: Communicator,
@@ -88,9 +88,10 @@ class _Losses:
 
 
 def _fetched(
-    i: int, items: Sequence[int | Tree], fragments: Sequence[TreeFragment], fetch: Fetch
+    i: int, items: Sequence[int | Tree], fragments: Sequence[TreeFragment | SequenceFragment], fetch: Fetch
 ) -> tuple[Tree, _Losses]:
     fragment = fragments[i - len(items)] if i >= len(items) else None
+    assert not isinstance(fragment, SequenceFragment)  # those are alone in their micro-batches
     item = items[i] if fragment is None else items[fragment.tree]
     if not isinstance(item, Tree):
         tokens, labels = checked(fetch(i), i, item)

@@ -121,9 +121,11 @@ class CostModel {
     const double inverse = 1.0 / size;
     return (params_.attention * load.squares * inverse + params_.piece * load.tokens) * inverse;
   }
-  // `messages`: of the ring, for one that a link has room for (rings.hpp).
-  double stepTransfer(const Load& load, int size, Scope scope, double messages = 1) const noexcept {
-    return kv(scope) * load.tokens / size * messages + latency(scope);
+  // `messages`: of the ring, for one that a link has room for (rings.hpp). `kept`: tokens that go
+  // round with those of the load.
+  double stepTransfer(const Load& load, int size, Scope scope, double messages = 1,
+                      double kept = 0) const noexcept {
+    return kv(scope) * (load.tokens + kept) / size * messages + latency(scope);
   }
   double kv(Scope scope) const noexcept {
     return scope == Scope::kNode     ? params_.kv_intra
@@ -146,15 +148,25 @@ class CostModel {
   }
 
   // Seconds of a micro-batch over `size` ranks, all of full speed, as in all that follows.
-  double seconds(const Load& load, int size, Scope scope, double messages = 1) const noexcept {
+  double seconds(const Load& load, int size, Scope scope, double messages = 1,
+                 double kept = 0) const noexcept {
     const double compute = stepCompute(load, size);
     double total = size * compute + params_.linear * load.tokens / size + params_.fixed;
     if (size > 1) {
-      const double transfer = stepTransfer(load, size, scope, messages);
+      const double transfer = stepTransfer(load, size, scope, messages, kept);
       const double wait = forwardWait(compute, transfer) + backwardWait(compute, transfer);
       total += (size - 1) * (wait + params_.ring_step);
     }
     return total;
+  }
+  // The forward pass of that.
+  double forwardSeconds(const Load& load, int size, Scope scope, double messages,
+                        double kept) const noexcept {
+    const double compute = stepCompute(load, size);
+    const double wait = forwardWait(compute, stepTransfer(load, size, scope, messages, kept));
+    const double rest = params_.linear * load.tokens / size + params_.fixed;
+    return params_.forward * (size * compute + rest + (size - 1) * params_.ring_step) +
+           (size - 1) * wait;
   }
   // The best that any `size` ranks can do: inside one node, or one domain, if they fit into one.
   double seconds(const Load& load, int size) const noexcept {

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <bit>
 #include <map>
+#include <string>
 
+#include "base/error.hpp"
 #include "planner/model/rings.hpp"
 
 namespace hdpcomm::planner {
@@ -72,7 +74,44 @@ class BinsByRoom {
   std::vector<uint64_t> used_words_;   // a bit for each word of these that is not 0
 };
 
+[[noreturn]] void throwNotTogether(size_t micro_batch) {
+  throwInvalidUsage("micro-batch " + std::to_string(micro_batch) +
+                    " comes between the slices of a sequence, or is one of them on other ranks: "
+                    "slices follow each other on the same ranks");
+}
+
 }  // namespace
+
+std::vector<int32_t> followingSlices(const Plan& plan) {
+  const auto& batches = plan.micro_batches;
+  if (std::none_of(batches.begin(), batches.end(),
+                   [](const MicroBatch& batch) { return batch.slice.some(); })) {
+    return {};
+  }
+  std::vector<int32_t> following(batches.size(), -1);
+  std::map<int32_t, int32_t> last;  // micro-batch by rank
+  for (size_t i = 0; i < batches.size(); ++i) {
+    const MicroBatch& batch = batches[i];
+    const auto before = last.find(batch.ranks.front());
+    const int32_t previous = before == last.end() ? -1 : before->second;
+    const bool goes_on = previous >= 0 && batches[previous].slice.more;
+    for (const int32_t rank : batch.ranks) {
+      const auto at = last.find(rank);
+      const int32_t own = at == last.end() ? -1 : at->second;
+      const bool open = own >= 0 && batches[own].slice.more;
+      if (open != goes_on || (goes_on && own != previous)) throwNotTogether(i);
+      last[rank] = static_cast<int32_t>(i);
+    }
+    if (goes_on != (batch.slice.first > 0)) throwNotTogether(i);
+    if (!goes_on) continue;
+    if (batch.ranks != batches[previous].ranks ||
+        batch.slice.first != batches[previous].slice.end) {
+      throwNotTogether(i);
+    }
+    following[previous] = static_cast<int32_t>(i);
+  }
+  return following;
+}
 
 Scope scopeOf(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept {
   const auto [first, last] = std::minmax_element(ranks.begin(), ranks.end());
@@ -88,6 +127,13 @@ double slowest(const std::vector<int32_t>& ranks, const Cluster& cluster) noexce
 Work workOf(const Problem& problem, const MicroBatch& batch) noexcept {
   const auto size = static_cast<int64_t>(batch.ranks.size());
   Work work;
+  if (batch.slice.some()) {
+    const auto first = static_cast<double>(batch.slice.first);
+    const auto end = static_cast<double>(batch.slice.end);
+    const int64_t tokens = batch.slice.end - batch.slice.first;
+    return {
+        {end * end - first * first, end - first}, (tokens + size - 1) / size, batch.slice.first};
+  }
   if (size == 1) {  // mostly; divisions take long
     for (const int32_t sequence : batch.sequences) {
       work.load += problem.own(sequence);
@@ -109,10 +155,15 @@ void price(const Problem& problem, MicroBatch& batch) {
 void price(const Problem& problem, MicroBatch& batch, const Work& work) {
   const CostModel& cost = problem.cost();
   const int size = static_cast<int>(batch.ranks.size());
-  const auto& [load, held] = work;
-  batch.predicted_s = cost.seconds(load, size, scopeOf(batch.ranks, cost.cluster()),
-                                   crowding(batch.ranks, cost.cluster())) /
-                      slowest(batch.ranks, cost.cluster());
+  const auto& [load, held, kept_tokens] = work;
+  const auto kept = static_cast<double>(kept_tokens);
+  const Scope scope = scopeOf(batch.ranks, cost.cluster());
+  const double messages = crowding(batch.ranks, cost.cluster());
+  batch.predicted_s = cost.seconds(load, size, scope, messages, kept);
+  if (batch.slice.more && cost.cluster().pipeline == 1) {
+    batch.predicted_s += cost.forwardSeconds(load, size, scope, messages, kept);
+  }
+  batch.predicted_s /= slowest(batch.ranks, cost.cluster());
   batch.offload = cost.offloadFor(static_cast<double>(held));
 }
 

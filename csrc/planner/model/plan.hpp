@@ -10,11 +10,25 @@
 
 namespace hdpcomm::planner {
 
+// Tokens [first, end) of the only sequence of a micro-batch; end 0: the sequences are whole. The
+// slices of a sequence follow each other on the same ranks: a forward pass uses what those before
+// it have kept, and backward passes run from the last slice to the first. Without a pipeline each
+// forward pass but the last slice's runs again before its backward pass, so that no activations are
+// held meanwhile.
+struct Slice {
+  int64_t first = 0;
+  int64_t end = 0;
+  bool more = false;  // another one follows
+
+  bool some() const noexcept { return end > 0; }
+};
+
 struct MicroBatch {
   std::vector<int32_t> ranks;      // in ring order
   std::vector<int32_t> sequences;  // positions in the given lengths
   double offload = 0;              // ratio, 0 to 1
   double predicted_s = 0;
+  Slice slice;
   double start = 0;  // while solving: the desired start, which sets the order
 };
 
@@ -25,6 +39,10 @@ struct Plan {
   std::string made_by;    // the candidate of a search, or the policy; not a part of what runs
 };
 
+// By micro-batch: the one that is the next slice of its sequence, or -1. Empty where none is a
+// slice. Raises InvalidUsage where slices do not follow each other on the same ranks.
+std::vector<int32_t> followingSlices(const Plan& plan);
+
 Scope scopeOf(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;
 
 // Speed of the slowest of these ranks.
@@ -34,6 +52,7 @@ double slowest(const std::vector<int32_t>& ranks, const Cluster& cluster) noexce
 struct Work {
   Load load;
   int64_t held = 0;
+  int64_t kept = 0;  // tokens of slices before, whose keys and values go round the ring, too
 };
 Work workOf(const Problem& problem, const MicroBatch& batch) noexcept;
 

@@ -61,7 +61,7 @@ class LevelOrder {
   };
 
   void run() {
-    const int levels = static_cast<int>(levels_.size()) - 1;
+    const int levels = static_cast<int>(backward_levels_.size()) - 1;
     // With passes of one second each, device s runs the forward pass of level l in second 2 l + s,
     // and its backward pass in second 2 (l + p) - 1 - s.
     for (int second = 0; second < 2 * (levels + stages_) - 1; ++second) {
@@ -69,9 +69,11 @@ class LevelOrder {
         const bool backward = (second - stage) % 2 != 0;
         const int level = (backward ? second + 1 + stage - 2 * stages_ : second - stage) / 2;
         const bool before = backward ? second + 1 + stage < 2 * stages_ : second < stage;
-        if (before || level >= levels) continue;
-        for (int32_t i = levels_[level]; i < levels_[level + 1]; ++i) {
-          pass(batches_[i], stage, backward);
+        const std::vector<int32_t>& bounds = backward ? backward_levels_ : levels_;
+        if (before || level >= static_cast<int>(bounds.size()) - 1) continue;
+        for (int32_t i = bounds[level]; i < bounds[level + 1]; ++i) {
+          const bool turned = backward && !backward_order_.empty();
+          pass(batches_[turned ? backward_order_[i] : i], stage, backward);
         }
         if (least_ >= limit_) return;
       }
@@ -99,6 +101,7 @@ class LevelOrder {
     for (size_t i = 0; i < count; ++i) {
       batches_[places[level_of[i]]++].index = static_cast<int32_t>(i);
     }
+    findBackwardLevels(level_of);
     batch_ranks_.reserve(num_ranks);
     for (Batch& batch : batches_) {
       const std::vector<int32_t>& ranks = plan_.micro_batches[batch.index].ranks;
@@ -107,6 +110,39 @@ class LevelOrder {
       batch.forward = costs_[batch.index].forward.seconds;
       batch.backward = costs_[batch.index].backward.seconds;
       batch_ranks_.insert(batch_ranks_.end(), ranks.begin(), ranks.end());
+    }
+  }
+
+  // Number k of n slices, whose levels begin with l, runs its backward pass as a micro-batch of
+  // level l + 2 (n - 1) - k would: the last one first, as soon as its forward pass has ended. All
+  // others have the level of their forward passes.
+  void findBackwardLevels(const std::vector<int32_t>& level_of) {
+    backward_levels_ = levels_;
+    const auto& batches = plan_.micro_batches;
+    const auto count = static_cast<int32_t>(batches.size());
+    if (std::none_of(batches.begin(), batches.end(),
+                     [](const MicroBatch& batch) { return batch.slice.some(); })) {
+      return;
+    }
+    std::vector<int32_t> level(level_of);
+    const std::vector<int32_t> following = followingSlices(plan_);
+    for (int32_t i = 0; i < count; ++i) {
+      if (!batches[i].slice.some() || batches[i].slice.first > 0) continue;
+      int slices = 1;
+      for (int32_t k = following[i]; k >= 0; k = following[k]) ++slices;
+      int32_t k = i;
+      for (int number = 0; k >= 0; k = following[k], ++number) {
+        level[k] = level_of[i] + 2 * (slices - 1) - number;
+      }
+    }
+    const int32_t most = *std::max_element(level.begin(), level.end());
+    backward_levels_.assign(most + 2, 0);
+    for (const int32_t each : level) ++backward_levels_[each + 1];
+    std::partial_sum(backward_levels_.begin(), backward_levels_.end(), backward_levels_.begin());
+    std::vector<int32_t> next(backward_levels_.begin(), backward_levels_.end());
+    backward_order_.resize(count);
+    for (int32_t place = 0; place < count; ++place) {
+      backward_order_[next[level[batches_[place].index]]++] = place;
     }
   }
 
@@ -188,6 +224,8 @@ class LevelOrder {
   bool offloads_ = false;
   std::vector<int32_t> levels_;  // the first of `batches_` of each, and their number
   std::vector<Batch> batches_;   // by level, those of one as in the plan
+  // The same for backward passes; the order is empty where it is that of `batches_`.
+  std::vector<int32_t> backward_levels_, backward_order_;
   std::vector<int32_t> batch_ranks_;
   std::vector<double> free_;                 // by device: when its last pass ends
   std::vector<double> to_host_, from_host_;  // by device: when its copy stream is free

@@ -16,11 +16,12 @@ PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work&
   const CostParams& params = cost.params();
   const int chunks = cost.cluster().chunks;
   const int size = static_cast<int>(batch.ranks.size());
-  const auto& [load, held] = work;
+  const auto& [load, held, kept_tokens] = work;
+  const auto kept = static_cast<double>(kept_tokens);
   const double step = cost.stepCompute(load, size);
   const Scope scope = scopeOf(batch.ranks, cost.cluster());
   const double transfer =
-      cost.stepTransfer(load, size, scope, crowding(batch.ranks, cost.cluster()));
+      cost.stepTransfer(load, size, scope, crowding(batch.ranks, cost.cluster()), kept);
   const double speed = slowest(batch.ranks, cost.cluster());
   const double rest =
       params.linear * load.tokens / size + params.fixed + (size - 1) * params.ring_step;
@@ -31,7 +32,7 @@ PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work&
     result.seconds = (share * (size * step + rest) + wait) / parts;
     result.exposed = wait / parts;
     result.compute = share * step / parts;
-    result.bytes = sent * cost.kv(scope) * load.tokens / size / parts;
+    result.bytes = sent * cost.kv(scope) * (load.tokens + kept) / size / parts;
     result.latency = sent * cost.latency(scope) / parts;
     result.steps = size - 1;
     return result;
@@ -47,6 +48,11 @@ PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work&
   const double tokens = static_cast<double>(held);
   result.copy = batch.offload * cost.memory().copy * tokens / chunks;
   result.resident = tokens * (1 - batch.offload * cost.memory().offloadable) / chunks;
+  if (batch.slice.more && cost.cluster().pipeline == 1) {
+    result.backward.seconds += result.forward.seconds;
+    result.backward.exposed += result.forward.exposed;
+    result.resident = 0;  // of the first forward pass
+  }
   return result;
 }
 

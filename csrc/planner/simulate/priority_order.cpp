@@ -82,6 +82,7 @@ class Simulator {
     units_.resize(static_cast<size_t>(problem.ranks()) * devices_);
     queueForwards();
     if (limit_ < kNever) findLeft();
+    findSlices();
     votes_.assign(count * stages_ * 2, 0);
     forwards_done_.assign(count, 0);
     to_host_.assign(units_.size(), 0.0);
@@ -152,6 +153,36 @@ class Simulator {
     }
   }
 
+  void findSlices() {
+    following_ = followingSlices(plan_);
+    if (following_.empty()) return;
+    if (chunks_ > 1) {
+      throwInvalidUsage(
+          "the plan has slices of sequences, and devices with several stages of the model run "
+          "whole "
+          "sequences only: plan without slices, or give chunks=1");
+    }
+    previous_.assign(following_.size(), -1);
+    for (size_t i = 0; i < following_.size(); ++i) {
+      if (following_[i] >= 0) previous_[following_[i]] = static_cast<int32_t>(i);
+    }
+    backward_from_.assign(following_.size(), stages_);
+  }
+
+  // The slices of a sequence are in flight as one.
+  bool goesOn(int32_t micro_batch) const {
+    return !previous_.empty() && previous_[micro_batch] >= 0;
+  }
+
+  // Whether the backward pass of a slice may run on this stage: it needs that of the next stage,
+  // and that of the next slice.
+  bool backwardReady(int32_t micro_batch, int stage) const {
+    const int32_t next = following_[micro_batch];
+    if (next >= 0 && backward_from_[next] > stage) return false;
+    return stage + 1 == stages_ ? forwards_done_[micro_batch] == stages_
+                                : backward_from_[micro_batch] <= stage + 1;
+  }
+
   void findLeft() {
     rank_times_ = rankTimes(problem_, plan_, costs_);
     for (int rank = 0; rank < problem_.ranks(); ++rank) {
@@ -195,7 +226,8 @@ class Simulator {
     Key best;
     const std::vector<Key>& queue = queues_[rank];
     if (self.next < queue.size() &&
-        self.in_flight < mostInFlight(problem_.cost().cluster(), device)) {
+        (self.in_flight < mostInFlight(problem_.cost().cluster(), device) ||
+         goesOn(queue[self.next].micro_batch))) {
       const Key& next = queue[self.next];
       if (forwards_done_[next.micro_batch] >= stageOf(next, device)) best = next;
     }
@@ -240,7 +272,7 @@ class Simulator {
       member.choice = Key{};
       if (key.forward) {
         ++member.next;
-        ++member.in_flight;
+        if (!goesOn(key.micro_batch)) ++member.in_flight;
         member.resident += cost.resident;
         member.peak = std::max(member.peak, member.resident);
       } else {
@@ -330,7 +362,7 @@ class Simulator {
       Unit& member = unit(rank, device);
       member.running = false;
       if (event.backward) {
-        --member.in_flight;
+        if (!goesOn(event.micro_batch)) --member.in_flight;
         member.resident -= costs_[event.micro_batch].resident;
         result_.end[rank] = std::max(result_.end[rank], event.time);
       }
@@ -340,9 +372,16 @@ class Simulator {
       forwards_done_[event.micro_batch] = event.stage + 1;
       wakes = std::min(event.stage + 1, stages_ - 1);
       if (event.stage + 1 == stages_) allowBackward(event.micro_batch, event.stage);
-    } else if (event.stage > 0) {
-      wakes = event.stage - 1;
-      allowBackward(event.micro_batch, wakes);
+    } else {
+      if (!following_.empty()) {
+        backward_from_[event.micro_batch] = event.stage;
+        const int32_t previous = previous_[event.micro_batch];
+        if (previous >= 0) allowBackward(previous, event.stage);
+      }
+      if (event.stage > 0) {
+        wakes = event.stage - 1;
+        allowBackward(event.micro_batch, wakes);
+      }
     }
     for (const int32_t rank : batch.ranks) {
       choose(rank, device);
@@ -351,6 +390,7 @@ class Simulator {
   }
 
   void allowBackward(int32_t micro_batch, int stage) {
+    if (!following_.empty() && !backwardReady(micro_batch, stage)) return;
     const Key key{false, group_[micro_batch], chunks_ - 1 - stage / devices_, micro_batch};
     for (const int32_t rank : plan_.micro_batches[micro_batch].ranks) {
       std::vector<Key>& backwards = unit(rank, stage % devices_).backwards;
@@ -376,7 +416,10 @@ class Simulator {
   std::vector<std::vector<Key>> queues_;  // by rank: forward passes in their order
   std::vector<RankTime> rank_times_;      // by rank
   std::vector<Unit> units_;
-  std::vector<int> votes_;          // by micro-batch, stage and pass: ranks that chose it
+  std::vector<int> votes_;  // by micro-batch, stage and pass: ranks that chose it
+  // By micro-batch: slices before and after it, and the lowest stage whose backward pass has ended.
+  // Empty where there are no slices.
+  std::vector<int32_t> following_, previous_, backward_from_;
   std::vector<int> forwards_done_;  // by micro-batch: stages whose forward pass is done
   LinkSharing links_;
   std::vector<SharedPass> shared_;  // by micro-batch

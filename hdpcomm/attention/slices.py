@@ -1,0 +1,300 @@
+"""A long sequence in slices, which run one after the other on the same ranks: :class:`SlicedSequence`.
+
+A slice's queries see the keys of its own tokens and those of the slices before it, which their ranks have kept. Each
+slice is a zigzag of its own, so its work is the same for all ranks; what a rank keeps of earlier slices it passes on in
+the rings of later ones. Backward passes run from the last slice to the first: each adds what it finds for kept keys to
+sums, which the pass of the slice that made them takes up. Sources: TeraPipe (arXiv 2102.07988), Seq1F1B (2406.03488).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hdpcomm._core import kernels as _core
+from hdpcomm.attention.atoms import Atoms
+from hdpcomm.attention.pieces import Pieces, local_rows
+from hdpcomm.attention.tiles import Band, Span, Tile, pairs_before, tiles_of
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels.derivatives import without_second_derivative
+
+__all__ = ["SequenceSlice", "SliceLayout", "SlicedSequence", "CallMark", "slice_layouts"]
+
+Int64: TypeAlias = "npt.NDArray[np.int64]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SliceLayout(Pieces):
+    """Which rank holds which tokens of a sequence up to the end of a slice, or of the slice alone."""
+
+    bounds: tuple[int, ...]
+    """Where the slices of the sequence begin, and its length."""
+    number: int
+    """The slice whose queries these are."""
+
+    @property
+    def facts(self) -> tuple[str, str]:
+        text = f"slice {self.number} of {self.bounds}"
+        return text, f"slice {self.number} of a sequence that is cut at {list(self.bounds)}"
+
+    def atoms(self, band: Band) -> Atoms:
+        first, end = self.bounds[self.number], self.bounds[self.number + 1]
+        pieces = np.stack([self.owner, self.start, self.start + self.count], axis=1)
+        needs = [(rank, *band.keys(a, b, end)) for rank, a, b in pieces[self.start >= first].tolist()]
+        cuts = np.unique(np.concatenate([pieces[:, 1], [end], *[each[1:] for each in needs]]).astype(np.int64))
+        start, stop = cuts[:-1], cuts[1:]
+        piece = np.searchsorted(self.start, start, side="right") - 1
+        owner = self.owner[piece]
+        needed = np.zeros((len(start), self.size), dtype=np.bool_)
+        for rank, low, high in needs:
+            needed[:, rank] |= (low <= start) & (start < high)
+        needed[np.arange(len(owner)), owner] = False
+        row = self.row[piece] + start - self.start[piece]
+        return Atoms(np.zeros_like(start), start, stop, owner, row, needed)
+
+    def tiles(self, rank: int, k_spans: dict[int, list[Span]], band: Band) -> list[Tile]:
+        return tiles_of(self.own_spans(rank).get(0, []), k_spans.get(0, []), 0, band)
+
+    def pairs(self, band: Band) -> float:
+        positions = np.array(self.bounds[self.number : self.number + 2])
+        return float(np.diff(pairs_before(positions, band))[0])
+
+
+@lru_cache(maxsize=256)
+def slice_layouts(bounds: tuple[int, ...], number: int, size: int) -> tuple[SliceLayout, SliceLayout]:
+    """The layouts of the queries of a slice, and of the keys up to its end. Pure and local."""
+    start, count = [], []
+    for first, end in pairwise(bounds[: number + 2]):
+        inside = _core.zigzag_bounds(np.array([0, end - first]), size)[0]
+        start.append(first + inside[:-1])
+        count.append(np.diff(inside))
+    holders = np.concatenate([np.arange(size), np.arange(size)[::-1]])
+    owner = np.tile(holders, number + 1)
+    starts, counts = np.concatenate(start), np.concatenate(count)
+    some = counts > 0
+    owner, starts, counts = owner[some], starts[some], counts[some]
+    keys = SliceLayout(
+        size, np.zeros_like(starts), starts, starts, counts, owner, local_rows(owner, counts, size), bounds, number
+    )
+    own = starts >= bounds[number]
+    owner, starts, counts = owner[own], starts[own], counts[own]
+    queries = replace(
+        keys, segment=np.zeros_like(starts), start=starts, source=starts - bounds[number], count=counts, owner=owner,
+        row=local_rows(owner, counts, size),
+    )  # fmt: skip
+    return queries, keys
+
+
+class _Calls(threading.local):
+    """Which calls of attention a thread is about to make."""
+
+    def __init__(self) -> None:
+        self.marks: list[CallMark] = []
+        """The checkpoints whose forward pass runs, the outermost first."""
+        self.again: list[int | None] = [None]
+        """The number of the next call, where layers are computed again; the innermost last."""
+
+
+_calls = _Calls()
+
+
+class CallMark:
+    """Round the forward pass of an activation checkpoint: calls of attention have the same numbers when they are made
+    again inside :attr:`again`. Both may be entered again and again."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        """The number of the first call inside."""
+        self.again = _Again(self)
+
+    def __enter__(self) -> None:
+        _calls.marks.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _calls.marks.pop()
+
+
+class _Again:
+    """Round what a checkpoint computes again, on any thread."""
+
+    def __init__(self, mark: CallMark) -> None:
+        self._mark = mark
+
+    def __enter__(self) -> None:
+        _calls.again.append(self._mark.first)
+
+    def __exit__(self, *_: object) -> None:
+        _calls.again.pop()
+
+
+class _Kept:
+    """What one call of attention has kept of the slices that ran, and the gradients of it that later slices found."""
+
+    def __init__(self, sequence: SlicedSequence) -> None:
+        self.sequence = sequence
+        self.tensors: tuple[torch.Tensor, ...] = ()
+        """``[rows of the rank in all slices, ...]``; those of slices to come are not set."""
+        self.sums: list[torch.Tensor] = []
+        self.next_backward = len(sequence.bounds) - 2
+
+    def write(self, new: Sequence[torch.Tensor], rows: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
+        """Takes the rows of a slice; gives those up to its end. ``rows``: before it, up to its end, of all slices."""
+        first, end, total = rows
+        if not self.tensors:
+            self.tensors = tuple(x.new_empty((total, *x.shape[1:])) for x in new)
+        for kept, x in zip(self.tensors, new, strict=True):
+            if kept.shape[1:] != x.shape[1:] or kept.dtype != x.dtype or kept.device != x.device:
+                raise InvalidUsage(
+                    f"a call of attention was given {tuple(x.shape)} {x.dtype} on {x.device}, and in an earlier slice "
+                    f"{tuple(kept.shape)} {kept.dtype} on {kept.device} (number of rows apart): the model must run the "
+                    "same layers in every slice"
+                )
+            kept.data[first:end] = x.detach()
+        # Without their version counter: a later slice writes other rows of the same memory.
+        return tuple(kept.data[:end] for kept in self.tensors)
+
+    def backward(self, number: int, grads: Sequence[torch.Tensor], rows: tuple[int, int, int]) -> list[torch.Tensor]:
+        """Adds up the gradients of kept rows; gives those of the slice's own rows."""
+        if number != self.next_backward:
+            raise InvalidUsage(
+                f"the backward pass of slice {number} runs where that of slice {self.next_backward} has to: run them "
+                "from the last slice to the first, each once"
+            )
+        self.next_backward -= 1
+        first, end, _ = rows
+        if not self.sums:
+            wide = [torch.promote_types(x.dtype, torch.float32) for x in grads]
+            self.sums = [x.new_zeros((first, *x.shape[1:]), dtype=kind) for x, kind in zip(grads, wide, strict=True)]
+            own = [x[first:end] for x in grads]
+        else:
+            own = [(sums[first:end] + x[first:end]).to(x.dtype) for sums, x in zip(self.sums, grads, strict=True)]
+        for sums, x in zip(self.sums, grads, strict=True):
+            sums[:first] += x[:first]
+        if first == 0:
+            self.tensors, self.sums = (), []
+        return own
+
+
+class _Keep(torch.autograd.Function):
+    """From the keys of a slice to those of all slices up to it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kept: _Kept, number: int, rows: tuple[int, int, int], *new: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.kept, ctx.number, ctx.rows = kept, number, rows
+        return kept.write(new, rows)
+
+    @staticmethod
+    @without_second_derivative
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, None, *ctx.kept.backward(ctx.number, grads, ctx.rows)
+
+
+class SlicedSequence:
+    """A sequence whose slices run one after the other, and what the layers of one model keep of them. Local.
+
+    Run the forward passes of :meth:`slice` 0, 1, ...; in attention each takes the place of ``cu_seqlens``. Then their
+    backward passes from the last one to the first. To hold the activations of one slice at a time, run the forward
+    passes of all but the last under ``torch.no_grad()``, and each again with gradients before its backward pass.
+
+    Only causal attention runs so. Every rank of the communicator keeps its rows of keys and values of all slices, and
+    sums of their gradients in float32 (float64), until the backward pass of slice 0.
+
+    Args:
+        bounds: where slices begin, from 0, rising, and the length of the sequence.
+
+    Raises:
+        InvalidUsage: bounds that do not rise from 0.
+
+    Example:
+        >>> sliced = SlicedSequence([0, 4096, 7000, 9000])
+        >>> len(sliced), sliced.slice(1).length
+        (3, 2904)
+    """
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        self.bounds = tuple(int(each) for each in bounds)
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or any(a >= b for a, b in pairwise(self.bounds)):
+            raise InvalidUsage(
+                f"a sequence is cut at {list(bounds)!r}; expected rising numbers of tokens, from 0 to its length"
+            )
+        self._kept: list[_Kept] = []
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def slice(self, number: int) -> SequenceSlice:
+        """For one forward pass of a slice; one more for each that runs again."""
+        if not 0 <= number < len(self):
+            raise InvalidUsage(f"slice {number} asked of a sequence of {len(self)} slices: give 0 to {len(self) - 1}")
+        return SequenceSlice(self, number)
+
+    def _of_call(self, number: int) -> _Kept:
+        while len(self._kept) <= number:
+            self._kept.append(_Kept(self))
+        return self._kept[number]
+
+
+class SequenceSlice:
+    """One slice of a :class:`SlicedSequence` in one forward pass; in attention it takes the place of ``cu_seqlens``."""
+
+    def __init__(self, sequence: SlicedSequence, number: int) -> None:
+        self.sequence, self.number = sequence, number
+        self._made = 0
+        """Calls of attention so far."""
+
+    def __repr__(self) -> str:
+        return f"slice {self.number} of SlicedSequence({list(self.sequence.bounds)})"
+
+    @property
+    def start(self) -> int:
+        """Its first token."""
+        return self.sequence.bounds[self.number]
+
+    @property
+    def stop(self) -> int:
+        """The token after its last one."""
+        return self.sequence.bounds[self.number + 1]
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return self.stop - self.start
+
+    def layouts(self, size: int) -> tuple[SliceLayout, SliceLayout]:
+        """Those of its queries and of the keys up to its end."""
+        return slice_layouts(self.sequence.bounds, self.number, size)
+
+    def keep(self, *new: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, ...]:
+        """Keeps what a layer made of this rank's rows, ``[T_local, ...]``; gives the rows up to the end of the slice.
+
+        One call of attention, the next one of this pass, or where layers are computed again, of that. Local.
+        """
+        queries, keys = self.layouts(size)
+        own, end = queries.rows(rank), keys.rows(rank)
+        if any(x.shape[0] != own for x in new):
+            raise InvalidUsage(
+                f"attention was given {[x.shape[0] for x in new]} tokens; of {self!r}, "
+                f"rank {rank} of {size} holds {own}"
+            )
+        call = _calls.again[-1]
+        if call is None:
+            call, self._made = self._made, self._made + 1
+        else:
+            _calls.again[-1] = call + 1
+        for mark in _calls.marks:
+            if mark.first is None:
+                mark.first = call
+        last = self.sequence.slice(len(self.sequence) - 1)
+        rows = end - own, end, last.layouts(size)[1].rows(rank)
+        found: tuple[torch.Tensor, ...] = _Keep.apply(self.sequence._of_call(call), self.number, rows, *new)  # type: ignore[no-untyped-call]
+        return found

@@ -1,0 +1,261 @@
+"""A sequence in slices gives the output and gradients of the whole sequence, computed densely in float64.
+
+HDPCOMM_TEST_SLICES: how many random cases (default 40).
+"""
+
+import os
+import random
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import hdpcomm as hdp
+from hdpcomm.attention import SlicedSequence, carry_pack, mla_attention, positions, ring_attention, shard, unshard
+from hdpcomm.attention.slices import slice_layouts
+from hdpcomm.attention.tiles import Band
+from hdpcomm.errors import InvalidUsage, Mismatch
+from hdpcomm.testing import run_threads
+from tests.harness.attention_options import with_options
+from tests.harness.attention_oracle import error
+from tests.harness.tree_oracle import RESULTS, TreeCase, expected
+from tests.ranks.attention.test_mla import dense, tensors
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+CASES = int(os.environ.get("HDPCOMM_TEST_SLICES", "40"))
+
+
+def cuts(rng, length, slices):
+    return [0, *sorted(rng.sample(range(1, length), slices - 1)), length]
+
+
+def on_slices(run, bounds, inputs, comm, way):
+    """(outputs, gradients of ``inputs``) of each slice on this rank. ``run(part, leaves)``: its forward pass; ``way``:
+    all graphs are kept, or slices run again, or are checkpoints."""
+    sliced, place = SlicedSequence(bounds), {"rank": comm.rank, "size": comm.size}
+    outs, leaves, douts = [], [], []
+    for n in range(len(sliced)):
+        part = sliced.slice(n)
+        mine = {name: shard(x[part.start : part.stop], part, **place) for name, x in inputs.items()}
+        douts.append(mine.pop("dout"))
+        leaves.append([x.clone().requires_grad_() for x in mine.values()])
+        with torch.set_grad_enabled(way != "again" or n == len(sliced) - 1):
+            if way == "checkpoint":
+                outs.append(checkpoint(run, part, leaves[-1], use_reentrant=False, context_fn=carry_pack))
+            else:
+                outs.append(run(part, leaves[-1]))
+    for n in reversed(range(len(sliced))):
+        if not outs[n].requires_grad:
+            again = run(sliced.slice(n), leaves[n])
+            assert torch.equal(again, outs[n])
+            outs[n] = again
+        outs[n].backward(douts[n])
+    return [[out.detach(), *(x.grad for x in mine)] for out, mine in zip(outs, leaves, strict=True)]
+
+
+def whole(parts, bounds):
+    """From the results of all ranks, by slice, to those of the sequence."""
+    sliced = SlicedSequence(bounds)
+    made = [
+        [unshard([rank[n][i] for rank in parts], sliced.slice(n)) for n in range(len(sliced))]
+        for i in range(len(parts[0][0]))
+    ]
+    return [torch.cat(each) for each in made]
+
+
+def check(case, bounds, way, sinks=False):
+    given = case.tensors()
+    inputs = {name: given[name] for name in ("q", "k", "v", "dout")}
+    case.sinks = sinks
+    shares = []
+
+    def main():
+        comm = hdp.init()
+        own_sinks = given["sinks"].clone().requires_grad_() if sinks else None
+        options = with_options(sinks=own_sinks, **case.options)
+        run = lambda part, leaves: ring_attention(*leaves, comm=comm, cu_seqlens=part, window=case.window, **options)
+        found = on_slices(run, bounds, inputs, comm, way)
+        shares.append(own_sinks)
+        return found
+
+    found = whole(run_threads(main, case.size), bounds)
+    want = expected(case)
+    for name, got in zip(RESULTS, found, strict=True):
+        assert got.dtype == case.dtype
+        assert error(got, want[name]) <= TOLERANCE[case.dtype], (name, error(got, want[name]), case, bounds)
+    if sinks:
+        assert error(sum(each.grad for each in shares), want["dsinks"]) <= TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_random_slices(seed):
+    rng = random.Random(seed)
+    length = rng.choice([9, 40, 97, 300])
+    kv_heads, group = rng.choice([(1, 1), (1, 2), (2, 2), (2, 1), (1, 4)])
+    size = 1 + seed % 4
+    heads = kv_heads * group
+    variants = ["auto", "ring", "gather"]
+    if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
+        variants.append("ulysses")
+    case = TreeCase(
+        size, [-1], [length], heads, kv_heads, rng.choice([4, 8, 16]), rng.choice([torch.float64, torch.float32]),
+        rng.choice([None, None, 1, 7, 50, 400]), seed=seed, options={"variant": rng.choice(variants)},
+    )  # fmt: skip
+    bounds = cuts(rng, length, rng.randint(1, min(9, length)))
+    check(case, bounds, rng.choice(["kept", "again", "checkpoint"]), sinks=rng.random() < 0.2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("bounds", [range(8), [0, 1, 50], [0, 49, 50], [0, 50]])
+def test_slices_of_one_token(bounds, size):
+    check(TreeCase(size, [-1], [bounds[-1]]), bounds, "kept")
+
+
+@pytest.mark.parametrize("variant", ["ring", "gather", "ulysses", "hybrid"])
+@pytest.mark.parametrize("window", [None, 12])
+def test_every_variant(variant, window):
+    case = TreeCase(4, [-1], [90], heads=4, kv_heads=2, window=window, options={"variant": variant})
+    check(case, [0, 31, 60, 90], "again")
+
+
+def test_one_slice_is_the_sequence_bit_for_bit():
+    case = TreeCase(3, [-1], [100], dtype=torch.float32)
+    inputs = {name: x for name, x in case.tensors().items() if name != "sinks"}
+
+    def main():
+        comm = hdp.init()
+        run = lambda part, leaves: ring_attention(*leaves, comm=comm, cu_seqlens=part)
+        sliced = on_slices(run, [0, 100], inputs, comm, "kept")[0]
+        mine = {name: shard(x, [0, 100], rank=comm.rank, size=comm.size) for name, x in inputs.items()}
+        leaves = [mine[name].clone().requires_grad_() for name in ("q", "k", "v")]
+        out = ring_attention(*leaves, comm=comm, cu_seqlens=[0, 100])
+        out.backward(mine["dout"])
+        return all(torch.equal(a, b) for a, b in zip(sliced, [out, *(x.grad for x in leaves)], strict=True))
+
+    assert run_threads(main, 3) == [True] * 3
+
+
+@pytest.mark.parametrize("send", ["latent", "kv", "auto"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("way", ["kept", "again", "checkpoint"])
+def test_latents_are_kept(send, size, way):
+    bounds, dims = [0, 20, 21, 77, 130], (4, 8, 4, 6, 10)
+    inputs = tensors([130], dims, torch.float64)
+    weights = []
+
+    def main():
+        comm = hdp.init()
+        weight = inputs["w_kv"].clone().requires_grad_()
+        rows = {name: x for name, x in inputs.items() if name != "w_kv"}
+        run = lambda part, leaves: mla_attention(*leaves, weight, comm=comm, cu_seqlens=part, **with_options(send=send))
+        found = on_slices(run, bounds, rows, comm, way)
+        weights.append(weight.grad)
+        return found
+
+    found = whole(run_threads(main, size), bounds)
+    out, dq, dc, drope, dweight = dense([130], dims, inputs)
+    for got, want in zip([*found, sum(weights)], (out, dq, dc, drope, dweight), strict=True):
+        assert error(got, want) <= 1e-10
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("way", ["kept", "again", "checkpoint"])
+def test_several_layers_and_two_uses_in_one_graph(size, way):
+    """Each call of a pass keeps its own keys; checkpoints inside of checkpoints find them again."""
+    case = TreeCase(size, [-1], [60])
+    inputs = {name: x for name, x in case.tensors().items() if name != "sinks"}
+    bounds = [0, 17, 40, 60]
+
+    def layers(attend, q, k, v, recompute):
+        def twice(x):
+            return attend(x, k, v) + attend(x * 0.5, v, k)
+
+        x = q
+        for _ in range(3):
+            x = x + (checkpoint(twice, x, use_reentrant=False, context_fn=carry_pack) if recompute else twice(x))
+        return x
+
+    def main():
+        comm = hdp.init()
+
+        def run(part, leaves):
+            attend = lambda q, k, v: ring_attention(q, k, v, comm=comm, cu_seqlens=part)
+            return layers(attend, *leaves, way == "checkpoint")
+
+        sliced = on_slices(run, bounds, inputs, comm, way)
+        mine = {name: shard(x, [0, 60], rank=comm.rank, size=comm.size) for name, x in inputs.items()}
+        leaves = [mine[name].clone().requires_grad_() for name in ("q", "k", "v")]
+        out = layers(lambda q, k, v: ring_attention(q, k, v, comm=comm, cu_seqlens=[0, 60]), *leaves, False)
+        out.backward(mine["dout"])
+        return sliced, [out.detach(), *(x.grad for x in leaves)]
+
+    parts = run_threads(main, size)
+    found = whole([sliced for sliced, _ in parts], bounds)
+    for i, got in enumerate(found):
+        want = unshard([plain[i] for _, plain in parts], [0, 60])
+        assert error(got, want) <= 1e-10
+
+
+def test_positions_count_from_the_sequence():
+    part = SlicedSequence([0, 7, 20]).slice(1)
+    found = torch.cat([positions(part, rank=rank, size=3) for rank in range(3)])
+    assert sorted(found.tolist()) == list(range(7, 20))
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_rank_is_sent_each_key_that_it_needs_once(size, window):
+    """By an independent count over all pairs of tokens."""
+    bounds, band = (0, 30, 31, 90), Band(None if window is None else 1 - window, 0)
+    for number in range(3):
+        queries, keys = slice_layouts(bounds, number, size)
+        owner = {}
+        for piece in range(len(keys.owner)):
+            for at in range(int(keys.count[piece])):
+                owner[int(keys.start[piece]) + at] = int(keys.owner[piece])
+        needed = set()
+        for q in range(bounds[number], bounds[number + 1]):
+            needed |= {(k, owner[q]) for k in range(0 if window is None else max(0, q + 1 - window), q + 1)}
+        wanted = sum(owner[k] != rank for k, rank in needed)
+        atoms = keys.atoms(band)
+        assert int((atoms.rows * atoms.needed.sum(axis=1)).sum()) == wanted
+        assert [queries.rows(rank) for rank in range(size)] == [
+            sum(owner[q] == rank for q in range(bounds[number], bounds[number + 1])) for rank in range(size)
+        ]
+
+
+def test_errors():
+    for bounds in ([], [0], [1, 5], [0, 5, 5], [0, 5, 3]):
+        with pytest.raises(InvalidUsage, match="expected rising numbers of tokens"):
+            SlicedSequence(bounds)
+    sliced = SlicedSequence([0, 5, 9])
+    with pytest.raises(InvalidUsage, match="slice 2 asked of a sequence of 2 slices"):
+        sliced.slice(2)
+    q = torch.randn(5, 1, 4, requires_grad=True)
+    with pytest.raises(InvalidUsage, match="causal=False was given with a slice"):
+        ring_attention(q, q, q, comm=None, cu_seqlens=sliced.slice(0), causal=False)
+    with pytest.raises(InvalidUsage, match="rank 0 of 1 holds 4"):
+        ring_attention(q, q, q, comm=None, cu_seqlens=sliced.slice(1))
+    with pytest.raises(InvalidUsage, match="is a SequenceSlice, and only packs of plain sequences"):
+        hdp.attention.short_conv(q[:, 0], torch.randn(4, 3), comm=None, cu_seqlens=sliced.slice(0))
+
+
+def test_backward_passes_out_of_order_are_refused():
+    sliced = SlicedSequence([0, 5, 9])
+    first, second = torch.randn(5, 1, 4, requires_grad=True), torch.randn(4, 1, 4, requires_grad=True)
+    out = ring_attention(first, first, first, comm=None, cu_seqlens=sliced.slice(0))
+    ring_attention(second, second, second, comm=None, cu_seqlens=sliced.slice(1))
+    with pytest.raises(InvalidUsage, match="from the last slice to the first"):
+        out.sum().backward()
+
+
+def test_ranks_that_mean_other_slices_are_told():
+    def main():
+        comm = hdp.init()
+        sliced = SlicedSequence([0, 4 + 4 * comm.rank, 12])
+        part = sliced.slice(0)
+        q = torch.randn(len(positions(part, rank=comm.rank, size=2)), 1, 4)
+        with pytest.raises(Mismatch, match="cut at"):
+            ring_attention(q, q, q, comm=comm, cu_seqlens=part)
+
+    run_threads(main, 2)
