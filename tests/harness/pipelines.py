@@ -12,7 +12,7 @@ from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import split_model, tensor_parallel
 from hdpcomm.parallel.tensor import own_part
-from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
+from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceFragment, SequenceInfo, StepPlan
 from hdpcomm.train import Trainer
 from tests.harness.plain_llama import batch_gradients
 
@@ -22,7 +22,7 @@ SEED = 3
 
 
 class FixedPlanner(Planner):
-    """Hands out a plan written by hand, and schedules it as any other."""
+    """Hands out a plan written by hand, and schedules it as any other; a micro-batch has sequences, or is a slice."""
 
     def __init__(self, ranks, stages, batches, *, ratio=0.0, chunks=1, tensor=1, split=False):
         cluster = ClusterSpec(ranks, 100_000, pipeline=stages, chunks=chunks, tensor=tensor, split_backward=split)
@@ -30,11 +30,17 @@ class FixedPlanner(Planner):
         self._batches, self._ratio = batches, ratio
 
     def plan(self, lengths):
+        slices = [what for _, what in self._batches if isinstance(what, SequenceFragment)]
+
+        def held(what):
+            if isinstance(what, SequenceFragment):
+                return (SequenceInfo(len(lengths) + slices.index(what), what.stop - what.start),)
+            return tuple(SequenceInfo(s, lengths[s]) for s in what)
+
         made = tuple(
-            MicroBatch(i, tuple(ranks), tuple(SequenceInfo(s, lengths[s]) for s in sequences), self._ratio, 1.0)
-            for i, (ranks, sequences) in enumerate(self._batches)
+            MicroBatch(i, tuple(ranks), held(what), self._ratio, 1.0) for i, (ranks, what) in enumerate(self._batches)
         )
-        return StepPlan("by hand", self.cluster.ranks, made, 1.0, 1.0, 0.0, 0.0)
+        return StepPlan("by hand", self.cluster.ranks, made, 1.0, 1.0, 0.0, 0.0, fragments=tuple(slices))
 
 
 def tokens_of(lengths, config):

@@ -1,0 +1,201 @@
+"""Steps whose long sequences run in slices: the gradients of one process, with and without pipelines.
+
+HDPCOMM_TEST_SLICED_PLANS: how many random plans (default 16).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import Llama, set_recompute
+from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.plan import SequenceFragment
+from hdpcomm.testing import run_threads
+from hdpcomm.train import Trainer
+from tests.harness.pipelines import CONFIG, SEED, FixedPlanner, check_gradients, one_step, tokens_of
+
+LIMIT = {torch.float64: 1e-10, torch.float32: 1e-5}
+LENGTHS = (110, 1, 7, 33, 2, 18, 40, 5)
+EVEN = dataclasses.replace(CONFIG, vocabulary=62)
+PLANS = int(os.environ.get("HDPCOMM_TEST_SLICED_PLANS", "16"))
+
+
+def slices(sequence, bounds):
+    return [SequenceFragment(sequence, a, b) for a, b in pairwise(bounds)]
+
+
+def plan_of(ranks, bounds=(0, 30, 31, 80, 110), second=(0, 20, 33)):
+    """Sequence 0 on all ranks in slices, sequence 3 on the last one, others between."""
+    everyone = tuple(reversed(range(ranks)))
+    last = ranks - 1
+    return [
+        ((0,), (2,)),
+        *((everyone, each) for each in slices(0, bounds)),
+        ((0,), (1, 4)),
+        *(((last,), each) for each in slices(3, second)),
+        ((0,), (5,)),
+        (everyone, (6,)),
+        ((last,), (7,)),
+    ]
+
+
+def plain_step(planner, dtype, *, recompute="none", offload=False, fetch=None, **options):
+    """On each rank, a thread: (metrics, gradients)."""
+    sequences = tokens_of(LENGTHS, CONFIG)
+    torch.set_num_threads(1)
+    with hdp.init() as comm:
+        model = Llama(CONFIG, seed=SEED + 10 * comm.rank, dtype=dtype)
+        set_recompute(model, recompute)
+        if offload:
+            options["offload"] = ActivationOffload(
+                PinnedPool(8 << 20, device="cpu"), model, min_bytes=1, resident_layers=0
+            )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        trainer = Trainer(model, optimizer, planner, comm, max_grad_norm=None, **options)
+        total = trainer.evaluate(LENGTHS, lambda i: sequences[i])
+        comm.all_reduce(total)
+        metrics = trainer.step(LENGTHS, sequences.__getitem__ if fetch is None else fetch(sequences))
+        assert abs(float(total[0] / total[1]) - metrics.loss) <= LIMIT[dtype] * metrics.loss
+        return metrics, {(name, None): p.grad.clone() for name, p in model.named_parameters()}
+
+
+def check(results, dtype, config=CONFIG):
+    check_gradients([r[1] for r in results], results[0][0], config, dtype, LENGTHS, LIMIT[dtype])
+    assert all(r[0] == results[0][0] for r in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("how", ["plain", "recompute", "offload", "both"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_without_a_pipeline(ranks, how, dtype):
+    offload, recompute = how in ("offload", "both"), how in ("recompute", "both")
+    planner = FixedPlanner(ranks, 1, plan_of(ranks), ratio=0.6 if offload else 0.0)
+    more = {"offload": offload, "recompute": "full" if recompute else "none"}
+    check(run_threads(lambda: plain_step(planner, dtype, **more), ranks), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("how", ["plain", "recompute", "offload", "both", "split"])
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 2), (2, 2), (1, 4), (2, 4)])
+def test_in_pipelines(ranks, stages, how, dtype):
+    offload, recompute = how in ("offload", "both"), how in ("recompute", "both")
+    planner = FixedPlanner(ranks, stages, plan_of(ranks), ratio=0.6 if offload else 0.0, split=how == "split")
+    more = {"offload": offload, "recompute": "full" if recompute else "none"}
+    run = lambda: one_step(planner, CONFIG, dtype, LENGTHS, **more)
+    check(run_threads(run, ranks * stages), dtype)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_parts_of_weights(zero):
+    planner = FixedPlanner(2, 1, plan_of(2))
+    check(run_threads(lambda: plain_step(planner, torch.float64), 2), torch.float64)
+    losses = run_threads(lambda: losses_of(planner, zero), 2)
+    assert losses == run_threads(
+        lambda: losses_of(FixedPlanner(2, 1, [((0,), (0, 1, 2, 3)), ((1,), (4, 5, 6, 7))]), 1), 2
+    )
+
+
+def losses_of(planner, zero):
+    sequences = tokens_of(LENGTHS, CONFIG)
+    torch.set_num_threads(1)
+    with hdp.init() as comm:
+        model = Llama(CONFIG, seed=SEED, dtype=torch.float64)
+        trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), planner, comm, zero=zero)
+        return [round(trainer.step(LENGTHS, sequences.__getitem__).loss, 9) for _ in range(3)]
+
+
+def any_plan(seed):
+    """(HDP ranks, stages, tensor ranks, micro-batches) at random: some sequences in slices of any length."""
+    rng = random.Random(seed)
+    ranks, stages, tensor = rng.choice(
+        [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2)]
+    )
+    batches, waiting = [], []
+    for sequence, length in enumerate(LENGTHS):
+        group = tuple(rng.sample(range(ranks), rng.randint(1, ranks)))
+        if length > 1 and rng.random() < 0.5:
+            count = rng.randint(1, min(length, rng.choice([2, 5, 9])))
+            bounds = [0, *sorted(rng.sample(range(1, length), count - 1)), length]
+            batches.append([(group, each) for each in slices(sequence, bounds)])
+        elif rng.random() < 0.3:
+            waiting.append(sequence)
+        else:
+            batches.append([(group, (sequence, *waiting))])
+            waiting = []
+    if waiting:
+        batches.append([((0,), tuple(waiting))])
+    rng.shuffle(batches)
+    return ranks, stages, tensor, [batch for several in batches for batch in several]
+
+
+@pytest.mark.parametrize("seed", range(PLANS))
+def test_random_plans(seed):
+    ranks, stages, tensor, batches = any_plan(seed)
+    planner = FixedPlanner(ranks, stages, batches, tensor=tensor)
+    recompute = random.Random(seed).choice(["none", "full", 1])
+    if stages == tensor == 1:
+        results = run_threads(lambda: plain_step(planner, torch.float64, recompute=recompute), ranks)
+    else:
+        more = {"recompute": recompute}
+        results = run_threads(lambda: one_step(planner, EVEN, torch.float64, LENGTHS, **more), ranks * stages * tensor)
+    check(results, torch.float64, CONFIG if stages == tensor == 1 else EVEN)
+
+
+class Parts:
+    """Reads parts, and notes how many tokens."""
+
+    def __init__(self, sequences):
+        self.sequences, self.read = sequences, 0
+
+    def __call__(self, i):
+        return self.part(i, 0, len(self.sequences[i]))
+
+    def part(self, i, start, stop):
+        self.read += stop - start
+        tokens = self.sequences[i]
+        return tokens[start:stop], torch.cat([tokens[1:], torch.tensor([-100])])[start:stop]
+
+
+def test_a_rank_reads_its_parts_of_slices_only():
+    readers = []
+
+    def fetch(sequences):
+        readers.append(Parts(sequences))
+        return readers[-1]
+
+    planner = FixedPlanner(2, 1, plan_of(2))
+    check(run_threads(lambda: plain_step(planner, torch.float64, fetch=fetch), 2), torch.float64)
+    assert sum(reader.read for reader in readers) == sum(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("batches", "told"),
+    [
+        ([((0, 1), each) for each in slices(0, (0, 30, 100))], "is not among the 8 given items"),
+        (
+            [((0, 1), SequenceFragment(0, 0, 30)), ((0, 1), SequenceFragment(0, 40, 110))],
+            "parts that follow each other",
+        ),
+        (
+            [((0, 1), SequenceFragment(0, 0, 30)), ((1, 0), SequenceFragment(0, 30, 110))],
+            r"slice 1 of sequence 0 on ranks \[1, 0\]; expected ranks \[0, 1\]",
+        ),
+        (
+            [((0, 1), SequenceFragment(0, 0, 30)), ((1,), (1,)), ((0, 1), SequenceFragment(0, 30, 110))],
+            "with nothing between it and the slice before it",
+        ),
+    ],
+)
+def test_slices_that_cannot_run_are_refused(batches, told):
+    rest = [((0,), (i,)) for i in range(1, 8) if ((1,), (i,)) not in batches]
+    plan = FixedPlanner(2, 1, [*batches, *rest]).plan(LENGTHS)
+    with pytest.raises(InvalidUsage, match=told):
+        plan.validate(LENGTHS)
