@@ -41,10 +41,12 @@ Load makeLoad(const std::vector<int64_t>& lengths) {
 }
 
 // (columns, makespan, lower bound, idle share, seconds that noise adds to the mean makespan,
-// micro-batches that wait in a queue, pools of ranks, the candidate that made the plan)
+// micro-batches that wait in a queue, pools of ranks, the candidate that made the plan, slices as
+// PlanColumns has them). `next_id`: of the first slice.
 py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
                        const std::string& policy, int64_t context, int context_ranks,
-                       std::vector<double> squares, const std::vector<int64_t>& ids, bool queue) {
+                       std::vector<double> squares, const std::vector<int64_t>& ids, bool queue,
+                       int64_t next_id) {
   std::optional<PlanColumns> columns;
   double lower_bound = 0;
   double makespan = 0;
@@ -67,15 +69,16 @@ py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
       pools = queued > 0 ? found.pools : 1;
       if (queued > 0) mean = found.mean;
     }
-    columns.emplace(plan, problem.lengths(), ids);
+    columns.emplace(plan, problem.lengths(), ids, next_id);
     makespan = plan.makespan;
     idle_share = plan.idle_share;
     made_by = plan.made_by;
     if (!mean) mean = planner::expectedMakespan(problem, plan);
     noise_s = std::max(0.0, *mean - makespan);
   }
+  auto slices = std::move(columns->slices);
   return py::make_tuple(std::move(*columns).toTuple(), makespan, lower_bound, idle_share, noise_s,
-                        queued, pools, made_by);
+                        queued, pools, made_by, std::move(slices));
 }
 
 // The simulator counts on ranks that the cluster has.
@@ -168,7 +171,7 @@ void bindPlanner(py::module_& module) {
                       double host_tokens, double copy, int ranks, int ranks_per_node, int pipeline,
                       int chunks, std::vector<double> speeds, int nics, double put_off, bool split,
                       int ring_peers, int ranks_per_domain, double kv_domain, double latency_domain,
-                      int uplinks, double noise) {
+                      int uplinks, double noise, int slices) {
             return CostModel(CostParams{attention, piece, linear, fixed, ring_step, kv_intra,
                                         kv_domain, kv_inter, latency_intra, latency_domain,
                                         latency_inter, forward, forward_transfer, put_off, noise},
@@ -182,6 +185,7 @@ void bindPlanner(py::module_& module) {
                                      .split = split,
                                      .uplinks = uplinks,
                                      .ring_peers = ring_peers,
+                                     .slices = slices,
                                      .speeds = std::move(speeds)});
           }),
           py::kw_only(), py::arg("attention"), py::arg("piece"), py::arg("linear"),
@@ -192,7 +196,8 @@ void bindPlanner(py::module_& module) {
           py::arg("pipeline"), py::arg("chunks") = 1, py::arg("speeds") = std::vector<double>(),
           py::arg("nics") = 0, py::arg("put_off") = 0.0, py::arg("split") = false,
           py::arg("ring_peers") = 0, py::arg("ranks_per_domain") = 0, py::arg("kv_domain") = 0.0,
-          py::arg("latency_domain") = 0.0, py::arg("uplinks") = 0, py::arg("noise") = 0.0)
+          py::arg("latency_domain") = 0.0, py::arg("uplinks") = 0, py::arg("noise") = 0.0,
+          py::arg("slices") = 1)
       .def(
           "seconds",
           [](const CostModel& cost, const std::vector<int64_t>& lengths, int size, bool one_node,
@@ -205,7 +210,7 @@ void bindPlanner(py::module_& module) {
   module.def("solve", &solveToTuple, py::arg("cost"), py::arg("lengths"), py::arg("policy"),
              py::arg("context"), py::arg("context_ranks"),
              py::arg("squares") = std::vector<double>(), py::arg("ids") = std::vector<int64_t>(),
-             py::arg("queue") = false);
+             py::arg("queue") = false, py::arg("next_id") = 0);
   module.def(
       "lower_bound",
       [](const CostModel& cost, std::vector<int64_t> lengths, std::vector<double> squares) {

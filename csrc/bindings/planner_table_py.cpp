@@ -224,7 +224,7 @@ py::bytes hashedText(const py::tuple& arrays) {
 }  // namespace
 
 PlanColumns::PlanColumns(const planner::Plan& plan, const std::vector<int64_t>& all_lengths,
-                         const std::vector<int64_t>& all_ids) {
+                         const std::vector<int64_t>& all_ids, int64_t next_id) {
   const size_t rows = plan.micro_batches.size();
   for (auto* column : {&index, &rank_bounds, &sequence_bounds}) column->reserve(rows + 1);
   offload_ratio.reserve(rows);
@@ -245,6 +245,11 @@ PlanColumns::PlanColumns(const planner::Plan& plan, const std::vector<int64_t>& 
     for (const int32_t place : batch.sequences) {
       ids.push_back(all_ids.empty() ? place : all_ids.at(static_cast<size_t>(place)));
       lengths.push_back(all_lengths[static_cast<size_t>(place)]);
+    }
+    if (batch.slice.some()) {
+      slices.emplace_back(ids.back(), batch.slice.first, batch.slice.end);
+      ids.back() = next_id++;
+      lengths.back() = batch.slice.end - batch.slice.first;
     }
     offload_ratio.push_back(batch.offload);
     predicted_s.push_back(batch.predicted_s);

@@ -38,6 +38,7 @@ class CostModel:
         kv_domain: float = 0.0,
         latency_domain: float = 0.0,
         uplinks: int = 0,
+        slices: int = 1,
         noise: float = 0.0,
     ) -> None: ...
     def seconds(self, lengths: Sequence[int], size: int, one_node: bool, one_domain: bool = False) -> float: ...
@@ -54,7 +55,8 @@ def solve(
     squares: Sequence[float] = (),
     ids: Sequence[int] = (),
     queue: bool = False,
-) -> tuple[Columns, float, float, float, float, int, int, str]: ...
+    next_id: int = 0,
+) -> tuple[Columns, float, float, float, float, int, int, str, list[tuple[int, int, int]]]: ...
 def make_batches(
     table: Columns,
     first: int,

@@ -367,6 +367,8 @@ class MemoryModel:
         token_bytes: activations of one token; ``None`` without a model.
         state_bytes: weights, gradients and optimizer on a rank, with the logits of a chunk and the gradient of the last
             layer, which every pass needs; ``None`` without a model.
+        kept: share of a token's bytes that its keys and values take in slices to come, with their gradients in float32;
+            1 without a model.
     """
 
     capacity: int
@@ -375,10 +377,12 @@ class MemoryModel:
     host_tokens: float = 0.0
     token_bytes: float | None = None
     state_bytes: float | None = None
+    kept: float = 1.0
 
     def __post_init__(self) -> None:
         check_whole("MemoryModel", "capacity", self.capacity, least=1, most=MOST_TOKENS)
         check_number("MemoryModel", "offloadable", self.offloadable, least=0, most=1)
+        check_number("MemoryModel", "kept", self.kept, least=0)
         for name in ("copy_s", "host_tokens"):
             check_number("MemoryModel", name, getattr(self, name), least=0)
 
@@ -401,8 +405,9 @@ class MemoryModel:
         step = StepMemory.of(model, states=_state_bytes(model, cluster), layers=layers, tensor=cluster.tensor)
         token_bytes, states = step.line().token, step.states + step.line().fixed
         capacity = cluster.capacity or _derived_capacity(model, cluster, token_bytes, states)
+        kept = model.kept_bytes / cluster.pipeline / cluster.tensor / token_bytes
         if not cluster.offload or layers <= 2:
-            return cls(capacity, token_bytes=token_bytes, state_bytes=states)
+            return cls(capacity, token_bytes=token_bytes, state_bytes=states, kept=kept)
         moved = step.offloadable()
         bandwidth = min(device.d2h_bandwidth, device.h2d_bandwidth)
         return cls(
@@ -412,6 +417,7 @@ class MemoryModel:
             host_tokens=device.host_bytes / (token_bytes * _sets_held(cluster)),
             token_bytes=token_bytes,
             state_bytes=states,
+            kept=kept,
         )
 
     def token_limit(self, ratio: float) -> int:
@@ -448,9 +454,10 @@ def _derived_capacity(model: ModelSpec, cluster: ClusterSpec, token_bytes: float
 
 
 def core_cost(
-    cost: CostModel, memory: MemoryModel, cluster: ClusterSpec, ring_peers: int | None = None
+    cost: CostModel, memory: MemoryModel, cluster: ClusterSpec, ring_peers: int | None = None, slices: int = 1
 ) -> core.CostModel:
-    """Both models in the form that the C++ solver takes; ``ring_peers``: of :class:`hdpcomm.plan.Planner`."""
+    """Both models in the form that the C++ solver takes; ``ring_peers``, ``slices``: of
+    :class:`hdpcomm.plan.Planner`."""
     values = asdict(cost)
     experts = values.pop("experts")
     put_off = values.pop("weights") * max(0.0, values["linear"] - experts)
@@ -477,4 +484,5 @@ def core_cost(
         put_off=put_off,
         split=cluster.split_backward,
         ring_peers=ring_peers or 0,
+        slices=slices,
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,15 +19,17 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel, MemoryModel, core_cost
 from hdpcomm.plan.fragments import Jobs, jobs_of
+from hdpcomm.plan.micro_batch import MicroBatch, SequenceFragment, SequenceInfo
 from hdpcomm.plan.pipeline_schedule import PipelineSchedule
 from hdpcomm.plan.specs import ModelSpec
 from hdpcomm.plan.step import StepPlan
-from hdpcomm.plan.table import PlanTable
+from hdpcomm.plan.table import COLUMNS, PlanTable
 from hdpcomm.plan.tree import Tree
 from hdpcomm.plan.waves import in_waves, sorted_for_waves, wave_times
 
 __all__ = ["LONGEST_MEASURED", "POLICIES", "Planner"]
 
+MOST_SLICES = 64
 POLICIES = ("balanced", "pipeline", "naive", "pow2", "static")
 LONGEST_MEASURED = 512
 """Tokens of the longest sequence that is measured where nobody says: enough to tell the square term."""
@@ -43,6 +46,8 @@ class _Solved(NamedTuple):
     queued: int = 0
     queue_pools: int = 1
     made_by: str = ""
+    slices: Sequence[tuple[int, int, int]] = ()
+    """(sequence, first token, token after the last one) of micro-batches that are slices, in the plan's order."""
 
     @property
     def expected(self) -> float:
@@ -69,6 +74,10 @@ class Planner:
         queue: sequences that fit one rank wait in a queue (:attr:`StepPlan.queued`) in small micro-batches, from which
             ranks take when they are free, so that a rank that noise hits or that was thought faster does less. A
             step in which that would take longer has none. For ``balanced`` without pipelines and expert ranks.
+        slices: the most slices of tokens that a long sequence may run in, one after the other on the same ranks
+            (:class:`hdpcomm.plan.SequenceFragment`); 1: none. In pipelines where that makes the step shorter. Without a
+            pipeline where a sequence fits the ranks no other way: each slice but the last then runs forward twice. For
+            ``balanced`` without expert ranks and interleaved stages.
 
     Example:
         >>> planner = Planner(None, ClusterSpec(ranks=4, capacity=1024), cost_model=CostModel(1e-9, 1e-6))
@@ -89,6 +98,7 @@ class Planner:
         memory: MemoryModel | None = None,
         ring_peers: int | None = None,
         queue: bool = False,
+        slices: int = 1,
     ) -> None:
         if policy not in POLICIES:
             raise InvalidUsage(f"policy is {policy!r}, expected one of {', '.join(POLICIES)}")
@@ -108,6 +118,9 @@ class Planner:
                 f"{cluster.expert} expert rank(s): only plans of the policy 'balanced' have one, without pipelines and "
                 "ranks that share experts"
             )
+        check_whole("Planner", "slices", slices, least=1, most=MOST_SLICES)
+        if slices > 1:
+            self._check_slices(model, cluster, policy, slices)
         if cost_model is None:
             if model is None:
                 raise InvalidUsage("neither a model nor a cost_model is given: one of them has to say what tokens cost")
@@ -121,14 +134,28 @@ class Planner:
         self.context_ranks = context_ranks
         self.ring_peers = ring_peers
         self.queue = queue
+        self.slices = slices
         devices = cluster.ranks * cluster.pipeline * cluster.tensor
         self._spare = 0.0 if cluster.cores is None else max(0.0, 1 - cluster.cores / devices)
-        self._core = core_cost(cost_model, self.memory, cluster, ring_peers)
+        self._core = core_cost(cost_model, self.memory, cluster, ring_peers, slices)
         self._in_waves = cluster.expert > 1 and cluster.pipeline == 1
         resident = replace(self.memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
         self._without_offload = (
-            core_cost(cost_model, resident, cluster, ring_peers) if self.memory.offloadable else None
+            core_cost(cost_model, resident, cluster, ring_peers, slices) if self.memory.offloadable else None
         )
+
+    @staticmethod
+    def _check_slices(model: ModelSpec | None, cluster: ClusterSpec, policy: str, slices: int) -> None:
+        reasons = {
+            f"policy {policy!r}": policy not in ("balanced", "pipeline"),
+            f"{cluster.expert} expert ranks": cluster.expert > 1,
+            f"{cluster.chunks} stages on each device": cluster.chunks > 1,
+            "a model with recurrent layers": model is not None and not model.sliceable,
+        }
+        if found := [reason for reason, holds in reasons.items() if holds]:
+            raise InvalidUsage(
+                f"slices={slices} was given with {' and '.join(found)}, which run whole sequences only: give 1"
+            )
 
     @classmethod
     def measured(
@@ -183,6 +210,7 @@ class Planner:
             memory=self.memory,
             ring_peers=self.ring_peers,
             queue=self.queue,
+            slices=self.slices,
         )
 
     @property
@@ -204,6 +232,8 @@ class Planner:
         """
         start = time.perf_counter()
         jobs = self._jobs(lengths)
+        if long := self._too_long(jobs):
+            return self._plan_in_slices(jobs, long, start)
         solved = self._solve(self._core, jobs)
         lower_bound = self._bound_on_cores(jobs, solved.lower_bound)
         if self._in_waves:
@@ -235,8 +265,72 @@ class Planner:
             queued=solved.queued,
             queue_pools=solved.queue_pools,
             made_by=solved.made_by,
-            fragments=jobs.fragments,
+            fragments=(*jobs.fragments, *(SequenceFragment(*each) for each in solved.slices)),
         )
+
+    def _too_long(self, jobs: Jobs) -> dict[int, int]:
+        """How many slices the jobs need that fit the ranks no other way, by place."""
+        most = self.memory.token_limit(1.0 if self.memory.copy_s else 0.0) * self.cluster.ranks
+        if self.slices == 1 or self.cluster.pipeline > 1 or max(jobs.tokens, default=0) <= most:
+            return {}
+        found, ranks, capacity = {}, self.cluster.ranks, self.memory.capacity
+        for place, tokens in enumerate(jobs.tokens):
+            if tokens <= most:
+                continue
+            plain = not jobs.squares or jobs.squares[place] == float(tokens) * tokens
+            room = math.floor(capacity - self.memory.kept * -(-tokens // ranks))
+            needed = -(-tokens // (room * ranks)) if room > 0 else MOST_SLICES + 1
+            if not plain or needed > self.slices:
+                what = f"sequence {place} of {tokens} tokens"
+                raise InvalidUsage(
+                    f"{what} does not fit {ranks} ranks of {capacity} tokens"
+                    + (
+                        f" in {self.slices} slices, beside the keys and values of all of it: it needs {needed}"
+                        if plain and needed <= MOST_SLICES
+                        else ", and not in slices, either"
+                    )
+                    + ": raise capacity, ranks or slices, or cut the sequence"
+                )
+            found[place] = needed
+        return found
+
+    def _plan_in_slices(self, jobs: Jobs, long: Mapping[int, int], start: float) -> StepPlan:
+        """The slices of sequences that are too long for all ranks, on all of them, then the plan of the others."""
+        ids = jobs.ids or range(len(jobs.tokens))
+        others = [place for place in range(len(jobs.tokens)) if place not in long]
+        rest = Jobs(
+            [jobs.tokens[place] for place in others],
+            [jobs.squares[place] for place in others] if jobs.squares else [],
+            jobs.fragments,
+            [ids[place] for place in others],
+        )
+        solved = self._solve(self._core, rest)
+        next_id = max(ids) + 1
+        ranks = tuple(range(self.cluster.ranks))
+        batches: list[MicroBatch] = []
+        slices = []
+        for place, count in long.items():
+            tokens = jobs.tokens[place]
+            bounds = [tokens * k // count for k in range(count + 1)]
+            for first, end in pairwise(bounds):
+                slices.append((ids[place], first, end))
+                held = (SequenceInfo(next_id + len(batches), end - first),)
+                batches.append(MicroBatch(len(batches), ranks, held, 0.0, 0.0))
+        table = PlanTable.of(batches).followed_by(solved.table)
+        solved = solved._replace(
+            table=table, slices=slices, lower_bound=max(solved.lower_bound, self._least_mean(jobs))
+        )
+        found = self.simulate(self._made(rest, start, solved))
+        seconds = np.bincount(found["which"][:, 0], weights=found["times"] @ (-1.0, 1.0), minlength=len(table))
+        columns = dict(zip(COLUMNS, table.columns(), strict=True))
+        columns["predicted_s"] = np.where(np.arange(len(table)) < len(batches), seconds, table.predicted_s)
+        makespan = found["makespan"]
+        idle = 1 - float(found["busy"].sum()) / (makespan * self.cluster.ranks) if makespan else 0.0
+        made_by = f"slices + {solved.made_by}" if others else "slices"
+        solved = solved._replace(
+            table=PlanTable(**columns), makespan=makespan, idle_share=max(0.0, idle), noise_s=0.0, made_by=made_by
+        )
+        return self._made(rest, start, solved)
 
     def _plan_for_shared_cores(self, jobs: Jobs, balanced: _Solved, lower_bound: float, start: float) -> StepPlan:
         """The plan in which the ranks together have the least to do: idle ranks leave their cores to others.
@@ -316,7 +410,10 @@ class Planner:
         """``policy``: another one, without a queue."""
         options = (policy or self.policy, self.context, self.context_ranks)
         queue = self.queue and policy is None
-        found = core.solve(cost, jobs.tokens, *options, squares=jobs.squares, ids=jobs.ids, queue=queue)
+        next_id = max(jobs.ids, default=len(jobs.tokens) - 1) + 1
+        found = core.solve(
+            cost, jobs.tokens, *options, squares=jobs.squares, ids=jobs.ids, queue=queue, next_id=next_id
+        )
         return _Solved(PlanTable(*found[0]), *found[1:])
 
     def schedule(self, plan: StepPlan) -> PipelineSchedule:

@@ -167,6 +167,17 @@ class ModelSpec:
         return float(self.dtype_bytes * width + wide)
 
     @property
+    def kept_bytes(self) -> float:
+        """What a token of a slice keeps for later slices, in all layers: keys and values, or the latent, and sums of
+        their gradients in fp32 (fp64 for 8 bytes)."""
+        return self._mixed("sent") * (self.dtype_bytes + max(4, self.dtype_bytes))
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether its sequences can run in slices: recurrences hand no state from one to the next."""
+        return all(each.kind != "linear" for each in self.token_mixing)
+
+    @property
     def logits_bytes(self) -> float:
         """Bytes of one token's logits. They exist for the tokens of one chunk
         (:func:`hdpcomm.kernels.linear_cross_entropy`)."""

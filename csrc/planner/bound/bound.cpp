@@ -41,6 +41,7 @@ class Bound {
         params_(cost_.params()),
         memory_(cost_.memory()),
         stages_(cost_.cluster().pipeline),
+        slices_(cost_.cluster().mostSlices()),
         put_off_(put_off) {
     int64_t longest = 0;
     int64_t shortest = problem.lengths()[0];
@@ -56,6 +57,7 @@ class Bound {
     shortest_ = {squares, static_cast<double>(shortest)};
     max_offload_ = max_offload;
     passing_ = (stages_ - 1.0) / cost_.cluster().chunks;
+    alone_ = 1 + (stages_ - 1.0) / slices_;
     for (int high = 1; high < kMaxStack; ++high) {
       double places = 0;
       for (int rank = 0; rank < problem.ranks(); ++rank) {
@@ -67,8 +69,10 @@ class Bound {
     for (int rank = 0; rank < problem.ranks(); ++rank) ranks_ += cost_.cluster().speed(rank);
     sortSpeeds();
     if (stages_ > 1) filling_ = passing_ * passes(shortest_, mostHeld(kForever));
+    if (slices_ > 1) filling_ = std::min(filling_, passing_ * params_.fixed);
     collectItems();
-    if (stages_ > 1 && cost_.cluster().chunks == 1 && speeds_.empty() && !cost_.cluster().split) {
+    if (stages_ > 1 && cost_.cluster().chunks == 1 && speeds_.empty() && !cost_.cluster().split &&
+        slices_ == 1) {
       const double forward = params_.forward;
       const auto [least, most] = std::minmax(forward, params_.forward_transfer);
       ramps_.emplace(cost_, least, most, fastestTime(shortest_));
@@ -78,7 +82,7 @@ class Bound {
   }
 
   double solve() const {
-    double low = std::max(slowest_ * stages_, workAlone() / ranks_ + filling_);
+    double low = std::max(slowest_ * alone_, workAlone() / ranks_ + filling_);
     double high = low;
     while (!possible(high)) {
       low = high;
@@ -110,9 +114,10 @@ class Bound {
                                          [this](double time) { return mostHeld(time / stages_); });
   }
 
-  // The most tokens that a rank can hold in a micro-batch that ends within `limit` seconds.
+  // The most tokens that a rank can hold in a micro-batch that ends within `limit` seconds, or of a
+  // sequence in slices: these are micro-batches, of which it holds as many as there are stages.
   double mostHeld(double limit) const {
-    const double capacity = static_cast<double>(memory_.capacity);
+    const double capacity = static_cast<double>(memory_.capacity) * std::min(slices_, stages_);
     if (max_offload_ <= 0) return capacity;
     const double copied = params_.forward * std::max(0.0, limit - params_.fixed) / memory_.copy;
     return std::min({capacity / (1 - max_offload_ * memory_.offloadable),
@@ -141,7 +146,7 @@ class Bound {
   // possible step; the others never do.
   void collectItems() {
     slowest_ = slowestFastest();
-    const double low = std::max(slowest_, (workAlone() / ranks_ + filling_) / stages_);
+    const double low = std::max(slowest_, (workAlone() / ranks_ + filling_) / alone_);
     std::vector<Load> loads;
     for (int i = 0; i < problem_.count(); ++i) {
       const Load load = problem_.own(i);
@@ -278,7 +283,7 @@ class Bound {
 
   Limits limitsOf(double time) const {
     Limits limits;
-    limits.batch_s = time / stages_;
+    limits.batch_s = time / alone_;
     limits.rank_s = time - filling_;
     limits.held = mostHeld(cost_.cluster().split ? kForever : limits.batch_s);
     limits.forward_from =
@@ -378,7 +383,8 @@ class Bound {
         const Load& load = items_[middle].load;
         const int least = leastRanks(load, limits.held);
         const double fastest = cost_.seconds(load, cost_.fastestSize(load, least));
-        const double way = passing_ > 0 ? passing_ * passes(load, limits.held) : 0;
+        const bool passes_whole = passing_ > 0 && slices_ == 1;
+        const double way = passes_whole ? passing_ * passes(load, limits.held) : 0;
         const bool slow = (high + 1) * fastest + way > time;
         slow ? count = middle + 1 : end = middle;
       }
@@ -398,19 +404,21 @@ class Bound {
   const CostParams& params_;
   const MemoryParams& memory_;
   const int stages_;
+  const int slices_;  // of a sequence, at most
   const double put_off_;
   Load all_, longest_, shortest_;
   std::vector<Item> items_;  // by falling length
   double max_offload_ = 0;
-  double ranks_ = 0;                    // the sum of their speeds
-  std::vector<double> speeds_;          // fastest first; empty: all are alike
-  std::vector<double> speed_sums_;      // of the first ones
-  std::vector<int> class_ends_;         // how many ranks have at least a speed
-  mutable std::vector<double> mixed_;   // of mixed(), by size; 0: not known yet
-  double stack_[kMaxStack] = {};        // how many follow each other on a rank, mean over the ranks
-  double passing_ = 0;                  // to the last stage, in passes of a device
-  double filling_ = 0;                  // idle time of a pipeline's last stage
-  double slowest_ = 0;                  // fastest time of the longest sequence
+  double ranks_ = 0;                   // the sum of their speeds
+  std::vector<double> speeds_;         // fastest first; empty: all are alike
+  std::vector<double> speed_sums_;     // of the first ones
+  std::vector<int> class_ends_;        // how many ranks have at least a speed
+  mutable std::vector<double> mixed_;  // of mixed(), by size; 0: not known yet
+  double stack_[kMaxStack] = {};       // how many follow each other on a rank, mean over the ranks
+  double alone_ = 1;                   // what a sequence takes in a pipeline, in passes of a device
+  double passing_ = 0;                 // to the last stage, in passes of a device
+  double filling_ = 0;                 // idle time of a pipeline's last stage
+  double slowest_ = 0;                 // fastest time of the longest sequence
   std::optional<PipelineRamps> ramps_;  // of all seconds, and of those of compute
   std::optional<PipelineRamps> compute_ramps_;
   mutable std::optional<PipelineWindows> windows_;

@@ -87,6 +87,10 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
                       ", expected a multiple of the " + std::to_string(cluster.ranks_per_node) +
                       " ranks of a node, or 0 for no domains");
   }
+  if (cluster.slices < 1) {
+    throwInvalidUsage("slices is " + std::to_string(cluster.slices) +
+                      ", expected at least 1, which is none");
+  }
   if (cluster.nics < 0) {
     throwInvalidUsage("nics is " + std::to_string(cluster.nics) +
                       ", expected at least 1, or 0 where each rank has its own");

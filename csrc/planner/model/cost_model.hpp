@@ -53,11 +53,16 @@ struct Cluster {
   int ring_peers = 0;  // most ranks that a rank exchanges messages of rings with; 0: any number
   // Groups are of neighbouring ranks only, and rings go there and back: at most four peers.
   bool neighbours = false;
+  // Most slices that a sequence may run in, one after the other in a pipeline; 1: none.
+  int slices = 1;
   // By rank: a micro-batch takes 1 / speed times as long on a group whose slowest rank has it.
   // At most 1, which is the rank that the costs are those of; empty: all are alike.
   std::vector<double> speeds;
 
   bool sharesInterfaces() const noexcept { return nics > 0 && nics < ranks_per_node; }
+  // Micro-batches that a sequence runs as, at most.
+  int mostSlices() const noexcept { return pipeline > 1 && chunks == 1 ? slices : 1; }
+
   // Whether rings can get in each other's way.
   bool sharesLinks() const noexcept { return sharesInterfaces() || uplinks > 0; }
 

@@ -67,6 +67,14 @@ Problem Problem::withSpeeds(std::vector<double> speeds) const {
   return other;
 }
 
+Problem Problem::inOneSlice() const {
+  Cluster cluster = cost_.cluster();
+  cluster.slices = 1;
+  Problem other = *this;
+  other.cost_ = CostModel(cost_.params(), cost_.memory(), cluster);
+  return other;
+}
+
 Problem Problem::onNeighbours() const {
   Cluster cluster = cost_.cluster();
   cluster.neighbours = true;

@@ -22,6 +22,8 @@ class Problem {
 
   // The same sequences on ranks of these speeds.
   Problem withSpeeds(std::vector<double> speeds) const;
+  // The same sequences, each as a whole.
+  Problem inOneSlice() const;
   // The same sequences in groups of neighbouring ranks (Cluster::neighbours).
   Problem onNeighbours() const;
 

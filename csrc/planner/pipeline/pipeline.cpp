@@ -2,6 +2,7 @@
 // that runs.
 #include "planner/pipeline/pipeline.hpp"
 
+#include "planner/bound/bound.hpp"
 #include "planner/pipeline/shape_search.hpp"
 #include "planner/search/candidates.hpp"
 #include "planner/search/refine.hpp"
@@ -25,7 +26,9 @@ constexpr Candidate<PlanSearch> kImprovements[] = {
 Plan planPipeline(const Problem& problem, const PolicyOptions& options, double lower_bound) {
   if (problem.count() == 0) return finishPlan(problem, {});
   PlanSearch search{problem, options, lower_bound};
-  search.take(findShape(problem, lower_bound));
+  const bool slices = problem.cost().cluster().mostSlices() > 1;
+  const double whole = slices ? lowerBound(problem.inOneSlice()) : lower_bound;
+  search.take(findShape(problem, whole, lower_bound));
   tryBaselines(search);
   tryAll(kImprovements, search);
   return std::move(search).result();

@@ -52,9 +52,9 @@ std::vector<int32_t> RanksBySpeed::ranks(int first, int count) const {
 
 int RanksBySpeed::sizeOfAlike(const Job& job, int left, double height) const {
   if (job.load.tokens != last_size_.tokens || job.load.squares != last_size_.squares ||
-      height != last_size_.height) {
+      height != last_size_.height || job.min_size != last_size_.least) {
     const int size = cost_.sizeWithin(job.load, job.min_size, count(), height);
-    last_size_ = {job.load.tokens, job.load.squares, height, size};
+    last_size_ = {job.load.tokens, job.load.squares, height, job.min_size, size};
   }
   return last_size_.size <= left ? last_size_.size : 0;
 }

@@ -36,6 +36,7 @@ class RanksBySpeed {
  private:
   struct LastSize {
     double tokens = 0, squares = 0, height = 0;
+    int least = 0;
     int size = 0;
   };
 

@@ -21,12 +21,13 @@ namespace {
 
 class ShapeSearch {
  public:
-  ShapeSearch(const Problem& problem, double lower_bound)
+  ShapeSearch(const Problem& problem, double whole_bound, double lower_bound)
       : problem_(problem),
         waves_(problem),
         stages_(problem.cost().cluster().pipeline),
         by_levels_(problem.cost().cluster().chunks == 1),
-        bound_(lower_bound) {}
+        bound_(whole_bound),
+        slices_bound_(lower_bound) {}
 
   // Empty where no shape has a plan.
   Plan run();
@@ -44,6 +45,7 @@ class ShapeSearch {
   bool above(double share) const { return best_.makespan >= share * bound_; }
   bool alike() const { return problem_.cost().cluster().speeds.empty(); }
   bool zonesHelped() const { return zones_helped_; }
+  bool inSlices() const { return shape_.slices > 1; }
 
   void attemptEqual() { attempt({count_, 0, 0}); }
   void attemptSlopes() { attempt({count_, stages_, stages_}); }
@@ -104,6 +106,30 @@ class ShapeSearch {
     }
   }
 
+  // Ranks of their own for the longest sequences, which run in slices there: they hide their way
+  // through the stages behind each other.
+  void attemptSlices() {
+    bound_ = slices_bound_;
+    const double base = waves_.meanWork();
+    for (int slices = 2; slices <= mostSlices(); slices += std::max(1, slices / 2)) {
+      for (const double above : {1.0, 1.05, 1.12, 1.25}) {
+        for (const int own : {1, 2, std::numeric_limits<int>::max()}) {
+          for (const int beside : {0, 3}) {
+            Shape shape{8, stages_, stages_};
+            shape.top = base * above * slices / (slices + stages_ - 1);
+            shape.beside = beside;
+            shape.own = own;
+            shape.slices = slices;
+            attempt(shape);
+            shape.waves = 14;
+            attempt(shape);
+          }
+        }
+      }
+    }
+  }
+  int mostSlices() const { return problem_.cost().cluster().mostSlices(); }
+
   // Changes one thing at a time, as long as that helps.
   void descend() {
     for (double before = 0; !done() && before != best_.makespan;) {
@@ -132,6 +158,14 @@ class ShapeSearch {
       }
       for (const int more : {-2, -1, 1, 2}) {
         change([&](Shape& shape) { shape.beside = std::max(0, shape.beside + more); });
+      }
+      if (shape_.slices == 1) continue;
+      for (const int more : {-2, -1, 1, 2, 4}) {
+        change(
+            [&](Shape& shape) { shape.slices = std::clamp(shape.slices + more, 1, mostSlices()); });
+      }
+      for (const double factor : {0.9, 0.95, 1.05, 1.1}) {
+        change([&](Shape& shape) { shape.top *= factor; });
       }
     }
   }
@@ -255,7 +289,7 @@ class ShapeSearch {
         price(problem_, batch, work);
         costs.push_back(passCosts(problem_, batch, work));
       }
-      found.makespan = makespanByLevels(problem_, found, std::move(costs), limit);
+      found.makespan = makespanByLevels(problem_, found, std::move(costs), limit, shape.slices > 1);
     } else {
       found = finishPlan(problem_, std::move(found.micro_batches), limit);
     }
@@ -330,7 +364,8 @@ class ShapeSearch {
   WavePlanner waves_;
   const int stages_;
   const bool by_levels_;
-  const double bound_;
+  double bound_;
+  const double slices_bound_;
   Plan best_;
   Shape shape_;            // of the best plan
   Heights heights_;        // of its waves
@@ -349,6 +384,7 @@ constexpr auto kAlways = [](const ShapeSearch&) { return true; };
 constexpr auto kByLevels = [](const ShapeSearch& search) {
   return search.found() && search.byLevels();
 };
+constexpr auto kInSlices = [](const ShapeSearch& search) { return search.inSlices(); };
 constexpr auto kInNodes = [](const ShapeSearch& search) {
   return search.found() && search.byLevels() && search.nodesMatter();
 };
@@ -385,6 +421,11 @@ constexpr Shapes kShapes[] = {
      [](ShapeSearch& search) { search.attemptZones(); }},
     {"tuning", [](const ShapeSearch& search) { return search.zonesHelped(); },
      [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses / 2); }},
+    {"slices",
+     [](const ShapeSearch& search) { return search.byLevels() && search.mostSlices() > 1; },
+     [](ShapeSearch& search) { search.attemptSlices(); }},
+    {"descent", kInSlices, [](ShapeSearch& search) { search.descend(); }},
+    {"tuning", kInSlices, [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses); }},
 };
 
 Plan ShapeSearch::run() {
@@ -402,8 +443,8 @@ Plan ShapeSearch::run() {
 
 }  // namespace
 
-Plan findShape(const Problem& problem, double lower_bound) {
-  return ShapeSearch(problem, lower_bound).run();
+Plan findShape(const Problem& problem, double whole_bound, double lower_bound) {
+  return ShapeSearch(problem, whole_bound, lower_bound).run();
 }
 
 }  // namespace hdpcomm::planner

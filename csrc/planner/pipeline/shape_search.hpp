@@ -8,6 +8,7 @@
 namespace hdpcomm::planner {
 
 // The best plan; its makespan is infinite, and it is empty, where no shape has a plan.
-Plan findShape(const Problem& problem, double lower_bound);
+// `whole_bound`: of plans without slices, which are tried first, as if there were no others.
+Plan findShape(const Problem& problem, double whole_bound, double lower_bound);
 
 }  // namespace hdpcomm::planner

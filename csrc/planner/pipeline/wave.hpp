@@ -14,12 +14,13 @@ struct Wave {
   struct Wide {  // on several ranks
     size_t job;
     int size;
-    double seconds;
+    double seconds;  // of each slice
   };
 
   int first = 0;
-  int last = 0;  // the place after the last one
-  double height = 0;
+  int last = 0;       // the place after the last one
+  double height = 0;  // of each slice
+  int slices = 1;     // that its sequences run in, one after the other
   std::vector<Wide> wide;
   int used = 0;                             // the place after their ranks
   std::vector<std::vector<int32_t>> packs;  // of the ranks from there on

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <numeric>
 #include <utility>
@@ -95,7 +96,7 @@ bool WavePlanner::arrange(const Shape& shape, double limit, double most) {
   reserved_ = 0;
   double work = work_;
   if (shape.top > 0) {
-    work -= addTopWave(shape.top, shape.own);
+    work -= addTopWave(shape.top, shape.own, shape.slices);
     if (waves_.back().wide.empty()) return false;
     if (reserved_ == problem_.ranks()) reserved_ = 0;
   }
@@ -184,14 +185,17 @@ size_t WavePlanner::unusedFrom(size_t job) {
   return found;
 }
 
-double WavePlanner::addTopWave(double height, int most) {
+double WavePlanner::addTopWave(double height, int most, int slices) {
   constexpr double kAboutAsLong = 0.6;
   unit_ = height;
+  const std::vector<int> sizes = lowerSizes(slices);
   addWave(height, 0, problem_.ranks());
+  for (size_t i = 0; i < sizes.size(); ++i) jobs_[i].min_size = sizes[i];
   Wave& wave = waves_.back();
   size_t kept = 0;
   while (kept < wave.wide.size() && static_cast<int>(kept) < most &&
-         wave.wide[kept].seconds >= kAboutAsLong * wave.height) {
+         wave.wide[kept].seconds >= kAboutAsLong * wave.height &&
+         (slices == 1 || sliceable(wave.wide[kept].job))) {
     reserved_ += wave.wide[kept++].size;
   }
   wave.wide.resize(kept);
@@ -204,7 +208,32 @@ double WavePlanner::addTopWave(double height, int most) {
     markUsed(wide.job);
     work += jobs_[wide.job].min_size * jobs_[wide.job].min_size_s;
   }
+  wave.slices = slices;
+  wave.height /= slices;
+  for (Wave::Wide& wide : wave.wide) wide.seconds /= slices;
   return work;
+}
+
+bool WavePlanner::sliceable(size_t job) const {
+  if (job == Wave::kIdle) return false;
+  const int32_t sequence = jobs_[job].sequence;
+  return problem_.withRiders(sequence).size() == 1 &&
+         problem_.own(sequence).squares == jobs_[job].load.tokens * jobs_[job].load.tokens;
+}
+
+std::vector<int> WavePlanner::lowerSizes(int slices) {
+  std::vector<int> before;
+  if (slices == 1) return before;
+  const int64_t held = cost_.memory().capacity * std::min(slices, cost_.cluster().pipeline);
+  while (before.size() < std::min(jobs_.size(), kMaxSpread)) {
+    const size_t i = before.size();
+    Job& job = jobs_[i];
+    before.push_back(job.min_size);
+    if (job.min_size <= 2 || !sliceable(i)) continue;
+    const int64_t tokens = problem_.lengths()[job.sequence];
+    job.min_size = std::max(2, static_cast<int>((tokens + held - 1) / held));
+  }
+  return before;
 }
 
 void WavePlanner::addWave(double height, int first, int last) {
@@ -344,6 +373,7 @@ uint64_t WavePlanner::numberOfWaves() const {
     add(wave.first);
     add(wave.last);
     add(wave.used);
+    add(wave.slices);
     for (const Wave::Wide& wide : wave.wide) {
       add(wide.job);
       add(wide.size);
@@ -383,6 +413,33 @@ double WavePlanner::makeRoom(double limit) {
   return room;
 }
 
+std::vector<int64_t> WavePlanner::sliceBounds(int32_t sequence, int size, int slices) const {
+  const int64_t length = problem_.lengths()[sequence];
+  if (slices == 1) return {0, length};
+  // The first x tokens take about a x^2 / d + (h + b / d) x on d ranks.
+  const CostParams& params = cost_.params();
+  const double square = params.attention / size;
+  const double linear = params.piece + params.linear / size;
+  const auto work = [&](int64_t tokens) {
+    const auto x = static_cast<double>(tokens);
+    return (square * x + linear) * x;
+  };
+  const int64_t most = cost_.memory().capacity * size;
+  std::vector<int64_t> bounds = {0};
+  for (int left = slices; bounds.back() < length; --left) {
+    const int64_t last = bounds.back();
+    int64_t bound = length;
+    if (left > 1) {
+      const double wanted = work(last) + (work(length) - work(last)) / left;
+      // The positive root, in the form that has no difference of near numbers.
+      const double below = linear + std::sqrt(linear * linear + 4 * square * wanted);
+      if (below > 0) bound = std::llround(2 * wanted / below);
+    }
+    bounds.push_back(std::min({std::max(bound, last + 1), last + most, length}));
+  }
+  return bounds;
+}
+
 void WavePlanner::take(Wave& wave, std::vector<MicroBatch>& batches) const {
   const auto add = [&](int first, int size, std::vector<int32_t> sequences) {
     MicroBatch batch;
@@ -396,7 +453,13 @@ void WavePlanner::take(Wave& wave, std::vector<MicroBatch>& batches) const {
   int first = wave.first;
   for (const Wave::Wide& wide : wave.wide) {
     if (wide.job != Wave::kIdle) {
-      add(first, wide.size, problem_.withRiders(jobs_[wide.job].sequence));
+      const int32_t sequence = jobs_[wide.job].sequence;
+      const auto bounds = sliceBounds(sequence, wide.size, wave.slices);
+      for (size_t k = 1; k < bounds.size(); ++k) {
+        add(first, wide.size, problem_.withRiders(sequence));
+        if (bounds.size() == 2) continue;  // a single one
+        batches.back().slice = {bounds[k - 1], bounds[k], k + 1 < bounds.size()};
+      }
     }
     first += wide.size;
   }

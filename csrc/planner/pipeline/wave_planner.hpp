@@ -81,7 +81,14 @@ class WavePlanner {
 
   // A wave of the longest sequences; reserves its ranks for it. Returns the work that it takes, in
   // seconds of a rank on the smallest sizes.
-  double addTopWave(double height, int most);
+  double addTopWave(double height, int most, int slices);
+
+  // Whether a sequence can run in several slices.
+  bool sliceable(size_t job) const;
+
+  // Lets the longest sequences take fewer ranks, as their slices are micro-batches of their own: a
+  // rank may hold as many at a time as there are stages. Returns the sizes before.
+  std::vector<int> lowerSizes(int slices);
 
   // The longest sequences that are left and need several ranks to end within the height, or more
   // than that: those that end in time nowhere make the wave higher.
@@ -112,6 +119,9 @@ class WavePlanner {
   double makeRoom(double limit);
 
   void take(Wave& wave, std::vector<MicroBatch>& batches) const;
+
+  // Where the slices of a sequence of about equal time on so many ranks begin, and its length.
+  std::vector<int64_t> sliceBounds(int32_t sequence, int size, int slices) const;
 
   static constexpr double kOfSequence = 30;  // passes, for which a sequence is as much work
   static constexpr int kMaxNode = 16;        // ranks of a node, for levels

@@ -14,7 +14,10 @@ Shape Shape::withoutUnused() const {
   } else {
     used.later = 0;
   }
-  if (top <= 0) used.beside = used.own = 0;
+  if (top <= 0) {
+    used.beside = used.own = 0;
+    used.slices = 1;
+  }
   return used;
 }
 

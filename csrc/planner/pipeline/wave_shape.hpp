@@ -36,6 +36,7 @@ struct Shape {
   double top = 0;
   int beside = 0;
   int own = std::numeric_limits<int>::max();  // most sequences in that wave
+  int slices = 1;                             // that these run in
   Heights given = {};                         // instead of all that; empty: none
 
   bool operator==(const Shape&) const = default;

@@ -330,6 +330,9 @@ class Annealer {
 }  // namespace
 
 Plan refine(const Problem& problem, Plan plan, double lower_bound) {
+  const auto sliced = [](const MicroBatch& batch) { return batch.slice.some(); };
+  const auto& batches = plan.micro_batches;
+  if (std::any_of(batches.begin(), batches.end(), sliced)) return plan;
   return Annealer(problem, lower_bound).improve(std::move(plan));
 }
 

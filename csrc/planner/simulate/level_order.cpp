@@ -14,9 +14,11 @@ namespace {
 
 class LevelOrder {
  public:
-  LevelOrder(const Problem& problem, const Plan& plan, std::vector<PassCosts> costs)
+  LevelOrder(const Problem& problem, const Plan& plan, std::vector<PassCosts> costs,
+             bool gaps = false)
       : problem_(problem),
         plan_(plan),
+        gaps_(gaps),
         stages_(problem.cost().cluster().pipeline),
         ranks_(problem.ranks()),
         costs_(std::move(costs)) {
@@ -84,12 +86,20 @@ class LevelOrder {
     const size_t count = plan_.micro_batches.size();
     std::vector<int32_t> next(ranks_, 0);
     std::vector<int32_t> level_of(count, 0);
+    std::vector<int32_t> first(gaps_ ? ranks_ : 0, 0);  // level of the first slice
     size_t num_ranks = 0;
     for (size_t i = 0; i < count; ++i) {
       const std::vector<int32_t>& ranks = plan_.micro_batches[i].ranks;
       int32_t level = 0;
       for (const int32_t rank : ranks) level = std::max(level, next[rank]);
-      for (const int32_t rank : ranks) next[rank] = level + 1;
+      int32_t following = level + 1;
+      if (const Slice& slice = plan_.micro_batches[i].slice; gaps_ && slice.some()) {
+        for (const int32_t rank : ranks) {
+          if (slice.first == 0) first[rank] = level;
+        }
+        if (!slice.more) following += level - first[ranks.front()];
+      }
+      for (const int32_t rank : ranks) next[rank] = following;
       if (static_cast<size_t>(level) + 2 > levels_.size()) levels_.resize(level + 2, 0);
       ++levels_[level + 1];
       level_of[i] = level;
@@ -218,6 +228,7 @@ class LevelOrder {
 
   const Problem& problem_;
   const Plan& plan_;
+  const bool gaps_;
   const int stages_;
   const int ranks_;
   const std::vector<PassCosts> costs_;
@@ -248,9 +259,10 @@ std::vector<PassCosts> costsOf(const Problem& problem, const Plan& plan, bool wi
 
 }  // namespace
 
-SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with_weights) {
+SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with_weights,
+                             bool gaps) {
   SimulatedStep step;
-  LevelOrder(problem, plan, costsOf(problem, plan, with_weights)).record(step);
+  LevelOrder(problem, plan, costsOf(problem, plan, with_weights), gaps).record(step);
   return step;
 }
 
@@ -260,8 +272,8 @@ double makespanByLevels(const Problem& problem, const Plan& plan) {
 }
 
 double makespanByLevels(const Problem& problem, const Plan& plan, std::vector<PassCosts> costs,
-                        double limit) {
-  return LevelOrder(problem, plan, std::move(costs)).makespan(limit);
+                        double limit, bool gaps) {
+  return LevelOrder(problem, plan, std::move(costs), gaps).makespan(limit);
 }
 
 }  // namespace hdpcomm::planner

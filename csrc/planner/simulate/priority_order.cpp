@@ -1,6 +1,7 @@
 #include "planner/simulate/priority_order.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -167,9 +168,28 @@ class Simulator {
       if (following_[i] >= 0) previous_[following_[i]] = static_cast<int32_t>(i);
     }
     backward_from_.assign(following_.size(), stages_);
+    places_.assign(following_.size(), 1);
+    for (size_t i = 0; i < following_.size(); ++i) {
+      if (previous_[i] >= 0 || following_[i] < 0) continue;
+      double tokens = 0;
+      for (auto k = static_cast<int32_t>(i); k >= 0; k = following_[k]) {
+        tokens += costs_[k].resident;
+      }
+      const auto capacity = static_cast<double>(problem_.cost().memory().capacity);
+      places_[i] = std::max(1, static_cast<int>(std::ceil(tokens / capacity * (1 - 1e-9))));
+    }
   }
 
-  // The slices of a sequence are in flight as one.
+  // How many micro-batches in flight the slices of a sequence are, from its first one on.
+  int places(int32_t micro_batch) const { return places_.empty() ? 1 : places_[micro_batch]; }
+
+  // Whether a device may hold one micro-batch more; one that holds none always may.
+  bool hasRoom(const Unit& self, int device, int32_t micro_batch) const {
+    const int most = mostInFlight(problem_.cost().cluster(), device);
+    return self.in_flight == 0 || goesOn(micro_batch) ||
+           self.in_flight + places(micro_batch) <= most;
+  }
+
   bool goesOn(int32_t micro_batch) const {
     return !previous_.empty() && previous_[micro_batch] >= 0;
   }
@@ -225,9 +245,7 @@ class Simulator {
     if (self.running) return;
     Key best;
     const std::vector<Key>& queue = queues_[rank];
-    if (self.next < queue.size() &&
-        (self.in_flight < mostInFlight(problem_.cost().cluster(), device) ||
-         goesOn(queue[self.next].micro_batch))) {
+    if (self.next < queue.size() && hasRoom(self, device, queue[self.next].micro_batch)) {
       const Key& next = queue[self.next];
       if (forwards_done_[next.micro_batch] >= stageOf(next, device)) best = next;
     }
@@ -272,7 +290,7 @@ class Simulator {
       member.choice = Key{};
       if (key.forward) {
         ++member.next;
-        if (!goesOn(key.micro_batch)) ++member.in_flight;
+        if (!goesOn(key.micro_batch)) member.in_flight += places(key.micro_batch);
         member.resident += cost.resident;
         member.peak = std::max(member.peak, member.resident);
       } else {
@@ -362,7 +380,7 @@ class Simulator {
       Unit& member = unit(rank, device);
       member.running = false;
       if (event.backward) {
-        if (!goesOn(event.micro_batch)) --member.in_flight;
+        if (!goesOn(event.micro_batch)) member.in_flight -= places(event.micro_batch);
         member.resident -= costs_[event.micro_batch].resident;
         result_.end[rank] = std::max(result_.end[rank], event.time);
       }
@@ -419,7 +437,7 @@ class Simulator {
   std::vector<int> votes_;  // by micro-batch, stage and pass: ranks that chose it
   // By micro-batch: slices before and after it, and the lowest stage whose backward pass has ended.
   // Empty where there are no slices.
-  std::vector<int32_t> following_, previous_, backward_from_;
+  std::vector<int32_t> following_, previous_, backward_from_, places_;
   std::vector<int> forwards_done_;  // by micro-batch: stages whose forward pass is done
   LinkSharing links_;
   std::vector<SharedPass> shared_;  // by micro-batch

@@ -12,8 +12,37 @@
 
 namespace hdpcomm::planner {
 
+namespace {
+
+// The shortest order of those in which no device holds more than it may.
+SimulatedStep simulateSlices(const Problem& problem, const Plan& plan) {
+  SimulatedStep best = simulatePriorities(problem, plan);
+  if (problem.cost().cluster().pipeline == 1) return best;
+  for (const bool gaps : {false, true}) {
+    SimulatedStep step = simulateLevels(problem, plan, true, gaps);
+    const bool held = holds(problem, step);
+    if (held != holds(problem, best) ? held : step.makespan < best.makespan) best = std::move(step);
+  }
+  return best;
+}
+
+bool hasSlices(const Plan& plan) {
+  return std::any_of(plan.micro_batches.begin(), plan.micro_batches.end(),
+                     [](const MicroBatch& batch) { return batch.slice.some(); });
+}
+
+}  // namespace
+
+bool holds(const Problem& problem, const SimulatedStep& step) {
+  if (step.peak_tokens.empty()) return true;
+  const double most = *std::max_element(step.peak_tokens.begin(), step.peak_tokens.end());
+  const auto capacity = static_cast<double>(problem.cost().memory().capacity);
+  return most <= capacity * problem.cost().cluster().pipeline * (1 + 1e-9);
+}
+
 SimulatedStep simulate(const Problem& problem, const Plan& plan) {
   if (problem.cost().cluster().split) return simulateSplit(problem, plan);
+  if (hasSlices(plan)) return simulateSlices(problem, plan);
   SimulatedStep step = simulatePriorities(problem, plan);
   const Cluster& cluster = problem.cost().cluster();
   if (cluster.pipeline == 1 || cluster.chunks > 1) return step;
@@ -29,7 +58,7 @@ double simulatedMakespan(const Problem& problem, const Plan& plan, double limit)
     const double least = leastMakespan(problem, rankTimes(problem, plan, costs));
     if (least >= limit) return least;
   }
-  if (cluster.split) return simulateSplit(problem, plan).makespan;
+  if (cluster.split || hasSlices(plan)) return simulate(problem, plan).makespan;
   if (cluster.pipeline == 1 || cluster.chunks > 1) {
     return makespanByPriorities(problem, plan, limit);
   }

@@ -15,9 +15,13 @@ namespace hdpcomm::planner {
 // while fewer than (devices - device) micro-batches are in flight. With several chunks on a device,
 // micro-batches go through them in groups (interleaved 1F1B; Narayanan et al., arXiv 2104.04473).
 // With one chunk, the order by levels (level_order.hpp) is taken in its place where it ends
-// earlier. Split backward passes are those of split_order.hpp. Without a pipeline, rings that share
-// links take time from each other (link_sharing.hpp).
+// earlier. Slices of a sequence are in flight together, as as many micro-batches as they have
+// tokens for. Split backward passes are those of split_order.hpp. Without a pipeline, rings that
+// share links take time from each other (link_sharing.hpp).
 SimulatedStep simulate(const Problem& problem, const Plan& plan);
+
+// Whether no device holds more tokens than as many full micro-batches as there are devices.
+bool holds(const Problem& problem, const SimulatedStep& step);
 
 // Its makespan alone, which is found faster; where it is certain not to be below `limit`, one that
 // is not either, and that the step does not beat.

@@ -165,7 +165,7 @@ SimulatedStep simulateSplit(const Problem& problem, const Plan& plan) {
   for (const bool with_weights : {true, false}) {
     orders.push_back(simulatePriorities(problem, plan, with_weights));
     if (problem.cost().cluster().chunks > 1) continue;
-    orders.push_back(simulateLevels(problem, plan, with_weights));
+    orders.push_back(simulateLevels(problem, plan, with_weights, true));
   }
   SplitOrder split(problem, plan);
   const SimulatedStep* best = nullptr;
