@@ -24,6 +24,7 @@ __all__ = [
     "zero_stage",
     "seed",
     "share",
+    "slices",
     "whole",
 ]
 
@@ -46,6 +47,12 @@ def count(text: str) -> int:
     if value > MOST_TOKENS:
         raise BadOption(f"{text} is above 2^53, the most that was expected")
     return value
+
+
+def slices(text: str) -> int:
+    """argparse type: the most slices of a sequence, as a number, ``off`` (1) or ``auto`` (16)."""
+    most = {"off": 1, "auto": 16}.get(str(text).strip().lower())
+    return count(text) if most is None else most
 
 
 def positive(text: str) -> float:
@@ -192,6 +199,10 @@ class TrainingOptions:
     learn_costs: bool = option(
         "ranks", False, "plans follow what the steps before took, and slow ranks get less; no two runs then have the "
         "same bits", action="store_true",
+    )  # fmt: skip
+    slices: int = option(
+        "ranks", 1, "most slices of tokens that a long sequence may run in, one after the other, where its pipeline "
+        "then ends earlier, or the ranks hold it no other way (auto: 16)", slices, metavar="auto|off|N",
     )  # fmt: skip
     queue: bool = option(
         "ranks", False, "short sequences wait in a queue, from which ranks take when they are free: slow or unlucky "

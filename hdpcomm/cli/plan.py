@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hdpcomm.cli.output import check_writable, write_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.options import count, positive, seed, share
+from hdpcomm.options import count, positive, seed, share, slices
 
 if TYPE_CHECKING:
     from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner, StepPlan
@@ -119,6 +119,14 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="standard deviation of a micro-batch's compute, relative, 0 to 1 (0.05; default: as in --profile or "
         "--calibration, else 0)",
+    )
+    cluster.add_argument(
+        "--slices",
+        type=slices,
+        default="off",
+        metavar="auto|off|N",
+        help="most slices of tokens that plans of balanced run a long sequence in, one after the other, where a "
+        "pipeline then ends earlier, or the ranks hold it no other way (auto: 16; default: off)",
     )
     cluster.add_argument(
         "--queue",
@@ -260,11 +268,31 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
     if options.context is None and not options.lengths:
         options.context = _default_context(Planner(model, cluster, cost_model=cost))
     context = 0 if options.lengths else options.context
-    queued = _queued(options, policies)
+    queued, sliced = _queued(options, policies), _sliced(options, policies)
     return [
-        Planner(model, cluster, policy, cost, context=context, ring_peers=options.ring_peers, queue=policy in queued)
+        Planner(
+            model,
+            cluster,
+            policy,
+            cost,
+            context=context,
+            ring_peers=options.ring_peers,
+            queue=policy in queued,
+            slices=sliced.get(policy, 1),
+        )
         for policy in policies
     ]
+
+
+def _sliced(options: argparse.Namespace, policies: Sequence[str]) -> dict[str, int]:
+    """The most slices of a sequence in the plans of policies that have any."""
+    found = {policy: options.slices for policy in policies if policy in ("balanced", "pipeline") and options.slices > 1}
+    if options.slices > 1 and not found:
+        raise InvalidUsage(
+            f"--slices was given with the policies {', '.join(policies)}, and only plans of balanced have them: give "
+            "balanced, too, or leave it out"
+        )
+    return found
 
 
 def _queued(options: argparse.Namespace, policies: Sequence[str]) -> list[str]:
@@ -328,7 +356,7 @@ def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -
     cluster = replace(found.cluster, offload=options.offload, speeds=speeds)
     noise = found.cost_model.noise if options.noise is None else options.noise
     cost_model = replace(found.cost_model, noise=noise)
-    queued = _queued(options, policies)
+    queued, sliced = _queued(options, policies), _sliced(options, policies)
 
     def planner(policy: str, context: int) -> Planner:
         return Planner(
@@ -340,6 +368,7 @@ def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -
             memory=memory,
             ring_peers=options.ring_peers,
             queue=policy in queued,
+            slices=sliced.get(policy, 1),
         )
 
     if options.context is None and not options.lengths:

@@ -32,8 +32,8 @@ _KNOWN_BY_RUN = {
 
 
 class SimilarRun:
-    """A finished or running run in a folder. Sets ``calibration``, ``context``, ``offload`` and ``queue`` of the
-    options.
+    """A finished or running run in a folder. Sets ``calibration``, ``context``, ``offload``, ``queue`` and ``slices``
+    of the options.
 
     Raises: InvalidUsage for an option that the run decides, a folder without a run, data that are not there any more.
     """
@@ -73,6 +73,7 @@ class SimilarRun:
         options.context = int(corpus.lengths.max())
         options.offload = trained.offload > 0
         options.queue = options.queue or trained.queue
+        options.slices = max(options.slices, trained.slices)
 
     def batches(self, steps: int | None) -> list[list[int]]:
         """The lengths of the last steps that were measured."""

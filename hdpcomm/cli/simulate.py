@@ -145,7 +145,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=Path,
         metavar="RUN",
         help="the model, costs, mesh and batches of a run of hdpcomm train --out RUN, beside what its steps took; "
-        "--ranks, --ranks-per-node, --capacity, --slow-ranks, --noise and --queue may differ",
+        "--ranks, --ranks-per-node, --capacity, --slow-ranks, --noise, --queue and --slices may differ",
     )
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="run the plan that hdpcomm plan --out wrote, and make none"

@@ -172,6 +172,11 @@ _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
         lambda o: not o.offload or {"balanced", "naive"} & _policies(o),
         "with the policy static, which offloads nothing; give --policy balanced or naive, or leave it out",
     ),
+    (
+        "slices",
+        lambda o: o.slices == 1 or "balanced" in _policies(o),
+        "without the policy balanced, whose plans alone have them; leave it out",
+    ),
     ("eval_fraction", lambda o: o.eval_fraction, "as 0, which holds nothing out; give more, or leave it out"),
     ("top_k router_aux_loss router_z_loss", lambda o: o.experts, "without experts; give --experts, or leave it out"),
     ("decay", lambda o: o.schedule == "wsd", "without --schedule wsd, which alone has it; give that, or leave it out"),

@@ -12,7 +12,7 @@ from hdpcomm.models import LlamaConfig
 from hdpcomm.options import LoraOptions, TrainingOptions
 from hdpcomm.parallel.tensor_plans import check_sizes
 from hdpcomm.plan import POLICIES, Calibration
-from hdpcomm.run.model import FolderModel
+from hdpcomm.run.model import FolderModel, model_spec
 from hdpcomm.run.optimizers import check_optimizer
 from hdpcomm.run.schedule import Schedule
 
@@ -161,8 +161,24 @@ class RunConfig(TrainingOptions):
                 f"queue was given and {why}: only the policy balanced has one, without pipelines and expert ranks; "
                 "leave out --queue"
             )
+        if self.slices > 1:
+            self._check_slices()
         if "ddp" in self.policies and self.on_mesh:
             raise InvalidUsage(f"{what} do not go together with ddp yet: leave out either")
+
+    def _check_slices(self) -> None:
+        spec = model_spec(self.model)
+        reasons = {
+            f"policies is {self.policies}, of which only balanced has them": "balanced" not in self.policies,
+            "the ranks share experts": self.expert > 1,
+            f"a device has {self.chunks} stages": self.chunks > 1,
+            "the model has recurrent layers": spec is not None and not spec.sliceable,
+            "its routers' losses are means over sequences": isinstance(self.model, LlamaConfig)
+            and self.model.experts > 0
+            and self.model.router_aux_loss > 0,
+        }
+        if found := [reason for reason, holds in reasons.items() if holds]:
+            raise InvalidUsage(f"slices is {self.slices} and {'; '.join(found)}: leave out --slices")
 
     def _check_zero(self) -> None:
         if self.zero in (2, 3) and (self.queue or self.split_backward):

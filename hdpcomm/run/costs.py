@@ -22,7 +22,7 @@ from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import Calibration, CostModel, CostSample, MemoryModel, Planner
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS, free_models
-from hdpcomm.run.model import check_model, fewest_layers, model_facts, new_part
+from hdpcomm.run.model import check_model, fewest_layers, model_facts, model_spec, new_part
 from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute, recompute_by_device
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
@@ -244,16 +244,24 @@ def make_planner(
     )
     if policy == "ddp":
         return WholeSequencePlanner(cluster, costs.cost_model)
-    return Planner(
+    memory, slices = costs.memory, config.slices if policy == "balanced" else 1
+    if slices > 1 and (spec := model_spec(config.model)) is not None:
+        kept = MemoryModel.of(replace(spec, dtype_bytes=config.parameter_dtype.itemsize), cluster).kept
+        memory = replace(memory or MemoryModel(costs.capacity), kept=kept)
+    planner = Planner(
         None,
         cluster,
         policy,
         costs.cost_model,
         context=corpus.longest,
-        memory=costs.memory,
+        memory=memory,
         ring_peers=config.ring_peers,
         queue=config.queue and policy == "balanced",
+        slices=slices,
     )
+    if slices > 1:
+        planner.plan([corpus.longest])  # says so now where it fits in no number of slices
+    return planner
 
 
 def weights_put_off(config: RunConfig, measured: float) -> float:

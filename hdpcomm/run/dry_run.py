@@ -134,7 +134,14 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
     if spec is not None:
         spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
         planners = {
-            policy: Planner(spec, cluster, policy, context=corpus.longest, ring_peers=config.ring_peers)
+            policy: Planner(
+                spec,
+                cluster,
+                policy,
+                context=corpus.longest,
+                ring_peers=config.ring_peers,
+                slices=config.slices if policy == "balanced" else 1,
+            )
             for policy in config.policies
         }
     beside = memory_beside(config, min(ranks, NODE_DEVICES), on_devices=True)

@@ -26,11 +26,13 @@ def check_limits(corpus: Corpus | DocumentStream, config: RunConfig, *, ranks: i
             f"{devices * config.expert}"
         )
     longest, room = corpus.longest, config.capacity * ranks
-    if longest > room and not config.offload:  # with offload the planner knows, once it is measured
+    in_slices = config.slices > 1 and config.pipeline == 1
+    if longest > room and not config.offload and not in_slices:  # else the planner knows, once it is measured
         raise InvalidUsage(
             f"the longest sequence has {longest:,} tokens, and {ranks} ranks with a capacity of {config.capacity:,} "
             f"tokens hold {room:,}; raise --capacity to at least {-(-longest // ranks):,} or --ranks to "
             f"{-(-longest // config.capacity) * devices:,}, or lower --context to {room:,}"
+            + (", or give --slices auto" if config.slices == config.pipeline == 1 else "")
         )
     if corpus.vocabulary > config.model.vocabulary:
         raise InvalidUsage(

@@ -146,6 +146,7 @@ def other_policies(planner: Planner, lengths: Sequence[int | Tree]) -> dict[str,
                 memory=planner.memory,
                 ring_peers=planner.ring_peers,
                 queue=planner.queue and policy == "balanced",
+                slices=planner.slices if policy == "balanced" else 1,
             )
             plan = other.plan(lengths)
             found[policy] = {

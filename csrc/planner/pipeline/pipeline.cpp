@@ -25,9 +25,9 @@ constexpr Candidate<PlanSearch> kImprovements[] = {
 
 Plan planPipeline(const Problem& problem, const PolicyOptions& options, double lower_bound) {
   if (problem.count() == 0) return finishPlan(problem, {});
-  PlanSearch search{problem, options, lower_bound};
   const bool slices = problem.cost().cluster().mostSlices() > 1;
   const double whole = slices ? lowerBound(problem.inOneSlice()) : lower_bound;
+  PlanSearch search{problem, options, whole};
   search.take(findShape(problem, whole, lower_bound));
   tryBaselines(search);
   tryAll(kImprovements, search);

@@ -1,0 +1,164 @@
+"""Plans whose long sequences run in slices: they can run, none is longer, and the bound is below all of them.
+
+HDPCOMM_TEST_SLICES_PLANS: how many random steps (default 30).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.parallel.program import check_programs, make_programs
+from hdpcomm.plan import (
+    MODELS,
+    ClusterSpec,
+    CostModel,
+    MemoryModel,
+    MicroBatch,
+    Planner,
+    SequenceFragment,
+    SequenceInfo,
+    StepPlan,
+)
+from hdpcomm.sim import simulate_step
+
+STEPS = int(os.environ.get("HDPCOMM_TEST_SLICES_PLANS", "30"))
+COST = CostModel(attention=1e-9, linear=1e-6, fixed=1e-4, ring_step=1e-5, kv_intra=1e-8, kv_inter=4e-8)
+
+
+def random_step(seed):
+    """(planner without slices, lengths): one or a few long sequences among many short ones."""
+    rng = random.Random(seed)
+    ranks, stages = rng.choice([(2, 2), (4, 2), (8, 2), (8, 4), (16, 4), (24, 8)])
+    capacity = rng.choice([256, 1024, 4096])
+    split = rng.random() < 0.2
+    cluster = ClusterSpec(
+        ranks, capacity, ranks_per_node=rng.choice([1, 4, None]), pipeline=stages, split_backward=split
+    )
+    cost = replace(COST, attention=COST.attention * rng.choice([0, 1, 30]), fixed=rng.choice([0, 1e-4, 1e-2]))
+    lengths = [rng.randint(1, max(1, capacity // 2)) for _ in range(rng.randint(1, 8 * ranks))]
+    lengths += [rng.randint(capacity, capacity * ranks) for _ in range(rng.randint(1, 3))]
+    return Planner(None, cluster, cost_model=cost), lengths
+
+
+def with_slices(planner, slices=16, **options):
+    return Planner(
+        None, planner.cluster, cost_model=planner.cost_model, memory=planner.memory, slices=slices, **options
+    )
+
+
+@pytest.mark.parametrize("seed", range(STEPS))
+def test_a_step_is_no_longer_and_can_run(seed):
+    planner, lengths = random_step(seed)
+    sliced = with_slices(planner)
+    before, after = planner.plan(lengths), sliced.plan(lengths)
+    assert after.makespan_s <= before.makespan_s * (1 + 1e-9)
+    assert after.lower_bound_s <= min(after.makespan_s, before.lower_bound_s) * (1 + 1e-9)
+    after.validate(lengths, memory=planner.memory)
+    assert StepPlan.from_json(after.to_json()).hash == after.hash
+    schedule = sliced.schedule(after)
+    schedule.validate(after)
+    split = planner.cluster.split_backward
+    check_programs(make_programs(schedule, after), after, stages=schedule.stages, split=split)
+    found = simulate_step(sliced, after)
+    assert abs(found.compute_s - after.makespan_s) <= 1e-9 * after.makespan_s
+    assert found.rank_peak_tokens.max() <= planner.cluster.pipeline * planner.memory.capacity * (1 + 1e-9)
+    if not after.slices:
+        assert after.hash == before.hash
+
+
+def test_slices_are_taken():
+    found = [with_slices(planner).plan(lengths) for planner, lengths in map(random_step, range(12))]
+    assert sum(bool(plan.slices) for plan in found) >= 3
+
+
+def test_a_long_sequence_hides_its_way_through_the_stages():
+    """One sequence on all ranks takes p times as long as its passes; in n slices (n + p - 1) / n times."""
+    cluster = ClusterSpec(4, 1024, pipeline=4)
+    cost = CostModel(attention=0, linear=1e-3)
+    whole = Planner(None, cluster, cost_model=cost).plan([4096])
+    sliced = Planner(None, cluster, cost_model=cost, slices=8).plan([4096])
+    assert whole.makespan_s == pytest.approx(4 * 1.024)
+    assert sliced.makespan_s == pytest.approx(1.024 * 11 / 8, rel=0.01)
+    assert sliced.lower_bound_s == pytest.approx(1.024 * 11 / 8, rel=0.01)
+
+
+def any_sliced_plan(rng, planner, lengths):
+    """A plan by hand: whatever groups, sequences in slices of any number; in the memory of its devices."""
+    ranks, capacity = planner.cluster.ranks, planner.memory.capacity
+    batches, fragments = [], []
+    for sequence, length in rng.sample(list(enumerate(lengths)), len(lengths)):
+        size = rng.randint(-(-length // capacity), ranks)
+        group = tuple(rng.sample(range(ranks), size))
+        if rng.random() < 0.5 and length >= 8:
+            bounds = [0, *sorted(rng.sample(range(1, length), rng.randint(1, 5))), length]
+            for first, end in pairwise(bounds):
+                held = (SequenceInfo(len(lengths) + len(fragments), end - first),)
+                batches.append(MicroBatch(len(batches), group, held, 0.0, 0.0))
+                fragments.append(SequenceFragment(sequence, first, end))
+        else:
+            batches.append(MicroBatch(len(batches), group, (SequenceInfo(sequence, length),), 0.0, 0.0))
+    return StepPlan("by hand", ranks, tuple(batches), 0.0, 0.0, 0.0, 0.0, fragments=tuple(fragments))
+
+
+@pytest.mark.parametrize("seed", range(STEPS))
+def test_the_bound_is_below_plans_by_hand(seed):
+    rng = random.Random(seed)
+    planner, lengths = random_step(seed)
+    sliced = with_slices(planner, 8)
+    least = sliced.lower_bound(lengths)
+    for _ in range(20):
+        plan = any_sliced_plan(rng, planner, lengths)
+        plan.validate(lengths)
+        found = simulate_step(sliced, plan)
+        assert least <= found.compute_s * (1 + 1e-9)
+        schedule = sliced.schedule(plan)
+        schedule.validate(plan)
+    split = planner.cluster.split_backward
+    check_programs(make_programs(schedule, plan), plan, stages=schedule.stages, split=split)
+
+
+def test_a_sequence_that_fits_no_other_way():
+    memory = MemoryModel(1024, kept=0.1)
+    planner = Planner(None, ClusterSpec(4, 1024), cost_model=COST, memory=memory, slices=8)
+    lengths = [200, 9000, 900, 6000]
+    plan = planner.plan(lengths)
+    plan.validate(lengths, memory=memory)
+    assert [len(each.rows) for each in plan.slices.values() if each.number == 0] == [3, 2]
+    assert plan.lower_bound_s <= plan.makespan_s
+    assert plan.makespan_s == pytest.approx(planner.simulate(plan)["makespan"])
+    # but for the last slices, forward passes run twice
+    plain = Planner(None, ClusterSpec(4, 4096), cost_model=COST).plan(lengths)
+    assert plain.makespan_s < plan.makespan_s < 1.4 * plain.makespan_s
+    with pytest.raises(InvalidUsage, match="needs 9 ranks"):
+        Planner(None, ClusterSpec(4, 1024), cost_model=COST, memory=memory).plan(lengths)
+    with pytest.raises(InvalidUsage, match="in 2 slices, beside the keys and values of all of it: it needs 3"):
+        with_slices(planner, 2).plan(lengths)
+    with pytest.raises(InvalidUsage, match="and not in slices, either"):
+        planner.plan([60_000])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"policy": "static"}, "policy 'static'"),
+        ({"cluster": ClusterSpec(4, 64, expert=2)}, "2 expert ranks"),
+        ({"cluster": ClusterSpec(4, 64, pipeline=2, chunks=2)}, "2 stages on each device"),
+        ({"slices": 0}, "slices is 0, expected a whole number from 1 to 64"),
+    ],
+)
+def test_what_runs_whole_sequences_only_is_refused(options, told):
+    known = {"cluster": ClusterSpec(4, 64), "slices": 4} | options
+    with pytest.raises(InvalidUsage, match=told):
+        Planner(None, cost_model=COST, **known)
+
+
+def test_a_models_kept_bytes():
+    """LLaMA-7B in bf16 keeps K and V of 32 layers, 1024 wide, with sums in fp32."""
+    assert MODELS["llama-7b"].kept_bytes == 32 * 2 * 1024 * (2 + 4)
+    assert MemoryModel.of(MODELS["llama-7b"], ClusterSpec(8, 8192)).kept == pytest.approx(0.1, rel=0.5)
