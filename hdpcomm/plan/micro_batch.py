@@ -114,10 +114,12 @@ class MicroBatch:
         """The most tokens that one of the ranks holds."""
         return sum(-(-sequence.length // len(self.ranks)) for sequence in self.sequences)
 
-    def describe(self, start_s: float) -> str:
-        """One line for people; ``start_s``: when the micro-batch starts."""
+    def describe(self, start_s: float, planned: PlannedSlice | None = None) -> str:
+        """One line for people; ``start_s``: when the micro-batch starts; ``planned``: the slice that it is."""
         several = len(self.sequences) > 1
         what = f"{len(self.sequences)} sequences" if several else f"sequence {self.sequences[0].id}"
+        if planned is not None:
+            what = f"slice {planned.number + 1} of {len(planned.rows)} of sequence {planned.sequence}"
         offload = f", offload {self.offload_ratio:.2f}" if self.offload_ratio else ""
         return (
             f"#{self.index}: {what}, {self.tokens:,} tokens on {len(self.ranks)} ranks ({format_ranks(self.ranks)}), "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hdpcomm._core import planner as core
 from hdpcomm.arguments import check_whole
@@ -124,6 +125,37 @@ class StepPlan:
         """Tokens of the step."""
         return int(self.table.lengths.sum())
 
+    def sequences(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens of each sequence of the step, those in slices as one, and the ranks that it runs on; int64
+        ``[sequences]`` both."""
+        table = self.table
+        lengths, ranks = table.lengths, table.group_sizes()[table.rows_of_sequences()]
+        if self.slices:
+            whole = np.ones(len(lengths), dtype=np.bool_)
+            lengths = lengths.copy()
+            for each in self.slices.values():
+                place = table.sequence_bounds[each.rows[each.number]]
+                whole[place] = each.number == 0
+                lengths[place] = each.bounds[-1]
+            lengths, ranks = lengths[whole], ranks[whole]
+        return lengths, ranks
+
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest sequence, and on how many ranks it runs, the most if there are several."""
+        lengths, ranks = self.sequences()
+        tokens = int(lengths.max(initial=0))
+        return tokens, int(ranks[lengths == tokens].max(initial=0))
+
+    def sequences_on_ranks(self) -> dict[int, int]:
+        """How many sequences run on 1, 2, ... ranks; numbers of ranks without any are left out."""
+        sizes, counts = np.unique(self.sequences()[1], return_counts=True)
+        return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
+
+    def longest_of(self, batch: MicroBatch) -> int:
+        """Tokens of the longest sequence of a micro-batch; of one that is a slice, its whole sequence."""
+        planned = self.slices.get(batch.index)
+        return max(each.length for each in batch.sequences) if planned is None else planned.bounds[-1]
+
     def with_table(self, table: PlanTable) -> StepPlan:
         """The plan with other micro-batches, all else as it is."""
         return StepPlan.of_table(table, fragments=self.fragments, **{name: getattr(self, name) for name in _VALUES})
@@ -228,7 +260,11 @@ class StepPlan:
             pools = "" if self.queue_pools == 1 else f", one for each of {self.queue_pools} pools of ranks"
             lines.insert(1, f"{self.queued} of them wait in a queue{pools}: who is free takes the next one")
         starts = self.timeline()
-        return "\n".join([*lines, *(f"  {self._batch(row).describe(starts[row])}" for row in rows)])
+        described = (self._batch(row) for row in rows)
+        told = (
+            each.describe(starts[row], self.slices.get(each.index)) for row, each in zip(rows, described, strict=True)
+        )
+        return "\n".join([*lines, *(f"  {each}" for each in told)])
 
     def to_json(self) -> str:
         """One JSON object; :meth:`from_json` reads it back."""

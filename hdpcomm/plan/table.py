@@ -163,12 +163,6 @@ class PlanTable:
             ),
         )
 
-    def longest(self) -> tuple[int, int]:
-        """Tokens of the longest sequence, and on how many ranks it runs, the most if there are several."""
-        ranks = self.group_sizes()[self.rows_of_sequences()]
-        tokens = int(self.lengths.max(initial=0))
-        return tokens, int(ranks[self.lengths == tokens].max(initial=0))
-
     def followed_by(self, other: PlanTable) -> PlanTable:
         """The rows of both, with rising indices."""
         mine, theirs = (dict(zip(COLUMNS, table.columns(), strict=True)) for table in (self, other))
@@ -176,11 +170,6 @@ class PlanTable:
             mine[name], theirs[name] = mine[name][:-1], theirs[name] + mine[name][-1]
         theirs["index"] = theirs["index"] + (int(mine["index"][-1]) + 1 if len(self) else 0)
         return PlanTable(**{name: np.concatenate([mine[name], theirs[name]]) for name in COLUMNS})
-
-    def sequences_on_ranks(self) -> dict[int, int]:
-        """How many sequences run on 1, 2, ... ranks; numbers of ranks without any are left out."""
-        sizes, counts = np.unique(self.group_sizes()[self.rows_of_sequences()], return_counts=True)
-        return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
 
     def group_sizes(self) -> NDArray[np.int64]:
         """Ranks of each micro-batch."""

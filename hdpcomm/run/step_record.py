@@ -104,7 +104,7 @@ def step_costs(
     costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(plan, times, cost_model)
     peak = device_peak_flops(comm.device)
     if spec is not None and peak is not None and seconds:
-        costs["mfu"] = training_flops(spec, plan.table.lengths.tolist()) / (seconds * size * peak)
+        costs["mfu"] = training_flops(spec, plan.sequences()[0].tolist()) / (seconds * size * peak)
     return costs, times
 
 

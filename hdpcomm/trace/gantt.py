@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import MicroBatch, Planner, StepPlan
+from hdpcomm.plan import Planner, StepPlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,10 +32,6 @@ def _human(tokens: float) -> str:
     return f"{tokens:.0f}"
 
 
-def _longest(batch: MicroBatch) -> int:
-    return max(sequence.length for sequence in batch.sequences)
-
-
 def _columns(start: float, end: float, width: float) -> slice:
     first = min(_COLUMNS - 1, round(start / width * _COLUMNS))
     return slice(first, max(round(end / width * _COLUMNS), first + 1))
@@ -46,7 +42,9 @@ def _raster(plan: StepPlan, end: float) -> NDArray[np.float64]:
     image = np.full((plan.num_ranks, _COLUMNS), np.nan)
     runs = sorted(zip(plan.micro_batches, plan.timeline(), strict=True), key=lambda run: -run[0].predicted_s)
     for batch, start in runs:  # short ones last, so that they stay visible
-        image[np.asarray(batch.ranks), _columns(start, start + batch.predicted_s, end)] = np.log2(_longest(batch))
+        image[np.asarray(batch.ranks), _columns(start, start + batch.predicted_s, end)] = np.log2(
+            plan.longest_of(batch)
+        )
     return image
 
 
@@ -64,7 +62,7 @@ def _pipeline_raster(plan: StepPlan, planner: Planner, end: float) -> tuple[NDAr
         alone = found["alone"][place]
         rows = np.asarray(batch.ranks if alone < 0 else [alone]) * devices + stage % devices
         columns = _columns(times[place, 0], times[place, 1], end)
-        image[rows, columns] = np.log2(_longest(batch))
+        image[rows, columns] = np.log2(plan.longest_of(batch))
         forward[rows, columns] = not backward
     return image, forward
 
@@ -83,11 +81,13 @@ def _mark_groups(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, fl
             corner = (start, float(run[0]) - 0.5)
             axes.add_patch(Rectangle(corner, batch.predicted_s, len(run), fill=False, edgecolor="white", linewidth=0.7))
         widest = max(runs, key=len)
-        text = _human(_longest(batch))
+        text = _human(plan.longest_of(batch))
         if len(batch.sequences) > 1:
             text += f" +{len(batch.sequences) - 1}"
+        if (planned := plan.slices.get(batch.index)) is not None:
+            text += f" {planned.number + 1}/{len(planned.rows)}"
         if batch.predicted_s > 0.013 * len(text) * end and len(widest) >= plan.num_ranks / 40:
-            shade = "black" if np.log2(_longest(batch)) < limits[0] + 0.35 * (limits[1] - limits[0]) else "white"
+            shade = "black" if np.log2(plan.longest_of(batch)) < limits[0] + 0.35 * (limits[1] - limits[0]) else "white"
             middle = float(widest[0] + widest[-1]) / 2
             centre = start + batch.predicted_s / 2
             axes.text(centre, middle, text, ha="center", va="center", fontsize=7, color=shade)
@@ -144,7 +144,7 @@ def _describe(axes: Axes, plan: StepPlan, end: float, legend: list[Any]) -> None
 
 def _draw_lengths(axes: Axes, plan: StepPlan, limits: tuple[float, float], colours: Any) -> None:
     """Draws the shares of the sequences and of the tokens by octave of length."""
-    lengths = np.array([s.length for batch in plan.micro_batches for s in batch.sequences], dtype=np.float64)
+    lengths = plan.sequences()[0].astype(np.float64)
     shortest, longest = (lengths.min(), lengths.max()) if len(lengths) else (1.0, 1.0)
     edges = np.arange(np.floor(np.log2(shortest)), np.floor(np.log2(longest)) + 1)
     octaves = np.clip(np.floor(np.log2(lengths)), edges[0], edges[-1]) if len(lengths) else lengths
@@ -190,7 +190,7 @@ def plot_plans(plans: Sequence[StepPlan], path: str | Path, planners: Sequence[P
     from matplotlib.figure import Figure
 
     end = 1.01 * max((plan.makespan_s for plan in plans), default=0.0) or 1.0
-    longest = [_longest(batch) for plan in plans for batch in plan.micro_batches] or [1]
+    longest = [plan.longest_of(batch) for plan in plans for batch in plan.micro_batches] or [1]
     top = float(np.log2(max(longest))) + 1e-6
     limits = (max(float(np.log2(min(longest))), top - _OCTAVES) - 1e-6, top)
     colours = colormaps["viridis_r"].with_extremes(bad=_IDLE)

@@ -25,6 +25,7 @@ _PIXELS_A_ROW = 18
 class _Bar:
     """What a device, or neighbouring ranks, run at a time. ``row``: the middle of the bar; ``rows``: its height."""
 
+    plan: StepPlan
     batch: MicroBatch
     start_s: float
     seconds: float
@@ -43,13 +44,15 @@ def _some(values: Sequence[Any], most: int) -> str:
 
 
 def _tooltip(bar: _Bar) -> str:
-    batch = bar.batch
+    batch, planned = bar.batch, bar.plan.slices.get(bar.batch.index)
     lengths = sorted((sequence.length for sequence in batch.sequences), reverse=True)
     lines = [
         f"<b>micro-batch {batch.index}</b> {bar.pass_name}",
         f"{len(batch.ranks)} rank{'' if len(batch.ranks) == 1 else 's'}: {_some(batch.ranks, _RANKS_NAMED)}",
         f"{len(lengths):,} sequence{'' if len(lengths) == 1 else 's'}, {sum(lengths):,} tokens",
-        f"lengths {_some(lengths, _SEQUENCES_NAMED)}",
+        f"lengths {_some(lengths, _SEQUENCES_NAMED)}"
+        if planned is None
+        else (f"slice {planned.number + 1} of {len(planned.rows)} of {planned.bounds[-1]:,} tokens"),
         f"from {bar.start_s:.4g} s, for {bar.seconds:.4g} s",
     ]
     if batch.offload_ratio:
@@ -62,7 +65,7 @@ def _bars(plan: StepPlan) -> Iterator[_Bar]:
     for batch, start in zip(plan.micro_batches, plan.timeline(), strict=True):
         ranks = np.sort(np.asarray(batch.ranks))
         for run in np.split(ranks, np.flatnonzero(np.diff(ranks) != 1) + 1):
-            yield _Bar(batch, start, batch.predicted_s, float(run[0] + run[-1]) / 2, len(run) - 1 + _ROW_SHARE)
+            yield _Bar(plan, batch, start, batch.predicted_s, float(run[0] + run[-1]) / 2, len(run) - 1 + _ROW_SHARE)
 
 
 def _pipeline_bars(plan: StepPlan, planner: Planner) -> Iterator[_Bar]:
@@ -75,11 +78,7 @@ def _pipeline_bars(plan: StepPlan, planner: Planner) -> Iterator[_Bar]:
         name = f"{('forward', 'backward', 'weight gradients')[kind]} of stage {stage}"
         for rank in batch.ranks if alone < 0 else (alone,):
             row = rank + (stage % devices + 0.5) / devices - 0.5
-            yield _Bar(batch, start, end - start, row, _ROW_SHARE / devices, name)
-
-
-def _longest(batch: MicroBatch) -> int:
-    return max(sequence.length for sequence in batch.sequences)
+            yield _Bar(plan, batch, start, end - start, row, _ROW_SHARE / devices, name)
 
 
 def _trace(bars: list[_Bar], limits: tuple[int, int]) -> Any:
@@ -97,7 +96,7 @@ def _trace(bars: list[_Bar], limits: tuple[int, int]) -> Any:
         hoverinfo="text",
         showlegend=False,
         marker={
-            "color": [float(np.log2(_longest(bar.batch))) for bar in bars],
+            "color": [float(np.log2(bar.plan.longest_of(bar.batch))) for bar in bars],
             "opacity": [_FORWARD_OPACITY if bar.pass_name.startswith("forward") else 1.0 for bar in bars],
             "colorscale": "Viridis_r",
             "cmin": limits[0],
@@ -133,7 +132,7 @@ def write_plan_page(plans: Sequence[StepPlan], path: str | Path, planners: Seque
         from plotly.subplots import make_subplots
     except ImportError as error:
         raise InvalidUsage("a page is drawn with plotly; pip install 'hdpcomm[plot]'") from error
-    octaves = np.log2([_longest(batch) for plan in plans for batch in plan.micro_batches] or [1])
+    octaves = np.log2([plan.longest_of(batch) for plan in plans for batch in plan.micro_batches] or [1])
     limits = int(np.floor(octaves.min())), int(np.ceil(octaves.max() + 1e-6))
     titles = [
         f"{plan.policy}: {plan.makespan_s:.4g} s, idle {100 * plan.idle_share:.1f}%, "

@@ -553,7 +553,7 @@ class Trainer:
     def _metrics(self, planned: PlannedStep, own: Sequence[float], *, loss: float, grad_norm: float) -> StepMetrics:
         """``own``: this rank's seconds, idle seconds, bytes sent and seconds of processor time. Collective."""
         plan = planned.plan
-        longest, longest_ranks = plan.table.longest()
+        longest, longest_ranks = plan.longest()
         row = torch.tensor([*own, planned.waited_s, plan.planning_s], dtype=torch.float64)
         rows = row.new_empty(self.comm.size, row.numel())
         self.comm.all_gather(rows, row)
@@ -574,7 +574,7 @@ class Trainer:
             planning_s=planning / self.comm.size,
             plan_wait_s=plan_wait / self.comm.size,
             processor_s=rows[:, 3].max().item(),
-            sequences_on_ranks=plan.table.sequences_on_ranks(),
+            sequences_on_ranks=plan.sequences_on_ranks(),
             queued=plan.queued,
             moved=_moved(plan, self.ran),
         )

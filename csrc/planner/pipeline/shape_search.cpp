@@ -110,13 +110,20 @@ class ShapeSearch {
   // through the stages behind each other.
   void attemptSlices() {
     bound_ = slices_bound_;
-    const double base = waves_.meanWork();
+    const double least = waves_.meanWork();
+    std::vector<double> wanted;  // seconds of a step
+    for (const double above : {1.0, 1.05, 1.12, 1.25}) wanted.push_back(least * above);
+    for (const double share : {0.6, 0.7, 0.8, 0.88, 0.95}) {
+      const double seconds = share * best_.makespan;
+      if (seconds > wanted.back()) wanted.push_back(seconds);
+    }
     for (int slices = 2; slices <= mostSlices(); slices += std::max(1, slices / 2)) {
-      for (const double above : {1.0, 1.05, 1.12, 1.25}) {
+      for (const double seconds : wanted) {
+        if (seconds >= best_.makespan) break;
         for (const int own : {1, 2, std::numeric_limits<int>::max()}) {
           for (const int beside : {0, 3}) {
             Shape shape{8, stages_, stages_};
-            shape.top = base * above * slices / (slices + stages_ - 1);
+            shape.top = seconds * slices / (slices + stages_ - 1);
             shape.beside = beside;
             shape.own = own;
             shape.slices = slices;
