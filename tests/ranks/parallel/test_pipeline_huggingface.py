@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from hdpcomm.models import adapt, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.parallel.tensor import own_part
-from hdpcomm.plan import ClusterSpec, Planner
+from hdpcomm.plan import ClusterSpec, Planner, SequenceFragment
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from hdpcomm.train.shards import empty_shard
-from tests.harness.pipelines import COST, part_of
+from tests.harness.pipelines import COST, FixedPlanner, part_of
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -45,7 +46,17 @@ def model(name):
     return made.double()
 
 
-def step(name, ranks, sizes, *, how="plain", chunks=1, split=False, zero=0):
+def sliced(ranks, sizes):
+    """A plan by hand whose longest sequences run in slices, on all HDP ranks and on the last one."""
+    stages, tensor = sizes.get("pipeline", 1), sizes.get("tensor", 1)
+    hdp_ranks = ranks // stages // tensor
+    everyone, last = tuple(range(hdp_ranks)), (hdp_ranks - 1,)
+    parts = [(everyone, SequenceFragment(2, a, b)) for a, b in pairwise((0, 40, 41, 70, 90))]
+    parts += [(last, SequenceFragment(0, a, b)) for a, b in pairwise((0, 20, 37))]
+    return FixedPlanner(hdp_ranks, stages, [((0,), (1, 3)), *parts, ((0,), (4, 5))], tensor=tensor)
+
+
+def step(name, ranks, sizes, *, how="plain", chunks=1, split=False, zero=0, planner=None):
     """On each rank, a thread: metrics and gradients of one step, by (name, part), and the whole model's state."""
     models = [model(name) for _ in range(ranks)]  # transformers makes models of one thread at a time
 
@@ -62,9 +73,9 @@ def step(name, ranks, sizes, *, how="plain", chunks=1, split=False, zero=0):
                 pool, blocks = PinnedPool(8 << 20, device="cpu"), [block for stage in stages for block in stage.blocks]
                 offload = ActivationOffload(pool, blocks, resident_layers=0, min_bytes=1)
             cluster = ClusterSpec(mesh.hdp, 160 // mesh.hdp, chunks=chunks, split_backward=split, **sizes)
-            planner = Planner(None, cluster, cost_model=COST)
+            plans = planner or Planner(None, cluster, cost_model=COST)
             optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.0)
-            trainer = Trainer(stages, optimizer, planner, mesh, max_grad_norm=None, offload=offload, zero=zero)
+            trainer = Trainer(stages, optimizer, plans, mesh, max_grad_norm=None, offload=offload, zero=zero)
             done = trainer.step(LENGTHS, lambda i: sequences()[i])
             state = copy.deepcopy(trainer.state_dict()["model"])
             gradients = {}
@@ -109,10 +120,37 @@ PP, PP_TP = {"pipeline": 2}, {"pipeline": 2, "tensor": 2}
     ],
 )
 def test_gradients_are_those_of_the_whole_model(name, ranks, sizes, options):
+    check(name, step(name, ranks, sizes, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "sizes", "options"),
+    [
+        ("llama", 2, PP, {}),
+        ("llama", 4, PP, {"how": "recompute"}),
+        ("tied", 4, PP_TP, {}),
+        ("qwen3", 4, PP, {"how": "offload"}),
+        ("gemma3-4", 4, {"pipeline": 4}, {}),
+        ("mixtral", 4, PP, {}),
+        ("gpt-oss", 4, PP, {"how": "recompute"}),
+        ("deepseek-v3", 2, PP, {}),
+        ("deepseek-v3", 4, PP, {"how": "recompute"}),
+    ],
+)
+def test_sequences_in_slices(name, ranks, sizes, options):
+    check(name, step(name, ranks, sizes, **options, planner=sliced(ranks, sizes)))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3-next-no-aux"])
+def test_recurrent_layers_refuse_slices(name):
+    with pytest.raises(InvalidUsage, match="only packs of plain sequences are possible here"):
+        step(name, 2, PP, planner=sliced(2, PP))
+
+
+def check(name, results):
     whole = model(name)
     loss, gradients = unsharded(whole)
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
-    results = step(name, ranks, sizes, **options)
     found = {key: gradient for _, own, _ in results for key, gradient in own.items()}
     for done, own, state in results:
         assert done.loss == pytest.approx(loss, rel=1e-5)

@@ -17,7 +17,7 @@ import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.plan import SequenceFragment
+from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner, SequenceFragment
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from tests.harness.pipelines import CONFIG, SEED, FixedPlanner, check_gradients, one_step, tokens_of
@@ -147,6 +147,24 @@ def test_random_plans(seed):
         more = {"recompute": recompute}
         results = run_threads(lambda: one_step(planner, EVEN, torch.float64, LENGTHS, **more), ranks * stages * tensor)
     check(results, torch.float64, CONFIG if stages == tensor == 1 else EVEN)
+
+
+@pytest.mark.parametrize("how", ["plain", "split"])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (3, 4)])
+def test_plans_of_the_planner(ranks, stages, how):
+    cluster = ClusterSpec(ranks, 60, pipeline=stages, split_backward=how == "split")
+    planner = Planner(None, cluster, cost_model=CostModel(1e-6, 1e-5), slices=8)
+    plan = planner.plan(LENGTHS)
+    assert {each.sequence for each in plan.slices.values()} == {0}
+    run = lambda: one_step(planner, CONFIG, torch.float64, LENGTHS)
+    check(run_threads(run, ranks * stages), torch.float64)
+
+
+def test_a_sequence_that_fits_the_ranks_no_other_way():
+    memory = MemoryModel(30, kept=0.1)
+    planner = Planner(None, ClusterSpec(2, 30), cost_model=CostModel(1e-6, 1e-5), memory=memory, slices=8)
+    assert len(planner.plan(LENGTHS).slices) == 3
+    check(run_threads(lambda: plain_step(planner, torch.float64), 2), torch.float64)
 
 
 class Parts:
