@@ -4,7 +4,7 @@ Steps run in the order of :meth:`Planner.schedule`, which is what the pipeline r
 ``benchmarks/paper.py``, whose ranks are two devices: a device has half of a rank's rates. Tensor and pipeline sizes are
 ours: those that make the paper's number of devices with CP = 256 (2M tokens of 8K a rank).
 
-Usage: ``python benchmarks/paper_pipelines.py [--seeds 5] [--json FILE]``. Prints tables of docs/paper.md.
+Usage: ``python benchmarks/paper_pipelines.py [--seeds 5] [--slices] [--json FILE]``. Prints tables of docs/paper.md.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Setup:
     gradient_bytes: int = 4
     free_links: bool = False
     chunks: int = 1
+    slices: int = 1
 
     def planner(self, policy: str, context: int) -> Planner:
         model = MODELS[self.model]
@@ -68,7 +69,8 @@ class Setup:
         cost = cost_model(model, cluster, self.gradient_bytes)
         if self.free_links:
             cost = replace(cost, kv_intra=0.0, kv_inter=0.0, latency_intra=0.0, latency_inter=0.0)
-        return Planner(model, cluster, policy, cost, context=context)
+        slices = self.slices if policy == "balanced" else 1
+        return Planner(model, cluster, policy, cost, context=context, slices=slices)
 
 
 def packs_as_they_come(planner: Planner, lengths: Sequence[int]) -> StepPlan:
@@ -151,6 +153,61 @@ def parts_table(result: dict[str, Any]) -> str:
     return table(header, rows)
 
 
+def measure_slices(setup: Setup, lengths_of: str, seeds: int) -> dict[str, float]:
+    """Means over the batches of 2M context: seconds of a step and over the even split, without and with slices, the
+    gain with its first and ninth decile, slices of a step, and seconds of planning."""
+    rows: dict[str, list[float]] = {}
+    for seed in range(seeds):
+        lengths = sample_lengths(lengths_of, tokens=TOKENS, context=2 * M, seed=seed)
+        static, plain, sliced = (
+            each.planner(policy, 2 * M)
+            for each, policy in ((setup, "static"), (setup, "balanced"), (replace(setup, slices=16), "balanced"))
+        )
+        before, after = simulate_step(plain, lengths), simulate_step(sliced, lengths)
+        even = even_split_seconds(plain.cost_model, lengths)
+        found = {
+            "static_s": simulate_step(static, lengths).step_s,
+            "plain_s": before.step_s,
+            "sliced_s": after.step_s,
+            "plain_over_even": before.compute_s / even,
+            "sliced_over_even": after.compute_s / even,
+            "slices": len(after.plan.slices),
+            "plain_planning_s": before.plan.planning_s,
+            "planning_s": after.plan.planning_s,
+        }
+        for key, value in found.items():
+            rows.setdefault(key, []).append(value)
+    low, high = deciles([a / b for a, b in zip(rows["plain_s"], rows["sliced_s"], strict=True)])
+    return {key: statistics.mean(values) for key, values in rows.items()} | {"low": low, "high": high}
+
+
+def slices_table(result: dict[str, Any]) -> str:
+    rows = []
+    for key, row in result["slices"].items():
+        model, inputs, lengths = key.split()
+        speedups = (row["static_s"] / row[name] for name in ("plain_s", "sliced_s"))
+        gain = f"{row['plain_s'] / row['sliced_s']:.2f}x ({row['low']:.2f} to {row['high']:.2f})"
+        cells = [model, inputs, NAMES[lengths], PAPER[model] if lengths == "github" else "-"]
+        cells += [*(f"{speedup:.2f}x" for speedup in speedups), gain]
+        over = (f"{row[name]:.2f}" for name in ("plain_over_even", "sliced_over_even"))
+        rows.append(
+            [*cells, *over, f"{row['slices']:.0f}", f"{row['plain_planning_s']:.1f}, {row['planning_s']:.1f} s"]
+        )
+    header = [
+        "model",
+        "inputs",
+        "lengths",
+        "paper",
+        "whole",
+        "slices",
+        "gain",
+        "over even",
+        "with slices",
+        "slices a step",
+    ]
+    return table([*header, "planning"], rows)
+
+
 def variants_table(result: dict[str, Any]) -> str:
     rows = []
     for key, row in result["rows"].items():
@@ -169,16 +226,20 @@ SECTIONS = {
     "Pipelines: speed-up of balanced HDP, 2M context, 32M tokens": speedups_table,
     "Pipelines: what the speed-up is made of": parts_table,
     "Pipelines: other assumptions, GitHub": variants_table,
+    "Pipelines: long sequences in slices": slices_table,
 }
 
 
-def run(models: Sequence[str], seeds: int, result: dict[str, Any]) -> None:
-    """Fills in the rows of these models."""
+def run(models: Sequence[str], seeds: int, result: dict[str, Any], *, slices: bool) -> None:
+    """Fills in the rows of these models. ``slices``: those of slices alone."""
     few = max(1, seeds // 6)
     for model in models:
         for inputs in DEVICE:
             for lengths in ("github", "byted"):
                 key, setup = f"{model} {inputs} {lengths}", Setup(model, inputs)
+                result["slices"][key] = measure_slices(setup, lengths, seeds)
+                if slices:
+                    continue
                 result["rows"][key] = measure(setup, lengths, 2 * M, seeds)
                 result["bf16_gradients"][key] = measure(replace(setup, gradient_bytes=2), lengths, 2 * M, seeds)
                 if lengths == "byted":
@@ -193,21 +254,25 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--models", default=",".join(STAGES), metavar="M,M", help="which (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written; its rows of other models are kept")
+    parser.add_argument("--slices", action="store_true", help="only the table of slices")
     options = parser.parse_args()
     if options.seeds < 1:
         parser.error(f"--seeds is {options.seeds}, expected at least 1")
     models = options.models.split(",")
     if unknown := [name for name in models if name not in STAGES]:
         parser.error(f"--models has {unknown[0]}, expected some of {', '.join(STAGES)}")
-    result = {"rows": {}, "bf16_gradients": {}, "no_offload": {}, "interleaved": {}, "contexts": {}}
+    result = {"rows": {}, "bf16_gradients": {}, "no_offload": {}, "interleaved": {}, "contexts": {}, "slices": {}}
     if options.json and options.json.exists():
-        result = json.loads(options.json.read_text())
-    result |= {
-        "date": date.today().isoformat(),
-        "command": f"python benchmarks/paper_pipelines.py --seeds {options.seeds}",
-    }
-    run(models, options.seeds, result)
+        result |= json.loads(options.json.read_text())
+    if not options.slices:
+        result |= {
+            "date": date.today().isoformat(),
+            "command": f"python benchmarks/paper_pipelines.py --seeds {options.seeds}",
+        }
+    run(models, options.seeds, result, slices=options.slices)
     for title, make in SECTIONS.items():
+        if options.slices and make is not slices_table:
+            continue
         print(f"\n## {title}\n\n{make(result)}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

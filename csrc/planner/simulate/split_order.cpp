@@ -24,9 +24,11 @@ class SplitOrder {
       : plan_(plan),
         devices_(problem.cost().cluster().pipeline),
         ranks_(problem.ranks()),
-        most_(mostInFlight(problem.cost().cluster(), 0)) {
+        most_(mostInFlight(problem.cost().cluster(), 0)),
+        most_held_(most_ * static_cast<double>(problem.cost().memory().capacity)) {
     for (const MicroBatch& batch : plan.micro_batches) {
       costs_.push_back(inputCosts(problem, batch));
+      slices_ = slices_ || batch.slice.some();
     }
   }
 
@@ -91,6 +93,11 @@ class SplitOrder {
       Unit& self = unit(rank, device);
       const bool full = !span.backward && self.in_flight >= most_;
       if (full && !self.owed.empty()) computeWeights(rank, device);
+      // Slices are of fewer tokens than other micro-batches, and there are more of them.
+      const double more = span.backward || !slices_ ? 0 : costs_[span.micro_batch].resident;
+      while (more > 0 && self.resident + more > most_held_ && !self.owed.empty()) {
+        computeWeights(rank, device);
+      }
     }
     const double start = startOf(batch, span.micro_batch, device);
     for (const int32_t rank : batch.ranks) {
@@ -149,7 +156,9 @@ class SplitOrder {
   const Plan& plan_;
   const int devices_;
   const int32_t ranks_;
-  const int most_;  // micro-batches of a device whose gradients are not complete
+  const int most_;          // micro-batches of a device whose gradients are not complete
+  const double most_held_;  // tokens of these
+  bool slices_ = false;     // whether there are any
   std::vector<PassCosts> costs_;
   std::vector<Unit> units_;
   std::vector<double> given_;  // by micro-batch: when its last pass but those of weights ends
