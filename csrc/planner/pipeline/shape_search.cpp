@@ -15,6 +15,7 @@
 #include "planner/search/candidates.hpp"
 #include "planner/simulate/finish_plan.hpp"
 #include "planner/simulate/level_order.hpp"
+#include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -45,7 +46,7 @@ class ShapeSearch {
   bool above(double share) const { return best_.makespan >= share * bound_; }
   bool alike() const { return problem_.cost().cluster().speeds.empty(); }
   bool zonesHelped() const { return zones_helped_; }
-  bool inSlices() const { return shape_.slices > 1; }
+  bool inSlices() const { return shape_.slices > 1 || shape_.every > 1; }
 
   void attemptEqual() { attempt({count_, 0, 0}); }
   void attemptSlopes() { attempt({count_, stages_, stages_}); }
@@ -135,6 +136,25 @@ class ShapeSearch {
       }
     }
   }
+  // All waves of fewer ranks for each sequence, which runs in slices.
+  void attemptSlicedWaves() {
+    bound_ = slices_bound_;
+    for (int slices = 2; slices <= std::min(mostSlices(), 2 * stages_);
+         slices += std::max(1, slices / 2)) {
+      for (const int count : {1, 2, 3, 4, 6, 9, 14}) {
+        Shape shape{count};
+        shape.every = slices;
+        shape.nodes = nodesMatter();  // what is kept goes round in each ring: best inside a node
+        attempt(shape);
+        if (count < 3) continue;
+        shape.ramps = 1;
+        shape.full = 0.85;
+        attempt(shape);
+        shape.spread = true;
+        attempt(shape);
+      }
+    }
+  }
   int mostSlices() const { return problem_.cost().cluster().mostSlices(); }
 
   // Changes one thing at a time, as long as that helps.
@@ -158,6 +178,12 @@ class ShapeSearch {
       change([&](Shape& shape) { shape.spread = !shape.spread; });
       for (const double full : {0.0, 0.7, 0.85, 0.93}) {
         change([&](Shape& shape) { shape.full = full; });
+      }
+      if (shape_.every > 1) {
+        for (const int more : {-1, 1, 2}) {
+          change(
+              [&](Shape& shape) { shape.every = std::clamp(shape.every + more, 1, mostSlices()); });
+        }
       }
       if (shape_.top <= 0) continue;
       for (const double factor : {0.98, 0.99, 1.01, 1.02}) {
@@ -296,12 +322,15 @@ class ShapeSearch {
         price(problem_, batch, work);
         costs.push_back(passCosts(problem_, batch, work));
       }
-      found.makespan = makespanByLevels(problem_, found, std::move(costs), limit, shape.slices > 1);
+      found.makespan = makespanByLevels(problem_, found, std::move(costs), limit, shape.every == 1);
     } else {
       found = finishPlan(problem_, std::move(found.micro_batches), limit);
     }
     const double makespan = *known = found.makespan;
     if (makespan >= best_.makespan) return makespan;
+    if (shape.every > 1 && !holds(problem_, simulateLevels(problem_, found))) {
+      return *known = kForever;
+    }
     found.made_by = changing_ ? improvedBy(best_.made_by, trying) : trying;
     best_ = std::move(found);
     shape_ = shape;
@@ -431,6 +460,9 @@ constexpr Shapes kShapes[] = {
     {"slices",
      [](const ShapeSearch& search) { return search.byLevels() && search.mostSlices() > 1; },
      [](ShapeSearch& search) { search.attemptSlices(); }},
+    {"sliced waves",
+     [](const ShapeSearch& search) { return search.byLevels() && search.mostSlices() > 1; },
+     [](ShapeSearch& search) { search.attemptSlicedWaves(); }},
     {"descent", kInSlices, [](ShapeSearch& search) { search.descend(); }},
     {"tuning", kInSlices, [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses); }},
 };

@@ -20,11 +20,12 @@ struct Wave {
   int first = 0;
   int last = 0;       // the place after the last one
   double height = 0;  // of each slice
-  int slices = 1;     // that its sequences run in, one after the other
+  int slices = 1;  // that its sequences run in, one after the other; other ranks run as many packs
   std::vector<Wide> wide;
   int used = 0;                             // the place after their ranks
-  std::vector<std::vector<int32_t>> packs;  // of the ranks from there on
-  bool turned = false;                      // lies on its ranks the other way round
+  std::vector<std::vector<int32_t>> packs;  // of the ranks from there on, `slices` for each
+  int placeOf(size_t pack) const { return used + static_cast<int>(pack) / slices; }
+  bool turned = false;  // lies on its ranks the other way round
 };
 
 }  // namespace hdpcomm::planner

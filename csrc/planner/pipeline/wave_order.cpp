@@ -79,11 +79,18 @@ void turnWaves(std::vector<Wave>& waves, const Problem& problem) {
   std::vector<double> times;
   for (Wave& wave : waves) {
     times.clear();
-    for (const Wave::Wide& wide : wave.wide) times.insert(times.end(), wide.size, wide.seconds);
-    for (const auto& pack : wave.packs) {
+    for (const Wave::Wide& wide : wave.wide) {
+      times.insert(times.end(), wide.size, wave.slices * wide.seconds);
+    }
+    for (size_t k = 0; k < wave.packs.size(); ++k) {
       Load load;
-      for (const int32_t sequence : pack) load += problem.own(sequence);
-      times.push_back(pack.empty() ? 0 : problem.cost().seconds(load, 1));
+      for (const int32_t sequence : wave.packs[k]) load += problem.own(sequence);
+      const double seconds = wave.packs[k].empty() ? 0 : problem.cost().seconds(load, 1);
+      if (wave.placeOf(k) - wave.first < static_cast<int>(times.size())) {
+        times.back() += seconds;
+      } else {
+        times.push_back(seconds);
+      }
     }
     double difference = 0;
     const int last = static_cast<int>(times.size()) - 1;

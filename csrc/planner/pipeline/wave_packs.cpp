@@ -107,7 +107,7 @@ void WavePacks::fill(std::vector<Wave>& waves, const std::vector<Lacking>& share
 }
 
 double WavePacks::secondsOf(const Wave& wave, size_t pack) const {
-  return std::min(wave.height * by_speed_.speed(wave.used + static_cast<int>(pack)), full_);
+  return std::min(wave.height * by_speed_.speed(wave.placeOf(pack)), full_);
 }
 
 void WavePacks::addWaves(std::vector<Wave>& waves, const std::vector<int32_t>& sequences,

@@ -94,12 +94,21 @@ bool WavePlanner::arrange(const Shape& shape, double limit, double most) {
   spread_ = shape.spread;
   nodes_ = shape.nodes && by_speed_.alike();
   reserved_ = 0;
+  every_ = 1;
   double work = work_;
   if (shape.top > 0) {
     work -= addTopWave(shape.top, shape.own, shape.slices);
     if (waves_.back().wide.empty()) return false;
     if (reserved_ == problem_.ranks()) reserved_ = 0;
   }
+  every_ = shape.every;
+  const std::vector<int> sizes = lowerSizes(every_, jobs_.size(), cost_.cluster().pipeline - 1);
+  const bool possible = addAll(shape, work, limit);
+  for (size_t i = 0; i < sizes.size(); ++i) jobs_[i].min_size = sizes[i];
+  return possible && makeOrder(limit, std::min(most, limit * kHopeless));
+}
+
+bool WavePlanner::addAll(const Shape& shape, double work, double limit) {
   if (!shape.given.others.empty()) {
     addGiven(shape.given);
   } else if (!addRelative(shape, work, limit)) {
@@ -113,7 +122,7 @@ bool WavePlanner::arrange(const Shape& shape, double limit, double most) {
     if (added > limit) return false;
     heights_.others.push_back(extra_);
   }
-  return makeOrder(limit, std::min(most, limit * kHopeless));
+  return true;
 }
 
 bool WavePlanner::addRelative(const Shape& shape, double work, double limit) {
@@ -158,7 +167,8 @@ double WavePlanner::forwardShare(const CostModel& cost) {
 }
 
 bool WavePlanner::single(const Job& job, double height) const {
-  return job.min_size == 1 && job.min_size_s <= height;
+  if (every_ > 1 && job.load.tokens > static_cast<double>(cost_.memory().capacity)) return false;
+  return job.min_size == 1 && job.min_size_s * every_ <= height;
 }
 
 bool WavePlanner::hasWide() {
@@ -188,7 +198,7 @@ size_t WavePlanner::unusedFrom(size_t job) {
 double WavePlanner::addTopWave(double height, int most, int slices) {
   constexpr double kAboutAsLong = 0.6;
   unit_ = height;
-  const std::vector<int> sizes = lowerSizes(slices);
+  const std::vector<int> sizes = lowerSizes(slices, kMaxSpread, 0);
   addWave(height, 0, problem_.ranks());
   for (size_t i = 0; i < sizes.size(); ++i) jobs_[i].min_size = sizes[i];
   Wave& wave = waves_.back();
@@ -221,17 +231,20 @@ bool WavePlanner::sliceable(size_t job) const {
          problem_.own(sequence).squares == jobs_[job].load.tokens * jobs_[job].load.tokens;
 }
 
-std::vector<int> WavePlanner::lowerSizes(int slices) {
+std::vector<int> WavePlanner::lowerSizes(int slices, size_t count, int between) {
   std::vector<int> before;
   if (slices == 1) return before;
-  const int64_t held = cost_.memory().capacity * std::min(slices, cost_.cluster().pipeline);
-  while (before.size() < std::min(jobs_.size(), kMaxSpread)) {
+  const int64_t capacity = cost_.memory().capacity;
+  const int64_t held = std::min(capacity * slices,
+                                capacity * cost_.cluster().pipeline * slices / (slices + between));
+  while (before.size() < std::min(jobs_.size(), count)) {
     const size_t i = before.size();
     Job& job = jobs_[i];
+    if (job.min_size == 1) break;  // and all shorter ones
     before.push_back(job.min_size);
-    if (job.min_size <= 2 || !sliceable(i)) continue;
+    if (!sliceable(i)) continue;
     const int64_t tokens = problem_.lengths()[job.sequence];
-    job.min_size = std::max(2, static_cast<int>((tokens + held - 1) / held));
+    job.min_size = static_cast<int>((tokens + held - 1) / held);
   }
   return before;
 }
@@ -274,7 +287,10 @@ void WavePlanner::addWave(double height, int first, int last) {
     place(wave, i, size);
   }
   if (spread_ && !nodes_ && wave.used < last) spread(wave);
-  wave.packs.resize(last - wave.used);
+  wave.slices = every_;
+  wave.height /= every_;
+  for (Wave::Wide& wide : wave.wide) wide.seconds /= every_;
+  wave.packs.resize(static_cast<size_t>(last - wave.used) * every_);
   waves_.push_back(std::move(wave));
 }
 
@@ -356,7 +372,8 @@ bool WavePlanner::makeOrder(double limit, double most) {
   }
   for (const auto& [seconds, pack] : lacking_) {
     Wave& wave = waves_[pack.first];
-    wave.height = std::max(wave.height, seconds / by_speed_.speed(wave.used + pack.second));
+    const int place = wave.placeOf(static_cast<size_t>(pack.second));
+    wave.height = std::max(wave.height, seconds / by_speed_.speed(place));
   }
   most_ = most;
   if (!order_.find(waves_, reserved_, most)) return false;
@@ -403,7 +420,7 @@ double WavePlanner::makeRoom(double limit) {
   const WavePacks& packs = *packs_;
   double room = 0;
   for (const Wave& wave : waves_) packs.addRoom(wave, room);
-  const double height = std::min(unit_, packs.full());
+  const double height = every_ * std::min(unit_ / every_, packs.full());
   for (double added = 0; room < packs.work();) {
     added += height;
     if (added > limit) break;
@@ -465,7 +482,7 @@ void WavePlanner::take(Wave& wave, std::vector<MicroBatch>& batches) const {
   }
   for (size_t k = 0; k < wave.packs.size(); ++k) {
     if (!wave.packs[k].empty()) {
-      add(wave.used + static_cast<int>(k), 1, std::move(wave.packs[k]));
+      add(wave.placeOf(k), 1, std::move(wave.packs[k]));
     }
   }
 }

@@ -59,6 +59,10 @@ class WavePlanner {
   std::vector<MicroBatch> plan();
 
  private:
+  // Adds the waves of a shape that do `work` together, and those that its long sequences need more.
+  // False if that is not possible.
+  bool addAll(const Shape& shape, double work, double limit);
+
   // Adds the waves of a shape that do `work` together. False if that is not possible.
   bool addRelative(const Shape& shape, double work, double limit);
 
@@ -86,9 +90,10 @@ class WavePlanner {
   // Whether a sequence can run in several slices.
   bool sliceable(size_t job) const;
 
-  // Lets the longest sequences take fewer ranks, as their slices are micro-batches of their own: a
-  // rank may hold as many at a time as there are stages. Returns the sizes before.
-  std::vector<int> lowerSizes(int slices);
+  // Lets the longest `count` sequences take fewer ranks, as their slices are micro-batches of their
+  // own: a rank may hold as many full ones at a time as there are stages. `between`: micro-batches
+  // that are in flight beside the slices. Returns the sizes before.
+  std::vector<int> lowerSizes(int slices, size_t count, int between);
 
   // The longest sequences that are left and need several ranks to end within the height, or more
   // than that: those that end in time nowhere make the wave higher.
@@ -140,6 +145,7 @@ class WavePlanner {
   double full_ = 0;
   bool spread_ = false;
   bool nodes_ = false;
+  int every_ = 1;              // slices of sequences in waves of all ranks
   int reserved_ = 0;           // ranks, the first ones by place, for the longest sequences
   std::vector<bool> used_;     // by job: whether it is in a wave by itself
   std::vector<size_t> after_;  // by job: itself, or if used one behind it, of which none between is

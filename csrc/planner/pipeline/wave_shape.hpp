@@ -37,6 +37,7 @@ struct Shape {
   int beside = 0;
   int own = std::numeric_limits<int>::max();  // most sequences in that wave
   int slices = 1;                             // that these run in
+  int every = 1;                              // slices of the sequences of all other waves
   Heights given = {};                         // instead of all that; empty: none
 
   bool operator==(const Shape&) const = default;
