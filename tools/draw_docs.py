@@ -53,6 +53,20 @@ def plan() -> None:
     plot_plans(plans, OUT / "plan.svg")
 
 
+def slices() -> None:
+    """One long sequence among short ones in pipelines, whole and in slices, drawn by the product."""
+    import random
+
+    from hdpcomm.plan import MODELS, ClusterSpec, Planner
+    from hdpcomm.trace import plot_plans
+
+    rng = random.Random(3)
+    lengths = [96 << 10, *(rng.randint(500, 9000) for _ in range(60))]
+    cluster = ClusterSpec(ranks=16, capacity=8 << 10, ranks_per_node=8, pipeline=4)
+    planners = [Planner(MODELS["llama-7b"], cluster, slices=most) for most in (1, 16)]
+    plot_plans([planner.plan(lengths) for planner in planners], OUT / "slices.svg", planners)
+
+
 def zigzag() -> None:
     figure, axes = bare(7.6, 2.3, 8.9, 3.1)
     for chunk in range(8):
@@ -134,7 +148,7 @@ def main() -> None:
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "hdpcomm"  # the same file each time
     OUT.mkdir(parents=True, exist_ok=True)
-    for draw in (plan, zigzag, step, offload, collectives):
+    for draw in (plan, slices, zigzag, step, offload, collectives):
         draw()
     print(*sorted(path.name for path in OUT.iterdir()))
 
