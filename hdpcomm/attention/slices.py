@@ -138,12 +138,11 @@ class _Again:
 class _Kept:
     """What one call of attention has kept of the slices that ran, and the gradients of it that later slices found."""
 
-    def __init__(self, sequence: SlicedSequence) -> None:
-        self.sequence = sequence
+    def __init__(self, slices: int) -> None:
         self.tensors: tuple[torch.Tensor, ...] = ()
         """``[rows of the rank in all slices, ...]``; those of slices to come are not set."""
         self.sums: list[torch.Tensor] = []
-        self.next_backward = len(sequence.bounds) - 2
+        self.next_backward = slices - 1
 
     def write(self, new: Sequence[torch.Tensor], rows: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
         """Takes the rows of a slice; gives those up to its end. ``rows``: before it, up to its end, of all slices."""
@@ -240,7 +239,7 @@ class SlicedSequence:
 
     def _of_call(self, number: int) -> _Kept:
         while len(self._kept) <= number:
-            self._kept.append(_Kept(self))
+            self._kept.append(_Kept(len(self)))
         return self._kept[number]
 
 

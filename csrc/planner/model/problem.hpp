@@ -32,6 +32,7 @@ class Problem {
   int ranks() const noexcept { return cost_.cluster().ranks; }
   int count() const noexcept { return static_cast<int>(lengths_.size()); }
   bool hasTrees() const noexcept { return !squares_.empty(); }
+  bool hasRiders() const noexcept { return !riders_.empty(); }
   // The sums over this sequence or tree, without its riders.
   Load own(int sequence) const noexcept {
     const auto tokens = static_cast<double>(lengths_[sequence]);

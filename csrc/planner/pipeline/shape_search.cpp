@@ -46,6 +46,7 @@ class ShapeSearch {
   bool above(double share) const { return best_.makespan >= share * bound_; }
   bool alike() const { return problem_.cost().cluster().speeds.empty(); }
   bool zonesHelped() const { return zones_helped_; }
+  bool sequencesOnly() const { return !problem_.hasTrees() && !problem_.hasRiders(); }
   bool inSlices() const { return shape_.slices > 1 || shape_.every > 1; }
 
   void attemptEqual() { attempt({count_, 0, 0}); }
@@ -461,7 +462,9 @@ constexpr Shapes kShapes[] = {
      [](const ShapeSearch& search) { return search.byLevels() && search.mostSlices() > 1; },
      [](ShapeSearch& search) { search.attemptSlices(); }},
     {"sliced waves",
-     [](const ShapeSearch& search) { return search.byLevels() && search.mostSlices() > 1; },
+     [](const ShapeSearch& search) {
+       return search.byLevels() && search.mostSlices() > 1 && search.sequencesOnly();
+     },
      [](ShapeSearch& search) { search.attemptSlicedWaves(); }},
     {"descent", kInSlices, [](ShapeSearch& search) { search.descend(); }},
     {"tuning", kInSlices, [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses); }},

@@ -6,6 +6,7 @@ HDPCOMM_TEST_SLICES_PLANS: how many random steps (default 30).
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +25,7 @@ from hdpcomm.plan import (
     SequenceFragment,
     SequenceInfo,
     StepPlan,
+    Tree,
 )
 from hdpcomm.sim import simulate_step
 
@@ -70,6 +72,32 @@ def test_a_step_is_no_longer_and_can_run(seed):
     assert found.rank_peak_tokens.max() <= planner.cluster.pipeline * planner.memory.capacity * (1 + 1e-9)
     if not after.slices:
         assert after.hash == before.hash
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_trees_stay_whole(seed):
+    rng = random.Random(seed)
+    ranks, stages = rng.choice([(4, 2), (8, 4)])
+    items = [rng.randint(1, 500) for _ in range(20)] + [rng.randint(2000, 1000 * ranks) for _ in range(2)]
+    items += [Tree([-1, 0, 0, 0], [rng.randint(100, 600) for _ in range(4)]) for _ in range(4)]  # some are cut
+    rng.shuffle(items)
+    planner = Planner(None, ClusterSpec(ranks, 1024, pipeline=stages), cost_model=COST)
+    sliced = with_slices(planner)
+    before, after = planner.plan(items), sliced.plan(items)
+    assert after.makespan_s <= before.makespan_s * (1 + 1e-9)
+    after.validate(items, memory=planner.memory)
+    assert not any(isinstance(items[each.sequence], Tree) for each in after.slices.values())
+    schedule = sliced.schedule(after)
+    check_programs(make_programs(schedule, after), after, stages=stages)
+    again = pickle.loads(pickle.dumps(after))
+    assert (again, again.slices) == (after, after.slices)
+    alone = Planner(None, ClusterSpec(3, 1024), cost_model=COST, memory=MemoryModel(1024, kept=0.1), slices=16)
+    plan = alone.plan([5000, *items[:3]] if max(map(_tokens, items[:3])) <= 3072 else [5000])
+    assert len(plan.slices) == 2
+
+
+def _tokens(item):
+    return item.num_tokens if isinstance(item, Tree) else item
 
 
 def test_slices_are_taken():
