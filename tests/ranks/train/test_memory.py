@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ from hdpcomm.models import Llama, from_pretrained, set_recompute
 from hdpcomm.models import LlamaConfig as OwnConfig
 from hdpcomm.models.recompute import recomputed_layers
 from hdpcomm.offload import MemoryMeter
-from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner
+from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner, SequenceFragment
 from hdpcomm.plan.memory import StepMemory
+from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from hdpcomm.train.memory_profile import profile_memory
+from tests.harness.pipelines import FixedPlanner
 
 SIZE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZE |= {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
@@ -125,3 +129,32 @@ def test_the_model_is_left_as_it_was():
         profile.fewest_recomputed(least * 0.9, 2000)
     with pytest.raises(InvalidUsage, match="tokens is 7"):
         profile_memory(model, hdp.init(), adamw, tokens=7)
+
+
+@pytest.mark.parametrize("recompute", [0, 4])
+@pytest.mark.parametrize(("length", "slices"), [(750, 3), (750, 5), (3000, 10), (3000, 20)])
+def test_a_sequence_in_slices(length, slices, recompute):
+    """The passes of one slice, and what is kept of all; backward passes have a layer's gradients of it, too."""
+    spec = replace(spec_of(OWN), dtype_bytes=4)
+    layer = 2 * OWN.kv_heads * (OWN.hidden // OWN.heads) * 4
+    bounds = [length * k // slices for k in range(slices + 1)]
+
+    def main():
+        torch.set_num_threads(1)
+        comm = hdp.init()
+        profile = profile_memory(Llama(OWN), comm, adamw, tokens=256)
+        model = Llama(OWN)
+        set_recompute(model, recompute)
+        planner = FixedPlanner(1, 1, [((0,), SequenceFragment(0, a, b)) for a, b in pairwise(bounds)])
+        trainer = Trainer(model, adamw(model.parameters()), planner, comm)
+        for _ in range(2):
+            with MemoryMeter("cpu") as meter:
+                trainer.step([length], lambda _: torch.arange(length) % 100)
+        kept = length * (spec.kept_bytes - layer) - length // slices * layer * OWN.layers  # of the last one no sums
+        lines = {name: getattr(profile, name) for name in ("backward", "recomputed")}
+        wider = {name: replace(line, fixed=line.fixed + length * layer) for name, line in lines.items()}
+        passes = replace(profile, **wider).peak_bytes(-(-length // slices), recompute)
+        return kept_bytes(trainer) + meter.peak, passes + kept
+
+    [(measured, predicted)] = run_threads(main, 1)
+    assert measured == pytest.approx(predicted, rel=0.06)
