@@ -15,7 +15,7 @@ export CMAKE_ARGS
 # The core is compiled while pip waits for the network and the disk, and while the linters run.
 MAKEFLAGS += -j2
 
-.PHONY: train test lint format docs build clients ray asan tsan fuzz clean
+.PHONY: train test lint format docs build clients wheels ray asan tsan fuzz clean
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
 	rm -rf build/first-run
@@ -51,6 +51,12 @@ clients: $(DEVELOPER)
 	rm -rf build/clients
 	MAKEFLAGS= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/clients .
 	$(BIN)/python tests/clients/run.py --wheel build/clients/*.whl $(CLIENTS)
+
+# The source distribution and a manylinux wheel for each interpreter that is here, tried in fresh environments, into build/wheels.
+# CMAKE_ARGS=-DHDPCOMM_CUDA=OFF leaves out the CUDA code. Each takes some minutes and 5 GB for torch meanwhile.
+PYTHONS ?= $(foreach version,3.10 3.11 3.12 3.13 3.14,$(shell command -v python$(version)))
+wheels:
+	MAKEFLAGS= PYTHONS="$(PYTHONS)" .ci/packages build/wheels
 
 # The tests of loaders on a Ray cluster. Not a part of `make test`: Ray is 79 MB to fetch and 200 MB on the disk, and they
 # take five minutes.
