@@ -54,7 +54,7 @@ clients: $(DEVELOPER)
 
 # The source distribution and a manylinux wheel for each interpreter that is here, tried in fresh environments, into build/wheels.
 # CMAKE_ARGS=-DHDPCOMM_CUDA=OFF leaves out the CUDA code. Each takes some minutes and 5 GB for torch meanwhile.
-PYTHONS ?= $(foreach version,3.10 3.11 3.12 3.13 3.14,$(shell command -v python$(version)))
+PYTHONS ?= $(shell for version in 3.10 3.11 3.12 3.13 3.14; do python$$version -c 'import sys; print(sys.executable)' 2>/dev/null; done; true)
 wheels:
 	MAKEFLAGS= PYTHONS="$(PYTHONS)" .ci/packages build/wheels
 

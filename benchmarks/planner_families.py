@@ -3,7 +3,8 @@
 Costs are those of ``benchmarks/planner.py``: ``compute`` alone, ``h100`` with links inside and between hosts of 8,
 ``offload`` with host memory, too. Rows can be measured in pieces, each of which keeps the rows that the file has:
 ``python benchmarks/planner_families.py --families byted,equal --stages 1,8 --ranks 32,256 --json FILE``.
-Prints the table of docs/planner-figures.md; the whole takes about half an hour.
+Prints the table of docs/planner-figures.md; the whole takes about half an hour. With ``--slices 16`` that of
+docs/slices.md: steps of pipelines with and without slices of long sequences.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from planner import CAPACITY, COSTS, MILLION, make_planner
 
 from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import Planner
 
 FAMILIES = ("byted", "github", "lognormal", "long", "bimodal", "equal", "middle")
 STAGES = (1, 4, 8)
@@ -84,6 +86,32 @@ def measure(cost: str, name: str, stages: int, ranks: int, seeds: int) -> dict[s
     }
 
 
+def gains(cost: str, name: str, stages: int, ranks: int, seeds: int, slices: int) -> list[float]:
+    """By seed, how many times as long a step takes without slices of long sequences as with them."""
+    whole = make_planner(cost, ranks, stages)
+    sliced = Planner(whole.model, whole.cluster, cost_model=whole.cost_model, memory=whole.memory, slices=slices)
+    found = []
+    for seed in range(seeds):
+        lengths = lengths_of(name, ranks, seed)
+        plan = sliced.plan(lengths)
+        sliced.validate(plan, lengths)
+        found.append(whole.plan(lengths).makespan_s / plan.makespan_s)
+    return found
+
+
+def gains_table(chosen: dict[str, Any], seeds: int, slices: int) -> Iterator[str]:
+    """A line for each cost, family and number of stages; a cell for each number of ranks: mean gain (least to most)."""
+    ranks = chosen["ranks"]
+    yield "| stages | cost | lengths | " + " | ".join(f"{count:,} ranks" for count in ranks) + " |"
+    yield "|" + "---|" * (3 + len(ranks))
+    for stages, cost, name in itertools.product(*(chosen[kind] for kind in ("stages", "costs", "families"))):
+        cells = []
+        for count in ranks:
+            found = gains(cost, name, stages, count, seeds, slices)
+            cells.append(f"{statistics.mean(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+        yield f"| {stages} | {cost} | {name} | {' | '.join(cells)} |"
+
+
 def place(row: dict[str, Any]) -> tuple[int, ...]:
     """Where a row belongs in the table."""
     return (
@@ -118,6 +146,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", default=",".join(map(str, values)), help="which (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=20, help=f"a quarter of them above {LARGE:,} ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written; its other rows are kept")
+    parser.add_argument("--slices", type=int, metavar="N", help="instead: what up to N slices of a sequence gain")
     options = parser.parse_args()
     chosen = {}
     for name, values in choices.items():
@@ -127,6 +156,10 @@ def main() -> None:
         chosen[name] = [value for value in values if str(value) in given]
     if options.seeds < 1:
         parser.error(f"--seeds is {options.seeds}, expected at least 1")
+    if options.slices:
+        for line in gains_table(chosen, options.seeds, options.slices):
+            print(line, flush=True)
+        return
     kept = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
     rows = {place(row): row for row in kept}
     for stages, ranks, cost, name in itertools.product(*(chosen[c] for c in ("stages", "ranks", "costs", "families"))):
