@@ -111,7 +111,7 @@ class ShapeSearch {
   // Ranks of their own for the longest sequences, which run in slices there: they hide their way
   // through the stages behind each other.
   void attemptSlices() {
-    bound_ = slices_bound_;
+    allowSlices();
     const double least = waves_.meanWork();
     std::vector<double> wanted;  // seconds of a step
     for (const double above : {1.0, 1.05, 1.12, 1.25}) wanted.push_back(least * above);
@@ -139,7 +139,7 @@ class ShapeSearch {
   }
   // All waves of fewer ranks for each sequence, which runs in slices.
   void attemptSlicedWaves() {
-    bound_ = slices_bound_;
+    allowSlices();
     for (int slices = 2; slices <= std::min(mostSlices(), 2 * stages_);
          slices += std::max(1, slices / 2)) {
       for (const int count : {1, 2, 3, 4, 6, 9, 14}) {
@@ -289,10 +289,15 @@ class ShapeSearch {
   }
 
  private:
+  void allowSlices() {
+    bound_ = slices_bound_;
+    budget_ = std::max(budget_, spent_ + 0.5 * kBudget);  // on large clusters all is spent by then
+  }
+
   // Whether the search ends: near the bound, or after so much work.
   bool done() const {
     if (best_.makespan <= bound_ * kGoodEnough) return true;
-    return spent_ > kBudget && best_.makespan < kForever;
+    return spent_ > budget_ && best_.makespan < kForever;
   }
 
   void attempt(const Shape& shape) { makespanOf(shape, kLikely * predicted_, best_.makespan); }
@@ -404,9 +409,10 @@ class ShapeSearch {
   double bound_;
   const double slices_bound_;
   Plan best_;
-  Shape shape_;            // of the best plan
-  Heights heights_;        // of its waves
-  double spent_ = 0;       // in all trials
+  Shape shape_;       // of the best plan
+  Heights heights_;   // of its waves
+  double spent_ = 0;  // in all trials
+  double budget_ = kBudget;
   int count_ = 0;          // of waves that are tried
   bool changing_ = false;  // the best shape
   bool zones_helped_ = false;
@@ -458,14 +464,14 @@ constexpr Shapes kShapes[] = {
      [](ShapeSearch& search) { search.attemptZones(); }},
     {"tuning", [](const ShapeSearch& search) { return search.zonesHelped(); },
      [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses / 2); }},
-    {"slices",
-     [](const ShapeSearch& search) { return search.byLevels() && search.mostSlices() > 1; },
-     [](ShapeSearch& search) { search.attemptSlices(); }},
     {"sliced waves",
      [](const ShapeSearch& search) {
        return search.byLevels() && search.mostSlices() > 1 && search.sequencesOnly();
      },
      [](ShapeSearch& search) { search.attemptSlicedWaves(); }},
+    {"slices",
+     [](const ShapeSearch& search) { return search.byLevels() && search.mostSlices() > 1; },
+     [](ShapeSearch& search) { search.attemptSlices(); }},
     {"descent", kInSlices, [](ShapeSearch& search) { search.descend(); }},
     {"tuning", kInSlices, [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses); }},
 };
