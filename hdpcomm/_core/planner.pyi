@@ -38,8 +38,8 @@ class CostModel:
         kv_domain: float = 0.0,
         latency_domain: float = 0.0,
         uplinks: int = 0,
-        slices: int = 1,
         noise: float = 0.0,
+        slices: int = 1,
     ) -> None: ...
     def seconds(self, lengths: Sequence[int], size: int, one_node: bool, one_domain: bool = False) -> float: ...
     def token_limit(self, ratio: float) -> int: ...
