@@ -446,7 +446,7 @@ class Planner:
         if slices and self.cluster.expert > 1:
             raise InvalidUsage(
                 f"the plan has slices of sequences, and {self.cluster.expert} ranks share experts, which run whole "
-                'sequences only: plan with slices="off"'
+                "sequences only: give the planner slices=1"
             )
         found = core.simulate(self._core, table.columns(), of_sequences, slices)
         if self._in_waves:

@@ -72,6 +72,13 @@ class StepInputs:
     ends: bool = True
     terms: LabelTerms | None = None
 
+    def __post_init__(self) -> None:
+        if self.terms is not None and self.planned.plan.slices:
+            raise InvalidUsage(
+                f"{len(self.planned.plan.slices)} micro-batches of the plan are slices of sequences, and losses of "
+                "log-probabilities need whole ones: give the planner slices=1"
+            )
+
 
 class Passes(Protocol):
     """How the ranks of a mesh run a plan."""
@@ -148,23 +155,18 @@ class MicroBatchPasses:
             waiting: list[tuple[MicroBatch, PackedShard]] = []
             for micro_batch, last in self._micro_batches(step.planned.plan):
                 planned = None if micro_batch is None else slices.get(micro_batch.index)
-                if planned is None or gradients is None:
+                if micro_batch is None or planned is None or gradients is None:
                     self._begin(step, early=last)
                     total += self._run(micro_batch, step, sliced)
                     step.on_pass(None if micro_batch is None else micro_batch.index)
-                    continue
-                assert micro_batch is not None
-                waiting.append((micro_batch, self._packed(micro_batch, step, sliced)))
-                if not planned.last:
-                    self._keep(*waiting[-1])
-                    continue
-                while waiting:
-                    micro_batch, packed = waiting.pop()
-                    self._begin(step, early=last and not waiting)
-                    around = step.around(micro_batch.offload_ratio, packed.tokens.numel())
-                    total += self._pass(packed.again(), self._comm(micro_batch), step, around)
-                    step.on_pass(micro_batch.index)
-                del sliced[planned.sequence]
+                else:
+                    waiting.append((micro_batch, self._packed(micro_batch, step, sliced)))
+                    if planned.last:
+                        total += self._run_slices(waiting, step, last=last)
+                    else:
+                        self._keep(*waiting[-1])
+                if planned is not None and planned.last:
+                    del sliced[planned.sequence]
         return total if self._mesh.tensor_rank == 0 else torch.zeros_like(total)  # all tensor ranks have it
 
     def _begin(self, step: StepInputs, *, early: bool) -> None:
@@ -185,6 +187,18 @@ class MicroBatchPasses:
         packed = self._packed(micro_batch, step, sliced)
         around = step.around(micro_batch.offload_ratio, packed.tokens.numel())
         return self._pass(packed, self._comm(micro_batch), step, around)
+
+    def _run_slices(self, slices: list[tuple[MicroBatch, PackedShard]], step: StepInputs, *, last: bool) -> Tensor:
+        """Forward and backward passes of a sequence's slices, from the last one to the first; they are taken out of
+        the list. ``last``: as :meth:`_micro_batches` says of the last one."""
+        total = torch.zeros(2, dtype=torch.float64)
+        while slices:
+            micro_batch, packed = slices.pop()
+            self._begin(step, early=last and not slices)
+            around = step.around(micro_batch.offload_ratio, packed.tokens.numel())
+            total += self._pass(packed.again(), self._comm(micro_batch), step, around)
+            step.on_pass(micro_batch.index)
+        return total
 
     def _keep(self, micro_batch: MicroBatch, packed: PackedShard) -> None:
         """A forward pass of a slice for what later ones need of it: it runs again before its backward pass, so that
@@ -246,11 +260,6 @@ def packed_shard(
     """This rank's shard of a micro-batch. Local. ``sliced``: what its model has kept of the slices before it."""
     lengths = step.planned.lengths
     if (planned := step.planned.plan.slices.get(micro_batch.index)) is not None:
-        if step.terms is not None:
-            raise InvalidUsage(
-                f"sequence {planned.sequence} is planned in slices, and losses of log-probabilities need whole "
-                'sequences: plan with slices="off"'
-            )
         found = sliced.setdefault(planned.sequence, SlicedSequence(planned.bounds))
         return pack_slice(planned, found, step.fetch, comm=comm, device=device)
     if step.terms is not None:

@@ -220,6 +220,9 @@ class StageRunner:
             self.total += torch.stack((y.detach().double(), pack.trained.double())).cpu()
         else:
             self._given[done] = y.detach().contiguous()
+        planned = self._slices.get(done.micro_batch)
+        if planned is not None and planned.last and not torch.is_grad_enabled():
+            del self._sliced[planned.sequence, done.stage]  # no backward pass needs it
 
     def _backward(self, done: Pass) -> None:
         chunk = self._chunk(done.stage)
