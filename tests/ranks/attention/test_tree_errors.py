@@ -35,7 +35,7 @@ def errors(change, **settings):
 BAD = {
     "tokens": ({"cu_seqlens": Tree([-1, 0], [20, 30])}, r"q has 1\d tokens; under cu_seqlens, rank 1 of 3 holds 17"),
     "not causal": ({"causal": False}, "causal=False was given with a tree"),
-    "keys": ({"cu_seqlens_k": [0, 40]}, "cu_seqlens_k was given with a tree or a mask"),
+    "keys": ({"cu_seqlens_k": [0, 40]}, "cu_seqlens_k was given with a tree, a mask or a slice"),
     "keys as a tree": ({"cu_seqlens": [0, 40], "cu_seqlens_k": TREE}, "cu_seqlens_k was given with a tree"),
 }
 
