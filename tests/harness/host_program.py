@@ -190,6 +190,7 @@ def reshard(folder: Path) -> None:
         moving = Reshard(source, target, world)
         world.barrier()
         before = sent_over_the_link()
+        world.barrier()  # nobody sends before all have looked
         moving.run()
         world.barrier()
         wire = sent_over_the_link() - before
