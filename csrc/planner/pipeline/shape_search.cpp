@@ -328,7 +328,8 @@ class ShapeSearch {
         price(problem_, batch, work);
         costs.push_back(passCosts(problem_, batch, work));
       }
-      found.makespan = makespanByLevels(problem_, found, std::move(costs), limit, shape.every == 1);
+      found.makespan = makespanByLevels(problem_, found, std::move(costs), limit,
+                                        shape.slices > 1 && shape.every == 1);
     } else {
       found = finishPlan(problem_, std::move(found.micro_batches), limit);
     }

@@ -73,9 +73,14 @@ class LevelOrder {
         const bool before = backward ? second + 1 + stage < 2 * stages_ : second < stage;
         const std::vector<int32_t>& bounds = backward ? backward_levels_ : levels_;
         if (before || level >= static_cast<int>(bounds.size()) - 1) continue;
-        for (int32_t i = bounds[level]; i < bounds[level + 1]; ++i) {
-          const bool turned = backward && !backward_order_.empty();
-          pass(batches_[turned ? backward_order_[i] : i], stage, backward);
+        if (backward && !backward_order_.empty()) {
+          for (int32_t i = bounds[level]; i < bounds[level + 1]; ++i) {
+            pass(batches_[backward_order_[i]], stage, backward);
+          }
+        } else {
+          for (int32_t i = bounds[level]; i < bounds[level + 1]; ++i) {
+            pass(batches_[i], stage, backward);
+          }
         }
         if (least_ >= limit_) return;
       }
