@@ -10,6 +10,20 @@
 
 namespace hdpcomm::testing {
 
+Stream TestDevice::createStream(int priority) {
+  if (num_queues_ == 0) return FastDevice::createStream(priority);
+  if (queues_.empty()) queues_.push_back(find(Stream{}));
+  while (static_cast<int>(queues_.size()) < num_queues_) {
+    queues_.push_back(std::make_shared<FastStream>(state_));
+  }
+  return add(queues_[next_queue_++ % queues_.size()]);
+}
+
+void TestDevice::destroyStream(Stream stream) {
+  if (num_queues_ == 0) return FastDevice::destroyStream(stream);
+  remove(stream);  // others may be in its queue
+}
+
 std::shared_ptr<Capture> TestDevice::capturing(const FastStream* stream) {
   const std::lock_guard lock(captures_mutex_);
   const auto found = captures_.find(stream);

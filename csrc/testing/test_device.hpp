@@ -10,6 +10,7 @@
 #include <optional>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "device/simulated/fast_device.hpp"
 #include "testing/capture.hpp"
@@ -32,6 +33,9 @@ class TestDevice final : public simulated::FastDevice {
   // From now on a stream that holds `operations` takes no more: an error of the call, where a
   // driver would block the host.
   void limitQueues(uint64_t operations);
+  // Streams that are made from now on share so many queues in turn, the default stream's among them:
+  // what a queue was given first runs first. Streams of a GPU share them, too.
+  void shareQueues(int count) { num_queues_ = count; }
   // From now on called before another rank's memory is opened.
   void beforeImport(std::function<void()> call) { before_import_ = std::move(call); }
   // From now on each stream waits until the flag is 1 before it copies or runs a kernel.
@@ -41,6 +45,8 @@ class TestDevice final : public simulated::FastDevice {
     if (before_import_) before_import_();
     return FastDevice::importMemory(handle);
   }
+  Stream createStream(int priority) override;
+  void destroyStream(Stream stream) override;
   bool isCapturing(Stream stream) override { return captureOf(stream) != 0; }
   void record(Event event, Stream stream, Site site) override;
   void wait(Stream stream, Event event, Site site) override;
@@ -55,6 +61,9 @@ class TestDevice final : public simulated::FastDevice {
   void refuseCaptured(const char* call, Event event);
 
   std::function<void()> before_import_;
+  int num_queues_ = 0;  // 0: each stream has its own
+  std::vector<std::shared_ptr<FastStream>> queues_;
+  size_t next_queue_ = 0;
   std::mutex captures_mutex_;  // all below
   std::map<const FastStream*, std::shared_ptr<Capture>> captures_;
   std::map<uintptr_t, Capture::Moment> captured_events_;  // last recorded in a capture

@@ -213,16 +213,24 @@ int Link::put(const std::byte* data, size_t bytes, size_t offset, Fork& fork,
   return static_cast<int>(parts.size());
 }
 
-int Link::land(size_t bytes, Fork& fork, const WaitCheck& check) {
-  const std::vector<Piece> parts = shares(bytes);
-  for (size_t i = 0; i < parts.size(); ++i) {
+void Link::clear(size_t bytes, Fork& fork, const WaitCheck& check) {
+  const size_t parts = shares(bytes).size();
+  for (size_t i = 0; i < parts; ++i) {
     Lane& lane = this->lane(in_, static_cast<int>(i));
     lane.pass(kPieceOperations, check);
-    const std::array ops{FlagOp::write(&theirs_.clear[i], 1), FlagOp::wait(&mine_.landed[i], 1),
-                         FlagOp::write(&mine_.landed[i], 0)};
+    device_->writeValue(fork.enter(lane), &theirs_.clear[i], 1);
+  }
+}
+
+int Link::land(size_t bytes, Fork& fork, const WaitCheck& check) {
+  const size_t parts = shares(bytes).size();
+  for (size_t i = 0; i < parts; ++i) {
+    Lane& lane = this->lane(in_, static_cast<int>(i));
+    lane.pass(kPieceOperations, check);
+    const std::array ops{FlagOp::wait(&mine_.landed[i], 1), FlagOp::write(&mine_.landed[i], 0)};
     device_->flagOps(fork.enter(lane), ops);
   }
-  return static_cast<int>(parts.size());
+  return static_cast<int>(parts);
 }
 
 void Link::addStreams(std::vector<Stream>& streams) const {

@@ -79,10 +79,13 @@ class Link {
            const WaitCheck& check);
   int receive(const Incoming& message, Progress& progress, int pieces, Fork& fork,
               const WaitCheck& check);
-  // Send to, and receive at, an offset of the receiver's landing zone: all pieces.
+  // Send to, and receive at, an offset of the receiver's landing zone: all pieces. The receiver
+  // first tells that the place is free.
   int put(const std::byte* data, size_t bytes, size_t offset, Fork& fork, const WaitCheck& check);
+  void clear(size_t bytes, Fork& fork, const WaitCheck& check);
   int land(size_t bytes, Fork& fork, const WaitCheck& check);
 
+  int numSlots() const { return arena_.config().num_slots; }
   // The streams of its lanes.
   void addStreams(std::vector<Stream>& streams) const;
   // Sets every flag of the pair that this rank's streams may wait for, once.

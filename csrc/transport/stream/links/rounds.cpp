@@ -43,15 +43,31 @@ int Rounds::sendSome(Link& link, Message& message, int pieces, const Pacer::Wait
   return link.put(message.data, message.bytes, message.landing, *message.fork, check);
 }
 
-// True if anything is left.
+// Tells the peers which landing places of their next messages are free.
+void Rounds::clear(std::vector<Direction>& directions, const Pacer::WaitCheck& check) {
+  for (Direction& direction : directions) {
+    if (direction.current == direction.messages.size()) continue;
+    Message& message = direction.messages[direction.current];
+    if (!message.lands || message.cleared) continue;
+    direction.link->clear(message.bytes, *message.fork, check);
+    message.cleared = true;
+  }
+}
+
+// True if anything is left. A message with a landing place is a direction's whole round, or none of
+// it: before it was cleared, it waits for the next.
 bool Rounds::advance(std::vector<Direction>& directions, Enqueue enqueue,
                      const Pacer::WaitCheck& check) {
   bool left = false;
   for (Direction& direction : directions) {
-    int pieces = kPieces;
+    int pieces = direction.link->numSlots();
+    bool begun = false;
     while (direction.current < direction.messages.size() && pieces > 0) {
       Message& message = direction.messages[direction.current];
+      if (message.lands && begun) break;
+      begun = true;
       pieces -= enqueue(*direction.link, message, pieces, check);
+      if (message.lands) pieces = 0;
       if (message.progress.complete) ++direction.current;
     }
     left = left || direction.current < direction.messages.size();
@@ -62,8 +78,9 @@ bool Rounds::advance(std::vector<Direction>& directions, Enqueue enqueue,
 void Rounds::run(const Pacer::WaitCheck& check) {
   bool left = true;
   while (left) {
-    left = advance(in_, receiveSome, check);
-    left |= advance(out_, sendSome, check);
+    clear(in_, check);
+    left = advance(out_, sendSome, check);
+    left |= advance(in_, receiveSome, check);
   }
 }
 

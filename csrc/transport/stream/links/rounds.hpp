@@ -1,10 +1,12 @@
 // The messages of one exchange, or of one step of a schedule, in rounds of a few pieces each.
 //
-// A message of gigabytes is thousands of operations, more than the host may be ahead (pacer.hpp).
-// If all of a receive came before the first piece of a send, two ranks that exchange such messages
-// would wait for each other's sends for ever. In rounds, what a rank waits for at piece i are
-// pieces far before i, and every peer that is in the exchange has enqueued these: the rank that is
-// furthest behind can always go on.
+// A message of gigabytes is thousands of operations, more than the host may be ahead (pacer.hpp),
+// and streams may share a hardware queue, where what was enqueued first runs first. So whatever an
+// operation waits for is enqueued by the peer before anything that waits for the operation. A round
+// first tells the peers which landing places are free, which waits for nothing; then it sends, which
+// waits for that or for slots that the peers' receives of the round before have emptied; receives
+// come last. Hence a round has no more pieces than there are slots, and one message with a landing
+// place.
 #pragma once
 
 #include <vector>
@@ -22,7 +24,7 @@ class Rounds {
   void put(Link& link, const std::byte* data, size_t bytes, size_t landing, Fork& fork);
   void land(Link& link, size_t bytes, Fork& fork);
 
-  // Enqueues everything: in each round first receives, then sends.
+  // Enqueues everything.
   void run(const Pacer::WaitCheck& check);
 
  private:
@@ -32,6 +34,7 @@ class Rounds {
     size_t bytes = 0;
     Fork* fork = nullptr;
     bool lands = false;
+    bool cleared = false;  // of one to receive: the peer was told that its place is free
     size_t landing = 0;
     Link::Progress progress = {};
   };
@@ -41,12 +44,11 @@ class Rounds {
     std::vector<Message> messages = {};
     size_t current = 0;
   };
-  static constexpr int kPieces = 8;  // of a direction in a round
-
   static std::vector<Message>& messagesOf(std::vector<Direction>& directions, Link& link);
   using Enqueue = int (*)(Link& link, Message& message, int pieces, const Pacer::WaitCheck& check);
   static int receiveSome(Link& link, Message& message, int pieces, const Pacer::WaitCheck& check);
   static int sendSome(Link& link, Message& message, int pieces, const Pacer::WaitCheck& check);
+  static void clear(std::vector<Direction>& directions, const Pacer::WaitCheck& check);
   static bool advance(std::vector<Direction>& directions, Enqueue enqueue,
                       const Pacer::WaitCheck& check);
 
