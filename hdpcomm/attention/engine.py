@@ -108,7 +108,7 @@ class _HeadExchange:
 def _add_sinks(result: Accumulator, sinks: torch.Tensor) -> None:
     """Adds one more key per head, with the given score and the value 0."""
     with_sink = torch.logaddexp(result.lse, sinks.to(result.lse.dtype))
-    result.out *= torch.exp(result.lse - with_sink)[..., None]
+    result.widen().mul_(torch.exp(result.lse - with_sink)[..., None])
     result.lse.copy_(with_sink)
 
 
@@ -154,7 +154,8 @@ class _Exchanged:
 def forward(
     q: torch.Tensor, kv: _Pair, sinks: torch.Tensor | None, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """(out, lse, what :func:`backward` needs), out and lse in float32 (float64). Collective over the call's ranks.
+    """(out in the type of ``q``, lse in float32 (float64), what :func:`backward` needs). Collective over the call's
+    ranks.
 
     ``kv``: k and v; or the latent [rows, 1, width] and the weight [heads, nope_dim + v_dim, rank] of MLA.
     """
@@ -171,10 +172,10 @@ def forward(
         result = gather_forward(q, _payload(call, kv), plan=place.plan, **common)
     if sinks is not None:
         _add_sinks(result, sinks)
-    saved = [q, *kv, result.out, result.lse]
-    if exchange is None:
-        return result.out, result.lse, saved
-    out, lse = exchange.give_back_rows(result.out, result.lse)
+    out, lse = result.out.to(q.dtype), result.lse
+    saved = [q, *kv, out, lse]
+    if exchange is not None:
+        out, lse = exchange.give_back_rows(out, lse)
     return out, lse, saved
 
 
@@ -191,8 +192,8 @@ def retrace(q: torch.Tensor, kv: _Pair, out: torch.Tensor, lse: torch.Tensor, ca
 def backward(
     dout: torch.Tensor, saved: list[torch.Tensor], sinks: torch.Tensor | None, call: Call, shapes: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(dq, gradients of the two tensors of ``kv``, dsinks) in float32 (float64); ``shapes``: heads of q and of k.
-    Collective over the call's ranks.
+    """(dq, gradients of the two tensors of ``kv``, dsinks), in float32 (float64) where they are sums; ``shapes``: heads
+    of q and of k. Collective over the call's ranks.
 
     dsinks, and the gradient of the weight of MLA, is the share of this rank; the sum over the ranks is the gradient.
     """

@@ -17,7 +17,7 @@ import torch
 
 from hdpcomm.attention._kernels import Rows, add_rows, copy_rows
 from hdpcomm.attention.atoms import Int64, atom_spans
-from hdpcomm.attention.backends.base import Accumulator, Backend, Score
+from hdpcomm.attention.backends.base import Accumulator, Backend, GradSum, Score
 from hdpcomm.attention.layout import AnyLayout
 from hdpcomm.attention.payload import Payload
 from hdpcomm.attention.routes import find_atoms, rank_tiles
@@ -197,17 +197,15 @@ def gather_forward(
 ) -> Accumulator:
     """Like :func:`hdpcomm.attention.ring.ring_forward`. Collective over ``comm``."""
     dtype = backend.compute_dtype(q.dtype)
-    result = Accumulator((*q.shape[:2], payload.v_dim), q)
+    results: list[Accumulator] = []
     passes = _Passes(plan, comm, payload, q.shape[1])
     for i, (heads, part) in enumerate(zip(passes.queries, passes.parts, strict=True)):
         buffer = passes.buffer(i)
-        found = result if len(passes) == 1 else Accumulator((*q[:, heads].shape[:2], payload.v_dim), q)
+        results.append(found := Accumulator((*q[:, heads].shape[:2], payload.v_dim), q))
         if plan.tiles:
             keys, values = part.expand(buffer, dtype)
             backend.forward(q[:, heads].to(dtype).contiguous(), keys, values, plan.tiles, score, found)
-        if found is not result:
-            result.out[:, heads], result.lse[:, heads] = found.out, found.lse
-    return result
+    return results[0] if len(results) == 1 else Accumulator.of_heads(results)
 
 
 def gather_backward(
@@ -234,16 +232,17 @@ def gather_backward(
         if grads is None or not payload.shared:
             grads = torch.zeros((plan.buffer_rows, part.width), dtype=lse.dtype, device=q.device)
         if plan.tiles:
-            queries = torch.zeros(q[:, heads].shape, dtype=lse.dtype, device=q.device)
+            queries = GradSum(q[:, heads].shape, q, lse.dtype)
             pair = part.new_grads(grads)
             keys, values = part.expand(buffer, dtype)
             row = (x[:, heads].to(dtype).contiguous() for x in (dout, q, out))
             douts, q_part, outs = row
             backend.backward(
-                douts, q_part, keys, values, outs, lse[:, heads].contiguous(), plan.tiles, score, (queries, *pair)
-            )
+                douts, q_part, keys, values, outs, lse[:, heads].contiguous(), plan.tiles, score,
+                (queries, GradSum.into(pair[0]), GradSum.into(pair[1])),
+            )  # fmt: skip
             part.fold(buffer, pair, grads, dtype)
-            dq[:, heads] = queries
+            dq[:, heads] = queries.total()
         if payload.shared and i + 1 < len(passes):
             continue
         own += [last.wait() for last in returns[-1:]]

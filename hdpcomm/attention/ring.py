@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.attention._kernels import Rows, add_rows, copy_rows
-from hdpcomm.attention.backends.base import Accumulator, Backend, Score
+from hdpcomm.attention.backends.base import Accumulator, Backend, GradSum, Score
 from hdpcomm.attention.kv_buffers import landing_of
 from hdpcomm.attention.payload import Payload
 from hdpcomm.attention.routes import RingPlan
@@ -177,12 +177,18 @@ def ring_backward(
     backend: Backend,
     score: Score,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q and of the payload's tensors in the type of ``lse``; ``out`` and ``lse``: of :func:`ring_forward`.
-    Collective over ``comm``."""
+    """Gradients of q and of the payload's tensors, of the type of ``lse`` where they are sums; ``out`` and ``lse``: of
+    :func:`ring_forward`. Collective over ``comm``."""
     dtype = backend.compute_dtype(q.dtype)
-    buffers = _RingBuffers(plan, comm, payload)
     queries, douts, outs = q.to(dtype), dout.to(dtype), out.to(dtype)
-    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    dq = GradSum(q.shape, q, lse.dtype)
+    if plan.size == 1 and not payload.shared:  # nothing travels: gradients need no buffer of the wide type
+        keys, values = payload.expand(None, dtype)
+        dk, dv = (GradSum(x.shape, q, lse.dtype) for x in (keys, values))
+        if tiles := plan.steps[0].tiles:
+            backend.backward(douts, queries, keys, values, outs, lse, tiles, score, (dq, dk, dv))
+        return dq.total(), dk.total(), dv.total()
+    buffers = _RingBuffers(plan, comm, payload)
     for t in range(plan.size + 1):
         with ring_step("backward", t, plan.size + 1):
             pending = buffers.post(t, grads=t > 0)
@@ -192,8 +198,9 @@ def ring_backward(
                 if tiles:
                     keys, values = payload.expand(buffers.kv(t), dtype)
                     pair = payload.new_grads(grads)
-                    backend.backward(douts, queries, keys, values, outs, lse, tiles, score, (dq, *pair))
+                    sums = (dq, GradSum.into(pair[0]), GradSum.into(pair[1]))
+                    backend.backward(douts, queries, keys, values, outs, lse, tiles, score, sums)
                     payload.fold(buffers.kv(t), pair, grads, dtype)
             buffers.finish(pending, t)
     buffers.close()
-    return dq, *payload.split(buffers.own_grads())
+    return dq.total(), *payload.split(buffers.own_grads())

@@ -6,7 +6,7 @@ import torch
 from hdpcomm.attention import AttentionOptions, Problem, available_backends, ring_attention
 from hdpcomm.attention._kernels import Rows, add_rows, copy_rows, merge
 from hdpcomm.attention.backends import choose
-from hdpcomm.attention.backends.base import Accumulator, Score
+from hdpcomm.attention.backends.base import Accumulator, GradSum, Score
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.attention.tiles import Tile
 
@@ -64,9 +64,9 @@ def _run(backend, tiles, tensors):
     result = Accumulator(q.shape, tensors[0])
     score = Score(q.shape[-1] ** -0.5)
     backend.forward(q, k, v, tiles, score, result)
-    grads = tuple(torch.zeros(x.shape, dtype=result.out.dtype, device=CUDA) for x in (q, k, v))
+    grads = tuple(GradSum(x.shape, x, result.dtype) for x in (q, k, v))
     backend.backward(dout, q, k, v, result.out.to(q.dtype), result.lse, tiles, score, grads)
-    return result.out, result.lse, *grads
+    return result.out, result.lse, *(grad.total() for grad in grads)
 
 
 @pytest.mark.parametrize("name", ["flash-attn-3", "flash-attn", "flash", "cudnn", "efficient"])
@@ -83,10 +83,11 @@ def test_backends_agree_with_the_reference(name, dtype, banded):
         assert float((a - b).norm() / b.norm()) <= (1e-2 if dtype == torch.bfloat16 else 5e-6)
 
 
+@pytest.mark.parametrize("ends", [(700, 701, 1024), (4500, 4800, 7100)])
 @pytest.mark.parametrize("window", [None, 50])
-def test_one_rank_equals_torchs_attention(window):
-    cu = torch.tensor([0, 700, 701, 1024], dtype=torch.int32)
-    q, k, v = (torch.randn(1024, h, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
+def test_one_rank_equals_torchs_attention(window, ends):
+    cu = torch.tensor([0, *ends], dtype=torch.int32)
+    q, k, v = (torch.randn(ends[-1], h, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
     out = ring_attention(q, k, v, comm=None, cu_seqlens=cu, window=window, options=AttentionOptions(check=True))
     out.sum().backward()
     grads = [x.grad for x in (q, k, v)]

@@ -7,6 +7,7 @@ from functools import lru_cache
 from hdpcomm.attention.backends.base import Backend, Problem
 from hdpcomm.attention.backends.cpu import CpuBackend
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
+from hdpcomm.attention.backends.divided import DividedBackend
 from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend
 from hdpcomm.attention.backends.padded import PaddedBackend
 from hdpcomm.attention.backends.reference import ReferenceBackend
@@ -18,6 +19,7 @@ _BACKENDS: tuple[Backend, ...] = (
     CpuBackend(),
     FlashAttn3Backend(),
     FlashAttn2Backend(),
+    DividedBackend(CudnnBackend(), FlashBackend(), least=2048, capability=(9, 0)),
     FlashBackend(),
     CudnnBackend(),
     EfficientBackend(),

@@ -11,7 +11,7 @@ import torch
 from hdpcomm.attention import _kernels
 from hdpcomm.attention.tiles import Tile
 
-__all__ = ["Accumulator", "Backend", "Problem", "Score", "refuses_tensors"]
+__all__ = ["Accumulator", "Backend", "GradSum", "Grads", "Problem", "Score", "refuses_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +47,161 @@ class Score:
     softcap: float = 0.0
 
 
+class _Visits:
+    """Which of so many rows were visited, as long as none was visited twice."""
+
+    __slots__ = ("_ranges", "_rows", "once")
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._ranges: list[tuple[int, int]] = []
+        self.once = True
+
+    def add(self, rows: slice | torch.Tensor) -> bool:
+        """Whether none of these was visited before; rows by number count as visited."""
+        if not isinstance(rows, slice):
+            self.once = False
+            return False
+        start, stop, _ = rows.indices(self._rows)
+        self.once = self.once and all(stop <= begin or end <= start for begin, end in self._ranges)
+        self._ranges.append((start, stop))
+        return self.once
+
+    def all_by(self, rows: slice | torch.Tensor) -> bool:
+        """Whether these are all rows."""
+        return isinstance(rows, slice) and rows.indices(self._rows)[:2] == (0, self._rows)
+
+
 class Accumulator:
-    """The running result of local queries: ``out`` [tokens, heads, dim] and ``lse`` [tokens, heads], float32 (float64
-    for float64). Rows that have seen no key hold out = 0 and lse = -inf.
+    """The running result of local queries: ``out`` [tokens, heads, dim] and ``lse`` [tokens, heads], the latter in
+    float32 (float64 for float64). Rows that have seen no key hold out = 0 and lse = -inf.
+
+    As long as no row has seen a second block of keys, ``out`` is what the kernel gave, in its type; then float32
+    (float64), since a result that is rounded after each block loses digits.
     """
 
-    __slots__ = ("lse", "out")
+    __slots__ = ("_device", "_lse", "_out", "_shape", "_visits", "dtype")
 
     def __init__(self, shape: Sequence[int], like: torch.Tensor) -> None:
         """``shape``: [tokens, heads, dim of the output]; ``like``: a tensor of the queries' type and device."""
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self.out = torch.zeros(tuple(shape), dtype=dtype, device=like.device)
-        self.lse = torch.full(tuple(shape[:2]), -torch.inf, dtype=dtype, device=like.device)
+        self.dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        """The type of sums."""
+        self._shape = tuple(shape)
+        self._device = like.device
+        self._visits = _Visits(self._shape[0])
+        self._out: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+
+    @classmethod
+    def of_heads(cls, results: Sequence[Accumulator]) -> Accumulator:
+        """The result of all heads from those of some, which follow each other and have visited the same rows."""
+        found = cls(
+            (*results[0]._shape[:1], sum(each._shape[1] for each in results), results[0]._shape[2]), results[0].out
+        )
+        found.dtype = results[0].dtype
+        found._out, found._lse = (
+            torch.cat(each, dim=1) for each in zip(*((r.out, r.lse) for r in results), strict=True)
+        )
+        found._visits.once = False
+        return found
+
+    @property
+    def out(self) -> torch.Tensor:
+        return self._out if self._out is not None else self._begin(self.dtype)[0]
+
+    @property
+    def lse(self) -> torch.Tensor:
+        return self._lse if self._lse is not None else self._begin(self.dtype)[1]
+
+    def _begin(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Makes the result of queries that have seen nothing, if there is none."""
+        if self._out is None or self._lse is None:
+            self._out = torch.zeros(self._shape, dtype=dtype, device=self._device)
+            self._lse = torch.full(self._shape[:2], -torch.inf, dtype=self.dtype, device=self._device)
+        return self._out, self._lse
+
+    def widen(self) -> torch.Tensor:
+        """``out`` in the type of sums, from now on."""
+        self._out = self.out.to(self.dtype)
+        return self._out
 
     def merge(self, block_out: torch.Tensor, block_lse: torch.Tensor, rows: slice | torch.Tensor) -> None:
         """Adds a block of keys that the queries ``rows`` have seen; ``block_out``: [rows, heads, dim], contiguous;
         ``block_lse``: [rows, heads].
         """
+        if self._visits.add(rows):
+            if self._visits.all_by(rows):
+                self._out, self._lse = block_out, block_lse.to(self.dtype).contiguous()
+                return
+            out, lse = self._begin(block_out.dtype)
+            if out.dtype == block_out.dtype:
+                out[rows], lse[rows] = block_out, block_lse
+                return
+        out, lse = self.widen(), self.lse
         if isinstance(rows, slice):
-            _kernels.merge(self.out[rows], self.lse[rows], block_out, block_lse)
+            _kernels.merge(out[rows], lse[rows], block_out, block_lse)
         else:
-            _kernels.merge(self.out, self.lse, block_out, block_lse, rows)
+            _kernels.merge(out, lse, block_out, block_lse, rows)
+
+
+class GradSum:
+    """The sum of gradients of rows, of which blocks are added.
+
+    Into a tensor, in the type of that. Without one, the sum is what the kernel gave, in its type, as long as no row got
+    a second block; then it has the type of sums.
+    """
+
+    __slots__ = ("_shape", "_total", "_visits", "dtype", "like")
+
+    def __init__(
+        self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype, *, into: torch.Tensor | None = None
+    ) -> None:
+        """``like``: a tensor of the device; ``dtype``: of sums."""
+        self._shape, self.like, self.dtype = tuple(shape), like, dtype
+        self._total = into
+        self._visits = None if into is not None else _Visits(self._shape[0])
+
+    @classmethod
+    def into(cls, tensor: torch.Tensor) -> GradSum:
+        """Adds to ``tensor``."""
+        return cls(tensor.shape, tensor, tensor.dtype, into=tensor)
+
+    @property
+    def dim(self) -> int:
+        return self._shape[-1]
+
+    def other(self, dim: int) -> GradSum:
+        """A new sum like this one, of another last dimension."""
+        return GradSum((*self._shape[:-1], dim), self.like, self.dtype)
+
+    def total(self) -> torch.Tensor:
+        """The sum so far; zeros for rows without a block."""
+        if self._total is None:
+            self._total = torch.zeros(self._shape, dtype=self.dtype, device=self.like.device)
+        return self._total
+
+    def add(self, part: torch.Tensor, rows: slice | torch.Tensor) -> None:
+        """Adds the gradients of ``rows``, each at most once in it; ``part`` may be kept, and is nobody else's."""
+        if self._visits is not None and self._visits.add(rows):
+            if self._visits.all_by(rows):
+                self._total = part.contiguous()
+                return
+            if self._total is None:
+                self._total = torch.zeros(self._shape, dtype=part.dtype, device=self.like.device)
+            if self._total.dtype == part.dtype:
+                self._total[rows] = part
+                return
+        total = self.total()
+        if total.dtype != self.dtype:
+            self._total = total = total.to(self.dtype)
+        if isinstance(rows, slice):
+            total[rows] += part
+        else:
+            total[rows] = total[rows] + part
+
+
+Grads = tuple[GradSum, GradSum, GradSum]
+"""Those of queries, keys and values."""
 
 
 class Backend(Protocol):
@@ -109,7 +243,7 @@ class Backend(Protocol):
         lse: torch.Tensor,
         tiles: Sequence[Tile],
         score: Score,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        grads: Grads,
     ) -> None:
         """Adds the tiles' contributions to ``grads`` (dq, dk, dv); ``out`` and ``lse`` are final, over all keys."""
 

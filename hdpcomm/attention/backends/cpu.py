@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from hdpcomm.attention.backends.base import Accumulator, Problem, Score
+from hdpcomm.attention.backends.base import Accumulator, Grads, Problem, Score
 from hdpcomm.attention.tiles import Tile
 
 __all__ = ["CpuBackend", "batched", "cut", "lower"]
@@ -141,7 +141,7 @@ class CpuBackend:
         lse: torch.Tensor,
         tiles: Sequence[Tile],
         score: Score,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        grads: Grads,
     ) -> None:
         for tile in (block for whole in tiles for part in lower(whole) for block in cut(part, _BACKWARD_BLOCK)):
             causal, mask = _masking(tile, q.dtype)
@@ -155,4 +155,4 @@ class CpuBackend:
                 0.0, causal, attn_mask=mask, scale=score.scale,
             )  # fmt: skip
             for grad, part, rows in zip(grads, parts, (q_rows, k_rows, k_rows), strict=True):
-                grad[slice(*rows)] += part[0].transpose(0, 1)
+                grad.add(part[0].transpose(0, 1), slice(*rows))

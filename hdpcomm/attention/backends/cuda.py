@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hdpcomm.attention.backends.base import Accumulator, Problem, Score, refuses_tensors
+from hdpcomm.attention.backends.base import Accumulator, Grads, Problem, Score, refuses_tensors
 from hdpcomm.attention.backends.cpu import batched, lower
 from hdpcomm.attention.backends.varlen import Batch, Three, VarlenBackend
 from hdpcomm.attention.tiles import Tile
@@ -128,7 +128,7 @@ class _DenseBackend(ABC):
         lse: torch.Tensor,
         tiles: Sequence[Tile],
         score: Score,
-        grads: Three,
+        grads: Grads,
     ) -> None:
         for tile in (part for whole in tiles for part in lower(whole)):
             rows, keys = (tile.q_start, tile.q_stop), (tile.k_start, tile.k_stop)
@@ -138,7 +138,7 @@ class _DenseBackend(ABC):
                 batched(dout, *rows), qkv, batched(out, *rows), tile_lse, not tile.full, score.scale
             )
             for grad, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
-                grad[slice(*where)] += part[0].transpose(0, 1)
+                grad.add(part[0].transpose(0, 1), slice(*where))
 
 
 class EfficientBackend(_DenseBackend):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from hdpcomm.attention.backends.base import Accumulator, Backend, Problem, Score
+from hdpcomm.attention.backends.base import Accumulator, Backend, Grads, Problem, Score
 from hdpcomm.attention.tiles import Tile
 
 __all__ = ["PaddedBackend"]
@@ -22,15 +22,15 @@ def _wide(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class _Narrow(Accumulator):
-    """Cuts the columns that the padding of V adds off each block before it is merged."""
+    """Cuts the columns that the padding of V adds off each block before it is merged into another result."""
 
-    __slots__ = ()
+    __slots__ = ("_result", "_width")
 
-    def __init__(self, result: Accumulator) -> None:
-        self.out, self.lse = result.out, result.lse
+    def __init__(self, result: Accumulator, width: int) -> None:
+        self._result, self._width, self.dtype = result, width, result.dtype
 
     def merge(self, block_out: torch.Tensor, block_lse: torch.Tensor, rows: slice | torch.Tensor) -> None:
-        super().merge(block_out[..., : self.out.shape[-1]].contiguous(), block_lse, rows)
+        self._result.merge(block_out[..., : self._width].contiguous(), block_lse, rows)
 
 
 class PaddedBackend:
@@ -58,7 +58,10 @@ class PaddedBackend:
         result: Accumulator,
     ) -> None:
         dim = max(q.shape[-1], v.shape[-1])
-        self._inner.forward(_wide(q, dim), _wide(k, dim), _wide(v, dim), tiles, score, _Narrow(result))
+        self._inner.forward(
+            _wide(q, dim), _wide(k, dim), _wide(v, dim), tiles, score,
+            _Narrow(result, v.shape[-1]),
+        )  # fmt: skip
 
     def backward(
         self,
@@ -70,14 +73,14 @@ class PaddedBackend:
         lse: torch.Tensor,
         tiles: Sequence[Tile],
         score: Score,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        grads: Grads,
     ) -> None:
         dim = max(q.shape[-1], v.shape[-1])
-        wide = tuple(grad if grad.shape[-1] == dim else grad.new_zeros((*grad.shape[:-1], dim)) for grad in grads)
+        wide = tuple(grad if grad.dim == dim else grad.other(dim) for grad in grads)
         self._inner.backward(
             _wide(dout, dim), _wide(q, dim), _wide(k, dim), _wide(v, dim), _wide(out, dim), lse, tiles, score,
             (wide[0], wide[1], wide[2]),
         )  # fmt: skip
         for grad, found in zip(grads, wide, strict=True):
             if grad is not found:
-                grad += found[..., : grad.shape[-1]]
+                grad.add(found.total()[..., : grad.dim], slice(None))

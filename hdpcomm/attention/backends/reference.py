@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hdpcomm.attention.backends.base import Accumulator, Problem, Score
+from hdpcomm.attention.backends.base import Accumulator, Grads, Problem, Score
 from hdpcomm.attention.tiles import Tile
 
 __all__ = ["ReferenceBackend"]
@@ -89,8 +89,7 @@ class ReferenceBackend:
             weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
             out = torch.einsum("hgqk,khd->qhgd", weights, v[keys]).flatten(1, 2)
             lse = lse.permute(2, 0, 1).flatten(1)
-            kept = result.out.dtype
-            result.merge(out.to(kept).contiguous(), lse.to(kept), rows)
+            result.merge(out.to(result.dtype).contiguous(), lse.to(result.dtype), rows)
 
     def backward(
         self,
@@ -102,7 +101,7 @@ class ReferenceBackend:
         lse: torch.Tensor,
         tiles: Sequence[Tile],
         score: Score,
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        grads: Grads,
     ) -> None:
         dq, dk, dv = grads
         heads = k.shape[1]
@@ -113,9 +112,9 @@ class ReferenceBackend:
             weights = torch.exp(scores - row_lse[..., None])
             grad_out = _grouped(dout[rows], heads)
             delta = _grouped((dout[rows] * out[rows]).sum(-1), heads).permute(1, 2, 0)
-            dv[keys] += torch.einsum("hgqk,qhgd->khd", weights, grad_out).to(dv.dtype)
+            dv.add(torch.einsum("hgqk,qhgd->khd", weights, grad_out).to(dv.dtype), keys)
             dscores = weights * (torch.einsum("qhgd,khd->hgqk", grad_out, v[keys]) - delta[..., None]) * score.scale
             if slope is not None:
                 dscores = dscores * slope
-            dq[rows] += torch.einsum("hgqk,khd->qhgd", dscores, k[keys]).flatten(1, 2).to(dq.dtype)
-            dk[keys] += torch.einsum("hgqk,qhgd->khd", dscores, _grouped(q[rows], heads)).to(dk.dtype)
+            dq.add(torch.einsum("hgqk,khd->qhgd", dscores, k[keys]).flatten(1, 2).to(dq.dtype), rows)
+            dk.add(torch.einsum("hgqk,qhgd->khd", dscores, _grouped(q[rows], heads)).to(dk.dtype), keys)

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from hdpcomm.attention.backends.base import Accumulator, Problem, Score
+from hdpcomm.attention.backends.base import Accumulator, Grads, Problem, Score
 from hdpcomm.attention.tiles import Tile
 
 __all__ = ["Batch", "Three", "VarlenBackend", "batches_of"]
@@ -148,7 +148,7 @@ class VarlenBackend(ABC):
         lse: torch.Tensor,
         tiles: Sequence[Tile],
         score: Score,
-        grads: Three,
+        grads: Grads,
     ) -> None:
         for batch in batches_of(tuple(tiles), q.device):
             rows, keys = batch.q_rows, batch.k_rows
@@ -157,7 +157,4 @@ class VarlenBackend(ABC):
                 lse[rows].transpose(0, 1).contiguous(), batch, score,
             )  # fmt: skip
             for grad, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
-                if isinstance(where, slice):
-                    grad[where] += part
-                else:
-                    grad[where] = grad[where] + part
+                grad.add(part, where)

@@ -1,6 +1,7 @@
 """Backends: what they refuse, how tiles become kernel calls, that CUDA calls fit torch's operators. No GPU needed."""
 
 import itertools
+import math
 import types
 
 import pytest
@@ -11,15 +12,16 @@ from hypothesis import strategies as st
 from hdpcomm.attention import Problem, available_backends
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends import flash_attn as flash_attn_module
-from hdpcomm.attention.backends.base import Accumulator, Score
+from hdpcomm.attention.backends.base import Accumulator, GradSum, Score
 from hdpcomm.attention.backends.cpu import CpuBackend, cut, lower
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
+from hdpcomm.attention.backends.divided import DividedBackend, divided, plan_size
 from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.attention.backends.varlen import VarlenBackend, batches_of
 from hdpcomm.attention.layout import layout_of
 from hdpcomm.attention.routes import build_plan
-from hdpcomm.attention.tiles import Band, Span, Tile, tiles_of
+from hdpcomm.attention.tiles import Band, Span, Tile, band_tile, tiles_of
 from hdpcomm.errors import InvalidUsage
 
 SCORE = Score(0.3)
@@ -115,13 +117,17 @@ def _run(backend, tiles, tensors):
     q, k, v, dout = tensors
     result = Accumulator(q.shape, q)
     backend.forward(q, k, v, tiles, SCORE, result)
-    grads = tuple(torch.zeros_like(x) for x in (q, k, v))
+    grads = tuple(GradSum(x.shape, x, x.dtype) for x in (q, k, v))
     backend.backward(dout, q, k, v, result.out, result.lse, tiles, SCORE, grads)
-    return result.out, result.lse, *grads
+    return result.out, result.lse, *(grad.total() for grad in grads)
 
 
 @pytest.mark.parametrize("band", [Band(None, 0), Band(None, None), Band(-7, 0), Band(-3, 4), Band(None, 5)])
-@pytest.mark.parametrize("backend", [CpuBackend(), WrittenOut()])
+@pytest.mark.parametrize("backend", [
+    CpuBackend(),
+    WrittenOut(),
+    DividedBackend(CpuBackend(), WrittenOut(), least=4, capability=(9, 0)),
+])  # fmt: skip
 def test_backends_agree_on_every_step_of_a_ring(band, backend):
     layout = layout_of([0, 41, 42, 70], size=3)
     keys = layout_of([0, 48, 50, 66], size=3)
@@ -182,7 +188,8 @@ def test_the_right_cuda_device_is_asked(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     half = {"device": "cuda", "dtype": torch.bfloat16}
-    assert choose("auto", _problem(**half)).name == "flash"
+    assert choose("auto", _problem(**half)).name == "flash+cudnn"
+    assert choose("auto", _problem(**(half | {"head_dim": 256}))).name == "flash"
     assert choose("auto", _problem(**half, windowed=True)).name == "flash"
     assert choose("auto", _problem(device="cuda")).name == "efficient"
     assert choose("auto", _problem(device="cuda", dtype=torch.float64)).name == "reference"
@@ -190,6 +197,9 @@ def test_the_right_cuda_device_is_asked(monkeypatch):
     reasons = available_backends(_problem(**(half | {"head_dim": 12})))
     assert "multiple of 8" in reasons["flash"]
     assert "at most 128" in available_backends(_problem(**(half | {"head_dim": 256})))["cudnn"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    choose.cache_clear()
+    assert choose("auto", _problem(**half)).name == "flash"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     choose.cache_clear()
     assert "compute capability 8.0" in available_backends(_problem(**half))["flash"]
@@ -211,13 +221,91 @@ def test_cuda_calls_fit_torchs_operators(backend, dtype, tiles, monkeypatch):
         q, dout, out = (torch.empty(64, 4, 64, dtype=dtype) for _ in range(3))
         k, v = (torch.empty(80, 2, 64, dtype=dtype) for _ in range(2))
         lse = torch.empty(64, 4)
-        grads = tuple(torch.empty(x.shape) for x in (q, k, v))
+        grads = tuple(GradSum(x.shape, x, torch.float32) for x in (q, k, v))
     backend.forward(q, k, v, tiles, SCORE, Accumulator(q.shape, q))
     backend.backward(dout, q, k, v, out, lse, tiles, SCORE, grads)
     for out_shape, lse_shape, _ in merged:
         assert out_shape[1:] == (4, 64)
         assert lse_shape == out_shape[:2]
     assert sum(shape[0] for shape, _, _ in merged) == sum(tile.num_q for tile in tiles)
+
+
+def _pairs(tiles):
+    """How often each pair of a query and a key is in the tiles."""
+    seen = torch.zeros(100, 100, dtype=torch.int64)
+    for tile in tiles:
+        gap = torch.arange(tile.num_k)[None] - torch.arange(tile.num_q)[:, None]
+        inside = torch.ones_like(gap, dtype=torch.bool)
+        if tile.low is not None:
+            inside &= gap >= tile.low
+        if tile.high is not None:
+            inside &= gap <= tile.high
+        seen[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop] += inside
+    return seen
+
+
+@given(
+    q=st.tuples(st.integers(0, 20), st.integers(1, 80)),
+    k=st.tuples(st.integers(0, 20), st.integers(1, 80)),
+    offset=st.integers(-10, 80),
+    causal=st.booleans(),
+    least=st.integers(1, 40),
+)
+def test_long_tiles_have_few_sizes_and_all_have_the_same_pairs(q, k, offset, causal, least):
+    tile = band_tile(Span(offset, offset + q[1], q[0]), Span(0, k[1], k[0]), 0, Band(None, 0 if causal else None))
+    if tile is None:
+        return
+    long, others = divided((tile,), least)
+    assert torch.equal(_pairs([*long, *others]), _pairs([tile]))
+    for each in long:
+        assert each.low is None
+        assert each.high in (None, 0)
+        assert min(each.num_q, each.num_k) >= least
+        assert each.num_q == plan_size(each.num_q)
+        assert each.num_k == plan_size(each.num_k)
+
+
+def test_eight_sizes_an_octave():
+    assert len({plan_size(n) for n in range(2048, 4096)}) == 8
+    assert len({plan_size(n) for n in range(2048, 1 << 17)}) == 6 * 8
+    assert all(n * 8 / 9 <= plan_size(n) <= n for n in range(1, 10000))
+
+
+def test_gradients_of_rows_that_come_once_keep_their_type():
+    like = torch.zeros(6, 2, 4, dtype=torch.bfloat16)
+    part = torch.randn(6, 2, 4).bfloat16()
+    once = GradSum(like.shape, like, torch.float32)
+    once.add(part[:2], slice(0, 2))
+    once.add(part[3:], slice(3, 6))
+    assert once.total().dtype == torch.bfloat16
+    assert torch.equal(once.total()[[0, 1, 3, 4, 5]], part[[0, 1, 3, 4, 5]])
+    assert not once.total()[2].any()
+    once.add(part[1:3], slice(1, 3))
+    assert once.total().dtype == torch.float32
+    assert torch.equal(once.total()[1], 2 * part[1].float())
+    assert torch.equal(once.total()[2], part[2].float())
+    whole = GradSum(like.shape, like, torch.float32)
+    whole.add(part, slice(0, 6))
+    assert torch.equal(whole.total(), part)
+    whole.add(part, torch.arange(6))
+    assert torch.equal(whole.total(), 2 * part.float())
+
+
+def test_results_of_rows_that_come_once_keep_their_type():
+    out, lse = torch.randn(6, 2, 4).bfloat16(), torch.randn(6, 2)
+    once = Accumulator(out.shape, out)
+    once.merge(out[:2].clone(), lse[:2], slice(0, 2))
+    once.merge(out[3:].clone(), lse[3:], slice(3, 6))
+    assert once.out.dtype == torch.bfloat16
+    assert once.lse.dtype == torch.float32
+    assert torch.equal(once.out[[0, 1, 3, 4, 5]], out[[0, 1, 3, 4, 5]])
+    assert not once.out[2].any()
+    assert once.lse[2].isneginf().all()
+    once.merge(out[1:3].clone(), lse[1:3], slice(1, 3))
+    assert once.out.dtype == torch.float32
+    torch.testing.assert_close(once.out[1], out[1].float())  # the same block twice is twice its weight
+    torch.testing.assert_close(once.lse[1], lse[1] + math.log(2))
+    assert torch.equal(once.out[2], out[2].float())
 
 
 class StandIn:

@@ -1,0 +1,124 @@
+"""Two backends in one: long tiles by the one that is faster on them, all others by the other.
+
+On an H100 cuDNN's kernels reach 1.7 times the rate of flash attention 2 from 2,048 queries and keys on, and a call of
+theirs takes longer than flash's where tiles are short (docs/attention-figures.md). But cuDNN compiles a plan for every
+new shape, which takes 60 to 90 ms. So tiles are cut: the part that cuDNN gets has one of eight sizes an octave, and the
+rest, on average a sixteenth of the rows, goes to the other backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import torch
+
+from hdpcomm.attention.backends.base import Accumulator, Backend, Grads, Problem, Score
+from hdpcomm.attention.backends.cpu import lower
+from hdpcomm.attention.tiles import Tile
+
+__all__ = ["DividedBackend", "divided", "plan_size"]
+
+
+def plan_size(rows: int) -> int:
+    """The largest size of at most ``rows`` of which there are eight in an octave."""
+    step = 1 << max(0, rows.bit_length() - 4)
+    return rows // step * step
+
+
+def _tile(tile: Tile, q: tuple[int, int], k: tuple[int, int], high: int | None = None) -> Tile | None:
+    """The part of a tile in these queries and keys, if there are any."""
+    if q[0] == q[1] or k[0] == k[1]:
+        return None
+    num_k = k[1] - k[0]
+    high = None if high is None or high >= num_k - 1 else high
+    return Tile(tile.q_start + q[0], tile.q_start + q[1], tile.k_start + k[0], tile.k_start + k[1], None, high)
+
+
+def _cut(tile: Tile, least: int) -> Iterator[tuple[bool, Tile]]:
+    """(whether it is long, part) for the parts of a tile without a window."""
+    rows, keys = tile.num_q, tile.num_k
+    if tile.full:
+        a, b = plan_size(rows), plan_size(keys)
+        parts = [_tile(tile, (0, a), (0, b)), _tile(tile, (0, a), (b, keys)), _tile(tile, (a, rows), (0, keys))]
+    else:  # causal from the top left
+        a = b = plan_size(min(rows, keys))
+        parts = [_tile(tile, (0, a), (0, a), 0), None, _tile(tile, (a, rows), (0, keys), a)]
+    if min(a, b) < least:
+        yield False, tile
+        return
+    for i, part in enumerate(parts):
+        if part is not None:
+            yield i == 0, part
+
+
+@lru_cache(maxsize=512)
+def divided(tiles: tuple[Tile, ...], least: int) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+    """The tiles as (long ones, all others): the same pairs of queries and keys, each once. Long ones see all of their
+    keys, or are causal from the top left, and have at least ``least`` queries and keys, of a size of
+    :func:`plan_size`."""
+    long: list[Tile] = []
+    others: list[Tile] = []
+    for tile in tiles:
+        if tile.low is not None or tile.visible is not None or min(tile.num_q, tile.num_k) < least:
+            others.append(tile)
+            continue
+        cut = [each for part in lower(tile) for each in _cut(part, least)]
+        if not any(is_long for is_long, _ in cut):
+            others.append(tile)
+            continue
+        long += [part for is_long, part in cut if is_long]
+        others += [part for is_long, part in cut if not is_long]
+    return tuple(long), tuple(others)
+
+
+class DividedBackend:
+    """``long`` computes tiles from ``least`` queries and keys on, ``others`` the rest."""
+
+    own_v_dim = False
+
+    def __init__(self, long: Backend, others: Backend, *, least: int, capability: tuple[int, int]) -> None:
+        """``capability``: that of devices on which this is faster."""
+        self.name = f"{others.name}+{long.name}"
+        self._long, self._others, self._least, self._capability = long, others, least, capability
+
+    def refuses(self, problem: Problem) -> str | None:
+        for backend in (self._long, self._others):
+            if (reason := backend.refuses(problem)) is not None:
+                return reason
+        have = torch.cuda.get_device_capability() if problem.device == "cuda" else self._capability
+        return (
+            None if have[0] == self._capability[0] else f"it was found faster on capability {self._capability[0]} only"
+        )
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._others.compute_dtype(dtype)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: Sequence[Tile],
+        score: Score,
+        result: Accumulator,
+    ) -> None:
+        long, others = divided(tuple(tiles), self._least)
+        self._long.forward(q, k, v, long, score, result)
+        self._others.forward(q, k, v, others, score, result)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        tiles: Sequence[Tile],
+        score: Score,
+        grads: Grads,
+    ) -> None:
+        long, others = divided(tuple(tiles), self._least)
+        self._long.backward(dout, q, k, v, out, lse, long, score, grads)
+        self._others.backward(dout, q, k, v, out, lse, others, score, grads)
