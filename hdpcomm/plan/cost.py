@@ -172,7 +172,7 @@ class CostModel:
         linear += _ATTENTION_PASSES * mixing * share / device.attention_flops
         experts = _LINEAR_PASSES * model.expert_flops_per_token * share / device.linear_flops
         # Norms, rotary embedding and residuals are bound by memory: three passes that read and write the activations.
-        linear += 3 * 2 * model.layers * model.activation_bytes * share / device.hbm_bandwidth
+        linear += 3 * 2 * model.layers * model.moved_bytes * share / device.hbm_bandwidth
         if cluster.tensor > 1:  # two all-reduces per layer and pass over the fast link
             volume = 2 * (cluster.tensor - 1) / cluster.tensor * model.hidden * model.dtype_bytes
             linear += 4 * layers * volume / device.intra_bandwidth

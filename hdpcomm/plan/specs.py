@@ -158,13 +158,18 @@ class ModelSpec:
         layers of several kinds their mean.
 
         Inputs of the two norms, of QKV and of the MLP (4 hidden), Q, KV, the attention output, and gate, up and their
-        product for each expert that processes the token; in fp32 (fp64 for 8 bytes) attention's own result with the LSE
-        of each head, and a factor of each norm.
+        product for each expert that processes the token; in fp32 (fp64 for 8 bytes) the LSE of each head, and a factor
+        of each norm.
         """
         ffn = self._ffn_weights(self.top_k) / (self.hidden * self.layers)
         width = 4 * self.hidden + self._mixed("kept") / self.layers + ffn
         wide = max(4, self.dtype_bytes) * (self._mixed("kept_wide") / self.layers + 2)
         return float(self.dtype_bytes * width + wide)
+
+    @property
+    def moved_bytes(self) -> float:
+        """:attr:`activation_bytes`, and what is summed in fp32 (fp64 for 8 bytes) on the way to them."""
+        return self.activation_bytes + max(4, self.dtype_bytes) * self._mixed("summed") / self.layers
 
     @property
     def kept_bytes(self) -> float:

@@ -27,7 +27,8 @@ class TokenMixing:
         expansion: of ``weights``, those that make K and V of the latent, on each rank that needs them.
         state: numbers of a recurrence's state, which goes from rank to rank whatever the length.
         kept: numbers a token that are kept for the backward pass in the type of activations.
-        kept_wide: of those, that are kept in float32.
+        kept_wide: numbers a token that are kept in float32.
+        summed: numbers a token that are summed in float32 and not kept.
     """
 
     kind: str
@@ -41,6 +42,7 @@ class TokenMixing:
     state: int = 0
     kept: int = 0
     kept_wide: int = 0
+    summed: int = 0
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.weights < 1 or (self.window is not None and self.window < 1):
@@ -78,7 +80,8 @@ def softmax_mixing(
         window=window,
         sent=2 * kv_width,
         kept=(3 if gated else 2) * width + 2 * kv_width,
-        kept_wide=width + heads,
+        kept_wide=heads,
+        summed=width,
     )
 
 
@@ -97,7 +100,8 @@ def latent_mixing(
         sent=kv_rank + rope_dim,
         expansion=expansion,
         kept=q_width + v_width + 2 * (kv_rank + rope_dim) + 2 * (q_rank or 0),
-        kept_wide=v_width + heads,
+        kept_wide=heads,
+        summed=v_width,
     )
 
 
