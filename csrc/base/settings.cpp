@@ -100,6 +100,10 @@ constexpr Setting kTable[] = {
     {HDP_SETTING("HDPCOMM_DEVICE_WINDOW_BYTES", device_window_bytes), .fallback = "33554432",
      .meaning = "device memory of a rank in which the kernels of its peers read and write",
      .least = 0, .most = kMostBytes},
+    {HDP_SETTING("HDPCOMM_DEVICE_SMALL_BYTES", device_small_bytes), .fallback = "8192",
+     .meaning = "messages up to this size are one kernel that waits for the peer, the same on all "
+                "ranks; 0: none, for processes that share a GPU by time slices",
+     .least = 0, .most = 8192},
 };
 #undef HDP_SETTING
 

@@ -38,6 +38,7 @@ struct Settings {
   size_t device_lanes;
   size_t device_landing_bytes;
   size_t device_window_bytes;
+  size_t device_small_bytes;
 
   // As they were when this process asked for the first time. Throws InvalidUsage where a variable
   // has a value that it cannot have; names both, and what it can have.

@@ -83,12 +83,14 @@ StreamHandle collective(const std::shared_ptr<StreamEngine>& engine, const Commu
 }
 
 LinkJoining linkJoining(size_t slot_bytes, int num_slots, int num_lanes, size_t landing_bytes,
-                        size_t window_bytes, const DeviceTransportCosts& costs) {
+                        size_t window_bytes, size_t small_bytes,
+                        const DeviceTransportCosts& costs) {
   return {.arena = {.slot_bytes = slot_bytes,
                     .num_slots = num_slots,
                     .num_lanes = num_lanes,
                     .landing_bytes = landing_bytes,
-                    .window_bytes = window_bytes},
+                    .window_bytes = window_bytes,
+                    .small_bytes = small_bytes},
           .costs = costs};
 }
 
@@ -127,7 +129,7 @@ void bindEngineOptions(py::module_& module) {
   py::class_<LinkJoining>(module, "LinkJoining")
       .def(py::init(&linkJoining), py::kw_only(), py::arg("slot_bytes"), py::arg("num_slots"),
            py::arg("num_lanes"), py::arg("landing_bytes"), py::arg("window_bytes"),
-           py::arg("costs"))
+           py::arg("small_bytes"), py::arg("costs"))
       .def(
           "arena_bytes",
           [](const LinkJoining& links, int num_ranks) {

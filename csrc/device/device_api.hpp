@@ -100,10 +100,10 @@ struct FlagOp {
 // waits for them and sets them.
 struct KernelLaunch {
   const char* name = "";  // a string literal
-  std::vector<MemoryRange> reads;
-  std::vector<MemoryRange> writes;
-  std::function<void()> cpu;
-  std::function<void(void* stream)> cuda;
+  std::vector<MemoryRange> reads = {};
+  std::vector<MemoryRange> writes = {};
+  std::function<void()> cpu = {};
+  std::function<void(void* stream)> cuda = {};
   std::vector<FlagValue> waits = {};
   std::vector<FlagValue> signals = {};
 };
@@ -193,6 +193,10 @@ class DeviceApi {
   }
   virtual void launch(KernelLaunch kernel, Stream stream,
                       Site site = std::source_location::current()) = 0;
+  // One kernel that does what these kernels do one after the other, and waits for their flags
+  // itself. SimDevice runs the parts.
+  virtual void launchParts(KernelLaunch whole, std::vector<KernelLaunch> parts, Stream stream,
+                           Site site = std::source_location::current()) = 0;
   // Makes all kernels of this library ready, so that no first launch waits for work of the streams.
   // Call it before the first waitValue.
   virtual void loadKernels() {}

@@ -10,6 +10,44 @@
 
 namespace hdpcomm::testing {
 
+void TestDevice::countCalls() {
+  const std::lock_guard lock(captures_mutex_);
+  calls_.emplace();
+}
+
+std::map<std::string, int> TestDevice::countedCalls() {
+  const std::lock_guard lock(captures_mutex_);
+  return std::exchange(calls_, std::nullopt).value_or(std::map<std::string, int>{});
+}
+
+void TestDevice::count(const char* call) {
+  const std::lock_guard lock(captures_mutex_);
+  if (calls_ && within_ != std::this_thread::get_id()) ++(*calls_)[call];
+}
+
+void TestDevice::flagOps(Stream stream, std::span<const FlagOp> ops) {
+  count("flagOps");
+  {
+    const std::lock_guard lock(captures_mutex_);
+    within_ = std::this_thread::get_id();
+  }
+  FastDevice::flagOps(stream, ops);
+  const std::lock_guard lock(captures_mutex_);
+  within_.reset();
+}
+
+void TestDevice::launchParts(KernelLaunch whole, std::vector<KernelLaunch> parts, Stream stream,
+                             Site site) {
+  count("launch");
+  {
+    const std::lock_guard lock(captures_mutex_);
+    within_ = std::this_thread::get_id();
+  }
+  FastDevice::launchParts(std::move(whole), std::move(parts), stream, site);
+  const std::lock_guard lock(captures_mutex_);
+  within_.reset();
+}
+
 Stream TestDevice::createStream(int priority) {
   if (num_queues_ == 0) return FastDevice::createStream(priority);
   if (queues_.empty()) queues_.push_back(find(Stream{}));
@@ -59,6 +97,7 @@ std::shared_ptr<Capture> TestDevice::endCapture(Stream stream) {
 }
 
 void TestDevice::record(Event event, Stream stream, Site site) {
+  count("record");
   const auto state = find(stream);
   if (const auto capture = capturing(state.get())) {
     find(event);  // throws where there is no such event
@@ -72,6 +111,7 @@ void TestDevice::record(Event event, Stream stream, Site site) {
 }
 
 void TestDevice::wait(Stream stream, Event event, Site site) {
+  count("wait");
   const auto state = find(stream);
   {
     const std::lock_guard lock(captures_mutex_);
@@ -135,6 +175,9 @@ void TestDevice::holdCopies(uint32_t* flag) {
 }
 
 void TestDevice::submit(Op op, Stream stream) {
+  count(op.kind == simulated::OpKind::kCopy     ? "copy"
+        : op.kind == simulated::OpKind::kKernel ? "launch"
+                                                : "flag");
   const auto state = find(stream);
   if (const auto capture = capturing(state.get())) {
     const std::lock_guard lock(captures_mutex_);

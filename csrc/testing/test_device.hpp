@@ -9,6 +9,9 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
+#include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -33,8 +36,8 @@ class TestDevice final : public simulated::FastDevice {
   // From now on a stream that holds `operations` takes no more: an error of the call, where a
   // driver would block the host.
   void limitQueues(uint64_t operations);
-  // Streams that are made from now on share so many queues in turn, the default stream's among them:
-  // what a queue was given first runs first. Streams of a GPU share them, too.
+  // Streams that are made from now on share so many queues in turn, the default stream's among
+  // them: what a queue was given first runs first. Streams of a GPU share them, too.
   void shareQueues(int count) { num_queues_ = count; }
   // From now on called before another rank's memory is opened.
   void beforeImport(std::function<void()> call) { before_import_ = std::move(call); }
@@ -45,9 +48,16 @@ class TestDevice final : public simulated::FastDevice {
     if (before_import_) before_import_();
     return FastDevice::importMemory(handle);
   }
+  // From now on counts the calls that enqueue, or ask an event, by name.
+  void countCalls();
+  std::map<std::string, int> countedCalls();
+
   Stream createStream(int priority) override;
   void destroyStream(Stream stream) override;
   bool isCapturing(Stream stream) override { return captureOf(stream) != 0; }
+  void flagOps(Stream stream, std::span<const FlagOp> ops) override;
+  void launchParts(KernelLaunch whole, std::vector<KernelLaunch> parts, Stream stream,
+                   Site site) override;
   void record(Event event, Stream stream, Site site) override;
   void wait(Stream stream, Event event, Site site) override;
   bool query(Event event) override;
@@ -59,6 +69,7 @@ class TestDevice final : public simulated::FastDevice {
   void submit(Op op, Stream stream) override;
   std::shared_ptr<Capture> capturing(const FastStream* stream);
   void refuseCaptured(const char* call, Event event);
+  void count(const char* call);
 
   std::function<void()> before_import_;
   int num_queues_ = 0;  // 0: each stream has its own
@@ -72,6 +83,8 @@ class TestDevice final : public simulated::FastDevice {
   std::optional<uint64_t> most_queued_;
   uint32_t* copies_wait_for_ = nullptr;
   std::set<uintptr_t> streams_with_threads_;
+  std::optional<std::map<std::string, int>> calls_;
+  std::optional<std::thread::id> within_;  // a call of this thread that is one for the driver
 };
 
 }  // namespace hdpcomm::testing

@@ -165,6 +165,7 @@ class LinkJoining:
         num_lanes: int,
         landing_bytes: int,
         window_bytes: int,
+        small_bytes: int,
         costs: DeviceTransportCosts,
     ) -> None: ...
     def arena_bytes(self, num_ranks: int) -> int: ...

@@ -148,7 +148,7 @@ def cannot_start_a_thread() -> None:
     beside = hdp.init(transport="shm", timeout=LONG_S)
     with joining_on(FakeMachine(2, opens=_testing.TestDevice)):
         comm = hdp.init(transport="sim", timeout=LONG_S)
-    x, y = torch.ones(4), torch.ones(4)
+    x, y = torch.ones(4000), torch.ones(4000)  # small ones would need one stream
     if comm.rank == 0:
         comm.streams.device.limit_threads(1)  # type: ignore[attr-defined]
         error = caught(lambda: comm.exchange([], [(x, 1), (y, 1)]))

@@ -173,29 +173,50 @@ def two_streams() -> None:
 
 
 def peer_reads() -> None:
-    """Collectives whose kernels read peers, in reused windows and from the landing zone."""
+    """Collectives whose kernels read peers, in reused windows and from the landing zone; and small ones."""
     with joined() as rank:
-        n, count = rank.comm.size, 3000
         zone = rank.comm.landing_zone(torch.empty(0))
         assert zone is not None
         landed = zone.memory[4096:].view(torch.float32)
-        whole, out, x, total = torch.empty(n * count), torch.empty(n * count), torch.empty(count), torch.empty(count)
-        for background in (False, True):
-            works = []
-            for one, many, to in ((x, whole, out), (landed[:count], landed[: n * count], out)):
-                rank.made(many)
-                rank.made(one)
-                works += [
-                    rank.collective("all_gather", to, one, count, "one_shot", background=background),
-                    rank.collective("reduce_scatter", total, many, count, "one_shot", background=background),
-                    rank.collective("all_reduce", total, one, count, "one_shot", background=background),
-                    rank.all_reduce(one, "two_shot", background=background),
-                ]
-            if background:
-                for work in works:
-                    work.wait_on(rank.stream)
-            for used in (x, landed[:count], total, out):
-                rank.used(used)
+        for count in (3000, 9):
+            _peer_reads(rank, landed, count)
+
+
+def _peer_reads(rank: Caller, landed: torch.Tensor, count: int) -> None:
+    n = rank.comm.size
+    whole, out, x, total = torch.empty(n * count), torch.empty(n * count), torch.empty(count), torch.empty(count)
+    for background in (False, True):
+        works = []
+        for one, many, to in ((x, whole, out), (landed[:count], landed[: n * count], out)):
+            rank.made(many)
+            rank.made(one)
+            works += [
+                rank.collective("all_gather", to, one, count, "one_shot", background=background),
+                rank.collective("reduce_scatter", total, many, count, "one_shot", background=background),
+                rank.collective("all_reduce", total, one, count, "one_shot", background=background),
+                rank.all_reduce(one, "two_shot", background=background),
+            ]
+        if background:
+            for work in works:
+                work.wait_on(rank.stream)
+        for used in (x, landed[:count], total, out):
+            rank.used(used)
+
+
+def small_messages() -> None:
+    """Messages that are a kernel each, more than their slots, from the caller's stream and beside it by turns."""
+    with joined() as rank:
+        n, r = rank.comm.size, rank.comm.rank
+        to, back = (r + 1) % n, (r - 1) % n
+        xs, ys = ([torch.empty(7 + i) for i in range(12)] for _ in range(2))
+        works = []
+        for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+            rank.made(x)
+            works.append(rank.exchange([(x, to, None)], [(y, back, None)], background=i % 6 == 0))
+        for work in works:
+            work.wait_on(rank.stream)
+        for y in ys:
+            rank.used(y)
 
 
 def through_the_api() -> None:
@@ -223,5 +244,5 @@ def through_the_api() -> None:
 
 PROGRAMS: dict[str, Callable[[], None]] = {
     program.__name__: program
-    for program in (exchanges, landings, collectives, two_streams, peer_reads, through_the_api)
+    for program in (exchanges, landings, collectives, two_streams, peer_reads, small_messages, through_the_api)
 }

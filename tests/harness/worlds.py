@@ -11,14 +11,16 @@ __all__ = ["small_slots"]
 
 
 @contextmanager
-def small_slots(slots: int = 4, lanes: int = 2) -> Iterator[None]:
-    """Slots of one page, so that 4 KB are a message of several pieces; for ranks that are threads."""
+def small_slots(slots: int = 4, lanes: int = 2, small: int = 256) -> Iterator[None]:
+    """Slots of one page, so that 4 KB are a message of several pieces; for ranks that are threads. ``small``: bytes up
+    to which a message is a part of one kernel."""
     settings = {
         "HDPCOMM_DEVICE_SLOT_BYTES": "4096",
         "HDPCOMM_DEVICE_SLOTS": str(slots),
         "HDPCOMM_DEVICE_LANES": str(lanes),
         "HDPCOMM_DEVICE_LANDING_BYTES": str(1 << 20),
         "HDPCOMM_DEVICE_WINDOW_BYTES": "8192",
+        "HDPCOMM_DEVICE_SMALL_BYTES": str(small),
     }
     with mock.patch.dict(os.environ, settings):
         yield

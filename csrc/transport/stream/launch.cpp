@@ -10,6 +10,26 @@
 #endif
 
 namespace hdpcomm::device {
+namespace {
+
+// What a simulated device runs for an item of a kernel that waits: its flags are the device's.
+KernelLaunch partOf(const kernels::RelayItem& item, DType dtype, RedOp op) {
+  const auto bytes = static_cast<size_t>(item.bytes);
+  KernelLaunch part{.name = "relay",
+                    .reads = {{item.src, bytes}},
+                    .writes = {{item.dst, bytes}},
+                    .cpu = [item, dtype, op] { kernels::relayItemCpu(item, dtype, op); },
+                    .cuda = nullptr};
+  if (item.operand != nullptr) part.reads.push_back({item.operand, bytes});
+  if (item.wait != nullptr) {
+    part.waits.push_back({item.wait, 1});
+    part.signals.push_back({item.wait, 0});
+  }
+  if (item.set != nullptr) part.signals.push_back({item.set, 1});
+  return part;
+}
+
+}  // namespace
 
 void launchReduce(DeviceApi& device, const kernels::ReduceArgs& args, Stream stream) {
   const size_t bytes = static_cast<size_t>(args.count) * dtypeBytes(args.dtype);
@@ -72,6 +92,40 @@ void launchCollect(DeviceApi& device, const kernels::CollectArgs& args, Stream s
                  .cpu = [args] { kernels::collectCpu(args); },
                  .cuda = HDP_LAUNCHER(kernels::collectCuda)},
                 stream);
+}
+
+void launchRelay(DeviceApi& device, const kernels::RelayArgs& args, Stream stream) {
+  std::vector<KernelLaunch> parts;
+  for (int i = 0; i < args.num_items; ++i) {
+    parts.push_back(partOf(args.items[i], args.dtype, args.op));
+  }
+  device.launchParts({.name = "relay", .cuda = HDP_LAUNCHER(kernels::relayCuda)}, std::move(parts),
+                     stream);
+}
+
+void launchPushFold(DeviceApi& device, const kernels::PushFoldArgs& args, Stream stream) {
+  std::vector<KernelLaunch> parts;
+  for (int i = 0; i < args.num_pushes; ++i) {
+    parts.push_back(partOf(args.pushes[i], args.dtype, RedOp::kNone));
+  }
+  const size_t bytes = static_cast<size_t>(args.count) * dtypeBytes(args.dtype);
+  KernelLaunch fold{.name = "push_fold",
+                    .writes = {{args.out, bytes}},
+                    .cpu = [args] { kernels::foldCpu(kernels::foldOf(args)); },
+                    .cuda = nullptr};
+  for (int i = 0; i < args.num_inputs; ++i) {
+    fold.reads.push_back({args.inputs[i], bytes});
+    if (args.waits[i] != nullptr) {
+      fold.waits.push_back({args.waits[i], 1});
+      fold.signals.push_back({args.waits[i], 0});
+    }
+  }
+  for (int i = 0; i < args.num_inputs; ++i) {
+    if (args.sets[i] != nullptr) fold.signals.push_back({args.sets[i], 1});
+  }
+  parts.push_back(std::move(fold));
+  device.launchParts({.name = "push_fold", .cuda = HDP_LAUNCHER(kernels::pushFoldCuda)},
+                     std::move(parts), stream);
 }
 
 }  // namespace hdpcomm::device

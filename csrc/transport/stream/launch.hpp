@@ -5,6 +5,7 @@
 #include "device/device_api.hpp"
 #include "kernels/peers.hpp"
 #include "kernels/reduce.hpp"
+#include "kernels/relay.hpp"
 
 namespace hdpcomm::device {
 
@@ -13,5 +14,7 @@ void launchDivide(DeviceApi& device, const kernels::DivideArgs& args, Stream str
 void launchPut(DeviceApi& device, const kernels::PutArgs& args, Stream stream);
 void launchFold(DeviceApi& device, const kernels::FoldArgs& args, Stream stream);
 void launchCollect(DeviceApi& device, const kernels::CollectArgs& args, Stream stream);
+void launchRelay(DeviceApi& device, const kernels::RelayArgs& args, Stream stream);
+void launchPushFold(DeviceApi& device, const kernels::PushFoldArgs& args, Stream stream);
 
 }  // namespace hdpcomm::device

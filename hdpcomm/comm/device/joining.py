@@ -43,6 +43,7 @@ def _links(transport: str) -> _core.comm.LinkJoining:
         num_lanes=settings.device_lanes,
         landing_bytes=settings.device_landing_bytes,
         window_bytes=settings.device_window_bytes,
+        small_bytes=settings.device_small_bytes,
         costs=_core.collective.DeviceTransportCosts(**load_costs(transport)),  # rank 0's count
     )
 

@@ -17,10 +17,15 @@ size_t landingOffsetFor(const ArenaConfig& config, int num_ranks) {
          config.slot_bytes * static_cast<size_t>(config.num_slots) * static_cast<size_t>(num_ranks);
 }
 
+size_t smallOffsetFor(const ArenaConfig& config, int num_ranks) {
+  return landingOffsetFor(config, num_ranks) + config.landing_bytes + config.window_bytes;
+}
+
 }  // namespace
 
 size_t arenaBytes(const ArenaConfig& config, int num_ranks) {
-  return landingOffsetFor(config, num_ranks) + config.landing_bytes + config.window_bytes;
+  const size_t small = config.small_bytes > 0 ? kSmallSlotBytes * kSmallSlots : 0;
+  return smallOffsetFor(config, num_ranks) + small * static_cast<size_t>(num_ranks);
 }
 
 ArenaConfig withSlotBytes(const ArenaConfig& config, int most_ranks) {
@@ -59,6 +64,10 @@ void checkArenaConfig(const ArenaConfig& config) {
                       " bytes was asked for; give a multiple of 4096 from " +
                       std::to_string(kLeastWindow) + " up");
   }
+  if (config.small_bytes > kSmallSlotBytes) {
+    throwInvalidUsage("small messages of " + std::to_string(config.small_bytes) +
+                      " bytes were asked for; give 0 to " + std::to_string(kSmallSlotBytes));
+  }
 }
 
 Arena::Arena(DevicePtr device, ArenaConfig config, int num_ranks, int rank)
@@ -77,6 +86,7 @@ Arena::Arena(DevicePtr device, ArenaConfig config, int num_ranks, int rank)
     for (int slot = 0; slot < config_.num_slots; ++slot) {
       device_->writeValue(stream.get(), &pair.credit[slot], 1);
     }
+    for (uint32_t& credit : pair.small_credit) device_->writeValue(stream.get(), &credit, 1);
   }
   device_->synchronize(stream.get(), 60);
 }
@@ -108,5 +118,10 @@ std::byte* Arena::landing(int owner) const {
 }
 
 std::byte* Arena::window(int owner) const { return landing(owner) + config_.landing_bytes; }
+
+std::byte* Arena::smallSlot(int owner, int peer, int slot) const {
+  return blocks_[static_cast<size_t>(owner)] + smallOffsetFor(config_, num_ranks_) +
+         kSmallSlotBytes * static_cast<size_t>(peer * kSmallSlots + slot);
+}
 
 }  // namespace hdpcomm::device

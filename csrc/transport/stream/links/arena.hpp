@@ -13,6 +13,8 @@
 //   landed[lane]  receiver   the lane's share of the message is at its landing place
 //   published     reader     the peer's operand may be read
 //   consumed      owner      the peer has read and written what it had to in this rank's memory
+//
+// Small messages have slots and flags of their own (small_messages.hpp), of the same meaning.
 #pragma once
 
 #include <memory>
@@ -24,6 +26,8 @@ namespace hdpcomm::device {
 
 inline constexpr int kMaxSlots = 16;
 inline constexpr int kMaxLanes = 4;  // streams of a direction of a pair
+inline constexpr int kSmallSlots = 4;
+inline constexpr size_t kSmallSlotBytes = 8192;
 // Room for 128 bytes of each of 64 peers (kernels::kMaxPeers).
 inline constexpr size_t kLeastWindow = 8192;
 
@@ -33,6 +37,7 @@ struct ArenaConfig {
   int num_lanes = 2;
   size_t landing_bytes = 64 << 20;
   size_t window_bytes = 32 << 20;
+  size_t small_bytes = kSmallSlotBytes;  // most of a message that is a part of one kernel
 
   bool operator==(const ArenaConfig&) const = default;
 };
@@ -55,6 +60,8 @@ struct alignas(64) PairFlags {
   uint32_t landed[kMaxLanes];
   uint32_t published;
   uint32_t consumed;
+  uint32_t small_credit[kSmallSlots];
+  uint32_t small_full[kSmallSlots];
 };
 
 class Arena {
@@ -68,12 +75,15 @@ class Arena {
 
   DeviceApi& device() const { return *device_; }
   const ArenaConfig& config() const { return config_; }
+  int numRanks() const { return num_ranks_; }
   // The flags in the block of `owner` that concern it and `peer`.
   PairFlags& flags(int owner, int peer) const;
   // The slot in the block of `owner` for messages of `peer`.
   std::byte* slot(int owner, int peer, int slot) const;
   std::byte* landing(int owner) const;
   std::byte* window(int owner) const;
+  // As slot(), for small messages.
+  std::byte* smallSlot(int owner, int peer, int slot) const;
   size_t bytes() const;
 
  private:

@@ -26,6 +26,7 @@ LinkMover::LinkMover(DevicePtr device, std::unique_ptr<Arena> arena,
       fork_event_(device_, device_->createEvent()),
       costs_(costs),
       reads_(device_, *arena_, place_),
+      small_(device_, *arena_, place_),
       peers_(places_.size()) {}
 
 LinkMover::~LinkMover() {
@@ -88,6 +89,18 @@ void LinkMover::send(const Message& message, device::Fork& fork, device::Rounds&
   counts_.countSent(message.bytes());
 }
 
+std::vector<device::SmallMessages::Message> LinkMover::smallOf(const Messages& messages,
+                                                               bool sent) {
+  std::vector<device::SmallMessages::Message> found;
+  for (const Message& message : messages) {
+    if (!isSmall(message)) continue;
+    use(message.peer);
+    found.push_back({placeOf(message.peer), message.data, message.bytes()});
+    sent ? counts_.countSent(message.bytes()) : counts_.countReceived(message.bytes());
+  }
+  return found;
+}
+
 class LinkMover::LinkExchange final : public PreparedExchange {
  public:
   LinkExchange(LinkMover& mover, const Exchange& operation)
@@ -95,11 +108,28 @@ class LinkMover::LinkExchange final : public PreparedExchange {
 
   std::vector<Stream> enqueue(Event begin, const WaitCheck& check) && override {
     device::Fork fork(*mover_.device_, begin);
-    device::Rounds rounds;
-    for (const Message& message : operation_.recvs) mover_.receive(message, fork, rounds);
-    for (const Message& message : operation_.sends) mover_.send(message, fork, rounds);
-    rounds.run(check);
     std::vector<Stream> streams;
+    const auto sends = mover_.smallOf(operation_.sends, true);
+    const auto recvs = mover_.smallOf(operation_.recvs, false);
+    if (const size_t count = sends.size() + recvs.size(); count > 0) {
+      Stream stream = operation_.caller;
+      if (operation_.background) {
+        device::Lane& lane = mover_.small_.lane();
+        lane.pass(count + 3, check);
+        stream = fork.enter(lane);
+      } else {
+        streams.push_back(stream);
+      }
+      mover_.small_.exchange(sends, recvs, DType::kUint8, RedOp::kNone, stream);
+    }
+    device::Rounds rounds;
+    for (const Message& message : operation_.recvs) {
+      if (!mover_.isSmall(message)) mover_.receive(message, fork, rounds);
+    }
+    for (const Message& message : operation_.sends) {
+      if (!mover_.isSmall(message)) mover_.send(message, fork, rounds);
+    }
+    rounds.run(check);
     for (const device::Lane* lane : fork.lanes()) streams.push_back(lane->stream());
     return streams;
   }
@@ -146,15 +176,19 @@ class LinkMover::PeerReadCollective final : public PreparedCollective {
       : mover_(mover), operation_(operation) {}
 
   void enqueue(const WaitCheck& check) && override {
-    const Event begin = mover_.fork_event_.get();
-    mover_.device_->record(begin, operation_.stream);
-    device::Fork fork(*mover_.device_, begin);
     const std::vector<int> places = mover_.placesOf(operation_.ranks);
     const auto reads = readsOf(operation_, places);
-    device::Lane& lane = mover_.reads_.lane();
-    fork.enter(lane);
-    mover_.reads_.run(reads, lane, check);
-    fork.join(operation_.stream);
+    if (isSmall(reads)) {
+      enqueueSmall(reads);
+    } else {
+      const Event begin = mover_.fork_event_.get();
+      mover_.device_->record(begin, operation_.stream);
+      device::Fork fork(*mover_.device_, begin);
+      device::Lane& lane = mover_.reads_.lane();
+      fork.enter(lane);
+      mover_.reads_.run(reads, lane, check);
+      fork.join(operation_.stream);
+    }
     for (int i = 0; i < static_cast<int>(operation_.ranks.size()); ++i) {
       const int peer = operation_.ranks[static_cast<size_t>(i)];
       if (peer == mover_.rank_) continue;
@@ -166,6 +200,44 @@ class LinkMover::PeerReadCollective final : public PreparedCollective {
   }
 
  private:
+  // The same on all ranks: the board compares where operands lie.
+  bool isSmall(const device::PeerReads::Operation& reads) const {
+    const Call& call = reads.call;
+    return call.algorithm != Algorithm::kTwoShot && call.count > 0 &&
+           mover_.small_.fits(call.count * dtypeBytes(call.dtype)) && !mover_.reads_.placeOf(reads);
+  }
+
+  // Each rank gives every other one what that one needs, so nobody has to meet.
+  void enqueueSmall(const device::PeerReads::Operation& reads) {
+    const Call& call = reads.call;
+    const std::vector<int>& places = *reads.ranks;
+    const size_t bytes = call.count * dtypeBytes(call.dtype);
+    const auto own = static_cast<size_t>(std::find(places.begin(), places.end(), mover_.place_) -
+                                         places.begin());
+    auto* in = const_cast<std::byte*>(reads.in);
+    if (call.op != OpCode::kAllGather) {
+      std::vector<std::byte*> parts;
+      for (size_t i = 0; i < places.size(); ++i) {
+        parts.push_back(call.op == OpCode::kReduceScatter ? in + i * bytes : in);
+      }
+      mover_.small_.reduce({places, static_cast<int>(own), std::move(parts), reads.out, call.count,
+                            call.dtype, call.redop},
+                           operation_.stream);
+      return;
+    }
+    std::vector<device::SmallMessages::Message> sends;
+    std::vector<device::SmallMessages::Message> recvs;
+    for (size_t i = 0; i < places.size(); ++i) {
+      if (i == own) continue;
+      sends.push_back({places[i], in, bytes});
+      recvs.push_back({places[i], reads.out + i * bytes, bytes});
+    }
+    mover_.small_.exchange(sends, recvs, call.dtype, RedOp::kNone, operation_.stream);
+    if (reads.out + own * bytes != in) {
+      mover_.device_->copy(reads.out + own * bytes, in, bytes, operation_.stream);
+    }
+  }
+
   LinkMover& mover_;
   const Collective operation_;
 };
@@ -183,19 +255,39 @@ class LinkMover::Transfers final : public StepTransfers {
         std::none_of(step.recvs.begin(), step.recvs.end(), linked)) {
       return;
     }
-    const Event begin = mover_.fork_event_.get();
-    mover_.device_->record(begin, run_.stream);
-    device::Fork& fork = fork_.emplace(*mover_.device_, begin);
-    device::Fork late(*mover_.device_, begin);
-    device::Rounds rounds;
-    for (const Recv& recv : step.recvs) {
-      if (linked(recv)) receive(recv, fork, rounds);
-    }
+    const auto small = [&](const auto& each, const Span& region) {
+      return linked(each) && mover_.small_.fits(region.bytes);
+    };
+    std::vector<device::SmallMessages::Message> sends;
+    std::vector<device::SmallMessages::Message> recvs;
+    bool others = false;
     for (const Send& send : step.sends) {
-      if (linked(send)) this->send(send, send.deferred ? late : fork, rounds);
+      if (!linked(send)) continue;
+      if (small(send, send.from)) {
+        sends.push_back(smallOf(send.peer, addressOf(run_.buffers, send.from), send.from.bytes));
+        mover_.counts_.countSent(send.from.bytes);
+      } else {
+        others = true;
+      }
     }
-    rounds.run(check);
-    if (!late.lanes().empty()) deferred_.push_back(std::move(late));
+    for (const Recv& recv : step.recvs) {
+      if (!linked(recv)) continue;
+      if (small(recv, recv.to)) {
+        recvs.push_back(smallOf(recv.peer, addressOf(run_.buffers, recv.to), recv.to.bytes));
+        if (recv.reduce) recvs.back().operand = addressOf(run_.buffers, recv.operand);
+        mover_.counts_.countReceived(recv.to.bytes);
+      } else {
+        others = true;
+      }
+    }
+    if (others) {
+      const Event begin = mover_.fork_event_.get();
+      mover_.device_->record(begin, run_.stream);
+      startLarge(step, begin, check);
+    }
+    if (!sends.empty() || !recvs.empty()) {
+      mover_.small_.exchange(sends, recvs, run_.call.dtype, run_.call.redop, run_.stream);
+    }
   }
 
   void join() override {
@@ -209,6 +301,30 @@ class LinkMover::Transfers final : public StepTransfers {
   }
 
  private:
+  device::SmallMessages::Message smallOf(int peer, std::byte* data, size_t bytes) {
+    const int rank = run_.globalRank(peer);
+    mover_.use(rank);
+    return {mover_.placeOf(rank), data, bytes};
+  }
+
+  // The messages of a step that are not small, on lanes.
+  void startLarge(const Step& step, Event begin, const WaitCheck& check) {
+    const auto large = [&](const auto& each, const Span& region) {
+      return mover_.lands(run_.globalRank(each.peer)) && !mover_.small_.fits(region.bytes);
+    };
+    device::Fork& fork = fork_.emplace(*mover_.device_, begin);
+    device::Fork late(*mover_.device_, begin);
+    device::Rounds rounds;
+    for (const Recv& recv : step.recvs) {
+      if (large(recv, recv.to)) receive(recv, fork, rounds);
+    }
+    for (const Send& send : step.sends) {
+      if (large(send, send.from)) this->send(send, send.deferred ? late : fork, rounds);
+    }
+    rounds.run(check);
+    if (!late.lanes().empty()) deferred_.push_back(std::move(late));
+  }
+
   void receive(const Recv& recv, device::Fork& fork, device::Rounds& rounds) {
     rounds.receive(mover_.link(run_.globalRank(recv.peer)),
                    {.data = addressOf(run_.buffers, recv.to),
@@ -257,6 +373,7 @@ std::unique_ptr<StreamMover::PreparedCollective> LinkMover::prepare(const Collec
 std::vector<Stream> LinkMover::streams() const {
   std::vector<Stream> streams;
   reads_.addStreams(streams);
+  small_.addStreams(streams);
   for (const Peer& peer : peers_) {
     if (peer.link != nullptr) peer.link->addStreams(streams);
   }
@@ -265,6 +382,7 @@ std::vector<Stream> LinkMover::streams() const {
 
 void LinkMover::release(Stream control) {
   reads_.release(control);
+  small_.release(control);
   for (const Peer& peer : peers_) {
     if (peer.link != nullptr) peer.link->release(control);
   }

@@ -9,6 +9,7 @@
 #include "transport/stream/links/link.hpp"
 #include "transport/stream/links/peer_reads.hpp"
 #include "transport/stream/links/rounds.hpp"
+#include "transport/stream/links/small_messages.hpp"
 #include "transport/stream/runner.hpp"
 #include "transport/stream/scratch.hpp"
 #include "transport/stream/stream_mover.hpp"
@@ -56,6 +57,12 @@ class LinkMover final : public StreamMover {
   std::vector<int> placesOf(const std::vector<int>& ranks) const;
   void use(int peer);
   device::Link& link(int peer);
+  // Whether a message over a link is a small one: the same on both sides.
+  bool isSmall(const Message& message) const {
+    return message.landing == kNoLanding && small_.fits(message.bytes());
+  }
+  // The small ones of these, which are counted.
+  std::vector<device::SmallMessages::Message> smallOf(const Messages& messages, bool sent);
   void send(const Message& message, device::Fork& fork, device::Rounds& rounds);
   void receive(const Message& message, device::Fork& fork, device::Rounds& rounds);
 
@@ -70,6 +77,7 @@ class LinkMover final : public StreamMover {
   OwnedEvent fork_event_;  // recorded anew at each fork
   const DeviceTransportCosts costs_;
   device::PeerReads reads_;
+  device::SmallMessages small_;
   std::vector<Peer> peers_;
   size_t num_used_ = 0;  // peers with which there were messages
   MessageCounts counts_;

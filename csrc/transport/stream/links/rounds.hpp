@@ -3,10 +3,10 @@
 // A message of gigabytes is thousands of operations, more than the host may be ahead (pacer.hpp),
 // and streams may share a hardware queue, where what was enqueued first runs first. So whatever an
 // operation waits for is enqueued by the peer before anything that waits for the operation. A round
-// first tells the peers which landing places are free, which waits for nothing; then it sends, which
-// waits for that or for slots that the peers' receives of the round before have emptied; receives
-// come last. Hence a round has no more pieces than there are slots, and one message with a landing
-// place.
+// first tells the peers which landing places are free, which waits for nothing; then it sends,
+// which waits for that or for slots that the peers' receives of the round before have emptied;
+// receives come last. Hence a round has no more pieces than there are slots, and one message with a
+// landing place.
 #pragma once
 
 #include <vector>

@@ -1,0 +1,179 @@
+"""Messages of a few KiB, which are one kernel of an exchange: what arrives, in which order, and how much is enqueued.
+
+The kernels themselves: tests/unit/kernels/test_small_messages_emulated.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm import testing
+from hdpcomm._core import settings
+from hdpcomm.testing.device_check import check
+from tests.harness.fakes import FakeMachine
+from tests.harness.native import _testing
+from tests.harness.ring_program import annotated
+from tests.harness.stream_programs import joined
+from tests.harness.worlds import small_slots
+
+
+def numbered() -> None:
+    """Each message says its number; from the caller's stream and beside it by turns."""
+    with joined() as rank:
+        n, r = rank.comm.size, rank.comm.rank
+        to, back = (r + 1) % n, (r - 1) % n
+        count = 14
+        sent, got = ([torch.zeros(3) for _ in range(count)] for _ in range(2))
+        for i, x in enumerate(sent):
+            rank.device.fill(x.data_ptr(), 10 * r + i + 1, bytes=12, stream=rank.stream)
+        works = [
+            rank.exchange([(x, to, None)], [(y, back, None)], background=i % 6 == 0)
+            for i, (x, y) in enumerate(zip(sent, got, strict=True))
+        ]
+        for work in works:
+            work.wait_on(rank.stream)
+        for i, y in enumerate(got):
+            copy = torch.empty_like(y)
+            rank.device.copy(copy.data_ptr(), y.data_ptr(), bytes=12, stream=rank.stream)
+            rank.device.synchronize_stream(rank.stream)
+            rank.device.annotate_read(copy.data_ptr(), 12)
+            assert set(copy.view(torch.uint8).tolist()) == {10 * back + i + 1}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_messages_keep_their_order_whatever_their_streams(world_size: int) -> None:
+    with small_slots(), annotated():
+        check(numbered, world_size, seeds=range(60), transport="sim")
+
+
+def drawn(seed: int) -> None:
+    """Messages of all sizes around the limits, several to a peer, beside collectives of subsets; equal on all ranks."""
+    with hdp.init() as comm:
+        n, r = comm.size, comm.rank
+        source = random.Random(seed)
+        for turn in range(12):
+            sizes = {
+                (a, b): [source.choice((0, 1, 63, 64, 65, 2000, 2048, 2049, 5000)) for _ in range(source.randint(0, 6))]
+                for a in range(n)
+                for b in range(n)
+            }
+            values = {
+                (a, b, k): torch.arange(size, dtype=torch.float32) + 100 * a + 10 * b + k + turn
+                for (a, b), each in sizes.items()
+                for k, size in enumerate(each)
+            }
+            sends = [(x, b) for (a, b, _), x in values.items() if a == r]
+            wanted = [(x, a) for (a, b, _), x in values.items() if b == r]
+            recvs = [(torch.zeros_like(x), a) for x, a in wanted]
+            work = comm.exchange(sends, recvs, async_op=source.random() < 0.5)
+            members = sorted(source.sample(range(n), source.randint(2, n)), key=lambda _: source.random())
+            count = source.choice((1, 2, 64, 2048, 2049))
+            algorithm = source.choice(("one_shot", "two_shot", "ring", "auto"))
+            group = comm.subset(members)
+            if group is not None:
+                x = torch.arange(count, dtype=torch.float32) + r
+                want = len(members) * torch.arange(count, dtype=torch.float32) + sum(members)
+                out = torch.empty(count)
+                group.all_reduce(x, out=out, algorithm=algorithm)
+                assert torch.equal(out, want), algorithm
+                group.all_reduce(x, algorithm=algorithm)
+                assert torch.equal(x, want), algorithm
+                whole = torch.empty(count * group.size)
+                group.all_gather(whole, out + group.rank, algorithm="one_shot")
+                assert torch.equal(whole.view(group.size, count)[:, 0], want[0] + torch.arange(group.size))
+                part = torch.empty(count)
+                group.reduce_scatter(part, whole, algorithm="one_shot")
+                assert torch.equal(part, group.size * (want + group.rank))
+                group.broadcast(part, group.size - 1)
+                assert torch.equal(part, group.size * (want + group.size - 1))
+            if work is not None:
+                work.wait()
+            for (got, _), (want, _) in zip(recvs, wanted, strict=True):
+                assert torch.equal(got, want)
+
+
+def test_drawn_messages_and_collectives() -> None:
+    for seed in range(6):
+        testing.run_threads(drawn, 2 + seed % 3, seed, transport="sim")
+
+
+def test_none_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDPCOMM_DEVICE_SMALL_BYTES", "0")
+    testing.run_threads(drawn, 3, 1, transport="sim")
+
+
+def limits(seed: int) -> None:
+    del seed
+    hdp.init()
+
+
+def test_ranks_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDPCOMM_DEVICE_SMALL_BYTES", "8193")
+    with pytest.raises(hdp.InvalidUsage, match="from 0 to 8192"):
+        testing.run_threads(limits, 2, 0, transport="sim")
+    monkeypatch.setenv("HDPCOMM_DEVICE_SMALL_BYTES", "100")
+    assert settings().device_small_bytes == 100
+
+
+# --- what is enqueued
+
+MIB = 1 << 20
+
+
+def counted(what: str) -> dict[str, int]:
+    """What rank 0 gives its device for the second call, by kind."""
+    with hdp.init() as comm:
+        peer = 1 - comm.rank
+        zone = comm.landing_zone(torch.empty(0))
+        assert zone is not None
+        landed = zone.memory[: 64 * MIB]
+        small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(64 * MIB, dtype=torch.uint8)
+        calls: dict[str, Callable[[], Any]] = {
+            "8 B": lambda: (comm.send if comm.rank == 0 else comm.recv)(small, peer),
+            "exchange of 8 B": lambda: comm.exchange([(small, peer)], [(torch.zeros_like(small), peer)]),
+            "64 MiB to a landing place": lambda: comm.exchange(
+                [(large, peer, 0)] if comm.rank == 0 else [], [] if comm.rank == 0 else [(landed, peer, 0)]
+            ),
+            "ring step": lambda: comm.exchange([(large, peer, 0)], [(landed, peer, 0)]),
+            "all_reduce of 8 B": lambda: comm.all_reduce(torch.zeros(2), algorithm="one_shot"),
+            "all_reduce of 64 MiB": lambda: comm.all_reduce(torch.zeros(16 * MIB), algorithm="two_shot"),
+        }
+        device = comm.streams.device  # type: ignore[attr-defined]
+        calls[what]()
+        comm.synchronize()
+        device.count_calls()
+        calls[what]()
+        found: dict[str, int] = device.counted_calls()
+        comm.synchronize()
+        return found
+
+
+def enqueued(what: str, small: int) -> list[dict[str, int]]:
+    machine = FakeMachine(2, opens=_testing.TestDevice)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HDPCOMM_DEVICE_SMALL_BYTES", str(small))
+        return testing.run_threads(machine.ranks(counted), 2, what, transport="sim", timeout=60)
+
+
+#: Calls of the driver (on rank 0, on rank 1) for each, without kernels that wait and with them.
+CALLS = {
+    "8 B": ((6, 6), (4, 4)),
+    "exchange of 8 B": ((11, 11), (4, 4)),
+    "64 MiB to a landing place": ((13, 11), (13, 11)),
+    "ring step": ((23, 23), (23, 23)),
+    "all_reduce of 8 B": ((10, 10), (4, 4)),
+    "all_reduce of 64 MiB": ((17, 17), (17, 17)),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_calls_of_the_driver(what: str) -> None:
+    """docs/stream-transport.md has this table."""
+    found = tuple(tuple(sum(rank.values()) for rank in enqueued(what, small)) for small in (0, 8192))
+    assert found == CALLS[what], [enqueued(what, small) for small in (0, 8192)]
