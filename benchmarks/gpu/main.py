@@ -72,6 +72,9 @@ def all_parts() -> list[list[Part]]:
     kinds = [path.name[5:-7] for path in sorted((TOP / "tests/gpu").glob("test_*_gpu.py"))]
     return [
         [Part("build", (sys.executable, str(HERE / "build.py")), 200)],
+        [benchmark("train", 150, "step", "--groups", "one", "offload")],
+        [of_processes(benchmark("train_mixed", 90, "step", "--groups", "mixed"))],
+        [of_processes(benchmark("train_long", 90, "step", "--groups", "long"))],
         [benchmark("kernels", 60)],
         [benchmark("cross_entropy", 75)],
         [of_processes(benchmark("exchange", 50))],
