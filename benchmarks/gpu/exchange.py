@@ -9,6 +9,7 @@ A message of 64 MiB goes through slots, which is two copies, and to a landing pl
 from __future__ import annotations
 
 import functools
+import os
 import time
 
 import torch
@@ -18,7 +19,7 @@ import hdpcomm as hdp
 from hdpcomm.testing import spawn
 
 SMALL, LARGE = 8, 64 << 20
-LATENCY, BANDWIDTH, BESIDE = 2.0, 0.95, 0.98
+LATENCY_US, REDUCTION_US, BANDWIDTH, BESIDE = 12.0, 15.0, 0.9, 0.98
 PRODUCTS, SIDE, BESIDE_THEM = 96, 8192, 300  # some 0.15 s of products
 REDUCTIONS = ("one_shot", "two_shot", "ring")
 RANKS_S = 40.0
@@ -120,6 +121,7 @@ def on_a_rank() -> dict[str, float]:
     with hdp.init(transport="cuda") as comm:
         return {
             "small": one_way(comm, SMALL, 500),
+            "small both": both_ways(comm, SMALL, 500),
             "large": one_way(comm, LARGE, 20),
             "landing": landing(comm, LARGE, 20),
             "both": both_ways(comm, LARGE, 20),
@@ -127,6 +129,12 @@ def on_a_rank() -> dict[str, float]:
             **{f"{name} small": all_reduce(comm, SMALL, name, 200) for name in REDUCTIONS},
             **{f"{name} large": all_reduce(comm, LARGE, name, 10) for name in REDUCTIONS},
         }
+
+
+def with_one_lane() -> float:
+    os.environ["HDPCOMM_DEVICE_LANES"] = "1"
+    with hdp.init(transport="cuda") as comm:
+        return landing(comm, LARGE, 20)
 
 
 @functools.cache
@@ -148,9 +156,11 @@ def rank_rows() -> list[Row]:
     found = spawn(on_a_rank, 2, transport="cuda", timeout=RANKS_S)[0]
     copy_small, copy_large = copies()
     ratio, share = found["small"] / copy_small, copy_large / found["landing"]
+    latency, reduction = (LATENCY_US, REDUCTION_US) if limits else (None, None)
     rows = [
-        row(f"{kind}: message of 8 B", found["small"] * 1e6, "us"),
-        row(f"{kind}: 8 B, times cudaMemcpyAsync", ratio, "x", at_most=LATENCY if limits else None),
+        row(f"{kind}: message of 8 B", found["small"] * 1e6, "us", at_most=latency),
+        row(f"{kind}: 8 B, times cudaMemcpyAsync", ratio, "x"),
+        row(f"{kind}: exchange of 8 B, both ways", found["small both"] * 1e6, "us"),
         row(f"{kind}: message of 64 MiB", LARGE / found["large"] / 1e9, "GB/s"),
         row(f"{kind}: message of 64 MiB to a landing place", LARGE / found["landing"] / 1e9, "GB/s"),
         row(f"{kind}: of it, share of cudaMemcpyAsync", share, "", at_least=BANDWIDTH if limits else None),
@@ -158,12 +168,19 @@ def rank_rows() -> list[Row]:
         row(f"{kind}: matrix product beside", found["beside"], "", at_least=BESIDE if limits else None),
     ]
     for name in REDUCTIONS:
-        rows.append(row(f"{kind}: all_reduce of 8 B, {name}", found[f"{name} small"] * 1e6, "us"))
+        limit = reduction if name == "one_shot" else None
+        rows.append(row(f"{kind}: all_reduce of 8 B, {name}", found[f"{name} small"] * 1e6, "us", at_most=limit))
         rows.append(row(f"{kind}: all_reduce of 64 MiB, {name}", LARGE / found[f"{name} large"] / 1e9, "GB/s"))
     return rows
 
 
-GROUPS: list[Rows] = [copy_rows, rank_rows]
+def lane_rows() -> list[Row]:
+    kind, _ = processes_kind()
+    found = spawn(with_one_lane, 2, transport="cuda", timeout=RANKS_S)[0]
+    return [row(f"{kind}: message of 64 MiB to a landing place, one lane", LARGE / found / 1e9, "GB/s")]
+
+
+GROUPS: list[Rows] = [copy_rows, rank_rows, lane_rows]
 
 if __name__ == "__main__":
     main(__doc__.splitlines()[0], GROUPS)

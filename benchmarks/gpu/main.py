@@ -27,6 +27,7 @@ TOP = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 TOTAL_S = 520.0
 NO_GPU, FAILED, MISSED, INTERRUPTED = 3, 1, 4, 130
+RANK_TESTS = ("transport", "torch_backend", "nccl")  # files of tests/gpu with several ranks, which share the GPU
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def calibration() -> Part:
 def all_parts() -> list[list[Part]]:
     """All parts in batches, the most important figures first, since the time may not be enough for all."""
     kinds = [path.name[5:-7] for path in sorted((TOP / "tests/gpu").glob("test_*_gpu.py"))]
+    alone = [kind for kind in kinds if kind not in RANK_TESTS]
     return [
         [Part("build", (sys.executable, str(HERE / "build.py")), 200)],
         [benchmark("train", 150, "step", "--groups", "one", "offload")],
@@ -81,7 +83,9 @@ def all_parts() -> list[list[Part]]:
         [of_processes(benchmark("ring", 40, "ring", "--groups", "two"))],
         [of_processes(benchmark("ring4", 50, "ring", "--groups", "four"))],
         [of_processes(benchmark("graph", 45))],
-        [*map(tests, kinds), *map(sanitizer, ("memcheck", "racecheck", "synccheck"))],
+        *([of_processes(tests(kind))] for kind in RANK_TESTS),
+        [of_processes(benchmark("queues", 40))],
+        [*map(tests, alone), *map(sanitizer, ("memcheck", "racecheck", "synccheck"))],
         [benchmark("offload", 180, "activations")],
         [calibration()],
     ]

@@ -22,7 +22,7 @@ from hdpcomm.attention import ring_attention
 from hdpcomm.attention.layout import CuSeqlens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, linear_cross_entropy
-from hdpcomm.models.lean import rms_norm, swiglu
+from hdpcomm.models.lean import rms_norm, rotate, swiglu
 from hdpcomm.models.moe import MixtureOfExperts, router_losses
 
 if TYPE_CHECKING:
@@ -117,9 +117,7 @@ def rope_tables(
 
 def apply_rope(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Turns the pairs (i, i + D/2) of ``x: [tokens, heads, D]`` by the angles of :func:`rope_tables`; local."""
-    cos, sin = tables
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotate(x, *tables)
 
 
 class RMSNorm(nn.Module):

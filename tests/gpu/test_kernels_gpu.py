@@ -12,6 +12,7 @@ from hdpcomm import kernels
 from hdpcomm.attention import positions, shard, shard_with_positions
 from hdpcomm.attention._kernels import merge
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import lean
 from tests.unit.kernels.test_kernels_buffers import CASTS, FLOATS, INTS, OPS, same_bits, values
 from tests.unit.kernels.test_kernels_cross_entropy import DTYPES, IGNORED, ROUNDING, problem
 
@@ -232,3 +233,21 @@ def test_kernels_are_captured_and_replayed():
     assert torch.equal(out, want_out)
     assert torch.equal(lse, want_lse)
     assert torch.equal(summed, part)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_activations_and_rotations(dtype):
+    """hdpcomm.models.lean on this device against float64 on the CPU."""
+    x, up, weight = (torch.randn(shape).to(dtype) for shape in ((33, 4, 64), (33, 4, 64), (64,)))
+    angles = torch.randn(33, 1, 32)
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def results(place, wide):
+        a, b, w = (t.to(place, wide).requires_grad_() for t in (x, up, weight))
+        cos, sin = (t.to(place, wide) for t in tables)
+        out = lean.rotate(lean.swiglu(lean.rms_norm(a, w, 1e-5), b), cos, sin)
+        out.backward(torch.ones_like(out))
+        return [t.detach().double().cpu() for t in (out, a.grad, b.grad, w.grad)]
+
+    for got, want in zip(results(CUDA, dtype), results("cpu", torch.float64), strict=True):
+        assert float((got - want).norm() / want.norm()) <= (2e-2 if dtype == torch.bfloat16 else 1e-5)

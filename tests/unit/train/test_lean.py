@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU: values and gradients of torch's own operations, and what they keep."""
+"""RMSNorm, SwiGLU and rotations: values and gradients of torch's own operations, and what they keep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from hdpcomm.models.lean import rms_norm, swiglu
+from hdpcomm.models import lean as lean_module
+from hdpcomm.models.lean import rms_norm, rotate, swiglu
 
 
 def composed_norm(x, weight, eps):
@@ -34,11 +35,35 @@ def test_values_and_gradients(dtype, limit, shape):
             torch.testing.assert_close(one.grad, other.grad, rtol=limit, atol=limit * max(1, x.numel()) ** 0.5)
 
 
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="this torch has no fused operator")
+@pytest.mark.parametrize("shape", [(7, 6), (2, 3, 16)])
+def test_torchs_fused_norm(shape, monkeypatch):
+    """Its values; and its calls by tensors without storage, since torch has its backward for CUDA only
+    (tests/gpu/test_kernels_gpu.py)."""
+    monkeypatch.setattr(lean_module, "_has_fused_norm", lambda _: True)
+    x, weight = torch.randn(shape), torch.randn(shape[-1])
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), composed_norm(x, weight, 1e-5))
+    with torch.device("meta"):
+        x, weight = torch.empty(shape, requires_grad=True), torch.empty(shape[-1], requires_grad=True)
+        rms_norm(x, weight, 1e-5).sum().backward()
+    assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
+
+
 def test_exact_gradients():
     x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda a, w: rms_norm(a, w, 1e-5), (x, weight))
     assert torch.autograd.gradcheck(swiglu, (x, x.detach().flip(0).requires_grad_()))
+    heads, angles = torch.randn(5, 3, 8, dtype=torch.float64, requires_grad=True), torch.randn(5, 1, 4).double()
+    assert torch.autograd.gradcheck(lambda a: rotate(a, angles.cos(), angles.sin()), (heads,))
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_a_rotation(tokens):
+    x, angles = torch.randn(tokens, 3, 8).double(), torch.randn(tokens, 1, 4).double()
+    pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
+    turned = rotate(x.transpose(0, 1).contiguous().transpose(0, 1), angles.cos(), angles.sin())
+    torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), dim=-1))
 
 
 def test_a_frozen_weight_and_an_input_without_gradient():
@@ -61,3 +86,7 @@ def test_what_is_kept(dtype):
         kept.clear()
         swiglu(x, up)
         assert sum(kept) == 2 * x.numel()
+        kept.clear()
+        angles = torch.randn(100, 1, 4).to(dtype)
+        rotate(x.view(100, 8, 8), angles, angles)
+        assert sum(kept) == 2 * angles.numel()
