@@ -177,7 +177,7 @@ def rank_rows() -> list[Row]:
 def lane_rows() -> list[Row]:
     kind, _ = processes_kind()
     found = spawn(with_one_lane, 2, transport="cuda", timeout=RANKS_S)[0]
-    return [row(f"{kind}: message of 64 MiB to a landing place, one lane", LARGE / found / 1e9, "GB/s")]
+    return [row(f"{kind}: 64 MiB to a landing place, one lane", LARGE / found / 1e9, "GB/s")]
 
 
 GROUPS: list[Rows] = [copy_rows, rank_rows, lane_rows]

@@ -2,7 +2,7 @@
 
 Two processes at a time, each with 24 streams and the default one; by the number of queues that they ask for
 (``CUDA_DEVICE_MAX_CONNECTIONS``) and by what the others are given: the write of a flag, a copy on the device before it,
-a copy from host memory before it.
+a copy from host memory before it; the write where every other stream has a high priority.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hdpcomm._core.device import Device, open_cuda
 from hdpcomm.testing import spawn
 
 STREAMS, COPY_BYTES, PATIENCE_S = 24, 4 << 20, 0.03
-KINDS = ("write", "copy", "copy from the host")
+KINDS = ("write", "copy", "copy from host")
 
 
 def held_up(device: Device, kind: str, waiting: int, priority: int) -> list[int]:
@@ -57,7 +57,7 @@ def on_a_rank(connections: int) -> dict[str, list[list[int]]]:
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     device = open_cuda(0)
     found = {kind: [held_up(device, kind, waiting, 0) for waiting in (0, 1, 6)] for kind in KINDS}
-    return found | {"write, every other stream of high priority": [held_up(device, "write", 1, -5)]}
+    return found | {"write, priorities": [held_up(device, "write", 1, -5)]}
 
 
 def rows_of(connections: int) -> list[Row]:
@@ -68,7 +68,7 @@ def rows_of(connections: int) -> list[Row]:
     for name in found[0]:
         print(f"{kind}, {asked}, {name}: {[rank[name] for rank in found]}", flush=True)
         most = max(len(held) for rank in found for held in rank[name])
-        rows.append(row(f"{kind}, {asked}: held up of {STREAMS}, {name}", most, ""))
+        rows.append(row(f"{kind}, {asked}: held up, {name}", most, "streams"))
     return rows
 
 

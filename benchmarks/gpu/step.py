@@ -311,7 +311,7 @@ GROUPS: dict[str, list[Rows]] = {
     "one": [one_rank],
     "offload": [with_offload],
     "mixed": [lambda: two_ranks("mixed", MIXED, "FSDP2", fsdp2)],
-    "long": [lambda: two_ranks("64K", LONG, "torch's context parallel", context_parallel_step)],
+    "long": [lambda: two_ranks("64K", LONG, "torch CP", context_parallel_step)],
 }
 
 if __name__ == "__main__":

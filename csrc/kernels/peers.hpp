@@ -2,12 +2,11 @@
 // collectives in one or two shots. They do the maths only: the caller's stream has waited until
 // every input is written and every output may be, and signals afterwards.
 //
-// There is no variant with a barrier inside the kernel. Ranks may share a GPU and even a process,
-// and nothing guarantees that a kernel that waits and the one that it waits for run at the same
-// time: streams of one process share hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default),
-// in which the second can be stuck behind the first, and processes share a GPU by time slices of
-// milliseconds (CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"). Waiting is left
-// to the stream memory operations of the transport.
+// There is no variant with a barrier inside the kernel for large operands: streams may share
+// hardware queues, in which a kernel can be stuck behind the one that waits for it, and processes
+// share a GPU by time slices of milliseconds (CUDA C++ Programming Guide, "Asynchronous Concurrent
+// Execution"). Waiting is left to the stream memory operations of the transport, which take no SM;
+// small operands are another matter (relay.hpp).
 #pragma once
 
 #include <cstdint>

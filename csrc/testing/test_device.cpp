@@ -141,6 +141,7 @@ void TestDevice::refuseCaptured(const char* call, Event event) {
 }
 
 bool TestDevice::query(Event event) {
+  count("query");
   refuseCaptured("query()", event);
   return FastDevice::query(event);
 }

@@ -16,12 +16,14 @@ import psutil
 import pytest
 import torch
 
+from hdpcomm.offload import ActivationOffload
 from hdpcomm.testing import run_threads
+from tests.harness.native import _testing
 
 TOP = Path(__file__).resolve().parents[2]
 SCRIPTS = (
     "main", "common", "build", "kernels", "cross_entropy", "exchange", "ring", "graph", "activations", "offload",
-    "sanitizer_driver",
+    "sanitizer_driver", "step", "queues", "train",
 )  # fmt: skip
 
 
@@ -116,9 +118,11 @@ def test_flags(script, capsys):
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
     batches = main.all_parts()
     assert [[part.name for part in batch] for batch in batches] == [
-        ["build"], ["kernels"], ["cross_entropy"], ["exchange"], ["ring"], ["ring4"], ["graph"],
-        ["test_attention", "test_device", "test_experts", "test_kernels", "test_nccl", "test_offload",
-         "test_torch_backend", "test_transport", "memcheck", "racecheck", "synccheck"],
+        ["build"], ["train"], ["train_mixed"], ["train_long"],
+        ["kernels"], ["cross_entropy"], ["exchange"], ["ring"], ["ring4"], ["graph"],
+        ["test_transport"], ["test_torch_backend"], ["test_nccl"], ["queues"],
+        ["test_attention", "test_device", "test_experts", "test_kernels", "test_offload",
+         "memcheck", "racecheck", "synccheck"],
         ["offload"], ["calibrate"],
     ]  # fmt: skip
     assert main.TOTAL_S < 540
@@ -347,12 +351,64 @@ def test_exchange_bodies(on_cpu, monkeypatch):
 
 def test_exchange_rows(on_cpu, monkeypatch):
     module = on_cpu("exchange")
-    found = dict.fromkeys(("small", "large", "landing", "both", "beside"), 1.0)
+    found = dict.fromkeys(("small", "small both", "large", "landing", "both", "beside"), 1.0)
     found |= {f"{name} {size}": 1.0 for name in module.REDUCTIONS for size in ("small", "large")}
-    monkeypatch.setattr(module, "spawn", lambda *_, **__: [found, found])
+    monkeypatch.setattr(module, "spawn", lambda fn, *_, **__: [1.0 if fn is module.with_one_lane else found] * 2)
     assert sound(measured(module))["processes: 8 B, times cudaMemcpyAsync"] == 2.0
     monkeypatch.setenv("HDPCOMM_MPS", "1")
     assert "processes, MPS: message of 8 B" in sound(measured(module))
+
+
+def small_steps(module, monkeypatch):
+    sizes = {"vocabulary": 64, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 48, "tied_embeddings": False}
+    for name, value in (
+        ("DEVICE", "cpu"), ("LAYER", sizes), ("MIXED", [96, 40, 17, 3, 2]), ("LONG", [512]), ("STEPS", 1), ("MEASURED", 32),
+        ("POOL_BYTES", 16 << 20), ("product_flops", lambda: 1e11),
+        ("ActivationOffload", lambda pool, model: ActivationOffload(pool, model, min_bytes=1)),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "spawn", lambda fn, ranks, *given, **_: run_threads(fn, ranks, *given, transport="sim"))
+
+
+def test_training_steps_of_one_rank(on_cpu, monkeypatch):
+    module = on_cpu("step")
+    small_steps(module, monkeypatch)
+    values = sound(module.one_rank())
+    assert values["1 rank, mixed against FSDP2: loss differs by"] <= 1e-3
+    assert values["1 rank, mixed: share of the matrix peak"] > 0
+    values = sound(module.with_offload())
+    assert values["1 rank, 64K, offload: loss differs by"] <= 1e-3
+    assert 0 < values["1 rank, 64K, offload: ratio"] <= 1
+
+
+def test_training_steps_of_two_ranks(on_cpu, monkeypatch):
+    module = on_cpu("step")
+    small_steps(module, monkeypatch)
+    monkeypatch.setattr(module, "on_torch", module.on_hdpcomm)
+    monkeypatch.setenv("HDPCOMM_MPS", "1")
+
+    def rival(comm, lengths, capacity):
+        return module.hybrid(comm, lengths, capacity)
+
+    values = sound(module.two_ranks("mixed", module.MIXED, "torch CP", rival))
+    assert values["2 processes, MPS, mixed: ranks of the longest sequence"] == 2
+    assert values["2 processes, MPS, mixed against torch CP: loss differs by"] <= 1e-3
+
+
+def test_streams_that_are_held_up(on_cpu, monkeypatch):
+    module = on_cpu("queues")
+
+    def shared(_):
+        device = _testing.TestDevice(0)
+        device.share_queues(5)
+        return device
+
+    monkeypatch.setattr(module, "open_cuda", shared)
+    monkeypatch.setattr(module, "spawn", lambda fn, ranks, *given, **_: [fn(*given)] * ranks)
+    monkeypatch.setenv("HDPCOMM_MPS", "1")
+    values = sound(measured(module))
+    assert values["processes, MPS, queues not set: held up, copy from host"] == 5
+    assert len(values) == 16
 
 
 def test_groups_by_name(on_cpu, monkeypatch, capsys):

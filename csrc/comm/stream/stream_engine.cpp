@@ -94,7 +94,10 @@ StreamEngine::WorkPtr StreamEngine::begin(const Call& call, Ranks ranks, Stream 
   work->seq_ = next_seq_++;
   work->captured_ = device_->isCapturing(caller);
   work->by_liveness_ = world_->goesByLiveness();
-  if (!work->captured_ && running_.size() >= 64) collectEnded();
+  if (!work->captured_ && running_.size() >= look_at_) {
+    collectEnded();
+    look_at_ = std::max(kLeastLook, 2 * running_.size());
+  }
   return work;
 }
 

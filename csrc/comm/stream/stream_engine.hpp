@@ -192,7 +192,11 @@ class StreamEngine final : public WorldPart {
 
   mutable std::mutex mutex_;
   std::vector<Peer> peers_;
-  std::vector<WorkPtr> running_;   // in order of submission; without captured ones
+  std::vector<WorkPtr> running_;  // in order of submission; without captured ones
+  // How many make begin() look which have ended: twice as many as were left the last time, so
+  // that an operation asks for a few events, however far the host is ahead.
+  size_t look_at_ = kLeastLook;
+  static constexpr size_t kLeastLook = 64;
   std::vector<WorkPtr> released_;  // failed, until their streams have drained
   bool release_due_ = false;       // failed, and the mover's release() was not called yet
   int64_t next_seq_ = 0;

@@ -85,6 +85,8 @@ class Link {
   void clear(size_t bytes, Fork& fork, const WaitCheck& check);
   int land(size_t bytes, Fork& fork, const WaitCheck& check);
 
+  // The first lane of a direction.
+  Lane& firstLane(bool out) { return lane(out ? out_ : in_, 0); }
   int numSlots() const { return arena_.config().num_slots; }
   // The streams of its lanes.
   void addStreams(std::vector<Stream>& streams) const;

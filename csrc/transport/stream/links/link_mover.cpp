@@ -3,6 +3,7 @@
 #include "transport/stream/links/link_mover.hpp"
 
 #include <algorithm>
+#include <map>
 #include <optional>
 
 #include "transport/stream/links/retired.hpp"
@@ -89,18 +90,6 @@ void LinkMover::send(const Message& message, device::Fork& fork, device::Rounds&
   counts_.countSent(message.bytes());
 }
 
-std::vector<device::SmallMessages::Message> LinkMover::smallOf(const Messages& messages,
-                                                               bool sent) {
-  std::vector<device::SmallMessages::Message> found;
-  for (const Message& message : messages) {
-    if (!isSmall(message)) continue;
-    use(message.peer);
-    found.push_back({placeOf(message.peer), message.data, message.bytes()});
-    sent ? counts_.countSent(message.bytes()) : counts_.countReceived(message.bytes());
-  }
-  return found;
-}
-
 class LinkMover::LinkExchange final : public PreparedExchange {
  public:
   LinkExchange(LinkMover& mover, const Exchange& operation)
@@ -109,18 +98,10 @@ class LinkMover::LinkExchange final : public PreparedExchange {
   std::vector<Stream> enqueue(Event begin, const WaitCheck& check) && override {
     device::Fork fork(*mover_.device_, begin);
     std::vector<Stream> streams;
-    const auto sends = mover_.smallOf(operation_.sends, true);
-    const auto recvs = mover_.smallOf(operation_.recvs, false);
-    if (const size_t count = sends.size() + recvs.size(); count > 0) {
-      Stream stream = operation_.caller;
-      if (operation_.background) {
-        device::Lane& lane = mover_.small_.lane();
-        lane.pass(count + 3, check);
-        stream = fork.enter(lane);
-      } else {
-        streams.push_back(stream);
-      }
-      mover_.small_.exchange(sends, recvs, DType::kUint8, RedOp::kNone, stream);
+    const std::vector<SmallRound> small = smallRounds();
+    for (const SmallRound& round : small) {
+      if (!round.sends.empty() || !round.recvs.empty()) streams = {operation_.caller};
+      run(round, fork, check);
     }
     device::Rounds rounds;
     for (const Message& message : operation_.recvs) {
@@ -135,6 +116,68 @@ class LinkMover::LinkExchange final : public PreparedExchange {
   }
 
  private:
+  using SmallMessages = device::SmallMessages::Messages;
+
+  // Small messages of a round, as many of a pair and direction as there are slots (Rounds): those
+  // that the caller's stream may hold, and by peer those that a lane of the pair holds, since they
+  // run in the background or come after one there.
+  struct SmallRound {
+    SmallMessages sends, recvs;
+    std::map<int, SmallMessages> sends_beside, recvs_beside;
+  };
+
+  std::vector<SmallRound> smallRounds() {
+    std::vector<SmallRound> rounds;
+    for (const bool out : {true, false}) {
+      std::map<int, std::pair<bool, size_t>> of_peers;  // on the caller's stream, how many
+      for (const Message& message : out ? operation_.sends : operation_.recvs) {
+        if (!mover_.isSmall(message)) continue;
+        const int place = mover_.placeOf(message.peer);
+        const auto [found, first] = of_peers.try_emplace(message.peer);
+        auto& [direct, count] = found->second;
+        if (first) {
+          mover_.use(message.peer);
+          direct = !operation_.background &&
+                   !mover_.small_.pending(place, out, operation_.caller, operation_.captured);
+        }
+        const size_t round = count++ / device::kSmallSlots;
+        if (round >= rounds.size()) rounds.resize(round + 1);
+        SmallRound& in = rounds[round];
+        SmallMessages& on = direct ? (out ? in.sends : in.recvs)
+                                   : (out ? in.sends_beside : in.recvs_beside)[message.peer];
+        on.push_back({place, message.data, message.bytes()});
+        out ? mover_.counts_.countSent(message.bytes())
+            : mover_.counts_.countReceived(message.bytes());
+      }
+    }
+    return rounds;
+  }
+
+  void run(const SmallRound& round, device::Fork& fork, const WaitCheck& check) {
+    if (round.sends_beside.empty() && round.recvs_beside.empty()) {
+      return exchange(round.sends, round.recvs, operation_.caller);
+    }
+    exchange(round.sends, {}, operation_.caller);
+    exchangeBeside(round.sends_beside, true, fork, check);
+    exchange({}, round.recvs, operation_.caller);
+    exchangeBeside(round.recvs_beside, false, fork, check);
+  }
+
+  void exchange(const SmallMessages& sends, const SmallMessages& recvs, Stream stream) {
+    if (sends.empty() && recvs.empty()) return;
+    mover_.small_.exchange(sends, recvs, DType::kUint8, RedOp::kNone, stream);
+  }
+
+  void exchangeBeside(const std::map<int, SmallMessages>& by_peer, bool out, device::Fork& fork,
+                      const WaitCheck& check) {
+    for (const auto& [peer, messages] : by_peer) {
+      device::Lane& lane = mover_.link(peer).firstLane(out);
+      lane.pass(messages.size() + 3, check);
+      const Stream stream = fork.enter(lane);
+      out ? exchange(messages, {}, stream) : exchange({}, messages, stream);
+    }
+  }
+
   LinkMover& mover_;
   const Exchange operation_;
 };
@@ -225,8 +268,8 @@ class LinkMover::PeerReadCollective final : public PreparedCollective {
                            operation_.stream);
       return;
     }
-    std::vector<device::SmallMessages::Message> sends;
-    std::vector<device::SmallMessages::Message> recvs;
+    device::SmallMessages::Messages sends;
+    device::SmallMessages::Messages recvs;
     for (size_t i = 0; i < places.size(); ++i) {
       if (i == own) continue;
       sends.push_back({places[i], in, bytes});
@@ -258,8 +301,8 @@ class LinkMover::Transfers final : public StepTransfers {
     const auto small = [&](const auto& each, const Span& region) {
       return linked(each) && mover_.small_.fits(region.bytes);
     };
-    std::vector<device::SmallMessages::Message> sends;
-    std::vector<device::SmallMessages::Message> recvs;
+    device::SmallMessages::Messages sends;
+    device::SmallMessages::Messages recvs;
     bool others = false;
     for (const Send& send : step.sends) {
       if (!linked(send)) continue;
@@ -373,7 +416,6 @@ std::unique_ptr<StreamMover::PreparedCollective> LinkMover::prepare(const Collec
 std::vector<Stream> LinkMover::streams() const {
   std::vector<Stream> streams;
   reads_.addStreams(streams);
-  small_.addStreams(streams);
   for (const Peer& peer : peers_) {
     if (peer.link != nullptr) peer.link->addStreams(streams);
   }

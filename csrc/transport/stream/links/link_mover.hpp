@@ -61,8 +61,6 @@ class LinkMover final : public StreamMover {
   bool isSmall(const Message& message) const {
     return message.landing == kNoLanding && small_.fits(message.bytes());
   }
-  // The small ones of these, which are counted.
-  std::vector<device::SmallMessages::Message> smallOf(const Messages& messages, bool sent);
   void send(const Message& message, device::Fork& fork, device::Rounds& rounds);
   void receive(const Message& message, device::Fork& fork, device::Rounds& rounds);
 

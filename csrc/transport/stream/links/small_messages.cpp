@@ -13,18 +13,17 @@ SmallMessages::SmallMessages(DevicePtr device, const Arena& arena, int place)
       arena_(arena),
       place_(place),
       most_(arena.config().small_bytes),
-      peers_(static_cast<size_t>(arena.numRanks())),
-      last_(device_, device_->createEvent()) {}
+      peers_(static_cast<size_t>(arena.numRanks())) {}
 
-Lane& SmallMessages::lane() {
-  if (!lane_) lane_.emplace(device_);
-  return *lane_;
+int SmallMessages::nextSlot(int place, bool out) {
+  int& next = at(place).next_slot[out];
+  const int slot = next;
+  next = (next + 1) % kSmallSlots;
+  return slot;
 }
 
 RelayItem SmallMessages::put(const Message& message) {
-  int& next = peers_[static_cast<size_t>(message.place)].next_out;
-  const int slot = next;
-  next = (next + 1) % kSmallSlots;
+  const int slot = nextSlot(message.place, true);
   return {.dst = arena_.smallSlot(message.place, place_, slot),
           .src = message.data,
           .operand = nullptr,
@@ -34,9 +33,7 @@ RelayItem SmallMessages::put(const Message& message) {
 }
 
 RelayItem SmallMessages::get(const Message& message) {
-  int& next = peers_[static_cast<size_t>(message.place)].next_in;
-  const int slot = next;
-  next = (next + 1) % kSmallSlots;
+  const int slot = nextSlot(message.place, false);
   return {.dst = message.data,
           .src = arena_.smallSlot(place_, message.place, slot),
           .operand = message.operand,
@@ -47,33 +44,48 @@ RelayItem SmallMessages::get(const Message& message) {
 
 // Work that was captured into a graph and work that was not are kept in order by whoever replays
 // the graph (docs/stream-transport.md).
-void SmallMessages::begin(Stream stream) {
-  used_ = true;
-  const bool captured = device_->isCapturing(stream);
-  const bool same = last_stream_ && *last_stream_ == stream;
-  if (last_stream_ && !same && captured == last_captured_) {
-    if (!captured || device_->isCapturing(*last_stream_)) device_->wait(stream, last_.get());
-  }
-  last_captured_ = captured;
+bool SmallMessages::pending(int place, bool out, Stream stream, bool captured) {
+  MarkPtr& last = at(place).last[out];
+  if (last == nullptr || last->stream == stream || last->captured != captured) return false;
+  if (captured) return device_->isCapturing(last->stream);
+  if (!device_->query(last->event.get())) return true;
+  last.reset();
+  return false;
 }
 
-void SmallMessages::end(Stream stream) {
-  device_->record(last_.get(), stream);
-  last_stream_ = stream;
+void SmallMessages::follow(const Messages& messages, bool out, Stream stream, bool captured) {
+  used_ = true;
+  std::vector<const Mark*> waited;
+  for (const Message& message : messages) {
+    if (!pending(message.place, out, stream, captured)) continue;
+    const Mark* last = at(message.place).last[out].get();
+    if (std::find(waited.begin(), waited.end(), last) != waited.end()) continue;
+    waited.push_back(last);
+    device_->wait(stream, last->event.get());
+  }
+}
+
+SmallMessages::MarkPtr SmallMessages::mark(Stream stream, bool captured) {
+  auto made =
+      std::make_shared<Mark>(Mark{OwnedEvent(device_, device_->createEvent()), stream, captured});
+  device_->record(made->event.get(), stream);
+  return made;
 }
 
 // In rounds of as many messages of a pair and direction as there are slots, sends first, as Rounds
 // do: what a kernel waits for is in a kernel of the peer that waits for none behind this one.
-void SmallMessages::exchange(const std::vector<Message>& sends, const std::vector<Message>& recvs,
-                             DType dtype, RedOp redop, Stream stream) {
-  begin(stream);
+void SmallMessages::exchange(const Messages& sends, const Messages& recvs, DType dtype, RedOp redop,
+                             Stream stream) {
+  const bool captured = device_->isCapturing(stream);
+  follow(sends, true, stream, captured);
+  follow(recvs, false, stream, captured);
   std::vector<bool> sent(sends.size());
   std::vector<bool> received(recvs.size());
   size_t left = sends.size() + recvs.size();
   while (left > 0) {
     std::vector<RelayItem> items;
     bool reduces = false;
-    const auto take = [&](const std::vector<Message>& messages, std::vector<bool>& done, bool out) {
+    const auto take = [&](const Messages& messages, std::vector<bool>& done, bool out) {
       std::vector<int> taken(peers_.size());
       for (size_t i = 0; i < messages.size(); ++i) {
         int& count = taken[static_cast<size_t>(messages[i].place)];
@@ -87,10 +99,10 @@ void SmallMessages::exchange(const std::vector<Message>& sends, const std::vecto
     };
     take(sends, sent, true);
     take(recvs, received, false);
-    for (size_t at = 0; at < items.size(); at += kernels::kMaxItems) {
+    for (size_t from = 0; from < items.size(); from += kernels::kMaxItems) {
       kernels::RelayArgs args;
-      args.num_items = static_cast<int>(std::min<size_t>(items.size() - at, kernels::kMaxItems));
-      std::copy_n(items.begin() + static_cast<std::ptrdiff_t>(at), args.num_items, args.items);
+      args.num_items = static_cast<int>(std::min<size_t>(items.size() - from, kernels::kMaxItems));
+      std::copy_n(items.begin() + static_cast<std::ptrdiff_t>(from), args.num_items, args.items);
       if (reduces) {
         args.dtype = dtype;
         args.op = redop;
@@ -98,11 +110,13 @@ void SmallMessages::exchange(const std::vector<Message>& sends, const std::vecto
       launchRelay(*device_, args, stream);
     }
   }
-  end(stream);
+  const MarkPtr end = mark(stream, captured);
+  for (const Message& message : sends) at(message.place).last[true] = end;
+  for (const Message& message : recvs) at(message.place).last[false] = end;
 }
 
 void SmallMessages::reduce(const Reduction& reduction, Stream stream) {
-  begin(stream);
+  const bool captured = device_->isCapturing(stream);
   kernels::PushFoldArgs args;
   args.num_inputs = static_cast<int>(reduction.places.size());
   args.out = reduction.out;
@@ -110,6 +124,7 @@ void SmallMessages::reduce(const Reduction& reduction, Stream stream) {
   args.dtype = reduction.dtype;
   args.op = reduction.redop;
   const size_t bytes = reduction.count * dtypeBytes(reduction.dtype);
+  Messages others;
   for (int i = 0; i < args.num_inputs; ++i) {
     const int place = reduction.places[static_cast<size_t>(i)];
     std::byte* part = reduction.parts[static_cast<size_t>(i)];
@@ -117,19 +132,18 @@ void SmallMessages::reduce(const Reduction& reduction, Stream stream) {
       args.inputs[i] = part;
       continue;
     }
-    args.pushes[args.num_pushes++] = put({place, part, bytes});
-    const RelayItem incoming = get({place, nullptr, bytes});
+    others.push_back({place, part, bytes});
+    args.pushes[args.num_pushes++] = put(others.back());
+    const RelayItem incoming = get(others.back());
     args.inputs[i] = incoming.src;
     args.waits[i] = incoming.wait;
     args.sets[i] = incoming.set;
   }
+  follow(others, true, stream, captured);
+  follow(others, false, stream, captured);
   launchPushFold(*device_, args, stream);
-  end(stream);
-}
-
-void SmallMessages::addStreams(std::vector<Stream>& streams) const {
-  if (lane_) streams.push_back(lane_->stream());
-  // A caller's stream that waits in one of these kernels is among those of its operation.
+  const MarkPtr end = mark(stream, captured);
+  for (const Message& message : others) at(message.place).last = {end, end};
 }
 
 void SmallMessages::release(Stream stream) const {

@@ -1,16 +1,17 @@
 // Messages of a few KiB over links: all of an exchange are one kernel on the stream that needs
 // them, which waits for the peers itself (kernels/relay.hpp).
 //
-// They have slots of their own, which kernels of several streams use in turn; so each kernel comes
-// after the one before it, whatever its stream.
+// They have slots of their own, which kernels of several streams use in turn. So a message comes
+// after the one before it of the same pair and direction, and after nothing else: a receive for
+// which the peer is late holds up no send, and no other peer.
 #pragma once
 
-#include <optional>
+#include <array>
+#include <memory>
 #include <vector>
 
 #include "kernels/relay.hpp"
 #include "transport/stream/links/arena.hpp"
-#include "transport/stream/links/link.hpp"
 
 namespace hdpcomm::device {
 
@@ -23,6 +24,7 @@ class SmallMessages {
     size_t bytes;
     const std::byte* operand = nullptr;
   };
+  using Messages = std::vector<Message>;
   // An all-reduce or a reduce-scatter of the ranks at these places, `own` of them this one:
   // `parts[i]` of this rank go to the i-th.
   struct Reduction {
@@ -39,36 +41,44 @@ class SmallMessages {
 
   bool fits(size_t bytes) const { return bytes <= most_ && most_ > 0; }
 
-  // Enqueue on the stream. dtype and redop are those of messages with an operand.
-  void exchange(const std::vector<Message>& sends, const std::vector<Message>& recvs, DType dtype,
-                RedOp redop, Stream stream);
+  // Whether the last message of the pair and direction is not known to come before work that the
+  // stream is given now.
+  bool pending(int place, bool out, Stream stream, bool captured);
+
+  // Enqueue on the stream, after the last messages of their pairs and directions. dtype and redop
+  // are those of messages with an operand.
+  void exchange(const Messages& sends, const Messages& recvs, DType dtype, RedOp redop,
+                Stream stream);
   void reduce(const Reduction& reduction, Stream stream);
 
-  // For what is not to wait for the caller's stream.
-  Lane& lane();
-  void addStreams(std::vector<Stream>& streams) const;
   // Sets every flag that this rank's kernels may wait for, once.
   void release(Stream stream) const;
 
  private:
-  struct Peer {
-    int next_out = 0;
-    int next_in = 0;
+  // The end of a kernel.
+  struct Mark {
+    OwnedEvent event;
+    Stream stream;
+    bool captured;
   };
+  using MarkPtr = std::shared_ptr<Mark>;
+  struct Peer {
+    std::array<int, 2> next_slot = {};  // to receive, to send
+    std::array<MarkPtr, 2> last = {};
+  };
+  Peer& at(int place) { return peers_[static_cast<size_t>(place)]; }
   kernels::RelayItem put(const Message& message);
   kernels::RelayItem get(const Message& message);
-  void begin(Stream stream);
-  void end(Stream stream);
+  int nextSlot(int place, bool out);
+  void follow(const Messages& messages, bool out, Stream stream, bool captured);
+  // The end of what was enqueued on the stream just now.
+  MarkPtr mark(Stream stream, bool captured);
 
   DevicePtr device_;
   const Arena& arena_;
   int place_;
   size_t most_;
   std::vector<Peer> peers_;  // by place
-  std::optional<Lane> lane_;
-  OwnedEvent last_;  // the end of the last kernel
-  std::optional<Stream> last_stream_;
-  bool last_captured_ = false;
   bool used_ = false;
 };
 
