@@ -15,6 +15,7 @@
 #include "kernels/merge.hpp"
 #include "kernels/peers.hpp"
 #include "kernels/reduce.hpp"
+#include "kernels/relay.hpp"
 #include "kernels/rows.hpp"
 
 using namespace hdpcomm;
@@ -211,6 +212,83 @@ void testPut() {
   expect(dst.equals(src) && flag == 9, "differs");
 }
 
+DType anyType() {
+  constexpr DType kTypes[] = {DType::kBool,    DType::kUint8,  DType::kInt8,    DType::kInt16,
+                              DType::kInt32,   DType::kInt64,  DType::kFloat16, DType::kBFloat16,
+                              DType::kFloat32, DType::kFloat64};
+  return kTypes[pick(0, 9)];
+}
+
+// All types; ranks that wait for each other: ranks.cpp.
+void testRelay() {
+  running = "relay";
+  RelayArgs args;
+  args.dtype = anyType();
+  constexpr RedOp kOps[] = {RedOp::kSum, RedOp::kProd, RedOp::kMin, RedOp::kMax};
+  args.op = pick(0, 2) == 0 ? RedOp::kNone : kOps[pick(0, 3)];
+  args.num_items = static_cast<int>(pick(1, 9));
+  std::vector<Memory> memories;
+  std::vector<uint32_t> flags(2 * static_cast<size_t>(args.num_items), 0);
+  for (int i = 0; i < args.num_items; ++i) {
+    RelayItem& item = args.items[i];
+    const int64_t count = pick(0, 500);
+    item.bytes = count * static_cast<int64_t>(dtypeBytes(args.dtype));
+    for (int m = 0; m < 4; ++m) memories.push_back(fresh(count, args.dtype, pick(0, 3)));
+    item.src = memories[4 * i].get();
+    item.dst = memories[4 * i + 1].get();
+    if (args.op != RedOp::kNone && pick(0, 1) == 0) item.operand = memories[4 * i + 2].get();
+    if (pick(0, 3) != 0) item.wait = &flags[2 * i], flags[2 * i] = 1;
+    if (pick(0, 3) != 0) item.set = &flags[2 * i + 1];
+  }
+  relayCuda(args, nullptr);
+  for (int i = 0; i < args.num_items; ++i) {
+    RelayItem item = args.items[i];
+    item.dst = memories[4 * i + 3].get();
+    relayItemCpu(item, args.dtype, args.op);
+    expect(memories[4 * i + 1].equals(memories[4 * i + 3]), "differs");
+    expect(flags[2 * i] == 0 && flags[2 * i + 1] == (item.set != nullptr ? 1 : 0), "flags differ");
+  }
+}
+
+void testPushFold() {
+  running = "push_fold";
+  PushFoldArgs args;
+  args.dtype = anyType();
+  constexpr RedOp kOps[] = {RedOp::kSum, RedOp::kProd, RedOp::kMin, RedOp::kMax, RedOp::kAvg};
+  const bool floats = args.dtype == DType::kFloat16 || args.dtype == DType::kBFloat16 ||
+                      args.dtype == DType::kFloat32 || args.dtype == DType::kFloat64;
+  args.op = kOps[pick(0, floats ? 4 : 3)];
+  args.count = pick(1, 600);
+  args.num_inputs = static_cast<int>(pick(1, 12));
+  std::vector<Memory> inputs;
+  std::vector<uint32_t> flags(2 * static_cast<size_t>(args.num_inputs), 0);
+  for (int p = 0; p < args.num_inputs; ++p) {
+    inputs.push_back(fresh(args.count, args.dtype, pick(0, 3)));
+  }
+  Memory out = fresh(args.count, args.dtype, pick(0, 3));
+  Memory want = fresh(args.count, args.dtype, 0);
+  Memory pushed = fresh(args.count, args.dtype, pick(0, 3));
+  for (int p = 0; p < args.num_inputs; ++p) {
+    args.inputs[p] = inputs[p].get();
+    if (p > 0) args.waits[p] = &flags[2 * p], flags[2 * p] = 1, args.sets[p] = &flags[2 * p + 1];
+  }
+  uint32_t credit = 1, full = 0;
+  args.pushes[args.num_pushes++] = {
+      pushed.get(), inputs[0].get(),
+      nullptr,      args.count * static_cast<int64_t>(dtypeBytes(args.dtype)),
+      &credit,      &full};
+  FoldArgs fold = foldOf(args);
+  fold.outputs[0] = want.get();
+  foldCpu(fold);
+  args.out = out.get();
+  pushFoldCuda(args, nullptr);
+  expect(out.equals(want) && pushed.equals(inputs[0]), "differs");
+  expect(credit == 0 && full == 1, "flags of the push differ");
+  for (int p = 1; p < args.num_inputs; ++p) {
+    expect(flags[2 * p] == 0 && flags[2 * p + 1] == 1, "flags differ");
+  }
+}
+
 void testRows() {
   running = "rows";
   RowsArgs args;
@@ -375,7 +453,7 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
   for (int i = 0; i < rounds; ++i) {
     for (void (*test)() : {testReduce, testDivide, testCast, testFold, testCollect, testPut,
-                           testRows, testMerge, testCrossEntropy}) {
+                           testRelay, testPushFold, testRows, testMerge, testCrossEntropy}) {
       test();
     }
   }

@@ -69,13 +69,21 @@ struct World {
   Pair& of(int owner, int peer) { return *pairs[static_cast<size_t>(owner * size + peer)]; }
   RelayItem put(int rank, int peer, const BufferPtr& data) {
     const int slot = of(rank, peer).next_out++ % kSlots;
-    return {of(peer, rank).slots[slot], data->data(), nullptr, static_cast<int64_t>(data->bytes),
-            &of(rank, peer).credit[slot], &of(peer, rank).full[slot]};
+    return {of(peer, rank).slots[slot],
+            data->data(),
+            nullptr,
+            static_cast<int64_t>(data->bytes),
+            &of(rank, peer).credit[slot],
+            &of(peer, rank).full[slot]};
   }
   RelayItem get(int rank, int peer, void* to, size_t bytes) {
     const int slot = of(rank, peer).next_in++ % kSlots;
-    return {to, of(rank, peer).slots[slot], nullptr, static_cast<int64_t>(bytes),
-            &of(rank, peer).full[slot], &of(peer, rank).credit[slot]};
+    return {to,
+            of(rank, peer).slots[slot],
+            nullptr,
+            static_cast<int64_t>(bytes),
+            &of(rank, peer).full[slot],
+            &of(peer, rank).credit[slot]};
   }
   int size;
   std::vector<std::unique_ptr<Pair>> pairs;
@@ -197,8 +205,7 @@ void runSeed(unsigned seed) {
     if (pick(0, 1) == 0) {
       reduce(world);
     } else {
-      exchange(world, static_cast<int>(pick(0, world.size - 1)),
-               static_cast<int>(pick(1, kSlots)));
+      exchange(world, static_cast<int>(pick(0, world.size - 1)), static_cast<int>(pick(1, kSlots)));
     }
   }
   emulated::runAll();

@@ -26,7 +26,7 @@
 #include <set>
 #include <vector>
 
-#include "cuda_types.hpp"
+#include "../cuda_types.hpp"
 
 namespace emulated {
 

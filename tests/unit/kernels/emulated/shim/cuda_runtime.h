@@ -15,7 +15,7 @@
 #include <random>
 #include <vector>
 
-#include "cuda_types.hpp"
+#include "../cuda_types.hpp"
 
 namespace emulated {
 
@@ -115,6 +115,8 @@ inline void run(dim3 blocks, unsigned threads, std::function<void()> kernel) {
 
 inline void __syncthreads() { emulated::wait(emulated::At::kBlockBarrier); }
 inline void __syncwarp() { emulated::wait(emulated::At::kWarpBarrier); }
+
+inline void __nanosleep(unsigned) {}
 
 inline float __shfl_xor_sync(unsigned, float value, int distance) {
   const unsigned self = threadIdx.x;
