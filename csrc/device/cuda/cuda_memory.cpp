@@ -43,6 +43,22 @@ std::map<void*, Allocation>& allocations() {
   return *all;
 }
 
+// While it lives, this thread may allocate though a stream is captured into a graph: that breaks
+// the capture otherwise. Memory is none of what a graph records.
+class Relaxed {
+ public:
+  explicit Relaxed(const Driver& driver) : driver_(driver) {
+    HDP_CUDA(driver_, cuThreadExchangeStreamCaptureMode(&mode_));
+  }
+  ~Relaxed() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
+  Relaxed(const Relaxed&) = delete;
+  Relaxed& operator=(const Relaxed&) = delete;
+
+ private:
+  const Driver& driver_;
+  int mode_ = kCaptureRelaxed;  // then that of before
+};
+
 }  // namespace
 
 void CudaDevice::releaseMemory() noexcept {
@@ -64,6 +80,7 @@ void CudaDevice::releaseMemory() noexcept {
 void* CudaDevice::allocate(size_t bytes, Site) {
   device::checkAllocation(bytes);
   const Guard guard(*this);
+  const Relaxed relaxed(*driver_);
   Pointer memory = 0;
   HDP_CUDA(*driver_, cuMemAlloc_v2(&memory, (bytes + kBlock - 1) / kBlock * kBlock));
   void* address = reinterpret_cast<void*>(memory);

@@ -43,6 +43,7 @@ inline constexpr Result kHostMemoryNotRegistered = 713;
 inline constexpr Result kNotSupported = 801;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr int kCaptureRelaxed = 2;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostPortable = 1;
 inline constexpr unsigned kHostDeviceMap = 2;
@@ -76,6 +77,7 @@ inline constexpr unsigned kWriteDefault = 0;  // with a fence before the write
   X(cuStreamCreateWithPriority, DriverStream*, unsigned, int)           \
   X(cuStreamDestroy_v2, DriverStream)                                   \
   X(cuStreamIsCapturing, DriverStream, int*)                            \
+  X(cuThreadExchangeStreamCaptureMode, int*)                            \
   X(cuStreamWaitEvent, DriverStream, DriverEvent, unsigned)             \
   X(cuEventCreate, DriverEvent*, unsigned)                              \
   X(cuEventDestroy_v2, DriverEvent)                                     \

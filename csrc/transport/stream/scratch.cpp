@@ -2,9 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <string>
-
-#include "base/error.hpp"
 
 namespace hdpcomm {
 
@@ -15,12 +12,7 @@ std::byte* ScratchPool::take(size_t bytes, Stream stream, bool captured) {
     block.of_graph = captured;
     return static_cast<std::byte*>(block.memory.get());
   }
-  if (captured) {
-    throwInvalidUsage("a collective that is captured into a graph needs " + std::to_string(size) +
-                      " bytes of scratch memory, and none can be allocated during the capture: run "
-                      "the same collective once, and Communicator.synchronize(), before it");
-  }
-  blocks_.push_back({DeviceMemory(device_, device_->allocate(size)), size, stream, false});
+  blocks_.push_back({DeviceMemory(device_, device_->allocate(size)), size, stream, captured});
   return static_cast<std::byte*>(blocks_.back().memory.get());
 }
 

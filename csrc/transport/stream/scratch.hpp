@@ -16,8 +16,8 @@ class ScratchPool {
   explicit ScratchPool(DevicePtr device) : device_(std::move(device)) {}
 
   // At least `bytes` bytes for the next operation of `stream`. `captured`: for a graph, which keeps
-  // the block. Memory cannot be allocated during a capture, so a block of that size must exist, and
-  // the caller has waited for the work that uses it (Communicator.synchronize()).
+  // the block; it may be one of another stream, for whose work the caller has waited
+  // (Communicator.synchronize()).
   std::byte* take(size_t bytes, Stream stream, bool captured);
   size_t bytes() const;
   // All work on the blocks is done.

@@ -154,7 +154,7 @@ def limits(seed: int) -> None:
     hdp.init()
 
 
-def test_ranks_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HDPCOMM_DEVICE_SMALL_BYTES", "8193")
     with pytest.raises(hdp.InvalidUsage, match="from 0 to 8192"):
         testing.run_threads(limits, 2, 0, transport="sim")

@@ -44,8 +44,10 @@ R cuCtxPushCurrent_v2(void* c) { ENTER; (void)c; ++depth; return 0; }
 R cuCtxPopCurrent_v2(void** c) { ENTER; *c = 0; --depth; return 0; }
 R cuCtxEnablePeerAccess(void* c, unsigned f) { ENTER; (void)c; (void)f; return 0; }
 R cuCtxGetStreamPriorityRange(int* low, int* high) { ENTER; *low = 0; *high = -5; return 0; }
+int capture_mode = 0;
 R cuMemAlloc_v2(P* p, size_t n) {
   ENTER;
+  if (capture_mode != 2) return 900;  // as if a stream of the process was captured
   if (n % (2 << 20)) return 1;
   *p = (P)aligned_alloc(4096, n);
   return *p ? 0 : 2;
@@ -71,6 +73,13 @@ R cuStreamCreateWithPriority(void** s, unsigned f, int priority) {
 }
 R cuStreamDestroy_v2(void* s) { ENTER; free(s); return 0; }
 R cuStreamIsCapturing(void* s, int* status) { ENTER; *status = s != 0; return 0; }
+R cuThreadExchangeStreamCaptureMode(int* mode) {
+  ENTER;
+  int before = capture_mode;
+  capture_mode = *mode;
+  *mode = before;
+  return 0;
+}
 R cuStreamWaitEvent(void* s, void* e, unsigned f) { ENTER; (void)s; (void)e; return f ? 1 : 0; }
 R cuEventCreate(void** e, unsigned f) { ENTER; *e = malloc(1); return f == 2 ? 0 : 1; }
 R cuEventDestroy_v2(void* e) { ENTER; free(e); return 0; }
