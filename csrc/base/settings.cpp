@@ -102,7 +102,7 @@ constexpr Setting kTable[] = {
      .least = 0, .most = kMostBytes},
     {HDP_SETTING("HDPCOMM_DEVICE_SMALL_BYTES", device_small_bytes), .fallback = "8192",
      .meaning = "messages up to this size are one kernel that waits for the peer, the same on all "
-                "ranks; 0: none, for processes that share a GPU by time slices",
+                "ranks; 0: none, as where processes share a GPU by time slices",
      .least = 0, .most = 8192},
 };
 #undef HDP_SETTING

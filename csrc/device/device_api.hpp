@@ -120,6 +120,12 @@ class DeviceApi {
   virtual std::string name() const = 0;  // "NVIDIA H100 80GB HBM3", "sim", ...
   virtual bool isSim() const = 0;        // its device memory is host memory
   virtual int ordinal() const = 0;       // CUDA's device number, or the number given to a SimDevice
+  // Names the device among those of its host, whatever number a process gives it; empty: no other
+  // process has it.
+  virtual std::string identity() const { return {}; }
+  // Do the kernels of processes that share the device run at the same time? Else they take turns of
+  // milliseconds.
+  virtual bool runsProcessesTogether() const { return true; }
   // Can work of this device read and write memory of the device with that number?
   virtual bool canAccessPeer(int other_ordinal) const = 0;
 

@@ -2,9 +2,8 @@
 // each wait, copy and flag: one kernel waits for flags, copies and sets flags.
 //
 // A flag is 0 or 1. Who waits for it resets it. A kernel that waits takes a place on the GPU until
-// its peer has done its part, as little as a block of 256 threads for each message; so ranks need
-// GPUs of their own, or to share one at the same time (MPS): processes with time slices would each
-// use up theirs.
+// its peer has done its part, as little as a block of 256 threads for each message. Processes that
+// share a GPU by time slices would each use up theirs: they go without (join_devices.cpp).
 #pragma once
 
 #include <cstdint>

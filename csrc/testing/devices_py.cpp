@@ -141,6 +141,7 @@ void bindTestDevice(py::module_& module) {
           py::arg("stream"), Unlocked())
       .def("limit_threads", &TestDevice::limitThreads, py::arg("count"), Unlocked())
       .def("limit_queues", &TestDevice::limitQueues, py::arg("operations"), Unlocked())
+      .def("take_turns_as", &TestDevice::takeTurnsAs, py::arg("identity"))
       .def("count_calls", &TestDevice::countCalls)
       .def("counted_calls", &TestDevice::countedCalls)
       .def("share_queues", &TestDevice::shareQueues, py::arg("count"))

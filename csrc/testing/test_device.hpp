@@ -39,6 +39,10 @@ class TestDevice final : public simulated::FastDevice {
   // Streams that are made from now on share so many queues in turn, the default stream's among
   // them: what a queue was given first runs first. Streams of a GPU share them, too.
   void shareQueues(int count) { num_queues_ = count; }
+  // As the identity of a device that processes share by turns.
+  void takeTurnsAs(std::string identity) { identity_ = std::move(identity); }
+  std::string identity() const override { return identity_; }
+  bool runsProcessesTogether() const override { return identity_.empty(); }
   // From now on called before another rank's memory is opened.
   void beforeImport(std::function<void()> call) { before_import_ = std::move(call); }
   // From now on each stream waits until the flag is 1 before it copies or runs a kernel.
@@ -72,6 +76,7 @@ class TestDevice final : public simulated::FastDevice {
   void count(const char* call);
 
   std::function<void()> before_import_;
+  std::string identity_;
   int num_queues_ = 0;  // 0: each stream has its own
   std::vector<std::shared_ptr<FastStream>> queues_;
   size_t next_queue_ = 0;

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -26,7 +28,22 @@ struct Introduction {
   ArenaConfig config;
   int32_t ordinal;
   int32_t sim;
+  int32_t together;   // kernels of processes that share the device run at the same time
+  char identity[32];  // of the device on its host
 };
+
+// Whether two of these ranks share a device by turns, in which a kernel that waits for the other
+// would use up its own.
+bool takeTurns(const std::vector<Introduction>& everyone, const std::vector<int>& mates) {
+  std::set<std::string> seen;
+  for (const int rank : mates) {
+    const Introduction& each = everyone[static_cast<size_t>(rank)];
+    const std::string identity = readText(each.identity, sizeof each.identity);
+    if (identity.empty()) continue;
+    if (!seen.insert(identity).second && each.together == 0) return true;
+  }
+  return false;
+}
 
 // All-gathers `bytes` bytes of every rank, by rank.
 void gather(const Communicator& comm, const void* own, void* all, size_t bytes) {
@@ -106,7 +123,14 @@ std::unique_ptr<Arena> openArena(const Communicator& comm, const DevicePtr& devi
   const ArenaConfig config = device::withSlotBytes(given, static_cast<int>(most_ranks));
   const std::vector<int>& mates = map.hostmates(own);
   std::unique_ptr<Arena> arena;
-  Introduction introduction{{}, config, device->ordinal(), device->isSim()};
+  Introduction introduction{.arena = {},
+                            .config = config,
+                            .ordinal = device->ordinal(),
+                            .sim = device->isSim(),
+                            .together = device->runsProcessesTogether(),
+                            .identity = {}};
+  std::snprintf(introduction.identity, sizeof introduction.identity, "%s",
+                device->identity().c_str());
   if (strict || mates.size() > 1 || comm.size() == 1) {
     arena =
         std::make_unique<Arena>(device, config, static_cast<int>(mates.size()), map.placeOf(own));
@@ -115,6 +139,7 @@ std::unique_ptr<Arena> openArena(const Communicator& comm, const DevicePtr& devi
   std::vector<Introduction> everyone(static_cast<size_t>(comm.size()));
   gather(comm, &introduction, everyone.data(), sizeof introduction);
   checkIntroductions(comm, everyone);
+  if (arena != nullptr && takeTurns(everyone, mates)) arena->withoutSmall();
   std::vector<uint8_t> reached(map.maskBytes());
   for (const int peer : mates) {
     if (peer == own) continue;

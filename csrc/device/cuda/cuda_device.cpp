@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <system_error>
 #include <thread>
 
 #include "base/error.hpp"
@@ -42,6 +45,20 @@ CudaDevice::CudaDevice(std::shared_ptr<const Driver> driver, int ordinal)
 CudaDevice::~CudaDevice() {
   releaseMemory();
   driver_->cuDevicePrimaryCtxRelease_v2(device_);
+}
+
+std::string CudaDevice::identity() const {
+  char text[32] = {};
+  HDP_CUDA(*driver_, cuDeviceGetPCIBusId(text, sizeof text - 1, device_));
+  return text;
+}
+
+// By the Multi-Process Service, whose control program has this pipe.
+bool CudaDevice::runsProcessesTogether() const {
+  const char* folder = std::getenv("CUDA_MPS_PIPE_DIRECTORY");
+  std::error_code ignored;
+  return std::filesystem::exists(
+      std::filesystem::path(folder != nullptr ? folder : "/tmp/nvidia-mps") / "control", ignored);
 }
 
 bool CudaDevice::canAccessPeer(int other_ordinal) const {

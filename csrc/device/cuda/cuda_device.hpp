@@ -23,6 +23,8 @@ class CudaDevice final : public DeviceApi {
   std::string name() const override { return name_; }
   bool isSim() const override { return false; }
   int ordinal() const override { return ordinal_; }
+  std::string identity() const override;
+  bool runsProcessesTogether() const override;
   bool canAccessPeer(int other_ordinal) const override;
 
   void* allocate(size_t bytes, Site) override;

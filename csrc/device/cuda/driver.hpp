@@ -58,6 +58,7 @@ inline constexpr unsigned kWriteDefault = 0;  // with a fence before the write
   X(cuDeviceGetCount, int*)                                             \
   X(cuDeviceGet, Ordinal*, int)                                         \
   X(cuDeviceGetName, char*, int, Ordinal)                               \
+  X(cuDeviceGetPCIBusId, char*, int, Ordinal)                           \
   X(cuDeviceCanAccessPeer, int*, Ordinal, Ordinal)                      \
   X(cuDevicePrimaryCtxRetain, Context*, Ordinal)                        \
   X(cuDevicePrimaryCtxRelease_v2, Ordinal)                              \

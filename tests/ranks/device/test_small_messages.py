@@ -223,8 +223,10 @@ def test_a_host_that_is_far_ahead_asks_for_few_events() -> None:
     assert asked <= 8 * count
 
 
-def enqueued(what: str, small: int) -> list[dict[str, int]]:
-    machine = FakeMachine(2, opens=_testing.TestDevice)
+def enqueued(
+    what: str, small: int, opens: Callable[[int, list[int]], _testing.TestDevice] = _testing.TestDevice
+) -> list[dict[str, int]]:
+    machine = FakeMachine(2, opens=opens)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HDPCOMM_DEVICE_SMALL_BYTES", str(small))
         return testing.run_threads(machine.ranks(counted), 2, what, transport="sim", timeout=60)
@@ -249,3 +251,14 @@ def test_calls_of_the_driver(what: str) -> None:
         for small in (0, 8192)
     )
     assert found == CALLS[what], [enqueued(what, small) for small in (0, 8192)]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_that_share_a_device_by_turns_have_no_kernels_that_wait(shared: bool) -> None:
+    def opened(ordinal: int, out_of_reach: list[int]) -> _testing.TestDevice:
+        device = _testing.TestDevice(ordinal, out_of_reach)
+        device.take_turns_as("0000:0d:00.0" if shared else f"0000:{ordinal}d:00.0")
+        return device
+
+    for found in enqueued("exchange of 8 B", 8192, opened):
+        assert ("flagOps" in found) == shared

@@ -37,6 +37,7 @@ R cuDriverGetVersion(int* n) { ENTER; *n = 13000; return 0; }
 R cuDeviceGetCount(int* n) { ENTER; *n = 3; return 0; }
 R cuDeviceGet(int* d, int i) { ENTER; *d = i; return 0; }
 R cuDeviceGetName(char* s, int n, int d) { ENTER; strncpy(s, d ? "Fake 1" : "Fake 0", n); return 0; }
+R cuDeviceGetPCIBusId(char* s, int n, int d) { ENTER; strncpy(s, d ? "0000:01:00.0" : "0000:00:00.0", n); return 0; }
 R cuDeviceCanAccessPeer(int* can, int a, int b) { ENTER; *can = a + b == 1; return 0; }  // not device 2
 R cuDevicePrimaryCtxRetain(void** c, int d) { ENTER; *c = (void*)(intptr_t)(d + 1); return 0; }
 R cuDevicePrimaryCtxRelease_v2(int d) { ENTER; (void)d; return 0; }

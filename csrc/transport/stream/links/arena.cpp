@@ -24,8 +24,8 @@ size_t smallOffsetFor(const ArenaConfig& config, int num_ranks) {
 }  // namespace
 
 size_t arenaBytes(const ArenaConfig& config, int num_ranks) {
-  const size_t small = config.small_bytes > 0 ? kSmallSlotBytes * kSmallSlots : 0;
-  return smallOffsetFor(config, num_ranks) + small * static_cast<size_t>(num_ranks);
+  return smallOffsetFor(config, num_ranks) +
+         kSmallSlotBytes * kSmallSlots * static_cast<size_t>(num_ranks);
 }
 
 ArenaConfig withSlotBytes(const ArenaConfig& config, int most_ranks) {

@@ -73,6 +73,9 @@ class Arena {
   // Maps another rank's block.
   void importPeer(int peer, const MemoryHandle& handle);
 
+  // From now on no message is small.
+  void withoutSmall() { config_.small_bytes = 0; }
+
   DeviceApi& device() const { return *device_; }
   const ArenaConfig& config() const { return config_; }
   int numRanks() const { return num_ranks_; }
