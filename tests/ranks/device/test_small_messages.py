@@ -236,7 +236,7 @@ def enqueued(
 CALLS = {
     "8 B": ((6, 6), (4, 4)),
     "exchange of 8 B": ((11, 11), (4, 4)),
-    "64 MiB to a landing place": ((13, 11), (13, 11)),
+    "64 MiB to a landing place": ((13, 9), (13, 9)),
     "ring step": ((23, 23), (23, 23)),
     "all_reduce of 8 B": ((10, 10), (4, 4)),
     "all_reduce of 64 MiB": ((17, 17), (17, 17)),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <span>
 
 #include "transport/stream/launch.hpp"
 
@@ -222,13 +223,14 @@ void Link::clear(size_t bytes, Fork& fork, const WaitCheck& check) {
   }
 }
 
-int Link::land(size_t bytes, Fork& fork, const WaitCheck& check) {
+int Link::land(size_t bytes, bool cleared, Fork& fork, const WaitCheck& check) {
   const size_t parts = shares(bytes).size();
   for (size_t i = 0; i < parts; ++i) {
     Lane& lane = this->lane(in_, static_cast<int>(i));
     lane.pass(kPieceOperations, check);
-    const std::array ops{FlagOp::wait(&mine_.landed[i], 1), FlagOp::write(&mine_.landed[i], 0)};
-    device_->flagOps(fork.enter(lane), ops);
+    const std::array ops{FlagOp::write(&theirs_.clear[i], 1), FlagOp::wait(&mine_.landed[i], 1),
+                         FlagOp::write(&mine_.landed[i], 0)};
+    device_->flagOps(fork.enter(lane), std::span(ops).subspan(cleared ? 1 : 0));
   }
   return static_cast<int>(parts);
 }

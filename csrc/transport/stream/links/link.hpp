@@ -80,10 +80,10 @@ class Link {
   int receive(const Incoming& message, Progress& progress, int pieces, Fork& fork,
               const WaitCheck& check);
   // Send to, and receive at, an offset of the receiver's landing zone: all pieces. The receiver
-  // first tells that the place is free.
+  // tells that the place is free, by clear() or, if that was not called, before it waits.
   int put(const std::byte* data, size_t bytes, size_t offset, Fork& fork, const WaitCheck& check);
   void clear(size_t bytes, Fork& fork, const WaitCheck& check);
-  int land(size_t bytes, Fork& fork, const WaitCheck& check);
+  int land(size_t bytes, bool cleared, Fork& fork, const WaitCheck& check);
 
   // The first lane of a direction.
   Lane& firstLane(bool out) { return lane(out ? out_ : in_, 0); }

@@ -32,7 +32,7 @@ int Rounds::receiveSome(Link& link, Message& message, int pieces, const Pacer::W
     return link.receive(message.incoming, message.progress, pieces, *message.fork, check);
   }
   message.progress.complete = true;
-  return link.land(message.bytes, *message.fork, check);
+  return link.land(message.bytes, message.cleared, *message.fork, check);
 }
 
 int Rounds::sendSome(Link& link, Message& message, int pieces, const Pacer::WaitCheck& check) {
@@ -78,7 +78,7 @@ bool Rounds::advance(std::vector<Direction>& directions, Enqueue enqueue,
 void Rounds::run(const Pacer::WaitCheck& check) {
   bool left = true;
   while (left) {
-    clear(in_, check);
+    if (!out_.empty()) clear(in_, check);  // else it goes with the wait for the message
     left = advance(out_, sendSome, check);
     left |= advance(in_, receiveSome, check);
   }
