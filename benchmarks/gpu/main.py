@@ -243,10 +243,32 @@ def run_batch(batch: list[Part], left_s: float, out: Path) -> list[dict]:
             raise
 
 
+def parts_before(out: Path, about: dict) -> list[dict]:
+    """The records of earlier runs into this folder, of the same GPU, driver and commit."""
+    try:
+        found = json.loads((out / "gpu.json").read_text())
+    except (OSError, ValueError):
+        return []
+    same = all(found.get(name) == about.get(name) for name in ("device", "driver", "commit"))
+    return list(found.get("parts", [])) if same else []
+
+
+def commit() -> str:
+    """That of this tree; ``+`` behind it where files differ from it, empty where it is no clone."""
+    git = ["git", "-C", str(TOP)]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        head = subprocess.run([*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    return ""
+
+
 def run_all(batches: list[list[Part]], out: Path, about: dict, total_s: float = TOTAL_S) -> int:
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + total_s
+    chosen = {part.name for batch in batches for part in batch}
+    before = [record for record in parts_before(out, about) if record["part"] not in chosen]
     records: list[dict] = []
     for batch in batches:
         records += run_batch(batch, end - time.monotonic(), out)
@@ -258,10 +280,10 @@ def run_all(batches: list[list[Part]], out: Path, about: dict, total_s: float = 
                 log.write(f"\n=== {record['part']}: {record['status']} {record['note']}\n")
                 log.write(own.read_text(errors="replace") if own.exists() else "")
         # Written after each batch, in case the next one is interrupted.
-        (out / "gpu.json").write_text(json.dumps({**about, "parts": records}, indent=1) + "\n")
+        (out / "gpu.json").write_text(json.dumps({**about, "parts": [*before, *records]}, indent=1) + "\n")
     for record in records:
         (out / f"{record['part']}.log").unlink(missing_ok=True)
-    print(table(records))
+    print(table([*before, *records]))
     return exit_code(records)
 
 
@@ -272,14 +294,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", nargs="?", type=Path, default=TOP / "build/gpu", metavar="OUT", help=where)
     names = [part.name for batch in batches for part in batch]
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"only these of: {', '.join(names)}")
+    again = "only those that no run into OUT has ended well, of this GPU, driver and commit"
+    parser.add_argument("--missing", action="store_true", help=again)
     options = parser.parse_args(arguments)
     gpu, why = find_gpu()
     if not gpu:
         print(f"no GPU: {why}. Nothing was run.", file=sys.stderr)
         return NO_GPU
-    about = {"date": datetime.date.today().isoformat(), **gpu}
+    about = {"date": datetime.date.today().isoformat(), "commit": commit(), **gpu}
     print(f"{gpu['device']}, driver {gpu.get('driver', 'unknown')}, {about['date']}", flush=True)
-    chosen = [[part for part in batch if options.only is None or part.name in options.only] for batch in batches]
+    known = parts_before(options.out, about) if options.missing else []
+    done = {record["part"] for record in known if record["status"] == "ok"}
+    chosen = [
+        [part for part in batch if (options.only is None or part.name in options.only) and part.name not in done]
+        for batch in batches
+    ]
     try:
         return run_all([batch for batch in chosen if batch], options.out, about)
     except KeyboardInterrupt:

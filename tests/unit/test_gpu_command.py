@@ -198,6 +198,38 @@ def test_no_part_runs_past_the_whole_limit(script, tmp_path):
     assert [record["status"] for record in result["parts"]] == ["timeout", "skipped"]
 
 
+def test_runs_into_one_folder_are_merged(script, tmp_path, monkeypatch):
+    main = script("main")
+    ran = tmp_path / "ran"
+    note = f"open({str(ran)!r}, 'a').write({{!r}}); "
+    parts = [
+        python(main, "first", note.format("1") + WRITE % "true"),
+        python(
+            main,
+            "second",
+            note.format("2") + f"import pathlib; assert pathlib.Path({str(tmp_path / 'good')!r}).exists()",
+        ),
+    ]
+    gpu = {"device": "one", "driver": "5"}
+    monkeypatch.setattr(main, "all_parts", lambda: [[part] for part in parts])
+    monkeypatch.setattr(main, "find_gpu", lambda: (gpu, ""))
+    monkeypatch.setattr(main, "versions", lambda: {"torch": "none"})
+    monkeypatch.setattr(main, "commit", lambda: "abc")
+    assert main.main([str(tmp_path)]) == 1
+    assert ran.read_text() == "12"
+    (tmp_path / "good").touch()
+    assert main.main([str(tmp_path), "--missing"]) == 0
+    assert ran.read_text() == "122"
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert [(part["part"], part["status"]) for part in result["parts"]] == [("first", "ok"), ("second", "ok")]
+    assert result["commit"] == "abc"
+    assert main.main([str(tmp_path), "--only", "first"]) == 0
+    assert [part["part"] for part in json.loads((tmp_path / "gpu.json").read_text())["parts"]] == ["second", "first"]
+    gpu["driver"] = "6"  # then nothing of before counts
+    assert main.main([str(tmp_path), "--missing"]) == 0
+    assert ran.read_text() == "122112"
+
+
 def test_ctrl_c_ends_the_parts_that_run(script, tmp_path, monkeypatch, capsys):
     """They are sessions of their own. Unheard, the command would wait for their limits, longer than this test may."""
     main = script("main")
