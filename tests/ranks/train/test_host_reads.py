@@ -1,7 +1,7 @@
 """What a planned training step reads on the host from memory of the device: each read waits for the device.
 
-On the CPU all memory is the host's, so tensors are followed: those of the model are the device's, and so is what is made
-from one by any function of torch, until its values are read. docs/gpu.md has the list of reads that stay.
+On the CPU all memory is the host's, so tensors are followed: those of the model are the device's, and so is what
+operators make of one, until its values are read. docs/gpu.md has the list of reads that stay.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self._device = device
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
         if self._device.has(given) or (not given and _caller()[0].startswith(MADE)):
@@ -96,7 +96,7 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self._device = device
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") not in READS or not self._device.has((args, kwargs)):
             return func(*args, **(kwargs or {}))
         self._device.reads[_caller()] += 1
