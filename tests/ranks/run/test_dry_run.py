@@ -68,7 +68,7 @@ def test_the_prediction_is_what_is_measured(mesh: str, routers: str, monkeypatch
 
     measured, predicted = run_threads(rank, ranks, timeout=300.0)[0], predict_memory(config, ranks)
     assert len(measured) == len(predicted) == config.pipeline
-    close = 0.02 if routers else 0.08 if model else 0.005
+    close = 0.02 if routers else 0.09 if model else 0.005
     for found, wanted in zip(predicted, measured, strict=True):
         assert (found.states, found.weights, found.gradients) == (wanted.states, wanted.weights, wanted.gradients)
         assert found.layers == wanted.layers
