@@ -78,15 +78,17 @@ def losses(found: list[dict[str, Any]], policy: str = "balanced") -> Any:
 def test_losses_are_those_of_plans_without_a_queue(data: str, tmp_path: Path) -> None:
     bound = rows(data, tmp_path / "bound", queue=False, policies=("balanced", "static"))
     queued = rows(data, tmp_path / "queue", policies=("balanced", "static"))
-    learned = rows(data, tmp_path / "learned", ranks=3, learn_costs=True)
+    learned = rows(data, tmp_path / "learned", learn_costs=True)  # its first plan is that of ``queued``
+    more = rows(data, tmp_path / "more", ranks=3, learn_costs=True)  # what it learns decides whether it has a queue
     for policy in ("balanced", "static"):
         assert [row["loss"] for row in queued if row["policy"] == policy] == losses(bound, policy)
-    assert [row["loss"] for row in learned] == losses(bound)
+    for each in (learned, more):
+        assert [row["loss"] for row in each] == losses(bound)
     assert sum(row["queued"] for row in bound) == 0
     assert sum(row["queued"] for row in learned) > 0
     assert sum(row["queued"] for row in queued if row["policy"] == "balanced") > 0
     assert sum(row["queued"] for row in queued if row["policy"] == "static") == 0
-    assert all(0 <= row["moved"] <= row["queued"] for row in (*queued, *learned))
+    assert all(0 <= row["moved"] <= row["queued"] for row in (*queued, *learned, *more))
     assert "noise" in learned[-1]
 
 
