@@ -199,10 +199,12 @@ class DeviceApi {
   }
   virtual void launch(KernelLaunch kernel, Stream stream,
                       Site site = std::source_location::current()) = 0;
-  // One kernel that does what these kernels do one after the other, and waits for their flags
-  // itself. SimDevice runs the parts.
-  virtual void launchParts(KernelLaunch whole, std::vector<KernelLaunch> parts, Stream stream,
-                           Site site = std::source_location::current()) = 0;
+  // What stands, where a device is simulated, for one kernel that waits for flags itself: kernels
+  // that do its parts one after the other.
+  virtual void launchParts(std::vector<KernelLaunch> parts, Stream stream,
+                           Site site = std::source_location::current()) {
+    for (KernelLaunch& part : parts) launch(std::move(part), stream, site);
+  }
   // Makes all kernels of this library ready, so that no first launch waits for work of the streams.
   // Call it before the first waitValue.
   virtual void loadKernels() {}

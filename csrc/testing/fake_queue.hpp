@@ -5,7 +5,6 @@
 #include <cstring>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include "base/error.hpp"
 #include "testing/fake_nccl.hpp"
@@ -26,7 +25,6 @@ class FakeQueue final : public DeviceApi {
     fake_->enqueueLocal(rank_, std::move(kernel.cpu));
   }
 
-  void launchParts(KernelLaunch, std::vector<KernelLaunch>, Stream, Site) override { refuse(); }
   std::string name() const override { return "queue of a fake rank"; }
   bool isSim() const override { return true; }
   int ordinal() const override { return rank_; }

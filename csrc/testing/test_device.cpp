@@ -36,14 +36,13 @@ void TestDevice::flagOps(Stream stream, std::span<const FlagOp> ops) {
   within_.reset();
 }
 
-void TestDevice::launchParts(KernelLaunch whole, std::vector<KernelLaunch> parts, Stream stream,
-                             Site site) {
+void TestDevice::launchParts(std::vector<KernelLaunch> parts, Stream stream, Site site) {
   count("launch");
   {
     const std::lock_guard lock(captures_mutex_);
     within_ = std::this_thread::get_id();
   }
-  FastDevice::launchParts(std::move(whole), std::move(parts), stream, site);
+  FastDevice::launchParts(std::move(parts), stream, site);
   const std::lock_guard lock(captures_mutex_);
   within_.reset();
 }

@@ -60,8 +60,7 @@ class TestDevice final : public simulated::FastDevice {
   void destroyStream(Stream stream) override;
   bool isCapturing(Stream stream) override { return captureOf(stream) != 0; }
   void flagOps(Stream stream, std::span<const FlagOp> ops) override;
-  void launchParts(KernelLaunch whole, std::vector<KernelLaunch> parts, Stream stream,
-                   Site site) override;
+  void launchParts(std::vector<KernelLaunch> parts, Stream stream, Site site) override;
   void record(Event event, Stream stream, Site site) override;
   void wait(Stream stream, Event event, Site site) override;
   bool query(Event event) override;

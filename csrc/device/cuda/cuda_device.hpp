@@ -55,10 +55,6 @@ class CudaDevice final : public DeviceApi {
   void waitValue(Stream stream, uint32_t* flag, uint32_t value, Site) override;
   void flagOps(Stream stream, std::span<const FlagOp> ops) override;
   void launch(KernelLaunch kernel, Stream stream, Site) override;
-  void launchParts(KernelLaunch whole, std::vector<KernelLaunch>, Stream stream,
-                   Site site) override {
-    launch(std::move(whole), stream, site);
-  }
   void loadKernels() override;
 
   void storeFlag(uint32_t* flag, uint32_t value, Site) override;

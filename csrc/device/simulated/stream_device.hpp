@@ -43,10 +43,6 @@ class StreamDevice : public MemoryDevice {
   void launch(KernelLaunch kernel, Stream stream, Site site) override {
     submit(Op::launch(std::move(kernel), site), stream);
   }
-  void launchParts(KernelLaunch, std::vector<KernelLaunch> parts, Stream stream,
-                   Site site) override {
-    for (KernelLaunch& part : parts) launch(std::move(part), stream, site);
-  }
 
  protected:
   explicit StreamDevice(int ordinal) : MemoryDevice(ordinal) {}

@@ -95,15 +95,22 @@ void launchCollect(DeviceApi& device, const kernels::CollectArgs& args, Stream s
 }
 
 void launchRelay(DeviceApi& device, const kernels::RelayArgs& args, Stream stream) {
+  if (!device.isSim()) {
+    device.launch({.name = "relay", .cuda = HDP_LAUNCHER(kernels::relayCuda)}, stream);
+    return;
+  }
   std::vector<KernelLaunch> parts;
   for (int i = 0; i < args.num_items; ++i) {
     parts.push_back(partOf(args.items[i], args.dtype, args.op));
   }
-  device.launchParts({.name = "relay", .cuda = HDP_LAUNCHER(kernels::relayCuda)}, std::move(parts),
-                     stream);
+  device.launchParts(std::move(parts), stream);
 }
 
 void launchPushFold(DeviceApi& device, const kernels::PushFoldArgs& args, Stream stream) {
+  if (!device.isSim()) {
+    device.launch({.name = "push_fold", .cuda = HDP_LAUNCHER(kernels::pushFoldCuda)}, stream);
+    return;
+  }
   std::vector<KernelLaunch> parts;
   for (int i = 0; i < args.num_pushes; ++i) {
     parts.push_back(partOf(args.pushes[i], args.dtype, RedOp::kNone));
@@ -124,8 +131,7 @@ void launchPushFold(DeviceApi& device, const kernels::PushFoldArgs& args, Stream
     if (args.sets[i] != nullptr) fold.signals.push_back({args.sets[i], 1});
   }
   parts.push_back(std::move(fold));
-  device.launchParts({.name = "push_fold", .cuda = HDP_LAUNCHER(kernels::pushFoldCuda)},
-                     std::move(parts), stream);
+  device.launchParts(std::move(parts), stream);
 }
 
 }  // namespace hdpcomm::device

@@ -13,6 +13,7 @@ SmallMessages::SmallMessages(DevicePtr device, const Arena& arena, int place)
       arena_(arena),
       place_(place),
       most_(arena.config().small_bytes),
+      events_(std::make_shared<EventPool>(device_)),
       peers_(static_cast<size_t>(arena.numRanks())) {}
 
 int SmallMessages::nextSlot(int place, bool out) {
@@ -48,7 +49,7 @@ bool SmallMessages::pending(int place, bool out, Stream stream, bool captured) {
   MarkPtr& last = at(place).last[out];
   if (last == nullptr || last->stream == stream || last->captured != captured) return false;
   if (captured) return device_->isCapturing(last->stream);
-  if (!device_->query(last->event.get())) return true;
+  if (!device_->query(*last->end)) return true;
   last.reset();
   return false;
 }
@@ -61,15 +62,12 @@ void SmallMessages::follow(const Messages& messages, bool out, Stream stream, bo
     const Mark* last = at(message.place).last[out].get();
     if (std::find(waited.begin(), waited.end(), last) != waited.end()) continue;
     waited.push_back(last);
-    device_->wait(stream, last->event.get());
+    device_->wait(stream, *last->end);
   }
 }
 
 SmallMessages::MarkPtr SmallMessages::mark(Stream stream, bool captured) {
-  auto made =
-      std::make_shared<Mark>(Mark{OwnedEvent(device_, device_->createEvent()), stream, captured});
-  device_->record(made->event.get(), stream);
-  return made;
+  return std::make_shared<Mark>(Mark{events_->record(stream), stream, captured});
 }
 
 // In rounds of as many messages of a pair and direction as there are slots, sends first, as Rounds

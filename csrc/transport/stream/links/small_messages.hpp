@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "device/event_pool.hpp"
 #include "kernels/relay.hpp"
 #include "transport/stream/links/arena.hpp"
 
@@ -57,7 +58,7 @@ class SmallMessages {
  private:
   // The end of a kernel.
   struct Mark {
-    OwnedEvent event;
+    Fence end;
     Stream stream;
     bool captured;
   };
@@ -78,6 +79,7 @@ class SmallMessages {
   const Arena& arena_;
   int place_;
   size_t most_;
+  std::shared_ptr<EventPool> events_;
   std::vector<Peer> peers_;  // by place
   bool used_ = false;
 };
