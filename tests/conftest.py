@@ -55,8 +55,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
-# Tokens that a test makes are not those of the user of this machine.
+# Tokens that a test makes, and its secret, are not those of the user of this machine.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="cache-")
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")
 
 
 def pytest_configure() -> None:

@@ -36,7 +36,7 @@ constexpr Setting kTable[] = {
     {HDP_SETTING("HDPCOMM_SECRET", secret), .fallback = "",
      .meaning =
          "the job's secret, at least 16 characters, the same on all ranks: who does not know "
-         "it cannot join (docs/security.md)",
+         "it cannot join; unset: this user's own (docs/security.md)",
      .hidden = true},
     {HDP_SETTING("HDPCOMM_SECRET_FILE", secret_file), .fallback = "",
      .meaning = "file with the job's secret, readable by its owner alone"},

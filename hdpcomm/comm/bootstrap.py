@@ -68,7 +68,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     ``MASTER_PORT`` (torchrun, ``hdpcomm train``, ``hdpcomm.testing.spawn``), or that of srun or mpirun; without any of
     them a world of one.
     If torch.distributed is initialised already, its store is used, whatever it is, and no port of one is asked for.
-    Ranks that know ``HDPCOMM_SECRET`` join with no others (docs/security.md); ``hdpcomm train`` and ``spawn`` make one.
+    Only ranks with the same secret join: this user's own, unless ``HDPCOMM_SECRET`` says another (docs/security.md).
     ``init()`` may be called again after ``close()``, or for a second, independent world.
 
     transport: ``shm`` (ranks on one host, host tensors); ``tcp`` (host tensors on any hosts, by connections of our
@@ -202,7 +202,7 @@ def open_store(rank: int, size: int, seconds: float) -> Any:
     return store
 
 
-def _new_store(address: str, port: int, rank: int, size: int, secret: Secret | None, seconds: float) -> Any:
+def _new_store(address: str, port: int, rank: int, size: int, secret: Secret, seconds: float) -> Any:
     deadline = time.monotonic() + seconds
     launcher = _core.settings().store
     if launcher.startswith(f"{port}:"):  # a launcher inside of our launcher has another port
@@ -238,6 +238,8 @@ def _join_processes(
         store = SignedStore(store, job_secret(), rank, seconds=seconds)
     store.deadline = deadline + _GRACE_S  # so that who is awaited can still be named
     try:
+        if isinstance(store, SignedStore):
+            store.show_secret()
         # The n-th init() of a rank joins the n-th init() of the others. torchrun's store outlives its ranks, of which
         # one may have died before its first init().
         job = f"hdpcomm/{restarts}" if (restarts := agent_restarts()) else "hdpcomm"

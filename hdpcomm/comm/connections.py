@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from hdpcomm import _core
 from hdpcomm._core import transport
 from hdpcomm.comm.forks import close_in_children
-from hdpcomm.comm.secret import MAC_BYTES, NONCE_BYTES, Secret
+from hdpcomm.comm.secret import MAC_BYTES, NONCE_BYTES, SAME_SECRET, Secret
 
 __all__ = ["WORLD_BYTES", "Connections", "listen"]
 
@@ -38,7 +38,6 @@ _FULL_S = 0.05  # between looks whether the system has room for a connection aga
 _MOST_CONNECTING = 64
 _GRACE_S = 5.0  # without progress, after which what was not sent when the world was closed is given up
 _FOREVER_S = 1e6
-_NO_MAC = bytes(MAC_BYTES)
 
 _open: set[Connections] = set()  # until their last bytes are out
 
@@ -78,7 +77,7 @@ class Connections:
 
     listener: of this rank. ``places``: by rank, host and port of its listener.
     world: the same bytes on all ranks of this world, and on no others.
-    secret: of the job. With one, both ends of a connection prove that they know it before a frame goes over it. Who
+    secret: of the job. Both ends of a connection prove that they know it before a frame goes over it. Who
         connects without it is turned away; a rank that cannot prove it when this rank connects to it is lost.
     """
 
@@ -88,7 +87,7 @@ class Connections:
         listener: socket.socket,
         places: Sequence[tuple[str, int]],
         world: bytes,
-        secret: Secret | None,
+        secret: Secret,
     ) -> None:
         self._link = link
         self._listener = listener
@@ -172,9 +171,7 @@ class Connections:
         answer = _read(made, NONCE_BYTES + MAC_BYTES, limit)
         theirs, mac = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
         if not self._proves(mac, "accepts", rank, peer, nonce, theirs):
-            raise _Refused(
-                f"who answered as rank {peer} does not know the job's secret (HDPCOMM_SECRET, the same on all ranks)"
-            )
+            raise _Refused(f"who answered as rank {peer} does not know the job's secret: {SAME_SECRET}")
         made.sendall(self._mac("connects", rank, peer, nonce, theirs))
 
     # --- the side that is connected to: one thread for all connections that are not proved yet
@@ -273,13 +270,9 @@ class Connections:
     # --- the proof
 
     def _mac(self, purpose: str, sender: int, receiver: int, first: bytes, second: bytes) -> bytes:
-        if self._secret is None:
-            return _NO_MAC
         return self._secret.sign(purpose, self._world, struct.pack(">QQ", sender, receiver), first, second)
 
     def _proves(self, mac: bytes, purpose: str, sender: int, receiver: int, first: bytes, second: bytes) -> bool:
-        if self._secret is None:
-            return mac == _NO_MAC
         parts = self._world, struct.pack(">QQ", sender, receiver), first, second
         return self._secret.verify(mac, purpose, *parts)
 

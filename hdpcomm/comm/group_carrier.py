@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from hdpcomm._core import transport
-from hdpcomm.comm.secret import MAC_BYTES, NONCE_BYTES, Secret
+from hdpcomm.comm.secret import MAC_BYTES, NONCE_BYTES, SAME_SECRET, Secret
 from hdpcomm.errors import Error, first_line
 
 __all__ = ["GroupCarrier"]
@@ -53,8 +53,8 @@ class GroupCarrier:
     groups: one or two backend objects with ``send(tensors, peer, tag)`` and ``recv(tensors, peer, tag)`` that return
         works with ``wait(timeout)``; their ranks are the link's. The first of two carries what goes to higher ranks.
     owned: nobody else uses the groups, so their connections may be cut at the end.
-    secret: of the job. With one, a peer proves in every group that it knows it before a frame goes to it or comes from
-        it; what does not is lost.
+    secret: of the job. A peer proves in every group that it knows it before a frame goes to it or comes from it; what
+        does not is lost.
     store: kept as long as the groups, which may ask it.
     """
 
@@ -64,7 +64,7 @@ class GroupCarrier:
         link: transport.FrameLink,
         *,
         owned: bool,
-        secret: Secret | None = None,
+        secret: Secret,
         store: Any = None,
     ) -> None:
         self._groups = list(groups)
@@ -116,13 +116,10 @@ class GroupCarrier:
         _wait([group.send([own], peer, _PROOF_TAG + 1), group.recv([mac], peer, _PROOF_TAG + 1)])
         parts = places(peer, self._link.rank), bytes(theirs.tolist()), bytes(ours.tolist())
         if not secret.verify(bytes(mac.tolist()), "frames", *parts):
-            raise Error(
-                f"who answered as rank {peer} does not know the job's secret (HDPCOMM_SECRET, the same on all ranks)"
-            )
+            raise Error(f"who answered as rank {peer} does not know the job's secret: {SAME_SECRET}")
 
     def _send(self, peer: int) -> None:
-        if self._secret is not None:
-            self._proven[peer].wait()
+        self._proven[peer].wait()
         group = self._group(self._link.rank, peer)
         sent: deque[tuple[transport.Frame, list[Any]]] = deque()  # a frame is read until its waits are over
         # Heads go out as soon as there are frames, so that the receiver asks for the bulks early; but what the group
@@ -153,8 +150,7 @@ class GroupCarrier:
                 self._left = time.monotonic()
 
     def _receive(self, peer: int) -> None:
-        if self._secret is not None:
-            self._prove(self._secret, peer)
+        self._prove(self._secret, peer)
         group = self._group(peer, self._link.rank)
         posted: deque[tuple[transport.Frame, Any]] = deque()  # receives of heads
         arriving: deque[tuple[transport.Frame, list[Any]]] = deque()  # their heads have come, their bulks are asked for

@@ -18,12 +18,11 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from hdpcomm.comm.secret import NONCE_BYTES, Secret
+from hdpcomm.comm.secret import NONCE_BYTES, SAME_SECRET, Secret
 from hdpcomm.comm.store_wire import (
     ANSWER_BYTES,
     MAGIC,
     MOST_BYTES,
-    NO_SECRET,
     OPENING_BYTES,
     PROOF_S,
     forgotten_in_children,
@@ -51,14 +50,14 @@ class JobStore(dist.Store):  # type: ignore[misc, name-defined]
     Raises: CommTimeout (not reached within ``seconds``), InvalidUsage (one end does not know the job's secret).
     """
 
-    def __init__(self, place: str | tuple[str, int], secret: Secret | None, rank: int, *, seconds: float) -> None:
+    def __init__(self, place: str | tuple[str, int], secret: Secret, rank: int, *, seconds: float) -> None:
         super().__init__()
         self.place = place
         #: No call waits beyond it, by ``time.monotonic()``.
         self.deadline: float | None = None
         #: Why the connection is of no use any more; empty while it is.
         self.broken = ""
-        self._secret = secret or NO_SECRET
+        self._secret = secret
         self._rank = rank
         self._lock = threading.Lock()
         self._next = threading.Lock()  # held by the thread that gets the connection next
@@ -263,8 +262,7 @@ class JobStore(dist.Store):  # type: ignore[misc, name-defined]
         answer = self._receive(ANSWER_BYTES)
         if answer[0] != 1 or not self._secret.verify(answer[1:], "store server", theirs, ours):
             raise InvalidUsage(
-                f"rank {self._rank} and the job's store at {self._where} do not share the job's secret: set "
-                "HDPCOMM_SECRET or HDPCOMM_SECRET_FILE to the same one on all ranks, or on none",
+                f"rank {self._rank} and the job's store at {self._where} do not share the job's secret: {SAME_SECRET}",
                 rank=self._rank,
             )
         self._socket.sendall(pack([b"hello", str(self._rank).encode()]))

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 from hdpcomm import _core
 from hdpcomm.comm.job_store import JobStore
+from hdpcomm.comm.secret import SAME_SECRET
 from hdpcomm.comm.store_server import JobStoreServer
 from hdpcomm.comm.store_wire import CAME_KEY, DIED_KEY, REFUSED_KEY
+from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.errors import CommTimeout, Error, PeerLost, plain_text
 
 __all__ = ["Joining", "wait_for_all"]
@@ -231,15 +233,18 @@ def wait_for_all(
 
 
 def _what_the_store_knows(store: Any, absent: Sequence[str]) -> str:
-    """Which ranks have never reached the store, and that it has turned away connections, which may be theirs."""
+    """Which ranks have never reached the store, and that ranks, or who may be one, have another secret."""
+    if isinstance(store, SignedStore):
+        others = store.with_another_secret([rank for rank in absent if rank.isdigit()])
+        return f"; ranks with another secret: {_listed(others)}: {SAME_SECRET}" if others else ""
     if not isinstance(store, JobStore):
         return ""
     never = [rank for rank in absent if rank.isdigit() and not store.check([f"{CAME_KEY}/{rank}"])]
     told = f"; never at the job's store: {_listed(never)} (not started, or ended before)" if never else ""
     if store.check([REFUSED_KEY]):
         told += (
-            f"; {plain_text(store.get(REFUSED_KEY))} connections to the job's store did not know its secret: is "
-            "HDPCOMM_SECRET or HDPCOMM_SECRET_FILE the same on all ranks?"
+            f"; {plain_text(store.get(REFUSED_KEY))} connections to the job's store did not know its secret: "
+            f"{SAME_SECRET}"
         )
     return told
 

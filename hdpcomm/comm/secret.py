@@ -5,20 +5,28 @@ Source: HMAC, RFC 2104, with SHA-256; challenge and response with a nonce of eit
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
 import stat
 import struct
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["MAC_BYTES", "NONCE_BYTES", "Secret", "job_secret", "new_secret"]
+__all__ = ["MAC_BYTES", "NONCE_BYTES", "SAME_SECRET", "Secret", "job_secret", "new_secret"]
 
 MAC_BYTES = 32
 NONCE_BYTES = 32
+#: What to do about ranks that do not know the same secret.
+SAME_SECRET = (
+    "set HDPCOMM_SECRET or HDPCOMM_SECRET_FILE to the same one on all ranks (without them each user has one in "
+    "~/.local/state/hdpcomm, so ranks of several users, and hosts that share no home, need one)"
+)
 _LEAST_CHARACTERS = 16
 
 
@@ -50,19 +58,26 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
-def job_secret() -> Secret | None:
-    """The secret of ``HDPCOMM_SECRET`` or ``HDPCOMM_SECRET_FILE``; ``None`` where neither is set. Local.
+def job_secret() -> Secret:
+    """The secret of ``HDPCOMM_SECRET`` or ``HDPCOMM_SECRET_FILE``; where neither is set, this user's own. Local.
 
-    Raises: InvalidUsage when both are set, the secret is short, or others may read its file.
+    The user's own is made once, in a file that only he can read: ``hdpcomm/secret`` in ``XDG_STATE_HOME`` or
+    ``~/.local/state``, so hosts with a shared home have the same one; where there is no such folder and none can be
+    made, in the temporary folder of the host.
+
+    Raises: InvalidUsage when both are set, the secret is short, others may read its file, or no file can be made.
     """
     settings = _core.settings()
     text, name, source = settings.secret, settings.secret_file, "HDPCOMM_SECRET"
     if text and name:
         raise InvalidUsage("HDPCOMM_SECRET and HDPCOMM_SECRET_FILE are both set; set one of them")
     if name:
-        text, source = _from_file(Path(name)), f"HDPCOMM_SECRET_FILE={name}"
+        source = f"HDPCOMM_SECRET_FILE={name}"
+        text = _from_file(Path(name), source)
     elif not text:
-        return None
+        path = _users_file()
+        source = f"the file {path}"
+        text = _from_file(path, source)
     if len(text) < _LEAST_CHARACTERS:
         raise InvalidUsage(
             f"the secret of {source} has {len(text)} characters; give at least {_LEAST_CHARACTERS} that nobody can "
@@ -71,8 +86,58 @@ def job_secret() -> Secret | None:
     return Secret(text)
 
 
-def _from_file(path: Path) -> str:
-    where = f"HDPCOMM_SECRET_FILE={path}"
+def _users_file() -> Path:
+    """Where this user's own secret is, made if it is not there. Ranks that come at once get the same one."""
+    failed = []
+    for folder in _folders():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _others_write(folder):
+                failed.append(f"{folder}: is another user's, or others may write there")
+                continue
+            if not (folder / "secret").exists():
+                _make(folder / "secret")
+        except OSError as error:
+            failed.append(f"{folder}: {error.strerror}")
+        else:
+            return folder / "secret"
+    raise InvalidUsage(
+        f"no file for this user's secret can be made ({'; '.join(failed)}); set HDPCOMM_SECRET to the same one on all "
+        "ranks (python -c 'import secrets; print(secrets.token_hex(32))')"
+    )
+
+
+def _folders() -> Iterator[Path]:
+    """Where the file may be, best first."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if Path(state).is_absolute():
+        yield Path(state, "hdpcomm")
+    with contextlib.suppress(RuntimeError, OSError):  # no home
+        if Path.home().stat().st_uid == os.geteuid():  # under sudo it may be another user's
+            yield Path.home() / ".local" / "state" / "hdpcomm"
+    yield Path(tempfile.gettempdir(), f"hdpcomm-{os.geteuid()}")
+
+
+def _others_write(folder: Path) -> bool:
+    status = folder.lstat()
+    return not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or bool(status.st_mode & 0o022)
+
+
+def _make(path: Path) -> None:
+    """Writes a new secret, unless another process has done so: whole or not at all."""
+    handle, name = tempfile.mkstemp(prefix=".secret-", dir=path.parent)  # 0600
+    try:
+        with open(handle, "w") as file:
+            file.write(new_secret() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(name, path)
+    finally:
+        os.unlink(name)
+
+
+def _from_file(path: Path, where: str) -> str:
     try:
         # O_NONBLOCK: a named pipe in its place must not make the rank wait.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -22,7 +22,6 @@ from hdpcomm.comm.store_wire import (
     DIED_KEY,
     MAGIC,
     MOST_BYTES,
-    NO_SECRET,
     PROOF_BYTES,
     PROOF_S,
     REFUSED_KEY,
@@ -65,13 +64,13 @@ class _Wait:
 class JobStoreServer:
     """Serves the store on a thread of its own until :meth:`close`.
 
-    ``listener``: a listening socket, owned from then on. ``secret``: of the job; ``None``: everybody who can connect is
-    let in. On a Unix socket other users are sent away whatever they know.
+    ``listener``: a listening socket, owned from then on. ``secret``: of the job. On a Unix socket
+    other users are sent away whatever they know.
     """
 
-    def __init__(self, listener: socket.socket, secret: Secret | None) -> None:
+    def __init__(self, listener: socket.socket, secret: Secret) -> None:
         self._listener = listener
-        self._secret = secret or NO_SECRET
+        self._secret = secret
         self._same_user = listener.family == socket.AF_UNIX
         self._data: dict[bytes, bytes] = {}
         self._died: dict[int, str] = {}
@@ -94,7 +93,7 @@ class JobStoreServer:
         forgotten_in_children.add(self)
 
     @classmethod
-    def on_this_host(cls, name: str, secret: Secret | None) -> JobStoreServer:
+    def on_this_host(cls, name: str, secret: Secret) -> JobStoreServer:
         """Serves on the Unix socket of that name, to processes of this user."""
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(b"\0" + name.encode())
@@ -102,7 +101,7 @@ class JobStoreServer:
         return cls(listener, secret)
 
     @classmethod
-    def on_network(cls, address: tuple[str, int], secret: Secret | None, *, seconds: float) -> JobStoreServer:
+    def on_network(cls, address: tuple[str, int], secret: Secret, *, seconds: float) -> JobStoreServer:
         """Serves at that address alone; where it is not this host's own (behind NAT), at all of its addresses.
 
         Raises: InvalidUsage when the port is in use, CommTimeout when the name is not resolved in time.

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from hdpcomm.comm.deadline_calls import CallThread
-from hdpcomm.comm.secret import MAC_BYTES, NONCE_BYTES, Secret
+from hdpcomm.comm.secret import MAC_BYTES, NONCE_BYTES
 
 __all__ = [
     "ANSWER_BYTES",
@@ -29,7 +29,6 @@ __all__ = [
     "DIED_KEY",
     "MAGIC",
     "MOST_BYTES",
-    "NO_SECRET",
     "OPENING_BYTES",
     "PROOF_BYTES",
     "PROOF_S",
@@ -55,7 +54,6 @@ PROOF_BYTES = NONCE_BYTES + MAC_BYTES
 ANSWER_BYTES = 1 + MAC_BYTES
 MOST_BYTES = 64 << 20  # of a request or an answer
 PROOF_S = 5.0  # to prove who it is
-NO_SECRET = Secret("")
 
 
 def local_name() -> str:

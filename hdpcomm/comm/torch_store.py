@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,17 +22,19 @@ from hdpcomm.errors import CommTimeout, Error
 __all__ = ["SignedStore", "TorchStorePort", "connect_to_agent"]
 
 _T = TypeVar("_T")
+# Begins the key of what each rank shows of its secret.
+_SHOWN_KEY, _SHOWN_BYTES = "hdpcomm/shown", 8
 
 
 class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
-    """A store of torch (torchrun's, or the program's own), with deadlines and, where there is a secret, signed values.
+    """A store of torch (torchrun's, or the program's own), with deadlines and signed values.
 
-    With a secret, names of keys are MACs, which no stranger can guess, and every value carries a MAC of key and value.
+    Names of keys are MACs, which no stranger can guess, and every value carries a MAC of key and value.
     A value whose MAC is wrong is as if it were not there; :attr:`forged` keeps its key. What a stranger who reaches
     such a store can still do: docs/security.md.
     """
 
-    def __init__(self, inner: Any, secret: Secret | None, rank: int, *, seconds: float) -> None:
+    def __init__(self, inner: Any, secret: Secret, rank: int, *, seconds: float) -> None:
         super().__init__()
         self.inner = inner
         #: No call waits beyond it, by ``time.monotonic()``.
@@ -61,9 +63,7 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
         return values
 
     def check(self, keys: list[str]) -> bool:
-        if self._secret is not None:
-            return self._values(keys) is not None
-        return bool(self._call(lambda: self.inner.check(keys)))
+        return self._values(keys) is not None
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         until = self._until(timeout)
@@ -91,17 +91,36 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
     def clone(self) -> SignedStore:
         return self
 
+    # --- which secret others have
+
+    def show_secret(self) -> None:
+        """Lets other ranks see whether they have another secret: a few bytes that follow from it, unsigned."""
+        self._call(lambda: self.inner.set(f"{_SHOWN_KEY}/{self._rank}", self._shown))
+
+    def with_another_secret(self, ranks: Iterable[str]) -> list[str]:
+        """Those of the ranks that showed another secret. Anybody may have written that: it is for messages only."""
+        keys = {rank: f"{_SHOWN_KEY}/{rank}" for rank in ranks}
+
+        def ask() -> list[str]:
+            there = [rank for rank, key in keys.items() if self.inner.check([key])]
+            shown = self.inner.multi_get([keys[rank] for rank in there]) if there else []
+            return [rank for rank, text in zip(there, shown, strict=True) if bytes(text) != self._shown]
+
+        return self._call(ask)
+
+    @property
+    def _shown(self) -> bytes:
+        return self._secret.sign("shown", b"")[:_SHOWN_BYTES]
+
     # --- names and values
 
     def _name(self, key: str) -> str:
-        return key if self._secret is None else "hdpcomm/" + self._secret.sign("key", key.encode()).hex()
+        return "hdpcomm/" + self._secret.sign("key", key.encode()).hex()
 
     def _signed(self, key: str, value: bytes) -> bytes:
-        return value if self._secret is None else self._secret.sign("value", key.encode(), value) + value
+        return self._secret.sign("value", key.encode(), value) + value
 
     def _verified(self, key: str, data: bytes) -> bytes | None:
-        if self._secret is None:
-            return data
         mac, value = data[:MAC_BYTES], data[MAC_BYTES:]
         if self._secret.verify(mac, "value", key.encode(), value):
             return value

@@ -30,9 +30,11 @@ from hdpcomm.comm import bootstrap
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.joining import Joining, wait_for_all
+from hdpcomm.comm.secret import Secret
 from hdpcomm.comm.store_server import JobStoreServer
 from hdpcomm.testing import spawn
 
+OURS = Secret("the secret of this job")
 LONG_S = 60.0
 """A deadline that no test waits for: where it is given, something else has to end the wait."""
 
@@ -183,8 +185,8 @@ def test_who_does_not_come_is_named_by_all_whose_time_is_over() -> None:
 
 def test_ranks_that_never_reached_the_store_are_named() -> None:
     name = f"hdpcomm-test-{os.getpid()}"
-    server = JobStoreServer.on_this_host(name, None)
-    stores = [JobStore(name, None, rank, seconds=LONG_S) for rank in (0, 2)]
+    server = JobStoreServer.on_this_host(name, OURS)
+    stores = [JobStore(name, OURS, rank, seconds=LONG_S) for rank in (0, 2)]
     for store in stores:
         store.check(["x"])  # it connects
     keys = [f"here/{rank}" for rank in range(1, 46)]
@@ -350,8 +352,8 @@ def test_a_thread_that_waits_for_a_key_lets_others_ask(monkeypatch: pytest.Monke
     there_within = JobStore.there_within
     monkeypatch.setattr(JobStore, "there_within", counted)
     name = f"hdpcomm-test-{os.getpid()}"
-    server = JobStoreServer.on_this_host(name, None)
-    store = JobStore(name, None, 0, seconds=LONG_S)
+    server = JobStoreServer.on_this_host(name, OURS)
+    store = JobStore(name, OURS, 0, seconds=LONG_S)
     waiter = threading.Thread(target=store.wait, args=(["late"],))
     waiter.start()
     while not waits:

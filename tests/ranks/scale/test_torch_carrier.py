@@ -21,7 +21,7 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.group_carrier import GroupCarrier
 from hdpcomm.comm.secret import Secret
 from tests.harness.fault_cases import LONG_S
-from tests.ranks.scale.test_torch_faults import QueueGroup, Wires, together
+from tests.ranks.scale.test_torch_faults import SECRET, QueueGroup, UnprovenCarrier, Wires, together
 
 BULK_BYTES = 512 << 10
 CREDIT = 4  # the kind of a frame that only tells what its sender has consumed
@@ -44,12 +44,11 @@ def kind(frame: transport.Frame) -> int:
     return int(struct.unpack_from("=B", frame.head, 4)[0])
 
 
-@pytest.mark.parametrize("secret", [None, Secret("a secret of the job, long enough")], ids=["open", "secret"])
-def test_two_groups_carry_a_direction_each(secret: Secret | None) -> None:
+def test_two_groups_carry_a_direction_each() -> None:
     links, comms = linked()
     wires: list[dict[tuple[int, int, int], Any]] = [Wires() for _ in range(2)]
     carriers = [
-        GroupCarrier([QueueGroup(each, rank) for each in wires], link, owned=False, secret=secret)
+        GroupCarrier([QueueGroup(each, rank) for each in wires], link, owned=False, secret=SECRET)
         for rank, link in enumerate(links)
     ]
     sizes = [0, 1, 100_000, BULK_BYTES // 4, 3_000_000]  # the last is more than a window
@@ -67,7 +66,7 @@ def test_two_groups_carry_a_direction_each(secret: Secret | None) -> None:
     proofs = {group_carrier._PROOF_TAG, group_carrier._PROOF_TAG + 1}
     ways = [{key[:2] for key in each if key[2] not in proofs} for each in wires]
     assert ways == [{(0, 1)}, {(1, 0)}]
-    proven = {(0, 1), (1, 0)} if secret else set()
+    proven = {(0, 1), (1, 0)}
     assert [{key[:2] for key in each if key[2] in proofs} for each in wires] == [proven, proven]
 
 
@@ -127,7 +126,7 @@ class HeldGroup:
 def test_bulks_are_asked_for_while_others_are_on_their_way() -> None:
     links, comms = linked()
     group = HeldGroup()
-    GroupCarrier([group], links[1], owned=True)
+    UnprovenCarrier([group], links[1], owned=True, secret=SECRET)
     x, y = torch.arange(BULK_BYTES), torch.empty(BULK_BYTES, dtype=torch.int64)  # eight frames
     sent = comms[0].send(x, 1, async_op=True)
     frames = [links[0].next(1) for _ in range(8)]

@@ -24,9 +24,20 @@ from hdpcomm.comm import group_carrier
 from hdpcomm.comm.addresses import own_address
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.group_carrier import GroupCarrier
+from hdpcomm.comm.secret import Secret
 from hdpcomm.testing import spawn
 from tests.harness.fault_cases import LONG_S, sums, survives, told_survivors, wait_for
 from tests.harness.native import _testing
+
+SECRET = Secret("a secret of the job, long enough")
+
+
+class UnprovenCarrier(GroupCarrier):
+    """Over groups that can prove nothing."""
+
+    def _prove(self, secret: Secret, peer: int) -> None:
+        del secret
+        self._proven[peer].set()
 
 
 @pytest.fixture(params=["tcp", "torch"])
@@ -133,7 +144,9 @@ def pair() -> tuple[list[Communicator], list[GroupCarrier], dict[tuple[int, int,
     links = [transport.FrameLink(rank, 2) for rank in range(2)]
     joined = [core.join_framed_world(link, "torch", 5.0) for link in links]
     worlds = [Communicator(world.communicator(), world.rank, world.size) for world in joined]
-    carriers = [GroupCarrier([QueueGroup(wires, rank)], link, owned=False) for rank, link in enumerate(links)]
+    carriers = [
+        GroupCarrier([QueueGroup(wires, rank)], link, owned=False, secret=SECRET) for rank, link in enumerate(links)
+    ]
     return worlds, carriers, wires
 
 
@@ -253,7 +266,10 @@ def test_what_a_rank_sent_before_it_left_comes_over_a_slow_link(monkeypatch: pyt
     links = [transport.FrameLink(rank, 2) for rank in range(2)]
     joined = [core.join_framed_world(link, "torch", LONG_S) for link in links]
     comms = [Communicator(world.communicator(), world.rank, world.size) for world in joined]
-    carriers = [GroupCarrier([SlowGroup(wires, rank, 0.3)], link, owned=True) for rank, link in enumerate(links)]
+    carriers = [
+        UnprovenCarrier([SlowGroup(wires, rank, 0.3)], link, owned=True, secret=SECRET)
+        for rank, link in enumerate(links)
+    ]
     parts = [[torch.full((3,), float(10 * k + rank)) for k in range(8)] for rank in range(2)]
     gathered = [[torch.empty(6) for _ in range(8)] for _ in range(2)]
     works = [comms[1].all_gather(gathered[1][k], parts[1][k], async_op=True) for k in range(8)]
@@ -275,7 +291,7 @@ def test_a_peer_that_does_not_tell_that_all_has_come_is_given_up(monkeypatch: py
     link = transport.FrameLink(0, 2)
     world = core.join_framed_world(link, "torch", LONG_S)
     group = SlowGroup(Wires(), 0, 0.0)
-    carrier = GroupCarrier([group], link, owned=True)
+    carrier = UnprovenCarrier([group], link, owned=True, secret=SECRET)
     world.close("")
     assert carrier.join()
     assert group.is_cut.is_set()
