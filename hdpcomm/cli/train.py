@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hdpcomm.data import Corpus, CorpusSummary, DocumentStream
     from hdpcomm.models import LlamaConfig
     from hdpcomm.run import DryRun, FolderModel, Loading, RunConfig, RunResult
+    from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
 __all__ = ["add_parser", "job_of", "run_rank"]
 
@@ -69,11 +70,10 @@ class _Job:
     shrinks: bool = False
     attempt: int = 0
 
-    def on(self, ranks: int, resume: str | None) -> _Job:
+    def on(self, ranks: int) -> _Job:
         """The job of those that are left, as if it were started by hand on so many ranks."""
         config = replace(self.config, capacity=_capacity(self.options, ranks))
-        options = replace(self.options, resume=resume)
-        return replace(self, options=options, config=config, attempt=self.attempt + 1)
+        return replace(self, config=config, attempt=self.attempt + 1)
 
 
 def _capacity(options: TrainOptions, ranks: int) -> int:
@@ -93,7 +93,7 @@ def _train(parsed: argparse.Namespace) -> int:
     job = _job(options, ranks)
     if rank is not None:
         outcome = run_rank(job)
-        if rank != 0:
+        if rank != 0 or outcome is None:
             return 0
     else:
         outcome = _start_ranks(job, ranks)
@@ -157,11 +157,9 @@ def job_of(options: TrainOptions, ranks: int) -> _Job:
     from hdpcomm.plan import Calibration
     from hdpcomm.run import RunConfig, Schedule
 
-    sizes = [f"--{name}" for name in ("pipeline", "tensor", "expert") if getattr(options, name) > 1]
-    if options.elastic and (sizes or "ddp" in options.compare):
-        what = (*sizes, "--compare ddp")[0]
+    if options.elastic and "ddp" in options.compare:
         raise InvalidUsage(
-            f"--elastic was given with {what}, which cannot go on with any number of ranks; leave out either"
+            "--elastic was given with --compare ddp, which cannot go on with other ranks; leave out either"
         )
     if options.policy in options.compare:
         raise InvalidUsage(f"--compare {options.policy} is the policy of the run itself; give another one")
@@ -222,12 +220,13 @@ def _model(options: TrainOptions, data: TrainData) -> LlamaConfig | FolderModel:
     )
 
 
-def run_rank(job: _Job) -> tuple[RunResult | DryRun, CorpusSummary]:
-    """Runs one rank of the job; rank 0 shows the progress on stderr and writes the files. Collective over the world."""
+def run_rank(job: _Job) -> tuple[RunResult | DryRun, CorpusSummary] | None:
+    """Runs one rank of the job; rank 0 shows the progress on stderr and writes the files. Collective over the world.
+    ``None`` on a spare rank of an elastic job."""
     from hdpcomm.comm import init
 
     with init(transport=job.options.transport) as comm, _told_of_memory(comm):
-        return _run_elastic(comm, job) if job.shrinks else _run(comm, job)
+        return _run_elastic(comm, job) if job.shrinks else _run(comm, job, job.options.resume)
 
 
 @contextmanager
@@ -245,30 +244,75 @@ def _told_of_memory(comm: Communicator) -> Iterator[None]:
         ) from error
 
 
-def _run_elastic(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSummary]:
-    """Runs the job again on the ranks that live, whenever some die."""
-    from hdpcomm.data.agree import from_rank
-    from hdpcomm.run.checkpoints import newest_checkpoint
-    from hdpcomm.run.elastic import run_with_survivors
+def _run_elastic(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSummary] | None:
+    """Runs the job again on the ranks that live, whenever some die; ``None`` on a rank that is a spare at the end."""
+    from hdpcomm.run.elastic import active_ranks, call_spares, lead_spares, run_with_survivors, wait_as_spare
+    from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
-    assert job.options.out is not None  # checked
-    first, folder = job.options.resume, job.options.out / "checkpoints"
+    peers = PeerSaves()
+    resume: str | KeptCheckpoint | None = job.options.resume
+    options = job.options
+
+    def ranks_of(living: Communicator) -> list[int]:
+        return active_ranks(living, pipeline=options.pipeline, tensor=options.tensor, expert=options.expert)
 
     def on_loss(living: Communicator, what: str) -> None:
-        nonlocal job
-        found = newest_checkpoint(folder)[0] if living.rank == 0 and folder.is_dir() else None
-        resume = from_rank(living, "auto" if found is not None else "") or first
-        job = job.on(living.size, resume)
-        if living.rank == 0:
-            place = resume if found is None else found.path
-            told = "step 0, since there is no checkpoint yet" if place is None else str(place)
-            ranks = f"{living.size} ranks" if living.size > 1 else "1 rank"
-            print(f"hdpcomm: {what}\nhdpcomm: going on with {ranks} from {told}", file=sys.stderr, flush=True)
+        nonlocal job, resume
+        active = ranks_of(living)
+        kept = peers.newest(living)
+        resume = kept or _newest_on_disk(living, job)
+        job = job.on(len(active))
+        if living.rank == active[0]:
+            print(f"hdpcomm: {what}\n{_goes_on(len(active), living.size, resume)}", file=sys.stderr, flush=True)
 
-    return run_with_survivors(comm, lambda living: _run(living, job), on_loss)
+    def attempt(living: Communicator) -> tuple[RunResult | DryRun, CorpusSummary] | None:
+        nonlocal resume
+        active = ranks_of(living)
+        spares = [rank for rank in range(living.size) if rank not in active]
+        peers.next_attempt()
+        kept = resume if isinstance(resume, KeptCheckpoint) else None
+        if living.rank in spares:
+            wait_as_spare(living, active[0], kept)
+            return None
+        first = living.rank == active[0]
+        if kept is not None and first:
+            resume = replace(kept, call_spares=lambda: call_spares(living, spares))
+        comm = living.subset(active)
+        assert comm is not None  # this rank is one of them
+        with lead_spares(living, spares if first else []):
+            return _run(comm, job, resume, peers)
+
+    return run_with_survivors(comm, attempt, on_loss)
 
 
-def _run(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSummary]:
+def _newest_on_disk(living: Communicator, job: _Job) -> str | None:
+    """Where a run goes on that has lost what its ranks had in memory: its newest checkpoint, or where it began."""
+    from hdpcomm.data.agree import from_rank
+    from hdpcomm.run.checkpoints import newest_checkpoint
+
+    assert job.options.out is not None  # checked
+    folder = job.options.out / "checkpoints"
+    found = newest_checkpoint(folder)[0] if living.rank == 0 and folder.is_dir() else None
+    return from_rank(living, "" if found is None else str(found.path)) or job.options.resume
+
+
+def _goes_on(active: int, living: int, resume: str | KeptCheckpoint | None) -> str:
+    ranks = f"{active} ranks" if active > 1 else "1 rank"
+    spares = f" ({living - active} spare)" if living > active else ""
+    if resume is None:
+        place = "step 0, since there is no checkpoint yet"
+    else:
+        place = resume if isinstance(resume, str) else str(resume.path)
+    lost = (
+        "" if resume is not None and not isinstance(resume, str) else "; what other ranks kept in memory is lost, too"
+    )
+    return f"hdpcomm: going on with {ranks}{spares} from {place}{lost}"
+
+
+def _run(
+    comm: Communicator, job: _Job, resume: str | KeptCheckpoint | None = None, peers: PeerSaves | None = None
+) -> tuple[RunResult | DryRun, CorpusSummary]:
+    """One attempt of an elastic job, which has ``peers``, or the whole of another one."""
     import torch
 
     from hdpcomm.cli.data import data_progress
@@ -281,15 +325,22 @@ def _run(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSumma
         corpus = job.data.open(comm, on_progress)
         held_out = None if job.held_out is None else job.held_out.open_indexed(comm, on_progress)
     if isinstance(corpus, DocumentStream):
-        return _trained(comm, job, corpus, held_out), corpus.summary()
+        return _trained(comm, job, corpus, held_out, resume, peers), corpus.summary()
     if job.options.eval_fraction is not None:
         corpus, held_out = corpus.split(job.options.eval_fraction, seed=job.config.seed)
     if job.options.dry_run:
         return dry_run(comm, corpus, job.config), corpus.summary()
-    return _trained(comm, job, corpus, held_out), corpus.summary()
+    return _trained(comm, job, corpus, held_out, resume, peers), corpus.summary()
 
 
-def _trained(comm: Communicator, job: _Job, corpus: Corpus | DocumentStream, held_out: Corpus | None) -> RunResult:
+def _trained(
+    comm: Communicator,
+    job: _Job,
+    corpus: Corpus | DocumentStream,
+    held_out: Corpus | None,
+    resume: str | KeptCheckpoint | None,
+    peers: PeerSaves | None,
+) -> RunResult:
     from hdpcomm.cli.train_report import Progress
     from hdpcomm.data.agree import on_rank_0
     from hdpcomm.run import RunFiles, Saving, Watching, train
@@ -299,7 +350,8 @@ def _trained(comm: Communicator, job: _Job, corpus: Corpus | DocumentStream, hel
     resolved = replace(options, capacity=job.config.capacity, ranks=comm.size)
     saving = None
     if out is not None:
-        saving = Saving(out / "checkpoints", every=options.save_every or 0, keep=options.keep, resume=options.resume)
+        every = options.save_every or 0
+        saving = Saving(out / "checkpoints", every=every, keep=options.keep, resume=resume, peers=peers)
     watching = Watching(timelines=out is not None, trace=options.trace is not None)
 
     def train_with(watching: Watching) -> RunResult:
@@ -363,7 +415,8 @@ def _start_ranks(job: _Job, ranks: int) -> tuple[RunResult | DryRun, CorpusSumma
             RankPool(ranks, preload=("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")) as pool,
             _handing_on_signals(pool, job),
         ):
-            outcome: tuple[RunResult | DryRun, CorpusSummary] = pool.run(run_rank, job, survivors=job.shrinks)[0]
+            outcomes = pool.run(run_rank, job, survivors=job.shrinks)
+            outcome: tuple[RunResult | DryRun, CorpusSummary] = next(each for each in outcomes if each is not None)
             return outcome
     except BaseException:
         from rich.console import Console

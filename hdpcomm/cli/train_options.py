@@ -115,8 +115,8 @@ class TrainOptions(TrainingOptions):
         metavar="auto|PATH",
     )  # fmt: skip
     elastic: bool = option(
-        "saving", False, "when a rank dies, the others go on from the last checkpoint; under torchrun --max-restarts, "
-        "the ranks that it starts anew do", action="store_true",
+        "saving", False, "when a rank dies, the others go on from what they keep in memory; under torchrun "
+        "--max-restarts, the ranks that it starts anew go on from the last checkpoint", action="store_true",
     )  # fmt: skip
     export: Path | None = option(
         "saving", None, "write the model for transformers' from_pretrained at the end", Path, metavar="FOLDER"

@@ -31,6 +31,7 @@ from hdpcomm.train.profile import processor_costs, profile_samples, weights_shar
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.run.checkpoints import Checkpoint
+    from hdpcomm.run.peer_saves import KeptCheckpoint
 
 __all__ = [
     "SMALLEST_OFFLOAD",
@@ -74,7 +75,12 @@ class Costs:
 
 
 def measure_costs(
-    comm: Communicator, config: RunConfig, *, longest: int, capacity: int, found: Checkpoint | None = None
+    comm: Communicator,
+    config: RunConfig,
+    *,
+    longest: int,
+    capacity: int,
+    found: Checkpoint | KeptCheckpoint | None = None,
 ) -> Costs:
     """As measured now, or as the checkpoint or a calibration has them: plans follow them, and so does the order of
     sums. Collective.
@@ -277,7 +283,7 @@ def weights_put_off(config: RunConfig, measured: float) -> float:
     return measured * mean / kept if kept else mean / layers / 3
 
 
-def same_mesh(found: Checkpoint, config: RunConfig) -> bool:
+def same_mesh(found: Checkpoint | KeptCheckpoint, config: RunConfig) -> bool:
     """Whether a checkpoint's run had devices with as much of the model each, so that its costs are those of this one.
     Local."""
     return _mesh_sizes(found.facts["config"]) == _mesh_sizes(asdict(config))

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
 from hdpcomm.comm.device.communicator import DeviceCommunicator
+from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import Aborted, CommTimeout, InvalidUsage, PeerLost
+from hdpcomm.run.peer_saves import KeptCheckpoint
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["run_with_survivors"]
+__all__ = ["active_ranks", "lead_spares", "run_with_survivors", "wait_as_spare"]
 
 T = TypeVar("T")
+_LOST = (Aborted, CommTimeout, PeerLost)
+_FOR_EVER_S = 1e7
+"""What a spare rank waits for the run: deaths end the wait, and so do ranks that begin again."""
 
 
 def run_with_survivors(
@@ -22,11 +31,11 @@ def run_with_survivors(
     on_loss: Callable[[Communicator, str], None],
 ) -> T:
     """What ``attempt(comm)`` returns. When ranks die, the others call ``on_loss`` and ``attempt`` again, on the
-    communicator of those that live. Collective over ``comm``.
+    communicator of those that live, also where the death comes in ``on_loss``. Collective over ``comm``.
 
     Args:
         attempt: goes on from a checkpoint, and keeps nothing of the attempt before.
-        on_loss: (communicator of the living ranks, what happened).
+        on_loss: (communicator of the living ranks, who has died).
 
     Raises:
         InvalidUsage: ``comm`` has devices, whose operations end with the first error.
@@ -38,14 +47,80 @@ def run_with_survivors(
             "operations of devices end for good when a rank dies, so the others cannot go on by themselves (elastic): "
             "start the ranks by torchrun --max-restarts, which starts all of them anew"
         )
+    gone: list[int] = []
     while True:
         try:
+            if gone:
+                on_loss(comm, f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} died or left")
             return attempt(comm)
-        except (Aborted, CommTimeout, PeerLost) as error:
+        except _LOST as error:
             failure = error.with_traceback(None)  # whose frames hold the model
             failure.__cause__ = failure.__context__ = None
         living = comm.shrink()
         if living.size == comm.size:
             raise failure
+        gone = sorted({*comm.ranks} - {*living.ranks})
         comm = living
-        on_loss(comm, str(failure))
+
+
+def active_ranks(living: Communicator, *, pipeline: int, tensor: int, expert: int) -> list[int]:
+    """Positions of the ranks that train on a mesh of these sizes, as many as there can be: tensor ranks are of one
+    host, so hosts give multiples of them. The others are spares. The same on all ranks; local.
+
+    Raises: InvalidUsage where not even one HDP replica can be made.
+    """
+    world, unit = nodes_of(living), pipeline * tensor * expert
+    by_host: dict[int, list[int]] = defaultdict(list)
+    for position, rank in enumerate(living.ranks):
+        by_host[world[rank]].append(position)
+    usable = [position for own in by_host.values() for position in own[: len(own) // tensor * tensor]]
+    count = len(usable) // unit * unit
+    if not count:
+        raise InvalidUsage(
+            f"too few ranks are left ({living.size}): pipeline {pipeline} x tensor {tensor} x expert {expert} needs "
+            f"{unit} (tensor ranks on one host): start the run again on more ranks, with --resume auto"
+        )
+    return sorted(usable[:count])
+
+
+@contextmanager
+def lead_spares(living: Communicator, spares: Sequence[int]) -> Iterator[None]:
+    """On the first active rank, round the run: at its end spares are told that it is over, unless ranks have died."""
+    try:
+        yield
+    except _LOST:
+        raise
+    except BaseException:
+        _tell(living, spares, 0)
+        raise
+    _tell(living, spares, 0)
+
+
+def call_spares(living: Communicator, spares: Sequence[int]) -> None:
+    """On the first active rank, before :meth:`KeptCheckpoint.load_into` of all: spares take part."""
+    _tell(living, spares, 1)
+
+
+def wait_as_spare(living: Communicator, first: int, kept: KeptCheckpoint | None) -> None:
+    """On a spare: gives what it keeps when the active ranks load it, and returns when the run is over.
+
+    Args:
+        first: position of the first active rank.
+
+    Raises: PeerLost, Aborted: ranks have died, or begin again.
+    """
+    told = torch.zeros(1, dtype=torch.int64)
+    while True:
+        living.recv(told, first, async_op=True).wait(_FOR_EVER_S)
+        if not int(told) or kept is None:
+            return
+        try:
+            kept.load_into({})
+        except InvalidUsage:
+            continue  # the others have the same error, and do without
+
+
+def _tell(living: Communicator, spares: Sequence[int], what: int) -> None:
+    for spare in spares:
+        with suppress(PeerLost):  # one that has died needs nothing
+            living.send(torch.tensor([what]), spare)

@@ -37,6 +37,7 @@ from hdpcomm.run.messages import MessageLog, recorded
 from hdpcomm.run.model import model_spec, new_part
 from hdpcomm.run.optimizers import is_for_matrices, new_optimizer
 from hdpcomm.run.options import RunResult, Saving, Watching
+from hdpcomm.run.peer_saves import KeptCheckpoint
 from hdpcomm.run.pipelines import mesh_of, new_trainer, stage_recompute
 from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
@@ -115,7 +116,7 @@ def _begun(
     before: int | None = None
     refused: list[str] = []
     while True:
-        found = None if saving is None else agreed_checkpoint(comm, saving.folder, saving.resume, before=before)
+        found = None if saving is None else _found(comm, saving, before)
         if refused and found is None:
             raise InvalidUsage(refused[0])
         if found is not None:
@@ -136,6 +137,13 @@ def _begun(
                 return run
 
 
+def _found(comm: Communicator, saving: Saving, before: int | None) -> Checkpoint | KeptCheckpoint | None:
+    """What to go on from; ``before``: of fewer steps than what did not fit."""
+    if not isinstance(saving.resume, KeptCheckpoint):
+        return agreed_checkpoint(comm, saving.folder, saving.resume, before=before)
+    return saving.resume if before is None else agreed_checkpoint(comm, saving.folder, "auto", before=before)
+
+
 class _Run:
     """One rank's state of a run."""
 
@@ -145,7 +153,7 @@ class _Run:
         corpus: Corpus | DocumentStream,
         config: RunConfig,
         saving: Saving | None,
-        found: Checkpoint | None,
+        found: Checkpoint | KeptCheckpoint | None,
         held_out: Corpus | None,
         watching: Watching,
         loading: Loading,
@@ -161,7 +169,7 @@ class _Run:
                 f"{found.path if found else ''} was saved after step {self.first_step} and --steps is {config.steps}; "
                 "give more steps, or an earlier checkpoint"
             )
-        self.saved: Path | None = None if found is None else found.path
+        self.saved: Path | None = found.path if isinstance(found, Checkpoint) else None
         self.stopped_by = 0
         begins = config if found is None else replace(config, init_from=None, keep_optimizer=False)
         self.weights = FirstWeights(comm, begins)
@@ -210,7 +218,7 @@ class _Run:
             for group, decay in zip(groups, decays, strict=True):
                 group["weight_decay"] = decay  # as this run is told, whatever the saved one was
 
-    def _batches(self, loading: Loading, found: Checkpoint | None) -> Batches:
+    def _batches(self, loading: Loading, found: Checkpoint | KeptCheckpoint | None) -> Batches:
         corpus, config = self.corpus, self.config
         if isinstance(corpus, Corpus):
             return IndexedBatches(corpus, config, first_step=self.first_step)
@@ -236,7 +244,7 @@ class _Run:
         comm = comm if self.messages is None else recorded(comm, self.messages)
         return new_trainer(comm, config, planner, self.costs.pool, self.weights)
 
-    def _learning(self, found: Checkpoint | None) -> dict[str, PlanLearning]:
+    def _learning(self, found: Checkpoint | KeptCheckpoint | None) -> dict[str, PlanLearning]:
         known = {} if found is None or not same_mesh(found, self.config) else found.facts.get("learned") or {}
         return {
             policy: PlanLearning(trainer, self.plans[policy], known.get(policy))
@@ -248,6 +256,9 @@ class _Run:
         """Runs the steps that are left, and saves and evaluates on the way. Ranks wait for those that read, plan or
         save (:meth:`hdpcomm.comm.Communicator.liveness_deadlines`)."""
         with self.comm.liveness_deadlines():
+            if self.saving is not None and self.saving.peers is not None:
+                self.saving.peers.begin(self.comm, self.trainers)
+            self._keep()
             self._advance(stopping)
 
     def _advance(self, stopping: StopRequest | None) -> None:
@@ -256,6 +267,7 @@ class _Run:
                 self._step(policy, step)
             self.done = step + 1
             self.batches.done(self.done)
+            self._keep()
             if stopping is not None and (number := stopping.agreed(self.comm)):
                 self.stopped_by = number
                 break
@@ -342,8 +354,18 @@ class _Run:
         self.saved = self.saving.folder / f"step-{self.done}"
         if self.folder is None:
             return
+        with self.comm.busy("saves a checkpoint"):
+            self.folder.save(self.done, {"policies": state, "generators": generators}, self._facts(), copy=copy)
+
+    def _keep(self) -> None:
+        """Copies the state of now to where another rank finds it."""
+        if self.saving is not None and self.saving.peers is not None:
+            self.saving.peers.take(self.comm, self.done, self.trainers, self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        """What stands beside the tensors of a checkpoint."""
         memory, processor = self.costs.memory, self.costs.processor_model
-        facts = {
+        return {
             "ranks": self.comm.size,
             "config": config_facts(self.config),
             "data": data_facts(self.corpus),
@@ -355,10 +377,8 @@ class _Run:
             "loader": self.batches.state(self.done),
             "learned": {policy: learning.to_dict() for policy, learning in self.learning.items()},
         }
-        with self.comm.busy("saves a checkpoint"):
-            self.folder.save(self.done, {"policies": state, "generators": generators}, facts, copy=copy)
 
-    def _read(self, found: Checkpoint) -> dict[str, Any]:
+    def _read(self, found: Checkpoint | KeptCheckpoint) -> dict[str, Any]:
         """The checkpoint's state, the generator of random numbers set."""
         same_ranks = found.facts["ranks"] == self.comm.size
         state: dict[str, Any] = {"policies": self._state()}

@@ -11,6 +11,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import Calibration
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.evaluation import Evaluation
+from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 from hdpcomm.train import StepMetrics
 
 __all__ = ["RunResult", "Saving", "Watching"]
@@ -25,13 +26,15 @@ class Saving:
         every: steps between two; one more is made at the end, and when the run is asked to stop. 0: only these.
         keep: how many of the newest stay.
         resume: ``None``: start anew; ``"auto"``: the newest sound checkpoint of ``folder``, if there is any; else the
-            path of a checkpoint, or of a folder of checkpoints.
+            path of a checkpoint, or of a folder of checkpoints; or what the ranks have in memory.
+        peers: where each rank keeps copies of the states of the newest steps, its own and others'.
     """
 
     folder: Path
     every: int = 0
     keep: int = 3
-    resume: str | None = None
+    resume: str | KeptCheckpoint | None = None
+    peers: PeerSaves | None = None
 
     def __post_init__(self) -> None:
         if self.every < 0:

@@ -22,6 +22,7 @@ from hdpcomm.run.model import model_facts
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.run.peer_saves import KeptCheckpoint
 
 __all__ = [
     "agreed_checkpoint",
@@ -113,7 +114,7 @@ def _warn(damaged: list[str]) -> None:
         print(f"hdpcomm: warning: {text}", file=sys.stderr)
 
 
-def saved_config(found: Checkpoint) -> Mapping[str, Any]:
+def saved_config(found: Checkpoint | KeptCheckpoint) -> Mapping[str, Any]:
     """The configuration that a checkpoint notes; empty if it notes none."""
     config = found.facts.get("config")
     if not isinstance(config, Mapping):
@@ -121,7 +122,7 @@ def saved_config(found: Checkpoint) -> Mapping[str, Any]:
     return {"offload": config["offload_bytes"], **config} if "offload_bytes" in config else config  # its old name
 
 
-def check_same_run(found: Checkpoint, corpus: Corpus | DocumentStream, config: RunConfig) -> None:
+def check_same_run(found: Checkpoint | KeptCheckpoint, corpus: Corpus | DocumentStream, config: RunConfig) -> None:
     """What must be as it was, so that the checkpoint's step means the same batches and the same model.
 
     Raises: InvalidUsage with what was saved and what is wanted.

@@ -179,7 +179,7 @@ class StageRunner:
                 work = pipeline.exchange(recvs=[(buffer, action.peer)], async_op=True)
                 self._received[action.done] = buffer, work
             else:
-                self._sends = [work for work in self._sends if not work.done()]
+                self._sends = [work for work in self._sends if not _ended(work)]
                 given = self._given.pop(action.done)
                 self.bytes_sent += given.numel() * given.element_size()
                 self._sends.append(pipeline.exchange([(given, action.peer)], async_op=True))
@@ -285,3 +285,11 @@ class StageRunner:
             pack = SlicedSequence(planned.bounds).slice(planned.number)
         positions = positions_of(pack, rank=comm.rank, size=comm.size, device=self._device)
         return PackedShard(positions, positions, positions, pack)  # nothing in the middle reads tokens or labels
+
+
+def _ended(work: Work) -> bool:
+    """Raises: what the operation raised."""
+    if not work.done():
+        return False
+    work.wait()
+    return True

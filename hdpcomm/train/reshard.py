@@ -22,15 +22,15 @@ from hdpcomm.train.tensor_part import TensorPart
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
 
-__all__ = ["Reshard"]
+__all__ = ["DTYPES", "Box", "Reshard", "boxes_of", "cells", "told_parts"]
 
 Parts = Mapping[str, "TensorPart | Tensor"]
 
-_NAMES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
+class Box:
     """Elements ``offsets`` to ``offsets + sizes`` of a tensor, number ``place`` of those that a rank has of it."""
 
     rank: int
@@ -51,8 +51,8 @@ class _Move:
     name: str
     first: tuple[int, ...]
     last: tuple[int, ...]
-    source: _Box
-    target: _Box
+    source: Box
+    target: Box
     dtype: torch.dtype
     forward: bool
 
@@ -155,9 +155,9 @@ class Reshard:
         world = nodes_of(comm)
         self._comm = comm
         self._hosts = list(hosts) if hosts is not None else [world[rank] for rank in comm.ranks]
-        self._source = {name: _boxes_of(part) for name, part in source.items()}
-        self._target = {name: _boxes_of(part) for name, part in target.items()}
-        moves = list(self._plan(gather_json(comm, [_told(source), _told(target)])))
+        self._source = {name: boxes_of(part) for name, part in source.items()}
+        self._target = {name: boxes_of(part) for name, part in target.items()}
+        moves = list(self._plan(gather_json(comm, [told_parts(source), told_parts(target)])))
         self.version = 0
         self._started: _Started | None = None
         rank = comm.rank
@@ -305,8 +305,8 @@ class Reshard:
     def _plan(self, told: list[Any]) -> Iterator[_Move]:
         """All moves of all ranks, the same on each."""
         shapes: dict[str, tuple[int, ...]] = {}
-        has: dict[str, list[_Box]] = defaultdict(list)
-        wants: dict[str, list[_Box]] = defaultdict(list)
+        has: dict[str, list[Box]] = defaultdict(list)
+        wants: dict[str, list[Box]] = defaultdict(list)
         for rank, sides in enumerate(told):
             for found, side in zip((has, wants), sides, strict=True):
                 for name, (shape, boxes) in side.items():
@@ -316,7 +316,7 @@ class Reshard:
                             "parts of the same tensors"
                         )
                     found[name] += [
-                        _Box(rank, place, tuple(offsets), tuple(sizes), _NAMES[kind])
+                        Box(rank, place, tuple(offsets), tuple(sizes), DTYPES[kind])
                         for place, (offsets, sizes, kind) in enumerate(boxes)
                     ]
         for name, boxes in has.items():
@@ -324,7 +324,7 @@ class Reshard:
                 raise InvalidUsage(f"{name} is held as {sorted(map(str, kinds))}; give sources of one type")
         loads = [0] * self._comm.size
         for name, targets in sorted(wants.items()):
-            for first, last in _cells(has[name], targets):
+            for first, last in cells(has[name], targets):
                 takers = [box for box in targets if box.holds(first, last)]
                 if not takers:
                     continue
@@ -341,12 +341,12 @@ class Reshard:
         name: str,
         first: tuple[int, ...],
         last: tuple[int, ...],
-        holders: Sequence[_Box],
-        takers: Sequence[_Box],
+        holders: Sequence[Box],
+        takers: Sequence[Box],
         loads: list[int],
     ) -> Iterator[_Move]:
         """How a cell gets to those that want it; ``loads``: what each rank sends so far."""
-        came: dict[tuple[int, torch.dtype], _Box] = {}
+        came: dict[tuple[int, torch.dtype], Box] = {}
         """The first one on a host that has got it, in each type."""
         for taker in takers:
             own = [box for box in holders if box.rank == taker.rank]
@@ -364,7 +364,7 @@ class Reshard:
             yield move
 
 
-def _cells(sources: Sequence[_Box], targets: Sequence[_Box]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def cells(sources: Sequence[Box], targets: Sequence[Box]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(first, last) of boxes that no box of either side cuts."""
     boxes = [*sources, *targets]
     cuts = [
@@ -375,18 +375,18 @@ def _cells(sources: Sequence[_Box], targets: Sequence[_Box]) -> Iterator[tuple[t
         yield tuple(first for first, _ in cell), tuple(last for _, last in cell)
 
 
-def _boxes_of(part: TensorPart | Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+def boxes_of(part: TensorPart | Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
     if isinstance(part, Tensor):
         return [((0,) * part.dim(), part)]
     return [(tuple(offsets), tensor) for offsets, tensor in part.boxes if tensor.numel()]
 
 
-def _told(parts: Parts) -> dict[str, Any]:
+def told_parts(parts: Parts) -> dict[str, Any]:
     """By name: the shape of the whole tensor, and the offsets, sizes and type of each box."""
     return {
         name: [
             list(part.size()),
-            [[list(at), list(x.shape), str(x.dtype).removeprefix("torch.")] for at, x in _boxes_of(part)],
+            [[list(at), list(x.shape), str(x.dtype).removeprefix("torch.")] for at, x in boxes_of(part)],
         ]
         for name, part in parts.items()
     }
@@ -434,7 +434,7 @@ def _places(moves: Sequence[_Move]) -> list[int]:
     return [0, *itertools.accumulate(move.nbytes for move in moves)][:-1]
 
 
-def _view(side: Mapping[str, list[tuple[tuple[int, ...], Tensor]]], move: _Move, box: _Box) -> Tensor:
+def _view(side: Mapping[str, list[tuple[tuple[int, ...], Tensor]]], move: _Move, box: Box) -> Tensor:
     """The moved elements in one of this rank's boxes."""
     offsets, tensor = side[move.name][box.place]
     return tensor[tuple(slice(a - o, b - o) for o, a, b in zip(offsets, move.first, move.last, strict=True))]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hdpcomm.train.layout import Layout
     from hdpcomm.train.masters import Masters, OwnPart, Piece
 
-__all__ = ["State"]
+__all__ = ["State", "path_name", "walk_state"]
 
 Path = tuple[str, ...]
 """Where a value is in the nested dict of a state: ("model", name), ("masters", name), ("optimizer", "state", name,
@@ -71,6 +71,14 @@ class State:
             options = {key: value for key, value in group.items() if key != "params"}
             found["optimizer"]["param_groups"].append({**options, "params": list(names)})
         return found
+
+    def live(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """This rank's own share of :meth:`parts`, and no word to others: tensors and parts, by the names of their paths
+        (:func:`path_name`); and what is none, as JSON: ``groups``, the options of each, and ``plain``. Local."""
+        _make_state(self._optimizer)
+        tensors = {path_name(path): value for path, value in self._live() if isinstance(value, (Tensor, TensorPart))}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        return tensors, {"groups": groups, "plain": [[list(path), value] for path, value in self._plain()]}
 
     def whole(self) -> dict[str, Any]:
         """The same with whole tensors, equal on every rank; those that are whole on this rank anyway are the live ones.
@@ -216,7 +224,7 @@ class State:
 
 def _whole_tensors(parts: Mapping[str, Any], comm: Communicator) -> Iterator[tuple[Path, Tensor]]:
     """The whole tensors of which the ranks of ``comm`` have parts, one after the other, on each rank. Collective."""
-    own = {path: value for path, value in _walk(parts) if isinstance(value, TensorPart)}
+    own = {path: value for path, value in walk_state(parts) if isinstance(value, TensorPart)}
     facts: list[Any] = [
         [path, list(value.size()), *_kind(value), [[list(o), list(t.shape)] for o, t in value.boxes]]
         for path, value in own.items()
@@ -263,10 +271,16 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
-def _walk(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def path_name(path: Path) -> str:
+    """One name for what lies at a path of a state."""
+    return "/".join(path)
+
+
+def walk_state(state: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a state, each with its path."""
     for name, value in state.items():
         if isinstance(value, Mapping):
-            yield from _walk(value, (*path, name))
+            yield from walk_state(value, (*path, name))
         else:
             yield (*path, name), value
 

@@ -473,6 +473,12 @@ class Trainer:
         """
         return {**self._state.parts(), "num_steps": self.num_steps}
 
+    def live_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What this rank holds of :meth:`checkpoint_state`: its live tensors by name, and the numbers beside them as
+        JSON. Copies in other ranks' memory (:class:`hdpcomm.train.PeerCopies`) are made from it. Local."""
+        tensors, numbers = self._state.live()
+        return tensors, {**numbers, "num_steps": self.num_steps}
+
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers of the whole model by their names there, gathered one at a time; copy what is to stay.
         Collective: every rank goes through all of them."""
