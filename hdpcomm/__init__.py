@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsage, Mismatch, PeerLost
+from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsage, Mismatch, NotFinite, PeerLost
 
 if TYPE_CHECKING:
     from hdpcomm import (
@@ -74,6 +74,7 @@ __all__ = [
     "CommTimeout",
     "Communicator",
     "DeviceError",
+    "NotFinite",
     "Error",
     "InvalidUsage",
     "Mesh",

@@ -100,6 +100,17 @@ class Aborted(Error):
     """
 
 
+class NotFinite(Error):
+    """The loss or the gradient of a training step is no finite number, on all ranks alike. The step was not taken:
+    parameters and optimizer are as before, and the next one may follow.
+
+    Attributes:
+        sequences: numbers of those in whose micro-batches the loss became so; empty where only the gradient did.
+    """
+
+    sequences: tuple[int, ...] = ()
+
+
 class DeviceError(Error):
     """The CUDA driver or a device library reported an error."""
 

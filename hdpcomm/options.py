@@ -253,6 +253,10 @@ class TrainingOptions:
         "training", 100, "steps between two comparisons of all ranks' weights and optimizer settings; 0: never", whole,
         metavar="STEPS",
     )  # fmt: skip
+    skip_bad_steps: int = option(
+        "training", 0, "steps of the run that may be left out as their loss or gradient is no finite number; one more "
+        "ends it, saved", whole, metavar="N",
+    )  # fmt: skip
     eval_every: int = option(
         "evaluation", 0, "steps between two evaluations on held-out text; 0: only at the end", whole, metavar="N"
     )

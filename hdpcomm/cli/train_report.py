@@ -100,6 +100,10 @@ def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) ->
             losses = f"{found[0].loss:.3f} after step {found[0].step}"
             losses += f", {found[-1].loss:.3f} after step {found[-1].step}" if len(found) > 1 else ""
             console.print(f"held-out loss ({evaluated}): {losses}")
+    for given, steps in result.left_out.items():
+        if steps:
+            numbers = ", ".join(str(step + 1) for step in steps)
+            console.print(f"left out ({given}), as loss or gradient were no finite numbers: step {numbers}")
     total = totals(result.steps[policy])
     console.print(
         f"each step was planned while the one before ran: {1e3 * total.planning_s / total.steps:.2f} ms on average, of "

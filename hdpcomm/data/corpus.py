@@ -73,6 +73,11 @@ class TextPieces:
             )
         return np.frombuffer(data, dtype=np.uint8).astype(np.int64)
 
+    def name_of(self, document: int) -> str:
+        """Its file, and where it begins there."""
+        file, start, _ = (int(value) for value in self.pieces[document])
+        return f"{self.files[file]} from byte {start} on" if start else str(self.files[file])
+
     def counted(self, document: int, first: int, length: int) -> npt.NDArray[np.bool_]:
         """Every token counts for the loss."""
         del document, first
@@ -175,6 +180,11 @@ class Corpus:
                 counted = torch.from_numpy(source.counted(document, first + start + 1, end - start - 1))
                 labels[: end - start - 1][~counted] = IGNORE
         return read[: stop - start], labels
+
+    def place_of(self, sequence: int) -> str:
+        """Where one sequence is, for messages. Local. Raises: InvalidUsage: no such sequence."""
+        source, document, first, length = self._place(sequence)
+        return f"{source.name_of(document)}, tokens {first} to {first + length}"
 
     def _place(self, sequence: int) -> tuple[TextPieces | TokenStore, int, int, int]:
         if not 0 <= sequence < len(self):

@@ -86,6 +86,10 @@ class TokenStore:
         part, start, _, _ = (int(value) for value in self.documents[document])
         return self._read(f"tokens-{part}.bin", start + first, length).astype(np.int64)
 
+    def name_of(self, document: int) -> str:
+        """Its place in the folder, for messages."""
+        return f"{self.path} document {document}"
+
     def counted(self, document: int, first: int, length: int) -> npt.NDArray[np.bool_]:
         """Which of these tokens count for the loss, as targets."""
         part, _, _, start = (int(value) for value in self.documents[document])

@@ -71,6 +71,9 @@ class Batches(Protocol):
     def fetch(self, step: int, policy: str) -> FetchParts:
         """What the trainer reads the sequences of a step with."""
 
+    def names(self, step: int, sequences: Sequence[int]) -> list[str]:
+        """Where sequences of a step come from, by their numbers in it; without numbers all of them."""
+
     def costs(self, step: int, since: float, until: float) -> LoadingCosts | None:
         """What the policy's step has cost, which waited for its plan in that span of ``time.perf_counter()``."""
 
@@ -104,6 +107,10 @@ class IndexedBatches:
     def fetch(self, step: int, policy: str) -> BatchReader:
         del policy
         return BatchReader(self._corpus, self._sampler.batch(step).ids)
+
+    def names(self, step: int, sequences: Sequence[int]) -> list[str]:
+        ids = self._sampler.batch(step).ids
+        return [self._corpus.place_of(int(ids[number])) for number in sequences or range(len(ids))]
 
     def costs(self, step: int, since: float, until: float) -> None:
         del step, since, until
@@ -165,6 +172,9 @@ class LoadedBatches:
 
     def fetch(self, step: int, policy: str) -> FetchParts:
         return self._loader.reader(step, policy)
+
+    def names(self, step: int, sequences: Sequence[int]) -> list[str]:
+        return [f"sequence {number} of the loader's step {step}" for number in sequences]
 
     def costs(self, step: int, since: float, until: float) -> LoadingCosts:
         stats = self._loader.take_stats()

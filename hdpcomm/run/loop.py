@@ -17,7 +17,7 @@ import torch
 from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.agree import from_rank, raise_together
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import Error, InvalidUsage, NotFinite
 from hdpcomm.plan import PlanAhead, PlannedStep, Planner
 from hdpcomm.run.batches import Batches, IndexedBatches, LoadedBatches, Loading
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 _TRACED_STEPS = 50  # at most, with Watching.trace: a trace of more is too large to look at
+_NAMED = 5  # sequences of a step that is left out
 _WATCHED_STEPS = 10  # steps of a whole run of which the timeline is kept
 
 
@@ -194,6 +195,7 @@ class _Run:
         self.trainers = {policy: self._trainer(planner, stack) for policy, planner in planners.items()}
         self.steps: dict[str, list[StepMetrics]] = {policy: [] for policy in planners}
         self.evaluations: dict[str, list[Evaluation]] = {policy: [] for policy in planners}
+        self.left_out: dict[str, list[int]] = {policy: [] for policy in planners}
         self.spec = model_spec(config.model)
         self.stalled = dict.fromkeys(planners, 0.0)
         self.learning = self._learning(found) if config.learn_costs else {}
@@ -276,11 +278,7 @@ class _Run:
                 self._save()
             if self.config.eval_every and self.done % self.config.eval_every == 0:
                 self._evaluate()
-        if self.saving is not None and (self.saved is None or self.saved.name != f"step-{self.done}"):
-            self._save(copy=False)
-        if self.folder is not None:
-            with self.comm.busy("saves a checkpoint"):
-                self.folder.wait()
+        self._save_last()
         if not self.stopped_by and self.done > self.first_step:
             self._evaluate()
 
@@ -291,7 +289,11 @@ class _Run:
         with self.comm.busy("waits for the plan of a step, and for its data"):
             planned = next(self.plans[policy])
         taken = time.perf_counter()
-        metrics = trainer.step(planned, self.batches.fetch(step, policy))
+        try:
+            metrics = trainer.step(planned, self.batches.fetch(step, policy))
+        except NotFinite as error:
+            self._leave_out(policy, step, error)
+            return
         if self.config.check_replicas and metrics.step % self.config.check_replicas == 0:
             trainer.check_replicas()
         self.steps[policy].append(metrics)
@@ -314,6 +316,24 @@ class _Run:
             self._report_timeline(metrics, planned, trainer)
         elif self.messages is not None:
             self.messages.messages.clear()
+
+    def _leave_out(self, policy: str, step: int, error: NotFinite) -> None:
+        """The policy's step was not taken. Raises: Error, if there were too many; the run is saved before."""
+        self.left_out[policy].append(step)
+        names = self.batches.names(step, error.sequences)
+        what = error.args[0].partition(": ")[2]  # the terminal counts steps from 1
+        told = f"step {step + 1}: {what}; of {', '.join(names[:_NAMED])}{', ...' * (len(names) > _NAMED)}"
+        trainer = self.trainers[policy]
+        if len(self.left_out[policy]) <= self.config.skip_bad_steps:
+            trainer.num_steps += 1
+            if self.comm.rank == 0:
+                print(f"hdpcomm: left out {told}", file=sys.stderr, flush=True)
+            return
+        saved = ""
+        if self.saving is not None and policy == self.config.policies[0]:  # the others have not gone on either
+            self._save_last()
+            saved = f"; saved: {self.saved}"
+        raise Error(f"{told}; --skip-bad-steps N leaves out N such steps{saved}", rank=self.comm.global_rank, op="step")
 
     def _is_watched(self, step: int) -> bool:
         if self.watching.trace:
@@ -356,6 +376,14 @@ class _Run:
             return
         with self.comm.busy("saves a checkpoint"):
             self.folder.save(self.done, {"policies": state, "generators": generators}, self._facts(), copy=copy)
+
+    def _save_last(self) -> None:
+        """The run ends here: what is saved is on the disk on return."""
+        if self.saving is not None and (self.saved is None or self.saved.name != f"step-{self.done}"):
+            self._save(copy=False)
+        if self.folder is not None:
+            with self.comm.busy("saves a checkpoint"):
+                self.folder.wait()
 
     def _keep(self) -> None:
         """Copies the state of now to where another rank finds it."""
@@ -414,6 +442,7 @@ class _Run:
             stopped_by=self.stopped_by,
             saved=self.saved,
             evaluations=self.evaluations,
+            left_out=self.left_out,
             recompute=self.config.recompute,
             step_memory=self.step_memory,
         )

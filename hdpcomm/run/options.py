@@ -77,6 +77,7 @@ class RunResult:
         stopped_by: the signal that ended the run before its last step, or 0.
         saved: the last checkpoint, if there is one.
         evaluations: by policy, those of this call.
+        left_out: by policy, the steps that were not taken, as their loss or gradient was no finite number.
         recompute, step_memory: what ``recompute="auto"`` has become, and the memory of a rank that said so, or of each
             device of a pipeline.
     """
@@ -89,5 +90,6 @@ class RunResult:
     stopped_by: int = 0
     saved: Path | None = None
     evaluations: dict[str, list[Evaluation]] = field(default_factory=dict)
+    left_out: dict[str, list[int]] = field(default_factory=dict)
     recompute: str | int | tuple[int, ...] = "none"
     step_memory: tuple[StepMemory, ...] = ()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -61,6 +62,7 @@ class StepInputs:
             tokens, which others needed.
         ends: no other passes of the step follow, so gradients may leave during the last one.
         terms: what the labels' losses are; ``None``: the model's own.
+        not_finite: after the passes, the micro-batches on this rank whose loss is no finite number.
     """
 
     planned: PlannedStep
@@ -71,6 +73,13 @@ class StepInputs:
     on_pass: Callable[[int | None], object] = lambda _: None
     ends: bool = True
     terms: LabelTerms | None = None
+    not_finite: list[int] = field(default_factory=list)
+
+    def checked(self, micro_batch: MicroBatch | None, loss: Tensor) -> Tensor:
+        """The (summed loss, labels) of a micro-batch, which is noted if the loss is no finite number."""
+        if micro_batch is not None and not math.isfinite(loss[0]):
+            self.not_finite.append(micro_batch.index)
+        return loss
 
     def __post_init__(self) -> None:
         if self.terms is not None and self.planned.plan.slices:
@@ -157,7 +166,7 @@ class MicroBatchPasses:
                 planned = None if micro_batch is None else slices.get(micro_batch.index)
                 if micro_batch is None or planned is None or gradients is None:
                     self._begin(step, early=last)
-                    total += self._run(micro_batch, step, sliced)
+                    total += step.checked(micro_batch, self._run(micro_batch, step, sliced))
                     step.on_pass(None if micro_batch is None else micro_batch.index)
                 else:
                     waiting.append((micro_batch, self._packed(micro_batch, step, sliced)))
@@ -196,7 +205,7 @@ class MicroBatchPasses:
             micro_batch, packed = slices.pop()
             self._begin(step, early=last and not slices)
             around = step.around(micro_batch.offload_ratio, packed.tokens.numel())
-            total += self._pass(packed.again(), self._comm(micro_batch), step, around)
+            total += step.checked(micro_batch, self._pass(packed.again(), self._comm(micro_batch), step, around))
             step.on_pass(micro_batch.index)
         return total
 

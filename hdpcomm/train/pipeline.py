@@ -217,7 +217,7 @@ class StageRunner:
         if losses is not None:
             self.total[0] += float(losses.detach())
         if chunk.last:
-            self.total += torch.stack((y.detach().double(), pack.trained.double())).cpu()
+            self.total += self.step.checked(batch, torch.stack((y.detach().double(), pack.trained.double())).cpu())
         else:
             self._given[done] = y.detach().contiguous()
         planned = self._slices.get(done.micro_batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from hdpcomm.arguments import check_has, check_number, check_whole
 from hdpcomm.comm.mesh import Mesh
-from hdpcomm.errors import Aborted, Error, InvalidUsage
+from hdpcomm.errors import Aborted, InvalidUsage
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.plan import PlannedStep
 from hdpcomm.train.activation_profile import OffloadedStep
@@ -49,6 +48,7 @@ from hdpcomm.train.shards import Fetch
 from hdpcomm.train.state import State
 from hdpcomm.train.timeline import Timeline
 from hdpcomm.train.trainer_check import (
+    check_finite,
     check_log_prob_loss,
     check_model,
     check_trained_names,
@@ -248,7 +248,8 @@ class Trainer:
             PeerLost, CommTimeout: another rank died, or has not moved for ``comm.timeout`` seconds. Inside of a step
                 deadlines go by liveness (:meth:`hdpcomm.comm.Communicator.liveness_deadlines`): a rank moves while
                 ``fetch`` reads, for at most half an hour a call, and with every micro-batch and operation.
-            Error: the loss is not finite; the parameters are as they were before the step.
+            NotFinite: the loss or the gradient is not, on all ranks; names the sequences. Nothing was updated, and
+                :meth:`step` may be called again.
         """
         check_has("step()", "fetch", fetch, "__call__", "a function of a sequence's number")
         with self.comm.liveness_deadlines():
@@ -360,8 +361,9 @@ class Trainer:
             self._buffers.refuse(self.comm)
         mean = self._mean(total, labels)
         self.gradients.reduce(1.0 / (scale * labels))
-        grad_norm = self._finite("gradient norm", self.gradients.clip_(self.max_grad_norm))
+        grad_norm = self.gradients.clip_(self.max_grad_norm)
         (self.masters or self.gradients).finish()
+        check_finite(mean, grad_norm, plan, inputs.not_finite, self.mesh, self.num_steps)
         self.timeline.end("gradients")
         self.optimizer.step()
         if self.masters is not None:
@@ -544,17 +546,7 @@ class Trainer:
                 f"do not sum up to more than 0 (the sum of labels and weights is {labels}); give longer sequences, "
                 "labels or other weights"
             )
-        return self._finite("loss", total / labels)
-
-    def _finite(self, name: str, value: float) -> float:
-        if not math.isfinite(value):
-            raise Error(
-                f"step {self.num_steps}: the {name} is {value}; lower the learning rate or look at the data (no "
-                "parameter was updated)",
-                rank=self.comm.global_rank,
-                op="step",
-            )
-        return value
+        return total / labels
 
     def _metrics(self, planned: PlannedStep, own: Sequence[float], *, loss: float, grad_norm: float) -> StepMetrics:
         """``own``: this rank's seconds, idle seconds, bytes sent and seconds of processor time. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ from torch import nn
 
 from hdpcomm.arguments import check_has, check_number, check_type, check_whole
 from hdpcomm.comm.mesh import Mesh
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.data.agree import gather_json
+from hdpcomm.errors import InvalidUsage, NotFinite
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.tensor_group import TensorGroup
 from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, checked_stages
@@ -21,10 +23,11 @@ from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.pulled_weights import has_part
 
 if TYPE_CHECKING:
-    from hdpcomm.plan import Planner
+    from hdpcomm.plan import Planner, StepPlan
 
 __all__ = [
     "check_elementwise",
+    "check_finite",
     "check_log_prob_loss",
     "check_model",
     "check_trained_names",
@@ -53,6 +56,37 @@ def check_elementwise(optimizer: torch.optim.Optimizer, where: str) -> None:
             f"has; {where} use one of torch.optim's {', '.join(_ELEMENTWISE)}, or MatrixOwners for one that looks at "
             "matrices"
         )
+
+
+def check_finite(
+    loss: float, grad_norm: float, plan: StepPlan, not_finite: Sequence[int], mesh: Mesh, step: int
+) -> None:
+    """Raises NotFinite, on all ranks, unless both are finite numbers. Collective then.
+
+    Args:
+        loss, grad_norm: equal on all ranks.
+        not_finite: micro-batches on this rank whose loss is none.
+    """
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    found = {index for own in gather_json(mesh.comm, list(not_finite)) for index in own}
+    batches = [batch for batch in plan.micro_batches if batch.index in found]
+    sequences = sorted({sequence.id for batch in batches for sequence in batch.sequences})
+    what, value = ("loss", loss) if not math.isfinite(loss) else ("gradient norm", grad_norm)
+    where = f", in micro-batches of sequences {_listed(sequences)}" if sequences else ""
+    error = NotFinite(
+        f"step {step}: the {what} is {value}{where}; lower the learning rate or look at the data (no parameter was "
+        "updated)",
+        rank=mesh.comm.global_rank,
+        op="step",
+    )
+    error.sequences = tuple(sequences)
+    raise error
+
+
+def _listed(numbers: Sequence[int], most: int = 20) -> str:
+    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
+    return ", ".join(map(str, numbers[:most])) + more
 
 
 def check_trainer(
