@@ -90,7 +90,13 @@ class PeerLost(Error, ConnectionError):
 
 
 class Mismatch(Error):
-    """Ranks called different operations, in another order, or with different sizes, types or roots."""
+    """Ranks called different operations, in another order, or with different sizes, types or roots.
+
+    Attributes:
+        unlike: of replicas that are not alike, the ranks that are not like most; empty where there is no majority.
+    """
+
+    unlike: tuple[int, ...] = ()
 
 
 class Aborted(Error):

@@ -22,7 +22,7 @@ from hdpcomm.cli.train_options import (
     changed_options,
     dump_options,
 )
-from hdpcomm.errors import Error, InvalidUsage, first_line, out_of_memory
+from hdpcomm.errors import Error, InvalidUsage, Mismatch, first_line, out_of_memory
 from hdpcomm.files import write_whole
 from hdpcomm.options import TrainingOptions
 
@@ -245,7 +245,8 @@ def _told_of_memory(comm: Communicator) -> Iterator[None]:
 
 
 def _run_elastic(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSummary] | None:
-    """Runs the job again on the ranks that live, whenever some die; ``None`` on a rank that is a spare at the end."""
+    """Runs the job again on the ranks that live, whenever some die; ``None`` on a rank that is a spare at the end, or
+    that has left as its weights were not those of the others."""
     from hdpcomm.run.elastic import active_ranks, call_spares, lead_spares, run_with_survivors, wait_as_spare
     from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
@@ -282,7 +283,13 @@ def _run_elastic(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, Cor
         with lead_spares(living, spares if first else []):
             return _run(comm, job, resume, peers)
 
-    return run_with_survivors(comm, attempt, on_loss)
+    try:
+        return run_with_survivors(comm, attempt, on_loss)
+    except Mismatch as error:
+        if comm.global_rank not in error.unlike:
+            raise
+        print(f"hdpcomm: rank {comm.global_rank} leaves the run: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def _newest_on_disk(living: Communicator, job: _Job) -> str | None:

@@ -11,7 +11,7 @@ import torch
 
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.topology import nodes_of
-from hdpcomm.errors import Aborted, CommTimeout, InvalidUsage, PeerLost
+from hdpcomm.errors import Aborted, CommTimeout, InvalidUsage, Mismatch, PeerLost
 from hdpcomm.run.peer_saves import KeptCheckpoint
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def run_with_survivors(
     Raises:
         InvalidUsage: ``comm`` has devices, whose operations end with the first error.
         CommTimeout: a rank that lives has not come to the others within the communicator's timeout.
+        Mismatch: on the ranks whose weights are not those of most (``unlike``), which leave; the others go on.
         What ``attempt`` raises if no rank has died, or if it is no error of communication.
     """
     if isinstance(comm, DeviceCommunicator):
@@ -53,9 +54,11 @@ def run_with_survivors(
             if gone:
                 on_loss(comm, f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} died or left")
             return attempt(comm)
-        except _LOST as error:
+        except (*_LOST, Mismatch) as error:
             failure = error.with_traceback(None)  # whose frames hold the model
             failure.__cause__ = failure.__context__ = None
+            if isinstance(failure, Mismatch) and comm.global_rank in (failure.unlike or [comm.global_rank]):
+                raise failure from None
         living = comm.shrink()
         if living.size == comm.size:
             raise failure
@@ -88,7 +91,7 @@ def lead_spares(living: Communicator, spares: Sequence[int]) -> Iterator[None]:
     """On the first active rank, round the run: at its end spares are told that it is over, unless ranks have died."""
     try:
         yield
-    except _LOST:
+    except (*_LOST, Mismatch):
         raise
     except BaseException:
         _tell(living, spares, 0)

@@ -292,6 +292,7 @@ class _Run:
         try:
             metrics = trainer.step(planned, self.batches.fetch(step, policy))
         except NotFinite as error:
+            trainer.check_replicas()  # it may be one rank whose memory is broken
             self._leave_out(policy, step, error)
             return
         if self.config.check_replicas and metrics.step % self.config.check_replicas == 0:

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,42 @@ def test_the_losses_are_those_of_a_run_that_was_resumed_by_hand(data: str, tmp_p
     run_python(again, timeout=100, check=True)
     rows = losses(out)
     assert rows[-(STEPS - int(step)) :] == losses(by_hand)
+
+
+_FLIPS = """
+import os, sys, torch
+from hdpcomm.cli.main import main
+from hdpcomm.train import Trainer
+step = Trainer.step
+def flips(self, *arguments, **options):
+    metrics = step(self, *arguments, **options)
+    if (os.environ["RANK"], metrics.step) == ("1", 5):
+        next(self.model.parameters()).detach().view(torch.int32).view(-1)[7] ^= 1
+    return metrics
+Trainer.step = flips
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_whose_memory_is_broken_leaves(
+    data: str, tmp_path: Path, undisturbed: Callable[[bool], list[float]]
+) -> None:
+    """Ranks that were started by hand, of which one changes the last bit of a weight: it is named at the next look, and
+    the others go on from what they hold themselves."""
+    out = tmp_path / "run"
+    options = ["--ranks", "3", "--elastic", "--check-replicas", "4"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "3"}
+    arguments = ["-c", _FLIPS, *command(data, out, *options, steps=STEPS)[2:]]
+    processes = [Python(arguments, env=os.environ | place | {"RANK": str(rank)}) for rank in range(3)]
+    told = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], told
+    assert "rank 1 leaves the run: the weights of ranks [1] are not those of ranks [0, 2] (" in told[1][1]
+    assert TOLD.findall(told[0][1]) == [("2", "8")], told
+    rows, exact = losses(out), undisturbed(False)
+    assert sorted({step for step, _ in rows}) == list(range(STEPS))
+    assert max(abs(loss - exact[step]) for step, loss in rows) < 5e-5
 
 
 @pytest.mark.parametrize("saves", [False, True])

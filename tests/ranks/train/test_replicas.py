@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import random
 import re
 from typing import Any
 
@@ -86,6 +89,29 @@ def test_replicas_that_are_alike_are_left_alone() -> None:
         assert run_threads(steps, 4, None, -1, 0, options, timeout=60.0) == [("", 7)] * 4
 
 
+def quiet(seed: int, count: int) -> int:
+    """Steps of a random model, after each of which the ranks are compared."""
+    torch.set_num_threads(1)
+    draw = random.Random(seed)
+    comm = hdp.init()
+    size = draw.choice([8, 16])
+    model = Llama(LlamaConfig(vocabulary=31, layers=draw.randint(1, 2), hidden=size, heads=2, kv_heads=1, ffn=size))
+    planner = Planner(None, ClusterSpec(comm.size, 16), "balanced", COST)
+    zero, dtype = draw.choice([(0, None), (1, None), (1, torch.bfloat16)])
+    trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=3e-3), planner, comm, zero=zero, dtype=dtype)
+    for step in range(count):
+        lengths = [draw.randint(1, 12) for _ in range(draw.randint(2, 4))]
+        trainer.step(lengths, lambda i, n=lengths, s=step: (torch.arange(n[i]) * (i + 3 + s % 5)) % 31)
+        trainer.check_replicas()
+    return trainer.num_steps
+
+
+def test_no_false_alarm() -> None:
+    steps = int(os.environ.get("HDPCOMM_TEST_ALARM_STEPS", "100"))
+    for seed in range(10):
+        assert run_threads(quiet, 2, seed, steps // 10, timeout=900.0) == [steps // 10] * 2
+
+
 def compared(change: Any) -> None:
     comm = hdp.init()
     model = torch.nn.Linear(40, 30).double()
@@ -108,6 +134,38 @@ def more(model: Any, rank: int) -> None:
 def infinite(model: Any, rank: int) -> None:
     if rank == 1:
         model.bias[7] = float("inf")
+
+
+def flipped(seed: int) -> tuple[str, str, tuple[int, ...], int]:
+    """One bit of one element on one of three ranks, drawn by the seed; (error, tensor, the ranks it names, rank)."""
+    torch.set_num_threads(1)
+    comm = hdp.init()
+    draw = random.Random(seed)
+    model = Llama(CONFIG)
+    planner = Planner(None, ClusterSpec(comm.size, 32), "balanced", COST)
+    trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), planner, comm)
+    trainer.step(LENGTHS, functools.partial(fetch, 0))
+    odd, name = draw.randrange(3), draw.choice([name for name, _ in model.named_parameters()])
+    if comm.rank == odd:
+        bits = dict(model.named_parameters())[name].detach().view(torch.int32).view(-1)
+        bits[draw.randrange(bits.numel())] ^= [1 << n for n in range(31)][draw.randrange(31)]
+    try:
+        with contextlib.suppress(hdp.NotFinite, hdp.InvalidUsage):  # no rank takes a step then
+            trainer.step(LENGTHS, functools.partial(fetch, 1))
+        trainer.check_replicas()
+    except hdp.Mismatch as error:
+        return str(error), name, error.unlike, odd
+    return "", name, (), odd
+
+
+@pytest.mark.parametrize("first", range(0, int(os.environ.get("HDPCOMM_TEST_FLIPS", "20")), 10))
+def test_a_single_bit_is_found(first: int) -> None:
+    """Also one of the last of a mantissa, which changes the weights less than rounding does."""
+    for seed in range(first, first + 10):
+        for error, name, unlike, odd in run_threads(flipped, 3, seed, timeout=60.0):
+            assert f"the weights of ranks [{odd}] are not those of ranks" in error, seed
+            assert f"{name} of rank {odd} " in error
+            assert unlike == (odd,)
 
 
 def test_rounding_is_no_error() -> None:
