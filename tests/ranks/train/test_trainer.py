@@ -212,7 +212,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update():
             trainer.model.norm.weight.fill_(math.nan)
         before = trainer.model.head.weight.clone()
         with pytest.raises(
-            Error, match="step 0: the loss is nan, in micro-batches of seq.*; lower the learning rate"
+            Error, match=r"step 0: the loss is nan, in micro-batches of seq.*; lower the learning rate"
         ) as caught:
             trainer.step(LENGTHS, fetch)
         assert torch.equal(before, trainer.model.head.weight)
