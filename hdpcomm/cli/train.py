@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "job_of", "run_rank"]
 
 P = ParamSpec("P")
+LOBBY = "lobby.json"
+"""In the folder of a run: where newcomers wait."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -70,9 +74,9 @@ class _Job:
     shrinks: bool = False
     attempt: int = 0
 
-    def on(self, ranks: int) -> _Job:
-        """The job of those that are left, as if it were started by hand on so many ranks."""
-        config = replace(self.config, capacity=_capacity(self.options, ranks))
+    def on(self, ranks: int, capacity: int | None = None) -> _Job:
+        """The job of those that are there, as if it were started by hand on so many ranks."""
+        config = replace(self.config, capacity=capacity or _capacity(self.options, ranks))
         return replace(self, config=config, attempt=self.attempt + 1)
 
 
@@ -81,7 +85,12 @@ def _capacity(options: TrainOptions, ranks: int) -> int:
 
 
 def _train(parsed: argparse.Namespace) -> int:
-    options = resolve_options(vars(parsed), parsed.config)
+    given = {
+        name: value for name, value in vars(parsed).items() if name in {each.name for each in fields(TrainOptions)}
+    }
+    if "join" in given:
+        return _join(given["join"], given)
+    options = resolve_options(given, parsed.config)
     for path in (options.json, options.log, options.trace):
         check_writable(path)
     options = _resumed_after_restart(options)
@@ -157,6 +166,8 @@ def job_of(options: TrainOptions, ranks: int) -> _Job:
     from hdpcomm.plan import Calibration
     from hdpcomm.run import RunConfig, Schedule
 
+    if options.join is not None:
+        raise InvalidUsage("--join stands alone on the command line: a newcomer has the options of the run")
     if options.elastic and "ddp" in options.compare:
         raise InvalidUsage(
             "--elastic was given with --compare ddp, which cannot go on with other ranks; leave out either"
@@ -244,25 +255,31 @@ def _told_of_memory(comm: Communicator) -> Iterator[None]:
         ) from error
 
 
-def _run_elastic(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSummary] | None:
+def _run_elastic(
+    comm: Communicator, job: _Job, *, came: bool = False
+) -> tuple[RunResult | DryRun, CorpusSummary] | None:
     """Runs the job again on the ranks that live, whenever some die; ``None`` on a rank that is a spare at the end, or
-    that has left as its weights were not those of the others."""
+    that has left as its weights were not those of the others. ``came``: this rank joins a run."""
+    from hdpcomm.data.agree import from_rank
     from hdpcomm.run.elastic import active_ranks, call_spares, lead_spares, run_with_survivors, wait_as_spare
+    from hdpcomm.run.lobby import Lobby, grow
     from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
     peers = PeerSaves()
     resume: str | KeptCheckpoint | None = job.options.resume
-    options = job.options
+    options, out = job.options, job.options.out
+    assert out is not None  # checked
 
     def ranks_of(living: Communicator) -> list[int]:
         return active_ranks(living, pipeline=options.pipeline, tensor=options.tensor, expert=options.expert)
 
-    def on_loss(living: Communicator, what: str) -> None:
+    def on_change(living: Communicator, what: str) -> None:
         nonlocal job, resume
         active = ranks_of(living)
         kept = peers.newest(living)
         resume = kept or _newest_on_disk(living, job)
-        job = job.on(len(active))
+        capacity = int(from_rank(living, str(job.on(len(active)).config.capacity), active[0]))
+        job = job.on(len(active), capacity)
         if living.rank == active[0]:
             print(f"hdpcomm: {what}\n{_goes_on(len(active), living.size, resume)}", file=sys.stderr, flush=True)
 
@@ -270,12 +287,13 @@ def _run_elastic(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, Cor
         nonlocal resume
         active = ranks_of(living)
         spares = [rank for rank in range(living.size) if rank not in active]
+        first = living.rank == active[0]
+        peers.open_lobby = partial(Lobby, out / LOBBY, partial(_run_facts, out)) if first else None
         peers.next_attempt()
         kept = resume if isinstance(resume, KeptCheckpoint) else None
         if living.rank in spares:
             wait_as_spare(living, active[0], kept)
             return None
-        first = living.rank == active[0]
         if kept is not None and first:
             resume = replace(kept, call_spares=lambda: call_spares(living, spares))
         comm = living.subset(active)
@@ -283,13 +301,48 @@ def _run_elastic(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, Cor
         with lead_spares(living, spares if first else []):
             return _run(comm, job, resume, peers)
 
+    def grown(living: Communicator) -> Communicator:
+        return grow(living, peers.lobby, ranks_of(living)[0], options.transport)
+
     try:
-        return run_with_survivors(comm, attempt, on_loss)
+        return run_with_survivors(comm, attempt, on_change, grow=grown, came=came)
     except Mismatch as error:
-        if comm.global_rank not in error.unlike:
+        if error.rank not in error.unlike:
             raise
-        print(f"hdpcomm: rank {comm.global_rank} leaves the run: {error}", file=sys.stderr, flush=True)
+        print(f"hdpcomm: rank {error.rank} leaves the run: {error}", file=sys.stderr, flush=True)
         return None
+    finally:
+        peers.close()
+
+
+def _run_facts(out: Path) -> str:
+    """What ranks of a run have alike, for those that want to join it."""
+    import hdpcomm
+
+    digest = hashlib.sha256((out / "config.yaml").read_bytes()).hexdigest()[:12]
+    return f"hdpcomm {hdpcomm.__version__} with options {digest}"
+
+
+def _join(run: Path, given: Mapping[str, object]) -> int:
+    """Takes part in a run with ``--elastic`` as one more rank."""
+    from hdpcomm.comm.bootstrap import default_timeout
+    from hdpcomm.run.lobby import enter
+
+    others = [name for name in given if name != "join"]
+    if others:
+        name = others[0].replace("_", "-")
+        raise InvalidUsage(f"--join was given with --{name}, and a newcomer has the options of the run; leave it out")
+    if not (run / "config.yaml").is_file():
+        raise InvalidUsage(f"--join {run}: no run of hdpcomm train is there; give its folder")
+    options = resolve_options({"out": run, "resume": "auto", "elastic": True}, run / "config.yaml")
+    job = job_of(options, options.ranks or 1)
+
+    def told() -> None:
+        print(f"hdpcomm: waits for the end of a step of {run}", file=sys.stderr, flush=True)
+
+    with enter(run / LOBBY, _run_facts(run), timeout=default_timeout(), told=told) as comm, _told_of_memory(comm):
+        _run_elastic(comm, replace(job, shrinks=True), came=True)
+    return 0
 
 
 def _newest_on_disk(living: Communicator, job: _Job) -> str | None:
@@ -300,7 +353,8 @@ def _newest_on_disk(living: Communicator, job: _Job) -> str | None:
     assert job.options.out is not None  # checked
     folder = job.options.out / "checkpoints"
     found = newest_checkpoint(folder)[0] if living.rank == 0 and folder.is_dir() else None
-    return from_rank(living, "" if found is None else str(found.path)) or job.options.resume
+    # Rank 0's, since a newcomer was not told where the run began.
+    return from_rank(living, (job.options.resume or "") if found is None else str(found.path)) or None
 
 
 def _goes_on(active: int, living: int, resume: str | KeptCheckpoint | None) -> str:

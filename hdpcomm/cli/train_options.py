@@ -118,6 +118,10 @@ class TrainOptions(TrainingOptions):
         "saving", False, "when a rank dies, the others go on from what they keep in memory; under torchrun "
         "--max-restarts, the ranks that it starts anew go on from the last checkpoint", action="store_true",
     )  # fmt: skip
+    join: Path | None = option(
+        "saving", None, "take part, as one more rank, in the run with --elastic whose folder this is; its "
+        "options are those of the run", Path, metavar="RUN",
+    )  # fmt: skip
     export: Path | None = option(
         "saving", None, "write the model for transformers' from_pretrained at the end", Path, metavar="FOLDER"
     )
@@ -212,7 +216,7 @@ def check_effects(options: TrainOptions, given: Iterable[str] = ()) -> None:
 
 
 _GROUPS = ("data", "ranks", "model", "training", "schedule", "evaluation", "saving", "output")
-_ONE_CALL = ("out", "resume", "export", "json", "log", "trace", "dry_run", "device")
+_ONE_CALL = ("out", "resume", "join", "export", "json", "log", "trace", "dry_run", "device")
 """Options of one call, which RUN/config.yaml leaves out."""
 
 

@@ -109,19 +109,29 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
 
 
 def join(
-    store: Any, rank: int, size: int, *, timeout: float, transport: str = "auto", devices: bool = True
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    timeout: float,
+    transport: str = "auto",
+    devices: bool = True,
+    joining: float | None = None,
 ) -> Communicator:
     """As :func:`init`, for ranks that have a key-value store of torch.distributed already (a world of one needs none).
 
     Collective over the ``size`` ranks of the store. ``timeout``: seconds, also of every operation. ``devices``: False
-    leaves out the streams that the transport has for device tensors. Raises: as ``init()``.
+    leaves out the streams that the transport has for device tensors. ``joining``: seconds for it; default: timeout.
+    Raises: as ``init()``.
     """
     transport = _chosen(transport)
     gpus = machine().has_gpu(rank)
     if size == 1:
         world = _join_alone(transport, timeout)
     else:
-        world, gpus = _join_processes(transport, store, rank, size, timeout, time.monotonic() + timeout)
+        world, gpus = _join_processes(
+            transport, store, rank, size, timeout, time.monotonic() + (timeout if joining is None else joining)
+        )
     _core.comm.close_at_end(world)
     if not devices:
         return _communicator(world, "auto")
@@ -341,14 +351,14 @@ def _connect(joining: Joining, link: _core.transport.FrameLink) -> None:
     with joining.reading("world"):
         world = bytes.fromhex(name)
     allow_sockets(joining.rank, 2 * joining.size)
-    Connections(link, listener, places, world, job_secret())
+    Connections(link, listener, places, world, joining.store.secret)
 
 
 def _carry(joining: Joining, link: _core.transport.FrameLink) -> None:
     joining.from_all("ready", "")  # torch's group waits for its ranks and does not notice when one dies
     store = dist.PrefixStore(f"{joining.prefix}/torch", joining.store)  # type: ignore[attr-defined]
     groups = make_groups(store, joining.rank, joining.size, timeout=joining.left, connecting=joining.watching)
-    GroupCarrier(groups, link, owned=True, secret=job_secret(), store=joining.store)
+    GroupCarrier(groups, link, owned=True, secret=joining.store.secret, store=joining.store)
 
 
 def _join_auto(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:

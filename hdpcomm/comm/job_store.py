@@ -134,6 +134,11 @@ class JobStore(dist.Store):  # type: ignore[misc, name-defined]
             self._socket = None
 
     @property
+    def secret(self) -> Secret:
+        """That of the job."""
+        return self._secret
+
+    @property
     def _where(self) -> str:
         return f"the Unix socket {self.place}" if isinstance(self.place, str) else "{}:{}".format(*self.place)
 

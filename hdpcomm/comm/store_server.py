@@ -127,6 +127,21 @@ class JobStoreServer:
                 ) from error
         return cls(listener, secret)
 
+    @property
+    def port(self) -> int:
+        """That it serves at, over TCP."""
+        return int(self._listener.getsockname()[1])
+
+    def values(self, prefix: str) -> dict[str, bytes]:
+        """What is there under keys that begin so. Any thread."""
+        with self._lock:
+            return {key.decode(): value for key, value in self._data.items() if key.startswith(prefix.encode())}
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a client with this number was there and is no more. Any thread."""
+        with self._lock:
+            return rank in self._gone
+
     def report_death(self, rank: int, text: str) -> None:
         """Tells the ranks that join that one of them is gone. Any thread."""
         with self._lock:

@@ -93,6 +93,11 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
 
     # --- which secret others have
 
+    @property
+    def secret(self) -> Secret:
+        """That of the job."""
+        return self._secret
+
     def show_secret(self) -> None:
         """Lets other ranks see whether they have another secret: a few bytes that follow from it, unsigned."""
         self._call(lambda: self.inner.set(f"{_SHOWN_KEY}/{self._rank}", self._shown))

@@ -17,25 +17,37 @@ from hdpcomm.run.peer_saves import KeptCheckpoint
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["active_ranks", "lead_spares", "run_with_survivors", "wait_as_spare"]
+__all__ = ["NewcomersWait", "active_ranks", "lead_spares", "run_with_survivors", "wait_as_spare"]
 
 T = TypeVar("T")
 _LOST = (Aborted, CommTimeout, PeerLost)
+_OVER, _LOAD, _GROW = range(3)
+"""What spares are told."""
 _FOR_EVER_S = 1e7
 """What a spare rank waits for the run: deaths end the wait, and so do ranks that begin again."""
+
+
+class NewcomersWait(Exception):
+    """Raised by all ranks of an attempt between two steps: processes wait in the run's lobby."""
 
 
 def run_with_survivors(
     comm: Communicator,
     attempt: Callable[[Communicator], T],
-    on_loss: Callable[[Communicator, str], None],
+    on_change: Callable[[Communicator, str], None],
+    *,
+    grow: Callable[[Communicator], Communicator] = lambda living: living,
+    came: bool = False,
 ) -> T:
-    """What ``attempt(comm)`` returns. When ranks die, the others call ``on_loss`` and ``attempt`` again, on the
-    communicator of those that live, also where the death comes in ``on_loss``. Collective over ``comm``.
+    """What ``attempt(comm)`` returns. When ranks die, or newcomers wait, the others call ``on_change`` and ``attempt``
+    again, on the communicator of those that are there then, also where a death comes in ``on_change``. Collective over
+    ``comm``.
 
     Args:
         attempt: goes on from a checkpoint, and keeps nothing of the attempt before.
-        on_loss: (communicator of the living ranks, who has died).
+        on_change: (communicator of all ranks, what has happened).
+        grow: gives the communicator with the newcomers; see :func:`hdpcomm.run.lobby.grow`.
+        came: this rank is a newcomer itself.
 
     Raises:
         InvalidUsage: ``comm`` has devices, whose operations end with the first error.
@@ -48,12 +60,18 @@ def run_with_survivors(
             "operations of devices end for good when a rank dies, so the others cannot go on by themselves (elastic): "
             "start the ranks by torchrun --max-restarts, which starts all of them anew"
         )
-    gone: list[int] = []
+    what = "this rank joined" if came else ""
     while True:
         try:
-            if gone:
-                on_loss(comm, f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} died or left")
-            return attempt(comm)
+            if what:
+                on_change(comm, what)
+            try:
+                return attempt(comm)
+            except NewcomersWait:
+                before, comm = comm.size, grow(comm)
+                more = comm.size - before
+                what = f"{more} rank{'s' * (more > 1)} joined" if more else "newcomers did not come"
+                continue
         except (*_LOST, Mismatch) as error:
             failure = error.with_traceback(None)  # whose frames hold the model
             failure.__cause__ = failure.__context__ = None
@@ -63,6 +81,7 @@ def run_with_survivors(
         if living.size == comm.size:
             raise failure
         gone = sorted({*comm.ranks} - {*living.ranks})
+        what = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} died or left"
         comm = living
 
 
@@ -88,20 +107,24 @@ def active_ranks(living: Communicator, *, pipeline: int, tensor: int, expert: in
 
 @contextmanager
 def lead_spares(living: Communicator, spares: Sequence[int]) -> Iterator[None]:
-    """On the first active rank, round the run: at its end spares are told that it is over, unless ranks have died."""
+    """On the first active rank, round the run: at its end spares are told that it is over, unless ranks have died, or
+    that newcomers wait."""
     try:
         yield
+    except NewcomersWait:
+        _tell(living, spares, _GROW)
+        raise
     except (*_LOST, Mismatch):
         raise
     except BaseException:
-        _tell(living, spares, 0)
+        _tell(living, spares, _OVER)
         raise
-    _tell(living, spares, 0)
+    _tell(living, spares, _OVER)
 
 
 def call_spares(living: Communicator, spares: Sequence[int]) -> None:
     """On the first active rank, before :meth:`KeptCheckpoint.load_into` of all: spares take part."""
-    _tell(living, spares, 1)
+    _tell(living, spares, _LOAD)
 
 
 def wait_as_spare(living: Communicator, first: int, kept: KeptCheckpoint | None) -> None:
@@ -110,12 +133,14 @@ def wait_as_spare(living: Communicator, first: int, kept: KeptCheckpoint | None)
     Args:
         first: position of the first active rank.
 
-    Raises: PeerLost, Aborted: ranks have died, or begin again.
+    Raises: PeerLost, Aborted: ranks have died, or begin again. NewcomersWait.
     """
     told = torch.zeros(1, dtype=torch.int64)
     while True:
         living.recv(told, first, async_op=True).wait(_FOR_EVER_S)
-        if not int(told) or kept is None:
+        if int(told) == _GROW:
+            raise NewcomersWait
+        if int(told) == _OVER or kept is None:
             return
         try:
             kept.load_into({})

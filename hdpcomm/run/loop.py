@@ -28,6 +28,7 @@ from hdpcomm.run.costs import (
     measure_costs,
     same_mesh,
 )
+from hdpcomm.run.elastic import NewcomersWait
 from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.export import export_model
 from hdpcomm.run.first_weights import FirstWeights, keep_optimizer
@@ -37,7 +38,7 @@ from hdpcomm.run.messages import MessageLog, recorded
 from hdpcomm.run.model import model_spec, new_part
 from hdpcomm.run.optimizers import is_for_matrices, new_optimizer
 from hdpcomm.run.options import RunResult, Saving, Watching
-from hdpcomm.run.peer_saves import KeptCheckpoint
+from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 from hdpcomm.run.pipelines import mesh_of, new_trainer, stage_recompute
 from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
@@ -273,6 +274,8 @@ class _Run:
             if stopping is not None and (number := stopping.agreed(self.comm)):
                 self.stopped_by = number
                 break
+            if self.saving is not None and self.saving.peers is not None and self.done < self.config.steps:
+                self._let_in(self.saving.peers)
             every = 0 if self.saving is None or self.done == self.config.steps else self.saving.every
             if every and self.done % every == 0:
                 self._save()
@@ -390,6 +393,11 @@ class _Run:
         """Copies the state of now to where another rank finds it."""
         if self.saving is not None and self.saving.peers is not None:
             self.saving.peers.take(self.comm, self.done, self.trainers, self._facts())
+
+    def _let_in(self, peers: PeerSaves) -> None:
+        """Ends this attempt where processes wait that want to take part. Raises: NewcomersWait, on all ranks."""
+        if peers.newcomers(self.comm):
+            raise NewcomersWait
 
     def _facts(self) -> dict[str, Any]:
         """What stands beside the tensors of a checkpoint."""

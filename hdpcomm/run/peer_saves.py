@@ -18,6 +18,7 @@ from hdpcomm.train.tensor_part import TensorPart
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.run.lobby import Lobby
     from hdpcomm.train import Trainer
 
 __all__ = ["KeptCheckpoint", "PeerSaves"]
@@ -91,6 +92,9 @@ class PeerSaves:
     """
 
     def __init__(self) -> None:
+        self.open_lobby: Callable[[], Lobby] | None = None
+        """Makes the place where processes wait that want to take part, after the first step; on one rank."""
+        self.lobby: Lobby | None = None
         self._attempt = 0
         self._copies: dict[int, PeerCopies] = {}
 
@@ -102,6 +106,8 @@ class PeerSaves:
     def next_attempt(self) -> None:
         """The living ranks begin again, with or without this one. Every living rank says so. Local."""
         self._attempt += 1
+        if self.open_lobby is None:
+            self.close()
 
     def begin(self, comm: Communicator, trainers: Mapping[str, Trainer]) -> None:
         """The attempt has its trainers. Collective over its ranks."""
@@ -116,9 +122,28 @@ class PeerSaves:
         if not first:  # that one is in the memory of all its keepers
             self._copies = {self._attempt: copies}
 
+    def newcomers(self, comm: Communicator) -> int:
+        """How many wait in the lobby; if any do, what has been taken is in the memory of all its keepers. Collective
+        over the attempt's ranks. Raises: PeerLost, Aborted."""
+        if self.lobby is None and self.open_lobby is not None:
+            self.lobby = self.open_lobby()
+        count = torch.tensor([0 if self.lobby is None else len(self.lobby.waiting())])
+        comm.all_reduce(count)
+        if int(count):
+            self._copies[self._attempt].finish()
+        return int(count)
+
+    def close(self) -> None:
+        """Nobody may come any more. Idempotent."""
+        if self.lobby is not None:
+            self.lobby.close()
+            self.lobby = None
+
     def newest(self, living: Communicator) -> KeptCheckpoint | None:
         """What the ranks that live hold together. Collective over ``living``. Raises: PeerLost."""
-        attempts = {each for own in gather_json(living, list(self._copies)) for each in own}
+        told = gather_json(living, [self._attempt, list(self._copies)])
+        self._attempt = max(attempt for attempt, _ in told)  # newcomers begin to count here
+        attempts = {each for _, own in told for each in own}
         for attempt in sorted(attempts, reverse=True):
             if (kept := PeerCopies.newest(self._copies.get(attempt), living)) is not None:
                 return KeptCheckpoint(kept, living)

@@ -43,6 +43,7 @@ def step_costs(
 
     ``idle_s``, ``exposed_s``: seconds of a rank (on average) as :class:`hdpcomm.train.timeline.Span` defines them;
     ``stall_s``: for copies of offloaded activations; ``compute_s``, ``optimizer_s``: what is left of these phases;
+    ``ranks``: how many there were;
     ``ring_bytes``, ``gradient_bytes``: sent by all ranks together;
     ``device_bytes``: most memory of a rank; ``mfu``: model FLOPs over the peak, only where both are known;
     ``stage_bytes``: between the stages of pipelines, only on a ``mesh``, where this rank's are given;
@@ -92,6 +93,7 @@ def step_costs(
         "ring_bytes": ring_bytes,
         "gradient_bytes": gradient_bytes,
         "stall_s": stall_s / size,
+        "ranks": size,
         "device_bytes": float(rows[:, -1].max()),
         "measured_s": float(everything[:, -1].max()),
         "passes_processor_s": processor,

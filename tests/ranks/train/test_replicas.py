@@ -100,7 +100,7 @@ def quiet(seed: int, count: int) -> int:
     zero, dtype = draw.choice([(0, None), (1, None), (1, torch.bfloat16)])
     trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=3e-3), planner, comm, zero=zero, dtype=dtype)
     for step in range(count):
-        lengths = [draw.randint(1, 12) for _ in range(draw.randint(2, 4))]
+        lengths = [draw.randint(2, 12) for _ in range(draw.randint(2, 4))]
         trainer.step(lengths, lambda i, n=lengths, s=step: (torch.arange(n[i]) * (i + 3 + s % 5)) % 31)
         trainer.check_replicas()
     return trainer.num_steps

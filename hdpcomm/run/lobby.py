@@ -1,0 +1,189 @@
+"""How processes come to a job that runs: one of its ranks has a lobby where they wait, and all make a new world.
+
+A newcomer proves that it knows the lobby's secret, says what it is, and waits. When the ranks are ready, each of them
+and each newcomer that fits joins a new, larger world (:func:`grow`); the old one stays as it is until all are there, so
+a newcomer that dies or never comes costs nothing but the time until that is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hdpcomm.comm.addresses import listening_address
+from hdpcomm.comm.bootstrap import join
+from hdpcomm.comm.job_store import JobStore
+from hdpcomm.comm.secret import Secret, new_secret
+from hdpcomm.comm.store_server import JobStoreServer
+from hdpcomm.data.agree import from_rank
+from hdpcomm.errors import CommTimeout, Error, InvalidUsage, plain_text
+from hdpcomm.files import open_regular
+
+if TYPE_CHECKING:
+    from hdpcomm.comm.communicator import Communicator
+
+__all__ = ["Lobby", "enter", "grow"]
+
+_ASKS, _PLACE, _REFUSED = "asks", "place", "refused"
+_FIRST_NUMBER = 1 << 20  # of newcomers; ranks have lower ones
+_GROWING_S = 30.0  # for all to come into the new world
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """Where a store of this job is, and its secret."""
+
+    host: str
+    port: int
+    secret: str
+
+    def open(self, number: int, seconds: float) -> JobStore:
+        return JobStore((self.host, self.port), Secret(self.secret), number, seconds=seconds)
+
+
+def _served() -> tuple[JobStoreServer, _Door]:
+    """A new store that this process serves."""
+    secret, host = new_secret(), listening_address(None)
+    server = JobStoreServer.on_network((host, 0), Secret(secret), seconds=_GROWING_S)
+    return server, _Door(host, server.port, secret)
+
+
+class Lobby:
+    """Where newcomers wait, on one rank of a job.
+
+    Args:
+        path: a file that tells them the place and its secret, for this user alone; removed by :meth:`close`.
+        facts: gives what each of them must say of itself.
+    """
+
+    def __init__(self, path: Path, facts: Callable[[], str]) -> None:
+        self._path, self._facts = path, facts
+        self._server, self._door = _served()
+        self._known: set[str] = set()
+        self._store = self._door.open(0, _GROWING_S)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(handle, "w") as file:
+            os.fchmod(handle, 0o600)
+            json.dump([self._door.host, self._door.port, self._door.secret], file)
+
+    def waiting(self) -> list[str]:
+        """Numbers of the newcomers that wait, fit, and live. Those that do not fit are told why. Local."""
+        found = []
+        for name, facts in self._server.values(f"{_ASKS}/").items():
+            number = name.rpartition("/")[2]
+            if number in self._known or self._server.has_left(int(number)):
+                continue
+            if facts.decode() != (own := self._facts()):
+                self._known.add(number)
+                told = f"the run is {own}, and this process is {plain_text(facts)}"
+                self._store.set(f"{_REFUSED}/{number}", told)
+                continue
+            found.append(number)
+        return sorted(found, key=int)
+
+    def give_places(self, places: dict[str, Any]) -> None:
+        """Tells each newcomer its place in the new world."""
+        for number, place in places.items():
+            self._known.add(number)
+            self._store.set(f"{_PLACE}/{number}", json.dumps(place))
+
+    def close(self) -> None:
+        """Nobody may come any more. Idempotent."""
+        self._path.unlink(missing_ok=True)
+        self._store.close()
+        self._server.close()
+
+
+def enter(path: Path, facts: str, *, timeout: float, told: Callable[[], None] = lambda: None) -> Communicator:
+    """A newcomer's end of :func:`grow`: waits in the lobby of a job for its place in a new world of it.
+
+    Args:
+        path: the file of the job's :class:`Lobby`.
+        facts: what this process is.
+        timeout: seconds until it has a place, and of operations then.
+        told: called when it waits.
+
+    Raises:
+        InvalidUsage: nobody is there, or this process does not fit.
+        CommTimeout: no place in time.
+    """
+    try:
+        with open_regular(path) as file:
+            door = _Door(*json.loads(file.read().decode()))
+        number = _FIRST_NUMBER + secrets.randbelow(1 << 30)
+        store = door.open(number, timeout)
+    except (OSError, ValueError, TypeError, CommTimeout) as error:
+        raise InvalidUsage(
+            f"{path}: no run waits for newcomers there ({error}); give the folder of one that runs with --elastic"
+        ) from error
+    try:
+        store.set(f"{_ASKS}/{number}", facts)
+        told()
+        until = time.monotonic() + timeout
+        while not store.there_within([f"{_PLACE}/{number}"], _POLL_S):
+            if store.check([f"{_REFUSED}/{number}"]):
+                raise InvalidUsage(f"the run takes no such newcomer: {store.get(f'{_REFUSED}/{number}').decode()}")
+            if time.monotonic() > until:
+                raise CommTimeout(f"the run had no place within {timeout:g} s", op="enter")
+        place = json.loads(store.get(f"{_PLACE}/{number}"))
+    finally:
+        store.close()
+    return _joined(_Door(*place["door"]), place["rank"], place["size"], place["transport"], place["timeout"])
+
+
+def grow(living: Communicator, lobby: Lobby | None, root: int, transport: str) -> Communicator:
+    """The communicator of a new world, of the ranks of ``living`` in their order and then of the newcomers that wait;
+    ``living`` itself where they did not come. Collective over ``living``.
+
+    Args:
+        lobby: on position ``root``; ``None`` elsewhere.
+        transport: of :func:`hdpcomm.init`, for the new world.
+
+    Raises: what :meth:`Communicator.agree` does: ranks have died.
+    """
+    server: JobStoreServer | None = None
+    told = ""
+    if lobby is not None and (newcomers := lobby.waiting()):
+        server, door = _served()
+        size = living.size + len(newcomers)
+        place = {"door": [door.host, door.port, door.secret], "size": size, "transport": transport}
+        place["timeout"] = living.timeout
+        lobby.give_places({each: place | {"rank": living.size + i} for i, each in enumerate(newcomers)})
+        told = json.dumps(place)
+    try:
+        told = from_rank(living, told, root)
+        if not told:
+            return living
+        place = json.loads(told)
+        made: Communicator | None = None
+        try:
+            made = _joined(_Door(*place["door"]), living.rank, place["size"], transport, place["timeout"])
+        except Error:
+            made = None  # some newcomer did not come
+        if living.agree(made is not None):
+            assert made is not None
+            living.close()
+            return made
+        if made is not None:
+            made.abort("not all ranks came into the larger world")
+        return living
+    finally:
+        if server is not None:
+            server.close()
+
+
+def _joined(door: _Door, rank: int, size: int, transport: str, timeout: float) -> Communicator:
+    store = door.open(rank, _GROWING_S)
+    try:
+        made = join(store, rank, size, timeout=timeout, transport=transport, devices=False, joining=_GROWING_S)
+        made.barrier()  # nobody asks the store any more
+        return made
+    finally:
+        store.close()

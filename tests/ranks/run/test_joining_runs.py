@@ -1,0 +1,192 @@
+"""``hdpcomm train --join RUN``: ranks come back, others come, those that do not fit are refused; the losses stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+import hdpcomm as hdp
+from hdpcomm.run.lobby import _Door, enter
+from tests.harness.warm_python import Python, run_python
+from tests.ranks.run.test_elastic import TOLD, command, data, losses, no_world, ranks_of, wait_for_steps
+
+__all__ = ["data", "no_world"]
+
+CONSTANT = ["--schedule", "constant", "--warmup", "1", "--lr", "1e-4"]
+MOST = 400
+LIMIT_S = 150.0
+
+
+@pytest.fixture(scope="module")
+def exact(data: str, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one rank that nobody disturbs, as many as a test may come to."""
+    out = tmp_path_factory.mktemp("exact")
+    run_python(command(data, out, *CONSTANT, "--ranks", "1", steps=MOST), timeout=400, check=True)
+    return [loss for _, loss in losses(out)]
+
+
+@contextmanager
+def running(data: str, out: Path, *options: str) -> Iterator[Python]:
+    """A run that goes on until it is told to end."""
+    process = Python(command(data, out, *CONSTANT, "--elastic", *options, steps=1_000_000))
+    try:
+        wait_for_steps(process, out, 2)
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+def ended(process: Python, out: Path) -> str:
+    """Asks a run for its end; what it said on stderr."""
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert not (out / "lobby.json").exists()
+    return str(errors)
+
+
+def newcomer(out: Path) -> Python:
+    return Python(["-m", "hdpcomm.cli.main", "train", "--join", str(out)])
+
+
+def wait_for_size(process: Python, out: Path, size: int) -> None:
+    """Until steps are made by so many ranks."""
+    limit = time.monotonic() + LIMIT_S
+    while True:
+        assert process.poll() is None, process.communicate(timeout=10)
+        assert time.monotonic() < limit, (size, (out / "metrics.jsonl").read_text()[-500:])
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+        if rows and rows[-1]["ranks"] == size:
+            return
+        time.sleep(0.05)
+
+
+def check_losses(out: Path, exact: list[float], lost: int) -> None:
+    rows = losses(out)
+    done = max(step for step, _ in rows) + 1
+    assert sorted({step for step, _ in rows}) == list(range(done))
+    assert len(rows) <= done + lost  # a death costs one finished step at most, and a newcomer none
+    assert done <= MOST, "give exact more steps"
+    apart = [abs(loss - exact[step]) for step, loss in rows]
+    assert max(apart) < 5e-5
+
+
+@pytest.mark.parametrize("options", [["--zero", "1"], ["--pipeline", "2"]], ids=["zero 1", "pipeline 2"])
+def test_four_three_four_six(data: str, tmp_path: Path, exact: list[float], options: list[str]) -> None:
+    out = tmp_path / "run"
+    with running(data, out, "--ranks", "4", *options) as process:
+        ranks_of(process, 4)[3].kill()
+        step = 2 if "--pipeline" in options else 1
+        wait_for_size(process, out, 3 // step * step)
+        others = [newcomer(out)]
+        wait_for_size(process, out, 4)
+        others += [newcomer(out), newcomer(out)]
+        wait_for_size(process, out, 6)
+        errors = ended(process, out)
+        for each in others:
+            told = each.communicate(timeout=LIMIT_S)
+            assert each.returncode == 0, told
+    sizes = [int(count) for count, _ in TOLD.findall(errors)]
+    assert (sizes[0], sizes[1], sizes[-1]) == (3 // step * step, 4, 6), errors
+    check_losses(out, exact, lost=1)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("HDPCOMM_TEST_JOINS", "6")) // 6))
+def test_ranks_come_and_go(data: str, tmp_path: Path, exact: list[float], seed: int) -> None:
+    """``HDPCOMM_TEST_JOINS=60``: ten runs with six joins and deaths each."""
+    draw, out, deaths = random.Random(seed), tmp_path / "run", 0
+    with running(data, out, "--ranks", "2", *draw.choice([[], ["--zero", "1"]])) as process:
+        others: list[Python] = []
+        size = 2
+        for _ in range(6):
+            living = [each for each in others if each.poll() is None]
+            if size > 2 and draw.random() < 0.5:
+                psutil.Process(draw.choice(living).pid).kill()
+                size, deaths = size - 1, deaths + 1
+            else:
+                others.append(newcomer(out))
+                size += 1
+            wait_for_size(process, out, size)
+            wait_for_steps(process, out, len(losses(out)) + draw.randint(0, 3))
+        errors = ended(process, out)
+        for each in others:
+            each.communicate(timeout=LIMIT_S)
+    assert [int(count) for count, _ in TOLD.findall(errors)][-1] == size
+    check_losses(out, exact, lost=deaths)
+
+
+def facts_of(out: Path) -> str:
+    from hdpcomm.cli.train import _run_facts
+
+    return _run_facts(out)
+
+
+def test_who_does_not_fit_is_refused_and_the_run_unharmed(data: str, tmp_path: Path, exact: list[float]) -> None:
+    out = tmp_path / "run"
+    with running(data, out, "--ranks", "2") as process:
+        lobby = out / "lobby.json"
+        assert lobby.stat().st_mode & 0o777 == 0o600
+        host, port, _ = json.loads(lobby.read_text())
+        stranger = tmp_path / "stranger.json"
+        stranger.write_text(json.dumps([host, port, "x" * 32]))
+        with pytest.raises(hdp.InvalidUsage, match="do not share the job's secret"):
+            enter(stranger, facts_of(out), timeout=20.0)
+        with pytest.raises(hdp.InvalidUsage, match=r"no such newcomer: the run is hdpcomm .* process is hdpcomm 9"):
+            enter(lobby, "hdpcomm 9", timeout=20.0)
+        for broken in ("", "{}", "[1]", json.dumps([host, 1, "x" * 32])):
+            stranger.write_text(broken)
+            with pytest.raises(hdp.InvalidUsage, match="no run waits for newcomers there"):
+                enter(stranger, "", timeout=1.0)
+        changed = tmp_path / "changed"
+        shutil.copytree(out, changed)
+        (changed / "config.yaml").write_text((out / "config.yaml").read_text().replace("lr: 0.0001", "lr: 0.0002"))
+        refused = newcomer(changed)
+        told = refused.communicate(timeout=LIMIT_S)
+        assert refused.returncode == 6
+        assert "the run takes no such newcomer" in told[1]
+        errors = ended(process, out)
+    assert "joined" not in errors
+    check_losses(out, exact, lost=0)
+
+
+def test_a_newcomer_that_never_comes(data: str, tmp_path: Path, exact: list[float]) -> None:
+    """It has a place and is gone: the others go on as they were."""
+    out = tmp_path / "run"
+    with running(data, out, "--ranks", "2") as process:
+        door = _Door(*json.loads((out / "lobby.json").read_text()))
+        store = door.open(1 << 21, 20.0)
+        store.set(f"asks/{1 << 21}", facts_of(out))
+        place = json.loads(store.get(f"place/{1 << 21}"))
+        assert (place["rank"], place["size"]) == (2, 3)
+        before = len(losses(out))
+        store.close()
+        wait_for_steps(process, out, before + 3)
+        errors = ended(process, out)
+    assert "newcomers did not come\nhdpcomm: going on with 2 ranks from step-" in errors
+    check_losses(out, exact, lost=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--join", "{out}"], "no run of hdpcomm train is there"),
+        (["--join", "{out}", "--lr", "1"], "--join was given with --lr, and a newcomer has the options of the run"),
+    ],
+)
+def test_what_cannot_join(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+    from hdpcomm.cli.main import main
+
+    check: Callable[[list[str]], int] = main
+    assert check(["train", *(each.format(out=tmp_path) for each in arguments)]) == 6
+    assert told in capsys.readouterr().err
