@@ -4,6 +4,7 @@ from hdpcomm.attention.api import ring_attention
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.block_mask import BlockMask
+from hdpcomm.attention.chosen import index_top_k, indexed_attention, selected_attention
 from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, shard_with_positions, unshard
 from hdpcomm.attention.linear import delta_rule, short_conv, ssd
 from hdpcomm.attention.mla import mla_attention
@@ -33,6 +34,8 @@ __all__ = [
     "carry_pack",
     "current_pack",
     "delta_rule",
+    "index_top_k",
+    "indexed_attention",
     "local_cu_seqlens",
     "mla_attention",
     "packed_attention",
@@ -40,6 +43,7 @@ __all__ = [
     "positions",
     "ring_attention",
     "scaled_dot_product_attention",
+    "selected_attention",
     "shard",
     "shard_with_positions",
     "short_conv",

@@ -1,0 +1,278 @@
+"""Attention that chooses its keys, beside a definition in one process: choices, results, gradients, bytes."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import hdpcomm as hdp
+from hdpcomm.attention import index_top_k, indexed_attention, selected_attention, shard, unshard
+from hdpcomm.testing import run_threads
+
+PACKS = {"mixed": (1, 7, 201, 399, 88), "short": (1, 2, 1), "one": (64,), "single": (1,)}
+HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 6, 5
+INDEX_HEADS, INDEX_DIM = 3, 4
+
+
+def cu_of(lengths):
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+
+def inputs(lengths, seed=0, *, ties=False):
+    draw = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    q, k, v = normal(tokens, HEADS, DIM), normal(tokens, KV_HEADS, DIM), normal(tokens, KV_HEADS, V_DIM)
+    index = [normal(tokens, INDEX_HEADS, INDEX_DIM), normal(tokens, INDEX_DIM), normal(tokens, INDEX_HEADS)]
+    if ties:  # few values, which every order of sums gives exactly; many scores are 0
+        index = [x.round().clamp(-1, 1) for x in index]
+    return q, k, v, index
+
+
+def choose(index, lengths, top_k):
+    """For each token, the set that the definition chooses: one score at a time, sorted in plain Python."""
+    q, k, weights = index
+    found, start = [], 0
+    for length in lengths:
+        for t in range(start, start + length):
+            scores = [
+                (-sum(float(weights[t, h]) * max(0.0, float(q[t, h] @ k[s])) for h in range(INDEX_HEADS)), s)
+                for s in range(start, t + 1)
+            ]
+            found.append(sorted(s for _, s in sorted(scores)[:top_k]))
+        start += length
+    return found
+
+
+def attend(q, k, v, sets, scale):
+    """By a mask over all pairs of tokens."""
+    mask = torch.zeros(len(sets), len(sets), dtype=torch.bool)
+    for t, own in enumerate(sets):
+        mask[t, own] = True
+    scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(HEADS // KV_HEADS, 1)) * scale
+    p = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return torch.einsum("hts,shd->thd", p, v.repeat_interleave(HEADS // KV_HEADS, 1))
+
+
+def on_ranks(size, body):
+    """``body(comm, part)``, where ``part`` cuts a tensor of the pack; results of all ranks."""
+
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            return body(comm)
+
+    return run_threads(rank, size)
+
+
+def local(x, cu, comm):
+    return shard(x, cu, rank=comm.rank, size=comm.size).contiguous()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("pack", "top_k"), [("mixed", 16), ("short", 2), ("one", 1), ("one", 100), ("single", 3)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_choices_results_and_gradients(size, pack, top_k, ties):
+    lengths = PACKS[pack]
+    if pack == "mixed" and ties:
+        lengths = (1, 7, 60, 33)  # the definition is slow
+    cu = cu_of(lengths)
+    q, k, v, index = inputs(lengths, ties=ties)
+    sets = choose(index, lengths, top_k) if sum(lengths) < 200 else choose_fast(index, lengths, top_k)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted = attend(*leaves, sets, 0.3)
+    weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    (wanted * weight).sum().backward()
+
+    def body(comm):
+        own = [local(x, cu, comm).requires_grad_() for x in (q, k, v)]
+        given = [local(x, cu, comm) for x in index]
+        chosen = index_top_k(*given, top_k=top_k, comm=comm, cu_seqlens=cu)
+        out = selected_attention(*own, chosen, comm=comm, cu_seqlens=cu, scale=0.3)
+        (out * local(weight, cu, comm)).sum().backward()
+        return chosen, out.detach(), [x.grad for x in own]
+
+    told = on_ranks(size, body)
+    chosen = unshard([each[0] for each in told], cu)
+    assert [[s for s in row if s >= 0] for row in chosen.tolist()] == sets
+    assert torch.allclose(unshard([each[1] for each in told], cu), wanted, rtol=0, atol=1e-10)
+    for i, leaf in enumerate(leaves):
+        assert torch.allclose(unshard([each[2][i] for each in told], cu), leaf.grad, rtol=0, atol=1e-10)
+
+
+def choose_fast(index, lengths, top_k):
+    """As :func:`choose`, by whole rows of scores."""
+    q, k, weights = index
+    found, start = [], 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        scores = torch.einsum("ths,th->ts", torch.relu(torch.einsum("thd,sd->ths", q[rows], k[rows])), weights[rows])
+        for t in range(length):
+            ranked = sorted((-score, s) for s, score in enumerate(scores[t, : t + 1].tolist()))
+            found.append(sorted(start + s for _, s in ranked[:top_k]))
+        start += length
+    return found
+
+
+def test_the_two_definitions_agree():
+    *_, index = inputs((5, 30))
+    assert choose(index, (5, 30), 4) == choose_fast(index, (5, 30), 4)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_recomputed_twice_in_a_graph_and_several_micro_batches(size):
+    """Two layers share k and v; the first is recomputed; gradients of two packs add up."""
+    packs = [(40, 3, 21), (1, 17)]
+    wanted = torch.zeros(HEADS, V_DIM, dtype=torch.float64)
+    scale_of = torch.ones(HEADS, V_DIM, dtype=torch.float64, requires_grad=True)
+    for seed, lengths in enumerate(packs):
+        q, k, v, index = inputs(lengths, seed)
+        sets = choose_fast(index, lengths, 7)
+        first = attend(q * scale_of.mean(), k, v, sets, 1.0)
+        second = attend(q, k * scale_of.sum(), v, sets, 1.0)
+        ((first * second) * scale_of).sum().backward()
+    wanted = scale_of.grad
+
+    def body(comm):
+        own = torch.ones(HEADS, V_DIM, dtype=torch.float64, requires_grad=True)
+        for seed, lengths in enumerate(packs):
+            cu = cu_of(lengths)
+            q, k, v, index = inputs(lengths, seed)
+            q, k, v, *index = [local(x, cu, comm) for x in (q, k, v, *index)]
+
+            def layer(q, k, v, index=index, cu=cu):
+                return indexed_attention(q, k, v, *index, top_k=7, comm=comm, cu_seqlens=cu, scale=1.0)
+
+            first = checkpoint(layer, q * own.mean(), k, v, use_reentrant=False)
+            second = layer(q, k * own.sum(), v)
+            ((first * second) * own).sum().backward()
+        comm.all_reduce(own.grad)
+        return own.grad
+
+    for found in on_ranks(size, body):
+        assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_row_that_is_needed_comes_once(size):
+    """Bytes by an independent count of the sets: numbers and rows go, gradients come back."""
+    lengths, top_k = (300, 41, 9), 8
+    cu = cu_of(lengths)
+    q, k, v, index = inputs(lengths)
+    sets = choose_fast(index, lengths, top_k)
+    owner = unshard([torch.full((int(len_of(cu, r, size)),), r) for r in range(size)], cu).tolist()
+    need = {(owner[t], s) for t, own in enumerate(sets) for s in own if owner[s] != owner[t]}
+    row = KV_HEADS * (DIM + V_DIM) * 8
+
+    def body(comm):
+        own = [local(x, cu, comm).requires_grad_() for x in (q, k, v)]
+        chosen = index_top_k(*[local(x, cu, comm) for x in index], top_k=top_k, comm=comm, cu_seqlens=cu)
+        comm.barrier()
+        before = comm.stats()["bytes_sent"]
+        out = selected_attention(*own, chosen, comm=comm, cu_seqlens=cu)
+        forward = comm.stats()["bytes_sent"] - before
+        out.sum().backward()
+        return forward, comm.stats()["bytes_sent"] - before - forward
+
+    told = on_ranks(size, body)
+    agreement = size * (size - 1) * 547 + size * (size - 1) * 8  # what ranks compare first, and their counts
+    assert sum(forward for forward, _ in told) == len(need) * (row + 8) + agreement
+    assert sum(backward for _, backward in told) == len(need) * row
+
+
+def len_of(cu, rank, size):
+    return hdp.attention.local_cu_seqlens(cu, rank=rank, size=size)[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_types(dtype):
+    lengths = (90, 5)
+    cu = cu_of(lengths)
+    q, k, v, index = inputs(lengths)
+    sets = choose_fast([x.to(dtype).double() for x in index], lengths, 100)  # all keys, so rounding chooses nothing
+    wanted = attend(*(x.to(dtype).double() for x in (q, k, v)), sets, DIM**-0.5)
+
+    def body(comm):
+        own = [local(x, cu, comm).to(dtype) for x in (q, k, v)]
+        given = [local(x, cu, comm).to(dtype) for x in index]
+        return indexed_attention(*own, *given, top_k=100, comm=comm, cu_seqlens=cu)
+
+    found = unshard(on_ranks(2, body), cu)
+    assert found.dtype == dtype
+    assert (found.double() - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+def test_without_a_communicator():
+    q, k, v, index = inputs((20,))
+    found = indexed_attention(q, k, v, *index, top_k=3, comm=None, cu_seqlens=[0, 20])
+    assert torch.allclose(found, attend(q, k, v, choose_fast(index, (20,), 3), DIM**-0.5), rtol=0, atol=1e-12)
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v, index = inputs((9,))
+    q.requires_grad_()
+    out = indexed_attention(q, k, v, *index, top_k=3, comm=None, cu_seqlens=[0, 9])
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+BAD = {
+    "no top_k": (lambda a: a.update(top_k=0), "top_k is 0"),
+    "index_q": (lambda a: a.update(index_q=a["index_q"][0]), r"expected index_q \[tokens, heads, dim\]"),
+    "index_k": (lambda a: a.update(index_k=a["index_k"][:, :-1]), "do not belong together"),
+    "weights": (lambda a: a.update(weights=a["weights"][:-1]), "do not belong together, or to"),
+    "types": (lambda a: a.update(index_k=a["index_k"].float()), "must have one type"),
+    "q": (lambda a: a.update(q=a["q"][:, :3].contiguous()), "do not belong together"),
+    "v": (lambda a: a.update(v=a["v"].float()), "must have one type"),
+    "tree": (lambda a: a.update(cu_seqlens=hdp.attention.Tree([-1, 0], [3, 4])), "only packs of plain sequences"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_bad_arguments_are_an_error_on_all_ranks(case, wrong):
+    change, told = BAD[case]
+    cu = [0, 21]
+
+    def body(comm):
+        q, k, v, (index_q, index_k, weights) = inputs((21,))
+        given = {"q": q, "k": k, "v": v, "index_q": index_q, "index_k": index_k, "weights": weights}
+        given = {name: local(x, cu, comm) for name, x in given.items()} | {"top_k": 3, "cu_seqlens": cu}
+        if comm.rank == wrong:
+            change(given)
+        with pytest.raises(hdp.InvalidUsage, match=told):
+            indexed_attention(comm=comm, **given)
+        comm.barrier()
+
+    on_ranks(2, body)
+
+
+def test_random_packs_and_choices():
+    """Choices of one's own, some empty: softmax over nothing is 0."""
+    for seed in range(12):
+        draw = random.Random(seed)
+        lengths = [draw.choice([0, 1, 2, 5, 30]) for _ in range(draw.randint(1, 5))]
+        cu = cu_of(lengths)
+        q, k, v, _ = inputs(lengths, seed)
+        sets = [sorted(draw.sample(range(sum(lengths)), min(sum(lengths), draw.randint(0, 4)))) for _ in range(len(q))]
+        chosen = torch.tensor([own + [-1] * (4 - len(own)) for own in sets], dtype=torch.int64).reshape(-1, 4)
+        wanted = attend(q, k, v, sets, DIM**-0.5).nan_to_num(0.0) if len(q) else q.new_zeros(0, HEADS, V_DIM)
+
+        def body(comm, cu=cu, q=q, k=k, v=v, chosen=chosen):
+            own = [local(x, cu, comm).requires_grad_() for x in (q, k, v)]
+            out = selected_attention(*own, local(chosen, cu, comm), comm=comm, cu_seqlens=cu)
+            out.square().sum().backward()
+            assert all(bool(x.grad.isfinite().all()) for x in own)
+            return out.detach()
+
+        found = unshard(on_ranks(draw.randint(1, 4), body), cu)
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
+        assert not math.isnan(float(found.sum()))
