@@ -265,3 +265,23 @@ def test_who_said_goodbye_has_left() -> None:
     links[1].deliver(0, frame)
     assert comms[1]._core.world.has_left(0)
     comms[1].close()
+
+
+def told_by_a_health_check(rounds: int) -> int:
+    """Rank 1 waits for a message of rank 0, which calls resync() in place of sending it; returns how often."""
+    comm, draw = hdp.init(timeout=20.0), random.Random(0)
+    for _ in range(rounds):
+        comm.barrier()
+        if comm.rank == 0:
+            time.sleep(draw.uniform(0.0095, 0.0105))
+        else:
+            with pytest.raises(hdp.Aborted, match="rank 0 called resync"):
+                comm.recv(torch.zeros(1), 0, async_op=True).wait(1e6)
+        comm.resync()
+    return rounds
+
+
+def test_what_a_peer_tells_during_a_health_check_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the check is the first to receive it: rank 0 tells it when rank 1 is about to check."""
+    monkeypatch.setenv("HDPCOMM_LIVENESS_S", "0.01")
+    assert spawn(told_by_a_health_check, 2, 300, timeout=60.0) == [300, 300]

@@ -48,8 +48,11 @@ void World::pollFailuresLocked() {
   for (const auto& work : queue_) {
     for (const Work::Numbers& numbers : work->numbers_) {
       if (work->failure() || numbers.peer == rank()) continue;
-      work->completion_.failure =
+      const auto lost =
           transport_->lost(numbers.peer, numbers.send, numbers.recv, work->willNeed(numbers.peer));
+      // Where it is the first to receive what the peer has told, that has failed the work
+      // meanwhile.
+      if (lost && !work->failure()) work->completion_.failure = lost;
     }
   }
 }
