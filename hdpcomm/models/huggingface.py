@@ -26,6 +26,7 @@ from hdpcomm.attention import Pack, current_pack, packed_attention, shard, shard
 from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens, longest_length
 from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.indexers import attend_chosen, set_indexers
 from hdpcomm.models.latent import latent_attention, own_keys_values, sends_latent, set_latent
 from hdpcomm.models.mixers import MIXER_TYPES, PACK_ARGUMENT, mixers_of, set_mixers
 from hdpcomm.models.recompute import carry_into_checkpoints
@@ -41,7 +42,7 @@ NAME = "hdpcomm"
 _IGNORED = -100
 """Label that the loss skips."""
 _UNSUPPORTED = ("position_bias", "head_mask")
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "indexed_attention")
 _LOCAL_LAYER_TYPES = ("mlp", "moe")
 """Layers that look at one token at a time."""
 _GROWING_ROPES = ("dynamic", "longrope")
@@ -84,6 +85,15 @@ def _attention(
     window: int | tuple[int, int] | None = sliding_window
     if attention_mask is not None:  # what eager attention goes by, whatever else the layer says
         causal, window = attention_mask.causal, attention_mask.window
+    if (chosen := kwargs.get("indices")) is not None:
+        if not causal or window is not None or softcap or s_aux is not None:
+            raise InvalidUsage(
+                "a layer that chooses its keys has a window, a soft cap or sinks, too; packs know neither"
+            )
+        if sends_latent(module):
+            key, value = own_keys_values(module, key, value)
+        pack = find_pack() if hdpcomm_pack is None else hdpcomm_pack
+        return attend_chosen(query, key, value, chosen, scale=scaling, pack=pack), None
     if sends_latent(module):
         if causal and query.shape[0] == 1 and window is None and not softcap and s_aux is None:
             pack = current_pack() if hdpcomm_pack is None else hdpcomm_pack
@@ -107,9 +117,10 @@ class _Mask:
     causal: bool
     window: int | tuple[int, int] | None
 
-    def __getitem__(self, index: tuple[slice, ...]) -> _Mask:
-        """All rows and columns, which Gemma 4 asks for where layers share keys; else raises InvalidUsage."""
-        if any(not isinstance(each, slice) or each.start or each.stop is not None for each in index):
+    def __getitem__(self, index: tuple[slice | int, ...]) -> _Mask:
+        """All rows and columns, which Gemma 4 asks for where layers share keys, and layers with an indexer (of the one
+        head that there is); else raises InvalidUsage."""
+        if any(each != 0 and (not isinstance(each, slice) or each.start or each.stop is not None) for each in index):
             raise InvalidUsage(
                 "the model wants a part of its mask (logits_to_keep?); packs need the outputs of all tokens"
             )
@@ -161,6 +172,7 @@ def _mask(
     attention_mask: torch.Tensor | None = None,
     mask_function: Callable[..., Any] | None = None,
     local_size: int | None = None,
+    config: Any = None,
     **__: Any,
 ) -> _Mask | None:
     """What transformers calls for a mask: padding would be lost in silence, windows go along to the attention."""
@@ -171,6 +183,8 @@ def _mask(
     if torch.compiler.is_compiling():  # the mask functions were looked at when the model was enabled
         return None if local_size is None else _Mask(True, local_size)
     seen = None if mask_function is None else _seen_by(mask_function)
+    if seen is not None and getattr(config, "index_topk", None):
+        return seen  # its indexer looks at the mask
     # A layer that no mask limits knows best whether it is causal.
     return None if seen is None or (seen.causal and seen.window is None) else seen
 
@@ -255,6 +269,7 @@ def set_attention(model: Any) -> Callable[[], None]:
     model.set_attn_implementation(NAME)
     set_mixers(model)
     set_latent(model, NAME)
+    set_indexers(model, _Mask)
     carry_into_checkpoints(model)
     only_mixers = set(getattr(model.config, "layer_types", None) or ()) == {"linear_attention"}
     if model.config._attn_implementation != NAME and not only_mixers:

@@ -19,7 +19,7 @@ __all__ = ["check_logits", "check_outputs", "check_same_logits", "check_stages",
 _CU_SEQLENS = (0, 7, 8, 13)
 _SHORT = 3
 """What the windows of a model are during the check, so that sequences of a few tokens are longer than any."""
-_WINDOWS = re.compile(r"(window|window_size|attention_window\w*|attention_chunk_size|local_attention)$")
+_WINDOWS = re.compile(r"(window|window_size|attention_window\w*|attention_chunk_size|local_attention|index_topk)$")
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Models that are float64 but for their norms, which compute in float32, are off by 1e-6."""
 _LOW_TOLERANCE = 0.1

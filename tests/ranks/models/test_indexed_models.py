@@ -1,0 +1,144 @@
+"""DeepSeek-V3.2 and GLM-5 of transformers over several ranks: the outputs and gradients of the models themselves.
+
+Index heads are many, as in real models: with few of them scores of exactly 0 are common, of which torch.topk takes any.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.attention import positions, shard, unshard
+from hdpcomm.plan import ClusterSpec, CostModel, Planner
+from hdpcomm.testing import run_threads
+from hdpcomm.train import Trainer
+
+transformers = pytest.importorskip("transformers")
+
+KINDS = ("deepseek_v32", "glm_moe_dsa")
+LENGTHS = (37, 1, 9, 20)
+CU = [0, 37, 38, 47, 67]
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "index_n_heads": 32, "index_head_dim": 16,
+    "index_topk": 5, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@functools.cache
+def made(kind):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **SIZES))
+
+
+def tokens():
+    return torch.randint(64, (CU[-1],), generator=torch.Generator().manual_seed(1))
+
+
+@functools.cache
+def wanted(kind):
+    """Logits of each sequence by itself, and the gradients of the sum of their squares."""
+    model = copy.deepcopy(made(kind))
+    model.set_attn_implementation("eager")
+    parts = [model(tokens()[a:b][None]).logits[0] for a, b in itertools.pairwise(CU)]
+    logits = torch.cat(parts)
+    logits.square().sum().backward()
+    return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def plain(name):
+    return name.removeprefix("model.") if name.startswith("model.model.") or name == "model.lm_head.weight" else name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "recompute"), [(1, "none"), (2, "none"), (3, "none"), (2, "full")])
+def test_outputs_and_gradients(kind, size, recompute):
+    logits, gradients = wanted(kind)
+    models = [copy.deepcopy(made(kind)) for _ in range(size)]
+
+    def body():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            model = hdp.adapt(models[comm.rank], recompute=recompute)
+            place = {"rank": comm.rank, "size": comm.size}
+            out = model(
+                shard(tokens(), CU, **place),
+                positions=positions(CU, **place),
+                cu_seqlens=torch.tensor(CU, dtype=torch.int32),
+                comm=comm,
+            )
+            out.square().sum().backward()
+            found = {}
+            for name, p in model.named_parameters():
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                comm.all_reduce(gradient)
+                found[plain(name)] = gradient
+            return out.detach(), found
+
+    told = run_threads(body, size)
+    found = unshard([each[0] for each in told], CU)
+    assert (found - logits).abs().max() < 1e-5 * logits.abs().max()
+    for _, own in told:
+        assert own.keys() >= gradients.keys()
+        for name, want in gradients.items():
+            assert (own[name] - want).norm() <= 1e-5 * want.norm() + 1e-8, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_on_any_ranks(kind):
+    """Losses of five steps on 1 and 3 ranks, the optimizer cut or not; every layer chooses 5 keys of up to 60."""
+    cost = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4)
+
+    def run(size, zero):
+        models = [copy.deepcopy(made(kind)) for _ in range(size)]
+
+        def body():
+            torch.set_num_threads(1)
+            with hdp.init() as comm:
+                model = hdp.adapt(models[comm.rank])
+                planner = Planner(None, ClusterSpec(comm.size, 90 // comm.size), cost_model=cost)
+                trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), planner, comm, zero=zero)
+                losses = []
+                for step in range(5):
+                    lengths = [60, 13, 2]
+
+                    def fetch(i, step=step, lengths=lengths):
+                        draw = torch.Generator().manual_seed(10 * step + i)
+                        return torch.randint(64, (lengths[i],), generator=draw)
+
+                    losses.append(trainer.step(lengths, fetch).loss)
+                return losses
+
+        return run_threads(body, size)[0]
+
+    one = run(1, 0)
+    for size, zero in ((3, 0), (2, 1)):
+        assert run(size, zero) == pytest.approx(one, abs=2e-5)
+
+
+def test_a_cache_is_refused_and_generation_is_the_models_own():
+    model = copy.deepcopy(made(KINDS[0])).eval()
+    prompt = tokens()[:9][None]
+    want = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    hdp.adapt(model)
+    with pytest.raises(hdp.InvalidUsage, match="a cache was given to a model that chooses its keys"):
+        model(prompt, use_cache=True)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), want)
+
+
+def test_another_make_of_indexer_is_refused():
+    class OtherIndexer(torch.nn.Module):
+        pass
+
+    model = copy.deepcopy(made(KINDS[0]))
+    model.model.layers[0].self_attn.indexer = OtherIndexer()
+    with pytest.raises(hdp.InvalidUsage, match="chooses its keys by a OtherIndexer, which packs do not know"):
+        hdp.adapt(model)
