@@ -5,6 +5,7 @@
 """
 
 from hdpcomm.integrations.megatron import MegatronScheduler
+from hdpcomm.integrations.megatron_packing import megatron_packing_scheduler
 from hdpcomm.integrations.verl import split_micro_batches
 
-__all__ = ["MegatronScheduler", "split_micro_batches"]
+__all__ = ["MegatronScheduler", "megatron_packing_scheduler", "split_micro_batches"]

@@ -1,7 +1,9 @@
 """make clients: each client's script in the virtual environment of its packages, made here on first use.
 
-usage: run.py --wheel FILE [--environments FOLDER] [CLIENT ...]     (default: all)
+usage: run.py --wheel FILE [--environments FOLDER] [--instead REQUIREMENT] [CLIENT ...]     (default: all)
 
+--instead takes another version of a package than the table's, such as
+"megatron-core @ git+https://github.com/NVIDIA/Megatron-LM@dev", in an environment of its own.
 Environments are kept, so that the next run is quick, and lie outside the source tree. hdpcomm is installed from the
 wheel, as a user has it: torch knows the backend by the entry point. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 brings a torch without CUDA. Exit code 1: a client failed; its output is printed.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -32,7 +35,8 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "trl_sft": ("transformers", "accelerate", "trl", "datasets"),
     "lightning_fabric": ("transformers", "lightning==2.6.6"),
     "deepspeed_zero": ("transformers", "deepspeed==0.19.8", "setuptools", "ninja"),
-    "megatron_scheduler": ("megatron-core==0.16.1",),
+    # The newest for this Python. Some of its modules import Triton, which it does not ask for.
+    "megatron_scheduler": (f"megatron-core=={'0.19.2' if sys.version_info >= (3, 12) else '0.16.1'}", "triton"),
     # verl's workers import the last two, which it does not ask for.
     "verl_engine": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),
     # What vLLM's weight transfer and reload import, without its kernels and its torch.
@@ -45,6 +49,10 @@ CLIENTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+def name_of(package: str) -> str:
+    return re.split("[ =@]", package)[0]
+
+
 def environment(folder: Path, packages: tuple[str, ...], wheel: Path) -> Path:
     """The interpreter of an environment with these packages and this wheel."""
     python = folder / "bin" / "python"
@@ -53,7 +61,7 @@ def environment(folder: Path, packages: tuple[str, ...], wheel: Path) -> Path:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--progress-bar", "off", "--no-compile"]
     if not done.exists() or done.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        own = {package.split("==")[0] for package in packages if "==" in package}
+        own = {name_of(package) for package in packages if "==" in package or "@" in package}
         lines = (TOP / "constraints.txt").read_text().splitlines()
         constraints = folder / "constraints.txt"
         constraints.write_text("\n".join(line for line in lines if line.split("==")[0] not in own))
@@ -73,7 +81,11 @@ def main() -> int:
     parser.add_argument("--wheel", type=Path, required=True)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("--environments", type=Path, default=cache / "hdpcomm" / "clients")
+    parser.add_argument("--instead", default="", metavar="REQUIREMENT")
     given = parser.parse_args()
+    instead = name_of(given.instead)
+    if instead and not any(name_of(package) == instead for each in CLIENTS.values() for package in each):
+        parser.error(f"--instead {given.instead}: no client has the package {instead}")
     if unknown := [name for name in given.clients if name not in CLIENTS]:
         parser.error(f"no client {unknown[0]!r}; known are {', '.join(CLIENTS)}")
     if TOP in (given.environments.resolve(), *given.environments.resolve().parents):
@@ -84,8 +96,12 @@ def main() -> int:
     failed = []
     for name in given.clients or CLIENTS:
         packages, started = CLIENTS[name], time.monotonic()
+        names = "-".join(map(name_of, packages))[:100]
+        if instead in map(name_of, packages):
+            packages = tuple(given.instead if name_of(package) == instead else package for package in packages)
+            names += "-instead"
         if packages not in ready:
-            folder = given.environments.resolve() / "-".join(package.split("=")[0] for package in packages)[:100]
+            folder = given.environments.resolve() / names
             ready[packages] = environment(folder, packages, given.wheel.resolve())
             print(f"# {folder}: ready in {time.monotonic() - started:.0f} s", flush=True)
         done = subprocess.run(
