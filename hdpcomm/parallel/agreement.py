@@ -84,7 +84,7 @@ def share_values(comm: Communicator, tensors: Iterable[Tensor], root: int = 0) -
     """Gives all ranks the values of ``root``, in place; the tensors may be strided. Collective over ``comm``."""
     with torch.no_grad():
         for tensor in tensors:
-            whole = tensor.detach().contiguous()
-            comm.broadcast(whole, root)
+            whole = tensor.detach().resolve_conj().contiguous()
+            comm.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, root)
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.copy_(whole)

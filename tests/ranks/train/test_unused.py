@@ -127,3 +127,27 @@ def test_buffers_that_passes_change_are_refused_on_all_ranks(persistent):
         assert any("(seen)" in each for each in told)
     else:
         assert told == ["", ""]
+
+
+class Rotated(nn.Module):
+    """A table of complex numbers, as rotary embeddings have, that each rank draws for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(31, 8), nn.Linear(8, 31)
+        self.register_buffer("table", torch.view_as_complex(torch.randn(9, 4, 2)).conj(), persistent=False)
+
+    def forward(self, tokens, *, positions, **_):
+        x = torch.view_as_complex(self.embedding(tokens).unflatten(-1, (4, 2))) * self.table[positions]
+        return self.last(torch.view_as_real(x).flatten(-2))
+
+
+def test_complex_buffers_are_those_of_rank_0_on_all_ranks():
+    def rank():
+        with hdp.init() as comm:
+            trainer = trainer_of(comm, Rotated())
+            trainer.step([9, 3], lambda i: torch.arange(9 if i == 0 else 3))
+            return trainer.model.table.clone()
+
+    first, second = run_threads(rank, 2, timeout=60.0)
+    assert torch.equal(first, second)
