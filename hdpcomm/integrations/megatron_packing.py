@@ -1,8 +1,8 @@
 """Micro-batches for Megatron-Core's packing scheduler with dynamic context parallelism, ``default_dynamic_cp``.
 
 There a step is a table of micro-batches and ranks. In each micro-batch every rank has samples, packed into one, and the
-ranks of a group have equal ones. Groups were made in advance: 2^k ranks on aligned places, or all. All ranks run as many
-micro-batches, and pipelines and expert groups keep them in step: what counts is the sum of their longest ranks.
+ranks of a group have equal ones. Groups were made in advance: 2^k ranks on aligned places, or all. All ranks have as
+many micro-batches, and pipelines and expert groups keep them in step: what counts is the sum of their longest ranks.
 """
 
 from __future__ import annotations
