@@ -35,8 +35,11 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "trl_sft": ("transformers", "accelerate", "trl", "datasets"),
     "lightning_fabric": ("transformers", "lightning==2.6.6"),
     "deepspeed_zero": ("transformers", "deepspeed==0.19.8", "setuptools", "ninja"),
-    # The newest for this Python. Some of its modules import Triton, which it does not ask for.
-    "megatron_scheduler": (f"megatron-core=={'0.19.2' if sys.version_info >= (3, 12) else '0.16.1'}", "triton"),
+    # Some modules of Megatron-Core import Triton, for which it does not ask; nor does torchtitan.
+    "megatron_scheduler": (
+        "megatron-core==0.19.2; python_version >= '3.12'", "megatron-core==0.16.1; python_version < '3.12'", "triton",
+    ),
+    "torchtitan_plans": ("torchtitan==0.3.0", "triton"),
     # verl's workers import the last two, which it does not ask for.
     "verl_engine": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),
     # What vLLM's weight transfer and reload import, without its kernels and its torch.
@@ -96,9 +99,9 @@ def main() -> int:
     failed = []
     for name in given.clients or CLIENTS:
         packages, started = CLIENTS[name], time.monotonic()
-        names = "-".join(map(name_of, packages))[:100]
+        names = "-".join(dict.fromkeys(map(name_of, packages)))[:100]
         if instead in map(name_of, packages):
-            packages = tuple(given.instead if name_of(package) == instead else package for package in packages)
+            packages = (given.instead, *(package for package in packages if name_of(package) != instead))
             names += "-instead"
         if packages not in ready:
             folder = given.environments.resolve() / names

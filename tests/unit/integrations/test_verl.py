@@ -61,3 +61,36 @@ def test_no_more_micro_batches_than_verl() -> None:
         assert len(bins) <= len(parts)
         ours, theirs = ours + len(bins), theirs + len(parts)
     assert ours <= theirs
+
+
+def test_bins_in_the_place_of_nemo_rls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/how-to/other-trainers.md has it: as many bins, dealt in turn, and less work on the heaviest rank."""
+    packing = pytest.importorskip("nemo_rl.data.packing.algorithms")
+    rng = random.Random(0)
+    shards, ratios = 8, []
+    for _ in range(10):
+        lengths = [int(min(16384, max(64, rng.lognormvariate(7, 1.2)))) for _ in range(256)]
+        heaviest = []
+        for planned in (False, True):
+            with monkeypatch.context() as patch:
+                if planned:
+                    patch.setattr(
+                        packing.ModifiedFirstFitDecreasingPacker,
+                        "_pack_implementation",
+                        lambda self, lengths: split_micro_batches(
+                            lengths,
+                            self.bin_capacity,
+                            min_count=self.min_bin_count or 1,
+                            divisible_by=self.bin_count_multiple or 1,
+                        ),
+                    )
+                packer = packing.get_packer(
+                    "modified_first_fit_decreasing", 16384, min_bin_count=shards, bin_count_multiple=shards
+                )
+                bins = packer.pack(lengths)
+            assert sorted(i for one in bins for i in one) == list(range(len(lengths)))
+            work = [sum(24576 * lengths[i] + lengths[i] ** 2 for i in one) for one in bins]
+            heaviest.append((len(bins), max(sum(work[rank::shards]) for rank in range(shards))))
+        assert heaviest[1][0] == heaviest[0][0]
+        ratios.append(heaviest[1][1] / heaviest[0][1])
+    assert sum(ratios) / len(ratios) < 1.0
