@@ -344,8 +344,7 @@ class StepPlan:
 
     @classmethod
     def load(cls, path: Path | str) -> StepPlan:
-        """Reads a file of :meth:`save`, and checks all of it. A ``.safetensors`` file is mapped into memory: processes
-        of a host share its pages, and it must not be changed in place as long as the plan is used.
+        """Reads a file of :meth:`save`, and checks all of it.
 
         Raises:
             InvalidUsage: a file that cannot be read, is damaged, or holds no plan that can run.

@@ -39,7 +39,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "megatron_scheduler": (
         "megatron-core==0.19.2; python_version >= '3.12'", "megatron-core==0.16.1; python_version < '3.12'", "triton",
     ),
-    "torchtitan_plans": ("torchtitan==0.3.0", "triton"),
+    "torchtitan_plans": ("torchtitan==0.3.0", "datasets<4.8", "triton"),
     # verl's workers import the last two, which it does not ask for.
     "verl_engine": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),
     # What vLLM's weight transfer and reload import, without its kernels and its torch.
@@ -53,7 +53,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
 
 
 def name_of(package: str) -> str:
-    return re.split("[ =@]", package)[0]
+    return re.split("[ =@<]", package)[0]
 
 
 def environment(folder: Path, packages: tuple[str, ...], wheel: Path) -> Path:
@@ -64,7 +64,7 @@ def environment(folder: Path, packages: tuple[str, ...], wheel: Path) -> Path:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--progress-bar", "off", "--no-compile"]
     if not done.exists() or done.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        own = {name_of(package) for package in packages if "==" in package or "@" in package}
+        own = {name_of(package) for package in packages if name_of(package) != package}
         lines = (TOP / "constraints.txt").read_text().splitlines()
         constraints = folder / "constraints.txt"
         constraints.write_text("\n".join(line for line in lines if line.split("==")[0] not in own))
