@@ -1,11 +1,17 @@
-"""Draws docs/pictures: the plan by the planner itself, the figures from benchmarks/results, the rest as sketches.
+"""Draws docs/pictures: plans by the planner itself, figures from benchmarks/results, the rest as sketches.
 
-usage: python tools/draw_docs.py
+usage: python tools/draw_docs.py [--run FOLDER]
+
+--run: of a run of hdpcomm train --out FOLDER --compare static, the step with a sequence on the most ranks and all times
+become benchmarks/results/gallery_run.json, which measured.svg, time.svg and lengths.svg are drawn from.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +22,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 TOP = Path(__file__).resolve().parents[1]
 OUT = TOP / "docs/pictures"
 COLOURS = ["#3b6fb6", "#e08a2e", "#4f9d5d", "#a4508b", "#c8553d"]
-GREY = "#c9c9c9"
+RUN = TOP / "benchmarks/results/gallery_run.json"
 
 
 def save(figure: Any, name: str) -> None:
@@ -65,6 +71,62 @@ def slices() -> None:
     cluster = ClusterSpec(ranks=16, capacity=8 << 10, ranks_per_node=8, pipeline=4)
     planners = [Planner(MODELS["llama-7b"], cluster, slices=most) for most in (1, 16)]
     plot_plans([planner.plan(lengths) for planner in planners], OUT / "slices.svg", planners)
+
+
+def trees() -> None:
+    """24 prompts with 8 answers each: as sequences, and every prompt once."""
+    import random
+
+    from hdpcomm.plan import MODELS, ClusterSpec, Planner, trees_of_prompts
+    from hdpcomm.trace import plot_plans
+
+    rng = random.Random(5)
+    prompts, lengths = [], []
+    for name in range(24):
+        prompt = rng.choice((2000, 6000, 12000, 24000))
+        for _ in range(8):
+            prompts.append((name, prompt))
+            lengths.append(prompt + int(rng.lognormvariate(6.8, 0.9)))
+    planner = Planner(MODELS["llama-7b"], ClusterSpec(ranks=16, capacity=32 << 10))
+    folded = [each.tree for each in trees_of_prompts(lengths, prompts)]
+    plot_plans([planner.plan(lengths), planner.plan(folded)], OUT / "trees.svg")
+
+
+def take_run(folder: Path) -> None:
+    """What the figures of a report need of a run."""
+    from hdpcomm.run import read_lines, read_metrics
+
+    metrics = read_metrics(folder / "metrics.jsonl")
+    steps = [row for row in read_lines(folder / "timeline.jsonl") if row["policy"] == "balanced"]
+    step = max(steps, key=lambda row: max(len(each["ranks"]) for each in row["planned"]))
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    content = {
+        "machine": {"cpu": cpu[1] if cpu else "unknown"},
+        "step": step,
+        "metrics": [
+            {name: value for name, value in row.items() if name in ("policy", "seconds") or name.endswith("_s")}
+            for row in metrics
+        ],
+        "lengths": json.loads((folder / "lengths.json").read_text()),
+    }
+    RUN.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def run() -> None:
+    """Three figures of the report of a run."""
+    from hdpcomm.trace import run_figures
+    from hdpcomm.trace.run_report import _shares
+
+    content = json.loads(RUN.read_text())
+    policies = dict.fromkeys(row["policy"] for row in content["metrics"])
+    rows = {policy: [row for row in content["metrics"] if row["policy"] == policy] for policy in policies}
+    figures = {
+        "measured": run_figures.step_gantt(content["step"]),
+        "time": run_figures.time_shares({policy: _shares(own) for policy, own in rows.items()}),
+        "lengths": run_figures.lengths(content["lengths"]["octaves"]),
+    }
+    for name, text in figures.items():
+        (OUT / f"{name}.svg").write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
 
 
 def zigzag() -> None:
@@ -145,10 +207,15 @@ def collectives() -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, metavar="FOLDER")
+    if (folder := parser.parse_args().run) is not None:
+        take_run(folder)
+    os.environ["SOURCE_DATE_EPOCH"] = "0"
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "hdpcomm"  # the same file each time
     OUT.mkdir(parents=True, exist_ok=True)
-    for draw in (plan, slices, zigzag, step, offload, collectives):
+    for draw in (plan, slices, trees, run, zigzag, step, offload, collectives):
         draw()
     print(*sorted(path.name for path in OUT.iterdir()))
 
