@@ -73,7 +73,8 @@ def megatron_packing_scheduler(cost_model: CostModel = SQUARES) -> type[Any]:
                 self.total_hdp_gpus,
                 min_ranks=self.min_cp_size,
                 divisible_by=self.microbatch_group_size_per_vp_stage or 1,
-                max_samples=self.max_num_seqs,
+                # Megatron-Core may append a sequence of padding, which the configured number counts, too.
+                max_samples=None if self.max_num_seqs is None else max(1, self.max_num_seqs - 1),
                 cost_model=cost_model,
             )
 

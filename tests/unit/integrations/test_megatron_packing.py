@@ -160,7 +160,7 @@ def test_takes_the_place_of_the_known_class(megatron: Any) -> None:
     assert scheduler.run() == "Megatron's own"
     samples = [(0, 2000), (1, 900), (2, 800)]
     assert scheduler.get_groups_and_subsamples(samples) == pack_micro_batches(samples, 1000, 4)
-    stages = megatron_packing_scheduler()(1000, 2, 2, 2, max_num_seqs=2, min_cp_size=2)
+    stages = megatron_packing_scheduler()(1000, 2, 2, 2, max_num_seqs=3, min_cp_size=2)
     expected = pack_micro_batches(samples, 1000, 4, min_ranks=2, divisible_by=2, max_samples=2)
     assert stages.get_groups_and_subsamples(samples) == expected
 
