@@ -1,4 +1,8 @@
-"""TensorBoard and Weights & Biases, where they are installed."""
+"""TensorBoard and Weights & Biases, where they are installed.
+
+Not by accelerate's trackers, which join torch.distributed wherever RANK is set, nor by transformers' callbacks, which
+need the state of its Trainer.
+"""
 
 from __future__ import annotations
 
