@@ -1,4 +1,4 @@
-"""Tries an installed hdpcomm as a user would: imports it, runs two ranks, plans, trains two steps.
+"""Tries an installed hdpcomm[plot] as a user would: imports it, runs two ranks, plans, trains two steps, reports.
 
 Run it outside the source tree.
 """
@@ -28,12 +28,14 @@ def main() -> None:
     table = run(hdpcomm, "perf", "all_reduce", "--ranks", "2", "-b", "8", "-e", "1K", "-f", "2", "-n", "5")
     if "Out of bounds values : 0 OK" not in table:
         sys.exit(f"hdpcomm perf found wrong data:\n{table}")
-    run(hdpcomm, "plan", "--ranks", "16", "--tokens", "1M")
     with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder, "text.txt")
+        text, plan, out = Path(folder, "text.txt"), str(Path(folder, "plan.safetensors")), str(Path(folder, "run"))
+        run(hdpcomm, "plan", "--ranks", "16", "--tokens", "1M", "--capacity", "64K", "--out", plan)
+        run(hdpcomm, "simulate", "--plan", plan, "--capacity", "64K")
         text.write_text("Short and long sequences, planned together.\n" * 500)
-        run(hdpcomm, "train", "--ranks", "2", "--steps", "2", "--data", str(text))
-    print(f"{place}: imported, 2 ranks reduced, a step planned, 2 steps trained")
+        run(hdpcomm, "train", "--ranks", "2", "--steps", "2", "--data", str(text), "--out", out)
+        run(hdpcomm, "report", out)
+    print(f"{place}: imported, 2 ranks reduced, a step planned and simulated, 2 steps trained and reported")
 
 
 if __name__ == "__main__":
