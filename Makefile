@@ -19,7 +19,7 @@ MAKEFLAGS += -j2
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
 	rm -rf build/first-run
-	$(BIN)/hdpcomm train --compare static ddp --out build/first-run
+	$(BIN)/hdpcomm train --context 16384 --compare static ddp --out build/first-run
 	@printf 'the steps as planned and as measured, in pictures: '
 	@$(BIN)/hdpcomm report build/first-run
 

@@ -84,7 +84,7 @@ class TrainData:
         from hdpcomm.data import open_corpus, standard_library
 
         if self._library():
-            return standard_library(context=self.context)
+            return standard_library(context=self.context, whole_every=8)
         return open_corpus(
             self.paths,
             context=self.context,

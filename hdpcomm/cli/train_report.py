@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -290,7 +291,6 @@ def _name(policy: str, widest: int, ranks: int) -> str:
 
 def _compared(config: RunConfig, result: RunResult) -> str:
     """What the rows of the table are, and where one policy can gain on another."""
-    longest = max(step.longest for step in result.steps[config.policies[0]])
     texts = {
         "balanced": "balanced: each sequence on as many ranks as the planner says",
         "naive": "naive: the paper's Algorithm 1",
@@ -305,23 +305,32 @@ def _compared(config: RunConfig, result: RunResult) -> str:
     if "static" in config.policies:
         found.append("On a static mesh short sequences, too, pay for messages and for kernels on parts of them.")
     if "ddp" in config.policies:
-        found.append(_against_ddp(replace(config, recompute=result.recompute), result.ranks, longest))
+        found.append(_against_ddp(replace(config, recompute=result.recompute), result))
     return " ".join(found)
 
 
-def _against_ddp(config: RunConfig, ranks: int, longest: int) -> str:
+def _against_ddp(config: RunConfig, result: RunResult) -> str:
     from hdpcomm.run.memory import predict_memory
     from hdpcomm.run.pipelines import recompute_by_device
 
+    own, ddp = result.steps[config.policies[0]], result.steps["ddp"]
+    longest = max(step.longest for step in own)
     if longest <= config.capacity:
         return "Against DDP there is nothing to gain while each rank holds the longest sequence whole."
-    (memory,), (recompute,) = predict_memory(config, ranks), recompute_by_device(config)
+    (memory,), (recompute,) = predict_memory(config, result.ranks), recompute_by_device(config)
     whole, share = (size_text(memory.activation_bytes(tokens, recompute)) for tokens in (longest, config.capacity))
-    return (
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    for step, other in zip(own, ddp, strict=True):
+        ratios[step.longest > config.capacity].append(other.seconds / step.seconds)
+    text = (
         f"DDP needs memory for the longest sequence on a single rank: {longest:,} tokens instead of "
-        f"{config.capacity:,}, {whole} of activations instead of {share} (predicted). Where a rank has that, and there "
-        "are short sequences enough to keep the others busy meanwhile, DDP is as fast."
+        f"{config.capacity:,}, {whole} of activations instead of {share} (predicted). It gives all ranks as many "
+        "tokens, and they wait for the one that has a long sequence: in steps with one of more than "
+        f"{config.capacity:,} tokens DDP took {median(ratios[True]):.2f} times as long as {config.policies[0]}"
     )
+    if ratios[False]:
+        text += f", in the others, where there is nothing to gain, {median(ratios[False]):.2f} times"
+    return f"{text} (medians)."
 
 
 def cluster_text() -> str:

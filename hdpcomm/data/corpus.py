@@ -312,9 +312,12 @@ def corpus_of(name: str, sources: Sequence[TextPieces | TokenStore], *, context:
     return _without_empty_pieces(corpus)
 
 
-def standard_library(*, context: int) -> Corpus:
+def standard_library(*, context: int, whole_every: int = 0) -> Corpus:
     """The blocks of the running Python's standard library (:func:`hdpcomm.data.text.block_starts`), a document each:
     hundreds of short ones, parts of functions, for each long one, mostly tables.
+
+    Args:
+        whole_every: one file in so many is one document, so that a larger part of the tokens is in long ones; 0: none.
 
     Raises:
         InvalidUsage: this Python has no source files on disk.
@@ -328,9 +331,12 @@ def standard_library(*, context: int) -> Corpus:
     pieces: list[tuple[int, int, int]] = []
     for file, path in enumerate(files):
         data = path.read_bytes()
-        pieces.extend((file, start, stop - start) for start, stop in pairwise((*block_starts(data), len(data))))
+        starts = [0] if whole_every and (file + 1) % whole_every == 0 else block_starts(data)
+        pieces.extend((file, start, stop - start) for start, stop in pairwise((*starts, len(data))))
     table = np.array(pieces, dtype=np.int64)
-    return corpus_of("blocks of Python's standard library", [TextPieces(files, table)], context=context)
+    name = "blocks of Python's standard library"
+    name += f", one file in {whole_every} as a whole" if whole_every else ""
+    return corpus_of(name, [TextPieces(files, table)], context=context)
 
 
 def _many(count: int, noun: str) -> str:

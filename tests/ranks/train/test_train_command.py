@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 
@@ -71,6 +72,13 @@ def test_trains_and_compares(folder, tmp_path):
     for other in (static, ddp):
         losses = [step["loss"] for step in other["steps"]]
         assert losses == pytest.approx([step["loss"] for step in result["steps"]], rel=1e-4)
+    ratios = {True: [], False: []}
+    for step, other in zip(result["steps"], ddp["steps"], strict=True):
+        ratios[step["longest"] > 150].append(other["seconds"] / step["seconds"])
+    for long, words in ((True, "DDP took {:.2f} times as long as balanced"), (False, "nothing to gain, {:.2f} times")):
+        if ratios[long]:
+            assert words.format(statistics.median(ratios[long])) in " ".join(told.stdout.split())
+    assert ratios[True]
     for step in result["steps"]:
         sequences = {int(ranks): count for ranks, count in step["sequences_on_ranks"].items()}
         assert max(sequences) == step["longest_ranks"]

@@ -126,6 +126,16 @@ def test_standard_library_is_hundreds_of_short_blocks_for_each_long_one():
     assert (again.sequences == corpus.sequences).all()
 
 
+def test_standard_library_with_whole_files():
+    corpus, blocks = standard_library(context=65536, whole_every=8), standard_library(context=65536)
+    assert corpus.files == blocks.files
+    assert corpus.num_tokens == blocks.num_tokens
+    assert (corpus.lengths > 8192).sum() > 1.5 * (blocks.lengths > 8192).sum()
+    assert np.median(corpus.lengths) < 500
+    eighth = corpus.files[7].read_bytes()
+    assert eighth[:65536] in [text_of(corpus, i) for i in np.flatnonzero(corpus.lengths == min(len(eighth), 65536))]
+
+
 def test_standard_library_without_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(InvalidUsage, match="has no source files here; give a corpus with --data"):
