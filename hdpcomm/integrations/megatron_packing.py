@@ -25,9 +25,7 @@ _TARGETS = (1.0, 1.5, 2.5)
 # Plans are made for so many numbers of micro-batches, from the fewest that hold the samples.
 _COUNTS = 2
 # What is used of Megatron-Core's class, beside its constructor and run().
-_ATTRIBUTES = (
-    "max_seqlen_per_dp_cp_rank", "total_hdp_gpus", "min_cp_size", "microbatch_group_size_per_vp_stage", "max_num_seqs",
-)  # fmt: skip
+_ATTRIBUTES = ("max_seqlen_per_dp_cp_rank", "cp_size", "dp_size", "min_cp_size", "microbatch_group_size_per_vp_stage")
 Groups = list[list[list[int]]]
 Sample = tuple[int, int]  # id, tokens
 Times = dict[int, dict[int, float]]  # seconds by tokens and size of the group, rising
@@ -64,17 +62,24 @@ def megatron_packing_scheduler(cost_model: CostModel = SQUARES) -> type[Any]:
             "hdpcomm.integrations.MegatronScheduler takes the place of its cp_balancing_scheduler"
         )
     _check_interface(parent, f"{told}.DefaultDynamicCPScheduler")
+    schedulers = getattr(data_schedule, "scheduler_map", {})
+    if "default_dynamic_cp" not in schedulers:
+        raise InvalidUsage(
+            f"{told}.scheduler_map has {list(schedulers)}, expected 'default_dynamic_cp' among them: another scheduler "
+            "put there would not be asked. Use a release of hdpcomm that knows this version"
+        )
 
     class PlannedDynamicCPScheduler(parent):  # type: ignore[misc] # mypy does not see Megatron-Core
         def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[Sample]) -> Groups:
+            most = getattr(self, "max_num_seqs", None)
             return pack_micro_batches(
                 sample_id_seqlens,
                 self.max_seqlen_per_dp_cp_rank,
-                self.total_hdp_gpus,
+                self.dp_size * self.cp_size,
                 min_ranks=self.min_cp_size,
                 divisible_by=self.microbatch_group_size_per_vp_stage or 1,
                 # Megatron-Core may append a sequence of padding, which the configured number counts, too.
-                max_samples=None if self.max_num_seqs is None else max(1, self.max_num_seqs - 1),
+                max_samples=None if most is None else max(1, most - 1),
                 cost_model=cost_model,
             )
 
@@ -84,12 +89,12 @@ def megatron_packing_scheduler(cost_model: CostModel = SQUARES) -> type[Any]:
 def _check_interface(parent: Any, name: str) -> None:
     """Raises InvalidUsage if Megatron-Core's class is no longer the one that this module knows."""
     try:
-        one = parent(8, 2, 1, None, max_num_seqs=None, min_cp_size=1)
+        one = parent(8, 2, 1, None, min_cp_size=1)
         missing = [each for each in _ATTRIBUTES if not hasattr(one, each)]
         given = list(inspect.signature(parent.get_groups_and_subsamples).parameters)
         found = one.get_groups_and_subsamples([(0, 16)])
-    except (TypeError, AttributeError) as error:
-        raise InvalidUsage(f"{name} has another interface than Megatron-LM's pull request 2000: {error}") from error
+    except Exception as error:
+        raise InvalidUsage(f"{name} has another interface than Megatron-LM's pull request 2000: {error!r}") from error
     if missing or given != ["self", "sample_id_seqlens"] or found != [[[0], [0]]] or not hasattr(parent, "run"):
         raise InvalidUsage(
             f"{name} has another interface than Megatron-LM's pull request 2000: attributes missing: {missing}; "

@@ -111,11 +111,11 @@ class Known:
     def __init__(
         self, limit: int, cp: int, dp: int, stages: int | None, max_num_seqs: Any = None, min_cp_size: int = 1
     ):
-        self.max_seqlen_per_dp_cp_rank, self.total_hdp_gpus, self.min_cp_size = limit, cp * dp, min_cp_size
+        self.max_seqlen_per_dp_cp_rank, self.cp_size, self.dp_size, self.min_cp_size = limit, cp, dp, min_cp_size
         self.microbatch_group_size_per_vp_stage, self.max_num_seqs = stages, max_num_seqs
 
     def get_groups_and_subsamples(self, sample_id_seqlens: list[tuple[int, int]]) -> list[list[list[int]]]:
-        return [[[sample] for _ in range(self.total_hdp_gpus)] for sample, _ in sample_id_seqlens]
+        return [[[sample] for _ in range(self.cp_size * self.dp_size)] for sample, _ in sample_id_seqlens]
 
     def run(self) -> str:
         return "Megatron's own"
@@ -145,7 +145,8 @@ class OtherArguments(Known):
 @pytest.fixture
 def megatron(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     modules = {name: ModuleType(name) for name in ("megatron", "megatron.core", "megatron.core.datasets")}
-    schedule = ModuleType("megatron.core.datasets.data_schedule")
+    schedule: Any = ModuleType("megatron.core.datasets.data_schedule")
+    schedule.scheduler_map = {"dp_balanced": None, "default_dynamic_cp": None}
     modules["megatron"].core = modules["megatron.core"]  # type: ignore[attr-defined]
     modules["megatron.core"].__version__ = "9.8"  # type: ignore[attr-defined]
     modules["megatron.core.datasets"].data_schedule = schedule  # type: ignore[attr-defined]
@@ -169,6 +170,13 @@ def test_takes_the_place_of_the_known_class(megatron: Any) -> None:
 def test_says_that_the_class_has_moved(megatron: Any, moved: type) -> None:
     megatron.DefaultDynamicCPScheduler = moved
     with pytest.raises(InvalidUsage, match=r"megatron-core 9\.8: .*DefaultDynamicCPScheduler has another interface"):
+        megatron_packing_scheduler()
+
+
+def test_says_that_the_map_has_moved(megatron: Any) -> None:
+    megatron.DefaultDynamicCPScheduler = Known
+    megatron.scheduler_map = {5: Known}
+    with pytest.raises(InvalidUsage, match=r"scheduler_map has \[5\], expected 'default_dynamic_cp'"):
         megatron_packing_scheduler()
 
 
