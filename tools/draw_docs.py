@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def take_run(folder: Path) -> None:
     step = max(steps, key=lambda row: max(len(each["ranks"]) for each in row["planned"]))
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     content = {
+        "date": date.today().isoformat(),
         "machine": {"cpu": cpu[1] if cpu else "unknown"},
         "step": step,
         "metrics": [
