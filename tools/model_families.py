@@ -62,6 +62,7 @@ _SMALL = (  # (pattern of a setting's name, its small value); the first that mat
     (r"(period|interval|every_n_layers?|_step|frequency)$", 2),
     (r"^(mamba_n_heads|n_mamba_heads|mamba_d_head|mamba_headdim|mamba_head_dim|mamba_num_heads|rotary_dim)$", 8),
     (r"^(num_key_value_heads|multi_query_group_num|num_kv_heads|n_groups|mamba_n_groups|linear_num_key_heads)$", 2),
+    (r"index_n_heads$", 32),  # scores of exactly 0 are rare then; torch.topk takes any of them
     (r"(num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|linear_num_value_heads)$", 4),
     (r"^(hidden_size|n_embd|d_model|dim|emb_dim|embedding_size|lru_width)$", 32),
     (r"^attention_hidden_size$", 64),

@@ -19,7 +19,9 @@ __all__ = ["check_logits", "check_outputs", "check_same_logits", "check_stages",
 _CU_SEQLENS = (0, 7, 8, 13)
 _SHORT = 3
 """What the windows of a model are during the check, so that sequences of a few tokens are longer than any."""
-_WINDOWS = re.compile(r"(window|window_size|attention_window\w*|attention_chunk_size|local_attention|index_topk)$")
+_WINDOWS = re.compile(r"(window|window_size|attention_window\w*|attention_chunk_size|local_attention)$")
+_CHOICES = re.compile(r"index_topk$")
+"""The same of keys that are chosen; only where rounding chooses no others."""
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Models that are float64 but for their norms, which compute in float32, are off by 1e-6."""
 _LOW_TOLERANCE = 0.1
@@ -209,11 +211,13 @@ def _short_windows(model: nn.Module) -> Iterator[None]:
         config: Any = getattr(module, "config", None)
         text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else None
         owners |= {id(each): each for each in (config, text) if each is not None}
+    wide = all(p.dtype in _TOLERANCE for p in model.parameters())
     changed = []
     try:
         for owner in owners.values():
             for name, value in list(vars(owner).items()):
-                if type(value) is int and value > _SHORT and _WINDOWS.search(name):
+                short = _WINDOWS.search(name) or (wide and _CHOICES.search(name))
+                if type(value) is int and value > _SHORT and short:
                     changed.append((owner, name, value))
                     setattr(owner, name, _SHORT)
         yield
