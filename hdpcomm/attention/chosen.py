@@ -128,6 +128,8 @@ def index_top_k(
                 queries = slice(first, min(first + _BLOCK, mine.stop))
                 for start in range(others.start, others.stop, _BLOCK):
                     block = slice(start, min(start + _BLOCK, others.stop))
+                    if theirs[start] > own[queries.stop - 1]:  # rows of a sequence rise
+                        break
                     scores = _scores(index_q[queries].to(wide), keys[block].to(wide), weights[queries].to(wide))
                     scores.masked_fill_(theirs[block] > own[queries, None], -torch.inf)
                     _keep_best(best, chosen, queries, scores, theirs[block])
