@@ -34,6 +34,9 @@ _BLOCK = 512
 """Queries, and keys, that the indexer scores at a time."""
 _GATHERED = 1 << 22
 """Elements of keys that are laid out for a block of queries at a time."""
+_LOW = (1 << 32) - 1
+_LOWEST = (-8388608) ^ 0x7FFFFFFF
+"""What the bits of -inf become."""
 _NONE = 1 << 62
 """Number of a key that is none; behind all others."""
 
@@ -118,8 +121,7 @@ def index_top_k(
     places, rank = _places_of(layout), _rank(comm)
     wide = torch.float64 if index_q.dtype == torch.float64 else torch.float32
     count = min(top_k, int(layout.lengths.max(initial=0)))
-    best = torch.full((index_q.shape[0], count), -torch.inf, dtype=wide, device=index_q.device)
-    chosen = torch.full_like(best, _NONE, dtype=torch.int64)
+    best = (_Best if wide == torch.float64 else _Packed)(index_q.shape[0], count, index_q.device)
     own = places.tokens[rank].to(index_q.device)
     for source, keys in _round_the_ring(index_k.contiguous(), comm, [len(each) for each in places.tokens]):
         theirs = places.tokens[source].to(index_q.device)
@@ -132,8 +134,8 @@ def index_top_k(
                         break
                     scores = _scores(index_q[queries].to(wide), keys[block].to(wide), weights[queries].to(wide))
                     scores.masked_fill_(theirs[block] > own[queries, None], -torch.inf)
-                    _keep_best(best, chosen, queries, scores, theirs[block])
-    chosen = torch.where(torch.isneginf(best), _NONE, chosen).sort(dim=1).values
+                    best.keep(queries, scores, theirs[block])
+    chosen = best.tokens().sort(dim=1).values
     return chosen.masked_fill_(chosen == _NONE, -1)
 
 
@@ -143,15 +145,41 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     return (found * weights.T[:, :, None]).sum(0)
 
 
-def _keep_best(best: Tensor, chosen: Tensor, queries: slice, scores: Tensor, tokens: Tensor) -> None:
-    """Merges a block into the best so far, in place. The order is that of values, then of tokens."""
-    count = best.shape[1]
-    values = torch.cat((best[queries], scores), dim=1)
-    numbers = torch.cat((chosen[queries], tokens.expand(scores.shape)), dim=1)
-    order = numbers.argsort(dim=1)
-    values, numbers = values.gather(1, order), numbers.gather(1, order)
-    order = values.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    best[queries], chosen[queries] = values.gather(1, order), numbers.gather(1, order)
+class _Best:
+    """The best keys so far of each query, in the order of scores, then of tokens."""
+
+    def __init__(self, queries: int, count: int, device: torch.device) -> None:
+        self._values = torch.full((queries, count), -torch.inf, dtype=torch.float64, device=device)
+        self._tokens = torch.full((queries, count), _NONE, dtype=torch.int64, device=device)
+
+    def keep(self, queries: slice, scores: Tensor, tokens: Tensor) -> None:
+        """Merges a block of scores ``[queries, keys]``; -inf: not to be chosen."""
+        values = torch.cat((self._values[queries], scores), dim=1)
+        numbers = torch.cat((self._tokens[queries], tokens.expand(scores.shape)), dim=1)
+        order = numbers.argsort(dim=1)
+        values, numbers = values.gather(1, order), numbers.gather(1, order)
+        order = values.sort(dim=1, descending=True, stable=True).indices[:, : self._values.shape[1]]
+        self._values[queries], self._tokens[queries] = values.gather(1, order), numbers.gather(1, order)
+
+    def tokens(self) -> Tensor:
+        return torch.where(torch.isneginf(self._values), _NONE, self._tokens)
+
+
+class _Packed:
+    """The same of fp32 scores: score and token as one whole number, of which no two are equal, so that one ``topk``
+    does. The bits of a float rise with it, but for negative ones, whose other bits are turned; low tokens are last."""
+
+    def __init__(self, queries: int, count: int, device: torch.device) -> None:
+        self._keys = torch.full((queries, count), torch.iinfo(torch.int64).min, device=device)
+
+    def keep(self, queries: slice, scores: Tensor, tokens: Tensor) -> None:
+        bits = (scores + 0.0).view(torch.int32)  # no -0.0
+        rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+        found = torch.cat((self._keys[queries], (rising << 32) + (_LOW - tokens)), dim=1)
+        self._keys[queries] = found.topk(self._keys.shape[1], dim=1, sorted=False).values
+
+    def tokens(self) -> Tensor:
+        return torch.where(self._keys >> 32 > _LOWEST, _LOW - (self._keys & _LOW), _NONE)
 
 
 def _sequences(own: Any, theirs: Any) -> Iterator[tuple[slice, slice]]:

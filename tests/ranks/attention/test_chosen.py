@@ -121,6 +121,21 @@ def choose_fast(index, lengths, top_k):
     return found
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("top_k", [1, 5, 100])
+def test_ties_and_signs_in_float32(size, top_k):
+    """Whole numbers, which are exact there: scores of both signs, many equal, many 0."""
+    lengths = (90, 7, 1)
+    cu = cu_of(lengths)
+    *_, index = inputs(lengths, ties=True)
+    sets = choose_fast(index, lengths, top_k)
+    told = on_ranks(
+        size,
+        lambda comm: index_top_k(*[local(x.float(), cu, comm) for x in index], top_k=top_k, comm=comm, cu_seqlens=cu),
+    )
+    assert [[s for s in row if s >= 0] for row in unshard(told, cu).tolist()] == sets
+
+
 def test_the_two_definitions_agree():
     *_, index = inputs((5, 30))
     assert choose(index, (5, 30), 4) == choose_fast(index, (5, 30), 4)
