@@ -2,8 +2,9 @@
 
     python benchmarks/chosen_keys.py [--tokens 4096 16384 65536] [--top-k 64] [--json FILE]
 
-One sequence, 4 heads of 64, 4 index heads of 32, random keys, so the choice is spread as widely as it can be. The parts:
-the indexer's choice, attention over what it chose, and the ring over all keys; medians of ``--rounds`` rounds of rank 0.
+One sequence, 4 heads of 64, 4 index heads of 32, random keys, so the choice is spread as widely as it can be. The
+parts: the indexer's choice, attention over what it chose, and the ring over all keys; medians of ``--rounds`` rounds of
+rank 0.
 """
 
 from __future__ import annotations
