@@ -9,11 +9,11 @@ sums, which the pass of the slice that made them takes up. Sources: TeraPipe (ar
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,18 @@ from hdpcomm.attention.tiles import Band, Span, Tile, pairs_before, tiles_of
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 
-__all__ = ["SequenceSlice", "SliceLayout", "SlicedSequence", "CallMark", "slice_layouts"]
+__all__ = [
+    "CallMark",
+    "SequenceSlice",
+    "SliceLayout",
+    "SlicedSequence",
+    "check_backward",
+    "recent_keys",
+    "slice_layouts",
+]
 
 Int64: TypeAlias = "npt.NDArray[np.int64]"
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +102,19 @@ def slice_layouts(bounds: tuple[int, ...], number: int, size: int) -> tuple[Slic
     return queries, keys
 
 
+@lru_cache(maxsize=256)
+def recent_keys(keys: SliceLayout, count: int) -> SliceLayout:
+    """The layout of the keys of a slice and the ``count`` tokens before it; a rank has rows of these only."""
+    start = np.maximum(keys.start, max(keys.bounds[keys.number] - count, 0))
+    counts = keys.start + keys.count - start
+    some = counts > 0
+    start, counts, owner = start[some], counts[some], keys.owner[some]
+    return replace(
+        keys, segment=np.zeros_like(start), start=start, source=start, count=counts, owner=owner,
+        row=local_rows(owner, counts, keys.size),
+    )  # fmt: skip
+
+
 class _Calls(threading.local):
     """Which calls of attention a thread is about to make."""
 
@@ -135,6 +157,15 @@ class _Again:
         _calls.again.pop()
 
 
+def check_backward(number: int, expected: int) -> None:
+    """Raises InvalidUsage where the backward pass of slice ``number`` runs before or after its turn."""
+    if number != expected:
+        raise InvalidUsage(
+            f"the backward pass of slice {number} runs where that of slice {expected} has to: run them from the last "
+            "slice to the first, each once"
+        )
+
+
 class _Kept:
     """What one call of attention has kept of the slices that ran, and the gradients of it that later slices found."""
 
@@ -162,11 +193,7 @@ class _Kept:
 
     def backward(self, number: int, grads: Sequence[torch.Tensor], rows: tuple[int, int, int]) -> list[torch.Tensor]:
         """Adds up the gradients of kept rows; gives those of the slice's own rows."""
-        if number != self.next_backward:
-            raise InvalidUsage(
-                f"the backward pass of slice {number} runs where that of slice {self.next_backward} has to: run them "
-                "from the last slice to the first, each once"
-            )
+        check_backward(number, self.next_backward)
         self.next_backward -= 1
         first, end, _ = rows
         if not self.sums:
@@ -205,8 +232,9 @@ class SlicedSequence:
     backward passes from the last one to the first. To hold the activations of one slice at a time, run the forward
     passes of all but the last under ``torch.no_grad()``, and each again with gradients before its backward pass.
 
-    Only causal attention runs so. Every rank of the communicator keeps its rows of keys and values of all slices, and
-    sums of their gradients in float32 (float64), until the backward pass of slice 0.
+    Causal attention and recurrences run so. Every rank of the communicator keeps its rows of keys and values of all
+    slices, and sums of their gradients in float32 (float64), until the backward pass of slice 0; for recurrences rank 0
+    keeps the state before each slice, and of convolutions the ranks keep the last tokens.
 
     Args:
         bounds: where slices begin, from 0, rising, and the length of the sequence.
@@ -226,7 +254,8 @@ class SlicedSequence:
             raise InvalidUsage(
                 f"a sequence is cut at {list(bounds)!r}; expected rising numbers of tokens, from 0 to its length"
             )
-        self._kept: list[_Kept] = []
+        self._kept: list[object] = []
+        """By call: what it has kept."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -237,10 +266,16 @@ class SlicedSequence:
             raise InvalidUsage(f"slice {number} asked of a sequence of {len(self)} slices: give 0 to {len(self) - 1}")
         return SequenceSlice(self, number)
 
-    def _of_call(self, number: int) -> _Kept:
+    def _of_call(self, number: int, make: Callable[[int], _Made]) -> _Made:
         while len(self._kept) <= number:
-            self._kept.append(_Kept(len(self)))
-        return self._kept[number]
+            self._kept.append(make(len(self)))
+        found = self._kept[number]
+        if isinstance(make, type) and not isinstance(found, make):
+            raise InvalidUsage(
+                f"call {number} of a layer is not of the kind that it was in an earlier slice: the model must run the "
+                "same layers in every slice"
+            )
+        return found  # type: ignore[return-value]
 
 
 class SequenceSlice:
@@ -273,6 +308,19 @@ class SequenceSlice:
         """Those of its queries and of the keys up to its end."""
         return slice_layouts(self.sequence.bounds, self.number, size)
 
+    def next_call(self, make: Callable[[int], _Made]) -> _Made:
+        """What the next call of this pass has kept, or where layers are computed again, of that; ``make(slices)`` for
+        the first slice. Local."""
+        call = _calls.again[-1]
+        if call is None:
+            call, self._made = self._made, self._made + 1
+        else:
+            _calls.again[-1] = call + 1
+        for mark in _calls.marks:
+            if mark.first is None:
+                mark.first = call
+        return self.sequence._of_call(call, make)
+
     def keep(self, *new: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, ...]:
         """Keeps what a layer made of this rank's rows, ``[T_local, ...]``; gives the rows up to the end of the slice.
 
@@ -285,15 +333,7 @@ class SequenceSlice:
                 f"attention was given {[x.shape[0] for x in new]} tokens; of {self!r}, "
                 f"rank {rank} of {size} holds {own}"
             )
-        call = _calls.again[-1]
-        if call is None:
-            call, self._made = self._made, self._made + 1
-        else:
-            _calls.again[-1] = call + 1
-        for mark in _calls.marks:
-            if mark.first is None:
-                mark.first = call
         last = self.sequence.slice(len(self.sequence) - 1)
         rows = end - own, end, last.layouts(size)[1].rows(rank)
-        found: tuple[torch.Tensor, ...] = _Keep.apply(self.sequence._of_call(call), self.number, rows, *new)  # type: ignore[no-untyped-call]
+        found: tuple[torch.Tensor, ...] = _Keep.apply(self.next_call(_Kept), self.number, rows, *new)  # type: ignore[no-untyped-call]
         return found

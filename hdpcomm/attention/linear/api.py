@@ -8,11 +8,12 @@ import torch
 
 from hdpcomm.attention.call_check import agree_on_call, agree_on_result
 from hdpcomm.attention.layout import CuSeqlens
+from hdpcomm.attention.linear.carried import begin_slice, end_slice
 from hdpcomm.attention.linear.checks import (
     check_all_finite,
     check_linear,
     check_states,
-    layout_of_tokens,
+    linear_layout,
     summary_of,
 )
 from hdpcomm.attention.linear.exchange import choose_exchange
@@ -21,6 +22,7 @@ from hdpcomm.attention.linear.nodes import TokenLayout
 from hdpcomm.attention.linear.recurrence import LinearCall, LinearRecurrence
 from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
+from hdpcomm.attention.slices import SequenceSlice
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
@@ -71,13 +73,15 @@ def _arguments(
     g: torch.Tensor,
     beta: torch.Tensor | None,
     *,
+    cu_seqlens: CuSeqlens,
     layout: TokenLayout,
     comm: Communicator | None,
     backend: str,
     options: AttentionOptions,
 ) -> tuple[_Arguments, str, str]:
     """(arguments of :class:`LinearRecurrence`, facts, summary) for tensors that were checked."""
-    plan = state_plan(layout)
+    sliced = isinstance(cu_seqlens, SequenceSlice)
+    plan = state_plan(layout, sliced=sliced)
     chosen = choose_exchange(
         options.exchange, plan, shape=(q.shape[1], q.shape[2], v.shape[2]), delta=beta is not None,
         device=q.device.type, costs=options.costs,
@@ -88,7 +92,25 @@ def _arguments(
         f"exchange={chosen} backend={computed_by}"
     )
     call = LinearCall(plan, comm, chosen, computed_by)
-    return (q, k, v, g, beta, call), *summary_of(layout, settings)
+    facts, summary = summary_of(layout, settings)
+    if isinstance(cu_seqlens, SequenceSlice):
+        facts, summary = f"{facts} {cu_seqlens!r}", f"{summary}, {cu_seqlens!r}"
+    return (q, k, v, g, beta, call), facts, summary
+
+
+def _recur(arguments: _Arguments, cu_seqlens: CuSeqlens, comm: Communicator | None) -> torch.Tensor:
+    """The output; a slice starts with the state of the one before it."""
+    q, k, v, g, beta, call = arguments
+    if not isinstance(cu_seqlens, SequenceSlice):
+        out, _ = LinearRecurrence.apply(q, k, v, g, beta, None, call)  # type: ignore[no-untyped-call]
+        return out  # type: ignore[no-any-return]
+    tensors = [x for x in (q, k, v, g, beta) if isinstance(x, torch.Tensor)]
+    first, _, values = tensors[:3]
+    shape = 1 if comm is None or comm.rank == 0 else 0, *first.shape[1:], values.shape[2]
+    zero = first.new_zeros(shape, dtype=torch.promote_types(first.dtype, torch.float32))
+    carried, (state, q, k, v, g, *rest) = begin_slice(cu_seqlens, zero, *tensors)
+    out, final = LinearRecurrence.apply(q, k, v, g, rest[0] if rest else None, state, call)  # type: ignore[no-untyped-call]
+    return end_slice(carried, cu_seqlens, out, final)
 
 
 @untraced
@@ -114,8 +136,9 @@ def delta_rule(
     neighbours. ``g``: log decay, [T_local, heads] (gated delta rule) or [T_local, heads, dk] (KDA); ``beta``: [T_local,
     heads]. All are the shard of this rank (:func:`hdpcomm.attention.shard`) of the pack ``cu_seqlens`` [sequences + 1],
     as for :func:`hdpcomm.attention.ring_attention`; or of a :class:`hdpcomm.attention.Tree`, where S before the first
-    token of a segment is that after the last one of its parent. States and all that is computed are float32 (float64
-    for float64).
+    token of a segment is that after the last one of its parent; or of a slice of a
+    :class:`hdpcomm.attention.SlicedSequence`, where S is that after the slice before. States and all that is computed
+    are float32 (float64 for float64).
 
     ``backend``: what computes a rank's own runs: ``torch``, ``fla`` (flash-linear-attention, if installed, for 16-bit
     types on CUDA), or ``auto``, the latter where it can. ``options``: ``exchange``, ``costs`` and ``check`` of
@@ -134,7 +157,7 @@ def delta_rule(
     def prepare() -> tuple[_Arguments, str, str]:
         known = options_of("delta_rule", options, *_OPTIONS)
         _check_delta(q, k, v, g, beta)
-        layout = layout_of_tokens(cu_seqlens, comm)
+        layout = linear_layout(cu_seqlens, comm)
         check_linear(tensors, layout, comm)
         if careful:
             check_all_finite(tensors)
@@ -145,6 +168,7 @@ def delta_rule(
             v,
             g,
             beta,
+            cu_seqlens=cu_seqlens,
             layout=layout,
             comm=comm,
             backend=backend,
@@ -152,7 +176,7 @@ def delta_rule(
         )
 
     arguments = agree_on_call(comm, "delta_rule", careful=careful, device=q.device, prepare=prepare)
-    out: torch.Tensor = LinearRecurrence.apply(*arguments)  # type: ignore[no-untyped-call]
+    out = _recur(arguments, cu_seqlens, comm)
     if careful:
         agree_on_result(comm, "delta_rule", device=q.device, error=check_states(out))
     return out
@@ -206,7 +230,7 @@ def ssd(
             raise InvalidUsage(f"d must be [heads] = ({heads},); got {tuple(d.shape)}")
         if not x.dtype == b.dtype == c.dtype:
             raise InvalidUsage(f"x, b and c must have one type; got {x.dtype}, {b.dtype}, {c.dtype}")
-        layout = layout_of_tokens(cu_seqlens, comm)
+        layout = linear_layout(cu_seqlens, comm)
         check_linear(tensors, layout, comm)
         if careful:
             check_all_finite(tensors)
@@ -214,11 +238,11 @@ def ssd(
         values = x.to(wide) * dt.to(wide)[..., None]
         return _arguments(
             _spread(c, heads), _spread(b, heads), values, dt.to(wide) * a.to(wide), None,
-            layout=layout, comm=comm, backend=backend, options=known,
+            cu_seqlens=cu_seqlens, layout=layout, comm=comm, backend=backend, options=known,
         )  # fmt: skip
 
     arguments = agree_on_call(comm, "ssd", careful=careful, device=x.device, prepare=prepare)
-    out: torch.Tensor = LinearRecurrence.apply(*arguments)  # type: ignore[no-untyped-call]
+    out = _recur(arguments, cu_seqlens, comm)
     if careful:
         agree_on_result(comm, "ssd", device=x.device, error=check_states(out))
     if d is not None:

@@ -7,17 +7,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from hdpcomm.attention.api import check_finite, layouts_of
-from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
+from hdpcomm.attention.layout import AnyLayout, CuSeqlens, as_cu_seqlens
 from hdpcomm.attention.linear.nodes import TokenLayout
+from hdpcomm.attention.slices import SequenceSlice
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.tree import Tree
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["check_all_finite", "check_linear", "check_states", "summary_of", "layout_of_tokens"]
+__all__ = ["check_all_finite", "check_linear", "check_states", "layout_of_tokens", "linear_layout", "summary_of"]
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def linear_layout(cu_seqlens: CuSeqlens, comm: Communicator | None) -> TokenLayout:
+    """:func:`layout_of_tokens`; of a slice, that of its tokens alone."""
+    if isinstance(cu_seqlens, SequenceSlice):
+        return layout_of_tokens([0, cu_seqlens.length], comm)
+    return layout_of_tokens(cu_seqlens, comm)
 
 
 def layout_of_tokens(cu_seqlens: CuSeqlens, comm: Communicator | None) -> TokenLayout:
@@ -27,7 +35,7 @@ def layout_of_tokens(cu_seqlens: CuSeqlens, comm: Communicator | None) -> TokenL
     return layout
 
 
-def check_linear(tensors: dict[str, torch.Tensor], layout: TokenLayout, comm: Communicator | None) -> None:
+def check_linear(tensors: dict[str, torch.Tensor], layout: AnyLayout, comm: Communicator | None) -> None:
     """Checks the types, devices and tokens of a call's tensors, [T_local, ...] each. Raises InvalidUsage."""
     first = next(iter(tensors.values()))
     for name, x in tensors.items():
@@ -67,7 +75,7 @@ def check_all_finite(tensors: dict[str, torch.Tensor]) -> None:
         check_finite(name, x[..., None] if x.ndim == 2 else x)
 
 
-def summary_of(layout: TokenLayout, settings: str) -> tuple[str, str]:
+def summary_of(layout: AnyLayout, settings: str) -> tuple[str, str]:
     """(all that must be the same on all ranks, a summary of it for messages)."""
     pack = layout.facts
     return f"{pack[0]} {settings}", f"{pack[1]}, {settings}"

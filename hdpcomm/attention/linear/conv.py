@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,10 +19,12 @@ from hdpcomm.attention.atoms import Int64
 from hdpcomm.attention.call_check import agree_on_call
 from hdpcomm.attention.gather import GatherPlan, GradReturn, fetch_rows, gather_plan
 from hdpcomm.attention.layout import CuSeqlens
+from hdpcomm.attention.linear.carried import begin_slice, end_slice
 from hdpcomm.attention.linear.checks import check_linear, layout_of_tokens, summary_of
 from hdpcomm.attention.linear.nodes import TokenLayout
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.routes import find_atoms
+from hdpcomm.attention.slices import SequenceSlice, SliceLayout, recent_keys
 from hdpcomm.attention.tiles import Band
 from hdpcomm.attention.tree_layout import TreeLayout
 from hdpcomm.comm.untraced import untraced
@@ -47,39 +49,68 @@ class _ConvPlan:
     """[buffer]: the fetched row of each row of the buffer; past the last one, a row of zeros, before a sequence."""
     place: torch.Tensor
     """[T_local]: the row of the buffer of each local token."""
+    recent: torch.Tensor
+    """In a slice: which of this rank's rows, those of the past first, are in the past of the next slice."""
+
+
+_ConvLayout: TypeAlias = TokenLayout | SliceLayout
+
+
+def _layouts(cu_seqlens: CuSeqlens, comm: Communicator | None, width: int) -> tuple[_ConvLayout, _ConvLayout]:
+    """The layouts of a call's tokens, and of these and the past that ranks keep of a slice."""
+    if not isinstance(cu_seqlens, SequenceSlice):
+        layout = layout_of_tokens(cu_seqlens, comm)
+        return layout, layout
+    queries, keys = cu_seqlens.layouts(1 if comm is None else comm.size)
+    return queries, recent_keys(keys, width - 1)
 
 
 @lru_cache(maxsize=128)
-def _conv_plan(layout: TokenLayout, rank: int, width: int, device: torch.device) -> _ConvPlan:
+def _conv_plan(layout: _ConvLayout, keys: _ConvLayout, rank: int, width: int, device: torch.device) -> _ConvPlan:
     band = Band(-(width - 1), 0)
-    plan = gather_plan(layout, layout, band, rank=rank)
-    places = _fetched_places(layout, rank, band)
-    source, place, end = [], np.zeros(plan.kv_rows, dtype=np.int64), 0
-    pasts = _pasts(layout, rank, width - 1)
-    for (row, first, count), past in zip(layout.segments(rank).tolist(), pasts, strict=True):
+    plan = gather_plan(layout, keys, band, rank=rank)
+    places = _fetched_places(layout, keys, rank, band)
+    source, place, end = [], np.zeros(plan.q_rows, dtype=np.int64), 0
+    segments, pasts = layout.segments(rank), _pasts(layout, rank, width - 1)
+    if isinstance(layout, SliceLayout):
+        segments[:, 1] += layout.bounds[layout.number]
+    for (row, first, count), past in zip(segments.tolist(), pasts, strict=True):
         if count:
             source.append(np.where(past < 0, plan.buffer_rows, np.searchsorted(places, past)))
             source.append(np.searchsorted(places, first) + np.arange(count))
             place[row : row + count] = end + width - 1 + np.arange(count)
             end += width - 1 + count
     rows = np.concatenate(source) if source else np.zeros(0, dtype=np.int64)
-    return _ConvPlan(plan, torch.from_numpy(rows).to(device), torch.from_numpy(place).to(device))
+    recent = _recent_rows(keys, rank, width - 1) if isinstance(keys, SliceLayout) else np.zeros(0, dtype=np.int64)
+    return _ConvPlan(plan, *(torch.from_numpy(each).to(device) for each in (rows, place, recent)))
 
 
-def _fetched_places(layout: TokenLayout, rank: int, band: Band) -> Int64:
-    """[buffer_rows]: the place in the pack of each fetched row, rising."""
-    atoms = find_atoms(layout, layout, band)
+def _recent_rows(keys: SliceLayout, rank: int, count: int) -> Int64:
+    """The rows of ``rank`` with the last ``count`` tokens."""
+    low, mine = keys.bounds[keys.number + 1] - count, keys.owner == rank
+    found = [np.arange(n) + a for a, n in zip(keys.start[mine].tolist(), keys.count[mine].tolist(), strict=True)]
+    return np.flatnonzero(np.concatenate(found) >= low) if found else np.zeros(0, dtype=np.int64)
+
+
+def _fetched_places(layout: _ConvLayout, keys: _ConvLayout, rank: int, band: Band) -> Int64:
+    """[buffer_rows]: the place in the pack, or of a slice in its sequence, of each fetched row, rising."""
+    atoms = find_atoms(layout, keys, band)
     chosen = np.flatnonzero(atoms.needed[:, rank] | (atoms.owner == rank))
     if isinstance(layout, TreeLayout):
         before = layout.tree.rows - layout.tree.starts
+    elif isinstance(layout, SliceLayout):
+        before = np.zeros(1, dtype=np.int64)
     else:
         before = np.cumsum(layout.lengths) - layout.lengths
     first, rows = (before[atoms.sequence] + atoms.start)[chosen], atoms.rows[chosen]
     return np.repeat(first - (np.cumsum(rows) - rows), rows) + np.arange(int(rows.sum()))
 
 
-def _pasts(layout: TokenLayout, rank: int, count: int) -> Int64:
-    """[pieces of the rank, count]: the places in the pack of the tokens before each piece, -1 for none."""
+def _pasts(layout: _ConvLayout, rank: int, count: int) -> Int64:
+    """[pieces of the rank, count]: the places of the tokens before each piece, -1 for none."""
+    if isinstance(layout, SliceLayout):
+        past: Int64 = np.maximum(layout.first_positions(rank)[:, None] + np.arange(-count, 0), -1)
+        return past
     first = layout.segments(rank)[:, 1]
     if not isinstance(layout, TreeLayout):
         before = np.arange(-count, 0)
@@ -152,9 +183,9 @@ def short_conv(
     ``y_t = sum_i weight[:, i] x_{t - (width - 1) + i} + bias``, with zeros before the first token of a sequence, as
     ``torch.nn.Conv1d`` with ``groups=channels`` and ``padding=width - 1``.
 
-    ``x``: [T_local, channels], the shard of this rank of the pack ``cu_seqlens``, or of a tree. ``weight``: [channels,
-    width], ``bias``: [channels], the same on all ranks; their gradients are this rank's share, to be summed over the
-    ranks. ``options``: ``check`` of :class:`hdpcomm.attention.AttentionOptions`.
+    ``x``: [T_local, channels], the shard of this rank of the pack ``cu_seqlens``, of a tree, or of a slice.
+    ``weight``: [channels, width], ``bias``: [channels], the same on all ranks; their gradients are this rank's share,
+    to be summed over the ranks. ``options``: ``check`` of :class:`hdpcomm.attention.AttentionOptions`.
 
     Returns [T_local, channels] in the type of ``x``; sums are float32 (float64 for float64). Sends each token once to
     each rank whose pieces begin within ``width - 1`` tokens after it. Collective over ``comm``, in forward and in
@@ -171,15 +202,20 @@ def short_conv(
             raise InvalidUsage(f"expected x [tokens, channels] and weight [channels, width]; got {shapes}")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise InvalidUsage(f"bias must be [channels] = ({weight.shape[0]},); got {tuple(bias.shape)}")
-        layout = layout_of_tokens(cu_seqlens, comm)
+        layout, keys = _layouts(cu_seqlens, comm, weight.shape[1])
         check_linear({"x": x}, layout, comm)
         if careful:
             check_finite("x", x[:, None])
-        plan = _conv_plan(layout, 0 if comm is None else comm.rank, weight.shape[1], x.device)
+        plan = _conv_plan(layout, keys, 0 if comm is None else comm.rank, weight.shape[1], x.device)
         facts, summary = summary_of(layout, f"channels and width {tuple(weight.shape)} {x.dtype} {x.device.type}")
         return plan, facts, summary
 
     plan = agree_on_call(comm, "short_conv", careful=careful, device=x.device, prepare=prepare)
     several = comm if comm is not None and comm.size > 1 else None
+    if isinstance(cu_seqlens, SequenceSlice):
+        carried, (past, x) = begin_slice(cu_seqlens, x.new_zeros((0, x.shape[1])), x)
+        x = torch.cat((past, x))
     out: torch.Tensor = _ShortConv.apply(x.contiguous(), weight, plan, several)  # type: ignore[no-untyped-call]
+    if isinstance(cu_seqlens, SequenceSlice):
+        out = end_slice(carried, cu_seqlens, out, x.index_select(0, plan.recent))
     return out if bias is None else out + bias.to(out.dtype)

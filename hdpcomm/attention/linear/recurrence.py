@@ -75,6 +75,10 @@ class _Group:
         self._scans: dict[int, Scan | ForestScan] = {}
         dk = inputs.q.shape[2]
         self.transition_shape = (dk, dk) if inputs.beta is not None else (1 if inputs.g.ndim == 2 else dk, 1)
+        self.initial: torch.Tensor | None = None
+        """The state that this direction starts with, on rank 0 of a slice; [1, heads, dk, dv]."""
+        self.final: torch.Tensor | None = None
+        """That which it ends with."""
         self.states: list[torch.Tensor | None] = [None] * len(parts)
         self.transitions: list[torch.Tensor | None] = [None] * len(parts)
 
@@ -106,8 +110,13 @@ class _Forward(_Group):
 
     def run(self, place: int, state: torch.Tensor) -> torch.Tensor:
         self.prepare(place)
+        if place == 0 and self.initial is not None:
+            state = self.initial
         self.states[place] = state
-        return self._scans[place].run(state)
+        after = self._scans[place].run(state)
+        if place == len(self._parts) - 1:
+            self.final = after
+        return after
 
     def finish(self, place: int) -> None:
         self._scans.pop(place).output(self._out)
@@ -137,7 +146,12 @@ class _Backward(_Group):
 
     def run(self, place: int, state: torch.Tensor) -> torch.Tensor:
         self.prepare(place)
-        return self._scans[place].run_backward(state)
+        if place == len(self._parts) - 1 and self.initial is not None:
+            state = self.initial
+        before = self._scans[place].run_backward(state)
+        if place == 0:
+            self.final = before
+        return before
 
     def finish(self, place: int) -> None:
         self._scans.pop(place).gradients(self._grads)
@@ -151,18 +165,39 @@ class _Backward(_Group):
         return transition, self._carriers(place).backward_bias(self.zeros(count))
 
 
-def _run_forward(inputs: Inputs, call: LinearCall) -> tuple[torch.Tensor, list[_Forward]]:
+def _start(passes: Sequence[_Group], heads: Sequence[slice], initial: torch.Tensor | None) -> None:
+    """Sets what each group starts with; only rank 0 of a slice has a state."""
+    if initial is not None and len(initial):
+        for group, chosen in zip(passes, heads, strict=True):
+            group.initial = initial[:, chosen].contiguous()
+
+
+def _ended(passes: Sequence[_Group], initial: torch.Tensor | None) -> torch.Tensor | None:
+    """What the groups ended with, in the shape of ``initial``."""
+    if initial is None or not len(initial):
+        return None if initial is None else torch.empty_like(initial)
+    return torch.cat([group.final for group in passes if group.final is not None], dim=1)
+
+
+def _run_forward(inputs: Inputs, call: LinearCall, initial: torch.Tensor | None) -> tuple[torch.Tensor, list[_Forward]]:
     """The output, and the passes with the states that their runs began with. Collective over the call's ranks."""
     parts, heads = call.parts(inputs.q.shape[2]), call.groups(inputs)
     out = inputs.v.new_empty(inputs.v.shape)
     passes = [_Forward(call.backend, parts, inputs.heads(each), out[:, each]) for each in heads]
+    _start(passes, heads, initial)
     travel(passes, call.comm, call.exchange, call.plan, backward=False)
     return out, passes
 
 
-def _run_backward(dout: torch.Tensor, inputs: Inputs, kept: Sequence[torch.Tensor | None], call: LinearCall) -> Inputs:
-    """The gradients of the inputs; ``kept``: the initial states and the transitions of the forward, group by group.
-    Collective over the call's ranks."""
+def _run_backward(
+    dout: torch.Tensor,
+    inputs: Inputs,
+    kept: Sequence[torch.Tensor | None],
+    call: LinearCall,
+    dfinal: torch.Tensor | None,
+) -> tuple[Inputs, torch.Tensor | None]:
+    """The gradients of the inputs and of the initial state; ``kept``: the initial states and the transitions of the
+    forward, group by group. Collective over the call's ranks."""
     new, beta = torch.empty_like, inputs.beta
     parts, heads = call.parts(inputs.q.shape[2]), call.groups(inputs)
     grads = Inputs(new(inputs.q), new(inputs.k), new(inputs.v), new(inputs.g), None if beta is None else new(beta))
@@ -172,12 +207,15 @@ def _run_backward(dout: torch.Tensor, inputs: Inputs, kept: Sequence[torch.Tenso
         own = kept[2 * len(parts) * i : 2 * len(parts) * (i + 1)]
         group.states, group.transitions = list(own[: len(parts)]), list(own[len(parts) :])
         passes.append(group)
+    _start(passes, heads, dfinal)
     travel(passes, call.comm, call.exchange, call.plan, backward=True)
-    return grads
+    return grads, _ended(passes, dfinal)
 
 
 class LinearRecurrence(torch.autograd.Function):
-    """out = f(q, k, v, g, beta); the local work in float32 (float64), the states that a run starts with are kept."""
+    """(out, final) = f(q, k, v, g, beta, initial); the local work in float32 (float64), the states that a run starts
+    with are kept. ``initial``, ``final``: the state before and after a slice, [1, heads, dk, dv] on rank 0 and [0, ...]
+    on others; None of whole sequences."""
 
     @staticmethod
     def forward(
@@ -187,20 +225,21 @@ class LinearRecurrence(torch.autograd.Function):
         v: torch.Tensor,
         g: torch.Tensor,
         beta: torch.Tensor | None,
+        initial: torch.Tensor | None,
         call: LinearCall,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         with torch.autocast(q.device.type, enabled=False):
-            out, passes = _run_forward(Inputs(q, k, v, g, beta), call)
+            out, passes = _run_forward(Inputs(q, k, v, g, beta), call, initial)
         kept = [[*each.states, *each.transitions] for each in passes]
         ctx.call = call
         ctx.save_for_backward(q, k, v, g, beta, *(x for states in kept for x in states))
-        return out
+        return out, _ended(passes, initial)
 
     @staticmethod
     @without_second_derivative
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: torch.Tensor, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: LinearCall = ctx.call
         q, k, v, g, beta, *kept = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
-            grads = _run_backward(dout, Inputs(q, k, v, g, beta), kept, call)
-        return grads.q, grads.k, grads.v, grads.g, grads.beta, None
+            grads, dinitial = _run_backward(dout, Inputs(q, k, v, g, beta), kept, call, dfinal)
+        return grads.q, grads.k, grads.v, grads.g, grads.beta, dinitial, None

@@ -12,7 +12,7 @@ Pure and local: every rank computes the same from the layout, for all ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 
@@ -294,6 +294,13 @@ def _forest(nodes: Nodes, mine: Int64) -> tuple[tuple[ForestLevel, ...], Int64]:
 
 
 @lru_cache(maxsize=128)
-def state_plan(layout: TokenLayout) -> StatePlan:
-    """The plan of a pack of sequences or of a tree. Pure and local."""
-    return StatePlan(nodes_of(layout), layout.size)
+def state_plan(layout: TokenLayout, *, sliced: bool = False) -> StatePlan:
+    """The plan of a pack of sequences or of a tree. Pure and local.
+
+    ``sliced``: of one sequence that is a slice of a longer one; its last run, on rank 0, is a carrier like all others,
+    so that its final state is there.
+    """
+    nodes = nodes_of(layout)
+    if sliced:
+        nodes = replace(nodes, carrier=np.ones(len(nodes.owner), dtype=np.bool_), level=np.arange(len(nodes.owner)))
+    return StatePlan(nodes, layout.size)

@@ -1,0 +1,115 @@
+"""Recurrences and short convolutions in slices: output and gradients are those of the whole sequence, by its definition
+in float64."""
+
+import random
+
+import pytest
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.attention import SlicedSequence, delta_rule, short_conv, ssd
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.testing import run_threads
+from tests.harness.attention_options import with_options
+from tests.harness.attention_oracle import error
+from tests.ranks.attention import test_linear as linear
+from tests.ranks.attention import test_short_conv as convolution
+from tests.ranks.attention.test_slices import cuts, on_slices, whole
+
+DELTA, SSD = (
+    {"heads": 4, "key_heads": 2, "dk": 8, "dv": 6},
+    {"heads": 4, "groups": 2, "dk": 8, "dv": 6},
+)
+
+
+def check(run, inputs, shared, want, bounds, size, way):
+    """``run(comm, part, leaves, shared)``; ``want``: output, gradients of ``inputs``, then of ``shared``."""
+    parameters = []
+
+    def main():
+        comm = hdp.init()
+        mine = [x.clone().requires_grad_() for x in shared]
+        parameters.append(mine)
+        return on_slices(lambda part, leaves: run(comm, part, leaves, mine), bounds, inputs, comm, way)
+
+    found = whole(run_threads(main, size), bounds)
+    found += [sum(x.grad for x in each) for each in zip(*parameters, strict=True)]
+    for place, (got, expected) in enumerate(zip(found, want, strict=True)):
+        assert error(got, expected) <= 1e-10, (place, error(got, expected), bounds)
+
+
+def check_delta(bounds, size, way, *, channels=False, exchange="auto"):
+    lengths = [bounds[-1]]
+    inputs = linear.delta_inputs(lengths, **DELTA, channels=channels)
+    options = with_options(exchange=exchange)
+    run = lambda comm, part, leaves, _: delta_rule(*leaves, comm=comm, cu_seqlens=part, **options)
+    check(run, inputs, [], linear.wanted(linear.by_token_delta, lengths, inputs, linear.DELTA), bounds, size, way)
+
+
+def check_ssd(bounds, size, way, *, exchange="auto"):
+    lengths = [bounds[-1]]
+    inputs = linear.ssd_inputs(lengths, **SSD)
+    want = linear.wanted(linear.by_token_ssd, lengths, inputs, linear.SSD)
+    out, x, dt, a, b, c, d = want
+    shared = [inputs.pop("a"), inputs.pop("d")]
+    options = with_options(exchange=exchange)
+
+    def run(comm, part, leaves, shared):
+        x, dt, b, c = leaves
+        a, d = shared
+        return ssd(x, dt, a, b, c, d=d, comm=comm, cu_seqlens=part, **options)
+
+    check(run, inputs, shared, [out, x, dt, b, c, a, d], bounds, size, way)
+
+
+def check_conv(bounds, size, way, width):
+    lengths = [bounds[-1]]
+    inputs = convolution.tensors(lengths, 5, width, torch.float64)
+    want = convolution.wanted(lengths, inputs)
+    shared = [inputs.pop("weight"), inputs.pop("bias")]
+    run = lambda comm, part, leaves, own: short_conv(leaves[0], own[0], bias=own[1], comm=comm, cu_seqlens=part)
+    check(run, inputs, shared, want, bounds, size, way)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_slices(seed):
+    rng = random.Random(seed)
+    length, size = rng.choice([9, 40, 150]), 1 + seed % 3
+    bounds, way = cuts(rng, length, rng.randint(1, 9)), rng.choice(["kept", "again", "checkpoint"])
+    check_delta(bounds, size, way, channels=rng.random() < 0.5)
+    check_ssd(bounds, size, way)
+    check_conv(bounds, size, way, rng.choice([1, 2, 4, 7]))
+
+
+@pytest.mark.parametrize("exchange", ["gather", "scan", "pipeline"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_exchange(size, exchange):
+    check_delta([0, 31, 32, 90], size, "kept", exchange=exchange)
+    check_ssd([0, 31, 32, 90], size, "kept", exchange=exchange)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("bounds", [range(8), [0, 1, 50], [0, 49, 50], [0, 50]])
+def test_slices_of_one_token(bounds, size):
+    bounds = list(bounds)
+    check_delta(bounds, size, "kept")
+    check_ssd(bounds, size, "kept")
+    check_conv(bounds, size, "kept", 4)
+
+
+def test_a_slice_without_the_one_before_it_is_refused():
+    inputs = linear.delta_inputs([4], **DELTA)
+    leaves = [inputs[name] for name in linear.DELTA]
+    with pytest.raises(InvalidUsage, match="from slice 0 on"):
+        delta_rule(*leaves, comm=None, cu_seqlens=SlicedSequence([0, 4, 8]).slice(1))
+
+
+def test_backward_passes_in_another_order_are_refused():
+    inputs = linear.delta_inputs([4], **DELTA)
+    leaves = [inputs[name].clone().requires_grad_() for name in linear.DELTA]
+    sliced = SlicedSequence([0, 4, 8])
+    first, second = (delta_rule(*leaves, comm=None, cu_seqlens=sliced.slice(n)) for n in range(2))
+    with pytest.raises(InvalidUsage, match="backward pass of slice 0"):
+        first.sum().backward()
+    second.sum().backward()
+    first.sum().backward()
