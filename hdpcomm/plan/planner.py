@@ -120,7 +120,7 @@ class Planner:
             )
         check_whole("Planner", "slices", slices, least=1, most=MOST_SLICES)
         if slices > 1:
-            self._check_slices(model, cluster, policy, slices)
+            self._check_slices(cluster, policy, slices)
         if cost_model is None:
             if model is None:
                 raise InvalidUsage("neither a model nor a cost_model is given: one of them has to say what tokens cost")
@@ -145,12 +145,11 @@ class Planner:
         )
 
     @staticmethod
-    def _check_slices(model: ModelSpec | None, cluster: ClusterSpec, policy: str, slices: int) -> None:
+    def _check_slices(cluster: ClusterSpec, policy: str, slices: int) -> None:
         reasons = {
             f"policy {policy!r}": policy not in ("balanced", "pipeline"),
             f"{cluster.expert} expert ranks": cluster.expert > 1,
             f"{cluster.chunks} stages on each device": cluster.chunks > 1,
-            "a model with recurrent layers": model is not None and not model.sliceable,
         }
         if found := [reason for reason, holds in reasons.items() if holds]:
             raise InvalidUsage(

@@ -179,11 +179,6 @@ class ModelSpec:
         return self._mixed("sent") * (self.dtype_bytes + wide + wide / self.layers)
 
     @property
-    def sliceable(self) -> bool:
-        """Whether its sequences can run in slices: recurrences hand no state from one to the next."""
-        return all(each.kind != "linear" for each in self.token_mixing)
-
-    @property
     def logits_bytes(self) -> float:
         """Bytes of one token's logits. They exist for the tokens of one chunk
         (:func:`hdpcomm.kernels.linear_cross_entropy`)."""

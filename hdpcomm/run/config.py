@@ -12,7 +12,7 @@ from hdpcomm.models import LlamaConfig
 from hdpcomm.options import LoraOptions, TrainingOptions
 from hdpcomm.parallel.tensor_plans import check_sizes
 from hdpcomm.plan import POLICIES, Calibration
-from hdpcomm.run.model import FolderModel, model_spec
+from hdpcomm.run.model import FolderModel
 from hdpcomm.run.optimizers import check_optimizer
 from hdpcomm.run.schedule import Schedule
 
@@ -169,12 +169,10 @@ class RunConfig(TrainingOptions):
             raise InvalidUsage(f"{what} do not go together with ddp yet: leave out either")
 
     def _check_slices(self) -> None:
-        spec = model_spec(self.model)
         reasons = {
             f"policies is {self.policies}, of which only balanced has them": "balanced" not in self.policies,
             "the ranks share experts": self.expert > 1,
             f"a device has {self.chunks} stages": self.chunks > 1,
-            "the model has recurrent layers": spec is not None and not spec.sliceable,
             "its routers' losses are means over sequences": isinstance(self.model, LlamaConfig)
             and self.model.experts > 0
             and self.model.router_aux_loss > 0,

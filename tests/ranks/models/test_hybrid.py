@@ -1,5 +1,7 @@
 """Models with multi-head latent attention and linear layers in the trainer: the same gradients by every way."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -11,10 +13,12 @@ from hdpcomm.models import adapt
 from hdpcomm.models.huggingface import count_labels, enable, shard_batch
 from hdpcomm.models.latent import sends_latent
 from hdpcomm.models.mixers import mixers_of
+from hdpcomm.plan import SequenceFragment
 from hdpcomm.testing import run_threads
 
 pytest.importorskip("transformers", minversion="5.23")
 
+from tests.harness import pipelines
 from tests.harness.families import LENGTHS, model_of, sequences, unsharded
 from tests.ranks.models.test_adapt import BY_HAND, CU, IDS, PLACES, FixedPlanner, check, planner_of, step
 
@@ -36,6 +40,19 @@ def test_ranks_without_a_token(family, recompute, wanted):
 @pytest.mark.parametrize("family", ["deepseek-v3", "qwen3-next"])
 def test_every_policy(family, policy, wanted):
     check(step([model_of(family) for _ in range(3)], planner_of(3, policy)), wanted[family])
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"pool_bytes": 8 << 20}], ids=["plain", "full", "pool"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("family", ["kimi-linear", "mamba2"])
+def test_sequences_in_slices(family, ranks, options, wanted):
+    everyone, cuts = tuple(reversed(range(ranks))), (0, 40, 41, 43, 70, 90)
+    batches = [(everyone, SequenceFragment(2, a, b)) for a, b in pairwise(cuts)]
+    batches += [((ranks - 1,), SequenceFragment(0, a, b)) for a, b in pairwise((0, 20, 37))]
+    planner = pipelines.FixedPlanner(
+        ranks, 1, [((0,), (1, 3)), *batches, (everyone, (4, 5))], ratio=0.6 if "pool_bytes" in options else 0.0
+    )
+    check(step([model_of(family) for _ in range(ranks)], planner, **options), wanted[family])
 
 
 @pytest.mark.parametrize("send", ["latent", "kv"])

@@ -27,6 +27,7 @@ from hdpcomm.plan import (
     StepPlan,
     Tree,
 )
+from hdpcomm.plan.token_mixing import delta_mixing, softmax_mixing
 from hdpcomm.sim import simulate_step
 
 STEPS = int(os.environ.get("HDPCOMM_TEST_SLICES_PLANS", "30"))
@@ -184,6 +185,19 @@ def test_what_runs_whole_sequences_only_is_refused(options, told):
     known = {"cluster": ClusterSpec(4, 64), "slices": 4} | options
     with pytest.raises(InvalidUsage, match=told):
         Planner(None, cost_model=COST, **known)
+
+
+def test_recurrent_layers_keep_no_keys():
+    """Only layers with attention keep keys for later slices: one of four."""
+    delta = delta_mixing(4096, key_heads=16, key_dim=128, heads=32, value_dim=128, gates=4096)
+    hybrid = replace(MODELS["llama-7b"], mixing=(delta.over(24), softmax_mixing(4096, 32, 8, 128).over(8)))
+    assert hybrid.kept_bytes == 8 * 2 * 1024 * (2 + 4) + 8 * 2 * 1024 * 4 / 32
+    lengths = [30_000, *[2000] * 40]
+    for model in (hybrid, replace(hybrid, mixing=(delta.over(32),))):
+        planner = Planner(model, ClusterSpec(8, 4096, device="h100", pipeline=4), slices=8)
+        plan = planner.plan(lengths)
+        planner.validate(plan, lengths)
+        assert plan.slices
 
 
 def test_a_models_kept_bytes():
