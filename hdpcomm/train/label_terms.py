@@ -28,9 +28,11 @@ from hdpcomm.train.shards import Fetch, PackedShard, checked
 from hdpcomm.train.tree_shards import rows_of_shard
 
 if TYPE_CHECKING:
+    from hdpcomm.attention import SequenceSlice
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
     from hdpcomm.plan import MicroBatch, TrajectoryTree, TreeFragment
+    from hdpcomm.plan.micro_batch import PlannedSlice
 
 __all__ = [
     "Batch",
@@ -180,18 +182,47 @@ class LabelTerms:
             pack = torch.tensor([0, *itertools.accumulate(len(part.tokens) for part in parts)], dtype=torch.int32)
             tokens = shard(tokens, pack, rank=rank, size=size)
             columns = {name: shard(column, pack, rank=rank, size=size) for name, column in columns.items()}
+        mass = math.fsum(self._mass(each) for each in counts.values()) if rank == 0 else 0.0
+        made = self._packed(tokens, columns, counts, pack, comm=comm, device=device, mass=mass)
+        return replace(made, label_rows=None if rows is None else rows.to(device))
+
+    def pack_slice(
+        self, planned: PlannedSlice, part: SequenceSlice, fetch: Fetch, *, comm: Communicator, device: torch.device
+    ) -> PackedShard:
+        """Like :meth:`pack`, for a micro-batch that is the slice ``part``. What counts labels counts those of the
+        whole sequence; its share of the number by which losses are divided comes with the first slice."""
+        source = self._batch.sources[planned.sequence]
+        assert isinstance(source, int)  # trees stay whole
+        whole, read = self._read(source, fetch)
+        rank, size = comm.rank, comm.size
+        tokens = shard(whole[part.start : part.stop], part, rank=rank, size=size)
+        columns = {name: shard(each[part.start : part.stop], part, rank=rank, size=size) for name, each in read.items()}
+        labels = _count(read)
+        mass = self._mass(labels) if rank == 0 and planned.number == 0 else 0.0
+        return self._packed(tokens, columns, {source: labels}, part, comm=comm, device=device, mass=mass)
+
+    def _packed(
+        self,
+        tokens: Tensor,
+        columns: dict[str, Tensor],
+        counts: dict[int, int],
+        pack: Tensor | Tree | SequenceSlice,
+        *,
+        comm: Communicator,
+        device: torch.device,
+        mass: float,
+    ) -> PackedShard:
+        """From this rank's tokens, and columns by label, of whole sequences with ``counts`` labels."""
         labels, entries = columns.pop(_LABELS), columns.pop(_ENTRIES)
         own = _Labels(
             labels.to(device), entries, {name: column.to(device) for name, column in columns.items()},
             self._batch.sequences_of(entries), counts,
         )  # fmt: skip
-        mass = math.fsum(self._mass(each) for each in counts.values()) if rank == 0 else 0.0
         return PackedShard(
             tokens=tokens.to(device),
             labels=own.labels,
-            positions=positions(pack, rank=rank, size=size, device=device),
+            positions=positions(pack, rank=comm.rank, size=comm.size, device=device),
             cu_seqlens=pack,
-            label_rows=None if rows is None else rows.to(device),
             label_weights=self._make(own),
             mass=torch.tensor(mass, dtype=torch.float64),
         )
@@ -200,7 +231,7 @@ class LabelTerms:
         """One sequence of a micro-batch: a sequence of the batch, a tree or a part of one."""
         items = len(self._batch.items)
         fragment = fragments[item - items] if item >= items else None
-        assert not isinstance(fragment, SequenceFragment)  # packed_shard() refuses slices
+        assert not isinstance(fragment, SequenceFragment)  # packed_shard() takes pack_slice()
         source = self._batch.sources[item if fragment is None else fragment.tree]
         if isinstance(source, int):
             tokens, columns = self._read(source, fetch)

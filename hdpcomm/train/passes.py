@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.attention import SlicedSequence
-from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.waves import waves_of
 from hdpcomm.plan.queue import fixed_for_rank
 from hdpcomm.plan.waves import make_waves
@@ -80,13 +79,6 @@ class StepInputs:
         if micro_batch is not None and not math.isfinite(loss[0]):
             self.not_finite.append(micro_batch.index)
         return loss
-
-    def __post_init__(self) -> None:
-        if self.terms is not None and self.planned.plan.slices:
-            raise InvalidUsage(
-                f"{len(self.planned.plan.slices)} micro-batches of the plan are slices of sequences, and losses of "
-                "log-probabilities need whole ones: give the planner slices=1"
-            )
 
 
 class Passes(Protocol):
@@ -270,6 +262,9 @@ def packed_shard(
     lengths = step.planned.lengths
     if (planned := step.planned.plan.slices.get(micro_batch.index)) is not None:
         found = sliced.setdefault(planned.sequence, SlicedSequence(planned.bounds))
+        if step.terms is not None:
+            part = found.slice(planned.number)
+            return step.terms.pack_slice(planned, part, step.fetch, comm=comm, device=device)
         return pack_slice(planned, found, step.fetch, comm=comm, device=device)
     if step.terms is not None:
         return step.terms.pack(micro_batch, step.planned.plan.fragments, step.fetch, comm=comm, device=device)

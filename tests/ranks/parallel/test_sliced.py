@@ -20,13 +20,22 @@ from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner, SequenceFragment
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from hdpcomm.train.losses import sft
+from hdpcomm.train.losses import GroupLoss, TokenLoss, sft
 from tests.harness.pipelines import CONFIG, SEED, FixedPlanner, check_gradients, one_step, tokens_of
 
 LIMIT = {torch.float64: 1e-10, torch.float32: 1e-5}
 LENGTHS = (110, 1, 7, 33, 2, 18, 40, 5)
 EVEN = dataclasses.replace(CONFIG, vocabulary=62)
 PLANS = int(os.environ.get("HDPCOMM_TEST_SLICED_PLANS", "16"))
+
+
+def squared(log_probs, columns):  # noqa: ARG001
+    return log_probs**2
+
+
+def spread(log_probs, columns):  # noqa: ARG001
+    """A loss of each group that is no sum over labels."""
+    return sum(each.sum() for each in log_probs).square() * 1e-3
 
 
 def slices(sequence, bounds):
@@ -168,18 +177,38 @@ def test_a_sequence_that_fits_the_ranks_no_other_way():
     check(run_threads(lambda: plain_step(planner, torch.float64), 2), torch.float64)
 
 
+@pytest.mark.parametrize("how", ["plain", "recompute"])
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
+def test_losses_of_log_probabilities(ranks, stages, how):
+    """The mean over tokens has the gradients of the model's own loss."""
+    planner, more = FixedPlanner(ranks, stages, plan_of(ranks)), {"recompute": "full" if how == "recompute" else "none"}
+
+    def run():
+        if stages == 1:
+            return plain_step(planner, torch.float64, loss=sft(), **more)
+        return one_step(planner, CONFIG, torch.float64, LENGTHS, loss=sft(), **more)
+
+    check(run_threads(run, ranks * stages), torch.float64)
+
+
+@pytest.mark.parametrize("loss", [TokenLoss(squared, per="sequences"), GroupLoss(spread)], ids=["answers", "groups"])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_losses_of_log_probabilities_need_whole_sequences(stages):
-    """Refused on all ranks, also on those that have no slice."""
-    planner = FixedPlanner(2, stages, [((0,), each) for each in slices(0, (0, 50, 110))] + [((1,), tuple(range(1, 8)))])
+def test_losses_of_whole_sequences(stages, loss):
+    """Means over a sequence, and losses of several together, do not see where slices begin."""
 
-    def main():
-        step = plain_step if stages == 1 else one_step
-        more = () if stages == 1 else (CONFIG,)
-        with pytest.raises(InvalidUsage, match="2 micro-batches of the plan are slices"):
-            step(planner, *more, torch.float64, *(() if stages == 1 else (LENGTHS,)), loss=sft())
+    def run(batches):
+        planner = FixedPlanner(2, stages, batches)
+        if stages == 1:
+            return lambda: plain_step(planner, torch.float64, loss=loss)
+        return lambda: one_step(planner, CONFIG, torch.float64, LENGTHS, loss=loss)
 
-    run_threads(main, 2 * stages)
+    whole = [((0, 1), (0, 1, 2)), ((1,), (3, 4)), ((0,), (5, 6, 7))]
+    found, wanted = (run_threads(run(batches), 2 * stages) for batches in (plan_of(2), whole))
+    for got, want in zip(found, wanted, strict=True):
+        assert got[0].loss == pytest.approx(want[0].loss, rel=1e-10)
+        assert got[1].keys() == want[1].keys()
+        for name, gradient in want[1].items():
+            assert float((got[1][name] - gradient).norm()) <= 1e-10 * float(gradient.norm()) + 1e-14, name
 
 
 class Parts:
