@@ -113,3 +113,36 @@ def test_backward_passes_in_another_order_are_refused():
         first.sum().backward()
     second.sum().backward()
     first.sum().backward()
+
+
+def test_tensors_that_need_no_gradient():
+    """A frozen layer before the convolution, and a delta rule where only the decay is trained."""
+    bounds, inputs = [0, 5, 6, 20], linear.delta_inputs([20], **DELTA)
+    frozen = convolution.tensors([20], 5, 4, torch.float64)
+    g, weight = inputs["g"].clone().requires_grad_(), frozen["weight"].clone().requires_grad_()
+    sliced, outs = SlicedSequence(bounds), []
+    for n in range(3):
+        part = sliced.slice(n)
+        here = slice(part.start, part.stop)
+        conv = short_conv(frozen["x"][here], weight, comm=None, cu_seqlens=part)
+        q, k, v, _, beta = (inputs[name][here] for name in linear.DELTA)
+        out = delta_rule(q, k, v, g[here], beta, comm=None, cu_seqlens=part)
+        outs.append((conv * frozen["dout"][here]).sum() + (out * inputs["dout"][here]).sum())
+    for out in reversed(outs):
+        out.backward()
+    wanted = linear.wanted(linear.by_token_delta, [20], inputs, linear.DELTA)[4]
+    assert error(g.grad, wanted) <= 1e-10
+    assert error(weight.grad, convolution.wanted([20], frozen)[2]) <= 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_wide(dtype):
+    """States go from slice to slice in float32: slices change no more than the rounding of the output."""
+    inputs = linear.delta_inputs([60], **DELTA, dtype=dtype)
+    leaves = [inputs[name] for name in linear.DELTA]
+    whole_out = delta_rule(*leaves, comm=None, cu_seqlens=[0, 60])
+    sliced = SlicedSequence([0, 16, 32, 33, 60])
+    parts = [sliced.slice(n) for n in range(4)]
+    found = [delta_rule(*(x[p.start : p.stop] for x in leaves), comm=None, cu_seqlens=p) for p in parts]
+    assert found[0].dtype == dtype
+    assert error(torch.cat(found), whole_out) <= 2 * torch.finfo(dtype).eps
