@@ -236,7 +236,7 @@ def test_errors():
         ring_attention(q, q, q, comm=None, cu_seqlens=sliced.slice(0), causal=False)
     with pytest.raises(InvalidUsage, match="rank 0 of 1 holds 4"):
         ring_attention(q, q, q, comm=None, cu_seqlens=sliced.slice(1))
-    with pytest.raises(InvalidUsage, match="is a SequenceSlice, and only packs of plain sequences"):
+    with pytest.raises(InvalidUsage, match="call 0 of a layer is not of the kind that it was"):
         hdp.attention.short_conv(q[:, 0], torch.randn(4, 3), comm=None, cu_seqlens=sliced.slice(0))
 
 
