@@ -274,13 +274,13 @@ class _Run:
             if stopping is not None and (number := stopping.agreed(self.comm)):
                 self.stopped_by = number
                 break
-            if self.saving is not None and self.saving.peers is not None and self.done < self.config.steps:
-                self._let_in(self.saving.peers)
             every = 0 if self.saving is None or self.done == self.config.steps else self.saving.every
             if every and self.done % every == 0:
                 self._save()
             if self.config.eval_every and self.done % self.config.eval_every == 0:
                 self._evaluate()
+            if self.saving is not None and self.saving.peers is not None and self.done < self.config.steps:
+                self._let_in(self.saving.peers)
         self._save_last()
         if not self.stopped_by and self.done > self.first_step:
             self._evaluate()
@@ -475,7 +475,7 @@ def _checkpoint_folder(
 
 
 def _end_of_saving(folder: CheckpointFolder, error: object, *_: object) -> None:
-    if error is None:
+    if error in (None, NewcomersWait):
         folder.wait()
     else:
         folder.give_up()
