@@ -107,7 +107,6 @@ def test_the_command_trains_with_experts(data, tmp_path, monkeypatch):  # noqa: 
         (["--expert", "3", "--experts", "3"], "2 HDP ranks cannot be groups of 3 that share experts"),
         (["--experts", "2", "--top-k", "3"], "top_k is 3 of 2 experts"),
         (["--expert", "2", "--experts", "4", "--compare", "ddp"], "expert ranks do not go together with ddp"),
-        (["--expert", "2", "--experts", "4", "--elastic", "--out", "x"], "--elastic was given with --expert"),
     ],
 )
 def test_the_command_refuses_by_name(data, capfd, monkeypatch, options, message):  # noqa: F811

@@ -245,7 +245,6 @@ def test_recomputed_layers_of_interleaved_stages():
         (["--chunks", "2"], "chunks is 2 and pipeline 1"),
         (["--split-backward"], "split_backward was given and pipeline is 1"),
         (["--ranks", "3"], "3 ranks cannot be pipelines of 1 stages with 2 tensor ranks each"),
-        (["--elastic", "--out", "somewhere"], "--tensor"),
     ],
 )
 def test_the_command_refuses_what_tensor_ranks_cannot_share(data, capfd, monkeypatch, options, message):
