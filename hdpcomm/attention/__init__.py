@@ -4,7 +4,8 @@ from hdpcomm.attention.api import ring_attention
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.block_mask import BlockMask
-from hdpcomm.attention.chosen import index_top_k, indexed_attention, selected_attention
+from hdpcomm.attention.chosen import indexed_attention, selected_attention
+from hdpcomm.attention.indexer import index_top_k
 from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, shard_with_positions, unshard
 from hdpcomm.attention.linear import delta_rule, short_conv, ssd
 from hdpcomm.attention.mla import mla_attention

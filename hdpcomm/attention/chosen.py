@@ -1,226 +1,33 @@
-"""Attention that chooses its keys: an indexer's exact top-k over several ranks, and attention over what it chose.
+"""Attention over keys that were chosen for each query: work and traffic follow the choice.
 
-The indexer's keys are small and travel the ring; each query keeps the best of all blocks that have passed, so a rank
-holds ``local tokens x k`` entries and one block. From what its queries chose a rank knows which keys and values it
-needs from whom: these rows are asked for and come once each, whichever queries chose them, and their gradients go back
-the same way. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1 (lightning indexer, top-k selection).
+From what its queries chose a rank knows which keys and values it needs from whom: these rows are asked for and come
+once each, whichever queries chose them, and their gradients go back the same way. The choice is an indexer's
+(:func:`hdpcomm.attention.index_top_k`), or the caller's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hdpcomm.arguments import check_whole
 from hdpcomm.attention.call_check import agree_on_call
-from hdpcomm.attention.layout import CuSeqlens, Layout, as_cu_seqlens, layout_of
+from hdpcomm.attention.indexer import TYPES, index_top_k, layout_of_pack, places_of, rank_in
+from hdpcomm.attention.layout import CuSeqlens, Layout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["index_top_k", "indexed_attention", "selected_attention"]
+__all__ = ["indexed_attention", "selected_attention"]
 
-_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_BLOCK = 512
-"""Queries, and keys, that the indexer scores at a time."""
 _GATHERED = 1 << 22
 """Elements of keys that are laid out for a block of queries at a time."""
-_LOW = (1 << 32) - 1
-_LOWEST = (-8388608) ^ 0x7FFFFFFF
-"""What the bits of -inf become."""
-_NONE = 1 << 62
-"""Number of a key that is none; behind all others."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Places:
-    """Where the tokens of a pack are.
-
-    Attributes:
-        owner, row: of each token of the pack, the rank and its row there.
-        tokens: by rank, the tokens of its rows.
-        cu: by rank, the running sum of the rows of each sequence.
-    """
-
-    owner: Tensor
-    row: Tensor
-    tokens: tuple[Tensor, ...]
-    cu: tuple[Any, ...]
-
-
-@lru_cache(maxsize=64)
-def _places_of(layout: Layout) -> _Places:
-    owner = torch.empty(layout.tokens, dtype=torch.int64)
-    row = torch.empty_like(owner)
-    tokens = []
-    for rank in range(layout.size):
-        segments = layout.segments(rank)
-        own = [torch.arange(start, start + count) for _, start, count in segments.tolist()]
-        tokens.append(torch.cat(own) if own else torch.empty(0, dtype=torch.int64))
-        owner[tokens[-1]] = rank
-        row[tokens[-1]] = torch.arange(len(tokens[-1]))
-    return _Places(owner, row, tuple(tokens), tuple(layout.local_cu(rank) for rank in range(layout.size)))
-
-
-def _layout(cu_seqlens: CuSeqlens, comm: Communicator | None) -> Layout:
-    layout = layout_of(as_cu_seqlens(cu_seqlens), size=1 if comm is None else comm.size)
-    assert isinstance(layout, Layout)  # trees and masks are refused
-    return layout
-
-
-# --- the indexer
-
-
-@untraced
-@torch.no_grad()
-def index_top_k(
-    index_q: Tensor,
-    index_k: Tensor,
-    weights: Tensor,
-    *,
-    top_k: int,
-    comm: Communicator | None,
-    cu_seqlens: CuSeqlens,
-) -> Tensor:
-    """The ``top_k`` keys of the same sequence, at or before each token, with the highest index scores
-    ``sum_h weights[t, h] * relu(index_q[t, h] . index_k[s])``; of equal ones the first.
-
-    Collective over ``comm``; each rank gives its shard of the pack (:func:`hdpcomm.attention.shard`). Scores are
-    computed in fp32 (fp64 of fp64 inputs); the same values give the same choice on any number of ranks only if the
-    products round alike, as with fp64. Nothing has a gradient.
-
-    Args:
-        index_q: ``[tokens, heads, dim]``.
-        index_k: ``[tokens, dim]``.
-        weights: ``[tokens, heads]``, with any scale in it.
-        top_k: at least 1.
-
-    Returns: int64 ``[tokens, min(top_k, longest sequence)]``: numbers of tokens in the pack, ascending, -1 at the end
-        where there are fewer.
-
-    Raises: InvalidUsage, on all ranks: shapes or types that do not belong together, or a tree or mask.
-    """
-
-    def prepare() -> tuple[Layout, str, str]:
-        check_whole("index_top_k", "top_k", top_k, least=1)
-        layout = _layout(cu_seqlens, comm)
-        _check_index(index_q, index_k, weights, layout.rows(_rank(comm)))
-        facts = f"{layout.facts[0]} {top_k} {tuple(index_q.shape[1:])} {index_q.dtype}"
-        return layout, facts, f"top_k {top_k}, index keys of {index_k.shape[-1]}; {layout.facts[1]}"
-
-    layout = agree_on_call(comm, "index_top_k", careful=True, device=index_q.device, prepare=prepare)
-    places, rank = _places_of(layout), _rank(comm)
-    wide = torch.float64 if index_q.dtype == torch.float64 else torch.float32
-    count = min(top_k, int(layout.lengths.max(initial=0)))
-    best = (_Best if wide == torch.float64 else _Packed)(index_q.shape[0], count, index_q.device)
-    own = places.tokens[rank].to(index_q.device)
-    for source, keys in _round_the_ring(index_k.contiguous(), comm, [len(each) for each in places.tokens]):
-        theirs = places.tokens[source].to(index_q.device)
-        for mine, others in _sequences(places.cu[rank], places.cu[source]):
-            for first in range(mine.start, mine.stop, _BLOCK):
-                queries = slice(first, min(first + _BLOCK, mine.stop))
-                for start in range(others.start, others.stop, _BLOCK):
-                    block = slice(start, min(start + _BLOCK, others.stop))
-                    if theirs[start] > own[queries.stop - 1]:  # rows of a sequence rise
-                        break
-                    scores = _scores(index_q[queries].to(wide), keys[block].to(wide), weights[queries].to(wide))
-                    scores.masked_fill_(theirs[block] > own[queries, None], -torch.inf)
-                    best.keep(queries, scores, theirs[block])
-    chosen = best.tokens().sort(dim=1).values
-    return chosen.masked_fill_(chosen == _NONE, -1)
-
-
-def _scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """``[queries, keys]``"""
-    found = torch.relu(q.transpose(0, 1) @ k.T)  # [heads, queries, keys]
-    return (found * weights.T[:, :, None]).sum(0)
-
-
-class _Best:
-    """The best keys so far of each query, in the order of scores, then of tokens."""
-
-    def __init__(self, queries: int, count: int, device: torch.device) -> None:
-        self._values = torch.full((queries, count), -torch.inf, dtype=torch.float64, device=device)
-        self._tokens = torch.full((queries, count), _NONE, dtype=torch.int64, device=device)
-
-    def keep(self, queries: slice, scores: Tensor, tokens: Tensor) -> None:
-        """Merges a block of scores ``[queries, keys]``; -inf: not to be chosen."""
-        values = torch.cat((self._values[queries], scores), dim=1)
-        numbers = torch.cat((self._tokens[queries], tokens.expand(scores.shape)), dim=1)
-        order = numbers.argsort(dim=1)
-        values, numbers = values.gather(1, order), numbers.gather(1, order)
-        order = values.sort(dim=1, descending=True, stable=True).indices[:, : self._values.shape[1]]
-        self._values[queries], self._tokens[queries] = values.gather(1, order), numbers.gather(1, order)
-
-    def tokens(self) -> Tensor:
-        return torch.where(torch.isneginf(self._values), _NONE, self._tokens)
-
-
-class _Packed:
-    """The same of fp32 scores: score and token as one whole number, of which no two are equal, so that one ``topk``
-    does. The bits of a float rise with it, but for negative ones, whose other bits are turned; low tokens are last."""
-
-    def __init__(self, queries: int, count: int, device: torch.device) -> None:
-        self._keys = torch.full((queries, count), torch.iinfo(torch.int64).min, device=device)
-
-    def keep(self, queries: slice, scores: Tensor, tokens: Tensor) -> None:
-        bits = (scores + 0.0).view(torch.int32)  # no -0.0
-        rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-        found = torch.cat((self._keys[queries], (rising << 32) + (_LOW - tokens)), dim=1)
-        self._keys[queries] = found.topk(self._keys.shape[1], dim=1, sorted=False).values
-
-    def tokens(self) -> Tensor:
-        return torch.where(self._keys >> 32 > _LOWEST, _LOW - (self._keys & _LOW), _NONE)
-
-
-def _sequences(own: Any, theirs: Any) -> Iterator[tuple[slice, slice]]:
-    """Rows of each sequence on both ranks, where both have some."""
-    both = (np.diff(own) > 0) & (np.diff(theirs) > 0)
-    for i in np.nonzero(both)[0].tolist():
-        yield slice(int(own[i]), int(own[i + 1])), slice(int(theirs[i]), int(theirs[i + 1]))
-
-
-def _round_the_ring(own: Tensor, comm: Communicator | None, rows: list[int]) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its rows) of all ranks, this one's first; the next block is under way while one is looked at."""
-    if comm is None or comm.size == 1:
-        yield 0, own
-        return
-    block, size = own, comm.size
-    for step in range(size):
-        source = (comm.rank - step) % size
-        work, arriving = None, None
-        if step + 1 < size:
-            arriving = own.new_empty(rows[(source - 1) % size], *own.shape[1:])
-            work = comm.exchange([(block, (comm.rank + 1) % size)], [(arriving, (comm.rank - 1) % size)], async_op=True)
-        yield source, block
-        if work is not None and arriving is not None:
-            work.wait()
-            block = arriving
-
-
-def _check_index(index_q: Tensor, index_k: Tensor, weights: Tensor, rows: int) -> None:
-    shapes = f"index_q {tuple(index_q.shape)}, index_k {tuple(index_k.shape)}, weights {tuple(weights.shape)}"
-    if (index_q.ndim, index_k.ndim, weights.ndim) != (3, 2, 2):
-        raise InvalidUsage(
-            f"expected index_q [tokens, heads, dim], index_k [tokens, dim], weights [tokens, heads]: {shapes}"
-        )
-    fits = index_q.shape[2] == index_k.shape[1] and weights.shape[1] == index_q.shape[1]
-    if not fits or not index_q.shape[0] == index_k.shape[0] == weights.shape[0] == rows:
-        raise InvalidUsage(f"these shapes do not belong together, or to {rows} local tokens: {shapes}")
-    if len({index_q.dtype, index_k.dtype}) > 1 or index_q.dtype not in _TYPES:
-        raise InvalidUsage(f"index_q and index_k must have one type; got {index_q.dtype} and {index_k.dtype}")
-
-
-# --- attention over what was chosen
 
 
 @untraced
@@ -253,8 +60,8 @@ def selected_attention(
     """
 
     def prepare() -> tuple[Layout, str, str]:
-        layout = _layout(cu_seqlens, comm)
-        _check_selected(q, k, v, chosen, layout, _rank(comm))
+        layout = layout_of_pack(cu_seqlens, comm)
+        _check_selected(q, k, v, chosen, layout, rank_in(comm))
         facts = f"{layout.facts[0]} {tuple(k.shape[1:])} {tuple(v.shape[1:])} {q.dtype} {scale}"
         return layout, facts, f"k {tuple(k.shape[1:])}, v {tuple(v.shape[1:])}; {layout.facts[1]}"
 
@@ -301,7 +108,7 @@ def _check_selected(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, layout: Lay
     heads = k.shape[1] == v.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 and q.shape[2] == k.shape[2] > 0
     if not heads or not q.shape[0] == k.shape[0] == v.shape[0] == chosen.shape[0] == rows:
         raise InvalidUsage(f"these shapes do not belong together, or to {rows} local tokens: {shapes}")
-    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in _TYPES or chosen.dtype != torch.int64:
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in TYPES or chosen.dtype != torch.int64:
         raise InvalidUsage(
             f"q, k and v must have one type and chosen int64; got {q.dtype}, {k.dtype}, {v.dtype}, {chosen.dtype}"
         )
@@ -328,7 +135,7 @@ class _Needed:
 
 def _needed(chosen: Tensor, layout: Layout, comm: Communicator | None) -> _Needed:
     """Collective: ranks tell each other what they need."""
-    places, rank = _places_of(layout), _rank(comm)
+    places, rank = places_of(layout), rank_in(comm)
     tokens = torch.unique(chosen[chosen >= 0]).cpu()
     order = torch.argsort(places.owner[tokens], stable=True)  # by owner, then by token
     tokens = tokens[order]
@@ -474,7 +281,3 @@ def _attend_backward(
 def _grouped(x: Tensor, groups: int) -> Tensor:
     """``[tokens, heads, ...]`` as ``[tokens, kv_heads, heads / kv_heads, ...]``."""
     return x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
-
-
-def _rank(comm: Communicator | None) -> int:
-    return 0 if comm is None else comm.rank
