@@ -54,6 +54,7 @@ class Places:
 
 @lru_cache(maxsize=64)
 def places_of(layout: Layout) -> Places:
+    """Made once a pack. Local."""
     owner = torch.empty(layout.tokens, dtype=torch.int64)
     row = torch.empty_like(owner)
     tokens = []
@@ -67,6 +68,7 @@ def places_of(layout: Layout) -> Places:
 
 
 def layout_of_pack(cu_seqlens: CuSeqlens, comm: Communicator | None) -> Layout:
+    """Raises: InvalidUsage for a tree or mask."""
     layout = layout_of(as_cu_seqlens(cu_seqlens), size=1 if comm is None else comm.size)
     assert isinstance(layout, Layout)  # trees and masks are refused
     return layout
@@ -213,4 +215,5 @@ def _check_index(index_q: Tensor, index_k: Tensor, weights: Tensor, rows: int) -
 
 
 def rank_in(comm: Communicator | None) -> int:
+    """This rank's position; without a communicator it is alone."""
     return 0 if comm is None else comm.rank

@@ -85,9 +85,8 @@ def _capacity(options: TrainOptions, ranks: int) -> int:
 
 
 def _train(parsed: argparse.Namespace) -> int:
-    given = {
-        name: value for name, value in vars(parsed).items() if name in {each.name for each in fields(TrainOptions)}
-    }
+    names = {each.name for each in fields(TrainOptions)}
+    given = {name: value for name, value in vars(parsed).items() if name in names}
     if "join" in given:
         return _join(given["join"], given)
     options = resolve_options(given, parsed.config)
@@ -325,7 +324,6 @@ def _run_facts(out: Path) -> str:
 
 def _join(run: Path, given: Mapping[str, object]) -> int:
     """Takes part in a run with ``--elastic`` as one more rank."""
-    from hdpcomm.comm.bootstrap import default_timeout
     from hdpcomm.run.lobby import enter
 
     others = [name for name in given if name != "join"]
@@ -340,7 +338,7 @@ def _join(run: Path, given: Mapping[str, object]) -> int:
     def told() -> None:
         print(f"hdpcomm: waits for the end of a step of {run}", file=sys.stderr, flush=True)
 
-    with enter(run / LOBBY, _run_facts(run), timeout=default_timeout(), told=told) as comm, _told_of_memory(comm):
+    with enter(run / LOBBY, _run_facts(run), told=told) as comm, _told_of_memory(comm):
         _run_elastic(comm, replace(job, shrinks=True), came=True)
     return 0
 
@@ -364,9 +362,8 @@ def _goes_on(active: int, living: int, resume: str | KeptCheckpoint | None) -> s
         place = "step 0, since there is no checkpoint yet"
     else:
         place = resume if isinstance(resume, str) else str(resume.path)
-    lost = (
-        "" if resume is not None and not isinstance(resume, str) else "; what other ranks kept in memory is lost, too"
-    )
+    in_memory = resume is not None and not isinstance(resume, str)
+    lost = "" if in_memory else "; what other ranks kept in memory is lost, too"
     return f"hdpcomm: going on with {ranks}{spares} from {place}{lost}"
 
 
@@ -521,9 +518,12 @@ def _report(job: _Job, outcome: tuple[RunResult | DryRun, CorpusSummary]) -> int
     if isinstance(result, DryRun):
         print_dry_run(corpus, job.config, result)
         return 0
-    trained = bool(result.steps[job.config.policies[0]])
+    trained = all(result.steps.values())
     if trained:
         print_report(corpus, job.config, result)
+    elif any(result.left_out.values()):
+        none = ", ".join(policy for policy, steps in result.steps.items() if not steps)
+        print(f"{none} took no step: loss or gradient were no finite numbers in any")
     else:
         print(f"nothing was left to do: {result.saved} is of step {result.first_step}")
     if result.saved is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from statistics import median
 from types import TracebackType
@@ -306,7 +306,13 @@ def _compared(config: RunConfig, result: RunResult) -> str:
         found.append("On a static mesh short sequences, too, pay for messages and for kernels on parts of them.")
     if "ddp" in config.policies:
         found.append(_against_ddp(replace(config, recompute=result.recompute), result))
-    return " ".join(found)
+    return " ".join(filter(None, found))
+
+
+def _both_took(own: Sequence[StepMetrics], others: Sequence[StepMetrics]) -> list[tuple[StepMetrics, StepMetrics]]:
+    """The steps of two policies that both have taken: either may have left out some."""
+    theirs = {step.step: step for step in others}
+    return [(step, theirs[step.step]) for step in own if step.step in theirs]
 
 
 def _against_ddp(config: RunConfig, result: RunResult) -> str:
@@ -320,8 +326,10 @@ def _against_ddp(config: RunConfig, result: RunResult) -> str:
     (memory,), (recompute,) = predict_memory(config, result.ranks), recompute_by_device(config)
     whole, share = (size_text(memory.activation_bytes(tokens, recompute)) for tokens in (longest, config.capacity))
     ratios: dict[bool, list[float]] = {True: [], False: []}
-    for step, other in zip(own, ddp, strict=True):
+    for step, other in _both_took(own, ddp):
         ratios[step.longest > config.capacity].append(other.seconds / step.seconds)
+    if not ratios[True]:
+        return ""
     text = (
         f"DDP needs memory for the longest sequence on a single rank: {longest:,} tokens instead of "
         f"{config.capacity:,}, {whole} of activations instead of {share} (predicted). It gives all ranks as many "
@@ -386,8 +394,8 @@ def _verdict(policy: str, rival: str, result: RunResult) -> str:
     parts.append(
         f"{size_text(own.bytes_sent / own.steps)} sent a step instead of {size_text(other.bytes_sent / other.steps)}"
     )
-    gap = max(abs(a.loss - b.loss) for a, b in zip(result.steps[policy], result.steps[rival], strict=True))
-    parts.append(f"losses equal within {gap:.1g}")
+    gaps = [abs(a.loss - b.loss) for a, b in _both_took(result.steps[policy], result.steps[rival])]
+    parts += [f"losses equal within {max(gaps):.1g}"] if gaps else []
     text = ", ".join(parts) + "."
     cores = len(os.sched_getaffinity(0))
     if cores < result.ranks:

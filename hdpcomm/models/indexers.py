@@ -77,12 +77,11 @@ class _Indexer:
         return torch.stack(rows)
 
 
-def set_indexers(model: nn.Module, mask: type) -> int:
-    """Lets all indexers of a model choose from whole sequences; returns how many there are. Local.
+def set_indexers(model: nn.Module, mask: type) -> None:
+    """Lets all indexers of a model choose from whole sequences. Local.
 
     Raises: InvalidUsage: one of another make.
     """
-    count = 0
     for layer in model.modules():
         if not type(layer).__name__.endswith("Indexer"):
             continue
@@ -96,8 +95,6 @@ def set_indexers(model: nn.Module, mask: type) -> int:
                 "supported are those of DeepSeek-V3.2 and GLM-5 (wq_b, wk, k_norm, weights_proj)"
             )
         own.forward = _Indexer(layer, mask)
-        count += 1
-    return count
 
 
 def attend_chosen(

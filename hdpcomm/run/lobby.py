@@ -7,9 +7,11 @@ a newcomer that dies or never comes costs nothing but the time until that is kno
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ __all__ = ["Lobby", "enter", "grow"]
 _ASKS, _PLACE, _REFUSED = "asks", "place", "refused"
 _FIRST_NUMBER = 1 << 20  # of newcomers; ranks have lower ones
 _GROWING_S = 30.0  # for all to come into the new world
+_PLACE_S = 3600.0  # for a newcomer to get a place: the step that runs may be long
 _POLL_S = 0.5
 
 
@@ -68,10 +71,18 @@ class Lobby:
         self._server, self._door = _served()
         self._known: set[str] = set()
         self._store = self._door.open(0, _GROWING_S)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(handle, "w") as file:
-            os.fchmod(handle, 0o600)
-            json.dump([self._door.host, self._door.port, self._door.secret], file)
+        try:
+            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600
+            with open(handle, "w") as file, contextlib.ExitStack() as failed:
+                failed.callback(os.unlink, name)
+                json.dump([self._door.host, self._door.port, self._door.secret], file)
+                file.flush()
+                os.replace(name, path)  # whole, and this user's, whoever has made one before
+                failed.pop_all()
+        except OSError:
+            self._store.close()
+            self._server.close()
+            raise
 
     def waiting(self) -> list[str]:
         """Numbers of the newcomers that wait, fit, and live. Those that do not fit are told why. Local."""
@@ -101,13 +112,15 @@ class Lobby:
         self._server.close()
 
 
-def enter(path: Path, facts: str, *, timeout: float, told: Callable[[], None] = lambda: None) -> Communicator:
+def enter(
+    path: Path, facts: str, *, timeout: float = _PLACE_S, told: Callable[[], None] = lambda: None
+) -> Communicator:
     """A newcomer's end of :func:`grow`: waits in the lobby of a job for its place in a new world of it.
 
     Args:
         path: the file of the job's :class:`Lobby`.
         facts: what this process is.
-        timeout: seconds until it has a place, and of operations then.
+        timeout: seconds until it has a place. Operations then have the deadline of the job's.
         told: called when it waits.
 
     Raises:
@@ -118,7 +131,7 @@ def enter(path: Path, facts: str, *, timeout: float, told: Callable[[], None] = 
         with open_regular(path) as file:
             door = _Door(*json.loads(file.read().decode()))
         number = _FIRST_NUMBER + secrets.randbelow(1 << 30)
-        store = door.open(number, timeout)
+        store = door.open(number, min(timeout, _GROWING_S))
     except (OSError, ValueError, TypeError, CommTimeout) as error:
         raise InvalidUsage(
             f"{path}: no run waits for newcomers there ({error}); give the folder of one that runs with --elastic"
@@ -131,7 +144,10 @@ def enter(path: Path, facts: str, *, timeout: float, told: Callable[[], None] = 
             if store.check([f"{_REFUSED}/{number}"]):
                 raise InvalidUsage(f"the run takes no such newcomer: {store.get(f'{_REFUSED}/{number}').decode()}")
             if time.monotonic() > until:
-                raise CommTimeout(f"the run had no place within {timeout:g} s", op="enter")
+                raise CommTimeout(
+                    f"the run of {path.parent} gave no place within {timeout:g} s; is it stopped?",
+                    op="enter",
+                )
         place = json.loads(store.get(f"{_PLACE}/{number}"))
     finally:
         store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hdpcomm.data.agree import gather_json
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.train.peer_copies import KeptStep, PeerCopies
 from hdpcomm.train.state import path_name, walk_state
 from hdpcomm.train.tensor_part import TensorPart
@@ -98,11 +99,6 @@ class PeerSaves:
         self._attempt = 0
         self._copies: dict[int, PeerCopies] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Host memory of this rank's copies."""
-        return sum(copies.nbytes for copies in self._copies.values())
-
     def next_attempt(self) -> None:
         """The living ranks begin again, with or without this one. Every living rank says so. Local."""
         self._attempt += 1
@@ -111,14 +107,14 @@ class PeerSaves:
 
     def begin(self, comm: Communicator, trainers: Mapping[str, Trainer]) -> None:
         """The attempt has its trainers. Collective over its ranks."""
-        self._copies[self._attempt] = PeerCopies(_tensors(comm, trainers), comm)
+        self._copies[self._attempt] = PeerCopies(_live(comm, trainers)[0], comm)
 
     def take(self, comm: Communicator, step: int, trainers: Mapping[str, Trainer], facts: Mapping[str, Any]) -> None:
         """Copies the state after ``step`` steps. Collective over the attempt's ranks. Raises: PeerLost, Aborted."""
         copies = self._copies[self._attempt]
         first = copies.step < 0
-        notes = {"facts": facts, "policies": {name: each.live_state()[1] for name, each in trainers.items()}}
-        copies.take(step, _tensors(comm, trainers), notes)
+        tensors, numbers = _live(comm, trainers)
+        copies.take(step, tensors, {"facts": facts, "policies": numbers})
         if not first:  # that one is in the memory of all its keepers
             self._copies = {self._attempt: copies}
 
@@ -126,12 +122,21 @@ class PeerSaves:
         """How many wait in the lobby; if any do, what has been taken is in the memory of all its keepers. Collective
         over the attempt's ranks. Raises: PeerLost, Aborted."""
         if self.lobby is None and self.open_lobby is not None:
-            self.lobby = self.open_lobby()
+            self.lobby = self._opened(self.open_lobby)
         count = torch.tensor([0 if self.lobby is None else len(self.lobby.waiting())])
         comm.all_reduce(count)
         if int(count):
             self._copies[self._attempt].finish()
         return int(count)
+
+    def _opened(self, make: Callable[[], Lobby]) -> Lobby | None:
+        """A run without a lobby goes on: nobody can join it."""
+        try:
+            return make()
+        except (Error, OSError) as error:
+            self.open_lobby = None
+            print(f"hdpcomm: warning: no process can join this run (--join): {error}", file=sys.stderr)
+            return None
 
     def close(self) -> None:
         """Nobody may come any more. Idempotent."""
@@ -150,14 +155,18 @@ class PeerSaves:
         return None
 
 
-def _tensors(comm: Communicator, trainers: Mapping[str, Trainer]) -> dict[str, Tensor | TensorPart]:
-    found: dict[str, Tensor | TensorPart] = {}
+def _live(
+    comm: Communicator, trainers: Mapping[str, Trainer]
+) -> tuple[dict[str, Tensor | TensorPart], dict[str, dict[str, Any]]]:
+    """What this rank holds of all policies, and the numbers of each beside it. Local."""
+    tensors: dict[str, Tensor | TensorPart] = {}
+    numbers = {}
     for policy, trainer in trainers.items():
-        own, _ = trainer.live_state()
-        found |= {path_name(("policies", policy, name)): value for name, value in own.items()}
+        own, numbers[policy] = trainer.live_state()
+        tensors |= {path_name(("policies", policy, name)): value for name, value in own.items()}
     state = torch.get_rng_state()
-    found[_GENERATORS] = TensorPart((comm.size, state.numel()), [((comm.rank, 0), state[None])])
-    return found
+    tensors[_GENERATORS] = TensorPart((comm.size, state.numel()), [((comm.rank, 0), state[None])])
+    return tensors, numbers
 
 
 def _alike(value: Any, live: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import Error
-from hdpcomm.train.reshard import DTYPES, Box, Parts, Reshard, boxes_of, cells, told_parts
+from hdpcomm.train.reshard import Box, Parts, Reshard, boxes_of, cells, cut_box, read_told, told_parts
 from hdpcomm.train.tensor_part import TensorPart
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ _END = 2  # int64 after a message's cells: its step and checksum
 class _Cell:
     """A box of a tensor that one rank owns and another one keeps, as positions in the communicator."""
 
+    number: int
     name: str
     shape: tuple[int, ...]
     first: tuple[int, ...]
@@ -64,12 +65,12 @@ class _Cell:
 
 
 class _Segment:
-    """Cells one after the other in memory, then the step that they are of and their checksum."""
+    """Cells one after the other in host memory, then the step that they are of and their checksum."""
 
-    def __init__(self, cells_: Sequence[_Cell], *, pinned: bool) -> None:
-        self.cells = list(cells_)
+    def __init__(self, cells: Sequence[_Cell]) -> None:
+        self.cells = list(cells)
         self.bytes = sum(cell.room for cell in self.cells)
-        self.memory = torch.zeros(self.bytes + 8 * _END, dtype=torch.uint8, pin_memory=pinned)
+        self.memory = torch.zeros(self.bytes + 8 * _END, dtype=torch.uint8)
         self._end = self.memory[self.bytes :].view(torch.int64)
         self._end[0] = -1
 
@@ -140,13 +141,12 @@ class PeerCopies:
 
     def __init__(self, live: Parts, comm: Communicator, *, hosts: Sequence[int] | None = None) -> None:
         world = nodes_of(comm)
-        self._comm, self._ranks = comm, tuple(comm.ranks)
+        self._comm = comm
         places = list(hosts) if hosts is not None else [world[rank] for rank in comm.ranks]
         plan = _plan(gather_json(comm, told_parts(live)), places)
         self._cells = len(plan)
         rank = comm.rank
-        pinned = any(tensor.device.type == "cuda" for part in live.values() for _, tensor in boxes_of(part))
-        self._slots = [_slot(plan, rank, pinned) for _ in range(2)]
+        self._slots = [_slot(plan, rank) for _ in range(2)]
         slot = self._slots[0]
         own = (slot.local, *slot.sent.values(), *slot.got.values())
         self.nbytes = 2 * sum(each.memory.numel() for each in own)
@@ -217,12 +217,9 @@ class PeerCopies:
             slot = None if copies is None else copies._slot_of(step)
             whole = [] if slot is None else list(slot.whole(step))
             parts = _parts_of(whole)
-            facts = [
-                None if copies is None else copies._cells,
-                sorted({(cell.name, cell.first) for each in whole for cell in each.cells}),
-            ]
-            everyone = gather_json(living, facts)
-            there = {(name, tuple(first)) for _, found in everyone for name, first in found}
+            numbers = sorted(cell.number for each in whole for cell in each.cells)
+            everyone = gather_json(living, [None if copies is None else copies._cells, numbers])
+            there = {number for _, found in everyone for number in found}
             if len(there) in {count for count, _ in everyone if count is not None}:
                 return KeptStep(step, gather_json(living, None if slot is None else slot.notes), parts)
         return None
@@ -274,7 +271,7 @@ def _elements(boxes: Sequence[tuple[tuple[int, ...], Tensor]], cell: _Cell) -> T
     raise AssertionError(f"{cell} is in none of this rank's boxes")
 
 
-def _slot(plan: Sequence[_Cell], rank: int, pinned: bool) -> _Slot:
+def _slot(plan: Sequence[_Cell], rank: int) -> _Slot:
     local: list[_Cell] = []
     sent: dict[int, list[_Cell]] = defaultdict(list)
     got: dict[int, list[_Cell]] = defaultdict(list)
@@ -287,9 +284,9 @@ def _slot(plan: Sequence[_Cell], rank: int, pinned: bool) -> _Slot:
             got[cell.owner].append(cell)
 
     def segments(side: Mapping[int, Sequence[_Cell]]) -> dict[int, _Segment]:
-        return {peer: _Segment(each, pinned=pinned) for peer, each in side.items()}
+        return {peer: _Segment(each) for peer, each in side.items()}
 
-    return _Slot(_Segment(local, pinned=pinned), segments(sent), segments(got))
+    return _Slot(_Segment(local), segments(sent), segments(got))
 
 
 def _plan(told: Sequence[Mapping[str, Any]], hosts: Sequence[int]) -> list[_Cell]:
@@ -298,22 +295,17 @@ def _plan(told: Sequence[Mapping[str, Any]], hosts: Sequence[int]) -> list[_Cell
     there: dict[str, list[Box]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, parts in enumerate(told):
-        for name, (shape, boxes) in parts.items():
-            shapes[name] = tuple(shape)
-            there[name] += [
-                Box(rank, place, tuple(offsets), tuple(sizes), DTYPES[kind])
-                for place, (offsets, sizes, kind) in enumerate(boxes)
-            ]
+        read_told(rank, parts, shapes, there)
     total = sum(math.prod(shapes[name]) * boxes[0].dtype.itemsize for name, boxes in there.items() if boxes)
     most = max(1, total // (8 * len(hosts)))
     for name, boxes in sorted(there.items()):
         for first, last in cells(boxes, []) if boxes else ():
             holders = sorted({box.rank for box in boxes if box.holds(first, last)})
             if holders:
-                whole = _Cell(name, shapes[name], first, last, boxes[0].dtype, -1, -1, held=False)
-                found += [(cell, holders) for cell in _cut(whole, most)]
+                whole = _Cell(-1, name, shapes[name], first, last, boxes[0].dtype, -1, -1, held=False)
+                found += [(cell, holders) for cell in cut_box(whole, most)]
     loads = [0] * len(hosts)
-    done = []
+    done: list[_Cell] = []
     for cell, holders in sorted(found, key=lambda each: (-each[0].nbytes, each[0].name, each[0].first)):
         owner = min(holders, key=lambda rank: (loads[rank], rank))
         loads[owner] += cell.nbytes
@@ -324,17 +316,5 @@ def _plan(told: Sequence[Mapping[str, Any]], hosts: Sequence[int]) -> list[_Cell
         others = [rank for rank in range(len(hosts)) if rank != owner]
         keeper = min(others, key=cost, default=owner)
         loads[keeper] += cell.nbytes
-        done.append(replace(cell, owner=owner, keeper=keeper, held=keeper in holders))
+        done.append(replace(cell, number=len(done), owner=owner, keeper=keeper, held=keeper in holders))
     return done
-
-
-def _cut(cell: _Cell, most: int) -> Iterator[_Cell]:
-    """Parts of at most ``most`` bytes, cut along the longest side."""
-    side = max(cell.sizes, default=1)
-    if cell.nbytes <= most or side == 1:
-        yield cell
-        return
-    d = cell.sizes.index(side)
-    middle = cell.first[d] + side // 2
-    yield from _cut(replace(cell, last=(*cell.last[:d], middle, *cell.last[d + 1 :])), most)
-    yield from _cut(replace(cell, first=(*cell.first[:d], middle, *cell.first[d + 1 :])), most)

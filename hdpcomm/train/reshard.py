@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +22,11 @@ from hdpcomm.train.tensor_part import TensorPart
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
 
-__all__ = ["DTYPES", "Box", "Reshard", "boxes_of", "cells", "told_parts"]
+__all__ = ["Box", "Reshard", "boxes_of", "cells", "cut_box", "read_told", "told_parts"]
 
 Parts = Mapping[str, "TensorPart | Tensor"]
 
-DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+_DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,16 +309,7 @@ class Reshard:
         wants: dict[str, list[Box]] = defaultdict(list)
         for rank, sides in enumerate(told):
             for found, side in zip((has, wants), sides, strict=True):
-                for name, (shape, boxes) in side.items():
-                    if shapes.setdefault(name, tuple(shape)) != tuple(shape):
-                        raise InvalidUsage(
-                            f"{name} has the shape {tuple(shape)} on rank {rank} and {shapes[name]} on another; give "
-                            "parts of the same tensors"
-                        )
-                    found[name] += [
-                        Box(rank, place, tuple(offsets), tuple(sizes), DTYPES[kind])
-                        for place, (offsets, sizes, kind) in enumerate(boxes)
-                    ]
+                read_told(rank, side, shapes, found)
         for name, boxes in has.items():
             if len(kinds := {box.dtype for box in boxes}) > 1:
                 raise InvalidUsage(f"{name} is held as {sorted(map(str, kinds))}; give sources of one type")
@@ -392,6 +383,22 @@ def told_parts(parts: Parts) -> dict[str, Any]:
     }
 
 
+def read_told(
+    rank: int, told: Mapping[str, Any], shapes: dict[str, tuple[int, ...]], found: dict[str, list[Box]]
+) -> None:
+    """Adds the boxes that a rank told by :func:`told_parts`. Raises: InvalidUsage: of tensors of another shape."""
+    for name, (shape, boxes) in told.items():
+        if shapes.setdefault(name, tuple(shape)) != tuple(shape):
+            raise InvalidUsage(
+                f"{name} has the shape {tuple(shape)} on rank {rank} and {shapes[name]} on another; give parts of the "
+                "same tensors"
+            )
+        found[name] += [
+            Box(rank, place, tuple(offsets), tuple(sizes), _DTYPES[kind])
+            for place, (offsets, sizes, kind) in enumerate(boxes)
+        ]
+
+
 def _phase_of(moves: Sequence[_Move], rank: int, most: int) -> _Phase:
     """The part of a rank in some moves of all ranks, in one order on both sides of a message."""
     sends: dict[int, list[_Move]] = defaultdict(list)
@@ -409,7 +416,7 @@ def _pieces(moves: Sequence[_Move], most: int) -> list[list[_Move]]:
     """Messages of at most ``most`` bytes, or of one move; moves that are larger are cut along their longest side."""
     found: list[list[_Move]] = []
     size = most + 1
-    for move in itertools.chain.from_iterable(_cut(move, most) for move in moves):
+    for move in itertools.chain.from_iterable(cut_box(move, most) for move in moves):
         if size + move.nbytes > most:
             found.append([])
             size = 0
@@ -418,15 +425,30 @@ def _pieces(moves: Sequence[_Move], most: int) -> list[list[_Move]]:
     return found
 
 
-def _cut(move: _Move, most: int) -> Iterator[_Move]:
-    sides = [b - a for a, b in zip(move.first, move.last, strict=True)]
-    if move.nbytes <= most or max(sides, default=1) == 1:
-        yield move
+class _Cuttable(Protocol):
+    """A dataclass of elements ``first`` to ``last`` of a tensor."""
+
+    @property
+    def first(self) -> tuple[int, ...]: ...
+    @property
+    def last(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+_B = TypeVar("_B", bound=_Cuttable)
+
+
+def cut_box(box: _B, most: int) -> Iterator[_B]:
+    """Parts of at most ``most`` bytes, or of one element a side, cut along the longest side."""
+    sides = [b - a for a, b in zip(box.first, box.last, strict=True)]
+    if box.nbytes <= most or max(sides, default=1) == 1:
+        yield box
         return
     d = sides.index(max(sides))
-    middle = move.first[d] + sides[d] // 2
-    yield from _cut(replace(move, last=(*move.last[:d], middle, *move.last[d + 1 :])), most)
-    yield from _cut(replace(move, first=(*move.first[:d], middle, *move.first[d + 1 :])), most)
+    middle = box.first[d] + sides[d] // 2
+    yield from cut_box(replace(box, last=(*box.last[:d], middle, *box.last[d + 1 :])), most)  # type: ignore[type-var]
+    yield from cut_box(replace(box, first=(*box.first[:d], middle, *box.first[d + 1 :])), most)  # type: ignore[type-var]
 
 
 def _places(moves: Sequence[_Move]) -> list[int]:

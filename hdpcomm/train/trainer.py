@@ -477,7 +477,7 @@ class Trainer:
 
     def live_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What this rank holds of :meth:`checkpoint_state`: its live tensors by name, and the numbers beside them as
-        JSON. Copies in other ranks' memory (:class:`hdpcomm.train.PeerCopies`) are made from it. Local."""
+        JSON. Copies in other ranks' memory (:class:`hdpcomm.train.peer_copies.PeerCopies`) are made from it. Local."""
         tensors, numbers = self._state.live()
         return tensors, {**numbers, "num_steps": self.num_steps}
 

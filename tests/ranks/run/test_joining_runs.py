@@ -147,7 +147,7 @@ def test_who_does_not_fit_is_refused_and_the_run_unharmed(data: str, tmp_path: P
         for broken in ("", "{}", "[1]", json.dumps([host, 1, "x" * 32])):
             stranger.write_text(broken)
             with pytest.raises(hdp.InvalidUsage, match="no run waits for newcomers there"):
-                enter(stranger, "", timeout=1.0)
+                enter(stranger, "", timeout=2.0)
         changed = tmp_path / "changed"
         shutil.copytree(out, changed)
         (changed / "config.yaml").write_text((out / "config.yaml").read_text().replace("lr: 0.0001", "lr: 0.0002"))
@@ -175,6 +175,17 @@ def test_a_newcomer_that_never_comes(data: str, tmp_path: Path, exact: list[floa
         errors = ended(process, out)
     assert "newcomers did not come\nhdpcomm: going on with 2 ranks from step-" in errors
     check_losses(out, exact, lost=0)
+
+
+def test_a_run_whose_lobby_cannot_be_made_goes_on(data: str, tmp_path: Path, exact: list[float]) -> None:
+    out = tmp_path / "run"
+    (out / "lobby.json").mkdir(parents=True)
+    process = Python(command(data, out, *CONSTANT, "--elastic", "--ranks", "2", steps=5))
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, errors
+    assert errors.count("warning: no process can join this run (--join): ") == 1
+    check_losses(out, exact, lost=0)
+    assert not [path.name for path in out.iterdir() if path.name.startswith(".lobby")]
 
 
 @pytest.mark.parametrize(

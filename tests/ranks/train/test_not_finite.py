@@ -123,6 +123,15 @@ def test_a_run_ends_saved_and_names_the_batch(data, tmp_path, capfd):
     assert (out / "checkpoints" / f"step-{taken}").is_dir()
 
 
+def test_policies_are_compared_in_steps_that_both_took(data, capfd):
+    """DDP's first update makes all of its weights no numbers, too."""
+    options = ["--data", data, "--lr", "1e30", "--warmup", "0", "--steps", "4", "--skip-bad-steps", "4"]
+    assert main([*COMMAND, *BATCHES, *options, "--compare", "static", "ddp"]) == 0
+    told = capfd.readouterr().out
+    for policy in ("balanced", "static", "ddp"):
+        assert f"left out ({policy}), as loss or gradient were no finite numbers: step " in told
+
+
 def test_a_run_leaves_out_so_many_steps(data, tmp_path, capfd):
     out = tmp_path / "run"
     options = ["--data", data, "--out", str(out), "--lr", "1e30", "--warmup", "0", "--steps", "4"]
