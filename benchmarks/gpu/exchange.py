@@ -8,9 +8,11 @@ A message of 64 MiB goes through slots, which is two copies, and to a landing pl
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import time
+from collections.abc import Callable
 
 import torch
 from common import CUDA, Row, Rows, main, processes_kind, row, seconds
@@ -72,6 +74,85 @@ def landing(comm: hdp.Communicator, num_bytes: int, count: int) -> float:
     return (time.perf_counter() - started) / count / 2
 
 
+def host_seconds(comm: hdp.Communicator, call: Callable[[], object], calls: int) -> float:
+    """The host's seconds for one operation of a ``call`` that makes so many; no queue is ever full."""
+    total = 0.0
+    for _ in range(20):
+        torch.cuda.synchronize()
+        comm.barrier()
+        started = time.perf_counter()
+        for _ in range(10):
+            call()
+        total += time.perf_counter() - started
+    return total / 200 / calls
+
+
+def small_parts(comm: hdp.Communicator) -> dict[str, float]:
+    """Of a message of 8 B: the host's seconds, and those of the GPU alone, by a graph of messages to and fro."""
+    x = torch.randint(0, 255, (SMALL,), dtype=torch.uint8, device=CUDA)
+    peer, trips = 1 - comm.rank, 20
+
+    def trip() -> None:
+        for sender in (0, 1):
+            (comm.send if comm.rank == sender else comm.recv)(x, peer)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        trip()
+        comm.synchronize()
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            for _ in range(trips):
+                trip()
+        times = []
+        for _ in range(12):
+            torch.cuda.synchronize()
+            comm.barrier()
+            started = time.perf_counter()
+            for _ in range(5):
+                graph.replay()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - started) / 5 / trips / 2)
+        torch.cuda.synchronize()
+        comm.barrier()
+        del graph
+        host = host_seconds(comm, trip, 2)
+        torch.cuda.synchronize()
+    return {"small host": host, "small graph": sorted(times)[len(times) // 2]}
+
+
+def calls_of_the_driver() -> dict[str, float]:
+    """Seconds of the host for calls that the transport is made of, on a stream with little work."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    stream = ctypes.c_void_p(torch.cuda.Stream().cuda_stream)
+    a, b = (torch.zeros(256, dtype=torch.uint8, device=CUDA) for _ in range(2))
+    made = torch.cuda.Event()
+    made.record()
+    event, to, of = ctypes.c_void_p(made.cuda_event), ctypes.c_uint64(a.data_ptr()), ctypes.c_uint64(b.data_ptr())
+    zero, size, value = ctypes.c_uint(0), ctypes.c_size_t(8), ctypes.c_uint32(1)
+    calls: dict[str, Callable[[], int]] = {
+        "cuEventRecord": lambda: cuda.cuEventRecord(event, stream),
+        "cuStreamWaitEvent": lambda: cuda.cuStreamWaitEvent(stream, event, zero),
+        "cuEventQuery": lambda: cuda.cuEventQuery(event) and 0,
+        "cuStreamWriteValue32": lambda: cuda.cuStreamWriteValue32_v2(stream, to, value, zero),
+        "cuMemcpyAsync": lambda: cuda.cuMemcpyAsync(to, of, size, stream),
+        "cuMemsetD8Async": lambda: cuda.cuMemsetD8Async(to, ctypes.c_ubyte(1), size, stream),
+    }
+    found = {}
+    for name, call in calls.items():
+        best = float("inf")
+        for _ in range(10):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            codes = [call() for _ in range(50)]
+            best = min(best, (time.perf_counter() - started) / 50)
+            if any(codes):
+                raise RuntimeError(f"{name} returned {max(codes)}")
+        found[name] = best
+    return found
+
+
 def memcpy(num_bytes: int, count: int) -> float:
     """Seconds of one cudaMemcpyAsync from device to device in a chain of them."""
     a, b = (torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=CUDA) for _ in range(2))
@@ -122,6 +203,7 @@ def on_a_rank() -> dict[str, float]:
         return {
             "small": one_way(comm, SMALL, 500),
             "small both": both_ways(comm, SMALL, 500),
+            **small_parts(comm),
             "large": one_way(comm, LARGE, 20),
             "landing": landing(comm, LARGE, 20),
             "both": both_ways(comm, LARGE, 20),
@@ -160,6 +242,8 @@ def rank_rows() -> list[Row]:
     rows = [
         row(f"{kind}: message of 8 B", found["small"] * 1e6, "us", at_most=latency),
         row(f"{kind}: 8 B, times cudaMemcpyAsync", ratio, "x"),
+        row(f"{kind}: 8 B, the host's time for a call", found["small host"] * 1e6, "us"),
+        row(f"{kind}: 8 B, replayed from a graph", found["small graph"] * 1e6, "us"),
         row(f"{kind}: exchange of 8 B, both ways", found["small both"] * 1e6, "us"),
         row(f"{kind}: message of 64 MiB", LARGE / found["large"] / 1e9, "GB/s"),
         row(f"{kind}: message of 64 MiB to a landing place", LARGE / found["landing"] / 1e9, "GB/s"),
@@ -180,7 +264,11 @@ def lane_rows() -> list[Row]:
     return [row(f"{kind}: 64 MiB to a landing place, one lane", LARGE / found / 1e9, "GB/s")]
 
 
-GROUPS: list[Rows] = [copy_rows, rank_rows, lane_rows]
+def call_rows() -> list[Row]:
+    return [row(f"the host's time for {name}", each * 1e6, "us") for name, each in calls_of_the_driver().items()]
+
+
+GROUPS: list[Rows] = [copy_rows, rank_rows, lane_rows, call_rows]
 
 if __name__ == "__main__":
     main(__doc__.splitlines()[0], GROUPS)

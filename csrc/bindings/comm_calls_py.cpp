@@ -120,10 +120,10 @@ Splits splitsOf(PyObject* pair) {
 // --- collectives ---------------------------------------------------------------------------------
 
 // The arguments of a collective: (communicator, describe, operation, x, out, op, root, algorithm,
-// splits). Only `describe` knows all kinds of tensors; `plain` ones need not be asked about.
+// splits). Only `describe` knows all kinds of tensors; plain ones need not be asked about.
 constexpr Py_ssize_t kCollectiveArguments = 9;
 
-CollectiveCall collectiveCall(const Communicator& comm, PyObject* const* args, bool plain) {
+CollectiveCall collectiveCall(const Communicator& comm, PyObject* const* args, int where = kHost) {
   const OperationRule& rule = ruleOf(static_cast<int>(integer(args[2])));
   const Communicator::Options options{rule.op, reductionOf(args[5], rule),
                                       rule.rooted ? rankOf(args[6]) : -1, algorithmOf(args[7])};
@@ -132,10 +132,10 @@ CollectiveCall collectiveCall(const Communicator& comm, PyObject* const* args, b
   const bool takes_out = rule.takesOut(!Py_IsNone(args[4]), at_root);
   TensorView x;
   TensorView out;
-  if (takes_x && !(plain && describePlain(args[3], &x))) {
+  if (takes_x && !describePlain(args[3], &x, where)) {
     x = askedOf(args[1], args[3], "x", rule.writesX(takes_out, at_root));
   }
-  if (takes_out && !(plain && describePlain(args[4], &out))) {
+  if (takes_out && !describePlain(args[4], &out, where)) {
     out = askedOf(args[1], args[4], "out", true);
   }
   if (!Py_IsNone(args[8])) return makeRaggedCall(options, x, out, splitsOf(args[8]), comm.size());
@@ -166,25 +166,7 @@ PyObject* collective(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     expect(count, kCollectiveArguments + 1);
     const Communicator& comm = communicator(args[0]);
-    return run(comm, collectiveCall(comm, args, true), Py_IsTrue(args[9]));
-  });
-}
-
-// describe_collective(arguments of a collective...) -> CollectiveCall, whose tensors may lie
-// anywhere
-PyObject* describeCollective(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return guarded([&] {
-    expect(count, kCollectiveArguments);
-    return py::cast(collectiveCall(communicator(args[0]), args, false)).release().ptr();
-  });
-}
-
-// run_collective(communicator, CollectiveCall, async_op) -> as collective()
-PyObject* runCollective(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return guarded([&] {
-    expect(count, 3);
-    return run(communicator(args[0]), py::cast<const CollectiveCall&>(py::handle(args[1])),
-               Py_IsTrue(args[2]));
+    return run(comm, collectiveCall(comm, args), Py_IsTrue(args[9]));
   });
 }
 
@@ -207,9 +189,10 @@ PyObject* run(const Communicator& comm, std::span<const Message> sends,
 }
 
 template <typename Name>
-Message message(PyObject* describe, PyObject* x, PyObject* peer, bool writable, Name name) {
+Message message(PyObject* describe, PyObject* x, PyObject* peer, bool writable, Name name,
+                int where = kHost) {
   TensorView tensor;
-  if (!describePlain(x, &tensor)) tensor = askedOf(describe, x, name(), writable);
+  if (!describePlain(x, &tensor, where)) tensor = askedOf(describe, x, name(), writable);
   return {tensor.data, tensor.count, tensor.dtype, rankOf(peer)};
 }
 
@@ -240,12 +223,14 @@ PyObject* recv(PyObject*, PyObject* const* args, Py_ssize_t count) {
                     "] = " + textOf(item) + "; give (tensor, peer)");
 }
 
-// Describes (tensor, peer) pairs; `name` is the argument that errors name.
-void addMessages(Messages& messages, PyObject* describe, PyObject* pairs, bool writable,
-                 const char* name) {
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(pairs);
-  messages.reserve(static_cast<size_t>(count));
-  for (Py_ssize_t i = 0; i < count; ++i) {
+constexpr const char* kWanted = "sequences of (tensor, peer)";
+
+// Calls `each(message, landing)` for every (tensor, peer) or (tensor, peer, landing place) of a
+// sequence, whose landing place may be null; `name` is the argument that errors name.
+template <typename Each>
+void forMessages(PyObject* describe, PyObject* pairs, bool writable, const char* name, int where,
+                 Each each) {
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(pairs); ++i) {
     PyObject* item = PySequence_Fast_GET_ITEM(pairs, i);
     py::object sequence;
     if (!PyTuple_Check(item)) {
@@ -253,15 +238,25 @@ void addMessages(Messages& messages, PyObject* describe, PyObject* pairs, bool w
       if (!sequence) throwNoMessage(name, i, item);
       item = sequence.ptr();
     }
-    if (PyTuple_GET_SIZE(item) != 2) {
-      if (PyTuple_GET_SIZE(item) != 3) throwNoMessage(name, i, item);
+    const Py_ssize_t size = PyTuple_GET_SIZE(item);
+    if (size != 2 && size != 3) throwNoMessage(name, i, item);
+    const auto named = [&] { return std::string(name) + "[" + std::to_string(i) + "]"; };
+    each(message(describe, PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1), writable, named,
+                 where),
+         size == 3 ? PyTuple_GET_ITEM(item, 2) : nullptr);
+  }
+}
+
+void addMessages(Messages& messages, PyObject* describe, PyObject* pairs, bool writable,
+                 const char* name) {
+  messages.reserve(static_cast<size_t>(PySequence_Fast_GET_SIZE(pairs)));
+  forMessages(describe, pairs, writable, name, kHost, [&](const Message& each, PyObject* landing) {
+    if (landing != nullptr) {
       throwInvalidUsage(
           "exchange() got a landing place for host memory; only device messages have one");
     }
-    messages.push_back(message(describe, PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1),
-                               writable,
-                               [&] { return std::string(name) + "[" + std::to_string(i) + "]"; }));
-  }
+    messages.push_back(each);
+  });
 }
 
 // exchange(communicator, describe, sends, recvs, async_op) -> as collective(). Sequences of
@@ -270,7 +265,6 @@ PyObject* exchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     expect(count, 5);
     const Communicator& comm = communicator(args[0]);
-    constexpr const char* kWanted = "sequences of (tensor, peer)";
     const py::object outgoing = sequence(args[2], "exchange()", kWanted);
     const py::object incoming = sequence(args[3], "exchange()", kWanted);
     Messages sends;
@@ -280,6 +274,104 @@ PyObject* exchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
     checkOverlaps({sends.begin(), sends.size()}, {recvs.begin(), recvs.size()});
     return run(comm, {sends.begin(), sends.size()}, {recvs.begin(), recvs.size()},
                Py_IsTrue(args[4]));
+  });
+}
+
+// --- work of streams ---------------------------------------------------------------------------
+
+// Where the plain tensors of an engine lie.
+int placeOf(const StreamEngine& engine) {
+  return engine.device()->isSim() ? kHost : engine.device()->ordinal();
+}
+
+std::shared_ptr<StreamEngine> engineOf(PyObject* object) {
+  return py::cast<std::shared_ptr<StreamEngine>>(py::handle(object));
+}
+
+uintptr_t streamOf(PyObject* object) {
+  const auto stream = reinterpret_cast<uintptr_t>(PyLong_AsVoidPtr(object));
+  if (stream == 0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return stream;
+}
+
+// What is given back for an operation; null: the caller's stream waits for its end, and nobody
+// else has to. Where tensors have no streams the host has to.
+PyObject* handOver(const std::shared_ptr<StreamEngine>& engine, std::shared_ptr<StreamWork> work,
+                   bool background) {
+  if (!background && !engine->device()->isSim()) {
+    const py::gil_scoped_release release;
+    if (!engine->failed(*work)) return nullptr;
+  }
+  return py::cast(StreamHandle{engine, std::move(work)}).release().ptr();
+}
+
+using StreamMessages = std::vector<StreamEngine::Message>;
+
+void addMessages(StreamMessages& messages, std::vector<Message>& buffers, const Communicator& comm,
+                 PyObject* describe, PyObject* pairs, const char* name, int where) {
+  const bool received = *name == 'r';
+  const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(pairs));
+  messages.reserve(count);
+  buffers.reserve(count);
+  forMessages(describe, pairs, received, name, where, [&](const Message& each, PyObject* landing) {
+    const bool lands = landing != nullptr && !Py_IsNone(landing);
+    messages.push_back(
+        {.peer = comm.globalRank(each.peer, received ? "recv" : "send"),
+         .data = static_cast<std::byte*>(each.data),
+         .count = each.count,
+         .dtype = each.dtype,
+         .landing = lands ? static_cast<uint64_t>(integer(landing)) : StreamEngine::kNoLanding});
+    buffers.push_back(each);
+  });
+}
+
+// stream_exchange(engine, communicator, describe, sends, recvs, stream, async_op) -> the
+// StreamWork, or None: see handOver(). Sequences of (tensor, peer) or (tensor, peer, landing
+// place).
+PyObject* streamExchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    expect(count, 7);
+    const std::shared_ptr<StreamEngine> engine = engineOf(args[0]);
+    const Communicator& comm = communicator(args[1]);
+    const py::object outgoing = sequence(args[3], "exchange()", kWanted);
+    const py::object incoming = sequence(args[4], "exchange()", kWanted);
+    StreamMessages sends;
+    StreamMessages recvs;
+    std::vector<Message> out;
+    std::vector<Message> in;
+    addMessages(sends, out, comm, args[2], outgoing.ptr(), "sends", placeOf(*engine));
+    addMessages(recvs, in, comm, args[2], incoming.ptr(), "recvs", placeOf(*engine));
+    const Stream stream{streamOf(args[5])};
+    const bool background = Py_IsTrue(args[6]);
+    std::shared_ptr<StreamWork> work;
+    {
+      const py::gil_scoped_release release;
+      checkOverlaps(out, in);
+      work = engine->exchange(comm.callOfMessages(), comm.sharedRanks(), sends, recvs, stream,
+                              background);
+    }
+    return handOver(engine, std::move(work), background);
+  });
+}
+
+// stream_collective(engine, arguments of a collective..., stream, async_op) -> as stream_exchange()
+PyObject* streamCollective(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    expect(count, kCollectiveArguments + 3);
+    const std::shared_ptr<StreamEngine> engine = engineOf(args[0]);
+    const Communicator& comm = communicator(args[1]);
+    const CollectiveCall call = collectiveCall(comm, args + 1, placeOf(*engine));
+    const Stream stream{streamOf(args[kCollectiveArguments + 1])};
+    const bool background = Py_IsTrue(args[kCollectiveArguments + 2]);
+    std::shared_ptr<StreamWork> work;
+    {
+      const py::gil_scoped_release release;
+      const CollectivePlan plan =
+          comm.plan(call.operands, call.options, engine->planning(comm.ranks()));
+      work = engine->collective(plan, comm.sharedRanks(), call.operands.in, call.operands.out,
+                                stream, background);
+    }
+    return handOver(engine, std::move(work), background);
   });
 }
 
@@ -306,8 +398,8 @@ PyMethodDef calls[] = {
     {"recv", function(recv), METH_FASTCALL, nullptr},
     {"exchange", function(exchange), METH_FASTCALL, nullptr},
     {"collective", function(collective), METH_FASTCALL, nullptr},
-    {"describe_collective", function(describeCollective), METH_FASTCALL, nullptr},
-    {"run_collective", function(runCollective), METH_FASTCALL, nullptr},
+    {"stream_exchange", function(streamExchange), METH_FASTCALL, nullptr},
+    {"stream_collective", function(streamCollective), METH_FASTCALL, nullptr},
     {"subset", function(subset), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -322,7 +414,6 @@ void checkSignals() {
 const World::InterruptCheck kCheckSignals = checkSignals;
 
 void bindCalls(py::module_& module) {
-  py::class_<CollectiveCall>(module, "CollectiveCall");
   if (PyModule_AddFunctions(module.ptr(), calls) != 0) throw py::error_already_set();
 }
 

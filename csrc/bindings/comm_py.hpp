@@ -10,6 +10,7 @@
 
 #include "bindings/rooms.hpp"
 #include "comm/host/operations.hpp"
+#include "comm/stream/stream_engine.hpp"
 
 namespace hdpcomm {
 
@@ -18,6 +19,12 @@ namespace hdpcomm {
 struct Handle {
   std::shared_ptr<World> world;
   std::shared_ptr<Work> work;
+};
+
+// The same of work of streams.
+struct StreamHandle {
+  std::shared_ptr<StreamEngine> engine;
+  std::shared_ptr<StreamWork> work;
 };
 
 // Memory of the core, as Python's buffer protocol gives it out.
@@ -33,8 +40,10 @@ extern const World::InterruptCheck kCheckSignals;
 void bindCalls(pybind11::module_& module);
 // Descriptions of tensors (comm_tensors_py.cpp).
 void bindTensors(pybind11::module_& module);
-// Describes a plain contiguous CPU tensor of a known type; false for all else.
-bool describePlain(PyObject* x, TensorView* described);
+// Describes a plain contiguous tensor of a known type, in host memory (kHost) or on the CUDA device
+// of that ordinal; false for all else.
+inline constexpr int kHost = -1;
+bool describePlain(PyObject* x, TensorView* described, int where = kHost);
 // The same of a description by hdpcomm/comm/tensors.py: (address, count, dtype).
 bool describeTuple(PyObject* x, TensorView* described);
 // Messages with labels (comm_mailbox_py.cpp).

@@ -1,85 +1,32 @@
-// StreamEngine and its works. Buffers come as addresses and streams as handles;
-// hdpcomm/comm/device/ checks them and keeps them alive.
+// StreamEngine and its works; what it runs is in comm_calls_py.cpp.
 #include <pybind11/stl.h>
 
 #include "bindings/comm_py.hpp"
-#include "comm/host/overlaps.hpp"
 #include "comm/stream/join_devices.hpp"
-#include "comm/stream/stream_engine.hpp"
 
 namespace py = pybind11;
 
 namespace hdpcomm {
 namespace {
 
-struct StreamHandle {
-  std::shared_ptr<StreamEngine> engine;
-  std::shared_ptr<StreamWork> work;
-
-  void wait(double timeout_s) const {
-    const py::gil_scoped_release release;
-    engine->waitFor(work, timeout_s, checkSignals);
-  }
-  void waitOn(uintptr_t stream) const {
-    const py::gil_scoped_release release;
-    engine->waitOn(*work, Stream{stream});
-  }
-  bool done() const {
-    const py::gil_scoped_release release;
-    return engine->test(*work);
-  }
-  bool failed() const {
-    const py::gil_scoped_release release;
-    return engine->failed(*work);
-  }
-};
-
-// address, count, dtype, peer, landing
-using MessageTuple = std::tuple<uintptr_t, size_t, int, int, std::optional<uint64_t>>;
-
-std::vector<StreamEngine::Message> messagesOf(const Communicator& comm,
-                                              const std::vector<MessageTuple>& tuples,
-                                              const char* what) {
-  std::vector<StreamEngine::Message> messages;
-  messages.reserve(tuples.size());
-  for (const auto& [address, count, dtype, peer, landing] : tuples) {
-    messages.push_back({.peer = comm.globalRank(peer, what),
-                        .data = reinterpret_cast<std::byte*>(address),
-                        .count = count,
-                        .dtype = static_cast<DType>(dtype),
-                        .landing = landing.value_or(StreamEngine::kNoLanding)});
-  }
-  return messages;
-}
-
-std::vector<Message> buffersOf(const std::vector<StreamEngine::Message>& messages) {
-  std::vector<Message> buffers;
-  buffers.reserve(messages.size());
-  for (const auto& each : messages)
-    buffers.push_back({each.data, each.count, each.dtype, each.peer});
-  return buffers;
-}
-
-StreamHandle exchange(const std::shared_ptr<StreamEngine>& engine, const Communicator& comm,
-                      const std::vector<MessageTuple>& sends,
-                      const std::vector<MessageTuple>& recvs, uintptr_t stream, bool background) {
+void waitFor(const StreamHandle& handle, double timeout_s) {
   const py::gil_scoped_release release;
-  const auto outgoing = messagesOf(comm, sends, "send");
-  const auto incoming = messagesOf(comm, recvs, "recv");
-  checkOverlaps(buffersOf(outgoing), buffersOf(incoming));
-  const auto work = engine->exchange(comm.callOfMessages(), comm.sharedRanks(), outgoing, incoming,
-                                     Stream{stream}, background);
-  return {engine, work};
+  handle.engine->waitFor(handle.work, timeout_s, checkSignals);
 }
 
-StreamHandle collective(const std::shared_ptr<StreamEngine>& engine, const Communicator& comm,
-                        const CollectiveCall& call, uintptr_t stream, bool background) {
+void waitOn(const StreamHandle& handle, uintptr_t stream) {
   const py::gil_scoped_release release;
-  const CollectivePlan plan =
-      comm.plan(call.operands, call.options, engine->planning(comm.ranks()));
-  const auto work = engine->collective(plan, comm.sharedRanks(), call.operands.in,
-                                       call.operands.out, Stream{stream}, background);
-  return {engine, work};
+  handle.engine->waitOn(*handle.work, Stream{stream});
+}
+
+bool ended(const StreamHandle& handle) {
+  const py::gil_scoped_release release;
+  return handle.engine->test(*handle.work);
+}
+
+bool failed(const StreamHandle& handle) {
+  const py::gil_scoped_release release;
+  return handle.engine->failed(*handle.work);
 }
 
 LinkJoining linkJoining(size_t slot_bytes, int num_slots, int num_lanes, size_t landing_bytes,
@@ -151,10 +98,10 @@ void bindEngineOptions(py::module_& module) {
 void bindStream(py::module_& module) {
   bindEngineOptions(module);
   py::class_<StreamHandle>(module, "StreamWork")
-      .def("wait", &StreamHandle::wait, py::arg("timeout") = -1.0)
-      .def("wait_on", &StreamHandle::waitOn, py::arg("stream"))
-      .def("done", &StreamHandle::done)
-      .def_property_readonly("failed", &StreamHandle::failed)
+      .def("wait", &waitFor, py::arg("timeout") = -1.0)
+      .def("wait_on", &waitOn, py::arg("stream"))
+      .def("done", &ended)
+      .def_property_readonly("failed", &failed)
       .def("__repr__", [](const StreamHandle& handle) {
         return "<Work " + describe(handle.work->call()) + ">";
       });
@@ -204,10 +151,6 @@ void bindStream(py::module_& module) {
       .def_property_readonly("device", &StreamEngine::device)
       .def_property_readonly("host_stream",
                              [](const StreamEngine& engine) { return engine.hostStream().handle; })
-      .def("exchange", &exchange, py::arg("comm"), py::arg("sends"), py::arg("recvs"),
-           py::arg("stream"), py::arg("background"))
-      .def("collective", &collective, py::arg("comm"), py::arg("call"), py::arg("stream"),
-           py::arg("background"))
       .def(
           "synchronize",
           [](StreamEngine& engine, double timeout_s) {

@@ -36,7 +36,7 @@ struct DLExchangeAbi {
   void* current_stream;
 };
 
-constexpr int32_t kDeviceCpu = 1;
+constexpr int32_t kDeviceCpu = 1, kDeviceCuda = 2;
 
 // The type codes of DLPack, by DType; its order is kUint8 ... kUint64.
 constexpr uint8_t kInt = 0, kUnsigned = 1, kFloat = 2, kBrain = 4, kBoolean = 6;
@@ -85,7 +85,7 @@ PyObject* described_types[2] = {nullptr, nullptr};
 
 }  // namespace
 
-bool describePlain(PyObject* x, TensorView* described) {
+bool describePlain(PyObject* x, TensorView* described, int where) {
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
   if (exchange_api == nullptr || (type != described_types[0] && type != described_types[1])) {
     return false;
@@ -95,7 +95,9 @@ bool describePlain(PyObject* x, TensorView* described) {
     PyErr_Clear();
     return false;
   }
-  const int dtype = tensor.device_type == kDeviceCpu ? dtypeCode(tensor) : -1;
+  const bool here = where == kHost ? tensor.device_type == kDeviceCpu
+                                   : tensor.device_type == kDeviceCuda && tensor.device_id == where;
+  const int dtype = here ? dtypeCode(tensor) : -1;
   if (dtype < 0 || !contiguous(tensor)) return false;
   int64_t count = 1;
   for (int i = 0; i < tensor.ndim; ++i) count *= tensor.shape[i];

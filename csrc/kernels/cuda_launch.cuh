@@ -24,8 +24,8 @@ inline unsigned blocksFor(int64_t items, int threads = kThreads) {
 // A kernel that cuda::loadKernels() loads.
 template <auto kernel>
 struct Loaded {
-  static inline const bool entered =
-      hdpcomm::cuda::enterKernel(reinterpret_cast<const void*>(kernel));
+  static inline hdpcomm::cuda::Kernel it{reinterpret_cast<const void*>(kernel)};
+  static inline const bool entered = hdpcomm::cuda::enterKernel(it);
 };
 
 // Enqueues `kernel` on `stream` (a cudaStream_t); throws DeviceError with `name` if that fails.
@@ -33,12 +33,9 @@ template <auto kernel, typename... Arguments>
 void launchKernel(const char* name, dim3 blocks, int threads, void* stream,
                   Arguments... arguments) {
   static_cast<void>(&Loaded<kernel>::entered);  // its use makes it
-  kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess) {
-    throw Error(ErrorKind::kDevice,
-                std::string("launch of ") + name + " failed: " + cudaGetErrorString(status));
-  }
+  void* pointers[] = {&arguments..., nullptr};
+  hdpcomm::cuda::launch(name, Loaded<kernel>::it, {blocks.x, blocks.y, blocks.z}, threads, stream,
+                        pointers);
 }
 
 // The widest access, in bytes, that every address and size here allows (16, 8, 4, 2 or 1).

@@ -145,10 +145,6 @@ class FlightSource:
 def flight_of_world(world: World) -> FlightSource: ...
 def flight_of_engine(engine: StreamEngine) -> FlightSource: ...
 
-class CollectiveCall: ...  # a collective whose tensors were described and fit each other
-
-StreamMessage = tuple[int, int, int, int, int | None]  # address, count, dtype, peer, offset in the landing zone
-
 class StreamWork:
     def wait(self, timeout: float = -1.0) -> None: ...
     def wait_on(self, stream: int) -> None: ...
@@ -204,15 +200,6 @@ class StreamEngine:
     @property
     def host_stream(self) -> int: ...
     def landing(self, comm: Communicator, source: int | None) -> tuple[int, int]: ...  # address and bytes
-    def exchange(
-        self,
-        comm: Communicator,
-        sends: Sequence[StreamMessage],
-        recvs: Sequence[StreamMessage],
-        stream: int,
-        background: bool,
-    ) -> StreamWork: ...
-    def collective(self, comm: Communicator, call: CollectiveCall, stream: int, background: bool) -> StreamWork: ...
     def synchronize(self, timeout: float) -> None: ...
     def stats(self) -> dict[str, int]: ...
     def waited_s(self, comm: Communicator) -> float: ...
@@ -259,7 +246,20 @@ def collective(
     async_op: bool,
     /,
 ) -> Work | None: ...
-def describe_collective(
+
+# The same by streams. None: the caller's stream waits for the end, and nobody else has to.
+def stream_exchange(
+    engine: StreamEngine,
+    comm: Communicator,
+    describe: Describe,
+    sends: Sequence[tuple[Any, ...]],  # (tensor, peer) or (tensor, peer, offset in the landing zone or None)
+    recvs: Sequence[tuple[Any, ...]],
+    stream: int,
+    async_op: bool,
+    /,
+) -> StreamWork | None: ...
+def stream_collective(
+    engine: StreamEngine,
     comm: Communicator,
     describe: Describe,
     operation: int,
@@ -269,9 +269,10 @@ def describe_collective(
     root: int | None,
     algorithm: str,
     splits: Splits | None,
+    stream: int,
+    async_op: bool,
     /,
-) -> CollectiveCall: ...
-def run_collective(comm: Communicator, call: CollectiveCall, async_op: bool, /) -> Work | None: ...
+) -> StreamWork | None: ...
 
 # A buffer: a tensor, or (address, count, dtype); None where it is no plain tensor.
 def mail_send(mailbox: Mailbox, buffer: object, peer: int, tag: int, context: int, /) -> Mail | None: ...

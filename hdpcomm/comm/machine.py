@@ -17,14 +17,10 @@ from hdpcomm.errors import InvalidUsage
 __all__ = ["Machine", "joining_on", "machine"]
 
 
-def _ask_for_queues() -> None:
-    """Before anything that initialises CUDA, which reads the variable then; even a question for its devices does.
-
-    A pair of ranks has streams that wait for each other's, and streams that share one of the device's queues wait for
-    whatever is ahead of them. The default is 8 queues, and 2 for each process under the Multi-Process Service
-    (docs/gpu.md).
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# A pair of ranks has streams that wait for each other's, and streams that share one of the device's queues wait for
+# whatever is ahead of them. The default is 8 queues, and 2 for each process under the Multi-Process Service
+# (docs/gpu.md). Set here, since the variable is read by what first initialises CUDA, even a question for its devices.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 class Machine:
@@ -41,7 +37,6 @@ class Machine:
     def has_gpu(self, rank: int) -> bool:
         """Whether ``auto`` may give the rank a CUDA device."""
         del rank
-        _ask_for_queues()
         return torch.cuda.is_available()
 
     def device(self, transport: str, rank: int, size: int) -> _core.device.Device:
@@ -52,7 +47,6 @@ class Machine:
         """
         if transport == "sim":
             return _core.device.open_sim(rank)
-        _ask_for_queues()
         count = torch.cuda.device_count()
         if count == 0:
             raise InvalidUsage(
@@ -66,7 +60,6 @@ class Machine:
 
     def refuse_threads(self, transport: str, size: int) -> None:
         """Raises InvalidUsage where ranks that are threads would wait for each other in CUDA's locks."""
-        _ask_for_queues()
         if size > 1 and transport in ("cuda", "nccl", "cuda+nccl") and torch.cuda.is_available():
             raise InvalidUsage(
                 f"{size} ranks that are threads of one process asked for transport={transport!r}: on CUDA each rank is "

@@ -161,6 +161,7 @@ class Messages:
         self._world_rank(src, "recv")
         _refuse_tag("recv", tag)
         operation = self._state.begin("recv", None)
+        operation.source_rank = src
         operation.start(self._state.communicator.recv, operation.target(tensor), src)
         return self._state.end(operation, [tensor])
 

@@ -13,7 +13,7 @@ from hdpcomm.comm.device.communicator import DeviceWork
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.torch_backend.errors import translate
 from hdpcomm.torch_backend.reductions import Bitwise
-from hdpcomm.torch_backend.work import BackendWork, Part, StreamWork
+from hdpcomm.torch_backend.work import BackendWork, Part, StreamWork, on_side_stream
 
 __all__ = ["Operation", "one"]
 
@@ -43,7 +43,7 @@ class Operation:
     ``background``: parts are started and go on by themselves; else each has ended when :meth:`start` returns.
     """
 
-    __slots__ = ("_background", "_copies", "call", "comm", "parts", "timeout")
+    __slots__ = ("_background", "_copied", "_copies", "call", "comm", "parts", "source_rank", "timeout")
 
     def __init__(self, call: str, comm: Communicator, *, timeout: float, background: bool) -> None:
         self.call = call
@@ -51,7 +51,9 @@ class Operation:
         self.timeout = timeout
         self._background = background
         self.parts: list[Part] = []  # started and not ended
+        self.source_rank: int | None = None  # of a receive
         self._copies: list[Callable[[], Any]] = []
+        self._copied: list[torch.Tensor] = []  # what they read and write
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for an input: contiguous, without autograd, of a type that the core carries."""
@@ -68,7 +70,7 @@ class Operation:
         if read:
             buffer.copy_(plain)
         destination = tensor.detach()
-        self.at_end(lambda: destination.copy_(buffer))
+        self._at_end(lambda: destination.copy_(buffer), destination, buffer)
         return self._carrier(buffer)
 
     def reduced(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -116,9 +118,10 @@ class Operation:
         if self._background:
             self.parts.append(part)
 
-    def at_end(self, action: Callable[[], Any]) -> None:
+    def _at_end(self, action: Callable[[], Any], *copied: torch.Tensor) -> None:
         """Does something when all parts have ended well, after what was given before."""
         self._copies.append(action)
+        self._copied += copied
 
     def copy_parts(self, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         """At the end, part i of ``flat`` goes to output i."""
@@ -129,7 +132,7 @@ class Operation:
                 destination.copy_(part.view_as(destination))
 
         if flat.numel() > 0:
-            self.at_end(copy)
+            self._at_end(copy, flat, *destinations)
 
     def fold(self, combine: Bitwise, everyone: torch.Tensor, target: torch.Tensor) -> None:
         """At the end, but before ``target`` is copied anywhere: target = part 0 of ``everyone`` combined with 1, ..."""
@@ -143,6 +146,7 @@ class Operation:
 
         if target.numel() > 0:
             self._copies.insert(0, apply)
+            self._copied += (everyone, target)
 
     def finish(self) -> None:
         """Makes the copies of the end."""
@@ -150,15 +154,18 @@ class Operation:
             copy()
 
     def _with_copies(self) -> list[Part]:
-        """Parts that streams do, the copies of the end made on the current stream, which waits for what they read."""
+        """Parts that streams do, with the copies of the end on a stream of their own: the current one is for what comes
+        next, which may be the send that the peer wants first."""
         if not self._copies:
             return self.parts
         works = [part for part in self.parts if isinstance(part, DeviceWork)]
-        for work in works:
-            work.follow()
-        self.finish()
-        self._copies = []
-        return [*works, works[0].mark()]
+        with on_side_stream(self._copied[0].device, self.source_rank, self._copied):
+            for work in works:
+                work.follow()
+            self.finish()
+            mark = works[0].mark()
+        self._copies, self._copied = [], []
+        return [*works, mark]
 
     def work(
         self, outputs: Sequence[torch.Tensor], in_background: Callable[[BackendWork], None] | None = None

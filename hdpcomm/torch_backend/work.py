@@ -6,8 +6,7 @@ import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -222,7 +221,7 @@ class StreamWork(BackendWork):
         if self._future is None:
             device = next((x.device for x in self._outputs if x.is_cuda), None)
             future: Future[list[torch.Tensor]] = Future(devices=None if device is None else [device])
-            with contextlib.nullcontext() if device is None else _on_side_stream(device):
+            with contextlib.nullcontext() if device is None else on_side_stream(device):
                 try:
                     self.follow()
                 except Error as error:
@@ -235,15 +234,22 @@ class StreamWork(BackendWork):
     get_future_result = get_future
 
 
-_side_streams: dict[torch.device, Any] = {}
+_side_streams: dict[tuple[torch.device, int | None], Any] = {}
 
 
-def _on_side_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """A stream that does nothing else is the current one of the device inside."""
-    stream = _side_streams.get(device)
+@contextlib.contextmanager
+def on_side_stream(
+    device: torch.device, source: int | None = None, uses: Sequence[torch.Tensor] = ()
+) -> Iterator[None]:
+    """A stream for what follows the messages of a rank, or collectives, is the current one inside: its waits hold
+    nothing else up. ``uses``: the tensors of other streams that it reads and writes."""
+    stream = _side_streams.get((device, source))
     if stream is None:
-        stream = _side_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return torch.cuda.stream(stream)
+        stream = _side_streams[device, source] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+    for tensor in uses:
+        tensor.record_stream(stream)
 
 
 def chain(works: Sequence[BackendWork], timeout: float) -> BackendWork:

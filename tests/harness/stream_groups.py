@@ -24,7 +24,7 @@ from hdpcomm.torch_backend.engine import Engine
 
 __all__ = ["Caller", "joined", "tensors_with_streams"]
 
-_current = threading.local()  # .stream
+_current = threading.local()  # .stream, .side_streams (by the rank that they receive from), .device
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,25 @@ class _StreamTensors:
 
 
 @contextmanager
+def _on_side_stream(_device: torch.device, source: int | None = None, uses: object = ()) -> Iterator[None]:
+    del uses  # host memory is not given to another stream
+    if source not in _current.side_streams:
+        _current.side_streams[source] = _current.device.create_stream()
+    before, _current.stream = _current.stream, _current.side_streams[source]
+    try:
+        yield
+    finally:
+        _current.stream = before
+
+
+@contextmanager
 def tensors_with_streams() -> Iterator[None]:
     """Worlds that are joined inside take host tensors for device memory behind the threads' current streams."""
     paths = "hdpcomm.comm.device.paths"
     with (
         mock.patch(f"{paths}.SimTensors", _StreamTensors),
         mock.patch(f"{paths}.on_cuda", lambda x: isinstance(x, torch.Tensor)),
+        mock.patch("hdpcomm.torch_backend.staging.on_side_stream", _on_side_stream),
     ):
         yield
 
@@ -74,6 +87,11 @@ class Caller:
         self.device.fill(x.data_ptr(), written, bytes=count, stream=_current.stream)
         return x
 
+    @property
+    def current(self) -> int:
+        """The current stream."""
+        return int(_current.stream)
+
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """What work of the current stream reads there."""
         copy = torch.empty_like(x)
@@ -90,10 +108,10 @@ def joined() -> Iterator[Caller]:
         assert isinstance(comm, DeviceCommunicator)
         device = comm.streams.device
         streams = device.create_stream(), device.create_stream()
-        _current.stream = streams[0]
+        _current.stream, _current.device, _current.side_streams = streams[0], device, {}
         engine = Engine(comm, comm)
         group = HdpProcessGroup(engine, comm, None, name="streams", timeout=comm.timeout)
         yield Caller(group, device, streams)
-        for stream in streams:
+        for stream in (*streams, *_current.side_streams.values()):
             device.synchronize_stream(stream)
             device.destroy_stream(stream)

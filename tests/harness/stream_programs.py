@@ -18,8 +18,6 @@ from hdpcomm.comm.tensors import describe
 
 __all__ = ["PROGRAMS", "Caller", "joined"]
 
-_FLOAT = _core.DTYPES["float32"]
-
 
 @dataclass
 class Caller:
@@ -58,13 +56,9 @@ class Caller:
         *,
         background: bool = False,
     ) -> _core.comm.StreamWork:
-        def message(item: tuple[torch.Tensor, int, int | None]) -> tuple[int, int, int, int, int | None]:
-            x, peer, place = item
-            return x.data_ptr(), x.numel(), _FLOAT, peer, place
-
-        return self.engine.exchange(
-            self.comm._core, [message(x) for x in sends], [message(x) for x in recvs], self.stream, background
-        )
+        work = _core.comm.stream_exchange(self.engine, self.comm._core, describe, sends, recvs, self.stream, background)
+        assert work is not None  # it is a simulated device
+        return work
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, algorithm: str) -> _core.comm.StreamWork:
         return self._run("all_to_all", out, x, None, algorithm, background=False)
@@ -84,10 +78,10 @@ class Caller:
     def _run(
         self, op: str, out: torch.Tensor, x: torch.Tensor, redop: str | None, algorithm: str, *, background: bool
     ) -> _core.comm.StreamWork:
-        call = _core.comm.describe_collective(
-            self.comm._core, describe, _core.comm.OPS[op], x, out, redop, None, algorithm, None
-        )
-        return self.engine.collective(self.comm._core, call, self.stream, background)
+        arguments = (_core.comm.OPS[op], x, out, redop, None, algorithm, None)
+        work = _core.comm.stream_collective(self.engine, self.comm._core, describe, *arguments, self.stream, background)
+        assert work is not None
+        return work
 
     def all_reduce(self, x: torch.Tensor, algorithm: str, *, background: bool = False) -> _core.comm.StreamWork:
         return self.collective("all_reduce", x, x, x.numel(), algorithm, background=background)

@@ -10,13 +10,6 @@ namespace hdpcomm {
 using device::CallBoard;
 using device::CallEntry;
 
-// Waits that were enqueued keep the point that they wait for, so the pool may lend the events
-// again.
-StreamWork::~StreamWork() {
-  if (begin_) events_->give(std::move(begin_));
-  for (OwnedEvent& event : ends_) events_->give(std::move(event));
-}
-
 StreamWork::Share& StreamWork::shareOf(int peer) {
   for (Share& share : shares_) {
     if (share.peer == peer) return share;
@@ -88,11 +81,11 @@ void StreamEngine::checkMembers(const StreamWork& work) const {
   }
 }
 
-StreamEngine::WorkPtr StreamEngine::begin(const Call& call, Ranks ranks, Stream caller) {
+StreamEngine::WorkPtr StreamEngine::begin(const Call& call, Ranks ranks, bool captured) {
   checkUsable();
-  auto work = std::make_shared<StreamWork>(call, std::move(ranks), events_);
+  auto work = std::make_shared<StreamWork>(call, std::move(ranks));
   work->seq_ = next_seq_++;
-  work->captured_ = device_->isCapturing(caller);
+  work->captured_ = captured;
   work->by_liveness_ = world_->goesByLiveness();
   if (!work->captured_ && running_.size() >= look_at_) {
     collectEnded();
@@ -151,10 +144,7 @@ void StreamEngine::markEnds(StreamWork& work, Stream caller) {
   std::vector<Stream> streams = mover_->streams();
   streams.insert(streams.end(), {caller, background_stream_.get()});
   try {
-    for (const Stream stream : streams) {
-      work.ends_.push_back(events_->take());
-      device_->record(work.ends_.back().get(), stream);
-    }
+    for (const Stream stream : streams) work.ends_.push_back({stream, events_->record(stream)});
   } catch (const std::exception&) {  // the error that led here says more
     work.ends_missing_ = true;
   }
@@ -174,8 +164,7 @@ void StreamEngine::submit(std::unique_lock<std::mutex>& lock, const WorkPtr& wor
     announce();
     compareCalls();
     if (failed_) throw work->error_ ? *work->error_ : *failed_;
-    work->begin_ = events_->take();
-    device_->record(work->begin_.get(), caller);
+    work->begin_ = events_->record(caller);
     enqueue();
   } catch (const std::exception& failure) {
     const Error error = withContext(errorOf(failure), *work);
@@ -221,7 +210,7 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
     described.count = only.count;
     described.dtype = only.dtype;
   }
-  const WorkPtr work = begin(described, std::move(ranks), caller);
+  const WorkPtr work = begin(described, std::move(ranks), operation.captured);
   for (const Message& message : sends) plan(*work, message.peer, 1, 0);
   for (const Message& message : recvs) plan(*work, message.peer, 0, 1);
   const auto entryOf = [&](const Message& message, bool sent) {
@@ -257,10 +246,10 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
   submit(lock, work, caller, announce, [&] {
     const StreamMover::WaitCheck check = waitCheckOf(*work);
     pace(caller, 2 + 2 * (sends.size() + recvs.size()), check);
-    for (const Stream stream : std::move(*prepared).enqueue(work->begin_.get(), check)) {
-      work->ends_.push_back(events_->take());
-      device_->record(work->ends_.back().get(), stream);
-      if (!background && stream != caller) device_->wait(caller, work->ends_.back().get());
+    for (StreamMover::End& end : std::move(*prepared).enqueue(*work->begin_, check)) {
+      if (end.event == nullptr) end.event = events_->record(end.stream);
+      if (!background && end.stream != caller) device_->wait(caller, *end.event);
+      work->ends_.push_back(std::move(end));
     }
   });
   return work;
@@ -271,7 +260,7 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const CollectivePlan& plan,
                                                      bool background) {
   if (plan.call.redop != RedOp::kNone) reduceFunction(plan.call.dtype, plan.call.redop);  // throws
   std::unique_lock lock(mutex_);
-  const WorkPtr work = begin(plan.call, std::move(ranks), caller);
+  const WorkPtr work = begin(plan.call, std::move(ranks), device_->isCapturing(caller));
   const Stream stream = background ? background_stream_.get() : caller;
   const StreamMover::Collective operation{.plan = plan,
                                           .ranks = *work->ranks_,
@@ -298,10 +287,9 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const CollectivePlan& plan,
     const StreamMover::WaitCheck check = waitCheckOf(*work);
     const size_t steps = plan.schedule == nullptr ? 1 : plan.schedule->steps.size();
     pace(stream, 8 * (steps + 1), check);
-    if (background) device_->wait(stream, work->begin_.get());
-    std::move(*prepared).enqueue(check);
-    work->ends_.push_back(events_->take());
-    device_->record(work->ends_.back().get(), stream);
+    if (background) device_->wait(stream, *work->begin_);
+    Fence end = std::move(*prepared).enqueue(check);
+    work->ends_.push_back({stream, end != nullptr ? std::move(end) : events_->record(stream)});
   });
   return work;
 }

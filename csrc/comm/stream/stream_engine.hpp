@@ -119,7 +119,7 @@ class StreamEngine final : public WorldPart {
                std::unique_ptr<StreamMover> mover, World& world);
 
   // stream_engine.cpp
-  WorkPtr begin(const Call& call, Ranks ranks, Stream caller);
+  WorkPtr begin(const Call& call, Ranks ranks, bool captured);
   void checkUsable() const;
   void checkMembers(const StreamWork& work) const;
   void end(StreamWork& work, StreamWork::State state);

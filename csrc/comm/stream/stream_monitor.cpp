@@ -1,6 +1,8 @@
 // The checks that streams cannot make: whether both sides called the same, whether the peers live,
 // the deadline; and what happens when one of them fails.
 #include <algorithm>
+#include <map>
+#include <set>
 
 #include "comm/stream/stream_engine.hpp"
 #include "transport/failures.hpp"
@@ -104,18 +106,39 @@ bool StreamEngine::ended(const StreamWork& work) const {
   if (!work.submitted_ || device_lost_) return false;
   try {
     return std::all_of(work.ends_.begin(), work.ends_.end(),
-                       [&](const OwnedEvent& e) { return device_->query(e.get()); });
+                       [&](const StreamMover::End& end) { return device_->query(*end.event); });
   } catch (const Error&) {
     device_lost_ = true;
     return false;
   }
 }
 
+// What a stream reached, it reached in order: a few events tell how far each stream is.
 void StreamEngine::collectEnded() {
+  std::map<uintptr_t, std::vector<const Event*>> ends;  // by stream
+  for (const WorkPtr& work : running_) {
+    for (const StreamMover::End& end : work->ends_) {
+      ends[end.stream.handle].push_back(end.event.get());
+    }
+  }
+  std::set<const Event*> reached;
+  try {
+    for (const auto& [stream, events] : ends) {
+      const auto first_left = std::partition_point(
+          events.begin(), events.end(), [&](const Event* event) { return device_->query(*event); });
+      reached.insert(events.begin(), first_left);
+    }
+  } catch (const Error&) {
+    device_lost_ = true;
+    return;
+  }
   std::erase_if(running_, [&](const WorkPtr& work) {
     // A closed engine compares no more calls: that the messages came has to be enough.
     const bool compared = work->uncompared_ == 0 || closed_;
-    if (work->state_ != StreamWork::State::kRunning || !compared || !ended(*work)) return false;
+    const bool over = work->submitted_ && std::ranges::all_of(work->ends_, [&](const auto& end) {
+                        return reached.contains(end.event.get());
+                      });
+    if (work->state_ != StreamWork::State::kRunning || !compared || !over) return false;
     end(*work, StreamWork::State::kDone);
     return true;
   });
@@ -208,7 +231,7 @@ std::optional<Error> StreamEngine::lossOf(StreamWork& work, Clock::time_point no
 std::optional<Error> StreamEngine::checkWork(StreamWork& work, Clock::time_point now) {
   if (std::optional<Error> loss = lossOf(work, now)) return loss;
   if (work.started_) return checkDeadline(work, *work.started_, now);
-  if (device_->query(work.begin_.get())) work.started_ = now;
+  if (device_->query(*work.begin_)) work.started_ = now;
   return std::nullopt;
 }
 

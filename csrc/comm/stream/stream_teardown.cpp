@@ -33,9 +33,9 @@ bool StreamEngine::deviceLost() const {
 // the device has failed and runs nothing more.
 bool StreamEngine::drained(const StreamWork& work) const {
   if (!work.submitted_) return true;
-  for (const OwnedEvent& end : work.ends_) {
+  for (const StreamMover::End& end : work.ends_) {
     try {
-      if (!device_->query(end.get())) return false;
+      if (!device_->query(*end.event)) return false;
     } catch (const Error&) {
       device_lost_ = true;
     }

@@ -62,7 +62,7 @@ class StreamEngine::HostWait {
 void StreamEngine::waitOn(StreamWork& work, Stream stream) {
   const std::lock_guard lock(mutex_);
   if (work.state_ == StreamWork::State::kFailed) throw *work.error_;
-  for (const OwnedEvent& end : work.ends_) device_->wait(stream, end.get());
+  for (const StreamMover::End& end : work.ends_) device_->wait(stream, *end.event);
 }
 
 bool StreamEngine::test(StreamWork& work) {
@@ -90,11 +90,11 @@ void StreamEngine::raiseFailure(StreamWork& work) {
 // Only after this, if it returns true, may the buffers of an operation that failed be used again.
 bool StreamEngine::awaitDrained(StreamWork& work) {
   const auto start = Clock::now();
-  for (const OwnedEvent& end : work.ends_) {
+  for (const StreamMover::End& end : work.ends_) {
     const double left = drainTimeout() - secondsBetween(start, Clock::now());
     if (left <= 0 || work.stuck_) break;
     try {
-      device_->synchronize(end.get(), left);
+      device_->synchronize(*end.event, left);
     } catch (const Error&) {  // the error that led here says more
     }
   }
@@ -124,9 +124,9 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
   raiseFailure(*work);
   HostWait wait(*this, *work, timeout_s);
   try {
-    for (const OwnedEvent& end : work->ends_) {
+    for (const StreamMover::End& end : work->ends_) {
       for (bool ended = false; !ended;) {
-        ended = endsWithin(end.get(), wait.left(), check);
+        ended = endsWithin(*end.event, wait.left(), check);
         if (!ended && wait.left() == 0) {
           throw Error(ErrorKind::kTimeout, "its streams have not ended");
         }

@@ -7,15 +7,13 @@
 #include <vector>
 
 #include "comm/host/work.hpp"
-#include "device/event_pool.hpp"
+#include "transport/stream/stream_mover.hpp"
 
 namespace hdpcomm {
 
 class StreamWork {
  public:
-  StreamWork(Call call, Ranks ranks, std::shared_ptr<EventPool> events)
-      : call_(call), ranks_(std::move(ranks)), events_(std::move(events)) {}
-  ~StreamWork();
+  StreamWork(Call call, Ranks ranks) : call_(call), ranks_(std::move(ranks)) {}
   StreamWork(const StreamWork&) = delete;
   StreamWork& operator=(const StreamWork&) = delete;
 
@@ -39,16 +37,15 @@ class StreamWork {
 
   Call call_;
   Ranks ranks_;
-  std::shared_ptr<EventPool> events_;
   int64_t seq_ = -1;
   FlightRecorder::Entry flight_;
   std::vector<Share> shares_;
-  OwnedEvent begin_;              // where the caller's stream was
-  std::vector<OwnedEvent> ends_;  // all of them done: the operation is
-  bool captured_ = false;         // into a graph: the engine does not watch it
-  bool by_liveness_ = false;      // its deadline moves with the ranks that it waits for
-  bool submitted_ = false;        // all of it is enqueued
-  bool ends_missing_ = false;     // not all of `ends_` could be recorded: it ends with the device
+  Fence begin_;                         // where the caller's stream was
+  std::vector<StreamMover::End> ends_;  // all of them done: the operation is
+  bool captured_ = false;               // into a graph: the engine does not watch it
+  bool by_liveness_ = false;            // its deadline moves with the ranks that it waits for
+  bool submitted_ = false;              // all of it is enqueued
+  bool ends_missing_ = false;  // not all of `ends_` could be recorded: it ends with the device
 
   // It has failed, and its streams did not drain in time; read by the thread that waits.
   std::atomic<bool> stuck_{false};

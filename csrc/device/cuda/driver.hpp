@@ -18,7 +18,8 @@ using Pointer = uint64_t;  // CUdeviceptr
 using Context = struct OpaqueContext*;
 using DriverStream = struct OpaqueStream*;
 using DriverEvent = struct OpaqueEvent*;
-struct IpcHandle {  // CUipcMemHandle
+using Function = struct OpaqueFunction*;  // CUfunction, or a CUkernel
+struct IpcHandle {                        // CUipcMemHandle
   char reserved[64];
 };
 
@@ -52,44 +53,46 @@ inline constexpr unsigned kWaitGeq = 0;
 inline constexpr unsigned kWriteDefault = 0;  // with a fence before the write
 
 // Name in the library, then the types of the arguments; all return a Result.
-#define HDP_DRIVER_FUNCTIONS(X)                                         \
-  X(cuInit, unsigned)                                                   \
-  X(cuDriverGetVersion, int*)                                           \
-  X(cuDeviceGetCount, int*)                                             \
-  X(cuDeviceGet, Ordinal*, int)                                         \
-  X(cuDeviceGetName, char*, int, Ordinal)                               \
-  X(cuDeviceGetPCIBusId, char*, int, Ordinal)                           \
-  X(cuDeviceCanAccessPeer, int*, Ordinal, Ordinal)                      \
-  X(cuDevicePrimaryCtxRetain, Context*, Ordinal)                        \
-  X(cuDevicePrimaryCtxRelease_v2, Ordinal)                              \
-  X(cuCtxPushCurrent_v2, Context)                                       \
-  X(cuCtxPopCurrent_v2, Context*)                                       \
-  X(cuCtxEnablePeerAccess, Context, unsigned)                           \
-  X(cuCtxGetStreamPriorityRange, int*, int*)                            \
-  X(cuMemAlloc_v2, Pointer*, size_t)                                    \
-  X(cuMemFree_v2, Pointer)                                              \
-  X(cuMemHostAlloc, void**, size_t, unsigned)                           \
-  X(cuMemFreeHost, void*)                                               \
-  X(cuMemHostRegister_v2, void*, size_t, unsigned)                      \
-  X(cuMemHostUnregister, void*)                                         \
-  X(cuIpcGetMemHandle, IpcHandle*, Pointer)                             \
-  X(cuIpcOpenMemHandle_v2, Pointer*, IpcHandle, unsigned)               \
-  X(cuIpcCloseMemHandle, Pointer)                                       \
-  X(cuStreamCreateWithPriority, DriverStream*, unsigned, int)           \
-  X(cuStreamDestroy_v2, DriverStream)                                   \
-  X(cuStreamIsCapturing, DriverStream, int*)                            \
-  X(cuThreadExchangeStreamCaptureMode, int*)                            \
-  X(cuStreamWaitEvent, DriverStream, DriverEvent, unsigned)             \
-  X(cuEventCreate, DriverEvent*, unsigned)                              \
-  X(cuEventDestroy_v2, DriverEvent)                                     \
-  X(cuEventRecord, DriverEvent, DriverStream)                           \
-  X(cuEventQuery, DriverEvent)                                          \
-  X(cuMemcpyAsync, Pointer, Pointer, size_t, DriverStream)              \
-  X(cuMemsetD8Async, Pointer, unsigned char, size_t, DriverStream)      \
-  X(cuStreamWriteValue32_v2, DriverStream, Pointer, uint32_t, unsigned) \
-  X(cuStreamWaitValue32_v2, DriverStream, Pointer, uint32_t, unsigned)  \
-  X(cuStreamBatchMemOp_v2, DriverStream, unsigned, MemOp*, unsigned)    \
-  X(cuGetErrorName, Result, const char**)                               \
+#define HDP_DRIVER_FUNCTIONS(X)                                                           \
+  X(cuInit, unsigned)                                                                     \
+  X(cuDriverGetVersion, int*)                                                             \
+  X(cuDeviceGetCount, int*)                                                               \
+  X(cuDeviceGet, Ordinal*, int)                                                           \
+  X(cuDeviceGetName, char*, int, Ordinal)                                                 \
+  X(cuDeviceGetPCIBusId, char*, int, Ordinal)                                             \
+  X(cuDeviceCanAccessPeer, int*, Ordinal, Ordinal)                                        \
+  X(cuDevicePrimaryCtxRetain, Context*, Ordinal)                                          \
+  X(cuDevicePrimaryCtxRelease_v2, Ordinal)                                                \
+  X(cuCtxPushCurrent_v2, Context)                                                         \
+  X(cuCtxPopCurrent_v2, Context*)                                                         \
+  X(cuCtxEnablePeerAccess, Context, unsigned)                                             \
+  X(cuCtxGetStreamPriorityRange, int*, int*)                                              \
+  X(cuMemAlloc_v2, Pointer*, size_t)                                                      \
+  X(cuMemFree_v2, Pointer)                                                                \
+  X(cuMemHostAlloc, void**, size_t, unsigned)                                             \
+  X(cuMemFreeHost, void*)                                                                 \
+  X(cuMemHostRegister_v2, void*, size_t, unsigned)                                        \
+  X(cuMemHostUnregister, void*)                                                           \
+  X(cuIpcGetMemHandle, IpcHandle*, Pointer)                                               \
+  X(cuIpcOpenMemHandle_v2, Pointer*, IpcHandle, unsigned)                                 \
+  X(cuIpcCloseMemHandle, Pointer)                                                         \
+  X(cuStreamCreateWithPriority, DriverStream*, unsigned, int)                             \
+  X(cuStreamDestroy_v2, DriverStream)                                                     \
+  X(cuStreamIsCapturing, DriverStream, int*)                                              \
+  X(cuThreadExchangeStreamCaptureMode, int*)                                              \
+  X(cuStreamWaitEvent, DriverStream, DriverEvent, unsigned)                               \
+  X(cuEventCreate, DriverEvent*, unsigned)                                                \
+  X(cuEventDestroy_v2, DriverEvent)                                                       \
+  X(cuEventRecord, DriverEvent, DriverStream)                                             \
+  X(cuEventQuery, DriverEvent)                                                            \
+  X(cuMemcpyAsync, Pointer, Pointer, size_t, DriverStream)                                \
+  X(cuMemsetD8Async, Pointer, unsigned char, size_t, DriverStream)                        \
+  X(cuStreamWriteValue32_v2, DriverStream, Pointer, uint32_t, unsigned)                   \
+  X(cuStreamWaitValue32_v2, DriverStream, Pointer, uint32_t, unsigned)                    \
+  X(cuStreamBatchMemOp_v2, DriverStream, unsigned, MemOp*, unsigned)                      \
+  X(cuLaunchKernel, Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
+    unsigned, DriverStream, void**, void**)                                               \
+  X(cuGetErrorName, Result, const char**)                                                 \
   X(cuGetErrorString, Result, const char**)
 
 struct Driver {

@@ -2,9 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <cuda/atomic>
-#include <string>
 
-#include "base/error.hpp"
 #include "device/cuda/driver.hpp"
 #include "device/cuda/loading.hpp"
 
@@ -30,27 +28,20 @@ __global__ void waitValue(uint32_t* flag, uint32_t value) {
 }
 
 // Entered like the kernels of kernels/.
-[[maybe_unused]] const bool entered = enterKernel(reinterpret_cast<const void*>(&writeValue)) &&
-                                      enterKernel(reinterpret_cast<const void*>(&waitValue));
-
-void check(const char* kernel) {
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess) {
-    throw Error(ErrorKind::kDevice,
-                std::string("launch of ") + kernel + " failed: " + cudaGetErrorString(status));
-  }
-}
+Kernel writing{reinterpret_cast<const void*>(&writeValue)};
+Kernel waiting{reinterpret_cast<const void*>(&waitValue)};
+[[maybe_unused]] const bool entered = enterKernel(writing) && enterKernel(waiting);
 
 }  // namespace
 
 void launchWriteValue(uint32_t* flag, uint32_t value, void* stream) {
-  writeValue<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(flag, value);
-  check("writeValue");
+  void* arguments[] = {&flag, &value};
+  launch("writeValue", writing, {}, 1, stream, arguments);
 }
 
 void launchWaitValue(const uint32_t* flag, uint32_t value, void* stream) {
-  waitValue<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(const_cast<uint32_t*>(flag), value);
-  check("waitValue");
+  void* arguments[] = {&flag, &value};
+  launch("waitValue", waiting, {}, 1, stream, arguments);
 }
 
 }  // namespace hdpcomm::cuda

@@ -50,14 +50,14 @@ class MixedMover::MixedExchange final : public PreparedExchange {
     others_.prepare(*mover.nccl_, operation);
   }
 
-  std::vector<Stream> enqueue(Event begin, const WaitCheck& check) && override {
-    std::vector<Stream> streams;
+  std::vector<End> enqueue(Event begin, const WaitCheck& check) && override {
+    std::vector<End> ends;
     for (Part* part : {&linked_, &others_}) {
       if (part->prepared == nullptr) continue;
       const auto more = std::move(*part->prepared).enqueue(begin, check);
-      streams.insert(streams.end(), more.begin(), more.end());
+      ends.insert(ends.end(), more.begin(), more.end());
     }
-    return streams;
+    return ends;
   }
 
  private:

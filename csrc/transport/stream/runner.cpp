@@ -30,7 +30,7 @@ struct StreamMath {
 
 }  // namespace
 
-void ScheduleRunner::enqueue(const StreamMover::WaitCheck& check) && {
+Fence ScheduleRunner::enqueue(const StreamMover::WaitCheck& check) && {
   const StreamMath math{*device_, run_};
   const size_t element_bytes = dtypeBytes(run_.call.dtype);
   const std::vector<Step>& steps = run_.schedule->steps;
@@ -40,6 +40,7 @@ void ScheduleRunner::enqueue(const StreamMover::WaitCheck& check) && {
     for (const auto& each : transfers_) each->join();
   }
   for (const auto& each : transfers_) each->finish(check);
+  return nullptr;
 }
 
 }  // namespace hdpcomm

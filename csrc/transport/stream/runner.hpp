@@ -48,7 +48,7 @@ class ScheduleRunner final : public StreamMover::PreparedCollective {
   // the stream go before those that hold the stream up.
   void add(std::unique_ptr<StepTransfers> transfers) { transfers_.push_back(std::move(transfers)); }
 
-  void enqueue(const StreamMover::WaitCheck& check) && override;
+  Fence enqueue(const StreamMover::WaitCheck& check) && override;
 
  private:
   const DevicePtr device_;

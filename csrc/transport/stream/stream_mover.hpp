@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "collective/plan.hpp"
-#include "device/handles.hpp"
+#include "device/event_pool.hpp"
 #include "transport/stats.hpp"
 
 namespace hdpcomm {
@@ -50,20 +50,26 @@ class StreamMover {
   // Called while a call of the mover waits on the host; throws to give up.
   using WaitCheck = DeviceApi::InterruptCheck;
 
+  // The end of what a stream held. No event: the stream holds nothing more yet.
+  struct End {
+    Stream stream;
+    Fence event;
+  };
+
   // An operation that was checked and has the memory that it needs besides its tensors; what it was
   // prepared from must still be there when it is enqueued. Enqueued once, or dropped.
   class PreparedExchange {
    public:
     virtual ~PreparedExchange() = default;
-    // `begin` was recorded on the caller's stream just now. The exchange has ended when what the
-    // returned streams hold now has. In the background it puts no work on the caller's stream.
-    virtual std::vector<Stream> enqueue(Event begin, const WaitCheck& check) && = 0;
+    // `begin` was recorded on the caller's stream just now. The exchange has ended when all that is
+    // returned has. In the background it puts no work on the caller's stream.
+    virtual std::vector<End> enqueue(Event begin, const WaitCheck& check) && = 0;
   };
   class PreparedCollective {
    public:
     virtual ~PreparedCollective() = default;
-    // The collective has ended when its stream has.
-    virtual void enqueue(const WaitCheck& check) && = 0;
+    // The collective has ended with what its stream holds now; its event, if there is one already.
+    virtual Fence enqueue(const WaitCheck& check) && = 0;
   };
 
   virtual ~StreamMover() = default;

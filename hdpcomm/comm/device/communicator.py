@@ -12,17 +12,13 @@ from hdpcomm.arguments import check_seconds
 from hdpcomm.comm.communicator import NAMES, Communicator, Splits
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.device.paths import DevicePath, Devices, StreamMark
-from hdpcomm.comm.profiling import event, messages, operands, profiler, recorded
+from hdpcomm.comm.profiling import event, messages, operands, profiler
 from hdpcomm.comm.shapes import check_shape
-from hdpcomm.comm.tensors import Buffer, describe
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.comm.work import ENDED, Work
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["DeviceCommunicator", "DeviceWork"]
-
-_describe_collective = _core.comm.describe_collective
-_run_collective = _core.comm.run_collective
 
 
 @untraced
@@ -171,13 +167,9 @@ class DeviceCommunicator(Communicator):
     def _exchange(
         self, path: DevicePath, sends: Sequence[tuple[Any, ...]], recvs: Sequence[tuple[Any, ...]], async_op: bool
     ) -> Work:
-        outgoing = [(*path.describe(x, f"sends[{i}]"), *_to(place)) for i, (x, *place) in enumerate(sends)]
-        incoming = [
-            (*path.describe(y, f"recvs[{i}]", writable=True), *_to(place)) for i, (y, *place) in enumerate(recvs)
-        ]
         with event("exchange", messages(self.ranks, sends, recvs) if profiler._is_profiler_enabled else {}):
-            work = path.exchange(self._core, outgoing, incoming, async_op)
-            return _finish(work, (tuple(sends), tuple(recvs)), path, async_op)
+            handle = path.exchange(self._core, sends, recvs, async_op)
+            return ENDED if handle is None else _finish(handle, (tuple(sends), tuple(recvs)), path, async_op)
 
     def _by_streams(self, x: Any) -> bool:
         return self._devices.path(x) is not None
@@ -201,34 +193,17 @@ class DeviceCommunicator(Communicator):
         async_op: bool,
         splits: Splits | None = None,
     ) -> Work:
-        paths: list[DevicePath | None] = []
-
-        def described(tensor: Any, what: str, *, writable: bool = False) -> Buffer:
-            path = self._devices.path(tensor)
-            paths.append(path)
-            return (describe if path is None else path.describe)(tensor, what, writable=writable)
-
-        call = _describe_collective(self._core, described, operation, x, out, op, root, algorithm, splits)
-        path = self._common_path(paths)
-        told = operands(self.ranks, x, out) if profiler._is_profiler_enabled else {}
-        if path is not None:
-            with event(NAMES[operation], told):
-                return _finish(path.collective(self._core, call, background=async_op), (x, out), path, async_op)
-        if profiler._is_profiler_enabled:
-            return recorded(NAMES[operation], told, (x, out), _run_collective, self._core, call, async_op)
-        handle = _run_collective(self._core, call, async_op)
-        return ENDED if handle is None else Work(handle, (x, out))
-
-
-def _to(place: Sequence[int]) -> tuple[int, int | None]:
-    """(peer, landing offset) of a message."""
-    return place[0], place[1] if len(place) > 1 else None
+        path = self._common_path([self._devices.path(tensor) for tensor in (x, out) if tensor is not None])
+        if path is None:
+            return super()._collective(operation, x, out, op, root, algorithm, async_op, splits)
+        with event(NAMES[operation], operands(self.ranks, x, out) if profiler._is_profiler_enabled else {}):
+            handle = path.collective(self._core, operation, x, out, op, root, algorithm, splits, async_op)
+            return ENDED if handle is None else _finish(handle, (x, out), path, async_op)
 
 
 def _finish(handle: _core.comm.StreamWork, buffers: tuple[Any, ...], path: DevicePath, async_op: bool) -> Work:
     work = DeviceWork(handle, buffers, path)
     if async_op:
         return work
-    if path.blocking or handle.failed:  # failed: its streams still use the buffers, which the work keeps
-        work.wait()
+    work.wait()  # tensors without streams; or it has failed, and its streams still use the buffers
     return ENDED

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hdpcomm import _core
+from hdpcomm.comm.communicator import Splits
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.device.tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
 from hdpcomm.comm.untraced import untraced
@@ -15,7 +16,9 @@ from hdpcomm.comm.untraced import untraced
 __all__ = ["DevicePath", "Devices", "StreamMark"]
 
 Core = _core.comm.Communicator
-Message = tuple[int, int, int, int, int | None]  # address, elements, dtype code, peer, landing offset
+Message = tuple[Any, ...]  # (tensor, peer) or (tensor, peer, landing offset)
+_exchange = _core.comm.stream_exchange
+_collective = _core.comm.stream_collective
 
 
 @untraced
@@ -63,11 +66,27 @@ class DevicePath:
 
     def exchange(
         self, core: Core, sends: Sequence[Message], recvs: Sequence[Message], background: bool
-    ) -> _core.comm.StreamWork:
-        return self._engine.exchange(core, sends, recvs, self._tensors.stream(), background)
+    ) -> _core.comm.StreamWork | None:
+        """Enqueues it. ``None``: the current stream waits for its end, and nobody else has to."""
+        return _exchange(self._engine, core, self.describe, sends, recvs, self._tensors.stream(), background)
 
-    def collective(self, core: Core, call: _core.comm.CollectiveCall, *, background: bool) -> _core.comm.StreamWork:
-        return self._engine.collective(core, call, self._tensors.stream(), background)
+    def collective(
+        self,
+        core: Core,
+        operation: int,
+        x: Any,
+        out: Any,
+        op: str | None,
+        root: int | None,
+        algorithm: str,
+        splits: Splits | None,
+        background: bool,
+    ) -> _core.comm.StreamWork | None:
+        """As :meth:`exchange`."""
+        engine, stream = self._engine, self._tensors.stream()
+        return _collective(
+            engine, core, self.describe, operation, x, out, op, root, algorithm, splits, stream, background
+        )
 
     def wait(self, handle: _core.comm.StreamWork, timeout: float | None) -> None:
         """The current stream waits; the host only where tensors have no stream, or where a timeout was given."""

@@ -77,7 +77,8 @@ class CudaTensors:
         return x.data_ptr(), x.numel(), code
 
     def stream(self) -> int:
-        return torch.cuda.current_stream(self.ordinal).cuda_stream
+        # Its handle alone, as torch's own generated code asks for it: torch.cuda.current_stream() makes objects.
+        return torch._C._cuda_getCurrentRawStream(self.ordinal)
 
 
 @dataclass(frozen=True, slots=True)

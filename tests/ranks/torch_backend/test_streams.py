@@ -166,12 +166,12 @@ def test_the_host_goes_on() -> None:
         assert run_threads(program, 2, transport="sim") == [[3, 1, 9]] * 2
 
 
-def test_lists_are_copied_by_the_current_stream() -> None:
+def test_lists_are_copied_by_a_stream() -> None:
     """The parts of a gather go to their tensors behind it, and who waits for the work waits for the copies, too."""
     finish = Operation.finish
 
     def as_streams_would(operation: Operation) -> None:
-        local.rank.device.synchronize_stream(local.rank.streams[0])
+        local.rank.device.synchronize_stream(local.rank.current)
         finish(operation)
 
     local = threading.local()
@@ -191,6 +191,28 @@ def test_lists_are_copied_by_the_current_stream() -> None:
 
     with tensors_with_streams(), mock.patch.object(Operation, "finish", as_streams_would):
         run_threads(program, 2, transport="sim")
+
+
+def test_a_receive_into_a_strided_tensor_holds_no_send_up() -> None:
+    """Both ranks receive first: were it copied by the current stream, that would wait, and the sends behind it."""
+    local = threading.local()
+    on: list[bool] = []
+
+    def program() -> None:
+        with joined() as local.rank:
+            rank = local.rank
+            peer = 1 - rank.group.rank()
+            rank.group._start_coalescing(torch.device("cpu"))
+            rank.group.recv([torch.zeros(70_001, 2, dtype=torch.uint8)[:, 0]], peer)
+            rank.group.send([rank.made(70_001)], peer)
+            rank.group._end_coalescing(torch.device("cpu")).wait(datetime.timedelta(seconds=30))
+
+    def noted(_operation: Operation) -> None:
+        on.append(local.rank.current in local.rank.streams)
+
+    with tensors_with_streams(), mock.patch.object(Operation, "finish", noted):
+        run_threads(program, 2, transport="sim", timeout=60)
+    assert on == [False, False]
 
 
 def test_deadline_of_a_wait() -> None:

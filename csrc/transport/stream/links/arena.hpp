@@ -9,8 +9,8 @@
 //   flag          lies on    1 means
 //   credit[slot]  sender     the receiver has emptied the slot (at the start: all)
 //   full[slot]    receiver   the sender has filled the slot
-//   clear[lane]   sender     the receiver's landing place may be written
-//   landed[lane]  receiver   the lane's share of the message is at its landing place
+//   clear         sender     the receiver's landing place may be written
+//   landed        receiver   the message is at its landing place
 //   published     reader     the peer's operand may be read
 //   consumed      owner      the peer has read and written what it had to in this rank's memory
 //
@@ -56,8 +56,8 @@ void checkArenaConfig(const ArenaConfig& config);
 struct alignas(64) PairFlags {
   uint32_t credit[kMaxSlots];
   uint32_t full[kMaxSlots];
-  uint32_t clear[kMaxLanes];
-  uint32_t landed[kMaxLanes];
+  uint32_t clear;
+  uint32_t landed;
   uint32_t published;
   uint32_t consumed;
   uint32_t small_credit[kSmallSlots];

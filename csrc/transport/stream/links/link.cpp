@@ -1,8 +1,6 @@
 #include "transport/stream/links/link.hpp"
 
 #include <algorithm>
-#include <array>
-#include <span>
 
 #include "transport/stream/launch.hpp"
 
@@ -35,6 +33,18 @@ void Fork::join(Stream stream) {
     device_->record(lane->event(), lane->stream());
     device_->wait(stream, lane->event());
   }
+}
+
+void FlagBatch::take(uint32_t* flag, Site site) {
+  ops_[count_++] = FlagOp::wait(flag, 1, site);
+  ops_[count_++] = FlagOp::write(flag, 0, site);
+}
+
+void FlagBatch::set(uint32_t* flag, Site site) { ops_[count_++] = FlagOp::write(flag, 1, site); }
+
+void FlagBatch::flush(DeviceApi& device, Stream stream) {
+  if (count_ > 0) device.flagOps(stream, {ops_.data(), count_});
+  count_ = 0;
 }
 
 Link::Link(DevicePtr device, const Arena& arena, int rank, int peer)
@@ -72,47 +82,22 @@ Link::Piece Link::next(size_t bytes, Progress& progress) const {
   return piece;
 }
 
-// The pieces of a message with a landing place: one a lane, or one in all.
-std::vector<Link::Piece> Link::shares(size_t bytes) const {
-  const auto lanes = static_cast<size_t>(arena_.config().num_lanes);
-  const size_t count = std::clamp<size_t>(bytes / kShareBytes, 1, lanes);
-  const size_t share = (bytes / count + 511) / 512 * 512;
-  std::vector<Piece> result;
-  for (size_t i = 0; i < count; ++i) {
-    const size_t begin = std::min(bytes, i * share);
-    result.push_back({begin, i + 1 == count ? bytes - begin : std::min(share, bytes - begin)});
-  }
-  return result;
-}
-
-// Flag operations of a lane that go to the driver in one call, with what comes next on it.
+// Flags of a lane: of a piece that ends, and of the next one.
 class Link::LaneFlags {
  public:
   LaneFlags(DeviceApi& device, Lane& lane) : device_(device), lane_(lane) {}
 
-  void take(uint32_t* flag, Site site = std::source_location::current()) {
-    add(FlagOp::wait(flag, 1, site));
-    add(FlagOp::write(flag, 0, site));
-  }
-  void set(uint32_t* flag, Site site = std::source_location::current()) {
-    add(FlagOp::write(flag, 1, site));
-  }
-  void flush() {
-    if (count_ > 0) device_.flagOps(lane_.stream(), {ops_.data(), count_});
-    count_ = 0;
-  }
+  FlagBatch& batch() { return batch_; }
+  void flush() { batch_.flush(device_, lane_.stream()); }
   Lane& lane() { return lane_; }
   static std::vector<LaneFlags>::iterator find(std::vector<LaneFlags>& all, const Lane& lane) {
     return std::find_if(all.begin(), all.end(), [&](LaneFlags& f) { return &f.lane_ == &lane; });
   }
 
  private:
-  void add(const FlagOp& op) { ops_[count_++] = op; }
-
   DeviceApi& device_;
   Lane& lane_;
-  std::array<FlagOp, 3> ops_;  // of a piece that ends, and of the next one
-  size_t count_ = 0;
+  FlagBatch batch_;
 };
 
 // The lanes of the next `pieces` pieces, with room for them on each: once the first piece is on its
@@ -151,7 +136,7 @@ int Link::send(const std::byte* data, size_t bytes, Progress& progress, int piec
 
 void Link::sendPiece(const std::byte* data, size_t bytes, int slot, LaneFlags& flags) {
   const Stream stream = flags.lane().stream();
-  flags.take(&mine_.credit[slot]);
+  flags.batch().take(&mine_.credit[slot]);
   flags.flush();
   std::byte* to = arena_.slot(peer_, rank_, slot);
   if (bytes > 0 && bytes <= kFusedBytes) {
@@ -159,7 +144,7 @@ void Link::sendPiece(const std::byte* data, size_t bytes, int slot, LaneFlags& f
     return;
   }
   device_->copy(to, data, bytes, stream);
-  flags.set(&theirs_.full[slot]);
+  flags.batch().set(&theirs_.full[slot]);
 }
 
 int Link::receive(const Incoming& message, Progress& progress, int pieces, Fork& fork,
@@ -178,7 +163,7 @@ int Link::receive(const Incoming& message, Progress& progress, int pieces, Fork&
 
 void Link::receivePiece(const Incoming& message, const Piece& piece, int slot, LaneFlags& flags) {
   const Stream stream = flags.lane().stream();
-  flags.take(&mine_.full[slot]);
+  flags.batch().take(&mine_.full[slot]);
   flags.flush();
   const std::byte* from = arena_.slot(rank_, peer_, slot);
   std::byte* to = message.data + piece.offset;
@@ -195,44 +180,44 @@ void Link::receivePiece(const Incoming& message, const Piece& piece, int slot, L
                  {to, message.operand + piece.offset, from, count, message.dtype, message.redop},
                  stream);
   }
-  flags.set(&theirs_.credit[slot]);
+  flags.batch().set(&theirs_.credit[slot]);
 }
 
-int Link::put(const std::byte* data, size_t bytes, size_t offset, Fork& fork,
-              const WaitCheck& check) {
-  const std::vector<Piece> parts = shares(bytes);
-  for (size_t i = 0; i < parts.size(); ++i) {
-    Lane& lane = this->lane(out_, static_cast<int>(i));
-    lane.pass(kPieceOperations, check);
-    const Stream stream = fork.enter(lane);
-    const std::array ready{FlagOp::wait(&mine_.clear[i], 1), FlagOp::write(&mine_.clear[i], 0)};
-    device_->flagOps(stream, ready);
-    device_->copy(arena_.landing(peer_) + offset + parts[i].offset, data + parts[i].offset,
-                  parts[i].bytes, stream);
-    device_->writeValue(stream, &theirs_.landed[i], 1);
-  }
-  return static_cast<int>(parts.size());
+// The first lane, behind the landing messages of the direction.
+Stream Link::enterForLanding(bool out, Fork& fork, const WaitCheck& check) {
+  Lane& lane = firstLane(out);
+  lane.pass(kPieceOperations, check);
+  const Stream stream = fork.enter(lane);
+  followLandings(out, stream, device_->isCapturing(stream));
+  return stream;
 }
 
-void Link::clear(size_t bytes, Fork& fork, const WaitCheck& check) {
-  const size_t parts = shares(bytes).size();
-  for (size_t i = 0; i < parts; ++i) {
-    Lane& lane = this->lane(in_, static_cast<int>(i));
-    lane.pass(kPieceOperations, check);
-    device_->writeValue(fork.enter(lane), &theirs_.clear[i], 1);
-  }
+void Link::copyToLanding(const std::byte* data, size_t bytes, size_t offset, Stream stream) {
+  device_->copy(arena_.landing(peer_) + offset, data, bytes, stream);
 }
 
-int Link::land(size_t bytes, bool cleared, Fork& fork, const WaitCheck& check) {
-  const size_t parts = shares(bytes).size();
-  for (size_t i = 0; i < parts; ++i) {
-    Lane& lane = this->lane(in_, static_cast<int>(i));
-    lane.pass(kPieceOperations, check);
-    const std::array ops{FlagOp::write(&theirs_.clear[i], 1), FlagOp::wait(&mine_.landed[i], 1),
-                         FlagOp::write(&mine_.landed[i], 0)};
-    device_->flagOps(fork.enter(lane), std::span(ops).subspan(cleared ? 1 : 0));
-  }
-  return static_cast<int>(parts);
+void Link::put(const std::byte* data, size_t bytes, size_t offset, Fork& fork,
+               const WaitCheck& check) {
+  const Stream stream = enterForLanding(true, fork, check);
+  FlagBatch flags;
+  awaitClear(flags);
+  flags.flush(*device_, stream);
+  copyToLanding(data, bytes, offset, stream);
+  tellLanded(flags);
+  flags.flush(*device_, stream);
+}
+
+void Link::clear(Fork& fork, const WaitCheck& check) {
+  FlagBatch flags;
+  tellClear(flags);
+  flags.flush(*device_, enterForLanding(false, fork, check));
+}
+
+void Link::land(bool cleared, Fork& fork, const WaitCheck& check) {
+  FlagBatch flags;
+  if (!cleared) tellClear(flags);
+  awaitLanded(flags);
+  flags.flush(*device_, enterForLanding(false, fork, check));
 }
 
 void Link::addStreams(std::vector<Stream>& streams) const {
@@ -248,10 +233,8 @@ void Link::release(Stream stream) const {
     ops.push_back(FlagOp::write(&mine_.credit[slot], 1));
     ops.push_back(FlagOp::write(&mine_.full[slot], 1));
   }
-  for (int lane = 0; lane < config.num_lanes; ++lane) {
-    ops.push_back(FlagOp::write(&mine_.clear[lane], 1));
-    ops.push_back(FlagOp::write(&mine_.landed[lane], 1));
-  }
+  ops.push_back(FlagOp::write(&mine_.clear, 1));
+  ops.push_back(FlagOp::write(&mine_.landed, 1));
   device_->flagOps(stream, ops);
 }
 

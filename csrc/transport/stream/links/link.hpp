@@ -1,17 +1,21 @@
 // This rank's end of a pair of ranks: turns messages into work of the pair's streams.
 //
-// A message goes through slots, in pieces of a slot, or to a landing place; both sides derive the
-// pieces from its size, so they need not agree on them by messages. Each piece belongs to one lane,
-// a stream of its own in each direction, so that several copy engines share a large message and a
-// receive never queues behind a send. The host waits only when it is far ahead of a lane
-// (pacer.hpp).
+// A message goes through slots, in pieces of a slot, or to a landing place, in one; both sides
+// derive the pieces from its size, so they need not agree on them by messages. Each piece belongs
+// to one lane, a stream of its own in each direction, so that the copies into slots and out of them
+// overlap and a receive never queues behind a send. The host waits only when it is far ahead of a
+// lane (pacer.hpp).
+//
+// Messages to landing places follow those of their pair and direction, and may be on any stream.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
 #include "base/call.hpp"
 #include "transport/stream/links/arena.hpp"
+#include "transport/stream/links/mark.hpp"
 #include "transport/stream/pacer.hpp"
 
 namespace hdpcomm::device {
@@ -54,6 +58,19 @@ class Fork {
   std::vector<Lane*> lanes_;
 };
 
+// Operations on flags of a stream that go to the driver in one call.
+class FlagBatch {
+ public:
+  // Wait until it is 1, and set it to 0.
+  void take(uint32_t* flag, Site site = std::source_location::current());
+  void set(uint32_t* flag, Site site = std::source_location::current());
+  void flush(DeviceApi& device, Stream stream);
+
+ private:
+  std::array<FlagOp, 3> ops_;
+  size_t count_ = 0;
+};
+
 struct Incoming {
   std::byte* data = nullptr;
   size_t bytes = 0;
@@ -79,11 +96,23 @@ class Link {
            const WaitCheck& check);
   int receive(const Incoming& message, Progress& progress, int pieces, Fork& fork,
               const WaitCheck& check);
-  // Send to, and receive at, an offset of the receiver's landing zone: all pieces. The receiver
+  // Send to, and receive at, an offset of the receiver's landing zone, on a lane. The receiver
   // tells that the place is free, by clear() or, if that was not called, before it waits.
-  int put(const std::byte* data, size_t bytes, size_t offset, Fork& fork, const WaitCheck& check);
-  void clear(size_t bytes, Fork& fork, const WaitCheck& check);
-  int land(size_t bytes, bool cleared, Fork& fork, const WaitCheck& check);
+  void put(const std::byte* data, size_t bytes, size_t offset, Fork& fork, const WaitCheck& check);
+  void clear(Fork& fork, const WaitCheck& check);
+  void land(bool cleared, Fork& fork, const WaitCheck& check);
+
+  // The parts of these, for a stream that follows the landing messages of the direction. Whoever
+  // enqueued a message gives its end.
+  void followLandings(bool out, Stream stream, bool captured) {
+    follow(*device_, last_landing_[out], stream, captured);
+  }
+  void markLanding(bool out, MarkPtr end) { last_landing_[out] = std::move(end); }
+  void tellClear(FlagBatch& flags) { flags.set(&theirs_.clear); }
+  void awaitClear(FlagBatch& flags) { flags.take(&mine_.clear); }
+  void copyToLanding(const std::byte* data, size_t bytes, size_t offset, Stream stream);
+  void tellLanded(FlagBatch& flags) { flags.set(&theirs_.landed); }
+  void awaitLanded(FlagBatch& flags) { flags.take(&mine_.landed); }
 
   // The first lane of a direction.
   Lane& firstLane(bool out) { return lane(out ? out_ : in_, 0); }
@@ -100,7 +129,6 @@ class Link {
   };
   size_t pieceBytes(size_t bytes) const;
   Piece next(size_t bytes, Progress& progress) const;
-  std::vector<Piece> shares(size_t bytes) const;
   class LaneFlags;
   std::vector<LaneFlags> enter(std::vector<Lane>& lanes, int next_slot, size_t bytes,
                                const Progress& progress, int pieces, Fork& fork,
@@ -108,6 +136,7 @@ class Link {
   void sendPiece(const std::byte* data, size_t bytes, int slot, LaneFlags& flags);
   void receivePiece(const Incoming& message, const Piece& piece, int slot, LaneFlags& flags);
   Lane& lane(std::vector<Lane>& lanes, int index);
+  Stream enterForLanding(bool out, Fork& fork, const WaitCheck& check);
 
   DevicePtr device_;
   const Arena& arena_;
@@ -119,6 +148,7 @@ class Link {
   std::vector<Lane> in_;
   int next_out_slot_ = 0;
   int next_in_slot_ = 0;
+  std::array<MarkPtr, 2> last_landing_;  // received, sent
 };
 
 }  // namespace hdpcomm::device

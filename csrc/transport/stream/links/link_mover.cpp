@@ -24,6 +24,7 @@ LinkMover::LinkMover(DevicePtr device, std::unique_ptr<Arena> arena,
       arena_(std::move(arena)),
       board_(std::move(board)),
       scratch_(device_),
+      events_(std::make_shared<EventPool>(device_)),
       fork_event_(device_, device_->createEvent()),
       costs_(costs),
       reads_(device_, *arena_, place_),
@@ -75,7 +76,7 @@ void LinkMover::receive(const Message& message, device::Fork& fork, device::Roun
   if (message.landing == kNoLanding) {
     rounds.receive(from, {.data = message.data, .bytes = message.bytes()}, fork);
   } else {
-    rounds.land(from, message.bytes(), fork);
+    rounds.land(from, fork);
   }
   counts_.countReceived(message.bytes());
 }
@@ -95,24 +96,35 @@ class LinkMover::LinkExchange final : public PreparedExchange {
   LinkExchange(LinkMover& mover, const Exchange& operation)
       : mover_(mover), operation_(operation) {}
 
-  std::vector<Stream> enqueue(Event begin, const WaitCheck& check) && override {
+  std::vector<End> enqueue(Event begin, const WaitCheck& check) && override {
     device::Fork fork(*mover_.device_, begin);
-    std::vector<Stream> streams;
-    const std::vector<SmallRound> small = smallRounds();
-    for (const SmallRound& round : small) {
-      if (!round.sends.empty() || !round.recvs.empty()) streams = {operation_.caller};
-      run(round, fork, check);
+    device::MarkPtr end;  // of what the caller's stream was given
+    for (const SmallRound& round : smallRounds()) {
+      if (device::MarkPtr last = run(round, fork, check)) end = std::move(last);
     }
-    device::Rounds rounds;
-    for (const Message& message : operation_.recvs) {
-      if (!mover_.isSmall(message)) mover_.receive(message, fork, rounds);
+    if (landsOnCaller()) {
+      end = land();
+    } else {
+      runOnLanes(fork, check);
     }
-    for (const Message& message : operation_.sends) {
-      if (!mover_.isSmall(message)) mover_.send(message, fork, rounds);
+    std::vector<End> ends;
+    if (end != nullptr) ends.push_back({end->stream, end->end});
+    std::vector<device::MarkPtr> marks;  // by lane
+    for (const device::Lane* lane : fork.lanes()) {
+      ends.push_back({lane->stream(), mover_.events_->record(lane->stream())});
+      marks.push_back(std::make_shared<device::Mark>(
+          device::Mark{ends.back().event, lane->stream(), operation_.captured}));
     }
-    rounds.run(check);
-    for (const device::Lane* lane : fork.lanes()) streams.push_back(lane->stream());
-    return streams;
+    for (const bool out : {false, true}) {
+      for (const Message& message : out ? operation_.sends : operation_.recvs) {
+        if (message.landing == kNoLanding) continue;
+        device::Link& link = mover_.link(message.peer);
+        const auto lane = std::find(fork.lanes().begin(), fork.lanes().end(), &link.firstLane(out));
+        link.markLanding(out,
+                         lane == fork.lanes().end() ? end : marks[lane - fork.lanes().begin()]);
+      }
+    }
+    return ends;
   }
 
  private:
@@ -153,19 +165,84 @@ class LinkMover::LinkExchange final : public PreparedExchange {
     return rounds;
   }
 
-  void run(const SmallRound& round, device::Fork& fork, const WaitCheck& check) {
+  // The end on the caller's stream; null: it was given nothing.
+  device::MarkPtr run(const SmallRound& round, device::Fork& fork, const WaitCheck& check) {
     if (round.sends_beside.empty() && round.recvs_beside.empty()) {
       return exchange(round.sends, round.recvs, operation_.caller);
     }
-    exchange(round.sends, {}, operation_.caller);
+    const device::MarkPtr sent = exchange(round.sends, {}, operation_.caller);
     exchangeBeside(round.sends_beside, true, fork, check);
-    exchange({}, round.recvs, operation_.caller);
+    const device::MarkPtr received = exchange({}, round.recvs, operation_.caller);
     exchangeBeside(round.recvs_beside, false, fork, check);
+    return received != nullptr ? received : sent;
   }
 
-  void exchange(const SmallMessages& sends, const SmallMessages& recvs, Stream stream) {
-    if (sends.empty() && recvs.empty()) return;
-    mover_.small_.exchange(sends, recvs, DType::kUint8, RedOp::kNone, stream);
+  device::MarkPtr exchange(const SmallMessages& sends, const SmallMessages& recvs, Stream stream) {
+    if (sends.empty() && recvs.empty()) return nullptr;
+    return mover_.small_.exchange(sends, recvs, DType::kUint8, RedOp::kNone, stream);
+  }
+
+  // Whether all that is not small is one message with a landing place, or one each way, and the
+  // caller's stream waits for it: then lanes would only cost events.
+  bool landsOnCaller() const {
+    if (operation_.background) return false;
+    size_t landings = 0;
+    for (const Messages* messages : {&operation_.sends, &operation_.recvs}) {
+      size_t here = 0;
+      for (const Message& message : *messages) {
+        if (mover_.isSmall(message)) continue;
+        if (message.landing == kNoLanding || ++here > 1) return false;
+      }
+      landings += here;
+    }
+    return landings > 0;
+  }
+
+  // On the caller's stream, in the order of a round (rounds.hpp): the own place is told to be free,
+  // then the peer's is awaited.
+  device::MarkPtr land() {
+    const auto landing = [&](const Messages& messages) {
+      const auto found = std::find_if(messages.begin(), messages.end(), [&](const Message& each) {
+        return each.landing != kNoLanding;
+      });
+      return found != messages.end() ? &*found : nullptr;
+    };
+    const Message* sent = landing(operation_.sends);
+    const Message* received = landing(operation_.recvs);
+    const Stream stream = operation_.caller;
+    device::Link* to = sent != nullptr ? &mover_.link(sent->peer) : nullptr;
+    device::Link* from = received != nullptr ? &mover_.link(received->peer) : nullptr;
+    device::FlagBatch flags;
+    if (from != nullptr) {
+      from->followLandings(false, stream, operation_.captured);
+      from->tellClear(flags);
+    }
+    if (to != nullptr) {
+      to->followLandings(true, stream, operation_.captured);
+      to->awaitClear(flags);
+      flags.flush(*mover_.device_, stream);
+      to->copyToLanding(sent->data, sent->bytes(), sent->landing, stream);
+      to->tellLanded(flags);
+      mover_.counts_.countSent(sent->bytes());
+    }
+    if (from != nullptr) {
+      from->awaitLanded(flags);
+      mover_.counts_.countReceived(received->bytes());
+    }
+    flags.flush(*mover_.device_, stream);
+    return std::make_shared<device::Mark>(
+        device::Mark{mover_.events_->record(stream), stream, operation_.captured});
+  }
+
+  void runOnLanes(device::Fork& fork, const WaitCheck& check) {
+    device::Rounds rounds;
+    for (const Message& message : operation_.recvs) {
+      if (!mover_.isSmall(message)) mover_.receive(message, fork, rounds);
+    }
+    for (const Message& message : operation_.sends) {
+      if (!mover_.isSmall(message)) mover_.send(message, fork, rounds);
+    }
+    rounds.run(check);
   }
 
   void exchangeBeside(const std::map<int, SmallMessages>& by_peer, bool out, device::Fork& fork,
@@ -218,11 +295,12 @@ class LinkMover::PeerReadCollective final : public PreparedCollective {
   PeerReadCollective(LinkMover& mover, const Collective& operation)
       : mover_(mover), operation_(operation) {}
 
-  void enqueue(const WaitCheck& check) && override {
+  Fence enqueue(const WaitCheck& check) && override {
+    Fence end;
     const std::vector<int> places = mover_.placesOf(operation_.ranks);
     const auto reads = readsOf(operation_, places);
     if (isSmall(reads)) {
-      enqueueSmall(reads);
+      end = enqueueSmall(reads);
     } else {
       const Event begin = mover_.fork_event_.get();
       mover_.device_->record(begin, operation_.stream);
@@ -240,6 +318,7 @@ class LinkMover::PeerReadCollective final : public PreparedCollective {
       mover_.counts_.countSent(bytes);
       mover_.counts_.countReceived(bytes);
     }
+    return end;
   }
 
  private:
@@ -251,7 +330,7 @@ class LinkMover::PeerReadCollective final : public PreparedCollective {
   }
 
   // Each rank gives every other one what that one needs, so nobody has to meet.
-  void enqueueSmall(const device::PeerReads::Operation& reads) {
+  Fence enqueueSmall(const device::PeerReads::Operation& reads) {
     const Call& call = reads.call;
     const std::vector<int>& places = *reads.ranks;
     const size_t bytes = call.count * dtypeBytes(call.dtype);
@@ -263,10 +342,11 @@ class LinkMover::PeerReadCollective final : public PreparedCollective {
       for (size_t i = 0; i < places.size(); ++i) {
         parts.push_back(call.op == OpCode::kReduceScatter ? in + i * bytes : in);
       }
-      mover_.small_.reduce({places, static_cast<int>(own), std::move(parts), reads.out, call.count,
-                            call.dtype, call.redop},
-                           operation_.stream);
-      return;
+      return mover_.small_
+          .reduce({places, static_cast<int>(own), std::move(parts), reads.out, call.count,
+                   call.dtype, call.redop},
+                  operation_.stream)
+          ->end;
     }
     device::SmallMessages::Messages sends;
     device::SmallMessages::Messages recvs;
@@ -275,10 +355,11 @@ class LinkMover::PeerReadCollective final : public PreparedCollective {
       sends.push_back({places[i], in, bytes});
       recvs.push_back({places[i], reads.out + i * bytes, bytes});
     }
-    mover_.small_.exchange(sends, recvs, call.dtype, RedOp::kNone, operation_.stream);
-    if (reads.out + own * bytes != in) {
-      mover_.device_->copy(reads.out + own * bytes, in, bytes, operation_.stream);
-    }
+    const device::MarkPtr end =
+        mover_.small_.exchange(sends, recvs, call.dtype, RedOp::kNone, operation_.stream);
+    if (reads.out + own * bytes == in) return end->end;
+    mover_.device_->copy(reads.out + own * bytes, in, bytes, operation_.stream);
+    return nullptr;
   }
 
   LinkMover& mover_;

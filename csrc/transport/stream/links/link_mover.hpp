@@ -72,6 +72,7 @@ class LinkMover final : public StreamMover {
   std::unique_ptr<device::Arena> arena_;
   const std::shared_ptr<device::SharedBoard> board_;
   ScratchPool scratch_;
+  const std::shared_ptr<EventPool> events_;
   OwnedEvent fork_event_;  // recorded anew at each fork
   const DeviceTransportCosts costs_;
   device::PeerReads reads_;

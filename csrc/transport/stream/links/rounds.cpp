@@ -23,8 +23,8 @@ void Rounds::put(Link& link, const std::byte* data, size_t bytes, size_t landing
       .push_back({.data = data, .bytes = bytes, .fork = &fork, .lands = true, .landing = landing});
 }
 
-void Rounds::land(Link& link, size_t bytes, Fork& fork) {
-  messagesOf(in_, link).push_back({.bytes = bytes, .fork = &fork, .lands = true});
+void Rounds::land(Link& link, Fork& fork) {
+  messagesOf(in_, link).push_back({.fork = &fork, .lands = true});
 }
 
 int Rounds::receiveSome(Link& link, Message& message, int pieces, const Pacer::WaitCheck& check) {
@@ -32,7 +32,8 @@ int Rounds::receiveSome(Link& link, Message& message, int pieces, const Pacer::W
     return link.receive(message.incoming, message.progress, pieces, *message.fork, check);
   }
   message.progress.complete = true;
-  return link.land(message.bytes, message.cleared, *message.fork, check);
+  link.land(message.cleared, *message.fork, check);
+  return 1;
 }
 
 int Rounds::sendSome(Link& link, Message& message, int pieces, const Pacer::WaitCheck& check) {
@@ -40,7 +41,8 @@ int Rounds::sendSome(Link& link, Message& message, int pieces, const Pacer::Wait
     return link.send(message.data, message.bytes, message.progress, pieces, *message.fork, check);
   }
   message.progress.complete = true;
-  return link.put(message.data, message.bytes, message.landing, *message.fork, check);
+  link.put(message.data, message.bytes, message.landing, *message.fork, check);
+  return 1;
 }
 
 // Tells the peers which landing places of their next messages are free.
@@ -49,7 +51,7 @@ void Rounds::clear(std::vector<Direction>& directions, const Pacer::WaitCheck& c
     if (direction.current == direction.messages.size()) continue;
     Message& message = direction.messages[direction.current];
     if (!message.lands || message.cleared) continue;
-    direction.link->clear(message.bytes, *message.fork, check);
+    direction.link->clear(*message.fork, check);
     message.cleared = true;
   }
 }

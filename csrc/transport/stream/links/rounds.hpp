@@ -22,7 +22,7 @@ class Rounds {
   void send(Link& link, const std::byte* data, size_t bytes, Fork& fork);
   // To and at an offset of the receiver's landing zone.
   void put(Link& link, const std::byte* data, size_t bytes, size_t landing, Fork& fork);
-  void land(Link& link, size_t bytes, Fork& fork);
+  void land(Link& link, Fork& fork);
 
   // Enqueues everything.
   void run(const Pacer::WaitCheck& check);

@@ -43,15 +43,8 @@ RelayItem SmallMessages::get(const Message& message) {
           .set = &arena_.flags(message.place, place_).small_credit[slot]};
 }
 
-// Work that was captured into a graph and work that was not are kept in order by whoever replays
-// the graph (docs/stream-transport.md).
 bool SmallMessages::pending(int place, bool out, Stream stream, bool captured) {
-  MarkPtr& last = at(place).last[out];
-  if (last == nullptr || last->stream == stream || last->captured != captured) return false;
-  if (captured) return device_->isCapturing(last->stream);
-  if (!device_->query(*last->end)) return true;
-  last.reset();
-  return false;
+  return device::pending(*device_, at(place).last[out], stream, captured);
 }
 
 void SmallMessages::follow(const Messages& messages, bool out, Stream stream, bool captured) {
@@ -66,14 +59,14 @@ void SmallMessages::follow(const Messages& messages, bool out, Stream stream, bo
   }
 }
 
-SmallMessages::MarkPtr SmallMessages::mark(Stream stream, bool captured) {
+MarkPtr SmallMessages::mark(Stream stream, bool captured) {
   return std::make_shared<Mark>(Mark{events_->record(stream), stream, captured});
 }
 
 // In rounds of as many messages of a pair and direction as there are slots, sends first, as Rounds
 // do: what a kernel waits for is in a kernel of the peer that waits for none behind this one.
-void SmallMessages::exchange(const Messages& sends, const Messages& recvs, DType dtype, RedOp redop,
-                             Stream stream) {
+MarkPtr SmallMessages::exchange(const Messages& sends, const Messages& recvs, DType dtype,
+                                RedOp redop, Stream stream) {
   const bool captured = device_->isCapturing(stream);
   follow(sends, true, stream, captured);
   follow(recvs, false, stream, captured);
@@ -111,9 +104,10 @@ void SmallMessages::exchange(const Messages& sends, const Messages& recvs, DType
   const MarkPtr end = mark(stream, captured);
   for (const Message& message : sends) at(message.place).last[true] = end;
   for (const Message& message : recvs) at(message.place).last[false] = end;
+  return end;
 }
 
-void SmallMessages::reduce(const Reduction& reduction, Stream stream) {
+MarkPtr SmallMessages::reduce(const Reduction& reduction, Stream stream) {
   const bool captured = device_->isCapturing(stream);
   kernels::PushFoldArgs args;
   args.num_inputs = static_cast<int>(reduction.places.size());
@@ -142,6 +136,7 @@ void SmallMessages::reduce(const Reduction& reduction, Stream stream) {
   launchPushFold(*device_, args, stream);
   const MarkPtr end = mark(stream, captured);
   for (const Message& message : others) at(message.place).last = {end, end};
+  return end;
 }
 
 void SmallMessages::release(Stream stream) const {

@@ -10,9 +10,9 @@
 #include <memory>
 #include <vector>
 
-#include "device/event_pool.hpp"
 #include "kernels/relay.hpp"
 #include "transport/stream/links/arena.hpp"
+#include "transport/stream/links/mark.hpp"
 
 namespace hdpcomm::device {
 
@@ -46,23 +46,16 @@ class SmallMessages {
   // stream is given now.
   bool pending(int place, bool out, Stream stream, bool captured);
 
-  // Enqueue on the stream, after the last messages of their pairs and directions. dtype and redop
-  // are those of messages with an operand.
-  void exchange(const Messages& sends, const Messages& recvs, DType dtype, RedOp redop,
-                Stream stream);
-  void reduce(const Reduction& reduction, Stream stream);
+  // Enqueue on the stream, after the last messages of their pairs and directions, and return the
+  // end. dtype and redop are those of messages with an operand.
+  MarkPtr exchange(const Messages& sends, const Messages& recvs, DType dtype, RedOp redop,
+                   Stream stream);
+  MarkPtr reduce(const Reduction& reduction, Stream stream);
 
   // Sets every flag that this rank's kernels may wait for, once.
   void release(Stream stream) const;
 
  private:
-  // The end of a kernel.
-  struct Mark {
-    Fence end;
-    Stream stream;
-    bool captured;
-  };
-  using MarkPtr = std::shared_ptr<Mark>;
   struct Peer {
     std::array<int, 2> next_slot = {};  // to receive, to send
     std::array<MarkPtr, 2> last = {};
@@ -72,7 +65,7 @@ class SmallMessages {
   kernels::RelayItem get(const Message& message);
   int nextSlot(int place, bool out);
   void follow(const Messages& messages, bool out, Stream stream, bool captured);
-  // The end of what was enqueued on the stream just now.
+  // The end of what the stream holds now.
   MarkPtr mark(Stream stream, bool captured);
 
   DevicePtr device_;

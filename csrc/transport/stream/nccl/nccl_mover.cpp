@@ -41,7 +41,7 @@ class NcclMover::NcclExchange final : public PreparedExchange {
         operation_(operation),
         puts_(mover.landing_bytes_ > 0 && !operation.captured) {}
 
-  std::vector<Stream> enqueue(Event begin, const WaitCheck& check) && override {
+  std::vector<End> enqueue(Event begin, const WaitCheck& check) && override {
     DeviceApi& device = *mover_.device_;
     const Stream stream =
         operation_.background ? mover_.background_stream_.get() : operation_.caller;
@@ -54,7 +54,7 @@ class NcclMover::NcclExchange final : public PreparedExchange {
       mover_.world_->exchange(sends, recvs, ncclStreamOf(stream), check);
     }
     if (puts_) device.record(mover_.staged_.get(), stream);
-    return {stream};
+    return {{stream, nullptr}};
   }
 
  private:
@@ -156,8 +156,9 @@ class NcclMover::WholeCollective final : public PreparedCollective {
                .root = operation.plan.request.root},
         stream_(operation.stream) {}
 
-  void enqueue(const WaitCheck& check) && override {
+  Fence enqueue(const WaitCheck& check) && override {
     world_.runWhole(whole_, ncclStreamOf(stream_), check);
+    return nullptr;
   }
 
  private:
