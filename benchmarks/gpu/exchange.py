@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import time
 from collections.abc import Callable
 
@@ -88,7 +87,7 @@ def host_seconds(comm: hdp.Communicator, call: Callable[[], object], calls: int)
 
 
 def small_parts(comm: hdp.Communicator) -> dict[str, float]:
-    """Of a message of 8 B: the host's seconds, and those of the GPU alone, by a graph of messages to and fro."""
+    """Seconds of the host for a message of 8 B, and of the GPU alone, by a graph of messages to and fro."""
     x = torch.randint(0, 255, (SMALL,), dtype=torch.uint8, device=CUDA)
     peer, trips = 1 - comm.rank, 20
 
@@ -213,12 +212,6 @@ def on_a_rank() -> dict[str, float]:
         }
 
 
-def with_one_lane() -> float:
-    os.environ["HDPCOMM_DEVICE_LANES"] = "1"
-    with hdp.init(transport="cuda") as comm:
-        return landing(comm, LARGE, 20)
-
-
 @functools.cache
 def copies() -> tuple[float, float]:
     """Seconds of cudaMemcpyAsync of either size."""
@@ -258,17 +251,11 @@ def rank_rows() -> list[Row]:
     return rows
 
 
-def lane_rows() -> list[Row]:
-    kind, _ = processes_kind()
-    found = spawn(with_one_lane, 2, transport="cuda", timeout=RANKS_S)[0]
-    return [row(f"{kind}: 64 MiB to a landing place, one lane", LARGE / found / 1e9, "GB/s")]
-
-
 def call_rows() -> list[Row]:
     return [row(f"the host's time for {name}", each * 1e6, "us") for name, each in calls_of_the_driver().items()]
 
 
-GROUPS: list[Rows] = [copy_rows, rank_rows, lane_rows, call_rows]
+GROUPS: list[Rows] = [copy_rows, rank_rows, call_rows]
 
 if __name__ == "__main__":
     main(__doc__.splitlines()[0], GROUPS)

@@ -371,6 +371,7 @@ def _exchange_on_a_rank(module):
         assert module.product_beside(comm) == 1.0
         for name in module.REDUCTIONS:
             assert module.all_reduce(comm, 1 << 16, name, 3) > 0
+        assert module.host_seconds(comm, comm.barrier, 1) > 0
 
 
 def test_exchange_bodies(on_cpu, monkeypatch):
@@ -383,9 +384,11 @@ def test_exchange_bodies(on_cpu, monkeypatch):
 
 def test_exchange_rows(on_cpu, monkeypatch):
     module = on_cpu("exchange")
-    found = dict.fromkeys(("small", "small both", "large", "landing", "both", "beside"), 1.0)
+    names = ("small", "small both", "small host", "small graph", "large", "landing", "both", "beside")
+    found = dict.fromkeys(names, 1.0)
     found |= {f"{name} {size}": 1.0 for name in module.REDUCTIONS for size in ("small", "large")}
-    monkeypatch.setattr(module, "spawn", lambda fn, *_, **__: [1.0 if fn is module.with_one_lane else found] * 2)
+    monkeypatch.setattr(module, "spawn", lambda *_, **__: [found] * 2)
+    monkeypatch.setattr(module, "calls_of_the_driver", lambda: {"cuEventRecord": 1e-6})
     assert sound(measured(module))["processes: 8 B, times cudaMemcpyAsync"] == 2.0
     monkeypatch.setenv("HDPCOMM_MPS", "1")
     assert "processes, MPS: message of 8 B" in sound(measured(module))
