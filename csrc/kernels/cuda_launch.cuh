@@ -33,9 +33,9 @@ template <auto kernel, typename... Arguments>
 void launchKernel(const char* name, dim3 blocks, int threads, void* stream,
                   Arguments... arguments) {
   static_cast<void>(&Loaded<kernel>::entered);  // its use makes it
+  const hdpcomm::cuda::Grid grid{blocks.x, blocks.y, blocks.z};
   void* pointers[] = {&arguments..., nullptr};
-  hdpcomm::cuda::launch(name, Loaded<kernel>::it, {blocks.x, blocks.y, blocks.z}, threads, stream,
-                        pointers);
+  hdpcomm::cuda::launch(name, Loaded<kernel>::it, grid, threads, stream, pointers);
 }
 
 // The widest access, in bytes, that every address and size here allows (16, 8, 4, 2 or 1).

@@ -16,7 +16,7 @@ TOP = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent / "emulated"
 COMPILER = shutil.which("g++")
 FLAGS = ["-std=c++20", "-O0", "-fsanitize=address", "-w", f"-I{HERE / 'shim'}"]
-LAUNCH = "kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);"
+LAUNCH = "hdpcomm::cuda::launch(name, Loaded<kernel>::it, grid, threads, stream, pointers);"
 EMULATED = "emulated::run(blocks, threads, [&] { kernel(arguments...); }); static_cast<void>(stream);"
 BLOCKS = "kMaxBlocks = 1 << 16;"
 
@@ -60,7 +60,7 @@ def tree(tmp_path_factory):
     others = (TOP / "csrc/base" / name for name in ("error.cpp", "dtype.cpp", "call.cpp", "text.cpp"))
     together = sources.parent / "unity.cpp"  # a third of the time
     together.write_text("".join(f'#include "{path}"\n' for path in (*sorted(sources.glob("*.cpp")), *others)))
-    files = [*sources.glob("*.cu"), TOP / "csrc/device/cuda/loading.cu", HERE / "driver.cpp"]
+    files = [*sources.glob("*.cu"), HERE / "driver.cpp"]
     files.sort(key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda source: compile_one(source, objects), [together, *files]))

@@ -52,7 +52,7 @@ def tree(tmp_path_factory):
     host += [TOP / "csrc/base" / f"{name}.cpp" for name in ("error", "dtype", "call", "text")]
     together = sources.parent / "unity.cpp"
     together.write_text("".join(f'#include "{path}"\n' for path in host))
-    files = [sources / "relay.cu", HERE / "ranks.cpp", together, TOP / "csrc/device/cuda/loading.cu"]
+    files = [sources / "relay.cu", HERE / "ranks.cpp", together]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda source: compile_one(source, objects / f"{source.name}.o", sources), files))
     return sources, objects

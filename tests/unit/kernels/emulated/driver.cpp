@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "device/cuda/loading.hpp"
 #include "kernels/cast.hpp"
 #include "kernels/cross_entropy.hpp"
 #include "kernels/merge.hpp"
@@ -20,6 +21,9 @@
 
 using namespace hdpcomm;
 using namespace hdpcomm::kernels;
+
+// Kernels are here when the program starts.
+bool hdpcomm::cuda::enterKernel(Kernel&) { return true; }
 
 namespace {
 
