@@ -140,7 +140,8 @@ void bindTestDevice(py::module_& module) {
           [](TestDevice& device, uintptr_t stream) { return device.endCapture({stream}); },
           py::arg("stream"), Unlocked())
       .def("limit_threads", &TestDevice::limitThreads, py::arg("count"), Unlocked())
-      .def("limit_queues", &TestDevice::limitQueues, py::arg("operations"), Unlocked())
+      .def("limit_queues", &TestDevice::limitQueues, py::arg("operations"),
+           py::arg("blocks") = false, Unlocked())
       .def("take_turns_as", &TestDevice::takeTurnsAs, py::arg("identity"))
       .def("count_calls", &TestDevice::countCalls)
       .def("counted_calls", &TestDevice::countedCalls)

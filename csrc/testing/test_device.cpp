@@ -1,6 +1,7 @@
 #include "testing/test_device.hpp"
 
 #include <cerrno>
+#include <chrono>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -164,9 +165,10 @@ void TestDevice::limitThreads(int count) {
   threads_left_ = count;
 }
 
-void TestDevice::limitQueues(uint64_t operations) {
+void TestDevice::limitQueues(uint64_t operations, bool blocks) {
   const std::lock_guard lock(captures_mutex_);
   most_queued_ = operations;
+  blocks_ = blocks;
 }
 
 void TestDevice::holdCopies(uint32_t* flag) {
@@ -184,8 +186,12 @@ void TestDevice::submit(Op op, Stream stream) {
     capture->add(state.get(), std::move(op));
     return;
   }
-  {
-    const uint64_t held = state->submitted() - state->completed();
+  const auto held_now = [&] { return state->submitted() - state->completed(); };
+  if (blocks_) {
+    const std::lock_guard driver(driver_mutex_);
+    while (held_now() >= *most_queued_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  } else {
+    const uint64_t held = held_now();
     const std::lock_guard lock(captures_mutex_);
     if (most_queued_ && held >= *most_queued_) {
       throw Error(ErrorKind::kDevice, "a stream holds " + std::to_string(held) +

@@ -2,6 +2,7 @@
 // that runs out of threads, and streams that hold no more operations than those of a driver.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -34,8 +35,8 @@ class TestDevice final : public simulated::FastDevice {
   // none left, which is an error of the call.
   void limitThreads(int count);
   // From now on a stream that holds `operations` takes no more: an error of the call, where a
-  // driver would block the host.
-  void limitQueues(uint64_t operations);
+  // driver would block the host; with `blocks` it does, and all other calls that enqueue.
+  void limitQueues(uint64_t operations, bool blocks);
   // Streams that are made from now on share so many queues in turn, the default stream's among
   // them: what a queue was given first runs first. Streams of a GPU share them, too.
   void shareQueues(int count) { num_queues_ = count; }
@@ -85,6 +86,8 @@ class TestDevice final : public simulated::FastDevice {
   uint64_t next_capture_ = 1;
   std::optional<int> threads_left_;
   std::optional<uint64_t> most_queued_;
+  std::atomic<bool> blocks_{false};
+  std::mutex driver_mutex_;  // of the calls that enqueue, where a full stream blocks
   uint32_t* copies_wait_for_ = nullptr;
   std::set<uintptr_t> streams_with_threads_;
   std::optional<std::map<std::string, int>> calls_;

@@ -6,6 +6,13 @@
 #include "base/settings.hpp"
 
 namespace hdpcomm {
+namespace {
+
+// Seconds: kernels that run longer with a full queue behind them, beside a rank that is gone, are
+// nothing to wait for.
+constexpr double kMostStuck = 30;
+
+}  // namespace
 
 using device::CallBoard;
 using device::CallEntry;
@@ -49,6 +56,7 @@ StreamEngine::StreamEngine(DevicePtr device, std::shared_ptr<CallBoard> board,
       probe_(device_, device_->createEvent()),
       peers_(static_cast<size_t>(world.size())),
       recorder_(Settings::read().flight_records),
+      guard_(rank_, std::min(kMostStuck, timeout_s_), [this] { return lost(); }),
       watcher_([this] { watch(); }) {}
 
 void StreamEngine::checkUsable() const {

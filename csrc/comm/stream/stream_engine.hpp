@@ -22,6 +22,7 @@
 
 #include "comm/host/communicator.hpp"
 #include "comm/stream/stream_work.hpp"
+#include "comm/stream/stuck_guard.hpp"
 #include "comm/wait_counts.hpp"
 #include "transport/stream/call_board.hpp"
 #include "transport/stream/pacer.hpp"
@@ -170,6 +171,9 @@ class StreamEngine final : public WorldPart {
   void raiseFailure(StreamWork& work);
   bool awaitDrained(StreamWork& work);
 
+  // What keeps operations from ending, for the guard: takes no lock.
+  std::optional<std::string> lost();
+
   // stream_teardown.cpp
   static void endEngine(StreamEngine* engine);
   bool drained(const StreamWork& work) const;
@@ -204,13 +208,15 @@ class StreamEngine final : public WorldPart {
   WaitCounts waited_;
   FlightRecorder recorder_;
   std::optional<Error> failed_;
+  std::atomic<bool> has_failed_{false};
   mutable bool device_lost_ = false;
   bool closed_ = false;
 
   std::condition_variable wake_;
   bool stop_ = false;
   bool retired_ = false;  // the streams have drained, and the mover's memory is given up
-  std::thread watcher_;   // last: it uses all of the above from its start
+  StuckGuard guard_;
+  std::thread watcher_;  // last: it uses all of the above from its start
 };
 
 }  // namespace hdpcomm

@@ -250,6 +250,7 @@ void StreamEngine::fail(const Error& error) {
   if (failed_) return;
   collectEnded();
   failed_ = error;
+  has_failed_ = true;
   release_due_ = true;
   std::vector<uint64_t> valid_posts;
   for (const Peer& peer : peers_) valid_posts.push_back(peer.num_posted);
@@ -313,11 +314,22 @@ void StreamEngine::checkHealth() {
   }
 }
 
+std::optional<std::string> StreamEngine::lost() {
+  if (has_failed_) return "its device operations have failed";
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    if (rank != rank_ && board_->lost(rank)) {
+      return "rank " + std::to_string(rank) + " has failed or died";
+    }
+  }
+  return std::nullopt;
+}
+
 void StreamEngine::watch() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
     wake_.wait_for(lock, releasing() ? kReleaseInterval : kWatchInterval);
     if (stop_) return;
+    guard_.beat();
     try {
       checkHealth();
     } catch (const std::exception& failure) {

@@ -103,6 +103,7 @@ void StreamEngine::close(const std::string& reason) {
   lock.unlock();
   wake_.notify_all();
   watcher_.join();
+  guard_.stop();
   lock.lock();
   reportMoves();
   world_ = nullptr;
