@@ -16,6 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,42 @@ def planted_metadata(step: Path, draw: random.Random, marker: Path) -> None:
         data = metadata
     (step / ".metadata").write_bytes(pickle.dumps(data, protocol=draw.randint(0, 5)))
     sign(step)
+
+
+class _ByName(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, each: Any) -> Any:
+        return (getattr, (type(each), each.name)) if isinstance(each, Enum) else NotImplemented
+
+
+def test_enumerations_of_python_3_11_2_are_read(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound, tmp_path / "run")
+    step = tmp_path / "run/step-2"
+    with (step / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    told = io.BytesIO()
+    _ByName(told).dump(metadata)
+    assert b"getattr" in told.getvalue()
+    (step / ".metadata").write_bytes(told.getvalue())
+    sign(step)
+    into = state(-1.0)
+    open_checkpoint(step).load_into(into)
+    assert torch.equal(into["w"], torch.full((3, 5), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(torch.Size, "__len__"), (Metadata, "__init__"), (Metadata, "planner_data")]
+)
+def test_nothing_else_is_got_by_its_name(sound: Path, tmp_path: Path, kind: type, name: str) -> None:
+    shutil.copytree(sound, tmp_path / "run")
+    step = tmp_path / "run/step-2"
+    reduced = b"\x80\x02cbuiltins\ngetattr\nc" + f"{kind.__module__}\n{kind.__name__}\nX".encode()
+    reduced += len(name).to_bytes(4, "little") + name.encode() + b"\x86R."
+    (step / ".metadata").write_bytes(reduced)
+    sign(step)
+    with pytest.raises(InvalidUsage, match=r"asks for '.*' of what is no enumeration with it"):
+        open_checkpoint(step).load_into(state(-1.0))
 
 
 def planted_object(step: Path, draw: random.Random, marker: Path) -> None:
