@@ -208,9 +208,16 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
     console.print(table)
     if (beside := found.beside) is not None:
         table = _table("beside it, of each rank")
-        for name in ("offload pool (pinned)", "messages (shared by the host)", "messages (device)"):
+        columns = {
+            "offload pool (pinned)": beside.pool,
+            "messages (shared by the host)": beside.shared,
+            "messages (device)": beside.device,
+        }
+        if beside.copies:
+            columns["copies (--elastic)"] = beside.copies
+        for name in columns:
             table.add_column(name, justify="right")
-        table.add_row(*(size_text(each) for each in (beside.pool, beside.shared, beside.device)))
+        table.add_row(*map(size_text, columns.values()))
         console.print(table)
         most += beside.device
     if found.elsewhere is not None:

@@ -79,10 +79,11 @@ class DryRun:
     elsewhere: str | None = None
 
 
-def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
+def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig, *, elastic: bool = False) -> DryRun:
     """Measures the model as a run would, and plans and simulates its first steps. Collective over ``comm``.
 
-    Nothing is trained or written. Raises: InvalidUsage as :func:`hdpcomm.run.train`.
+    Nothing is trained or written. ``elastic``: the run would go on when ranks die. Raises: InvalidUsage as
+    :func:`hdpcomm.run.train`.
     """
     comm = by_host(comm, domains_of(comm))
     check_limits(corpus, config, ranks=comm.size)
@@ -91,7 +92,8 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig) -> DryRun:
     costs = measure_costs(comm, config, longest=int(corpus.lengths.max()), capacity=capacity)
     planners = {policy: make_planner(comm, corpus, config, costs, policy) for policy in config.policies}
     _, on_host = local_place(comm.rank, comm.size)
-    beside = memory_beside(config, on_host, on_devices=comm.device.type == "cuda")
+    elastic_ranks = comm.size if elastic else 0
+    beside = memory_beside(config, on_host, on_devices=comm.device.type == "cuda", elastic_ranks=elastic_ranks)
     return replace(_dry_run(corpus, config, comm.size, planners, devices), beside=beside)
 
 

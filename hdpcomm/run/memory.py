@@ -21,7 +21,7 @@ from hdpcomm.models import NewWeights, Weights
 from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.model import new_part
+from hdpcomm.run.model import model_on_meta, new_part
 from hdpcomm.run.optimizers import elementwise_optimizer, is_for_matrices, matrix_optimizer
 from hdpcomm.run.pipelines import mesh_of, recompute_by_device
 from hdpcomm.train.buckets import Sharding
@@ -55,20 +55,40 @@ class MemoryBeside:
         shared: the rank's share of the memory through which the ranks of its host send; pages are taken when they are
             first used, so it is the most.
         device: device memory for messages of the ranks of its host; 0: the ranks are on CPUs.
+        copies: host memory for what ``--elastic`` keeps of this rank and of others (``hdpcomm.train.peer_copies``); 0:
+            without it. A rank sends at most a quarter of it a step, and nothing where ranks hold the same.
     """
 
     pool: int
     shared: float
     device: int
+    copies: float = 0.0
 
 
-def memory_beside(config: RunConfig, ranks_on_host: int, *, on_devices: bool) -> MemoryBeside:
-    """The same of each of so many ranks of a host, by the settings (``HDPCOMM_*``) here. Local."""
+def memory_beside(config: RunConfig, ranks_on_host: int, *, on_devices: bool, elastic_ranks: int = 0) -> MemoryBeside:
+    """The same of each of so many ranks of a host, by the settings (``HDPCOMM_*``) here. Local.
+
+    Args:
+        elastic_ranks: ranks of a run that goes on when some die; 0: it does not.
+    """
     return MemoryBeside(
         pool=config.offload,
         shared=segment_bytes(ranks_on_host) / ranks_on_host,
         device=arena_bytes(ranks_on_host) if on_devices else 0,
+        copies=4 * _state_bytes(config) / elastic_ranks if elastic_ranks else 0.0,
     )
+
+
+def _state_bytes(config: RunConfig) -> float:
+    """Weights, masters and the optimizer's state of the whole model, each element once, but tied weights by each of
+    their names, as a checkpoint has them."""
+    alone = replace(
+        config, pipeline=1, tensor=1, expert=1, chunks=1, split_backward=False, zero=1 if config.zero else 0
+    )
+    (found,) = predict_memory(alone, 1)
+    model = model_on_meta(config.model)
+    named, once = (sum(p.numel() for _, p in model.named_parameters(remove_duplicate=each)) for each in (False, True))
+    return found.states - found.gradients + (named - once) * config.parameter_dtype.itemsize
 
 
 def free_models() -> None:

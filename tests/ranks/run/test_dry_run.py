@@ -12,12 +12,15 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
 from hdpcomm.comm.absent import AbsentRanks
+from hdpcomm.data import open_corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
-from hdpcomm.run import RunConfig, folder_model
+from hdpcomm.run import RunConfig, Saving, folder_model, train
 from hdpcomm.run.costs import host_memory
 from hdpcomm.run.memory import measure_memory, memory_beside, predict_memory
+from hdpcomm.run.peer_saves import PeerSaves
 from hdpcomm.testing import run_threads, spawn
+from hdpcomm.train.peer_copies import PeerCopies
 
 SIZES = {"vocabulary": 500, "layers": 8, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
@@ -163,6 +166,43 @@ def test_memory_of_the_pool_is_what_it_takes() -> None:
         assert pool.stats().capacity == beside.pool
         assert resident() - before == pytest.approx(beside.pool, rel=0.05)
         assert memory_beside(config_of({}, {}), 1, on_devices=False).pool == 0
+
+
+ELASTIC: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
+    **{
+        name: MESHES[name] for name in ("hdp2", "hdp4", "hdp3 zero", "hdp2 zero 2", "tensor2 hdp2", "pipeline2 tensor2")
+    },
+    "expert2": MESHES["expert2"],
+    "bf16, zero 1": (3, {"zero": 1, "dtype": "bf16"}, {}),
+    "muon": (2, {"optimizer": "Muon"}, {}),
+}
+
+
+@pytest.mark.parametrize("mesh", ELASTIC)
+def test_copies_take_what_the_dry_run_says(mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, options, model = ELASTIC[mesh]
+    taken: list[int] = []
+    make = PeerCopies.__init__
+
+    def noted(self: PeerCopies, *arguments: Any, **given: Any) -> None:
+        make(self, *arguments, **given)
+        taken.append(self.nbytes)
+
+    monkeypatch.setattr(PeerCopies, "__init__", noted)
+    config = config_of(options, model, steps=1)
+    (tmp_path / "a.txt").write_text("some text " * 400)
+
+    def rank() -> None:
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            saving = Saving(tmp_path / "run", peers=PeerSaves())
+            train(comm, open_corpus([str(tmp_path / "a.txt")], context=200), config, saving=saving)
+
+    run_threads(rank, ranks, timeout=100.0)
+    predicted = memory_beside(config, ranks, on_devices=False, elastic_ranks=ranks).copies
+    assert len(taken) == ranks
+    generators = 4 * torch.get_rng_state().numel()
+    assert sum(taken) / ranks - generators == pytest.approx(predicted, rel=0.02)
 
 
 def test_absent_ranks() -> None:
