@@ -62,7 +62,7 @@ class Hosts:
             raise
 
     def _hold(self, name: str) -> None:
-        setup = f"hostname {name} && mount -t tmpfs none /dev/shm && echo ready && exec sleep 600"
+        setup = f"hostname {name} && mount -t tmpfs none /dev/shm && echo ready && exec sleep infinity"
         holder = subprocess.Popen(
             ["unshare", "-n", "-p", "-f", "-m", "-u", "-i", "--mount-proc", "--kill-child", "sh", "-c", setup],
             stdout=subprocess.PIPE,

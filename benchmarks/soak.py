@@ -1,0 +1,329 @@
+"""A job that is never left alone: random checked traffic for a long time, while its ranks die, stop and come.
+
+    sudo python benchmarks/soak.py [--minutes 60] [--seed 0] [--json FILE]
+
+Ranks are processes on four hosts (network namespaces of this machine, joined by a bridge). They draw operations on
+random subsets alike and check each result (``killed_ranks.operate``). Meanwhile ranks are killed, stopped for up to two
+seconds, started as newcomers (by a lobby, as ``hdpcomm train --join`` does), killed while others come, and links get
+slow. Those who live go on by ``shrink()`` and ``grow()``. Counts what was done, what was wrong, ranks that hung or
+ended by an error, and what is left: memory, descriptors and threads a million operations, processes and files at the
+end. Exit code 4: something was wrong, hung or left. Needs root, ip, tc and 1 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+HOSTS, FIRST, LEAST, MOST = 4, 6, 4, 9
+TIMEOUT_S, HANG_S = 30.0, 120.0
+MISSED = 4
+EVENTS = {"kill": 5, "stop": 3, "join": 6, "kill while one joins": 2, "slow link": 2, "fast link": 2}
+
+
+# --- ranks
+
+
+class Rank:
+    """One process of the job, until it is told to end."""
+
+    def __init__(self, name: str, folder: Path, seed: str) -> None:
+        self.name, self.folder, self.seed = name, folder, seed
+        self.epoch, self.operations, self.shrunk, self.grown = 0, 0, 0, 0
+        self.lobby: Any = None
+        self.told_s = 0.0
+
+    def tell(self, size: int, *, end: str = "") -> None:
+        """What the others look at, once a second."""
+        if not end and time.monotonic() - self.told_s < 1:
+            return
+        self.told_s = time.monotonic()
+        me = psutil.Process()
+        row = {
+            "name": self.name,
+            "time": time.time(),
+            "operations": self.operations,
+            "size": size,
+            "shrunk": self.shrunk,
+            "grown": self.grown,
+            "memory": me.memory_info().rss,
+            "descriptors": me.num_fds(),
+            "threads": me.num_threads(),
+            "end": end,
+        }
+        with (self.folder / f"{self.name}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def run(self, comm: Any) -> None:
+        import torch
+
+        import hdpcomm as hdp
+
+        while True:
+            try:
+                shared = torch.tensor([self.epoch])
+                comm.all_reduce(shared, "max")
+                self.epoch = int(shared) + 1
+                comm, over = self.work(comm)
+                if over:
+                    if self.lobby is not None:
+                        self.lobby.close()
+                    comm.close()
+                    return
+            except (hdp.PeerLost, hdp.Aborted, hdp.CommTimeout):
+                comm = comm.shrink()
+                self.shrunk += 1
+
+    def work(self, comm: Any) -> tuple[Any, bool]:
+        """Operates until newcomers wait or the end has come: (the communicator to go on with, whether it is over)."""
+        import torch
+        from killed_ranks import operate
+
+        from hdpcomm.run.lobby import Lobby, grow
+
+        if comm.rank == 0 and self.lobby is None:
+            self.lobby = Lobby(self.folder / "lobby.json", lambda: "soak")
+        for number in range(1 << 30):
+            draw = random.Random(f"{self.seed} {self.epoch} {number}")
+            operate(comm, draw, number)
+            self.operations += 1
+            self.tell(comm.size)
+            if number % 40:
+                continue
+            asks = [len(self.lobby.waiting()), (self.folder / "stop").exists()] if comm.rank == 0 else [0, 0]
+            told = torch.tensor(asks)
+            comm.broadcast(told, 0)
+            if int(told[1]):
+                return comm, True
+            if int(told[0]):
+                comm = grow(comm, self.lobby if comm.rank == 0 else None, 0, "auto")
+                self.grown += 1
+                return comm, False
+        raise AssertionError
+
+
+def rank_main(name: str, folder: Path, seed: str, joins: bool) -> int:
+    import torch
+
+    import hdpcomm as hdp
+    from hdpcomm.run.lobby import enter
+
+    torch.set_num_threads(1)
+    rank = Rank(name, folder, seed)
+    rank.tell(0, end="starts")
+    try:
+        comm = enter(folder / "lobby.json", "soak", timeout=60) if joins else hdp.init(timeout=TIMEOUT_S)
+        rank.run(comm)
+    except hdp.Error as error:
+        # A newcomer whose job was busy with a death, or which the others went on without, is no fault of anybody.
+        rank.tell(0, end=f"{'not taken' if joins and rank.operations == 0 else 'failed'}: {error!r}")
+        return 0
+    except BaseException as error:
+        rank.tell(0, end=f"wrong: {error!r}")
+        raise
+    rank.tell(0, end="over")
+    return 0
+
+
+# --- the one that disturbs
+
+
+class Job:
+    """The processes of the job, as seen from outside."""
+
+    def __init__(self, hosts: Any, folder: Path, seed: str) -> None:
+        self.hosts, self.folder, self.seed = hosts, folder, seed
+        self.draw = random.Random(seed)
+        self.count = 0
+        self.slow: set[int] = set()
+        self.killed: set[str] = set()
+
+    def start(self, *, rank: int | None = None, host: int | None = None) -> str:
+        self.count += 1
+        name = f"r{self.count}"
+        host = self.draw.randrange(HOSTS) if host is None else host
+        command = [sys.executable, __file__, "--rank", name, "--folder", str(self.folder), "--seed", self.seed]
+        place = {}
+        if rank is None:
+            command.append("--joins")
+        else:
+            place = {"RANK": str(rank), "WORLD_SIZE": str(FIRST), "MASTER_ADDR": self.hosts.address(0)}
+            place["MASTER_PORT"] = "29400"
+        # Without a reader a pipe would fill; what a rank says goes to a file.
+        self.hosts.start(host, ["sh", "-c", '"$@" >> "$0" 2>&1', str(self.folder / f"{name}.log"), *command], place)
+        return name
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """Those that live, by name."""
+        found = {}
+        for each in psutil.process_iter(["cmdline"]):
+            line = each.info["cmdline"] or []
+            if str(self.folder) in line and "--rank" in line and line[0] == sys.executable:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if each.status() != psutil.STATUS_ZOMBIE:
+                        found[line[line.index("--rank") + 1]] = each
+        return found
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / f"{name}.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+    def working(self) -> dict[str, psutil.Process]:
+        """Those that have operated."""
+        return {name: p for name, p in self.processes().items() if (rows := self.rows(name)) and rows[-1]["operations"]}
+
+    def kill(self, names: dict[str, psutil.Process]) -> None:
+        name = self.draw.choice(sorted(names))
+        self.killed.add(name)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names[name].kill()
+
+    def disturb(self) -> str:
+        living = self.working()
+        kinds = [kind for kind, weight in EVENTS.items() for _ in range(weight)]
+        kind = self.draw.choice(kinds)
+        if len(self.processes()) <= LEAST:
+            kind = "join"
+        if kind in ("join", "kill while one joins") and len(self.processes()) >= MOST:
+            kind = "kill"
+        if "kill" in kind and len(living) <= 2:
+            kind = "join"
+        if "join" in kind:
+            self.start()
+        if kind == "kill while one joins":
+            time.sleep(1 + 2 * self.draw.random())
+        if "kill" in kind:
+            self.kill(living)
+        if kind == "stop":
+            for each in self.draw.sample(sorted(living), min(len(living), self.draw.randint(1, 2))):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    living[each].suspend()
+                    time.sleep(2 * self.draw.random())
+                    living[each].resume()
+        if kind == "slow link":
+            host = self.draw.randrange(HOSTS)
+            if host not in self.slow:
+                self.slow.add(host)
+                self.hosts._tc(self.hosts._inits[host], "qdisc add dev eth0 root netem delay 5ms rate 100mbit")
+        if kind == "fast link" and self.slow:
+            host = self.slow.pop()
+            self.hosts._tc(self.hosts._inits[host], "qdisc del dev eth0 root")
+        return kind
+
+
+def growth(rows: list[dict[str, Any]], what: str) -> float | None:
+    """A million operations' growth of a process, from the medians of its first and last third; ``None``: too young."""
+    rows = [row for row in rows if row["operations"]][10:]  # what is taken once is there by then
+    if len(rows) < 90:
+        return None
+    third = len(rows) // 3
+    first, last = rows[:third], rows[-third:]
+    done = statistics.median(row["operations"] for row in last) - statistics.median(row["operations"] for row in first)
+    added = statistics.median(row[what] for row in last) - statistics.median(row[what] for row in first)
+    return 1e6 * added / done
+
+
+def soak(minutes: float, seed: str) -> dict[str, Any]:
+    from tests.harness.hosts import Hosts
+
+    events: Counter[str] = Counter()
+    faults: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="hdpcomm-soak-") as place, Hosts(HOSTS) as hosts:
+        folder = Path(place)
+        job = Job(hosts, folder, seed)
+        for rank in range(FIRST):
+            job.start(rank=rank, host=rank % HOSTS)
+        end, moved, before = time.monotonic() + 60 * minutes, time.monotonic(), -1
+        while time.monotonic() < end and not faults:
+            time.sleep(3 + 6 * job.draw.random())
+            done = sum(row["operations"] for name in job.working() for row in job.rows(name)[-1:])
+            if done != before:
+                before, moved = done, time.monotonic()
+            elif time.monotonic() - moved > HANG_S:
+                faults.append(f"nothing was done for {HANG_S:g} s")
+            events[job.disturb()] += 1
+            names = [f"r{i + 1}" for i in range(job.count)]
+            faults += [
+                f"{n}: {row['end']}" for n in names for row in job.rows(n)[-1:] if row["end"].startswith(("f", "w"))
+            ]
+            if not job.processes():
+                faults.append("nobody is left")
+        (folder / "stop").touch()
+        limit = time.monotonic() + HANG_S
+        while job.processes() and time.monotonic() < limit:
+            time.sleep(0.2)
+        left = sorted(job.processes())
+        faults += [f"{name} hung" for name in left]
+        every = {f"r{i + 1}": job.rows(f"r{i + 1}") for i in range(job.count)}
+        for name, rows in every.items():
+            last = rows[-1]["end"] if rows else "never started"
+            if name not in job.killed and name not in left and not last.startswith(("over", "not taken")):
+                faults.append(f"{name} ended: {last or 'in the middle of its work'}: {log_of(folder, name)}")
+        found = {what: [g for rows in every.values() if (g := growth(rows, what)) is not None] for what in
+                 ("memory", "descriptors", "threads")}  # fmt: skip
+        files = sorted(path.name for path in folder.iterdir() if path.suffix not in (".jsonl", ".log"))
+        return {
+            "minutes": minutes,
+            "events": dict(sorted(events.items())),
+            "processes": job.count,
+            "killed": len(job.killed),
+            "not_taken": sum(rows[-1]["end"].startswith("not taken") for rows in every.values() if rows),
+            "operations": max((rows[-1]["operations"] for rows in every.values() if rows), default=0),
+            "operations_of_all_ranks": sum(rows[-1]["operations"] for rows in every.values() if rows),
+            "shrinks": max((row["shrunk"] for rows in every.values() for row in rows), default=0),
+            "grows": max((row["grown"] for rows in every.values() for row in rows), default=0),
+            "growth_per_million_operations": {
+                what: {"processes": len(all_), "median": statistics.median(all_), "most": max(all_)} if all_ else None
+                for what, all_ in found.items()
+            },
+            "files_left": [name for name in files if name != "stop"],
+            "faults": faults,
+        }
+
+
+def log_of(folder: Path, name: str) -> str:
+    path = folder / f"{name}.log"
+    return path.read_text()[-1500:] if path.exists() else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--seed", default="0")
+    parser.add_argument("--json", type=Path)
+    for name in ("--rank", "--folder"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--joins", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        return rank_main(options.rank, Path(options.folder), options.seed, options.joins)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    found = soak(options.minutes, options.seed)
+    found |= {"date": date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    print(json.dumps(found, indent=1))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return MISSED if found["faults"] or found["files_left"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
