@@ -223,7 +223,7 @@ class Job:
             host = self.draw.randrange(HOSTS)
             if host not in self.slow:
                 self.slow.add(host)
-                self.hosts._tc(self.hosts._inits[host], "qdisc add dev eth0 root netem delay 5ms rate 100mbit")
+                self.hosts._tc(self.hosts._inits[host], "qdisc add dev eth0 root tbf rate 100mbit burst 128kb latency 50ms")
         if kind == "fast link" and self.slow:
             host = self.slow.pop()
             self.hosts._tc(self.hosts._inits[host], "qdisc del dev eth0 root")
