@@ -139,6 +139,38 @@ def landings() -> None:
         rank.used(block)
 
 
+def landings_of_streams() -> None:
+    """Landing messages of two streams that nothing orders, in turns, in the foreground and not, with small ones."""
+    with joined() as rank:
+        n, r, device = rank.comm.size, rank.comm.rank, rank.device
+        to, back = (r - 1) % n, (r + 1) % n
+        zone = rank.comm.landing_zone(torch.empty(0), back if rank.comm.lands(back) else None)
+        memory = torch.empty(1 << 16, dtype=torch.uint8) if zone is None else zone.memory
+        callers = (rank, Caller(rank.comm, device.create_stream()))
+        kept = []
+        for step in range(8):
+            caller, at, background = callers[step % 2], step * 4096, step % 4 >= 2
+            x, small = caller.made(torch.empty(1000)), caller.made(torch.empty(3))
+            arriving, got, used = memory[at : at + 4000].view(torch.float32), torch.empty(3), torch.empty(1000)
+            sends = [(x, to, at if rank.comm.lands(to) else None), *([(small, to, None)] if step % 3 else [])]
+            recvs = [
+                (arriving, back, at if rank.comm.lands(back) else None),
+                *([(got, back, None)] if step % 3 else []),
+            ]
+            work = caller.exchange(sends, recvs, background=background)
+            if background:
+                work.wait_on(caller.stream)
+            device.copy(used.data_ptr(), arriving.data_ptr(), bytes=4000, stream=caller.stream)
+            kept.append((x, small, got, used, work))
+        for caller in callers:
+            device.synchronize_stream(caller.stream)
+        want = torch.full((4000,), back + 1, dtype=torch.uint8)
+        for *_, used, _ in kept:
+            device.annotate_read(used.data_ptr(), 4000)
+            assert torch.equal(used.view(torch.uint8), want)
+        device.destroy_stream(callers[1].stream)
+
+
 def collectives() -> None:
     """Every algorithm of all-reduce, from one stream and in the background, on reused memory."""
     with joined() as rank:
@@ -238,5 +270,14 @@ def through_the_api() -> None:
 
 PROGRAMS: dict[str, Callable[[], None]] = {
     program.__name__: program
-    for program in (exchanges, landings, collectives, two_streams, peer_reads, small_messages, through_the_api)
+    for program in (
+        exchanges,
+        landings,
+        landings_of_streams,
+        collectives,
+        two_streams,
+        peer_reads,
+        small_messages,
+        through_the_api,
+    )
 }

@@ -102,28 +102,19 @@ class LinkMover::LinkExchange final : public PreparedExchange {
     for (const SmallRound& round : smallRounds()) {
       if (device::MarkPtr last = run(round, fork, check)) end = std::move(last);
     }
-    if (landsOnCaller()) {
+    const bool on_caller = landsOnCaller();
+    if (on_caller) {
       end = land();
     } else {
       runOnLanes(fork, check);
     }
     std::vector<End> ends;
     if (end != nullptr) ends.push_back({end->stream, end->end});
-    std::vector<device::MarkPtr> marks;  // by lane
     for (const device::Lane* lane : fork.lanes()) {
       ends.push_back({lane->stream(), mover_.events_->record(lane->stream())});
-      marks.push_back(std::make_shared<device::Mark>(
-          device::Mark{ends.back().event, lane->stream(), operation_.captured}));
+      if (!on_caller) markLandings(*lane, ends.back());
     }
-    for (const bool out : {false, true}) {
-      for (const Message& message : out ? operation_.sends : operation_.recvs) {
-        if (message.landing == kNoLanding) continue;
-        device::Link& link = mover_.link(message.peer);
-        const auto lane = std::find(fork.lanes().begin(), fork.lanes().end(), &link.firstLane(out));
-        link.markLanding(out,
-                         lane == fork.lanes().end() ? end : marks[lane - fork.lanes().begin()]);
-      }
-    }
+    if (on_caller) markLandings(end);
     return ends;
   }
 
@@ -232,6 +223,22 @@ class LinkMover::LinkExchange final : public PreparedExchange {
     flags.flush(*mover_.device_, stream);
     return std::make_shared<device::Mark>(
         device::Mark{mover_.events_->record(stream), stream, operation_.captured});
+  }
+
+  // For the next messages to landing places of the same pairs and directions.
+  void markLandings(const device::MarkPtr& end, const device::Lane* lane = nullptr) {
+    for (const bool out : {false, true}) {
+      for (const Message& message : out ? operation_.sends : operation_.recvs) {
+        if (message.landing == kNoLanding) continue;
+        device::Link& link = mover_.link(message.peer);
+        if (lane == nullptr || lane == &link.firstLane(out)) link.markLanding(out, end);
+      }
+    }
+  }
+  void markLandings(const device::Lane& lane, const End& end) {
+    markLandings(
+        std::make_shared<device::Mark>(device::Mark{end.event, end.stream, operation_.captured}),
+        &lane);
   }
 
   void runOnLanes(device::Fork& fork, const WaitCheck& check) {
