@@ -51,9 +51,14 @@ class _Door:
         return JobStore((self.host, self.port), Secret(self.secret), number, seconds=seconds)
 
 
+_known_as: str | None = None
+"""The address of this process on the way to others of its job, once it has joined a world that grew. What launched a
+newcomer knows no other rank, and the own name of its host may have no address, or one that only this host has."""
+
+
 def _served() -> tuple[JobStoreServer, _Door]:
     """A new store that this process serves."""
-    secret, host = new_secret(), listening_address(None)
+    secret, host = new_secret(), _known_as or listening_address(None)
     server = JobStoreServer.on_network((host, 0), Secret(secret), seconds=_GROWING_S)
     return server, _Door(host, server.port, secret)
 
@@ -196,8 +201,10 @@ def grow(living: Communicator, lobby: Lobby | None, root: int, transport: str) -
 
 
 def _joined(door: _Door, rank: int, size: int, transport: str, timeout: float) -> Communicator:
+    global _known_as
     store = door.open(rank, _GROWING_S)
     try:
+        _known_as = listening_address(store)
         made = join(store, rank, size, timeout=timeout, transport=transport, devices=False, joining=_GROWING_S)
         made.barrier()  # nobody asks the store any more
         return made

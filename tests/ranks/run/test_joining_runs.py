@@ -7,15 +7,18 @@ import os
 import random
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 import hdpcomm as hdp
+from hdpcomm.run import lobby
 from hdpcomm.run.lobby import _Door, enter
 from tests.harness.warm_python import Python, run_python
 from tests.ranks.run.test_elastic import TOLD, command, data, losses, no_world, ranks_of, wait_for_steps
@@ -201,3 +204,20 @@ def test_what_cannot_join(tmp_path: Path, capsys: pytest.CaptureFixture[str], ar
     check: Callable[[list[str]], int] = main
     assert check(["train", *(each.format(out=tmp_path) for each in arguments)]) == 6
     assert told in capsys.readouterr().err
+
+
+def test_who_came_is_known_by_the_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer that others come to later, on a host whose own name has no address."""
+    monkeypatch.setattr(lobby, "_known_as", None)
+    monkeypatch.setattr(lobby, "join", lambda *_, **__: SimpleNamespace(barrier=lambda: None))
+    server, door = lobby._served()
+    lobby._joined(door, 1, 2, "shm", 5.0)
+    server.close()
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "a-name-without-an-address.invalid")
+    again, other = lobby._served()
+    again.close()
+    assert other.host == door.host
+    monkeypatch.setattr(lobby, "_known_as", None)
+    with pytest.raises(hdp.Error, match="no way from this host to the address of its own name a-name-without"):
+        lobby._served()
