@@ -63,7 +63,7 @@ class Rank:
             "size": size,
             "shrunk": self.shrunk,
             "grown": self.grown,
-            "memory": me.memory_info().rss,
+            "memory": me.memory_info().rss - me.memory_info().shared,  # pages of common memory come when they are used
             "descriptors": me.num_fds(),
             "threads": me.num_threads(),
             "end": end,

@@ -89,8 +89,6 @@ ON_THE_WAY_BACK = [
 FIRST = "last,hdpcomm.train:Trainer.step,now,before,4"
 DEATHS = [f"2,{place},now,{moment},3" for place in AT_WORK for moment in ("before", "after")]
 DEATHS += [f"{FIRST} 2,{place},then,{moment},1" for place in ON_THE_WAY_BACK for moment in ("before", "after")]
-#: ``HDPCOMM_TEST_MOMENTS=1``: all of them, on each mesh; else every ninth.
-CHOSEN = DEATHS if os.environ.get("HDPCOMM_TEST_MOMENTS") else DEATHS[4::9]
 #: While a process joins: its own, or a member's.
 JOINED = "hdpcomm.run.lobby:_joined"
 JOINS = [f"{rank},{JOINED},now,{moment},1" for rank in ("newcomer", "2") for moment in ("before", "after")]
@@ -100,9 +98,14 @@ JOINS += [
     for place in ("hdpcomm.run.peer_saves:PeerSaves.newest", "hdpcomm.run.peer_saves:KeptCheckpoint.load_into")
     for moment in ("before", "after")
 ]
-MOST = 600
+MOST = 300
 CONSTANT = ["--schedule", "constant", "--warmup", "1", "--lr", "1e-4"]
 MESHES = {"hdp": (4, []), "zero 1": (4, ["--zero", "1"]), "pipeline 2": (6, ["--pipeline", "2"])}
+
+
+#: ``HDPCOMM_TEST_MOMENTS=1``: every one on every mesh.
+ALL = [(mesh, deaths) for deaths in DEATHS for mesh in MESHES]
+CHOSEN = ALL if os.environ.get("HDPCOMM_TEST_MOMENTS") else ALL[13::26]
 
 
 def short(deaths: str) -> str:
@@ -124,8 +127,7 @@ def by_hand(arguments: list[str], ranks: int, deaths: str) -> list[Python]:
     return [Python(["-c", SCRIPT, *arguments], env=told | {"RANK": str(rank)}) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("deaths", CHOSEN, ids=short)
+@pytest.mark.parametrize(("mesh", "deaths"), CHOSEN, ids=short)
 def test_the_others_go_on(data: str, tmp_path: Path, exact: list[float], mesh: str, deaths: str) -> None:
     if mesh == "hdp" and "CheckpointFolder" in deaths:
         pytest.skip("rank 0 alone saves what all ranks hold")

@@ -169,10 +169,7 @@ def test_memory_of_the_pool_is_what_it_takes() -> None:
 
 
 ELASTIC: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
-    **{
-        name: MESHES[name] for name in ("hdp2", "hdp4", "hdp3 zero", "hdp2 zero 2", "tensor2 hdp2", "pipeline2 tensor2")
-    },
-    "expert2": MESHES["expert2"],
+    **{name: MESHES[name] for name in ("hdp4", "hdp3 zero", "pipeline2 tensor2", "expert2")},
     "bf16, zero 1": (3, {"zero": 1, "dtype": "bf16"}, {}),
     "muon": (2, {"optimizer": "Muon"}, {}),
 }
