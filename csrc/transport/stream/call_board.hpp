@@ -55,7 +55,8 @@ class CallBoard {
   // The error, or the reason for leaving, of a rank that has failed or left.
   virtual Error lastError(int rank) = 0;
   virtual bool processAlive(int rank) = 0;
-  // Whether it is known to have failed or died. Any thread may ask, and no lock is taken.
+  // Whether it is known to have failed, or to have died before it left. Any thread may ask, and no
+  // lock is taken.
   virtual bool lost(int /*rank*/) { return false; }
 
   // Entries of the pair src -> dst, in order; one thread on each side at a time. post() returns
@@ -93,7 +94,10 @@ class SharedBoard final : public CallBoard {
   BoardState state(int rank) override;
   Error lastError(int rank) override;
   bool processAlive(int rank) override;
-  bool lost(int rank) override { return state(rank) == BoardState::kFailed || !processAlive(rank); }
+  bool lost(int rank) override {
+    const BoardState now = state(rank);
+    return now == BoardState::kFailed || (now != BoardState::kClosed && !processAlive(rank));
+  }
   bool post(int own, int dst, const CallEntry& entry) override;
   std::optional<CallEntry> take(int src, int own) override;
   void accept(int src, int own) override;
