@@ -6,7 +6,7 @@ Ranks are processes on four hosts (network namespaces of this machine, joined by
 random subsets alike and check each result (``killed_ranks.operate``). Meanwhile ranks are killed, stopped for up to two
 seconds, started as newcomers (by a lobby, as ``hdpcomm train --join`` does), killed while others come, and links get
 slow. Those who live go on by ``shrink()`` and ``grow()``. Counts what was done, what was wrong, ranks that hung or
-ended by an error, and what is left: memory, descriptors and threads a million operations, processes and files at the
+ended by an error, and what is left: memory, descriptors and threads of a rank over the time, processes and files at the
 end. Exit code 4: something was wrong, hung or left. Needs root, ip, tc and 1 GB.
 """
 
@@ -35,6 +35,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 HOSTS, FIRST, LEAST, MOST = 4, 6, 4, 9
 TIMEOUT_S, HANG_S = 30.0, 120.0
 MISSED = 4
+SLOW = "qdisc add dev eth0 root tbf rate 100mbit burst 128kb latency 50ms"
 EVENTS = {"kill": 5, "stop": 3, "join": 6, "kill while one joins": 2, "slow link": 2, "fast link": 2}
 
 
@@ -63,7 +64,7 @@ class Rank:
             "size": size,
             "shrunk": self.shrunk,
             "grown": self.grown,
-            "memory": me.memory_info().rss - me.memory_info().shared,  # pages of common memory come when they are used
+            "memory": me.memory_info().rss - me.memory_info().shared,
             "descriptors": me.num_fds(),
             "threads": me.num_threads(),
             "end": end,
@@ -223,23 +224,24 @@ class Job:
             host = self.draw.randrange(HOSTS)
             if host not in self.slow:
                 self.slow.add(host)
-                self.hosts._tc(self.hosts._inits[host], "qdisc add dev eth0 root tbf rate 100mbit burst 128kb latency 50ms")
+                self.hosts._tc(self.hosts._inits[host], SLOW)
         if kind == "fast link" and self.slow:
             host = self.slow.pop()
             self.hosts._tc(self.hosts._inits[host], "qdisc del dev eth0 root")
         return kind
 
 
-def growth(rows: list[dict[str, Any]], what: str) -> float | None:
-    """A million operations' growth of a process, from the medians of its first and last third; ``None``: too young."""
-    rows = [row for row in rows if row["operations"]][10:]  # what is taken once is there by then
-    if len(rows) < 90:
-        return None
-    third = len(rows) // 3
-    first, last = rows[:third], rows[-third:]
-    done = statistics.median(row["operations"] for row in last) - statistics.median(row["operations"] for row in first)
-    added = statistics.median(row[what] for row in last) - statistics.median(row[what] for row in first)
-    return 1e6 * added / done
+def by_fifths(every: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
+    """What a rank holds: the median of all that work, in each fifth of the time. New ranks are left out for a while."""
+    rows = [row for own in every.values() for row in [row for row in own if row["operations"]][20:]]
+    if not rows:
+        return {}
+    begin, end = min(row["time"] for row in rows), max(row["time"] for row in rows)
+    fifths: list[list[dict[str, Any]]] = [[] for _ in range(5)]
+    for row in rows:
+        fifths[min(4, int(5 * (row["time"] - begin) / max(1e-9, end - begin)))].append(row)
+    kinds = ("memory", "descriptors", "threads", "size")
+    return {what: [statistics.median(row[what] for row in fifth) for fifth in fifths if fifth] for what in kinds}
 
 
 def soak(minutes: float, seed: str) -> dict[str, Any]:
@@ -278,8 +280,6 @@ def soak(minutes: float, seed: str) -> dict[str, Any]:
             last = rows[-1]["end"] if rows else "never started"
             if name not in job.killed and name not in left and not last.startswith(("over", "not taken")):
                 faults.append(f"{name} ended: {last or 'in the middle of its work'}: {log_of(folder, name)}")
-        found = {what: [g for rows in every.values() if (g := growth(rows, what)) is not None] for what in
-                 ("memory", "descriptors", "threads")}  # fmt: skip
         files = sorted(path.name for path in folder.iterdir() if path.suffix not in (".jsonl", ".log"))
         return {
             "minutes": minutes,
@@ -291,10 +291,7 @@ def soak(minutes: float, seed: str) -> dict[str, Any]:
             "operations_of_all_ranks": sum(rows[-1]["operations"] for rows in every.values() if rows),
             "shrinks": max((row["shrunk"] for rows in every.values() for row in rows), default=0),
             "grows": max((row["grown"] for rows in every.values() for row in rows), default=0),
-            "growth_per_million_operations": {
-                what: {"processes": len(all_), "median": statistics.median(all_), "most": max(all_)} if all_ else None
-                for what, all_ in found.items()
-            },
+            "of_a_rank_by_fifths_of_the_time": by_fifths(every),
             "files_left": [name for name in files if name != "stop"],
             "faults": faults,
         }
