@@ -130,7 +130,7 @@ def test_standard_library_with_whole_files():
     corpus, blocks = standard_library(context=65536, whole_every=8), standard_library(context=65536)
     assert corpus.files == blocks.files
     assert corpus.num_tokens == blocks.num_tokens
-    assert (corpus.lengths > 8192).sum() > 1.5 * (blocks.lengths > 8192).sum()
+    assert (corpus.lengths > 8192).sum() > 1.2 * (blocks.lengths > 8192).sum()  # 1.3 with the files of Python 3.11.2
     assert np.median(corpus.lengths) < 500
     eighth = corpus.files[7].read_bytes()
     assert eighth[:65536] in [text_of(corpus, i) for i in np.flatnonzero(corpus.lengths == min(len(eighth), 65536))]
