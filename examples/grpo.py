@@ -125,9 +125,14 @@ class Loop:
             raise error  # no death, or that of a rank whose weights are needed
         if not any(rank in generators for rank in self.world.ranks):
             raise SystemExit("no rank is left that generates") from error
-        step = torch.tensor([self.step])
-        self.world.all_reduce(step, "min")
-        self.step = int(step)
+        trained = 0 if self.trainer is None else int(self.updates["trained"])
+        both = torch.tensor([self.step, -trained])
+        self.world.all_reduce(both, "min")
+        self.step = int(both[0])
+        if self.trainer is not None and trained < -int(both[1]):
+            self.count_update()  # another one has passed the barrier of learn(), so all have updated
+        if self.batch is not None and self.batch[0] >= self.step:
+            self.batch = None  # some may not have it: all do its step again
         self.weights = self.make_weights()
         if self.world.rank == 0:
             print(f"step {self.step}: without ranks {died}, which died; goes on with {[*self.world.ranks]}", flush=True)
@@ -176,11 +181,17 @@ class Loop:
         number, rows, chances, facts = self.batch
         started = time.perf_counter()
         told = learn(self.trainer, rows, chances)
-        self.learners.barrier()  # all have updated: from here on, who goes on without a dead rank harms no step
         by_rank = facts[:, 0].bincount(minlength=self.ranks).tolist()
         behind = number - float(facts[:, 1].float().mean())
+        self.row = told | {"by_rank": by_rank, "behind": behind, "seconds": time.perf_counter() - started}
+        self.learners.barrier()  # all have updated: from here on, who goes on without a dead rank harms no step
+        self.count_update()
+
+    def count_update(self):
+        """Of the batch, once all have updated their weights."""
+        number, told, by_rank, behind = self.batch[0], self.row, self.row["by_rank"], self.row["behind"]
         self.updates["trained"] += 1
-        self.told.append(told | {"by_rank": by_rank, "behind": behind, "seconds": time.perf_counter() - started})
+        self.told.append(told)
         if self.rank == 0 and (number % 5 == 0 or number == self.options.steps - 1):
             taken = ", ".join(f"{count} by rank {rank}" for rank, count in enumerate(by_rank) if count)
             print(
