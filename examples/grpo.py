@@ -188,7 +188,7 @@ class Loop:
         self.count_update()
 
     def count_update(self):
-        """Of the batch, once all have updated their weights."""
+        """Counts the update by the batch, which all have made."""
         number, told, by_rank, behind = self.batch[0], self.row, self.row["by_rank"], self.row["behind"]
         self.updates["trained"] += 1
         self.told.append(told)
