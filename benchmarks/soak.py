@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 HOSTS, FIRST, LEAST, MOST = 4, 6, 4, 9
 TIMEOUT_S, HANG_S = 30.0, 120.0
 MISSED = 4
-SLOW = "qdisc add dev eth0 root tbf rate 100mbit burst 128kb latency 50ms"
+SLOW_MBIT = 100
 EVENTS = {"kill": 5, "stop": 3, "join": 6, "kill while one joins": 2, "slow link": 2, "fast link": 2}
 
 
@@ -224,10 +224,10 @@ class Job:
             host = self.draw.randrange(HOSTS)
             if host not in self.slow:
                 self.slow.add(host)
-                self.hosts._tc(self.hosts._inits[host], SLOW)
+                self.hosts.limit_host(host, SLOW_MBIT)
         if kind == "fast link" and self.slow:
             host = self.slow.pop()
-            self.hosts._tc(self.hosts._inits[host], "qdisc del dev eth0 root")
+            self.hosts.limit_host(host, None)
         return kind
 
 

@@ -7,11 +7,14 @@ import json
 import os
 import statistics
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+
+import hdpcomm as hdp
 
 CUDA = torch.device("cuda")
 Row = dict[str, object]
@@ -42,6 +45,20 @@ def seconds(call: Callable[[int], object], *, rounds: int = 15, inner: int = 4, 
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3 / inner)
     return statistics.median(times)
+
+
+def host_seconds(comm: hdp.Communicator, call: Callable[[], object]) -> float:
+    """The host's seconds for one call; waits for the streams after every ten, so that no queue is full."""
+    total = 0.0
+    for _ in range(10):
+        torch.cuda.synchronize()
+        comm.barrier()
+        started = time.perf_counter()
+        for _ in range(10):
+            call()
+        total += time.perf_counter() - started
+    torch.cuda.synchronize()
+    return total / 100
 
 
 def copy_bandwidth(num_bytes: int = 1 << 30) -> float:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import CUDA, Row, Rows, main, processes_kind, row, seconds
+from common import CUDA, Row, Rows, host_seconds, main, processes_kind, row, seconds
 
 import hdpcomm as hdp
 from hdpcomm.testing import spawn
@@ -73,19 +73,6 @@ def landing(comm: hdp.Communicator, num_bytes: int, count: int) -> float:
     return (time.perf_counter() - started) / count / 2
 
 
-def host_seconds(comm: hdp.Communicator, call: Callable[[], object], calls: int) -> float:
-    """The host's seconds for one operation of a ``call`` that makes so many; no queue is ever full."""
-    total = 0.0
-    for _ in range(20):
-        torch.cuda.synchronize()
-        comm.barrier()
-        started = time.perf_counter()
-        for _ in range(10):
-            call()
-        total += time.perf_counter() - started
-    return total / 200 / calls
-
-
 def small_parts(comm: hdp.Communicator) -> dict[str, float]:
     """Seconds of the host for a message of 8 B, and of the GPU alone, by a graph of messages to and fro."""
     x = torch.randint(0, 255, (SMALL,), dtype=torch.uint8, device=CUDA)
@@ -116,7 +103,7 @@ def small_parts(comm: hdp.Communicator) -> dict[str, float]:
         torch.cuda.synchronize()
         comm.barrier()
         del graph
-        host = host_seconds(comm, trip, 2)
+        host = host_seconds(comm, trip) / 2
         torch.cuda.synchronize()
     return {"small host": host, "small graph": sorted(times)[len(times) // 2]}
 

@@ -6,17 +6,16 @@ one GPU, as processes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
-from common import CUDA, Row, Rows, main, row
+from common import CUDA, Row, Rows, host_seconds, main, row
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 import hdpcomm as hdp
 from hdpcomm.testing import spawn
 
-HEADS, TOKENS, DIM, STEPS = 8, 512, 128, 100
+HEADS, TOKENS, DIM = 8, 512, 128
 
 
 def ring_step(comm: hdp.Communicator) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
@@ -40,20 +39,6 @@ def ring_step(comm: hdp.Communicator) -> tuple[Callable[[], None], torch.Tensor,
     return step, kv, result
 
 
-def host_microseconds(comm: hdp.Communicator, call: Callable[[], object]) -> float:
-    """The host's time for one call; waits for the streams after every ten, so that no queue is full."""
-    total = 0.0
-    for _ in range(STEPS // 10):
-        torch.cuda.synchronize()
-        comm.barrier()
-        started = time.perf_counter()
-        for _ in range(10):
-            call()
-        total += time.perf_counter() - started
-    torch.cuda.synchronize()
-    return total / STEPS * 1e6
-
-
 def on_a_rank() -> dict[str, float]:
     with hdp.init(transport="cuda") as comm:
         side = torch.cuda.Stream()
@@ -63,13 +48,13 @@ def on_a_rank() -> dict[str, float]:
                 step()
             comm.synchronize()
             torch.cuda.synchronize()
-            eager = host_microseconds(comm, step)
+            eager = host_seconds(comm, step) * 1e6
             comm.synchronize()
             comm.barrier()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 step()
-            replayed = host_microseconds(comm, graph.replay)
+            replayed = host_seconds(comm, graph.replay) * 1e6
             differs = 0.0
             for turn in range(3):
                 kv.fill_(turn + comm.rank).add_(torch.arange(DIM, device=CUDA) / DIM)

@@ -387,7 +387,7 @@ def _run(
     if job.options.eval_fraction is not None:
         corpus, held_out = corpus.split(job.options.eval_fraction, seed=job.config.seed)
     if job.options.dry_run:
-        return dry_run(comm, corpus, job.config, elastic=job.options.elastic), corpus.summary()
+        return dry_run(comm, corpus, job.config, elastic=job.shrinks), corpus.summary()
     return _trained(comm, job, corpus, held_out, resume, peers), corpus.summary()
 
 

@@ -113,6 +113,13 @@ class Hosts:
             self._tc(init, f"qdisc add dev eth0 {bucket}")
             self._tc(self._inits[-1], f"qdisc add dev port{index} {bucket}")
 
+    def limit_host(self, index: int, mbit: int | None) -> None:
+        """The host sends at most so many Mbit/s from now on; ``None``: any number again."""
+        change = (
+            "del dev eth0 root" if mbit is None else f"add dev eth0 root tbf rate {mbit}mbit burst 128kb latency 50ms"
+        )
+        self._tc(self._inits[index], f"qdisc {change}")
+
     def limit_racks(self, mbit: int) -> None:
         """Every rack sends to others and gets from them at most so many Mbit/s from now on."""
         bucket = f"root tbf rate {mbit}mbit burst 128kb latency 50ms"

@@ -371,7 +371,7 @@ def _exchange_on_a_rank(module):
         assert module.product_beside(comm) == 1.0
         for name in module.REDUCTIONS:
             assert module.all_reduce(comm, 1 << 16, name, 3) > 0
-        assert module.host_seconds(comm, comm.barrier, 1) > 0
+        assert module.host_seconds(comm, comm.barrier) > 0
 
 
 def test_exchange_bodies(on_cpu, monkeypatch):
@@ -515,13 +515,13 @@ def _graph_on_a_rank(module):
         step, kv, result = module.ring_step(comm)
         kv.fill_(1.0)
         comm.barrier()
-        assert module.host_microseconds(comm, step) > 0
+        assert module.host_seconds(comm, step) > 0
         return result.clone()
 
 
 def test_graph_bodies(on_cpu, monkeypatch):
     module = on_cpu("graph")
-    for name, value in (("HEADS", 2), ("TOKENS", 16), ("DIM", 8), ("STEPS", 20)):
+    for name, value in (("HEADS", 2), ("TOKENS", 16), ("DIM", 8)):
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "CUDA", torch.device("cpu"))
     for result in run_threads(_graph_on_a_rank, 2, module, transport="sim"):

@@ -64,10 +64,11 @@ void launch(const char* name, const Kernel& kernel, Grid blocks, int threads, vo
     }
   }
   const dim3 grid(blocks.x, blocks.y, blocks.z);
-  const std::string failed = std::string("launch of ") + name + " failed: ";
-  check(cudaLaunchKernel(kernel.entry, grid, dim3(static_cast<unsigned>(threads)), arguments, 0,
-                         static_cast<cudaStream_t>(stream)),
-        failed.c_str());
+  const cudaError_t status =
+      cudaLaunchKernel(kernel.entry, grid, dim3(static_cast<unsigned>(threads)), arguments, 0,
+                       static_cast<cudaStream_t>(stream));
+  if (status != cudaSuccess)
+    check(status, ("launch of " + std::string(name) + " failed: ").c_str());
 }
 
 }  // namespace hdpcomm::cuda

@@ -20,6 +20,9 @@ from hdpcomm.errors import InvalidUsage
 
 __all__ = ["DeviceCommunicator", "DeviceWork"]
 
+_exchange = _core.comm.stream_exchange
+_collective = _core.comm.stream_collective
+
 
 @untraced
 class DeviceWork(Work):
@@ -168,7 +171,7 @@ class DeviceCommunicator(Communicator):
         self, path: DevicePath, sends: Sequence[tuple[Any, ...]], recvs: Sequence[tuple[Any, ...]], async_op: bool
     ) -> Work:
         with event("exchange", messages(self.ranks, sends, recvs) if profiler._is_profiler_enabled else {}):
-            handle = path.exchange(self._core, sends, recvs, async_op)
+            handle = path.enqueue(_exchange, self._core, sends, recvs, background=async_op)
             return ENDED if handle is None else _finish(handle, (tuple(sends), tuple(recvs)), path, async_op)
 
     def _by_streams(self, x: Any) -> bool:
@@ -197,7 +200,8 @@ class DeviceCommunicator(Communicator):
         if path is None:
             return super()._collective(operation, x, out, op, root, algorithm, async_op, splits)
         with event(NAMES[operation], operands(self.ranks, x, out) if profiler._is_profiler_enabled else {}):
-            handle = path.collective(self._core, operation, x, out, op, root, algorithm, splits, async_op)
+            arguments = (operation, x, out, op, root, algorithm, splits)
+            handle = path.enqueue(_collective, self._core, *arguments, background=async_op)
             return ENDED if handle is None else _finish(handle, (x, out), path, async_op)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.communicator import Splits
 from hdpcomm.comm.device.landing_zone import LandingZone
 from hdpcomm.comm.device.tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
 from hdpcomm.comm.untraced import untraced
@@ -16,9 +15,6 @@ from hdpcomm.comm.untraced import untraced
 __all__ = ["DevicePath", "Devices", "StreamMark"]
 
 Core = _core.comm.Communicator
-Message = tuple[Any, ...]  # (tensor, peer) or (tensor, peer, landing offset)
-_exchange = _core.comm.stream_exchange
-_collective = _core.comm.stream_collective
 
 
 @untraced
@@ -64,29 +60,12 @@ class DevicePath:
         self.blocking = tensors.blocking
         self.describe = tensors.describe
 
-    def exchange(
-        self, core: Core, sends: Sequence[Message], recvs: Sequence[Message], background: bool
+    def enqueue(
+        self, call: Callable[..., _core.comm.StreamWork | None], core: Core, *arguments: Any, background: bool
     ) -> _core.comm.StreamWork | None:
-        """Enqueues it. ``None``: the current stream waits for its end, and nobody else has to."""
-        return _exchange(self._engine, core, self.describe, sends, recvs, self._tensors.stream(), background)
-
-    def collective(
-        self,
-        core: Core,
-        operation: int,
-        x: Any,
-        out: Any,
-        op: str | None,
-        root: int | None,
-        algorithm: str,
-        splits: Splits | None,
-        background: bool,
-    ) -> _core.comm.StreamWork | None:
-        """As :meth:`exchange`."""
-        engine, stream = self._engine, self._tensors.stream()
-        return _collective(
-            engine, core, self.describe, operation, x, out, op, root, algorithm, splits, stream, background
-        )
+        """One of the core's operations on streams. ``None``: the current stream waits for its end, and nobody else has
+        to."""
+        return call(self._engine, core, self.describe, *arguments, self._tensors.stream(), background)
 
     def wait(self, handle: _core.comm.StreamWork, timeout: float | None) -> None:
         """The current stream waits; the host only where tensors have no stream, or where a timeout was given."""
