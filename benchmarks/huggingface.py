@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -99,6 +100,7 @@ def run_rank(kind: str, out: Path, options: argparse.Namespace) -> None:
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "tokens": sum(tokens[WARM_UP:]),
         "seconds": clock.ends[-1] - clock.ends[WARM_UP - 1],
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     if rank == 0:
         out.write_text(json.dumps(found))
@@ -156,7 +158,9 @@ def main() -> None:
     rows = []
     for kind in KINDS:
         speeds = [turn[kind]["tokens"] / turn[kind]["seconds"] for turn in turns]
-        rows.append({"name": kind, "tokens_per_s": median(speeds), "turns": speeds, "losses": turns[0][kind]["losses"]})
+        peak_mb = median(turn[kind]["peak_mb"] for turn in turns)
+        rows.append({"name": kind, "tokens_per_s": median(speeds), "peak_mb": peak_mb, "turns": speeds})
+        rows[-1]["losses"] = turns[0][kind]["losses"]
     pairs = [pair for turn in turns for pair in zip(*(turn[kind]["losses"] for kind in KINDS), strict=True)]
     report = {
         "date": date.today().isoformat(),
@@ -171,7 +175,8 @@ def main() -> None:
     }
     for row in rows:
         losses = row["losses"]
-        print(f"{row['name']:14}{row['tokens_per_s']:10,.0f} tokens/s   loss {losses[0]:.4f} to {losses[-1]:.4f}")
+        speed, peak = f"{row['tokens_per_s']:10,.0f} tokens/s", f"peak of rank 0 {row['peak_mb']:,.0f} MB"
+        print(f"{row['name']:14}{speed}   {peak}   loss {losses[0]:.4f} to {losses[-1]:.4f}")
     print(f"ratio {report['ratio']:.2f}; losses of all steps within {report['largest_loss_difference']:.1e}")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
