@@ -3,11 +3,12 @@
     sudo python benchmarks/soak.py [--minutes 60] [--seed 0] [--json FILE]
 
 Ranks are processes on four hosts (network namespaces of this machine, joined by a bridge). They draw operations on
-random subsets alike and check each result (``killed_ranks.operate``). Meanwhile ranks are killed, stopped for up to two
-seconds, started as newcomers (by a lobby, as ``hdpcomm train --join`` does), killed while others come, and links get
-slow. Those who live go on by ``shrink()`` and ``grow()``. Counts what was done, what was wrong, ranks that hung or
-ended by an error, and what is left: memory, descriptors and threads of a rank over the time, processes and files at the
-end. Exit code 4: something was wrong, hung or left. Needs root, ip, tc and 1 GB.
+random subsets alike and check each result (``killed_ranks.operate``); the first one saves checkpoints on a small disk
+and reads each of them again. Meanwhile ranks are killed, stopped for up to two seconds, started as newcomers (by a
+lobby, as ``hdpcomm train --join`` does), killed while others come, links get slow, and the disk gets full. Those who
+live go on by ``shrink()`` and ``grow()``. Counts what was done, what was wrong, ranks that hung or ended by an error,
+and what is left: memory, descriptors and threads of a rank over the time, processes and files at the end. Exit code 4:
+something was wrong, hung or left. Needs root, ip, tc, mount and 1 GB.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import platform
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,11 @@ HOSTS, FIRST, LEAST, MOST = 4, 6, 4, 9
 TIMEOUT_S, HANG_S = 30.0, 120.0
 MISSED = 4
 SLOW_MBIT = 100
-EVENTS = {"kill": 5, "stop": 3, "join": 6, "kill while one joins": 2, "slow link": 2, "fast link": 2}
+EVENTS = {
+    "kill": 5, "stop": 3, "join": 6, "kill while one joins": 2, "slow link": 2, "fast link": 2, "full disk": 1,
+    "room on the disk": 2,
+}  # fmt: skip
+DISK, DISK_BYTES, SAVED_BYTES, SAVES_EVERY = "disk", 8 << 20, 1 << 20, 200
 
 
 # --- ranks
@@ -48,7 +55,9 @@ class Rank:
     def __init__(self, name: str, folder: Path, seed: str) -> None:
         self.name, self.folder, self.seed = name, folder, seed
         self.epoch, self.operations, self.shrunk, self.grown = 0, 0, 0, 0
+        self.saved, self.not_saved, self.step = 0, 0, 0
         self.lobby: Any = None
+        self.disk: Any = None
         self.told_s = 0.0
 
     def tell(self, size: int, *, end: str = "") -> None:
@@ -64,6 +73,8 @@ class Rank:
             "size": size,
             "shrunk": self.shrunk,
             "grown": self.grown,
+            "saved": self.saved,
+            "not_saved": self.not_saved,
             "memory": me.memory_info().rss - me.memory_info().shared,
             "descriptors": me.num_fds(),
             "threads": me.num_threads(),
@@ -97,15 +108,18 @@ class Rank:
         import torch
         from killed_ranks import operate
 
+        from hdpcomm.comm.secret import job_secret
         from hdpcomm.run.lobby import Lobby, grow
 
         if comm.rank == 0 and self.lobby is None:
-            self.lobby = Lobby(self.folder / "lobby.json", lambda: "soak")
+            self.lobby = Lobby(self.folder / "lobby.json", job_secret(), "soak")
         for number in range(1 << 30):
             draw = random.Random(f"{self.seed} {self.epoch} {number}")
             operate(comm, draw, number)
             self.operations += 1
             self.tell(comm.size)
+            if comm.rank == 0 and number % SAVES_EVERY == SAVES_EVERY - 1:
+                self.save()
             if number % 40:
                 continue
             asks = [len(self.lobby.waiting()), (self.folder / "stop").exists()] if comm.rank == 0 else [0, 0]
@@ -119,18 +133,47 @@ class Rank:
                 return comm, False
         raise AssertionError
 
+    def save(self) -> None:
+        """Looks at the newest checkpoint, and begins to write the next one; the disk may be full."""
+        import torch
+
+        import hdpcomm as hdp
+        from hdpcomm.run.checkpoints import CheckpointFolder
+
+        if self.disk is None:
+            self.disk = CheckpointFolder(self.folder / DISK, keep=2)
+        try:
+            self.disk.wait()
+            self.saved += self.step > 0
+        except hdp.Error as error:
+            if "No space left" not in str(error):
+                raise RuntimeError(f"not saved, and not for want of room: {error}") from error
+            self.not_saved += 1
+        found, wrong = self.disk.newest()
+        if wrong:
+            raise RuntimeError(f"checkpoints that are not sound: {wrong}")
+        if found is not None:
+            state = {"x": torch.zeros(SAVED_BYTES // 8, dtype=torch.int64)}
+            found.load_into(state)
+            if not bool((state["x"] == found.step).all()):
+                raise RuntimeError(f"wrong data in the checkpoint of step {found.step}")
+        self.step = max(self.step, 0 if found is None else found.step) + 1
+        self.disk.save(self.step, {"x": torch.full((SAVED_BYTES // 8,), self.step)}, {}, copy=False)
+
 
 def rank_main(name: str, folder: Path, seed: str, joins: bool) -> int:
     import torch
 
     import hdpcomm as hdp
+    from hdpcomm.comm.secret import job_secret
     from hdpcomm.run.lobby import enter
 
     torch.set_num_threads(1)
     rank = Rank(name, folder, seed)
     rank.tell(0, end="starts")
     try:
-        comm = enter(folder / "lobby.json", "soak", timeout=60) if joins else hdp.init(timeout=TIMEOUT_S)
+        lobby = folder / "lobby.json"
+        comm = enter(lobby, job_secret(), "soak", timeout=60) if joins else hdp.init(timeout=TIMEOUT_S)
         rank.run(comm)
     except hdp.Error as error:
         # A newcomer whose job was busy with a death, or which the others went on without, is no fault of anybody.
@@ -228,7 +271,17 @@ class Job:
         if kind == "fast link" and self.slow:
             host = self.slow.pop()
             self.hosts.limit_host(host, None)
+        if kind == "full disk":
+            with contextlib.suppress(OSError), self.filler.open("ab", buffering=0) as file:
+                while file.write(bytes(1 << 16)):
+                    pass
+        if kind == "room on the disk":
+            self.filler.unlink(missing_ok=True)
         return kind
+
+    @property
+    def filler(self) -> Path:
+        return self.folder / DISK / "filler"
 
 
 def by_fifths(every: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
@@ -245,12 +298,15 @@ def by_fifths(every: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
 
 
 def soak(minutes: float, seed: str) -> dict[str, Any]:
+    from hdpcomm.run.checkpoints import CheckpointFolder
     from tests.harness.hosts import Hosts
 
     events: Counter[str] = Counter()
     faults: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="hdpcomm-soak-") as place, Hosts(HOSTS) as hosts:
-        folder = Path(place)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hdpcomm-soak-")))
+        stack.enter_context(small_disk(folder / DISK))
+        hosts = stack.enter_context(Hosts(HOSTS))
         job = Job(hosts, folder, seed)
         for rank in range(FIRST):
             job.start(rank=rank, host=rank % HOSTS)
@@ -280,7 +336,12 @@ def soak(minutes: float, seed: str) -> dict[str, Any]:
             last = rows[-1]["end"] if rows else "never started"
             if name not in job.killed and name not in left and not last.startswith(("over", "not taken")):
                 faults.append(f"{name} ended: {last or 'in the middle of its work'}: {log_of(folder, name)}")
+        job.filler.unlink(missing_ok=True)
+        faults += CheckpointFolder(folder / DISK, keep=2).newest()[
+            1
+        ]  # which sweeps what a killed rank left, as a run does
         files = sorted(path.name for path in folder.iterdir() if path.suffix not in (".jsonl", ".log"))
+        files += sorted(path.name for path in (folder / DISK).iterdir() if not path.name.startswith("step-"))
         return {
             "minutes": minutes,
             "events": dict(sorted(events.items())),
@@ -291,10 +352,23 @@ def soak(minutes: float, seed: str) -> dict[str, Any]:
             "operations_of_all_ranks": sum(rows[-1]["operations"] for rows in every.values() if rows),
             "shrinks": max((row["shrunk"] for rows in every.values() for row in rows), default=0),
             "grows": max((row["grown"] for rows in every.values() for row in rows), default=0),
+            "saved": sum(rows[-1]["saved"] for rows in every.values() if rows),
+            "not_saved_disk_full": sum(rows[-1]["not_saved"] for rows in every.values() if rows),
             "of_a_rank_by_fifths_of_the_time": by_fifths(every),
-            "files_left": [name for name in files if name != "stop"],
+            "files_left": [name for name in files if name not in ("stop", DISK)],
             "faults": faults,
         }
+
+
+@contextlib.contextmanager
+def small_disk(place: Path) -> Iterator[None]:
+    """A file system of few bytes there, while it is entered; hosts that are made meanwhile see it, too."""
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "hdpcomm-soak", str(place)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def log_of(folder: Path, name: str) -> str:
