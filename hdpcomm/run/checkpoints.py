@@ -43,6 +43,7 @@ _WITHOUT_CHECKSUM = 1  # the format before meta.json had a checksum of its own
 
 _NAME = re.compile(r"step-(\d+)")
 _META = "meta.json"
+_FAILED = ".failed"  # in a part that its writer has given up
 _CHECKSUM = "sha256"  # in meta.json: of all else in it
 _CHUNK = 1 << 20
 _PATIENCE_S = 600.0  # for the parts of other writers, which may be gigabytes on a slow disk
@@ -198,6 +199,8 @@ class CheckpointFolder:
         from hdpcomm.run.tensor_files import write_tensors
 
         part = self._part(step, self._rank)
+        for left in self.path.glob(f".step-*.{self._session}.{self._rank}"):  # which the first writer did without
+            shutil.rmtree(left, ignore_errors=True)
         try:
             write_tensors(part, state, rank=self._rank)
             text = json.dumps({path.name: _fingerprint(path) for path in part.glob("*.distcp")})
@@ -206,6 +209,8 @@ class CheckpointFolder:
         except BaseException as failure:
             self._failure = failure
             shutil.rmtree(part, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                (part / _FAILED).mkdir(parents=True)
 
     def _part(self, step: int, rank: int) -> Path:
         return self.path / f".step-{step}.{self._session}.{rank}"
@@ -215,6 +220,8 @@ class CheckpointFolder:
         started = grown = time.monotonic()
         size = -1
         while not (part / _META).exists():
+            if (part / _FAILED).exists():
+                raise Error(f"rank {part.suffix[1:]} could not write its part, and says why")
             now = time.monotonic()
             if not self._giving_up:
                 grown = now
