@@ -18,8 +18,8 @@ __all__ = ["read_config", "resolve_options"]
 _LONGEST = 600  # characters of a message
 
 
-def resolve_options(given: Mapping[str, Any], config: Path | None = None) -> TrainOptions:
-    """What was given on the command line, over what the file ``config`` says, over the defaults.
+def resolve_options(given: Mapping[str, Any], config: Path | str | None = None) -> TrainOptions:
+    """What was given on the command line, over what ``config`` says, a file or its text, over the defaults.
 
     Raises: InvalidUsage, in one line, if the file cannot be read, has an unknown name or a wrong value, or if an option
         would change nothing beside the others.
@@ -34,28 +34,29 @@ def resolve_options(given: Mapping[str, Any], config: Path | None = None) -> Tra
     return options
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The options that a file gives, checked as on the command line. Raises: InvalidUsage, in one line."""
+def read_config(config: Path | str) -> dict[str, Any]:
+    """The options that a file gives, or its text, checked as on the command line. Raises: InvalidUsage, in one line."""
     import yaml
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(prog="hdpcomm train", exit_on_error=False)
     add_options(parser)
+    where = f"--config {config}" if isinstance(config, Path) else "the options of the run"
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(config.read_text() if isinstance(config, Path) else config)
         if not isinstance(content, dict):
             raise TypeError("this file holds no options; give a line 'name: value' for each")
         several = {each.name for each in fields(TrainOptions) if isinstance(each.default, tuple)}
         given = {str(n): [v] if n in several and isinstance(v, str) else v for n, v in content.items()}
         found: dict[str, Any] = vars(parser.parse_object(given))
     except RecursionError:
-        raise InvalidUsage(f"--config {path}: this YAML is nested too deeply; give one option a line") from None
+        raise InvalidUsage(f"{where}: this YAML is nested too deeply; give one option a line") from None
     except OSError as error:
-        raise InvalidUsage(f"--config {path}: {error.strerror}; give a YAML file") from None
+        raise InvalidUsage(f"{where}: {error.strerror}; give a YAML file") from None
     except yaml.YAMLError as error:
-        raise InvalidUsage(f"--config {path}: no YAML ({_one_line(error)[:_LONGEST]})") from None
+        raise InvalidUsage(f"{where}: no YAML ({_one_line(error)[:_LONGEST]})") from None
     except (ArgumentError, ValueError, TypeError) as error:
-        raise InvalidUsage(f"--config {path}: {_plain_message(_one_line(error), parser)}") from None
+        raise InvalidUsage(f"{where}: {_plain_message(_one_line(error), parser)}") from None
     return found
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
+import importlib
+import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +33,7 @@ from hdpcomm.options import TrainingOptions
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.launch import RankPool
+    from hdpcomm.comm.secret import Secret
     from hdpcomm.data import Corpus, CorpusSummary, DocumentStream
     from hdpcomm.models import LlamaConfig
     from hdpcomm.run import DryRun, FolderModel, Loading, RunConfig, RunResult
@@ -41,6 +44,8 @@ __all__ = ["add_parser", "job_of", "run_rank"]
 P = ParamSpec("P")
 LOBBY = "lobby.json"
 """In the folder of a run: where newcomers wait."""
+_PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")
+"""What every rank needs and takes seconds to import; AdamW wants the first."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,7 +68,7 @@ class _Job:
     """The arguments of :func:`run_rank`.
 
     Attributes:
-        shrinks: when ranks die, the others go on.
+        secret: when ranks die, the others go on, and who knows it may join: that of who started the run.
         attempt: how often they have.
     """
 
@@ -71,8 +76,12 @@ class _Job:
     config: RunConfig
     data: TrainData
     held_out: TrainData | None
-    shrinks: bool = False
+    secret: Secret | None = None
     attempt: int = 0
+
+    @property
+    def shrinks(self) -> bool:
+        return self.secret is not None
 
     def on(self, ranks: int, capacity: int | None = None) -> _Job:
         """The job of those that are there, as if it were started by hand on so many ranks."""
@@ -88,7 +97,7 @@ def _train(parsed: argparse.Namespace) -> int:
     names = {each.name for each in fields(TrainOptions)}
     given = {name: value for name, value in vars(parsed).items() if name in names}
     if "join" in given:
-        return _join(given["join"], given)
+        return _join(given)
     options = resolve_options(given, parsed.config)
     for path in (options.json, options.log, options.trace):
         check_writable(path)
@@ -162,6 +171,7 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
 def job_of(options: TrainOptions, ranks: int) -> _Job:
     """What the options say is done, without a look at the data. Raises: InvalidUsage if they contradict each other."""
     from hdpcomm.comm.launchers import agent_restarts
+    from hdpcomm.comm.secret import job_secret
     from hdpcomm.plan import Calibration
     from hdpcomm.run import RunConfig, Schedule
 
@@ -187,7 +197,8 @@ def job_of(options: TrainOptions, ranks: int) -> _Job:
     held_out = train_data(options, options.eval_data) if options.eval_data else None
     if held_out is not None and held_out.weights:
         raise InvalidUsage("--eval-data has weights, and held-out text is read once as it is; leave them out")
-    return _Job(options, config, data, held_out, shrinks=options.elastic and agent_restarts() is None)
+    secret = job_secret() if options.elastic and agent_restarts() is None else None
+    return _Job(options, config, data, held_out, secret)
 
 
 def _check_loader(options: TrainOptions) -> None:
@@ -258,16 +269,18 @@ def _run_elastic(
     comm: Communicator, job: _Job, *, came: bool = False
 ) -> tuple[RunResult | DryRun, CorpusSummary] | None:
     """Runs the job again on the ranks that live, whenever some die; ``None`` on a rank that is a spare at the end, or
-    that has left as its weights were not those of the others. ``came``: this rank joins a run."""
+    that had to leave. ``came``: this rank joins a run."""
     from hdpcomm.data.agree import from_rank
-    from hdpcomm.run.elastic import active_ranks, call_spares, lead_spares, run_with_survivors, wait_as_spare
+    from hdpcomm.run.elastic import TooSlow, active_ranks, call_spares, lead_spares, run_with_survivors, wait_as_spare
     from hdpcomm.run.lobby import Lobby, grow
     from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
     peers = PeerSaves()
     resume: str | KeptCheckpoint | None = job.options.resume
-    options, out = job.options, job.options.out
+    options, out, secret = job.options, job.options.out, job.secret
     assert out is not None  # checked
+    assert secret is not None  # an elastic job has one
+    offer = json.dumps({"out": str(out.resolve()), "options": dump_options(options)})
 
     def ranks_of(living: Communicator) -> list[int]:
         return active_ranks(living, pipeline=options.pipeline, tensor=options.tensor, expert=options.expert)
@@ -287,7 +300,7 @@ def _run_elastic(
         active = ranks_of(living)
         spares = [rank for rank in range(living.size) if rank not in active]
         first = living.rank == active[0]
-        peers.open_lobby = partial(Lobby, out / LOBBY, partial(_run_facts, out)) if first else None
+        peers.open_lobby = partial(Lobby, out / LOBBY, secret, _version(), offer) if first else None
         peers.next_attempt()
         kept = resume if isinstance(resume, KeptCheckpoint) else None
         if living.rank in spares:
@@ -305,7 +318,7 @@ def _run_elastic(
 
     try:
         return run_with_survivors(comm, attempt, on_change, grow=grown, came=came)
-    except Mismatch as error:
+    except (Mismatch, TooSlow) as error:
         if error.rank not in error.unlike:
             raise
         print(f"hdpcomm: rank {error.rank} leaves the run: {error}", file=sys.stderr, flush=True)
@@ -314,32 +327,42 @@ def _run_elastic(
         peers.close()
 
 
-def _run_facts(out: Path) -> str:
-    """What ranks of a run have alike, for those that want to join it."""
+def _version() -> str:
+    """What ranks of a run have alike, for those that want to join it: the options they get from it."""
     import hdpcomm
 
-    digest = hashlib.sha256((out / "config.yaml").read_bytes()).hexdigest()[:12]
-    return f"hdpcomm {hdpcomm.__version__} with options {digest}"
+    return f"hdpcomm {hdpcomm.__version__}"
 
 
-def _join(run: Path, given: Mapping[str, object]) -> int:
+def _join(given: Mapping[str, object]) -> int:
     """Takes part in a run with ``--elastic`` as one more rank."""
+    from hdpcomm.comm.secret import job_secret
     from hdpcomm.run.lobby import enter
 
     others = [name for name in given if name != "join"]
     if others:
         name = others[0].replace("_", "-")
         raise InvalidUsage(f"--join was given with --{name}, and a newcomer has the options of the run; leave it out")
-    if not (run / "config.yaml").is_file():
-        raise InvalidUsage(f"--join {run}: no run of hdpcomm train is there; give its folder")
-    options = resolve_options({"out": run, "resume": "auto", "elastic": True}, run / "config.yaml")
-    job = job_of(options, options.ranks or 1)
+    where = str(given["join"])
+    run = None if re.fullmatch(r".+:\d+", where) and not Path(where).exists() else Path(where)
+    if run is not None and not (run / "config.yaml").is_file():
+        raise InvalidUsage(f"--join {where}: no run of hdpcomm train is there; give its folder, or HOST:PORT")
+    job, secret = None, job_secret()
 
-    def told() -> None:
-        print(f"hdpcomm: waits for the end of a step of {run}", file=sys.stderr, flush=True)
+    def told(offer: str) -> None:
+        nonlocal job
+        found = json.loads(offer)
+        own = {"out": run or Path(found["out"]), "resume": "auto", "elastic": True}
+        options = resolve_options(own, found["options"])
+        job = replace(job_of(options, options.ranks or 1), secret=secret)
+        for module in _PRELOAD:  # all ranks would wait for it later
+            importlib.import_module(module)
+        print(f"hdpcomm: waits for the end of a step of {where}", file=sys.stderr, flush=True)
 
-    with enter(run / LOBBY, _run_facts(run), told=told) as comm, _told_of_memory(comm):
-        _run_elastic(comm, replace(job, shrinks=True), came=True)
+    place = where if run is None else run / LOBBY
+    with enter(place, secret, _version(), told=told) as comm, _told_of_memory(comm):
+        assert job is not None  # told
+        _run_elastic(comm, job, came=True)
     return 0
 
 
@@ -468,9 +491,8 @@ def _start_ranks(job: _Job, ranks: int) -> tuple[RunResult | DryRun, CorpusSumma
     from hdpcomm.comm.launch import RankPool
 
     try:
-        # AdamW needs torch._dynamo.
         with (
-            RankPool(ranks, preload=("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")) as pool,
+            RankPool(ranks, preload=_PRELOAD) as pool,
             _handing_on_signals(pool, job),
         ):
             outcomes = pool.run(run_rank, job, survivors=job.shrinks)

@@ -118,9 +118,9 @@ class TrainOptions(TrainingOptions):
         "saving", False, "when a rank dies, the others go on from what they keep in memory; under torchrun "
         "--max-restarts, the ranks that it starts anew go on from the last checkpoint", action="store_true",
     )  # fmt: skip
-    join: Path | None = option(
-        "saving", None, "take part, as one more rank, in the run with --elastic whose folder this is; its "
-        "options are those of the run", Path, metavar="RUN",
+    join: str | None = option(
+        "saving", None, "take part, as one more rank, in the run with --elastic whose folder or address this is; its "
+        "options are those of the run", str, metavar="RUN|HOST:PORT",
     )  # fmt: skip
     export: Path | None = option(
         "saving", None, "write the model for transformers' from_pretrained at the end", Path, metavar="FOLDER"
@@ -190,6 +190,7 @@ _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
         lambda o: o.eval_data or o.eval_fraction,
         "without held-out text; give --eval-data or --eval-fraction",
     ),
+    ("evict_slower", lambda o: o.elastic, "without --elastic, by which the others go on; give that, or leave it out"),
     ("keep_optimizer", lambda o: o.init_from, "without --init-from; name the run whose optimizer it is"),
     ("save_every resume elastic keep", lambda o: o.out, "without --out; name the folder of the run"),
     ("trackers", lambda o: o.out or o.trackers == "none", "without --out; name the folder of the run"),

@@ -11,16 +11,15 @@ import torch
 
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.topology import nodes_of
-from hdpcomm.errors import Aborted, CommTimeout, InvalidUsage, Mismatch, PeerLost
+from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage, Mismatch, PeerLost
 from hdpcomm.run.peer_saves import KeptCheckpoint
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["NewcomersWait", "active_ranks", "lead_spares", "run_with_survivors", "wait_as_spare"]
+__all__ = ["NewcomersWait", "TooSlow", "active_ranks", "lead_spares", "run_with_survivors", "wait_as_spare"]
 
 T = TypeVar("T")
-_LOST = (Aborted, CommTimeout, PeerLost)
 _OVER, _LOAD, _GROW = range(3)
 """What spares are told."""
 _FOR_EVER_S = 1e7
@@ -29,6 +28,27 @@ _FOR_EVER_S = 1e7
 
 class NewcomersWait(Exception):
     """Raised by all ranks of an attempt between two steps: processes wait in the run's lobby."""
+
+
+class TooSlow(Error):
+    """Raised by all ranks of an attempt between two steps: some of them hold up the others and have to leave.
+
+    Attributes:
+        unlike: these, as global ranks.
+    """
+
+    def __init__(self, ranks: Sequence[int], times: float, rank: int) -> None:
+        named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        super().__init__(
+            f"{named} took more than {times:g} times as long for the work of a step as others, several steps in a row "
+            "(--evict-slower); look at what else runs on that host, at its clock rates and its memory",
+            rank=rank,
+        )
+        self.unlike = tuple(ranks)
+
+
+_LOST = (Aborted, CommTimeout, PeerLost)
+_LEAVE = (Mismatch, TooSlow)
 
 
 def run_with_survivors(
@@ -52,7 +72,7 @@ def run_with_survivors(
     Raises:
         InvalidUsage: ``comm`` has devices, whose operations end with the first error.
         CommTimeout: a rank that lives has not come to the others within the communicator's timeout.
-        Mismatch: on the ranks whose weights are not those of most (``unlike``), which leave; the others go on.
+        Mismatch, TooSlow: on the ranks that are not like most (``unlike``), which leave; the others go on.
         What ``attempt`` raises if no rank has died, or if it is no error of communication.
     """
     if isinstance(comm, DeviceCommunicator):
@@ -72,10 +92,10 @@ def run_with_survivors(
                 more = comm.size - before
                 what = f"{more} rank{'s' * (more > 1)} joined" if more else "newcomers did not come"
                 continue
-        except (*_LOST, Mismatch) as error:
+        except (*_LOST, *_LEAVE) as error:
             failure = error.with_traceback(None)  # whose frames hold the model
             failure.__cause__ = failure.__context__ = None
-            if isinstance(failure, Mismatch) and comm.global_rank in (failure.unlike or [comm.global_rank]):
+            if isinstance(failure, _LEAVE) and comm.global_rank in (failure.unlike or [comm.global_rank]):
                 raise failure from None
         living = comm.shrink()
         if living.size == comm.size:
@@ -114,7 +134,7 @@ def lead_spares(living: Communicator, spares: Sequence[int]) -> Iterator[None]:
     except NewcomersWait:
         _tell(living, spares, _GROW)
         raise
-    except (*_LOST, Mismatch):
+    except (*_LOST, *_LEAVE):
         raise
     except BaseException:
         _tell(living, spares, _OVER)

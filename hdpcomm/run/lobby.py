@@ -24,7 +24,7 @@ from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.secret import Secret, new_secret
 from hdpcomm.comm.store_server import JobStoreServer
 from hdpcomm.data.agree import from_rank
-from hdpcomm.errors import CommTimeout, Error, InvalidUsage, plain_text
+from hdpcomm.errors import CommTimeout, Error, InvalidUsage, PeerLost, plain_text
 from hdpcomm.files import open_regular
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lobby", "enter", "grow"]
 
-_ASKS, _PLACE, _REFUSED = "asks", "place", "refused"
+_OFFER, _ASKS, _PLACE, _REFUSED = "offer", "asks", "place", "refused"
 _FIRST_NUMBER = 1 << 20  # of newcomers; ranks have lower ones
 _GROWING_S = 30.0  # for all to come into the new world
 _PLACE_S = 3600.0  # for a newcomer to get a place: the step that runs may be long
@@ -45,10 +45,10 @@ class _Door:
 
     host: str
     port: int
-    secret: str
+    secret: Secret
 
     def open(self, number: int, seconds: float) -> JobStore:
-        return JobStore((self.host, self.port), Secret(self.secret), number, seconds=seconds)
+        return JobStore((self.host, self.port), self.secret, number, seconds=seconds)
 
 
 _known_as: str | None = None
@@ -56,10 +56,10 @@ _known_as: str | None = None
 newcomer knows no other rank, and the own name of its host may have no address, or one that only this host has."""
 
 
-def _served() -> tuple[JobStoreServer, _Door]:
+def _served(secret: Secret) -> tuple[JobStoreServer, _Door]:
     """A new store that this process serves."""
-    secret, host = new_secret(), _known_as or listening_address(None)
-    server = JobStoreServer.on_network((host, 0), Secret(secret), seconds=_GROWING_S)
+    host = _known_as or listening_address(None)
+    server = JobStoreServer.on_network((host, 0), secret, seconds=_GROWING_S)
     return server, _Door(host, server.port, secret)
 
 
@@ -67,20 +67,27 @@ class Lobby:
     """Where newcomers wait, on one rank of a job.
 
     Args:
-        path: a file that tells them the place and its secret, for this user alone; removed by :meth:`close`.
-        facts: gives what each of them must say of itself.
+        path: a file that tells them the place; removed by :meth:`close`.
+        secret: who knows it may come.
+        facts: what each of them must say of itself.
+        offer: what each of them is told of the job.
+
+    Attributes:
+        address: ``host:port``, for those that do not see the file.
     """
 
-    def __init__(self, path: Path, facts: Callable[[], str]) -> None:
+    def __init__(self, path: Path, secret: Secret, facts: str, offer: str = "") -> None:
         self._path, self._facts = path, facts
-        self._server, self._door = _served()
+        self._server, door = _served(secret)
+        self.address = f"{door.host}:{door.port}"
         self._known: set[str] = set()
-        self._store = self._door.open(0, _GROWING_S)
+        self._store = door.open(0, _GROWING_S)
+        self._store.set(_OFFER, offer)
         try:
-            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600
+            handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
             with open(handle, "w") as file, contextlib.ExitStack() as failed:
                 failed.callback(os.unlink, name)
-                json.dump([self._door.host, self._door.port, self._door.secret], file)
+                json.dump(self.address, file)
                 file.flush()
                 os.replace(name, path)  # whole, and this user's, whoever has made one before
                 failed.pop_all()
@@ -96,9 +103,9 @@ class Lobby:
             number = name.rpartition("/")[2]
             if number in self._known or self._server.has_left(int(number)):
                 continue
-            if facts.decode() != (own := self._facts()):
+            if facts.decode(errors="replace") != self._facts:
                 self._known.add(number)
-                told = f"the run is {own}, and this process is {plain_text(facts)}"
+                told = f"the run is {self._facts}, and this process is {plain_text(facts)}"
                 self._store.set(f"{_REFUSED}/{number}", told)
                 continue
             found.append(number)
@@ -118,45 +125,84 @@ class Lobby:
 
 
 def enter(
-    path: Path, facts: str, *, timeout: float = _PLACE_S, told: Callable[[], None] = lambda: None
+    where: Path | str,
+    secret: Secret,
+    facts: str,
+    *,
+    timeout: float = _PLACE_S,
+    told: Callable[[str], None] = lambda _: None,
 ) -> Communicator:
-    """A newcomer's end of :func:`grow`: waits in the lobby of a job for its place in a new world of it.
+    """A newcomer's end of :func:`grow`: waits in the lobby of a job for its place in a new world of it. When the rank
+    with the lobby dies, it waits in that of the next one, if the file says where that is.
 
     Args:
-        path: the file of the job's :class:`Lobby`.
+        where: the file of the job's :class:`Lobby`, or its address.
+        secret: that of the lobby.
         facts: what this process is.
         timeout: seconds until it has a place. Operations then have the deadline of the job's.
-        told: called when it waits.
+        told: called with the lobby's offer when it waits.
 
     Raises:
-        InvalidUsage: nobody is there, or this process does not fit.
+        InvalidUsage: nobody is there, another secret, or this process does not fit.
+        PeerLost: the run has ended, or the rank with the lobby has and there is no other one.
         CommTimeout: no place in time.
     """
+    number = _FIRST_NUMBER + secrets.randbelow(1 << 30)
+    until = time.monotonic() + timeout
     try:
-        with open_regular(path) as file:
-            door = _Door(*json.loads(file.read().decode()))
-        number = _FIRST_NUMBER + secrets.randbelow(1 << 30)
-        store = door.open(number, min(timeout, _GROWING_S))
-    except (OSError, ValueError, TypeError, CommTimeout) as error:
+        store = _door_at(where, secret).open(number, min(timeout, _GROWING_S))
+    except (OSError, ValueError, TypeError, AttributeError, CommTimeout) as error:
         raise InvalidUsage(
-            f"{path}: no run waits for newcomers there ({error}); give the folder of one that runs with --elastic"
+            f"{where}: no run waits for newcomers there ({error}); give the folder of one that runs with --elastic, or "
+            "the address that it has told"
         ) from error
+    place = None
     try:
-        store.set(f"{_ASKS}/{number}", facts)
-        told()
-        until = time.monotonic() + timeout
-        while not store.there_within([f"{_PLACE}/{number}"], _POLL_S):
-            if store.check([f"{_REFUSED}/{number}"]):
-                raise InvalidUsage(f"the run takes no such newcomer: {store.get(f'{_REFUSED}/{number}').decode()}")
-            if time.monotonic() > until:
-                raise CommTimeout(
-                    f"the run of {path.parent} gave no place within {timeout:g} s; is it stopped?",
-                    op="enter",
-                )
-        place = json.loads(store.get(f"{_PLACE}/{number}"))
+        told(store.get(_OFFER).decode())
+        while place is None:
+            try:
+                place = _place_in(store, number, facts, until)
+            except RuntimeError:  # the connection broke
+                store.close()
+                store = _next_lobby(where, secret, number)
     finally:
         store.close()
-    return _joined(_Door(*place["door"]), place["rank"], place["size"], place["transport"], place["timeout"])
+    host, port, text = place["door"]
+    return _joined(_Door(host, port, Secret(text)), place["rank"], place["size"], place["transport"], place["timeout"])
+
+
+def _door_at(where: Path | str, secret: Secret) -> _Door:
+    address: str = where if isinstance(where, str) else ""
+    if isinstance(where, Path):
+        with open_regular(where) as file:
+            address = json.loads(file.read().decode())
+    host, _, port = address.rpartition(":")
+    return _Door(host, int(port), secret)
+
+
+def _place_in(store: JobStore, number: int, facts: str, until: float) -> Any:
+    """Asks in a lobby, and waits. Raises: RuntimeError: it is there no more."""
+    store.set(f"{_ASKS}/{number}", facts)
+    while not store.there_within([f"{_PLACE}/{number}"], _POLL_S):
+        if store.check([f"{_REFUSED}/{number}"]):
+            raise InvalidUsage(f"the run takes no such newcomer: {store.get(f'{_REFUSED}/{number}').decode()}")
+        if time.monotonic() > until:
+            raise CommTimeout("the run gave no place in time; is it stopped?", op="enter")
+    return json.loads(store.get(f"{_PLACE}/{number}"))
+
+
+def _next_lobby(where: Path | str, secret: Secret, number: int) -> JobStore:
+    """That which another rank opens when the first one has died. Raises: PeerLost: none does."""
+    until = time.monotonic() + _GROWING_S
+    while isinstance(where, Path) and where.exists() and time.monotonic() < until:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, CommTimeout):
+            return _door_at(where, secret).open(number, _POLL_S)
+        time.sleep(_POLL_S)
+    raise PeerLost(
+        f"{where}: the run has ended, or the rank that waited for newcomers has; if it still runs, start this again "
+        "with the folder or the address that it has told since",
+        op="enter",
+    )
 
 
 def grow(living: Communicator, lobby: Lobby | None, root: int, transport: str) -> Communicator:
@@ -172,9 +218,10 @@ def grow(living: Communicator, lobby: Lobby | None, root: int, transport: str) -
     server: JobStoreServer | None = None
     told = ""
     if lobby is not None and (newcomers := lobby.waiting()):
-        server, door = _served()
+        text = new_secret()
+        server, door = _served(Secret(text))
         size = living.size + len(newcomers)
-        place = {"door": [door.host, door.port, door.secret], "size": size, "transport": transport}
+        place = {"door": [door.host, door.port, text], "size": size, "transport": transport}
         place["timeout"] = living.timeout
         lobby.give_places({each: place | {"rank": living.size + i} for i, each in enumerate(newcomers)})
         told = json.dumps(place)
@@ -185,7 +232,9 @@ def grow(living: Communicator, lobby: Lobby | None, root: int, transport: str) -
         place = json.loads(told)
         made: Communicator | None = None
         try:
-            made = _joined(_Door(*place["door"]), living.rank, place["size"], transport, place["timeout"])
+            host, port, text = place["door"]
+            door = _Door(host, port, Secret(text))
+            made = _joined(door, living.rank, place["size"], transport, place["timeout"])
         except Error:
             made = None  # some newcomer did not come
         if living.agree(made is not None):

@@ -28,7 +28,7 @@ from hdpcomm.run.costs import (
     measure_costs,
     same_mesh,
 )
-from hdpcomm.run.elastic import NewcomersWait
+from hdpcomm.run.elastic import NewcomersWait, TooSlow
 from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.export import export_model
 from hdpcomm.run.first_weights import FirstWeights, keep_optimizer
@@ -42,7 +42,7 @@ from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 from hdpcomm.run.pipelines import mesh_of, new_trainer, stage_recompute
 from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
-from hdpcomm.run.step_times import PlanLearning
+from hdpcomm.run.step_times import PlanLearning, SlowRanks
 from hdpcomm.run.stopping import StopRequest
 from hdpcomm.train import StepMetrics, Trainer
 from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
@@ -200,6 +200,14 @@ class _Run:
         self.spec = model_spec(config.model)
         self.stalled = dict.fromkeys(planners, 0.0)
         self.learning = self._learning(found) if config.learn_costs else {}
+        evicts = config.evict_slower and saving is not None and saving.peers is not None
+        self.slow = {
+            policy: SlowRanks(config.evict_slower, trainer.mesh.positions if config.on_mesh else None)
+            for policy, trainer in self.trainers.items()
+            if evicts
+        }
+        self.leave: list[int] = []
+        """Positions of ranks that have to go after this step."""
 
     def load(self) -> None:
         """Reads the checkpoint to go on from, if there is one. Raises: InvalidUsage, on all ranks: it does not fit."""
@@ -280,7 +288,7 @@ class _Run:
             if self.config.eval_every and self.done % self.config.eval_every == 0:
                 self._evaluate()
             if self.saving is not None and self.saving.peers is not None and self.done < self.config.steps:
-                self._let_in(self.saving.peers)
+                self._change_ranks(self.saving.peers)
         self._save_last()
         if not self.stopped_by and self.done > self.first_step:
             self._evaluate()
@@ -310,8 +318,10 @@ class _Run:
             mesh=trainer.mesh if self.config.on_mesh else None, stage_bytes=trainer.passes.bytes_sent,
             loading=self.batches.costs(step, taken - planned.waited_s, taken),
         )  # fmt: skip
+        if policy in self.slow:
+            self.leave = self.slow[policy].add(times) or self.leave
         if policy in self.learning:
-            self.learning[policy].add(ran, times)
+            self.learning[policy].add(ran, times.ranks)
             costs["slowest_rank"], costs["slowest_speed"] = self.learning[policy].slowest()
             costs["noise"] = trainer.planner.cost_model.noise
         if watching.on_step is not None:
@@ -379,6 +389,8 @@ class _Run:
         if self.folder is None:
             return
         with self.comm.busy("saves a checkpoint"):
+            if self.saving.peers is not None:
+                _warn_of_disk(self.folder)
             self.folder.save(self.done, {"policies": state, "generators": generators}, self._facts(), copy=copy)
 
     def _save_last(self) -> None:
@@ -394,8 +406,13 @@ class _Run:
         if self.saving is not None and self.saving.peers is not None:
             self.saving.peers.take(self.comm, self.done, self.trainers, self._facts())
 
-    def _let_in(self, peers: PeerSaves) -> None:
-        """Ends this attempt where processes wait that want to take part. Raises: NewcomersWait, on all ranks."""
+    def _change_ranks(self, peers: PeerSaves) -> None:
+        """Ends this attempt where processes wait that want to take part, or ranks have to leave. Raises: NewcomersWait,
+        TooSlow, on all ranks."""
+        if self.leave:
+            peers.finish()
+            ranks = [self.comm.ranks[position] for position in self.leave]
+            raise TooSlow(ranks, self.config.evict_slower, self.comm.global_rank)
         if peers.newcomers(self.comm):
             raise NewcomersWait
 
@@ -475,7 +492,17 @@ def _checkpoint_folder(
 
 
 def _end_of_saving(folder: CheckpointFolder, error: object, *_: object) -> None:
-    if error in (None, NewcomersWait):
+    if error is None:
         folder.wait()
+    elif error in (NewcomersWait, TooSlow):
+        _warn_of_disk(folder)
     else:
         folder.give_up()
+
+
+def _warn_of_disk(folder: CheckpointFolder) -> None:
+    """Waits for the checkpoint before. A full disk is no reason to end a run whose ranks keep its state in memory."""
+    try:
+        folder.wait()
+    except Error as error:
+        sys.stderr.write(f"hdpcomm: warning: {error}; the run goes on\n")  # at once, since ranks share it

@@ -126,17 +126,23 @@ class PeerSaves:
         count = torch.tensor([0 if self.lobby is None else len(self.lobby.waiting())])
         comm.all_reduce(count)
         if int(count):
-            self._copies[self._attempt].finish()
+            self.finish()
         return int(count)
+
+    def finish(self) -> None:
+        """Until what has been taken is in the memory of all its keepers. Local. Raises: PeerLost, Aborted."""
+        self._copies[self._attempt].finish()
 
     def _opened(self, make: Callable[[], Lobby]) -> Lobby | None:
         """A run without a lobby goes on: nobody can join it."""
         try:
-            return make()
+            lobby = make()
         except (Error, OSError) as error:
             self.open_lobby = None
             print(f"hdpcomm: warning: no process can join this run (--join): {error}", file=sys.stderr)
             return None
+        print(f"hdpcomm: more ranks may come: hdpcomm train --join {lobby.address}", file=sys.stderr, flush=True)
+        return lobby
 
     def close(self) -> None:
         """Nobody may come any more. Idempotent."""

@@ -12,10 +12,10 @@ import torch
 
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import CostModel, Planner, RankTimes, StepPlan, Tree
+from hdpcomm.plan import CostModel, Planner, StepPlan, Tree
 from hdpcomm.run.batches import LoadingCosts
 from hdpcomm.run.flops import device_peak_flops, training_flops
-from hdpcomm.run.step_times import rank_times, slowest_rank, times_of
+from hdpcomm.run.step_times import StepTimes, rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.train.timeline import Span
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def step_costs(
     mesh: Mesh | None = None,
     stage_bytes: int = 0,
     loading: LoadingCosts | None = None,
-) -> tuple[dict[str, float], list[RankTimes]]:
-    """Figures of a step beside those of StepMetrics, and what each micro-batch took on each rank of the plan; equal on
-    all ranks. Collective over ``comm``: one all-gather.
+) -> tuple[dict[str, float], StepTimes]:
+    """Figures of a step beside those of StepMetrics, and what it took on each rank; equal on all ranks. Collective over
+    ``comm``: one all-gather.
 
     ``idle_s``, ``exposed_s``: seconds of a rank (on average) as :class:`hdpcomm.train.timeline.Span` defines them;
     ``stall_s``: for copies of offloaded activations; ``compute_s``, ``optimizer_s``: what is left of these phases;
@@ -81,7 +81,9 @@ def step_costs(
     comm.all_gather(everything, sent)
     load_rows, everything = everything[:, : len(loaded)], everything[:, len(loaded) :]
     rows = everything[:, : len(own)]
-    times = rank_times(everything[:, len(own) :], plan, None if mesh is None else mesh.positions)
+    figures = everything[:, len(own) :]
+    ranks = rank_times(figures, plan, None if mesh is None else mesh.positions)
+    times = StepTimes(ranks, rank_speeds(plan, ranks, cost_model), figures[:, : (figures.shape[1] - 1) // 2].sum(1))
     exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, processor, _ = rows.sum(0).tolist()
     size = comm.size
     costs = {
@@ -103,7 +105,7 @@ def step_costs(
         costs["loader_ready"], costs["loader_restarts"] = load_rows[:, 2].min().item(), load_rows[:, 3].max().item()
     if mesh is not None:
         costs["stage_bytes"] = between
-    costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(plan, times, cost_model)
+    costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(times.speeds)
     peak = device_peak_flops(comm.device)
     if spec is not None and peak is not None and seconds:
         costs["mfu"] = training_flops(spec, plan.sequences()[0].tolist()) / (seconds * size * peak)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
     from hdpcomm.train import Trainer
 
-__all__ = ["PlanLearning", "rank_times", "slowest_rank", "times_of"]
+__all__ = ["PlanLearning", "SlowRanks", "StepTimes", "rank_speeds", "rank_times", "slowest_rank", "times_of"]
+
+_SLOW_STEPS = 3
+"""One or two are a pause of the machine."""
 
 
 def times_of(spans: Sequence[Span], plan: StepPlan, rank: int) -> list[float]:
@@ -64,9 +67,9 @@ def rank_times(rows: Tensor, plan: StepPlan, positions: Tensor | None = None) ->
     return found
 
 
-def slowest_rank(plan: StepPlan, times: Sequence[RankTimes], cost_model: CostModel) -> tuple[int, float]:
-    """The rank that was slowest in its compute, as a share of the median rank's speed, by what a cost model says of
-    its work. Local; equal times give the same on every rank."""
+def rank_speeds(plan: StepPlan, times: Sequence[RankTimes], cost_model: CostModel) -> dict[int, float]:
+    """The speed of each rank that had work, as a share of the median of the others', by what a cost model says of its
+    compute. Local; equal times give the same on every rank."""
     speeds = {}
     for rank, own in enumerate(times):
         took = sum(own.compute_s)
@@ -78,10 +81,59 @@ def slowest_rank(plan: StepPlan, times: Sequence[RankTimes], cost_model: CostMod
             expected += cost_model.piece * tokens + cost_model.ring_step * (size - 1)
         if took > 0 and expected > 0:
             speeds[rank] = expected / took
-    if not speeds:
-        return 0, 1.0
-    slowest = min(speeds, key=lambda rank: (speeds[rank], rank))
-    return slowest, speeds[slowest] / median(speeds.values())
+    if len(speeds) < 2:
+        return dict.fromkeys(speeds, 1.0)
+    return {
+        rank: speed / median(other for each, other in speeds.items() if each != rank) for rank, speed in speeds.items()
+    }
+
+
+def slowest_rank(speeds: Mapping[int, float]) -> tuple[int, float]:
+    """The slowest rank and its speed; without any, rank 0 at full speed."""
+    return min(speeds.items(), key=lambda each: (each[1], each[0]), default=(0, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What a step took on all ranks.
+
+    Attributes:
+        ranks: of the plan.
+        speeds: of those, see :func:`rank_speeds`.
+        compute_s: of each device, by its position in the communicator.
+    """
+
+    ranks: list[RankTimes]
+    speeds: dict[int, float]
+    compute_s: Tensor
+
+
+class SlowRanks:
+    """Finds ranks that are slower than the others in several steps one after the other. Local; as every rank gives the
+    same times, every rank finds the same.
+
+    Args:
+        times: how much longer than the others a rank takes for its work.
+        positions: of a mesh (:attr:`hdpcomm.Mesh.positions`); default: each rank is one device.
+    """
+
+    def __init__(self, times: float, positions: Tensor | None = None) -> None:
+        self._times, self._positions = times, positions
+        self._steps: dict[int, int] = {}
+
+    def add(self, times: StepTimes) -> list[int]:
+        """Takes in a step; the positions of devices that should leave, if any: those of an HDP rank that computed at
+        least half as long as its longest. Its other stages only waited for them, and tensor ranks cannot be told apart.
+        """
+        for rank, speed in times.speeds.items():
+            self._steps[rank] = self._steps.get(rank, 0) + 1 if speed * self._times < 1 else 0
+        slow = [rank for rank, steps in self._steps.items() if steps >= _SLOW_STEPS]
+        if not slow:
+            return []
+        rank = min(slow, key=lambda each: (times.speeds.get(each, 1.0), each))
+        own = torch.tensor([rank]) if self._positions is None else self._positions[:, rank].flatten()
+        took = times.compute_s[own]
+        return sorted(own[took >= took.max() / 2].tolist())
 
 
 class PlanLearning:

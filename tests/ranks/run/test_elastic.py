@@ -155,40 +155,113 @@ def test_the_losses_are_those_of_a_run_that_was_resumed_by_hand(data: str, tmp_p
     assert rows[-(STEPS - int(step)) :] == losses(by_hand)
 
 
-_FLIPS = """
-import os, sys, torch
+_CHANGED = """
+import os, sys, time, torch
 from hdpcomm.cli.main import main
 from hdpcomm.train import Trainer
 step = Trainer.step
-def flips(self, *arguments, **options):
+def changed(self, *arguments, **options):
     metrics = step(self, *arguments, **options)
-    if (os.environ["RANK"], metrics.step) == ("1", 5):
-        next(self.model.parameters()).detach().view(torch.int32).view(-1)[7] ^= 1
+    if os.environ["RANK"] == "1" and metrics.step == 5:
+        {change}
     return metrics
-Trainer.step = flips
+Trainer.step = changed
 sys.exit(main(sys.argv[1:]))
 """
+
+
+def started_by_hand(data: str, out: Path, ranks: int, change: str, *options: str) -> list[tuple[str, str]]:
+    """What ranks say of which number 1 does something after its step 5; all of them end with 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    line = command(data, out, "--ranks", str(ranks), "--elastic", *options, steps=STEPS)[2:]
+    arguments = ["-c", _CHANGED.format(change=change), *line]
+    processes = [Python(arguments, env=os.environ | place | {"RANK": str(rank)}) for rank in range(ranks)]
+    told = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, told
+    return told
 
 
 def test_a_rank_whose_memory_is_broken_leaves(
     data: str, tmp_path: Path, undisturbed: Callable[[bool], list[float]]
 ) -> None:
-    """Ranks that were started by hand, of which one changes the last bit of a weight: it is named at the next look, and
-    the others go on from what they hold themselves."""
+    """One changes the last bit of a weight: it is named at the next look, and the others go on from what they hold
+    themselves."""
     out = tmp_path / "run"
-    options = ["--ranks", "3", "--elastic", "--check-replicas", "4"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "3"}
-    arguments = ["-c", _FLIPS, *command(data, out, *options, steps=STEPS)[2:]]
-    processes = [Python(arguments, env=os.environ | place | {"RANK": str(rank)}) for rank in range(3)]
-    told = [process.communicate(timeout=200) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], told
+    flips = "next(self.model.parameters()).detach().view(torch.int32).view(-1)[7] ^= 1"
+    told = started_by_hand(data, out, 3, flips, "--check-replicas", "4")
     assert "rank 1 leaves the run: the weights of ranks [1] are not those of ranks [0, 2] (" in told[1][1]
     assert TOLD.findall(told[0][1]) == [("2", "8")], told
     rows, exact = losses(out), undisturbed(False)
     assert sorted({step for step, _ in rows}) == list(range(STEPS))
     assert max(abs(loss - exact[step]) for step, loss in rows) < 5e-5
+
+
+SLOW = "torch.nn.modules.module.register_module_forward_hook(lambda *_: time.sleep(0.03))"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "left"),
+    [(3, [], "2 ranks"), (4, ["--pipeline", "2", "--zero", "1"], r"2 ranks \(1 spare\)")],
+    ids=["hdp", "pipeline"],
+)
+def test_a_slow_rank_leaves_where_that_is_asked_for(
+    data: str,
+    tmp_path: Path,
+    undisturbed: Callable[[bool], list[float]],
+    ranks: int,
+    options: list[str],
+    left: str,
+) -> None:
+    """No step is done again; the other stage of its pipeline, which only waited, becomes a spare."""
+    out = tmp_path / "run"
+    told = started_by_hand(data, out, ranks, SLOW, "--evict-slower", "4", *options)
+    assert "rank 1 leaves the run: rank 1 took more than 4 times as long for the work of a step as others" in told[1][1]
+    assert re.search(f"rank 1 died or left\nhdpcomm: going on with {left} from step-", told[0][1]), told
+    rows, exact = losses(out), undisturbed(False)
+    assert [step for step, _ in rows] == list(range(STEPS))
+    assert max(abs(loss - exact[step]) for step, loss in rows) < 5e-5
+
+
+def test_a_slow_rank_stays_by_default(data: str, tmp_path: Path) -> None:
+    told = started_by_hand(data, tmp_path / "run", 3, SLOW)
+    assert "leaves" not in told[1][1]
+    assert not TOLD.findall(told[0][1])
+
+
+_FULL = """
+import sys
+from pathlib import Path
+from hdpcomm.cli.main import main
+from hdpcomm.run import checkpoints
+write = checkpoints._write_synced
+def full(path, text):
+    if {where} and any(part in str(path) for part in ("step-4.", "step-8.")):
+        raise OSError(28, "No space left on device")
+    write(path, text)
+checkpoints._write_synced = full
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("True", 4), ('".partial" in str(path)', 2), ('".partial" not in str(path)', 4)],
+    ids=["all", "the first", "another"],
+)
+def test_a_disk_that_is_full_for_a_while(data: str, tmp_path: Path, where: str, said: int) -> None:
+    """Two checkpoints of a run of two ranks with parts of each are not written, the run goes on, and those after them
+    are; nothing is left of the others."""
+    out = tmp_path / "run"
+    options = ["--elastic", "--ranks", "2", "--zero", "1", "--save-every", "2", "--keep", "20"]
+    process = Python(["-c", _FULL.format(where=where), *command(data, out, *options, steps=12)[2:]])
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    warned = re.findall(r"hdpcomm: warning: a checkpoint could not be written to .*; the run goes on\n", errors)
+    assert len(warned) == said, errors
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {f"step-{n}" for n in (2, 6, 10, 12)}
+    assert [step for step, _ in losses(out)] == list(range(12))
 
 
 @pytest.mark.parametrize("saves", [False, True])

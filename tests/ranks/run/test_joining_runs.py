@@ -1,15 +1,15 @@
-"""``hdpcomm train --join RUN``: ranks come back, others come, those that do not fit are refused; the losses stay."""
+"""``hdpcomm train --join``: ranks come back, others come, those that do not fit are refused; the losses stay."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 import hdpcomm as hdp
+from hdpcomm.comm.secret import Secret, job_secret
 from hdpcomm.run import lobby
-from hdpcomm.run.lobby import _Door, enter
+from hdpcomm.run.lobby import Lobby, _door_at, enter
 from tests.harness.warm_python import Python, run_python
 from tests.ranks.run.test_elastic import TOLD, command, data, losses, no_world, ranks_of, wait_for_steps
 
@@ -27,6 +28,7 @@ __all__ = ["data", "no_world"]
 
 CONSTANT = ["--schedule", "constant", "--warmup", "1", "--lr", "1e-4"]
 MOST = 400
+FACTS = f"hdpcomm {hdp.__version__}"
 LIMIT_S = 150.0
 
 
@@ -59,8 +61,8 @@ def ended(process: Python, out: Path) -> str:
     return str(errors)
 
 
-def newcomer(out: Path) -> Python:
-    return Python(["-m", "hdpcomm.cli.main", "train", "--join", str(out)])
+def newcomer(where: Path | str) -> Python:
+    return Python(["-m", "hdpcomm.cli.main", "train", "--join", str(where)])
 
 
 def wait_for_size(process: Python, out: Path, size: int) -> None:
@@ -129,47 +131,74 @@ def test_ranks_come_and_go(data: str, tmp_path: Path, exact: list[float], seed: 
     check_losses(out, exact, lost=deaths)
 
 
-def facts_of(out: Path) -> str:
-    from hdpcomm.cli.train import _run_facts
-
-    return _run_facts(out)
-
-
 def test_who_does_not_fit_is_refused_and_the_run_unharmed(data: str, tmp_path: Path, exact: list[float]) -> None:
     out = tmp_path / "run"
     with running(data, out, "--ranks", "2") as process:
-        lobby = out / "lobby.json"
-        assert lobby.stat().st_mode & 0o777 == 0o600
-        host, port, _ = json.loads(lobby.read_text())
-        stranger = tmp_path / "stranger.json"
-        stranger.write_text(json.dumps([host, port, "x" * 32]))
-        with pytest.raises(hdp.InvalidUsage, match="do not share the job's secret"):
-            enter(stranger, facts_of(out), timeout=20.0)
-        with pytest.raises(hdp.InvalidUsage, match=r"no such newcomer: the run is hdpcomm .* process is hdpcomm 9"):
-            enter(lobby, "hdpcomm 9", timeout=20.0)
-        for broken in ("", "{}", "[1]", json.dumps([host, 1, "x" * 32])):
-            stranger.write_text(broken)
+        place = out / "lobby.json"
+        address = json.loads(place.read_text())
+        for where in (place, address):
+            with pytest.raises(hdp.InvalidUsage, match="do not share the job's secret"):
+                enter(where, Secret("x" * 32), FACTS, timeout=20.0)
+            with pytest.raises(hdp.InvalidUsage, match=r"no such newcomer: the run is hdpcomm .* process is hdpcomm 9"):
+                enter(where, job_secret(), "hdpcomm 9", timeout=20.0)
+        broken = tmp_path / "broken.json"
+        for text in ("", "{}", "[1]", "1", '"host"', json.dumps(address.rpartition(":")[0] + ":1")):
+            broken.write_text(text)
             with pytest.raises(hdp.InvalidUsage, match="no run waits for newcomers there"):
-                enter(stranger, "", timeout=2.0)
-        changed = tmp_path / "changed"
-        shutil.copytree(out, changed)
-        (changed / "config.yaml").write_text((out / "config.yaml").read_text().replace("lr: 0.0001", "lr: 0.0002"))
-        refused = newcomer(changed)
-        told = refused.communicate(timeout=LIMIT_S)
-        assert refused.returncode == 6
-        assert "the run takes no such newcomer" in told[1]
+                enter(broken, job_secret(), "", timeout=2.0)
         errors = ended(process, out)
     assert "joined" not in errors
     check_losses(out, exact, lost=0)
+
+
+def test_a_newcomer_comes_by_an_address(data: str, tmp_path: Path, exact: list[float]) -> None:
+    """It sees the data, and not the folder of the run."""
+    out = tmp_path / "run"
+    with running(data, out, "--ranks", "2") as process:
+        address = json.loads((out / "lobby.json").read_text())
+        other = newcomer(address)
+        wait_for_size(process, out, 3)
+        errors = ended(process, out)
+        other.communicate(timeout=LIMIT_S)
+        assert other.returncode == 0
+    assert f"hdpcomm: more ranks may come: hdpcomm train --join {address}\n" in errors
+    check_losses(out, exact, lost=0)
+
+
+@pytest.mark.parametrize("another", [True, False])
+def test_who_waits_outlives_the_rank_with_the_lobby(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
+    """The next rank opens another one; where none does, the newcomer says so."""
+    monkeypatch.setattr(lobby, "_joined", lambda _, *place: place)
+    monkeypatch.setattr(lobby, "_GROWING_S", 30.0 if another else 2.0)
+    path, secret = tmp_path / "lobby.json", Secret("of the job, and long")
+    first = Lobby(path, secret, FACTS)
+    with ThreadPoolExecutor(1) as threads:
+        coming = threads.submit(enter, path, secret, FACTS)
+        while not first.waiting():
+            time.sleep(0.01)
+        first._server.close()  # as the end of its process does
+        if not another:
+            with pytest.raises(hdp.PeerLost, match="the run has ended, or the rank that waited for newcomers has"):
+                coming.result(LIMIT_S)
+        else:
+            second = Lobby(path, secret, FACTS)
+            while not (numbers := second.waiting()):
+                time.sleep(0.01)
+            place = {"door": ["127.0.0.1", 1, "s"], "rank": 2, "size": 3, "transport": "shm", "timeout": 5.0}
+            second.give_places({numbers[0]: place})
+            assert coming.result(LIMIT_S) == (2, 3, "shm", 5.0)
+            second.close()
+        first.close()
 
 
 def test_a_newcomer_that_never_comes(data: str, tmp_path: Path, exact: list[float]) -> None:
     """It has a place and is gone: the others go on as they were."""
     out = tmp_path / "run"
     with running(data, out, "--ranks", "2") as process:
-        door = _Door(*json.loads((out / "lobby.json").read_text()))
-        store = door.open(1 << 21, 20.0)
-        store.set(f"asks/{1 << 21}", facts_of(out))
+        store = _door_at(out / "lobby.json", job_secret()).open(1 << 21, 20.0)
+        store.set(f"asks/{1 << 21}", FACTS)
         place = json.loads(store.get(f"place/{1 << 21}"))
         assert (place["rank"], place["size"]) == (2, 3)
         before = len(losses(out))
@@ -210,14 +239,14 @@ def test_who_came_is_known_by_the_address_that_others_reach(monkeypatch: pytest.
     """A newcomer that others come to later, on a host whose own name has no address."""
     monkeypatch.setattr(lobby, "_known_as", None)
     monkeypatch.setattr(lobby, "join", lambda *_, **__: SimpleNamespace(barrier=lambda: None))
-    server, door = lobby._served()
+    server, door = lobby._served(Secret("of the job, and long"))
     lobby._joined(door, 1, 2, "shm", 5.0)
     server.close()
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr(socket, "gethostname", lambda: "a-name-without-an-address.invalid")
-    again, other = lobby._served()
+    again, other = lobby._served(Secret("of the job, and long"))
     again.close()
     assert other.host == door.host
     monkeypatch.setattr(lobby, "_known_as", None)
     with pytest.raises(hdp.Error, match="no way from this host to the address of its own name a-name-without"):
-        lobby._served()
+        lobby._served(Secret("of the job, and long"))

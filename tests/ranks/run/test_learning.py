@@ -18,7 +18,7 @@ from hdpcomm.models import LlamaConfig
 from hdpcomm.plan import CostModel, CostSample, MicroBatch, RankTimes, SequenceInfo, StepPlan
 from hdpcomm.run import RunConfig, RunFiles, Saving, Watching, open_checkpoint, read_metrics, step_record, train
 from hdpcomm.run import costs as run_costs
-from hdpcomm.run.step_times import rank_times, times_of
+from hdpcomm.run.step_times import SlowRanks, StepTimes, rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.testing import run_threads
 from hdpcomm.trace.run_report import run_report
 from hdpcomm.train import StepMetrics
@@ -220,3 +220,39 @@ def test_the_slowest_device_of_a_pipeline_counts() -> None:
     found = rank_times(rows, plan, torch.tensor([[[0], [1]], [[2], [3]]]))  # [stage, HDP rank, tensor rank]
     assert found == [RankTimes((3.0,), (0.3,)), RankTimes((5.0,), (0.2,))]
     assert rank_times(rows[:2], plan) == [RankTimes((1.0,), (0.1,)), RankTimes((5.0,), (0.2,))]
+
+
+def test_speeds_are_shares_of_the_others() -> None:
+    """By hand: four ranks have the same work, a fifth has none; of two ranks each is measured by the other one."""
+    batch = [MicroBatch(i, (i,), (SequenceInfo(i, 8),), 0.0, 1.0) for i in range(4)]
+    costs = CostModel(0.0, 1e-3, 0.0)
+    plan = StepPlan("by hand", 5, tuple(batch), 1.0, 1.0, 0.0, 0.0)
+    times = [RankTimes((seconds,), (0.0,)) for seconds in (1.0, 2.0, 10.0, 1.0)] + [RankTimes((), ())]
+    speeds = rank_speeds(plan, times, costs)
+    assert speeds == pytest.approx({0: 2.0, 1: 0.5, 2: 0.1, 3: 2.0})
+    assert slowest_rank(speeds) == (2, pytest.approx(0.1))
+    two = StepPlan("by hand", 2, tuple(batch[:2]), 1.0, 1.0, 0.0, 0.0)
+    assert rank_speeds(two, times[:2], costs) == pytest.approx({0: 2.0, 1: 0.5})
+    one = StepPlan("by hand", 1, tuple(batch[:1]), 1.0, 1.0, 0.0, 0.0)
+    assert rank_speeds(one, times[:1], costs) == {0: 1.0}
+    assert slowest_rank({}) == (0, 1.0)
+
+
+def test_who_is_slow_for_three_steps_should_leave() -> None:
+    even, seconds = {0: 1.0, 1: 1.0, 2: 1.0}, torch.tensor([1.0, 1.0, 9.0])
+    slow = SlowRanks(4.0)
+
+    def found_by(*steps: dict[int, float]) -> list[list[int]]:
+        return [slow.add(StepTimes([], speeds, seconds)) for speeds in steps]
+
+    assert found_by(even | {2: 0.2}, even | {2: 0.24}, even | {2: 0.3}) == [[]] * 3
+    found = found_by(even | {2: 0.2}, {0: 1.0, 1: 1.0}, even | {2: 0.2}, even | {2: 0.1})
+    assert found == [[], [], [], [2]], "a step without work for it neither counts nor forgives"
+    assert found_by({0: 1.0}) == [[2]], "and one step more without work changes nothing"
+
+
+def test_of_a_slow_hdp_rank_those_leave_that_the_others_wait_for() -> None:
+    positions = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])  # [stage, HDP rank, tensor rank]
+    seconds = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 8.9])
+    slow = SlowRanks(4.0, positions)
+    assert [slow.add(StepTimes([], {0: 1.0, 1: 0.1}, seconds)) for _ in range(3)] == [[], [], [6, 7]]
