@@ -80,6 +80,7 @@ MESHES = {
     "zero 3": (4, 1, ["--zero", "3"]),
     "pipeline 2, zero 1": (6, 2, ["--pipeline", "2", "--zero", "1"]),
     "pipeline 2, tensor 2": (8, 4, ["--pipeline", "2", "--tensor", "2"]),
+    "queue": (3, 1, ["--queue"]),
 }
 CASES = [list(MESHES)[i % len(MESHES)] for i in range(int(os.environ.get("HDPCOMM_TEST_ELASTIC_RUNS", "4")))]
 STEPS = 30
@@ -129,7 +130,8 @@ def test_the_others_go_on_from_what_they_have_in_memory(
     rows = losses(out)
     assert len(rows) <= STEPS + deaths  # of each death at most one finished step is lost
     assert sorted({step for step, _ in rows}) == list(range(STEPS))
-    exact, tolerance = undisturbed("expert" in name), 0.02 if "bf16" in name else 5e-5
+    # Other plans round otherwise, and one of 700 tokens may go through another expert.
+    exact, tolerance = undisturbed("expert" in name), 0.02 if "bf16" in name else 1e-3 if "expert" in name else 5e-5
     assert max(abs(loss - exact[step]) for step, loss in rows) < tolerance, (rows, exact)
 
 
@@ -262,6 +264,24 @@ def test_a_disk_that_is_full_for_a_while(data: str, tmp_path: Path, where: str, 
     assert len(warned) == said, errors
     assert {path.name for path in (out / "checkpoints").iterdir()} == {f"step-{n}" for n in (2, 6, 10, 12)}
     assert [step for step, _ in losses(out)] == list(range(12))
+
+
+def test_tokens_that_are_made_meanwhile_go_on_in_their_order(data: str, tmp_path: Path) -> None:
+    """Threads of the ranks make them, and those of the one that dies are made by the others."""
+    found = []
+    for name, options in (("alone", ["--ranks", "1"]), ("three", ["--ranks", "3", "--elastic"])):
+        out = tmp_path / name
+        process = Python(command(data, out, "--loader", "threads", *options, steps=STEPS))
+        if name == "three":
+            wait_for_steps(process, out, 4)
+            ranks_of(process, 3)[1].kill()
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
+        found.append(losses(out))
+    assert [count for count, _ in TOLD.findall(errors)] == ["2"]
+    exact = dict(found[0])
+    assert sorted({step for step, _ in found[1]}) == list(range(STEPS))
+    assert max(abs(loss - exact[step]) for step, loss in found[1]) < 5e-5
 
 
 @pytest.mark.parametrize("saves", [False, True])
