@@ -13,32 +13,12 @@ std::optional<Error> StreamEngine::checkDeadline(StreamWork& work, Clock::time_p
   if (seconds <= timeout_s_ || now < work.allowed_) return std::nullopt;
   std::optional<Deadlines::Stuck> stuck;
   if (work.by_liveness_ && world_ != nullptr) {
-    Deadlines::Allowed allowed = world_->allowed(awaitedBy(work), start);
+    Deadlines::Allowed allowed = world_->allowed(calls_.awaitedBy(work), start);
     work.allowed_ = allowed.until;
     if (now < work.allowed_) return std::nullopt;
     stuck = std::move(allowed.stuck);
   }
   return timeoutOf(work, seconds, stuck);
-}
-
-// The ranks without which the operation cannot go on: this one, while its stream has not come to
-// it; those that have not called it; if all have, all of them, since their streams may be behind.
-std::vector<int> StreamEngine::awaitedBy(const StreamWork& work) const {
-  if (!work.started_) return {rank_};
-  std::vector<int> members;
-  std::vector<int> missing;
-  for (const StreamWork::Share& share : work.shares_) {
-    if (share.peer == rank_) continue;
-    const auto& expected = peers_[static_cast<size_t>(share.peer)].expected;
-    const bool called =
-        share.expects > 0
-            ? std::none_of(expected.begin(), expected.end(),
-                           [&](const Expected& each) { return each.work.get() == &work; })
-            : board_->accepted(rank_, share.peer) >= share.posted + share.posts;
-    members.push_back(share.peer);
-    if (!called) missing.push_back(share.peer);
-  }
-  return missing.empty() ? members : missing;
 }
 
 // What the others hear of this rank's device operations (comm/host/liveness.hpp).
@@ -50,7 +30,7 @@ void StreamEngine::reportMoves() {
     if (ended(*work)) {
       ++moves.count;
     } else if (work->started_) {
-      const std::vector<int> awaited = awaitedBy(*work);
+      const std::vector<int> awaited = calls_.awaitedBy(*work);
       moves.awaited.insert(moves.awaited.end(), awaited.begin(), awaited.end());
     }
   }
@@ -64,12 +44,11 @@ Error StreamEngine::timeoutOf(const StreamWork& work, double seconds,
                               const std::optional<Deadlines::Stuck>& stuck) const {
   const std::string hint =
       stuck ? stuck->text : "look for a rank that did not call it, or raise timeout=";
-  return withContext(
+  return work.withContext(
       Error(ErrorKind::kTimeout,
             "rank " + std::to_string(rank_) + " waited " + std::to_string(seconds) + " s in " +
                 describe(work.call_) + " (ranks " + listOf(*work.ranks_) + "): " + hint,
-            {.rank = rank_, .peer = stuck ? stuck->rank : -1, .op = {}, .ranks = {}, .seq = -1}),
-      work);
+            {.rank = rank_, .peer = stuck ? stuck->rank : -1, .op = {}, .ranks = {}, .seq = -1}));
 }
 
 }  // namespace hdpcomm

@@ -17,6 +17,15 @@ constexpr double kMostStuck = 30;
 using device::CallBoard;
 using device::CallEntry;
 
+Error StreamWork::withContext(const Error& error) const {
+  ErrorContext context = error.context();
+  context.rank = rank_;
+  context.op = opName(call_.op);
+  context.ranks = *ranks_;
+  context.seq = seq_;
+  return Error(error.kind(), error.what(), context);
+}
+
 StreamWork::Share& StreamWork::shareOf(int peer) {
   for (Share& share : shares_) {
     if (share.peer == peer) return share;
@@ -54,7 +63,7 @@ StreamEngine::StreamEngine(DevicePtr device, std::shared_ptr<CallBoard> board,
       background_stream_(device_, device_->createStream()),
       control_stream_(device_, device_->createStream()),
       probe_(device_, device_->createEvent()),
-      peers_(static_cast<size_t>(world.size())),
+      calls_(board_, rank_, num_ranks_),
       recorder_(Settings::read().flight_records),
       guard_(rank_, std::min(kMostStuck, timeout_s_), [this] { return lost(); }),
       watcher_([this] { watch(); }) {}
@@ -77,22 +86,9 @@ void StreamEngine::checkUsable() const {
   }
 }
 
-// Called before any peer hears of the operation. Throws if a member has failed or left, unless it
-// had done its part of the operation.
-void StreamEngine::checkMembers(const StreamWork& work) const {
-  for (const StreamWork::Share& share : work.shares_) {
-    const bool only_sent_to = share.expects == 0;
-    if (share.peer == rank_ || (hasPosted(share) && !only_sent_to)) continue;
-    if (board_->state(share.peer) != device::BoardState::kReady) {
-      throw *departureError(work, mostInformative(work, share));
-    }
-  }
-}
-
 StreamEngine::WorkPtr StreamEngine::begin(const Call& call, Ranks ranks, bool captured) {
   checkUsable();
-  auto work = std::make_shared<StreamWork>(call, std::move(ranks));
-  work->seq_ = next_seq_++;
+  auto work = std::make_shared<StreamWork>(call, std::move(ranks), rank_, next_seq_++);
   work->captured_ = captured;
   work->by_liveness_ = world_->goesByLiveness();
   if (!work->captured_ && running_.size() >= look_at_) {
@@ -121,30 +117,6 @@ FlightRecorder::Flight StreamEngine::flight() const {
   return lock ? recorder_.read() : FlightRecorder::Flight{};
 }
 
-void StreamEngine::plan(StreamWork& work, int peer, int posts, int expects) {
-  const Peer& other = peers_[static_cast<size_t>(peer)];
-  StreamWork::Share& share = work.shareOf(peer);
-  share.posted = other.num_posted;
-  share.posts += static_cast<uint64_t>(posts);
-  share.expects += static_cast<uint64_t>(expects);
-  if (share.expects > 0) share.expected = other.num_expected + share.expects;
-}
-
-// Entries wait here for room on the board; the watcher posts them.
-void StreamEngine::post(int peer, const CallEntry& entry) {
-  Peer& other = peers_[static_cast<size_t>(peer)];
-  ++other.num_posted;
-  if (!other.unposted.empty() || !board_->post(rank_, peer, entry)) other.unposted.push_back(entry);
-}
-
-void StreamEngine::expect(const WorkPtr& work, int peer, const CallEntry& entry) {
-  Peer& other = peers_[static_cast<size_t>(peer)];
-  ++other.num_expected;
-  board_->expect(peer, rank_, entry);
-  ++work->uncompared_;
-  other.expected.push_back({work, entry});
-}
-
 // A failed operation may have put part of its work on the caller's, the engine's and the mover's
 // streams. It has ended when all of them have reached this point.
 void StreamEngine::markEnds(StreamWork& work, Stream caller) {
@@ -166,7 +138,7 @@ void StreamEngine::markEnds(StreamWork& work, Stream caller) {
 template <typename Announce, typename Enqueue>
 void StreamEngine::submit(std::unique_lock<std::mutex>& lock, const WorkPtr& work, Stream caller,
                           Announce announce, Enqueue enqueue) {
-  checkMembers(*work);
+  if (const std::optional<Error> error = calls_.absenceError(*work)) throw *error;
   if (!work->captured_) running_.push_back(work);
   try {
     announce();
@@ -175,7 +147,7 @@ void StreamEngine::submit(std::unique_lock<std::mutex>& lock, const WorkPtr& wor
     work->begin_ = events_->record(caller);
     enqueue();
   } catch (const std::exception& failure) {
-    const Error error = withContext(errorOf(failure), *work);
+    const Error error = work->withContext(errorOf(failure));
     markEnds(*work, caller);
     failWork(*work, error);
     lock.unlock();
@@ -219,8 +191,8 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
     described.dtype = only.dtype;
   }
   const WorkPtr work = begin(described, std::move(ranks), operation.captured);
-  for (const Message& message : sends) plan(*work, message.peer, 1, 0);
-  for (const Message& message : recvs) plan(*work, message.peer, 0, 1);
+  for (const Message& message : sends) calls_.plan(*work, message.peer, 1, 0);
+  for (const Message& message : recvs) calls_.plan(*work, message.peer, 0, 1);
   const auto entryOf = [&](const Message& message, bool sent) {
     CallEntry entry{call, message.landing, message.count * dtypeBytes(message.dtype),
                     work->captured_ && mover_->capturesAlike(message.peer)};
@@ -236,19 +208,19 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
   const auto announce = [&] {
     for (const Message& message : sends) {
       const CallEntry entry = entryOf(message, true);
-      const uint64_t number = peers_[static_cast<size_t>(message.peer)].num_posted;
+      const uint64_t number = calls_.posted(message.peer);
       if (recorder_.on()) {
         recorder_.addMessage(work->flight_, entry.call, work->seq_, message.peer, true, number);
       }
-      post(message.peer, entry);
+      calls_.post(message.peer, entry);
     }
     for (const Message& message : recvs) {
       const CallEntry entry = entryOf(message, false);
-      const uint64_t number = peers_[static_cast<size_t>(message.peer)].num_expected;
+      const uint64_t number = calls_.expected(message.peer);
       if (recorder_.on()) {
         recorder_.addMessage(work->flight_, entry.call, work->seq_, message.peer, false, number);
       }
-      expect(work, message.peer, entry);
+      calls_.expect(work, message.peer, entry);
     }
   };
   submit(lock, work, caller, announce, [&] {
@@ -279,7 +251,7 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const CollectivePlan& plan,
   const std::unique_ptr<StreamMover::PreparedCollective> prepared = mover_->prepare(operation);
   const StreamMover::Traffic traffic = mover_->trafficOf(operation);
   for (const int peer : *work->ranks_) {
-    if (peer != rank_) this->plan(*work, peer, 1, 1);
+    if (peer != rank_) calls_.plan(*work, peer, 1, 1);
   }
   const auto announce = [&] {
     if (recorder_.on()) recorder_.add(work->flight_, plan.call, *work->ranks_, work->seq_);
@@ -287,8 +259,8 @@ std::shared_ptr<StreamWork> StreamEngine::collective(const CollectivePlan& plan,
       const int peer = (*work->ranks_)[i];
       if (peer == rank_) continue;
       const bool captured = work->captured_ && mover_->capturesAlike(peer);
-      post(peer, {plan.call, traffic.landing, traffic.sent[i], captured});
-      expect(work, peer, {plan.call, traffic.landing, traffic.received[i], captured});
+      calls_.post(peer, {plan.call, traffic.landing, traffic.sent[i], captured});
+      calls_.expect(work, peer, {plan.call, traffic.landing, traffic.received[i], captured});
     }
   };
   submit(lock, work, caller, announce, [&] {

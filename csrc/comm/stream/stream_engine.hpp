@@ -11,7 +11,6 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,6 +20,7 @@
 #include <vector>
 
 #include "comm/host/communicator.hpp"
+#include "comm/stream/peer_calls.hpp"
 #include "comm/stream/stream_work.hpp"
 #include "comm/stream/stuck_guard.hpp"
 #include "comm/wait_counts.hpp"
@@ -93,18 +93,6 @@ class StreamEngine final : public WorldPart {
   void close(const std::string& reason) override;
 
  private:
-  struct Expected {
-    std::shared_ptr<StreamWork> work;
-    device::CallEntry entry;
-  };
-  struct Peer {
-    std::deque<device::CallEntry> unposted;  // the ring on the board was full
-    std::deque<Expected> expected;           // not yet compared
-    uint64_t num_posted = 0;                 // with the unposted
-    uint64_t num_expected = 0;
-    bool lives = true;                // as the board last said
-    Clock::time_point lives_checked;  // when it did; the epoch at the start
-  };
   using WorkPtr = std::shared_ptr<StreamWork>;
 
   static constexpr auto kReleaseInterval = std::chrono::milliseconds(2);
@@ -122,11 +110,7 @@ class StreamEngine final : public WorldPart {
   // stream_engine.cpp
   WorkPtr begin(const Call& call, Ranks ranks, bool captured);
   void checkUsable() const;
-  void checkMembers(const StreamWork& work) const;
   void end(StreamWork& work, StreamWork::State state);
-  void plan(StreamWork& work, int peer, int posts, int expects);
-  void post(int peer, const device::CallEntry& entry);
-  void expect(const WorkPtr& work, int peer, const device::CallEntry& entry);
   void markEnds(StreamWork& work, Stream caller);
   template <typename Announce, typename Enqueue>
   void submit(std::unique_lock<std::mutex>& lock, const WorkPtr& work, Stream caller,
@@ -136,20 +120,11 @@ class StreamEngine final : public WorldPart {
 
   // stream_monitor.cpp
   void compareCalls();
-  void failCaptured(int rank);  // where the peer has failed before it called the operation
   std::optional<Error> checkWork(StreamWork& work, Clock::time_point now);
-  std::optional<Error> lossOf(StreamWork& work, Clock::time_point now);
-  std::optional<Error> departureError(const StreamWork& work, const StreamWork::Share& share) const;
-  const StreamWork::Share& mostInformative(const StreamWork& work,
-                                           const StreamWork::Share& found) const;
-  Error goneError(const StreamWork& work, const StreamWork::Share& share) const;
-  bool lives(int rank, Clock::time_point now);
-  bool hasPosted(const StreamWork::Share& share) const;
   bool ended(const StreamWork& work) const;
   void collectEnded();
   void fail(const Error& error);
   void failWork(StreamWork& work, const Error& error);
-  Error withContext(const Error& error, const StreamWork& work) const;
   Error errorOf(const std::exception& failure) const;
   bool releasing() const { return failed_ && (release_due_ || !released_.empty()); }
   bool releaseOnce();
@@ -159,7 +134,6 @@ class StreamEngine final : public WorldPart {
   // stream_deadlines.cpp
   std::optional<Error> checkDeadline(StreamWork& work, Clock::time_point start,
                                      Clock::time_point now);
-  std::vector<int> awaitedBy(const StreamWork& work) const;
   void reportMoves();
   Error timeoutOf(const StreamWork& work, double seconds,
                   const std::optional<Deadlines::Stuck>& stuck) const;
@@ -195,7 +169,7 @@ class StreamEngine final : public WorldPart {
   OwnedEvent probe_;               // never recorded: asking it fails where the device has failed
 
   mutable std::mutex mutex_;
-  std::vector<Peer> peers_;
+  PeerCalls calls_;
   std::vector<WorkPtr> running_;  // in order of submission; without captured ones
   // How many make begin() look which have ended: twice as many as were left the last time, so
   // that an operation asks for a few events, however far the host is ahead.

@@ -90,9 +90,7 @@ void StreamEngine::close(const std::string& reason) {
                                         " closed its communicator during " +
                                         describe(running_.front()->call_)));
   }
-  std::vector<uint64_t> valid_posts;
-  for (const Peer& peer : peers_) valid_posts.push_back(peer.num_posted);
-  board_->leave(rank_, reason, valid_posts);
+  board_->leave(rank_, reason, calls_.validPosts({}));
   const auto drained_by = Clock::now() + std::chrono::duration<double>(drainTimeout());
   try {
     while (!releaseOnce() && Clock::now() < drained_by) wake_.wait_for(lock, kReleaseInterval);

@@ -7,8 +7,6 @@
 namespace hdpcomm {
 namespace {
 
-using device::BoardState;
-
 // Polls of the board, before a waiting host sleeps between polls.
 constexpr int kYields = 1000;
 // What is left of a deadline that has passed.
@@ -43,7 +41,7 @@ class StreamEngine::HostWait {
     if (!by_liveness_) return 0;
     const std::lock_guard lock(engine_.mutex_);
     if (engine_.world_ == nullptr) return 0;
-    Deadlines::Allowed allowed = engine_.world_->allowed(engine_.awaitedBy(work_), start_);
+    Deadlines::Allowed allowed = engine_.world_->allowed(engine_.calls_.awaitedBy(work_), start_);
     limit_s_ = std::max(limit_s_, secondsBetween(start_, allowed.until));
     stuck_ = std::move(allowed.stuck);
     return std::max(0.0, limit_s_ - this->seconds());
@@ -155,7 +153,7 @@ void StreamEngine::waitFor(const WorkPtr& work, double timeout_s,
     throw;
   }
   const std::lock_guard lock(mutex_);
-  throw work->error_ ? *work->error_ : withContext(*failed_, *work);
+  throw work->error_ ? *work->error_ : work->withContext(*failed_);
 }
 
 // The operation's streams have finished. Returns whether the peers called the same operation, too:
@@ -167,25 +165,23 @@ bool StreamEngine::conclude(const WorkPtr& work, bool check_lives) {
   // Read before the entries: a member that is gone has posted all of its entries before.
   std::vector<bool> gone;
   for (const StreamWork::Share& share : work->shares_) {
-    gone.push_back(share.peer != rank_ && (board_->state(share.peer) != BoardState::kReady ||
-                                           (check_lives && !lives(share.peer, now))));
+    gone.push_back(calls_.gone(share.peer, check_lives, now));
   }
   compareCalls();
   bool agreed = true;
   for (size_t i = 0; i < work->shares_.size(); ++i) {
     const StreamWork::Share& share = work->shares_[i];
     if (work->state_ != StreamWork::State::kRunning || failed_) break;
-    const bool heard =
-        share.posts == 0 || board_->accepted(rank_, share.peer) >= share.posted + share.posts;
-    if (gone[i] && (!hasPosted(share) || !heard)) failWork(*work, goneError(*work, share));
+    const bool heard = calls_.heard(share);
+    if (gone[i] && !(calls_.hasPosted(share) && heard)) {
+      failWork(*work, calls_.goneError(*work, share));
+    }
     agreed = agreed && heard;
     // The peer's entry may come later than its message. Only this peer's counts here: a member that
     // did its part may leave while another's entry is still on its way.
-    const auto& expected = peers_[static_cast<size_t>(share.peer)].expected;
-    if (std::any_of(expected.begin(), expected.end(),
-                    [&](const Expected& each) { return each.work == work; })) {
+    if (calls_.awaits(*work, share.peer)) {
       agreed = false;
-      if (gone[i]) failWork(*work, goneError(*work, share));
+      if (gone[i]) failWork(*work, calls_.goneError(*work, share));
     }
   }
   if (work->state_ == StreamWork::State::kFailed) throw *work->error_;

@@ -13,15 +13,20 @@ namespace hdpcomm {
 
 class StreamWork {
  public:
-  StreamWork(Call call, Ranks ranks) : call_(call), ranks_(std::move(ranks)) {}
+  // `rank`: the one that calls it; `seq`: its number on that rank.
+  StreamWork(Call call, Ranks ranks, int rank, int64_t seq)
+      : call_(call), ranks_(std::move(ranks)), rank_(rank), seq_(seq) {}
   StreamWork(const StreamWork&) = delete;
   StreamWork& operator=(const StreamWork&) = delete;
 
   const Call& call() const { return call_; }
   const Ranks& ranks() const { return ranks_; }
+  // The error as one of this operation.
+  Error withContext(const Error& error) const;
 
  private:
   friend class StreamEngine;
+  friend class PeerCalls;
 
   enum class State : uint8_t { kRunning, kDone, kFailed };
 
@@ -37,7 +42,8 @@ class StreamWork {
 
   Call call_;
   Ranks ranks_;
-  int64_t seq_ = -1;
+  const int rank_;
+  const int64_t seq_;
   FlightRecorder::Entry flight_;
   std::vector<Share> shares_;
   Fence begin_;                         // where the caller's stream was
