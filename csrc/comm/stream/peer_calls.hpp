@@ -42,8 +42,7 @@ class PeerCalls {
   // Nothing is compared any more.
   void forgetExpected();
 
-  // Of each rank, how many entries belong to operations that ended well, where all of `running`
-  // fail.
+  // By rank, how many entries belong to operations that ended well, where all of `running` fail.
   std::vector<uint64_t> validPosts(const std::vector<WorkPtr>& running) const;
   // Whether the peer has taken all that the operation posted to it.
   bool heard(const Share& share) const {
