@@ -1,21 +1,27 @@
-"""Attention over chosen keys beside ring attention: processor seconds and bytes of two ranks, forward and backward.
+"""Attention over chosen keys beside ring attention: processor seconds and bytes of a rank, forward and backward.
 
-    python benchmarks/chosen_keys.py [--tokens 4096 16384 65536] [--top-k 64] [--json FILE]
+    python benchmarks/chosen_keys.py [--ranks 2 4] [--tokens 4096 16384 65536] [--top-k 64] [--json FILE]
+    python benchmarks/chosen_keys.py --work
 
 One sequence, 4 heads of 64, 4 index heads of 32, random keys, so the choice is spread as widely as it can be. The
-parts: the indexer's choice, attention over what it chose, and the ring over all keys; medians of ``--rounds`` rounds of
-rank 0.
+parts: the indexer's choice, attention over what it chose, the ring over all keys, and the messages alone of gathering
+all keys and values and of bringing their gradients back; medians of ``--rounds`` rounds of rank 0.
+
+``--work`` counts the FLOPs of each rank in a layer of DeepSeek-V3.2 (its configuration's sizes, k = 2,048, both passes,
+the indexer forward) for five mixes of lengths, by the shards that the product makes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from datetime import date
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import hdpcomm as hdp
@@ -23,6 +29,7 @@ from hdpcomm.attention import index_top_k, ring_attention, selected_attention, s
 from hdpcomm.testing import spawn
 
 HEADS, DIM, INDEX_HEADS, INDEX_DIM = 4, 64, 4, 32
+PARTS = ("index", "chosen", "ring", "gather")
 
 
 def measured(tokens: int, top_k: int, rounds: int) -> dict[str, tuple[float, int]]:
@@ -38,13 +45,18 @@ def measured(tokens: int, top_k: int, rounds: int) -> dict[str, tuple[float, int
     index = normal(INDEX_HEADS, INDEX_DIM), normal(INDEX_DIM), normal(INDEX_HEADS)
     found: dict[str, tuple[float, int]] = {}
     chosen = index_top_k(*index, top_k=top_k, comm=comm, cu_seqlens=cu)
-    for part in ("index", "chosen", "ring"):
+    for part in PARTS:
         seconds, sent = [], 0
         for _ in range(rounds):
             comm.barrier()
             started, before = time.process_time(), comm.stats()["bytes_sent"]
             if part == "index":
                 index_top_k(*index, top_k=top_k, comm=comm, cu_seqlens=cu)
+            elif part == "gather":
+                for x in qkv[1:]:
+                    whole = x.new_empty(comm.size * len(x), HEADS, DIM)
+                    comm.all_gather(whole, x)
+                    comm.reduce_scatter(torch.empty_like(x), whole)
             else:
                 q, k, v = (x.clone().requires_grad_() for x in qkv)
                 if part == "chosen":
@@ -58,20 +70,56 @@ def measured(tokens: int, top_k: int, rounds: int) -> dict[str, tuple[float, int
     return found
 
 
+MIXES = ([131072], [16384], [8192, 16384, 32768], [4096] * 8, [3000, 50000, 7, 1200])
+
+
+def work(lengths: list[int], ranks: int) -> np.ndarray:
+    """FLOPs ``[ranks, 3]``: products with weights, attention over chosen keys, the indexer."""
+    hidden, heads, nope, rope, v_dim, q_rank, kv_rank, top_k = 7168, 128, 128, 64, 128, 1536, 512, 2048
+    index_heads, index_dim, expert, used = 64, 128, 2048, 9
+    latent = hidden * q_rank + q_rank * heads * (nope + rope) + hidden * (kv_rank + rope)
+    latent += kv_rank * heads * (nope + v_dim) + heads * v_dim * hidden
+    token = 6.0 * (latent + 3 * hidden * expert * used)
+    token += 2.0 * (q_rank * index_heads * index_dim + hidden * (index_dim + index_heads))
+    pair, index_pair = 7.0 * heads * (nope + rope + v_dim), 2.0 * index_heads * (index_dim + 1)
+    cu = [0, *itertools.accumulate(lengths)]
+    seen = torch.cat([torch.arange(1, n + 1) for n in lengths])
+    found = []
+    for rank in range(ranks):
+        own = seen[shard(torch.arange(cu[-1]), cu, rank=rank, size=ranks)].double()
+        found.append([token * len(own), pair * float(own.clamp(max=top_k).sum()), index_pair * float(own.sum())])
+    return np.array(found)
+
+
+def show_work() -> None:
+    print("most and least of a rank over the mean; attention over chosen keys and the indexer of all")
+    for lengths, ranks in itertools.product(MIXES, (4, 8)):
+        each = work(lengths, ranks)
+        sums, parts = each.sum(1), each.sum(0) / each.sum()
+        told = f"{lengths[0]:7,} ... ({len(lengths)}), {ranks} ranks"
+        print(f"{told:28}{sums.max() / sums.mean():8.3f}{sums.min() / sums.mean():8.3f}{parts[1]:8.0%}{parts[2]:6.0%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--top-k", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", action="store_true")
     options = parser.parse_args()
-    rows = {}
-    print(f"{'tokens':>8} {'index s':>9} {'chosen s':>9} {'ring s':>9} {'bytes of the ring':>18}")
-    for tokens in options.tokens:
-        found = spawn(measured, 2, tokens, options.top_k, options.rounds, timeout=3600.0)[0]
-        share = (found["index"][1] + found["chosen"][1]) / found["ring"][1]
-        print(f"{tokens:8} {found['index'][0]:9.2f} {found['chosen'][0]:9.2f} {found['ring'][0]:9.2f} {share:18.2f}")
-        rows[tokens] = found
+    if options.work:
+        show_work()
+        return
+    rows = []
+    print("ranks   tokens   index s  chosen s    ring s   bytes of the ring   of gathering all")
+    for ranks, tokens in itertools.product(options.ranks, options.tokens):
+        found = spawn(measured, ranks, tokens, options.top_k, options.rounds, timeout=3600.0)[0]
+        seconds = "".join(f"{found[part][0]:10.2f}" for part in PARTS[:3])
+        shares = [(found["index"][1] + found["chosen"][1]) / found[part][1] for part in PARTS[2:]]
+        print(f"{ranks:5} {tokens:8}{seconds}{shares[0]:20.2f}{shares[1]:19.2f}", flush=True)
+        rows.append({"ranks": ranks, "tokens": tokens, **found})
     if options.json:
         told = {"top_k": options.top_k, "torch": torch.__version__, "date": str(date.today()), "rows": rows}
         options.json.write_text(json.dumps(told, indent=1) + "\n")

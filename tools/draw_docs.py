@@ -146,6 +146,50 @@ def zigzag() -> None:
     save(figure, "zigzag")
 
 
+def chosen() -> None:
+    """Which tokens the queries of each rank choose in one sequence, as the indexer chooses, and whose they are."""
+    import torch
+
+    from hdpcomm.attention import index_top_k, shard
+
+    tokens, ranks, top_k = 256, 4, 12
+    draw = torch.Generator().manual_seed(5)
+    near = torch.stack([torch.cos(torch.arange(tokens) / 9 + part) for part in (0.0, 1.6)], 1)  # neighbours are alike
+    keys = torch.cat((2 * near, torch.randn(tokens, 6, generator=draw)), 1)
+    queries = (keys + 0.5 * torch.randn(tokens, 8, generator=draw))[:, None]
+    found = index_top_k(queries, keys, torch.ones(tokens, 1), top_k=top_k, comm=None, cu_seqlens=[0, tokens])
+    own = [shard(torch.arange(tokens), [0, tokens], rank=rank, size=ranks) for rank in range(ranks)]
+    owner = torch.empty(tokens, dtype=torch.int64)
+    for rank, places in enumerate(own):
+        owner[places] = rank
+    figure, (axes, counts) = plt.subplots(1, 2, figsize=(8.6, 2.5), width_ratios=[3.2, 1])
+    for rank, places in enumerate(own):
+        chose = sorted({int(token) for token in found[places].flatten() if token >= 0})
+        axes.text(-4, rank + 0.5, f"rank {rank}", ha="right", va="center", fontsize=9)
+        for token in chose:
+            mine = int(owner[token]) == rank
+            colour = "#dddddd" if mine else COLOURS[int(owner[token])]
+            axes.add_patch(Rectangle((token, rank + 0.1), 1, 0.8, facecolor=colour, edgecolor="none"))
+        for other in range(ranks):
+            rows = sum(int(owner[token]) == other for token in chose)
+            text = "held" if other == rank else str(rows)
+            shade = "#dddddd" if other == rank else COLOURS[other]
+            box(counts, other, rank, 1, 1, text, shade)
+    axes.set_xlim(0, tokens)
+    axes.set_ylim(ranks, 0)
+    axes.set_title("tokens that a rank's queries chose, in the colour of who holds and sends them", fontsize=9)
+    axes.set_xlabel(f"token of a sequence of {tokens}; grey: held by the rank itself", fontsize=8)
+    axes.set_yticks([])
+    axes.tick_params(labelsize=8)
+    counts.set_xlim(0, ranks)
+    counts.set_ylim(ranks, 0)
+    counts.set_title(f"rows that come (in a ring {tokens // ranks})", fontsize=9)
+    counts.set_xticks([rank + 0.5 for rank in range(ranks)], [str(rank) for rank in range(ranks)], fontsize=8)
+    counts.set_xlabel("from rank", fontsize=8)
+    counts.set_yticks([])
+    save(figure, "chosen")
+
+
 def step() -> None:
     figure, axes = bare(8.4, 2.2, 10.4, 2.6)
     stages = [
@@ -217,7 +261,7 @@ def main() -> None:
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "hdpcomm"  # the same file each time
     OUT.mkdir(parents=True, exist_ok=True)
-    for draw in (plan, slices, trees, run, zigzag, step, offload, collectives):
+    for draw in (plan, slices, trees, run, zigzag, chosen, step, offload, collectives):
         draw()
     print(*sorted(path.name for path in OUT.iterdir()))
 
