@@ -166,7 +166,8 @@ class CostModel:
         intra = max(device.intra_bandwidth, domain)
         share = 1.0 / (cluster.tensor * cluster.pipeline)
         layers = model.layers / cluster.pipeline
-        attention = _ATTENTION_PASSES * model.attention_flops_per_token_squared * share / device.attention_flops
+        squares = _ATTENTION_PASSES * model.attention_flops_per_token_squared + model.index_flops_per_token_squared
+        attention = squares * share / device.attention_flops
         expansion, mixing = model.expansion_flops_per_token, model.mixing_flops_per_token
         linear = _LINEAR_PASSES * (model.linear_flops_per_token - mixing - expansion) * share / device.linear_flops
         linear += _ATTENTION_PASSES * mixing * share / device.attention_flops

@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.specs import ModelSpec
-from hdpcomm.plan.token_mixing import TokenMixing, delta_mixing, latent_mixing, softmax_mixing, ssd_mixing
+from hdpcomm.plan.token_mixing import (
+    TokenMixing,
+    delta_mixing,
+    indexed_mixing,
+    latent_mixing,
+    softmax_mixing,
+    ssd_mixing,
+)
 
 __all__ = ["ARCHITECTURES", "load_model", "model_from_config"]
 
@@ -99,6 +107,15 @@ def _latent(config: _Config) -> TokenMixing:
     )  # fmt: skip
 
 
+def _indexed(config: _Config) -> TokenMixing:
+    width = config.size("qk_nope_head_dim") + config.size("qk_rope_head_dim") + config.size("v_head_dim")
+    return indexed_mixing(
+        config.size("hidden_size"), _latent(config), heads=config.size("index_n_heads"),
+        dim=config.size("index_head_dim"), q_rank=config.size("q_lora_rank"),
+        width=config.size("num_attention_heads") * width, top_k=config.size("index_topk"),
+    )  # fmt: skip
+
+
 def _gated_delta(config: _Config) -> TokenMixing:
     hidden, heads = config.size("hidden_size"), config.size("linear_num_value_heads")
     value_dim = config.size("linear_value_head_dim")
@@ -139,6 +156,17 @@ def _of_latent(config: _Config, _: str) -> list[TokenMixing]:
     return [_latent(config)] * config.layers
 
 
+def _of_indexed(config: _Config, _: str) -> list[TokenMixing]:
+    """Layers without an indexer of their own take the choice of the one before."""
+    types = config.values.get("indexer_types")
+    own = [config.values.get("index_topk") is not None] * config.layers if types is None else types
+    if not isinstance(own, list) or len(own) != config.layers:
+        raise InvalidUsage(f"indexer_types is {types!r}, expected a list of {config.layers} names")
+    whole = _indexed(config)
+    shared = replace(whole, weights=_latent(config).weights, index_flops=0.0)
+    return [whole if each in (True, "full") else shared for each in own]
+
+
 def _of_gated_delta(config: _Config, _: str) -> list[TokenMixing]:
     interval = config.size("full_attention_interval", default=4)
     types = config.layer_types(lambda i: _LINEAR if (i + 1) % interval else _FULL)
@@ -173,6 +201,7 @@ _SOFTMAX = (
 ARCHITECTURES: dict[str, Callable[[_Config, str], list[TokenMixing]]] = {
     **dict.fromkeys(_SOFTMAX, _of_softmax),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), _of_latent),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _of_indexed),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _of_gated_delta),
     "kimi_linear": _of_kimi_linear,
     "mamba2": _of_mamba2,

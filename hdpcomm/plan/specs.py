@@ -148,6 +148,20 @@ class ModelSpec:
         return self._mixed("squares_flops")
 
     @property
+    def index_flops_per_token_squared(self) -> float:
+        """FLOPs of indexers, which have a forward pass only, per token squared."""
+        return self._mixed("index_squares_flops")
+
+    def training_flops(self, tokens: float, squares: float) -> float:
+        """FLOPs of forward and backward pass over causal sequences, without those of recomputation.
+
+        Args:
+            tokens: of all sequences. squares: the sum of the squares of their lengths.
+        """
+        both = self.linear_flops_per_token * tokens + self.attention_flops_per_token_squared * squares
+        return 3 * both + self.index_flops_per_token_squared * squares
+
+    @property
     def expansion_flops_per_token(self) -> float:
         """FLOPs of making K and V of a token's latent, on each rank that needs them, in all layers."""
         return 2.0 * self._mixed("expansion")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["TokenMixing", "delta_mixing", "latent_mixing", "softmax_mixing", "ssd_mixing"]
+__all__ = ["TokenMixing", "delta_mixing", "indexed_mixing", "latent_mixing", "softmax_mixing", "ssd_mixing"]
 
 _CHUNK = 64
 """Tokens of a chunk of a recurrence (:mod:`hdpcomm.attention.linear`)."""
@@ -17,11 +17,14 @@ class TokenMixing:
     """What mixes tokens in some of a model's layers: softmax attention, full or in a window, or a recurrence.
 
     Attributes:
-        kind: ``full``, ``window``, ``latent`` (multi-head latent attention) or ``linear``, for messages.
+        kind: ``full``, ``window``, ``latent`` (multi-head latent attention), ``indexed`` (keys chosen by an indexer)
+            or ``linear``, for messages.
         layers: how many of the model's layers.
         weights: parameters of one layer, all of them products with each token.
         pair_flops: FLOPs of one (query, key) pair, over all heads, forward.
-        window: keys that a query sees at most; ``None``: all before it.
+        window: keys that a query sees at most, the last ones; ``None``: all before it.
+        top_k: keys that a query sees at most, which an indexer chooses of all before it; ``None``: all.
+        index_flops: FLOPs of the indexer for one pair, forward; it has no backward pass.
         token_flops: FLOPs of a recurrence a token, forward, beside ``weights``.
         sent: numbers a token that go from rank to rank: K and V, or the latent.
         expansion: of ``weights``, those that make K and V of the latent, on each rank that needs them.
@@ -36,6 +39,8 @@ class TokenMixing:
     weights: int
     pair_flops: float = 0.0
     window: int | None = None
+    top_k: int | None = None
+    index_flops: float = 0.0
     token_flops: float = 0.0
     sent: int = 0
     expansion: int = 0
@@ -57,14 +62,20 @@ class TokenMixing:
 
     @property
     def squares_flops(self) -> float:
-        """FLOPs of one layer's causal forward pass per token squared; a window or a recurrence has none."""
-        return 0.0 if self.window is not None else self.pair_flops / 2
+        """FLOPs of one layer's causal forward pass per token squared; a window or a recurrence has none, and of chosen
+        keys those of the indexer are apart."""
+        return 0.0 if self.window is not None or self.top_k is not None else self.pair_flops / 2
+
+    @property
+    def index_squares_flops(self) -> float:
+        """FLOPs of one layer's indexer per token squared."""
+        return self.index_flops / 2
 
     @property
     def linear_flops(self) -> float:
-        """FLOPs of one layer's forward pass per token beside ``weights``. In a window, those of a long sequence; the
-        tokens at its beginning see fewer keys."""
-        return self.token_flops + self.pair_flops * (self.window or 0)
+        """FLOPs of one layer's forward pass per token beside ``weights``. In a window, and of chosen keys, those of a
+        long sequence; the tokens at its beginning see fewer keys."""
+        return self.token_flops + self.pair_flops * (self.window or self.top_k or 0)
 
 
 def softmax_mixing(
@@ -102,6 +113,30 @@ def latent_mixing(
         kept=q_width + v_width + 2 * (kv_rank + rope_dim) + 2 * (q_rank or 0),
         kept_wide=heads,
         summed=v_width,
+    )
+
+
+def indexed_mixing(
+    hidden: int, latent: TokenMixing, *, heads: int, dim: int, q_rank: int, width: int, top_k: int
+) -> TokenMixing:
+    """Latent attention of one layer over the keys that an indexer chooses (DeepSeek-V3.2), as it runs here: the index
+    keys of all tokens go round, and of chosen tokens the keys and values of all heads, made once by who holds them.
+
+    Args:
+        latent: the attention without the indexer. heads, dim: of the indexer. q_rank: of the queries' latent.
+        width: of all heads' keys and values together.
+    """
+    return replace(
+        latent,
+        kind="indexed",
+        weights=latent.weights + q_rank * heads * dim + hidden * (dim + heads),
+        top_k=top_k,
+        index_flops=2.0 * heads * (dim + 1),
+        sent=width + dim,
+        expansion=0,
+        kept=latent.kept + width,
+        kept_wide=latent.kept_wide + 2 * top_k,
+        summed=latent.summed,
     )
 
 

@@ -1,8 +1,7 @@
-"""Model FLOPs of a step, and the peak of the devices that we know."""
+"""The planner's description of a model, and the peak of the devices that we know."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +10,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.plan import DEVICES, ModelSpec, model_from_config
 
-__all__ = ["device_peak_flops", "spec_of", "training_flops"]
-
-
-def training_flops(spec: ModelSpec, lengths: Sequence[int]) -> float:
-    """FLOPs of forward and backward over causal sequences of these lengths, without those of recomputation."""
-    squares = float(sum(length * length for length in lengths))
-    return 3 * (spec.linear_flops_per_token * sum(lengths) + spec.attention_flops_per_token_squared * squares)
+__all__ = ["device_peak_flops", "spec_of"]
 
 
 def device_peak_flops(device: torch.device) -> float | None:

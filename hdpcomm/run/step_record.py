@@ -14,7 +14,7 @@ from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import CostModel, Planner, StepPlan, Tree
 from hdpcomm.run.batches import LoadingCosts
-from hdpcomm.run.flops import device_peak_flops, training_flops
+from hdpcomm.run.flops import device_peak_flops
 from hdpcomm.run.step_times import StepTimes, rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.train.timeline import Span
 
@@ -108,7 +108,8 @@ def step_costs(
     costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(times.speeds)
     peak = device_peak_flops(comm.device)
     if spec is not None and peak is not None and seconds:
-        costs["mfu"] = training_flops(spec, plan.sequences()[0].tolist()) / (seconds * size * peak)
+        lengths = plan.sequences()[0].astype(float)
+        costs["mfu"] = spec.training_flops(lengths.sum(), (lengths**2).sum()) / (seconds * size * peak)
     return costs, times
 
 

@@ -156,6 +156,5 @@ def _mfu(planner: Planner, plan: StepPlan, step: float, squares: float) -> float
     model, cluster = planner.model, planner.cluster
     if model is None:
         return None
-    flops = 3 * (model.linear_flops_per_token * plan.tokens + model.attention_flops_per_token_squared * squares)
     devices = cluster.ranks * cluster.tensor * cluster.pipeline
-    return float(flops / (step * devices * cluster.hardware.peak_flops))
+    return float(model.training_flops(plan.tokens, squares) / (step * devices * cluster.hardware.peak_flops))

@@ -11,7 +11,14 @@ import pytest
 from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, ModelSpec, Planner, load_model, model_from_config
-from hdpcomm.plan.token_mixing import TokenMixing, delta_mixing, latent_mixing, softmax_mixing, ssd_mixing
+from hdpcomm.plan.token_mixing import (
+    TokenMixing,
+    delta_mixing,
+    indexed_mixing,
+    latent_mixing,
+    softmax_mixing,
+    ssd_mixing,
+)
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -73,6 +80,8 @@ FAMILIES = {
     "Glm4Moe": {("full", None): 46},
     "DeepseekV3": {("latent", None): 61},
     "Glm4MoeLite": {("latent", None): 47},
+    "DeepseekV32": {("indexed", None): 61},
+    "GlmMoeDsa": {("indexed", None): 78},
     "Qwen3Next": {("linear", None): 36, ("full", None): 12},
     "Qwen3_5Text": {("linear", None): 24, ("full", None): 8},
     "KimiLinear": {("linear", None): 21, ("latent", None): 6},
@@ -109,6 +118,17 @@ def test_only_full_attention_has_a_square_term() -> None:
     latent = latent_mixing(7168, 128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
     assert latent.squares_flops == 128 * (192 + 128)
     assert latent.sent == 576
+    # 64 index heads of 128 score all tokens, forward only; attention is over 2,048 of them.
+    indexed = indexed_mixing(7168, latent, heads=64, dim=128, q_rank=1536, width=128 * 320, top_k=2048)
+    assert (indexed.squares_flops, indexed.index_squares_flops) == (0.0, 64 * 129)
+    assert indexed.linear_flops == 2048 * 2 * 128 * (192 + 128)
+    assert indexed.sent == 128 * 320 + 128
+    model = replace(MODELS["llama-7b"], mixing=(indexed.over(32),))
+    linear, squares = model.linear_flops_per_token, 32 * 64 * 129.0
+    assert model.training_flops(1000.0, 5e5) == 3 * linear * 1000 + squares * 5e5
+    device = ClusterSpec(ranks=64, device="h100").hardware
+    assert cost_of(indexed).attention == pytest.approx(squares / device.attention_flops)
+    assert cost_of(indexed).kv_inter > 0
 
 
 def cost_of(mixing: TokenMixing) -> CostModel:
@@ -135,7 +155,10 @@ def test_plans_use_fewer_ranks_where_nothing_grows_with_the_square() -> None:
     """One long sequence among short ones: with a square term it takes more ranks than its memory needs."""
     softmax, window = softmax_mixing(4096, 32, 8, 128), softmax_mixing(4096, 32, 8, 128, window=4096)
     delta = delta_mixing(4096, key_heads=16, key_dim=128, heads=32, value_dim=128, gates=4096 * (64 + 4096))
+    latent = latent_mixing(4096, 32, q_rank=512, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    indexed = indexed_mixing(4096, latent, heads=8, dim=32, q_rank=512, width=32 * 320, top_k=1024)
     mixes = {
+        "indexed": (indexed.over(32),),
         "full": (softmax.over(32),),
         "hybrid": (delta.over(24), softmax.over(8)),
         "windows": (window.over(32),),
@@ -150,6 +173,7 @@ def test_plans_use_fewer_ranks_where_nothing_grows_with_the_square() -> None:
         planner.validate(plan, lengths)
         ranks[name] = next(len(b.ranks) for b in plan.micro_batches if any(s.id == 0 for s in b.sequences))
     assert ranks["full"] > 24
+    assert ranks["indexed"] < ranks["full"]
     assert ranks["hybrid"] == ranks["windows"] == ranks["linear"] == 524288 // 32768  # as few as hold it
 
 
