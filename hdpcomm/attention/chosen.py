@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hdpcomm.attention.call_check import agree_on_call
-from hdpcomm.attention.indexer import TYPES, index_top_k, layout_of_pack, places_of, rank_in
+from hdpcomm.attention.indexer import TYPES, check_index, index_top_k, layout_of_pack, places_of, rank_in
 from hdpcomm.attention.layout import CuSeqlens, Layout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
@@ -24,7 +24,7 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["indexed_attention", "selected_attention"]
+__all__ = ["indexed_attention", "indexer_loss", "selected_attention"]
 
 _GATHERED = 1 << 22
 """Elements of keys that are laid out for a block of queries at a time."""
@@ -118,25 +118,95 @@ def _check_selected(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, layout: Lay
         )
 
 
+@untraced
+def indexer_loss(
+    index_q: Tensor,
+    index_k: Tensor,
+    weights: Tensor,
+    q: Tensor,
+    k: Tensor,
+    chosen: Tensor | None,
+    *,
+    comm: Communicator | None,
+    cu_seqlens: CuSeqlens,
+    scale: float | None = None,
+) -> Tensor:
+    """How far the indexer's scores are from what attention looks at: for each token ``KL(p || softmax(I))`` over its
+    keys, with p the attention's probabilities there, summed over heads and divided by their sum, and I the scores of
+    :func:`index_top_k`. Differentiable once in index_q, index_k and weights; p has no gradient, as in the paper, and
+    what feeds the indexer is the caller's to detach. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
+
+    Collective over ``comm``, its backward pass, too. The index keys of a rank's keys come to it, and its keys, once
+    each; gradients of index keys go back and are added in fp32 (fp64).
+
+    Args:
+        index_q, index_k, weights: as :func:`index_top_k` takes them.
+        q, k: as :func:`selected_attention` takes them.
+        chosen: the keys of each token, of the sparse stage; ``None``: all tokens of its sequence up to itself, of the
+            dense warm-up, for which a rank holds the keys of whole sequences.
+        scale: of the attention's scores; default ``dim ** -0.5``.
+
+    Returns: ``[tokens]`` in fp32 (fp64), for this rank's tokens; 0 where there is no key.
+
+    Raises: InvalidUsage, on all ranks.
+
+    Example:
+        >>> import torch
+        >>> from hdpcomm.attention import index_top_k, indexer_loss
+        >>> q, k = torch.randn(2, 5, 2, 8)
+        >>> index = torch.randn(5, 4, 8), torch.randn(5, 8), torch.rand(5, 4)
+        >>> pack = {"comm": None, "cu_seqlens": [0, 5]}
+        >>> loss = indexer_loss(*index, q, k, index_top_k(*index, top_k=2, **pack), **pack)
+        >>> loss.shape, float(loss[0])  # the first token has one key
+        (torch.Size([5]), 0.0)
+    """
+
+    def prepare() -> tuple[Layout, str, str]:
+        layout = layout_of_pack(cu_seqlens, comm)
+        rows = layout.rows(rank_in(comm))
+        check_index(index_q, index_k, weights, rows)
+        none = torch.full((rows, 1), -1, dtype=torch.int64)
+        _check_selected(q, k, k, none if chosen is None else chosen, layout, rank_in(comm))
+        kinds = f"{tuple(k.shape[1:])} {tuple(index_q.shape[1:])} {q.dtype} {index_q.dtype} {scale} {chosen is None}"
+        return layout, f"{layout.facts[0]} {kinds}", f"k, index q, types, scale, dense: {kinds}; {layout.facts[1]}"
+
+    layout = agree_on_call(comm, "indexer_loss", careful=True, device=q.device, prepare=prepare)
+    fixed = q.detach(), k.detach(), chosen, layout, comm, q.shape[2] ** -0.5 if scale is None else scale
+    return _IndexerLoss.apply(index_q, index_k, weights, *fixed)  # type: ignore[no-any-return, no-untyped-call]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Needed:
-    """Which rows a rank's queries need, and who needs its rows.
+    """Which rows a rank needs, and who needs its rows.
 
     Attributes:
-        places: ``[tokens, k]``: row of the buffer; -1: none.
-        asked: by rank, the rows of that rank that come from it, in the order of the buffer.
+        numbers: of each token of the pack, the row of what comes; -1: it does not. One more entry, -1.
+        asked: by rank, the rows of that rank that come from it, in their order.
         given: by rank, the own rows that go to it.
     """
 
-    places: Tensor
+    numbers: Tensor
     asked: list[Tensor]
     given: list[Tensor]
 
+    def fetch(self, own: Tensor, comm: Communicator | None) -> Tensor:
+        """The rows of ``[tokens, width]`` that are needed. Collective."""
+        return _swap([own[rows.to(own.device)] for rows in self.given], [len(rows) for rows in self.asked], comm)
 
-def _needed(chosen: Tensor, layout: Layout, comm: Communicator | None) -> _Needed:
-    """Collective: ranks tell each other what they need."""
+    def give_back(self, sent: Tensor, rows: int, comm: Communicator | None) -> Tensor:
+        """``[rows, width]``: what all ranks have for this one's rows, added in the order of ranks. Collective."""
+        counts = [len(each) for each in self.given]
+        came = _swap(list(torch.split(sent, [len(each) for each in self.asked])), counts, comm)
+        total = sent.new_zeros(rows, sent.shape[1])
+        for own, part in zip(self.given, torch.split(came, counts), strict=True):
+            total.index_add_(0, own.to(total.device), part)
+        return total
+
+
+def _needed(tokens: Tensor, layout: Layout, comm: Communicator | None) -> _Needed:
+    """Of these tokens, which rise. Collective: ranks tell each other what they need."""
     places, rank = places_of(layout), rank_in(comm)
-    tokens = torch.unique(chosen[chosen >= 0]).cpu()
+    tokens = tokens.cpu()
     order = torch.argsort(places.owner[tokens], stable=True)  # by owner, then by token
     tokens = tokens[order]
     counts = torch.bincount(places.owner[tokens], minlength=layout.size)
@@ -150,7 +220,7 @@ def _needed(chosen: Tensor, layout: Layout, comm: Communicator | None) -> _Neede
         given = list(torch.split(flat, theirs.tolist()))
     numbers = torch.full((layout.tokens + 1,), -1, dtype=torch.int64)
     numbers[tokens] = torch.arange(len(tokens))
-    return _Needed(numbers.to(chosen.device)[chosen], asked, given)
+    return _Needed(numbers, asked, given)
 
 
 def _swap(parts: list[Tensor], counts: list[int], comm: Communicator | None) -> Tensor:
@@ -180,12 +250,11 @@ class _Selected(torch.autograd.Function):
         comm: Communicator | None,
         scale: float,
     ) -> Tensor:
-        needed = _needed(chosen, layout, comm)
-        both = torch.cat((k.flatten(1), v.flatten(1)), dim=1)
-        buffer = _swap([both[rows.to(k.device)] for rows in needed.given], [len(rows) for rows in needed.asked], comm)
-        keys, values = _parts(buffer, k, v)
-        out, lse = _attend(q, keys, values, needed.places, scale)
-        ctx.save_for_backward(q, keys, values, needed.places, out, lse)
+        needed = _needed(torch.unique(chosen[chosen >= 0]), layout, comm)
+        places = needed.numbers.to(chosen.device)[chosen]
+        keys, values = _parts(needed.fetch(torch.cat((k.flatten(1), v.flatten(1)), dim=1), comm), k, v)
+        out, lse = _attend(q, keys, values, places, scale)
+        ctx.save_for_backward(q, keys, values, places, out, lse)
         ctx.needed, ctx.comm, ctx.scale, ctx.like = needed, comm, scale, (k.shape, v.shape)
         return out
 
@@ -196,15 +265,136 @@ class _Selected(torch.autograd.Function):
         needed: _Needed = ctx.needed
         dq, d_keys, d_values = _attend_backward(q, keys, values, places, out, lse, grad, ctx.scale)
         sent = torch.cat((d_keys.flatten(1), d_values.flatten(1)), dim=1)
-        counts = [len(rows) for rows in needed.given]
-        came = _swap(list(torch.split(sent, [len(rows) for rows in needed.asked])), counts, ctx.comm)
         k_shape, v_shape = ctx.like
-        total = sent.new_zeros(k_shape[0], sent.shape[1])
-        for rows, part in zip(needed.given, torch.split(came, counts), strict=True):  # in the order of ranks
-            total.index_add_(0, rows.to(total.device), part)
+        total = needed.give_back(sent, k_shape[0], ctx.comm)
         width = k_shape[1] * k_shape[2]
         dk, dv = total[:, :width].reshape(k_shape), total[:, width:].reshape(v_shape)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None
+
+
+class _IndexerLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        index_q: Tensor,
+        index_k: Tensor,
+        weights: Tensor,
+        q: Tensor,
+        k: Tensor,
+        chosen: Tensor | None,
+        layout: Layout,
+        comm: Communicator | None,
+        scale: float,
+    ) -> Tensor:
+        blocks = _KeyBlocks(chosen, layout, rank_in(comm), k.shape[1] * k.shape[2] + index_k.shape[1])
+        needed = _needed(blocks.tokens(), layout, comm)
+        blocks.numbers = needed.numbers.to(q.device)
+        keys = needed.fetch(k.flatten(1), comm).reshape(-1, *k.shape[1:])
+        index_keys = needed.fetch(index_k.contiguous(), comm)
+        wide = torch.float64 if torch.float64 in (q.dtype, index_q.dtype) else torch.float32
+        loss = torch.zeros(q.shape[0], dtype=wide, device=q.device)
+        for block, places in blocks:
+            index = _index_scores(index_q, index_keys, weights, places, block, wide)
+            p, log_p, log_share = _distributions(q, keys, places, block, scale, index.scores)
+            loss[block] = torch.where(p > 0, p * (log_p - log_share), 0.0).sum(-1)
+        ctx.save_for_backward(index_q, index_keys, weights, q, keys)
+        ctx.needed, ctx.comm, ctx.scale, ctx.blocks, ctx.wide = needed, comm, scale, blocks, wide
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        index_q, index_keys, weights, q, keys = ctx.saved_tensors
+        wide = ctx.wide
+        dq, dw = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (index_q, weights))
+        d_keys = torch.zeros(index_keys.shape, dtype=wide, device=index_keys.device)
+        for block, places in ctx.blocks:
+            index = _index_scores(index_q, index_keys, weights, places, block, wide)
+            p, _, log_share = _distributions(q, keys, places, block, ctx.scale, index.scores)
+            apart = (log_share.exp() - p).masked_fill(places < 0, 0.0) * grad[block, None].to(wide)
+            dw[block] = torch.einsum("bk,bhk->bh", apart, index.dots.relu())
+            dots = apart[:, None] * weights[block].to(wide)[..., None] * (index.dots > 0)
+            dq[block] = torch.einsum("bhk,bkd->bhd", dots, index.keys)
+            back = torch.einsum("bhk,bhd->bkd", dots, index_q[block].to(wide))
+            d_keys.index_add_(0, places.clamp(min=0).flatten(), back.flatten(0, 1))
+        dk = ctx.needed.give_back(d_keys, index_q.shape[0], ctx.comm)
+        grads = (x.to(like.dtype) for x, like in ((dq, index_q), (dk, index_keys), (dw, weights)))
+        return *grads, None, None, None, None, None, None
+
+
+class _KeyBlocks:
+    """Queries with their keys, some at a time: those that were chosen, or all of the sequence up to the query.
+
+    Args:
+        row: elements that are laid out for a key.
+
+    Attributes:
+        numbers: of each token the row of the buffer; see :class:`_Needed`.
+    """
+
+    def __init__(self, chosen: Tensor | None, layout: Layout, rank: int, row: int) -> None:
+        self._chosen, self._row = chosen, row
+        self.numbers = torch.empty(0, dtype=torch.int64)
+        places = places_of(layout)
+        own, starts = places.tokens[rank], layout.lengths.cumsum() - layout.lengths
+        self._own: list[tuple[int, int, Tensor]] = []  # of each sequence: its first token, own first row, own tokens
+        if chosen is None:
+            cu = places.cu[rank].tolist()
+            for start, first, last in zip(starts.tolist(), cu[:-1], cu[1:], strict=True):
+                if last > first:
+                    self._own.append((start, first, own[first:last]))
+
+    def tokens(self) -> Tensor:
+        """All that are needed, rising."""
+        if self._chosen is not None:
+            found: Tensor = torch.unique(self._chosen[self._chosen >= 0])
+            return found
+        every = [torch.arange(start, int(own[-1]) + 1) for start, _, own in self._own]
+        return torch.cat(every) if every else torch.empty(0, dtype=torch.int64)
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        """(queries, rows of the buffer ``[queries, keys]``, -1: none)"""
+        device = self.numbers.device
+        if self._chosen is not None:
+            places = self.numbers[self._chosen]
+            for block in _blocks(places, self._row):
+                if places.shape[1]:
+                    yield block, places[block]
+            return
+        for start, first, own in self._own:
+            step = max(1, _GATHERED // ((int(own[-1]) + 1 - start) * self._row))
+            for at in range(0, len(own), step):
+                mine = own[at : at + step, None].to(device)
+                keys = torch.arange(start, int(mine[-1]) + 1, device=device).expand(len(mine), -1)
+                rows = self.numbers[keys].masked_fill(keys > mine, -1)
+                yield slice(first + at, first + at + len(mine)), rows
+
+
+class _IndexScores(NamedTuple):
+    """``[queries, keys]``, -inf: none; ``dots``: of each head, before relu; ``keys``: ``[queries, keys, dim]``."""
+
+    scores: Tensor
+    dots: Tensor
+    keys: Tensor
+
+
+def _index_scores(
+    index_q: Tensor, index_keys: Tensor, weights: Tensor, places: Tensor, block: slice, wide: torch.dtype
+) -> _IndexScores:
+    laid = index_keys[places.clamp(min=0)].to(wide)
+    dots = torch.einsum("bhd,bkd->bhk", index_q[block].to(wide), laid)
+    scores = (dots.relu() * weights[block].to(wide)[..., None]).sum(1)
+    return _IndexScores(scores.masked_fill(places < 0, -torch.inf), dots, laid)
+
+
+def _distributions(
+    q: Tensor, keys: Tensor, places: Tensor, block: slice, scale: float, index: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``[queries, keys]``: the attention's mean probabilities over heads, their logarithm, and that of the indexer's.
+    Not a number where a query has no key."""
+    scores, absent, _ = _block_scores(q[block], keys, places, scale, index.dtype)
+    p = torch.exp(scores - scores.logsumexp(-1, keepdim=True)).masked_fill(absent, 0.0).flatten(1, 2).mean(1)
+    return p, p.log(), index - index.logsumexp(-1, keepdim=True)
 
 
 def _parts(buffer: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +419,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: floa
     if not keys.shape[0]:
         return out, lse
     for block in _blocks(places, keys[0].numel() + values[0].numel()):
-        scores, absent, _ = _block_scores(q, keys, places, block, scale, wide)
+        scores, absent, _ = _block_scores(q[block], keys, places[block], scale, wide)
         own = scores.logsumexp(-1)
         p = torch.exp(scores - own[..., None]).masked_fill(absent, 0.0)
         got = torch.einsum("bgrk,bkgd->bgrd", p, values[places[block].clamp(min=0)].to(wide))
@@ -239,13 +429,12 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: floa
 
 
 def _block_scores(
-    q: Tensor, keys: Tensor, places: Tensor, block: slice, scale: float, wide: torch.dtype
+    q: Tensor, keys: Tensor, rows: Tensor, scale: float, wide: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores ``[queries, kv_heads, heads / kv_heads, k]``, which are absent, and the keys ``[queries, k, kv_heads,
     dim]``."""
-    rows = places[block]
     laid = keys[rows.clamp(min=0)].to(wide)
-    mine = _grouped(q[block].to(wide), keys.shape[1])
+    mine = _grouped(q.to(wide), keys.shape[1])
     scores = torch.einsum("bgrd,bkgd->bgrk", mine, laid) * scale
     absent = (rows < 0)[:, None, None, :]
     return scores.masked_fill(absent, -torch.inf), absent, laid
@@ -262,7 +451,7 @@ def _attend_backward(
         return dq, d_keys, d_values
     groups = keys.shape[1]
     for block in _blocks(places, keys[0].numel() + values[0].numel()):
-        scores, absent, laid = _block_scores(q, keys, places, block, scale, wide)
+        scores, absent, laid = _block_scores(q[block], keys, places[block], scale, wide)
         own = _grouped(lse[block], groups)
         p = torch.exp(scores - own[..., None]).masked_fill(absent, 0.0)
         rows = places[block].clamp(min=0)

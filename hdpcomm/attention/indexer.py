@@ -24,7 +24,7 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["TYPES", "Places", "index_top_k", "layout_of_pack", "places_of", "rank_in"]
+__all__ = ["TYPES", "Places", "check_index", "index_top_k", "layout_of_pack", "places_of", "rank_in"]
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 512
@@ -107,7 +107,7 @@ def index_top_k(
     def prepare() -> tuple[Layout, str, str]:
         check_whole("index_top_k", "top_k", top_k, least=1)
         layout = layout_of_pack(cu_seqlens, comm)
-        _check_index(index_q, index_k, weights, layout.rows(rank_in(comm)))
+        check_index(index_q, index_k, weights, layout.rows(rank_in(comm)))
         facts = f"{layout.facts[0]} {top_k} {tuple(index_q.shape[1:])} {index_q.dtype}"
         return layout, facts, f"top_k {top_k}, index keys of {index_k.shape[-1]}; {layout.facts[1]}"
 
@@ -201,7 +201,7 @@ def _round_the_ring(own: Tensor, comm: Communicator | None, rows: list[int]) -> 
             block = arriving
 
 
-def _check_index(index_q: Tensor, index_k: Tensor, weights: Tensor, rows: int) -> None:
+def check_index(index_q: Tensor, index_k: Tensor, weights: Tensor, rows: int) -> None:
     shapes = f"index_q {tuple(index_q.shape)}, index_k {tuple(index_k.shape)}, weights {tuple(weights.shape)}"
     if (index_q.ndim, index_k.ndim, weights.ndim) != (3, 2, 2):
         raise InvalidUsage(
