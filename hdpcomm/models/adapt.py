@@ -54,6 +54,8 @@ def adapt(
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
     check: bool = True,
+    indexer_loss: float = 0.0,
+    indexer_stage: str = "sparse",
 ) -> nn.Module:
     """The model in the form that :class:`hdpcomm.train.Trainer` calls: ``(tokens, *, positions, cu_seqlens, comm)``.
 
@@ -75,6 +77,10 @@ def adapt(
         check: runs a causal LM on a few tokens, as a pack and sequence by sequence with the attention that it came
             with, and refuses it if the logits differ: something else than attention looks at other tokens, or attention
             is not what transformers tells of it.
+        indexer_loss: factor of the loss of each layer's indexer (:func:`hdpcomm.attention.indexer_loss`), which each
+            labelled token adds; 0: indexers do not learn. They learn from it alone, and nothing else does.
+        indexer_stage: ``"sparse"``: over the keys that were chosen; ``"dense"``: the warm-up, in which attention is
+            over all keys. Freeze the other parameters for that.
 
     Local. Raises:
         InvalidUsage: what cannot be made right, by name: dropout in attention, layers that are neither full nor sliding
@@ -92,12 +98,19 @@ def adapt(
     check_type("adapt()", "model", model, nn.Module)
     causal_lm = inner_causal_lm(model)
     if causal_lm is not None:
-        adapted: nn.Module = AdaptedCausalLM(model, z_loss=z_loss, chunk_tokens=chunk_tokens, check=check)
+        adapted: nn.Module = AdaptedCausalLM(
+            model,
+            z_loss=z_loss,
+            chunk_tokens=chunk_tokens,
+            check=check,
+            indexer_loss=indexer_loss,
+            indexer_stage=indexer_stage,
+        )
     else:
-        if z_loss or chunk_tokens is not None:
+        if z_loss or chunk_tokens is not None or indexer_loss:
             raise InvalidUsage(
-                f"z_loss and chunk_tokens are for causal LMs of transformers; {type(model).__name__} is none: it "
-                "computes its logits itself"
+                f"z_loss, chunk_tokens and indexer_loss are for causal LMs of transformers; {type(model).__name__} is "
+                "none: it computes its logits itself"
             )
         named = inspect.signature(model.forward).parameters
         adapted = model if all(name in named for name in _PLACES) else AdaptedModule(model)

@@ -15,6 +15,7 @@ from hdpcomm.attention.layout import CuSeqlens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, LossOptions, linear_cross_entropy, loss_of_log_probs
 from hdpcomm.models.huggingface import set_attention
+from hdpcomm.models.indexers import IndexerTraining, collecting, train_indexers
 from hdpcomm.models.recompute import refuse_reentrant
 from hdpcomm.models.router_loss import router_loss
 from hdpcomm.models.self_check import check_logits
@@ -65,7 +66,16 @@ class AdaptedCausalLM(nn.Module):
     takes_labels = True
     takes_label_rows = True
 
-    def __init__(self, model: nn.Module, *, z_loss: float, chunk_tokens: int | None, check: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        z_loss: float,
+        chunk_tokens: int | None,
+        check: bool,
+        indexer_loss: float = 0.0,
+        indexer_stage: str = "sparse",
+    ) -> None:
         super().__init__()
         self.model = model
         self.z_loss = z_loss
@@ -82,8 +92,11 @@ class AdaptedCausalLM(nn.Module):
             _check_has_decoder(causal_lm)
             self._scale, self._softcap = _logit_maths(config)
             self._router = _Router.of(causal_lm, config)
+            self._indexers: IndexerTraining | None = None
             if check:
                 check_logits(self)
+            if indexer_loss:
+                self._indexers = train_indexers(causal_lm, indexer_loss, indexer_stage)
         except Exception:
             undo()
             raise
@@ -123,22 +136,24 @@ class AdaptedCausalLM(nn.Module):
                 with a router's auxiliary loss.
             comm: the ranks that share the pack. Collective over all of them, in forward and in backward.
             labels: ``[tokens]`` int64, :data:`IGNORE` for a token without a loss. With a router's auxiliary loss,
-                each labelled token adds the coefficient times that of its sequence.
+                each labelled token adds the coefficient times that of its sequence; with ``indexer_loss`` its own of
+                each layer.
             label_rows: int64, for each label its token's row; a token of a tree may have several. ``None``: one each.
             label_weights: float32, for each label the factor of its loss, or what their losses are
                 (:class:`hdpcomm.kernels.LabelLoss`); ``None``: 1.
         """
-        hidden, router_logits = self.run_layers(tokens, positions=positions, cu_seqlens=cu_seqlens, comm=comm)
+        hidden, added = self.run_layers(tokens, positions=positions, cu_seqlens=cu_seqlens, comm=comm)
         out = self.finish(hidden, positions.shape[0], labels, label_rows, label_weights)
-        if labels is None or not self.has_router_losses:
+        if labels is None or not self.has_added_losses:
             return out
-        return out + self.router_losses(router_logits, labels, cu_seqlens, comm)
+        return out + self.added_losses(added, labels, cu_seqlens, comm)
 
     def run_layers(
         self, x: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """What the decoder gives for tokens, or for hidden states in the place of their embeddings: ``[tokens, width]``
-        and each router's logits ``[tokens, experts]``; of tensor ranks blocks of both. Collective over ``comm``."""
+    ) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
+        """What the decoder gives for tokens, or for hidden states in the place of their embeddings: ``[tokens,
+        width]``; and for :meth:`added_losses` each router's logits ``[tokens, experts]`` and each indexer's losses
+        ``[tokens]``. Blocks of tensor ranks. Collective over ``comm``."""
         count = positions.shape[0]
         kept = slice(None) if count else slice(0)
         if count == 0:  # layers of transformers want a token
@@ -148,14 +163,18 @@ class AdaptedCausalLM(nn.Module):
         if positions.is_meta:  # without a mask transformers would look at the positions, which have no values there
             options["attention_mask"] = positions.new_ones(1, positions.shape[0], dtype=torch.bool)
         options["inputs_embeds" if x.is_floating_point() else "input_ids"] = x[None]
-        with packing(comm, cu_seqlens, padded=count == 0):
+        learning = self._indexers is not None and torch.is_grad_enabled()
+        if learning:
+            refuse_reentrant(self.model, "the losses of its indexers")
+        with packing(comm, cu_seqlens, padded=count == 0), collecting(self._indexers if learning else None) as losses:
             out = self.causal_lm.base_model(position_ids=positions[None], use_cache=False, **options)
         hidden: Tensor = out.last_hidden_state[0, kept]
+        losses = [loss[kept] for loss in losses]
         if self._router is None:
-            return hidden, []
+            return hidden, ([], losses)
         if self._router.coefficient and self.training and torch.is_grad_enabled():
             refuse_reentrant(self.model, "the router's logits for its auxiliary loss")
-        return hidden, [logits[kept] for logits in out.router_logits]
+        return hidden, ([logits[kept] for logits in out.router_logits], losses)
 
     def finish(
         self,
@@ -174,20 +193,37 @@ class AdaptedCausalLM(nn.Module):
         return self._loss(hidden if label_rows is None else hidden[label_rows], labels, label_weights)
 
     @property
-    def has_router_losses(self) -> bool:
-        """Whether routers add to the loss."""
-        return self._router is not None and self._router.coefficient > 0
+    def has_added_losses(self) -> bool:
+        """Whether routers or indexers add to the loss."""
+        return self.trains_indexers or (self._router is not None and self._router.coefficient > 0)
 
-    def router_losses(
-        self, router_logits: Sequence[Tensor], labels: Tensor, cu_seqlens: CuSeqlens, comm: Communicator | None
+    @property
+    def trains_indexers(self) -> bool:
+        """Whether indexers add to the loss."""
+        return self._indexers is not None
+
+    def added_losses(
+        self,
+        added: tuple[Sequence[Tensor], Sequence[Tensor]],
+        labels: Tensor,
+        cu_seqlens: CuSeqlens,
+        comm: Communicator | None,
     ) -> Tensor:
-        """What the routers add to the loss; see :func:`hdpcomm.models.router_loss.router_loss`. Collective over
+        """What routers and indexers add to the loss, from what :meth:`run_layers` gave; see
+        :func:`hdpcomm.models.router_loss.router_loss` and :func:`hdpcomm.attention.indexer_loss`. Collective over
         ``comm``."""
-        assert self._router is not None
+        router_logits, index_losses = added
+        total = torch.zeros((), device=labels.device)
+        trained = labels != IGNORE
+        if self._indexers is not None:
+            for loss in index_losses:
+                total = total + self._indexers.coefficient * torch.where(trained, loss, 0.0).sum()
+        if self._router is None or not self._router.coefficient:
+            return total
         if self.tensor is not None:
             router_logits = [self.tensor.gather(x, labels.shape[0], partial=False) for x in router_logits]
-        return self._router.coefficient * router_loss(
-            router_logits, labels != IGNORE, top_k=self._router.top_k, cu_seqlens=cu_seqlens, comm=comm
+        return total + self._router.coefficient * router_loss(
+            router_logits, trained, top_k=self._router.top_k, cu_seqlens=cu_seqlens, comm=comm
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:

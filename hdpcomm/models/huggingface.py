@@ -93,7 +93,7 @@ def _attention(
         if sends_latent(module):
             key, value = own_keys_values(module, key, value)
         pack = find_pack() if hdpcomm_pack is None else hdpcomm_pack
-        return attend_chosen(query, key, value, chosen, scale=scaling, pack=pack), None
+        return attend_chosen(module, query, key, value, chosen, scale=scaling, pack=pack), None
     if sends_latent(module):
         if causal and query.shape[0] == 1 and window is None and not softcap and s_aux is None:
             pack = current_pack() if hdpcomm_pack is None else hdpcomm_pack

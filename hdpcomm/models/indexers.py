@@ -8,22 +8,42 @@ tokens in the pack, in place of positions in the shard.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.attention import Pack, index_top_k, selected_attention
-from hdpcomm.attention.pack_context import find_pack
+from hdpcomm.arguments import check_number
+from hdpcomm.attention import Pack, index_top_k, indexer_loss, packed_attention, selected_attention
+from hdpcomm.attention.pack_context import find_pack, on_local_tokens
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["attend_chosen", "set_indexers"]
+__all__ = ["IndexerTraining", "attend_chosen", "collecting", "set_indexers", "train_indexers"]
 
 _PARTS = ("wq_b", "wk", "k_norm", "weights_proj", "index_topk", "n_heads", "head_dim", "qk_rope_head_dim")
+_TRAINING = "hdpcomm_indexer_training"
+"""Where a layer with an indexer, or with the choice of one before it, has its :class:`IndexerTraining`."""
 _ROTARY = ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb")
+
+
+@dataclass(slots=True, eq=False)
+class IndexerTraining:
+    """How a model's indexers learn.
+
+    Attributes:
+        coefficient: of their losses.
+        dense: attention is over all keys, and so is the loss; else both are over the chosen ones.
+        losses: of the layers that have run, ``[tokens]`` each; ``None``: they are not collected now.
+    """
+
+    coefficient: float
+    dense: bool
+    losses: list[Tensor] | None = None
 
 
 class _Indexer:
@@ -31,12 +51,25 @@ class _Indexer:
 
     def __init__(self, layer: Any, mask: type) -> None:
         self.layer, self.mask = layer, mask
+        self.training: IndexerTraining | None = None
+        self.given: tuple[Tensor, Tensor, Tensor] | None = None
+        """What the last call has scored with, where it learns: queries, keys, weights of heads."""
         source = inspect.getsource(type(layer).forward)
         name = next(each for each in _ROTARY if each in source)
         self.rotary: Callable[..., tuple[Tensor, Tensor]] = getattr(sys.modules[type(layer).__module__], name)
 
-    @torch.no_grad()
     def __call__(
+        self,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        *places: Any,
+        **more: Any,
+    ) -> Tensor:
+        learns = self.training is not None and torch.is_grad_enabled()
+        with torch.set_grad_enabled(learns):
+            return self._choose(hidden_states.detach(), q_resid.detach(), *places, learns=learns, **more)
+
+    def _choose(
         self,
         hidden_states: Tensor,
         q_resid: Tensor,
@@ -44,6 +77,8 @@ class _Indexer:
         attention_mask: Any,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
+        *,
+        learns: bool,
         **more: Any,
     ) -> Tensor:
         layer = self.layer
@@ -67,9 +102,12 @@ class _Indexer:
         weights = layer.weights_proj(hidden_states.to(layer.weights_proj.weight.dtype)).float()
         weights = weights * layer.n_heads**-0.5 * layer.head_dim**-0.5
         pack, top_k = find_pack(), int(layer.index_topk)
+        self.given = (q[0], k[0], weights[0]) if learns and pack is not None else None
+        if pack is not None and self.training is not None and self.training.dense:
+            return torch.zeros(1, q.shape[1], 1, dtype=torch.int64, device=q.device)  # nobody looks at it
         if pack is not None:
-            chosen = index_top_k(q[0], k[0], weights[0], top_k=top_k, comm=pack.comm, cu_seqlens=pack.cu_seqlens)
-            return chosen[None]
+            place: dict[str, Any] = {"comm": pack.comm, "cu_seqlens": pack.cu_seqlens, "top_k": top_k}
+            return on_local_tokens(pack, lambda *own: index_top_k(*own, **place), (q[0], k[0], weights[0]))[None]
         rows = [
             index_top_k(*each, top_k=top_k, comm=None, cu_seqlens=[0, q.shape[1]])
             for each in zip(q, k, weights, strict=True)
@@ -78,11 +116,12 @@ class _Indexer:
 
 
 def set_indexers(model: nn.Module, mask: type) -> None:
-    """Lets all indexers of a model choose from whole sequences. Local.
+    """Lets all indexers of a model choose from whole sequences; none of them learns. Local.
 
     Raises: InvalidUsage: one of another make.
     """
     for layer in model.modules():
+        layer.__dict__.pop(_TRAINING, None)
         if not type(layer).__name__.endswith("Indexer"):
             continue
         own: Any = layer
@@ -97,14 +136,65 @@ def set_indexers(model: nn.Module, mask: type) -> None:
         own.forward = _Indexer(layer, mask)
 
 
+def train_indexers(model: nn.Module, coefficient: float, stage: str) -> IndexerTraining:
+    """Lets all indexers of a model, which :func:`set_indexers` has seen, learn. Local.
+
+    Raises: InvalidUsage: another stage, a bad coefficient, no indexer.
+    """
+    if stage not in ("dense", "sparse"):
+        raise InvalidUsage(f"indexer_stage is {stage!r}; choose from dense, sparse")
+    training = IndexerTraining(check_number("adapt()", "indexer_loss", coefficient, above=0), stage == "dense")
+    found = [layer.forward for layer in model.modules() if isinstance(layer.forward, _Indexer)]
+    if not found:
+        raise InvalidUsage(f"indexer_loss was given, and {type(model).__name__} has no indexer; leave it out")
+    for indexer in found:
+        indexer.training = training
+    for layer in model.modules():
+        if hasattr(layer, "indexer"):
+            layer.__dict__[_TRAINING] = training
+    return training
+
+
+@contextlib.contextmanager
+def collecting(training: IndexerTraining | None) -> Iterator[list[Tensor]]:
+    """The losses of the indexers that run inside; those of layers that run again in the backward pass are not kept."""
+    losses: list[Tensor] = []
+    if training is None:
+        yield losses
+        return
+    training.losses = losses
+    try:
+        yield losses
+    finally:
+        training.losses = None
+
+
 def attend_chosen(
-    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, *, scale: float | None, pack: Pack | None
+    module: Any, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, *, scale: float | None, pack: Pack | None
 ) -> Tensor:
     """[batch, heads, tokens, dim] over the keys chosen for each query, [batch, tokens, k]; returns [batch, tokens,
     heads, v_dim]. Collective over the pack's ranks."""
-    comm, cu = (None, [0, query.shape[2]]) if pack is None else (pack.comm, pack.cu_seqlens)
-    rows = []
-    for each in zip(query, key, value, chosen, strict=True):
-        q, k, v = (x.transpose(0, 1).contiguous() for x in each[:3])
-        rows.append(selected_attention(q, k, v, each[3].long(), comm=comm, cu_seqlens=cu, scale=scale))
-    return torch.stack(rows)
+    if pack is None:
+        rows = []
+        for each in zip(query, key, value, chosen, strict=True):
+            q, k, v = (x.transpose(0, 1).contiguous() for x in each[:3])
+            rows.append(
+                selected_attention(q, k, v, each[3].long(), comm=None, cu_seqlens=[0, query.shape[2]], scale=scale)
+            )
+        return torch.stack(rows)
+    place: dict[str, Any] = {"comm": pack.comm, "cu_seqlens": pack.cu_seqlens, "scale": scale}
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    numbers = chosen[0].long()
+    training: IndexerTraining | None = module.__dict__.get(_TRAINING)
+    if training is not None:
+        indexer: _Indexer | None = None if module.indexer is None else module.indexer.forward
+        if indexer is not None and indexer.given is not None:
+            tensors = (*indexer.given, q, k) if training.dense else (*indexer.given, q, k, numbers)
+            indexer.given = None
+            last = (None,) if training.dense else ()
+            loss = on_local_tokens(pack, lambda *own: indexer_loss(*own, *last, **place), tensors)
+            if training.losses is not None:
+                training.losses.append(loss)
+        if training.dense:
+            return packed_attention(q, k, v, scale=scale, pack=pack)[None]
+    return on_local_tokens(pack, lambda *own: selected_attention(*own, **place), (q, k, v, numbers))[None]

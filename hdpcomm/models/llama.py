@@ -89,7 +89,7 @@ class LlamaConfig:
             check_number("LlamaConfig", name, getattr(self, name), above=0)
 
     @property
-    def has_router_losses(self) -> bool:
+    def has_added_losses(self) -> bool:
         """Whether routers add to the loss."""
         return self.experts > 0 and self.router_aux_loss + self.router_z_loss > 0
 
@@ -296,9 +296,9 @@ class Llama(nn.Module):
             )
         x, router_logits = self.run_layers(tokens, positions=positions, cu_seqlens=cu_seqlens, comm=comm)
         loss = self.finish(x, positions.shape[0], labels, label_rows, label_weights)
-        if labels is None or not self.has_router_losses:
+        if labels is None or not self.has_added_losses:
             return loss
-        return loss + self.router_losses(router_logits, labels, cu_seqlens, comm)
+        return loss + self.added_losses(router_logits, labels, cu_seqlens, comm)
 
     def run_layers(
         self, x: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
@@ -331,11 +331,11 @@ class Llama(nn.Module):
         )  # fmt: skip
 
     @property
-    def has_router_losses(self) -> bool:
+    def has_added_losses(self) -> bool:
         """Whether routers add to the loss."""
-        return self.config.has_router_losses
+        return self.config.has_added_losses
 
-    def router_losses(
+    def added_losses(
         self, router_logits: Sequence[Tensor], labels: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
     ) -> Tensor:
         """What the routers of the layers that are here add to the loss; see :func:`hdpcomm.models.moe.router_losses`.

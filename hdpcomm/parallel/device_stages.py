@@ -61,7 +61,7 @@ class DeviceStages(nn.Module):
                 x = self._given(stage, tokens.shape[0])
             if stage.last:
                 stage.chunk_tokens = self.chunk_tokens
-            made = stage(x, **where, labels=labels if stage.last or stage.has_router_losses else None)
+            made = stage(x, **where, labels=labels if stage.last or stage.has_added_losses else None)
             x, losses = made if isinstance(made, tuple) else (made, None)
             if losses is not None:
                 total = total + losses

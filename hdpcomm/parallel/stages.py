@@ -124,9 +124,9 @@ class Stage(nn.Module):
         self.model.chunk_tokens = tokens
 
     @property
-    def has_router_losses(self) -> bool:
-        """Whether routers add to the loss."""
-        return self.model.has_router_losses
+    def has_added_losses(self) -> bool:
+        """Whether layers add to the loss."""
+        return self.model.has_added_losses
 
     @property
     def tied(self) -> nn.Parameter | None:
@@ -162,34 +162,34 @@ class Stage(nn.Module):
             labels: of the last stage; of another one with routers whose losses count: then it gives these, too.
             label_rows, label_weights: of the last stage only.
         """
-        hidden, router_logits = self._run_layers(x, positions, cu_seqlens, comm)
+        hidden, added = self._run_layers(x, positions, cu_seqlens, comm)
         out = self.model.finish(hidden, positions.shape[0], labels, label_rows, label_weights) if self.last else hidden
-        if labels is None or not self.has_router_losses:
+        if labels is None or not self.has_added_losses:
             return out
-        losses = self.model.router_losses(router_logits, labels, cu_seqlens, comm)
+        losses = self.model.added_losses(added, labels, cu_seqlens, comm)
         return out + losses if self.last else (out, losses)
 
     def _run_layers(
         self, x: Tensor, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Any]:
         """What the layers make of hidden states, whatever the model does to them before its first and after its last
         layer: that is for the first and the last stage."""
         before, after = self._edges
         there: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens, "comm": comm}
         if before is None:
-            hidden, router_logits = self.model.run_layers(x, **there)
+            hidden, added = self.model.run_layers(x, **there)
         else:
             with before.giving(x):
-                hidden, router_logits = self.model.run_layers(x.new_zeros(()).expand(x.shape), **there)
+                hidden, added = self.model.run_layers(x.new_zeros(()).expand(x.shape), **there)
         if after is None:
-            return hidden, router_logits
+            return hidden, added
         hidden = after.take()[: self._rows(positions.shape[0])]
         if hidden.dtype != (wanted := self.boundary(0).dtype):
             raise InvalidUsage(
                 f"{_name(self.model)} has hidden states of {hidden.dtype} and weights of {wanted}; stages exchange the "
                 "type of their weights: set residual_in_fp32=False in its configuration, or train it without pipelines"
             )
-        return hidden, router_logits
+        return hidden, added
 
     def _rows(self, tokens: int) -> int:
         """Rows of the hidden states that are on this rank."""
@@ -262,7 +262,11 @@ _WITHOUT = "train it without pipelines"
 def _refuse(model: AdaptedCausalLM) -> None:
     """Raises InvalidUsage for what a configuration tells of layers that need more than hidden states."""
     config = model.causal_lm.config.get_text_config()
-    if model.has_router_losses:
+    if model.trains_indexers:
+        raise InvalidUsage(
+            f"{_name(model)} trains its indexers (adapt(indexer_loss=)), which stages do not; {_WITHOUT}"
+        )
+    if model.has_added_losses:
         raise InvalidUsage(
             f"{_name(model)} adds its routers' auxiliary loss (config.output_router_logits), which multiplies means "
             "over the layers of all stages, so no stage can compute its gradient alone; set output_router_logits to "

@@ -147,7 +147,7 @@ class StageRunner:
         self.bytes_sent = 0
         """To the stages beside this device's."""
         self._batches = batches
-        self._router_losses = loss is None and chunks[0].has_router_losses
+        self._router_losses = loss is None and chunks[0].has_added_losses
         if self._router_losses:  # now, on all stages
             refuse_trees(step.planned.lengths)
         self._device = next(chunks[0].parameters()).device

@@ -97,7 +97,7 @@ class RowPasses:
         self._passes, self._buffers = MicroBatchPasses(model, mesh), ChangedBuffers(model)
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         self._cluster = mesh.cluster()
-        self._shares = not getattr(model, "has_router_losses", False)  # which know no trees
+        self._shares = not getattr(model, "has_added_losses", False)  # which know no trees
         self._planner: Planner | None = None
         self._compiled = self._reduced = False
 

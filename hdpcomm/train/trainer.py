@@ -531,7 +531,7 @@ class Trainer:
         self, lengths: Sequence[int | Tree] | PlannedStep, trees: Sequence[TrajectoryTree]
     ) -> tuple[PlannedStep, Batch]:
         """See :func:`hdpcomm.train.label_terms.shorter_plan`; the losses of routers know no trees."""
-        routers = any(getattr(each, "has_router_losses", False) for each in (*self.stages, self.model))
+        routers = any(getattr(each, "has_added_losses", False) for each in (*self.stages, self.model))
         return shorter_plan(self._planned, lengths, trees, shares=not routers)
 
     def _planned(self, lengths: Sequence[int | Tree]) -> PlannedStep:
