@@ -204,7 +204,7 @@ class _Needed:
 
 
 def _needed(tokens: Tensor, layout: Layout, comm: Communicator | None) -> _Needed:
-    """Of these tokens, which rise. Collective: ranks tell each other what they need."""
+    """What these tokens, which rise, take. Collective: ranks tell each other what they need."""
     places, rank = places_of(layout), rank_in(comm)
     tokens = tokens.cpu()
     order = torch.argsort(places.owner[tokens], stable=True)  # by owner, then by token
