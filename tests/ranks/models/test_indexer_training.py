@@ -180,7 +180,7 @@ def test_training_in_both_stages_is_the_same_on_any_ranks():
                         losses.append(trainer.step(lengths, fetch).loss)
                 return losses
 
-        return run_threads(body, size)[0]
+        return run_threads(body, size, timeout=600.0)[0]
 
     one, four = run(1), run(4)
     half = STEPS // 2
