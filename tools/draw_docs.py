@@ -166,10 +166,13 @@ def chosen() -> None:
     for rank, places in enumerate(own):
         chose = sorted({int(token) for token in found[places].flatten() if token >= 0})
         axes.text(-4, rank + 0.5, f"rank {rank}", ha="right", va="center", fontsize=9)
-        for token in chose:
-            mine = int(owner[token]) == rank
-            colour = "#dddddd" if mine else COLOURS[int(owner[token])]
-            axes.add_patch(Rectangle((token, rank + 0.1), 1, 0.8, facecolor=colour, edgecolor="none"))
+        for other in range(ranks):
+            theirs = [token for token in chose if int(owner[token]) == other]
+            first = [token for token in theirs if token - 1 not in theirs]
+            last = [token for token in theirs if token + 1 not in theirs]
+            spans = [(a, b + 1 - a) for a, b in zip(first, last, strict=True)]
+            colour = "#dddddd" if other == rank else COLOURS[other]
+            axes.broken_barh(spans, (rank + 0.1, 0.8), facecolor=colour, edgecolor="none")
         for other in range(ranks):
             rows = sum(int(owner[token]) == other for token in chose)
             text = "held" if other == rank else str(rows)

@@ -295,8 +295,8 @@ class _IndexerLoss(torch.autograd.Function):
         loss = torch.zeros(q.shape[0], dtype=wide, device=q.device)
         for block, places in blocks:
             index = _index_scores(index_q, index_keys, weights, places, block, wide)
-            p, log_p, log_share = _distributions(q, keys, places, block, scale, index.scores)
-            loss[block] = torch.where(p > 0, p * (log_p - log_share), 0.0).sum(-1)
+            p, log_share = _distributions(q, keys, places, block, scale, index.scores)
+            loss[block] = torch.where(p > 0, p * (p.log() - log_share), 0.0).sum(-1)
         ctx.save_for_backward(index_q, index_keys, weights, q, keys)
         ctx.needed, ctx.comm, ctx.scale, ctx.blocks, ctx.wide = needed, comm, scale, blocks, wide
         return loss
@@ -310,7 +310,7 @@ class _IndexerLoss(torch.autograd.Function):
         d_keys = torch.zeros(index_keys.shape, dtype=wide, device=index_keys.device)
         for block, places in ctx.blocks:
             index = _index_scores(index_q, index_keys, weights, places, block, wide)
-            p, _, log_share = _distributions(q, keys, places, block, ctx.scale, index.scores)
+            p, log_share = _distributions(q, keys, places, block, ctx.scale, index.scores)
             apart = (log_share.exp() - p).masked_fill(places < 0, 0.0) * grad[block, None].to(wide)
             dw[block] = torch.einsum("bk,bhk->bh", apart, index.dots.relu())
             dots = apart[:, None] * weights[block].to(wide)[..., None] * (index.dots > 0)
@@ -389,12 +389,12 @@ def _index_scores(
 
 def _distributions(
     q: Tensor, keys: Tensor, places: Tensor, block: slice, scale: float, index: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``[queries, keys]``: the attention's mean probabilities over heads, their logarithm, and that of the indexer's.
-    Not a number where a query has no key."""
+) -> tuple[Tensor, Tensor]:
+    """``[queries, keys]``: the attention's mean probabilities over heads, and the logarithm of the indexer's. Not a
+    number where a query has no key."""
     scores, absent, _ = _block_scores(q[block], keys, places, scale, index.dtype)
     p = torch.exp(scores - scores.logsumexp(-1, keepdim=True)).masked_fill(absent, 0.0).flatten(1, 2).mean(1)
-    return p, p.log(), index - index.logsumexp(-1, keepdim=True)
+    return p, index - index.logsumexp(-1, keepdim=True)
 
 
 def _parts(buffer: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -202,6 +202,7 @@ def _round_the_ring(own: Tensor, comm: Communicator | None, rows: list[int]) -> 
 
 
 def check_index(index_q: Tensor, index_k: Tensor, weights: Tensor, rows: int) -> None:
+    """Raises: InvalidUsage for tensors of an indexer that do not belong together, or to so many local tokens."""
     shapes = f"index_q {tuple(index_q.shape)}, index_k {tuple(index_k.shape)}, weights {tuple(weights.shape)}"
     if (index_q.ndim, index_k.ndim, weights.ndim) != (3, 2, 2):
         raise InvalidUsage(

@@ -189,10 +189,12 @@ def attend_chosen(
     if training is not None:
         indexer: _Indexer | None = None if module.indexer is None else module.indexer.forward
         if indexer is not None and indexer.given is not None:
-            tensors = (*indexer.given, q, k) if training.dense else (*indexer.given, q, k, numbers)
-            indexer.given = None
-            last = (None,) if training.dense else ()
-            loss = on_local_tokens(pack, lambda *own: indexer_loss(*own, *last, **place), tensors)
+            given, indexer.given, dense = indexer.given, None, training.dense
+            loss = on_local_tokens(
+                pack,
+                lambda iq, ik, w, q, k, n: indexer_loss(iq, ik, w, q, k, None if dense else n, **place),
+                (*given, q, k, numbers),
+            )
             if training.losses is not None:
                 training.losses.append(loss)
         if training.dense:

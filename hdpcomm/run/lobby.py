@@ -156,11 +156,13 @@ def enter(
             f"{where}: no run waits for newcomers there ({error}); give the folder of one that runs with --elastic, or "
             "the address that it has told"
         ) from error
-    place = None
+    offer = place = None
     try:
-        told(store.get(_OFFER).decode())
         while place is None:
             try:
+                if offer is None:
+                    offer = store.get(_OFFER).decode()
+                    told(offer)
                 place = _place_in(store, number, facts, until)
             except RuntimeError:  # the connection broke
                 store.close()
@@ -187,7 +189,8 @@ def _place_in(store: JobStore, number: int, facts: str, until: float) -> Any:
         if store.check([f"{_REFUSED}/{number}"]):
             raise InvalidUsage(f"the run takes no such newcomer: {store.get(f'{_REFUSED}/{number}').decode()}")
         if time.monotonic() > until:
-            raise CommTimeout("the run gave no place in time; is it stopped?", op="enter")
+            at = ":".join(map(str, store.place))
+            raise CommTimeout(f"the run whose lobby is at {at} gave no place in time; is it stopped?", op="enter")
     return json.loads(store.get(f"{_PLACE}/{number}"))
 
 

@@ -147,8 +147,8 @@ class StageRunner:
         self.bytes_sent = 0
         """To the stages beside this device's."""
         self._batches = batches
-        self._router_losses = loss is None and chunks[0].has_added_losses
-        if self._router_losses:  # now, on all stages
+        self._added_losses = loss is None and chunks[0].has_added_losses
+        if self._added_losses:  # now, on all stages
             refuse_trees(step.planned.lengths)
         self._device = next(chunks[0].parameters()).device
         self._packs: dict[int, PackedShard] = {}
@@ -209,7 +209,7 @@ class StageRunner:
             if chunk.last:
                 y = micro_batch_loss(chunk, replace(pack, tokens=x), comm, self.loss)
             else:
-                labels = pack.labels if self._router_losses else None
+                labels = pack.labels if self._added_losses else None
                 y = chunk(x, positions=pack.positions, cu_seqlens=pack.cu_seqlens, comm=comm, labels=labels)
         y, losses = y if isinstance(y, tuple) else (y, None)
         if torch.is_grad_enabled():
@@ -277,7 +277,7 @@ class StageRunner:
             return empty_shard(self._device)
         comm, ends = self._group(batch), any(chunk.first or chunk.last for chunk in self.chunks)
         trees = batch.index not in self._slices and holds_trees(batch, self.step.planned.lengths)
-        if self._router_losses or ends or trees:
+        if self._added_losses or ends or trees:
             return packed_shard(batch, self.step, comm, self._device, Sliced())
         bounds = [0, *itertools.accumulate(sequence.length for sequence in batch.sequences)]
         pack: Tensor | SequenceSlice = torch.tensor(bounds, dtype=torch.int32)
