@@ -208,8 +208,7 @@ def test_a_broken_connection_is_told_with_its_cause() -> None:
 
 def test_foreign_bytes_are_no_frame() -> None:
     comms, _, wires = pair()
-    tag = min(key[2] for key in wires)
-    wires[1, 0, tag].put(torch.full((_testing.FRAME_HEAD_BYTES,), 7, dtype=torch.uint8))
+    wires[1, 0, group_carrier._HEAD_TAG].put(torch.full((_testing.FRAME_HEAD_BYTES,), 7, dtype=torch.uint8))
     with pytest.raises(hdp.PeerLost, match=r"no frame of this version.*same version on all hosts"):
         comms[0].recv(torch.zeros(3), 1)
     for comm in comms:
