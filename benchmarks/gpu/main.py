@@ -27,7 +27,8 @@ TOP = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 TOTAL_S = 520.0
 NO_GPU, FAILED, MISSED, INTERRUPTED = 3, 1, 4, 130
-RANK_TESTS = ("transport", "torch_backend", "nccl")  # files of tests/gpu with several ranks, which share the GPU
+# Files of tests/gpu with several ranks, which share the GPU.
+RANK_TESTS = ("transport", "zero", "torch_backend", "nccl")
 
 
 @dataclass(frozen=True)

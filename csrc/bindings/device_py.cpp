@@ -26,18 +26,6 @@ T* pointer(Address address) {
 }
 Address address(const void* memory) { return reinterpret_cast<Address>(memory); }
 
-MemoryHandle handleOf(const py::bytes& bytes) {
-  const std::string_view view = bytes;
-  if (view.size() != MemoryHandle::kBytes) {
-    throwInvalidUsage("a memory handle has " + std::to_string(MemoryHandle::kBytes) +
-                      " bytes, this one " + std::to_string(view.size()) +
-                      "; give what export_memory returned");
-  }
-  MemoryHandle handle;
-  std::memcpy(handle.bytes, view.data(), MemoryHandle::kBytes);
-  return handle;
-}
-
 template <typename Class>
 void bindMemory(Class& device) {
   device
@@ -229,6 +217,18 @@ Site callSite() {
           static_cast<unsigned>(PyFrame_GetLineNumber(frame))};
 }
 
+MemoryHandle handleOf(const py::bytes& bytes) {
+  const std::string_view view = bytes;
+  if (view.size() != MemoryHandle::kBytes) {
+    throwInvalidUsage("a memory handle has " + std::to_string(MemoryHandle::kBytes) +
+                      " bytes, this one " + std::to_string(view.size()) +
+                      "; give what export_memory returned");
+  }
+  MemoryHandle handle;
+  std::memcpy(handle.bytes, view.data(), MemoryHandle::kBytes);
+  return handle;
+}
+
 void bindDevice(py::module_& module) {
   py::class_<DeviceApi, std::shared_ptr<DeviceApi>> device(module, "Device");
   device.def_property_readonly("name", &DeviceApi::name)
@@ -239,6 +239,7 @@ void bindDevice(py::module_& module) {
   bindStreams(device);
   bindWork(device);
   bindHost(device);
+  bindDeviceMemory(module);
   module.def("open_sim", &openSimDevice, py::arg("ordinal"),
              py::arg("out_of_reach") = std::vector<int>{}, Release());
   module.def("open_cuda", &openCudaDevice, py::arg("ordinal"), Release());

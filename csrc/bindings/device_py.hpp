@@ -19,7 +19,12 @@ auto atSite(Call call) {
   return call(site);
 }
 
+// What export_memory returned. Throws InvalidUsage for other bytes.
+MemoryHandle handleOf(const pybind11::bytes& bytes);
+
 // The check mode of simulated devices (device_check_py.cpp).
 void bindDeviceCheck(pybind11::module_& module);
+// Memory that tensors view (device_memory_py.cpp).
+void bindDeviceMemory(pybind11::module_& module);
 
 }  // namespace hdpcomm

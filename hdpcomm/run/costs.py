@@ -150,7 +150,9 @@ def _of_more_layers(one: CostSample, two: CostSample, times: float) -> CostSampl
 
 def _sharing_s(comm: Communicator, config: RunConfig, mesh: Mesh) -> float:
     """Seconds that each micro-batch takes to pull weights twice (ZeRO-3), and to add its gradients to those of their
-    owners (ZeRO-2), while all ranks do. Collective."""
+    owners (ZeRO-2), while all ranks do. Collective. On GPUs none: copies run beside the passes."""
+    if comm.device.type != "cpu":
+        return 0.0
     (part,) = new_part(config.stage_model, mesh, weights=None, recompute=["none"])
     elements = sum(p.numel() for p in part.parameters())
     source, target = torch.ones(_MOVED, dtype=config.parameter_dtype), torch.zeros(_MOVED)

@@ -108,11 +108,6 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
     check_limits(corpus, config, ranks=ranks)
     if "ddp" in config.policies or config.calibration is not None:
         raise InvalidUsage("ranks elsewhere have no calibration and do not run DDP; leave out --calibration and ddp")
-    if config.zero in (2, 3):
-        raise InvalidUsage(
-            f"zero {config.zero} shares memory between the processes of a host, and {device}s are GPUs, whose trainers "
-            "do not have it; give --zero 1"
-        )
     sizes: dict[str, Any] = {"pipeline": config.pipeline, "tensor": config.tensor, "expert": config.expert}
     mesh = Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes)
     cluster = ClusterSpec(
@@ -125,8 +120,14 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
         device=device,
         **sizes,
     )
+    alone = cluster.ranks > 1 and cluster.ranks_per_node == 1
+    if config.zero in (2, 3) and alone:
+        raise InvalidUsage(
+            f"zero {config.zero} cuts weights and gradients among the HDP ranks of a host, and pipeline and tensor "
+            f"ranks take all {NODE_DEVICES} {device}s of one; give --zero 1, or fewer of them"
+        )
     if config.zero == "auto":
-        zero = fit_zero(None, config, ranks, cluster.ranks_per_node, most=1)
+        zero = fit_zero(None, config, ranks, cluster.ranks_per_node, most=1 if alone else 3)
         config = replace(config, zero=zero, memory=config.memory if config.recompute == "auto" else 0)
     devices = predict_memory(config, ranks, cluster.ranks_per_node)
     if config.recompute == "auto":

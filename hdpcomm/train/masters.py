@@ -19,6 +19,7 @@ from hdpcomm.train.layout import Layout
 from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.pulled_weights import PulledWeights
 from hdpcomm.train.pushed_sums import PushedSums
+from hdpcomm.train.side_work import side_work
 from hdpcomm.train.trainer_check import check_elementwise
 from hdpcomm.train.units import Units, unit_buckets
 from hdpcomm.train.whole_sums import WholeSums, memory_of
@@ -104,7 +105,7 @@ class Masters:
     ) -> None:
         everything = list({id(p): p for chunk in chunks for p in chunk.parameters()}.values())
         trained = trained_parameters(everything)
-        _check(trained, optimizer, dtype, zero)
+        _check(trained, optimizer, dtype, zero, mesh.comm.device)
         wide = wide_type(trained, dtype)
         self._weights: PulledWeights | None = None
         self._units: Units | None = None
@@ -115,7 +116,7 @@ class Masters:
             sums: WholeSums | PushedSums = WholeSums(buckets, mesh.comm, wide, trained[0].device)
         else:
             self._units = units = Units(chunks)
-            memory = HostMemory()
+            memory, side = HostMemory(), side_work(mesh.comm)
             buckets = unit_buckets(units, trained, layout, zero)
             if mesh.hdp > 1 and all(bucket.parts == 1 for bucket in buckets):
                 raise InvalidUsage(
@@ -124,8 +125,8 @@ class Masters:
                 )
             if zero == 3:
                 self._frozen = unit_buckets(units, [p for p in everything if not p.requires_grad], layout, zero)
-                self._weights = PulledWeights(units, [*buckets, *self._frozen], memory, dtype)
-            sums = PushedSums(units, buckets, mesh, memory, wide)
+                self._weights = PulledWeights(units, [*buckets, *self._frozen], memory, side, dtype)
+            sums = PushedSums(units, buckets, mesh, memory, side, wide)
             memory.make()
         self.gradients = Gradients(buckets, layout, mesh, sums)
         if self._weights is None:
@@ -178,6 +179,11 @@ class Masters:
         for parameter, span in zip(bucket.parameters, spans, strict=True):
             parameter.data = memory[span].view(parameter.shape)
         return memory, bucket.own_part(memory) if narrow == wide_dtype else bucket.own_part(whole).clone()
+
+    @property
+    def shared(self) -> bool:
+        """Whether others read or write this rank's parts in their passes (ZeRO-2 and 3)."""
+        return self._units is not None
 
     @property
     def pulled(self) -> bool:
@@ -246,12 +252,16 @@ class Masters:
 
 
 def _check(
-    parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, zero: int
+    parameters: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    dtype: torch.dtype | None,
+    zero: int,
+    device: torch.device,
 ) -> None:
-    if zero > 1 and parameters[0].device.type != "cpu":
+    if zero > 1 and parameters[0].device != device:
         raise InvalidUsage(
-            f"zero={zero} shares memory between the processes of a host, and the model is on {parameters[0].device}; "
-            "give zero=1, or shard the model by torch's fully_shard"
+            f"zero={zero} shares {device} memory between the ranks of a host, and the model is on "
+            f"{parameters[0].device}; move it there, or join with a transport of its device"
         )
     if dtype is not None and dtype not in _DTYPES:
         raise InvalidUsage(

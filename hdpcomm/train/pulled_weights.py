@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.train.buckets import Bucket
     from hdpcomm.train.host_memory import HostMemory, Parts
+    from hdpcomm.train.side_work import SideWork, Started
     from hdpcomm.train.units import Unit, Units
 
 __all__ = ["PulledWeights", "has_part", "set_part", "without_values"]
@@ -23,11 +24,11 @@ __all__ = ["PulledWeights", "has_part", "set_part", "without_values"]
 class PulledWeights:
     """Weights of which each rank keeps its part only, in memory that all ranks of the host map.
 
-    A pass that comes to a layer finds it pulled: that began when the pass came to the layer before, on a thread of its
-    own. Nobody else takes part in that, so ranks may run any numbers of passes. The layer's memory is given back when
-    the pass has come to the next one; so at most two layers are there at a time, and the root, what is in no layer, as
-    long as the passes of a step last. The backward pass finds the last layer of the forward pass still there, and the
-    next forward pass the first one.
+    A pass that comes to a layer finds it pulled: that began when the pass came to the layer before, on a thread or
+    stream of its own. Nobody else takes part in that, so ranks may run any numbers of passes. The layer's memory is
+    given back when the pass has come to the next one; so at most two layers are there at a time, and the root, what is
+    in no layer, as long as the passes of a step last. The backward pass finds the last layer of the forward pass still
+    there, and the next forward pass the first one.
 
     Outside of that a parameter has its shape and no values: what reads it gets NaN, and what writes into it an error.
 
@@ -37,22 +38,31 @@ class PulledWeights:
         dtype: in which floating-point parameters are pulled; ``None``: their own.
     """
 
-    def __init__(self, units: Units, buckets: Sequence[Bucket], memory: HostMemory, dtype: torch.dtype | None) -> None:
-        self._units = units
+    def __init__(
+        self,
+        units: Units,
+        buckets: Sequence[Bucket],
+        memory: HostMemory,
+        side: SideWork,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._units, self._side = units, side
         self._parts: dict[int, Parts] = {}
         self._by_unit: dict[int, list[Bucket]] = {}
         self._whole: dict[int, Tensor] = {}
         """By bucket: its parameters, in a storage that has no memory while its unit is not here."""
         for bucket in buckets:
-            own = bucket.parameters[0].dtype
-            narrow = dtype if dtype is not None and own.is_floating_point else own
+            first = bucket.parameters[0]
+            narrow = dtype if dtype is not None and first.is_floating_point() else first.dtype
             self._parts[id(bucket)] = memory.reserve(bucket, narrow)
             self._by_unit.setdefault(id(units.of[id(bucket.parameters[0])]), []).append(bucket)
-            self._whole[id(bucket)] = whole = torch.empty(bucket.length, dtype=narrow)
+            self._whole[id(bucket)] = whole = torch.empty(
+                bucket.length, dtype=narrow, device=bucket.parameters[0].device
+            )
             whole.untyped_storage().resize_(0)
         self._here: dict[int, Unit] = {}
-        self._coming: dict[int, tuple[Unit, Future[None]]] = {}
-        self._puller: ThreadPoolExecutor | None = None
+        self._coming: dict[int, tuple[Unit, Started]] = {}
+        self._open = False
         units.listen(self._comes_to)
 
     def own(self, bucket: Bucket) -> Tensor:
@@ -65,7 +75,8 @@ class PulledWeights:
 
         Others see it after the next operation of all of them.
         """
-        wide = torch.zeros(bucket.part, dtype=bucket.parameters[0].dtype)
+        first = bucket.parameters[0]
+        wide = torch.zeros(bucket.part, dtype=first.dtype, device=first.device)
         narrow = self.own(bucket)
         for place, parameter in enumerate(bucket.parameters):
             start, stop = bucket.overlap(place, bucket.sharding.own)
@@ -76,7 +87,7 @@ class PulledWeights:
                 values = parameter.detach().flatten()[start:stop]
             if start < stop:
                 wide[begin : begin + stop - start] = values
-            parameter.data = without_values(parameter.shape, narrow.dtype)
+            parameter.data = without_values(parameter.shape, narrow.dtype, narrow.device)
         narrow.copy_(wide)
         return narrow if narrow.dtype == wide.dtype else wide
 
@@ -84,19 +95,20 @@ class PulledWeights:
     def open(self) -> Iterator[None]:
         """Round the passes of a step, or of an evaluation. Local; all ranks must have agreed on what they run since the
         weights have last changed, and must be through before they change."""
-        with ThreadPoolExecutor(1, thread_name_prefix="hdpcomm-weights") as self._puller:
-            try:
-                for root in self._units.roots:
-                    self._bring(root)
-                yield
-            finally:
-                for unit in [*self._here.values(), *(unit for unit, _ in self._coming.values())]:
-                    self._drop(unit)
-        self._puller = None
+        self._open = True
+        try:
+            for root in self._units.roots:
+                self._bring(root)
+            yield
+        finally:
+            self._open = False
+            for unit in [*self._here.values(), *(unit for unit, _ in self._coming.values())]:
+                self._drop(unit)
+            self._side.close()
 
     def _comes_to(self, unit: Unit, backward: bool) -> None:
         """A pass has come to a layer."""
-        if self._puller is None:
+        if not self._open:
             return
         beside = unit.before if backward else unit.after
         self._bring(unit)
@@ -105,15 +117,15 @@ class PulledWeights:
             if id(other) not in kept:
                 self._drop(other)
         if beside is not None and id(beside) not in self._here and id(beside) not in self._coming:
-            self._coming[id(beside)] = beside, self._puller.submit(self._pull, beside)
+            self._coming[id(beside)] = beside, self._side.start(partial(self._pull, beside))
 
     def _bring(self, unit: Unit) -> None:
         if id(unit) in self._here:
             return
         if id(unit) in self._coming:
-            self._coming.pop(id(unit))[1].result()
+            self._coming.pop(id(unit))[1].wait()
         else:
-            self._pull(unit)
+            self._side.start(partial(self._pull, unit)).wait()
         self._here[id(unit)] = unit
         for bucket in self._by_unit.get(id(unit), ()):
             whole = self._whole[id(bucket)]
@@ -130,12 +142,13 @@ class PulledWeights:
 
     def _drop(self, unit: Unit) -> None:
         if id(unit) in self._coming:
-            self._coming.pop(id(unit))[1].exception()  # waits; nobody needs what it brought
+            with suppress(Exception):  # nobody needs what it brings
+                self._coming.pop(id(unit))[1].wait()
         self._here.pop(id(unit), None)
         for bucket in self._by_unit.get(id(unit), ()):
             whole = self._whole[id(bucket)]
             for parameter in bucket.parameters:
-                parameter.data = without_values(parameter.shape, whole.dtype)
+                parameter.data = without_values(parameter.shape, whole.dtype, whole.device)
             whole.untyped_storage().resize_(0)
 
 

@@ -8,7 +8,8 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.train.buckets import Bucket
     from hdpcomm.train.host_memory import HostMemory, Parts
+    from hdpcomm.train.side_work import SideWork
     from hdpcomm.train.units import Unit, Units
 
 __all__ = ["PushedSums"]
@@ -49,23 +51,40 @@ class _Pass:
     Attributes:
         number: of those of its chunk.
         gradients: that have come, by parameter, until they are pushed.
+        made: by unit, the mark after its last gradient so far. One that is made later would come after what the rank
+            has begun since, which may wait for others.
         pushed: units whose gradients have left.
     """
 
     chunk: int
     number: int
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    made: dict[int, Any] = field(default_factory=dict)
     pushed: set[int] = field(default_factory=set)
+
+
+class _Job(NamedTuple):
+    """Gradients of a unit to be added.
+
+    Attributes:
+        made: the mark after which they are there; ``None`` where there are none.
+    """
+
+    unit: Unit
+    its_pass: _Pass
+    gradients: dict[int, Tensor]
+    made: Any
 
 
 class PushedSums:
     """The sums of gradients, of which each rank keeps its part only.
 
     No rank takes part in the passes of another one: a rank adds each layer's gradients to the parts of their owners,
-    in memory that all ranks of the host map, from a thread of its own. The additions to a bucket have one order,
-    the plan's: that in which its backward passes are to end. So sums have the same bits whatever the timing, and no
-    rank waits in a circle: an order of ends is one in which every pass of every rank comes after those that it needs.
-    Whoever is early has at most ``_AHEAD`` units of gradients waiting; then its backward pass waits, too.
+    in memory that all ranks of the host map, from a thread of its own (and a stream, on a GPU). The additions to a
+    bucket have one order, the plan's: that in which its backward passes are to end. So sums have the same bits whatever
+    the timing, and no rank waits in a circle: an order of ends is one in which every pass of every rank comes after
+    those that it needs. Whoever is early has at most ``_AHEAD`` units of gradients waiting; then its backward pass
+    waits, too.
 
     Args:
         units: the layers, and the units of parameters.
@@ -73,9 +92,15 @@ class PushedSums:
     """
 
     def __init__(
-        self, units: Units, buckets: Sequence[Bucket], mesh: Mesh, memory: HostMemory, wide: torch.dtype
+        self,
+        units: Units,
+        buckets: Sequence[Bucket],
+        mesh: Mesh,
+        memory: HostMemory,
+        side: SideWork,
+        wide: torch.dtype,
     ) -> None:
-        self._units, self._mesh, self._memory = units, mesh, memory
+        self._units, self._mesh, self._memory, self._side = units, mesh, memory, side
         self._parts = {id(bucket): memory.reserve(bucket, wide) for bucket in buckets}
         self._by_unit: dict[int, list[Bucket]] = {}
         for bucket in buckets:
@@ -85,7 +110,7 @@ class PushedSums:
         self._turns: dict[tuple[int, tuple[int, ...]], _Turns] = {}
         self._passes: Counter[int] = Counter()
         self._now: _Pass | None = None
-        self._jobs: queue.Queue[tuple[Unit, _Pass, dict[int, Tensor]] | None] = queue.Queue(_AHEAD)
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(_AHEAD)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         units.listen(self._comes_to)
@@ -98,7 +123,7 @@ class PushedSums:
         """Forgets all sums. Local; before the agreement on a step, after which others may add."""
         self._stop()
         for parts in self._parts.values():
-            parts.own.zero_()
+            parts.own.zero_()  # on a GPU before the agreement, too: the trainer waits for its streams
             assert parts.window is not None
             parts.window.set(parts.owners.rank, parts.word, 0)
         self._error, self._now = None, None
@@ -141,6 +166,7 @@ class PushedSums:
             )
         before = now.gradients.get(key)
         now.gradients[key] = gradient if before is None else before.add_(gradient)
+        now.made[id(unit)] = self._side.mark()
 
     def end(self) -> None:
         """The passes of a step have ended: all gradients of this rank are in their sums then. Raises: what kept one
@@ -192,9 +218,9 @@ class PushedSums:
         now.pushed.add(id(unit))
         if id(unit) in self._by_unit:
             own = {id(p): now.gradients.pop(id(p)) for p in unit.parameters if id(p) in now.gradients}
-            self._put((unit, now, own))
+            self._put(_Job(unit, now, own, now.made.pop(id(unit), None)))
 
-    def _put(self, job: tuple[Unit, _Pass, dict[int, Tensor]] | None) -> None:
+    def _put(self, job: _Job | None) -> None:
         while True:
             self.check()
             try:
@@ -207,31 +233,23 @@ class PushedSums:
     def _push_all(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                unit, its_pass, gradients = job
-                for bucket in self._by_unit[id(unit)]:
-                    self._add(bucket, its_pass, gradients)
-                del job, gradients
+                for bucket in self._by_unit[id(job.unit)]:
+                    self._add(bucket, job)
+                del job
         except BaseException as error:
             self._error = error
 
-    @torch.no_grad()
-    def _add(self, bucket: Bucket, its_pass: _Pass, gradients: dict[int, Tensor]) -> None:
+    def _add(self, bucket: Bucket, job: _Job) -> None:
         parts = self._parts[id(bucket)]
-        turns = self._turns_of(parts, its_pass.chunk)
-        turn = turns.own[its_pass.number]
+        turns = self._turns_of(parts, job.its_pass.chunk)
+        turn = turns.own[job.its_pass.number]
         before = turns.ranks[turn - 1] if turn else parts.owners.rank
-        flat = [
-            (place, gradients[id(p)].reshape(-1)) for place, p in enumerate(bucket.parameters) if id(p) in gradients
-        ]
         assert parts.window is not None
         for owner in range(parts.owners.size):
             parts.window.wait(owner, parts.word, turn, before)
-            sums = parts.part(owner)
-            for place, gradient in flat:
-                start, stop = bucket.overlap(place, owner)
-                if start < stop:
-                    begin = bucket.offsets[place] + start - owner * bucket.part
-                    sums[begin : begin + stop - start].add_(gradient[start:stop])
+            if job.gradients:
+                self._side.run_after(job.made, partial(_add_to, parts.part(owner), owner, bucket, job.gradients))
+                self._side.finish()
             parts.window.set(owner, parts.word, turn + 1)
 
     def _turns_of(self, parts: Parts, chunk: int) -> _Turns:
@@ -258,3 +276,13 @@ class PushedSums:
         self._jobs = queue.Queue(_AHEAD)
         if isinstance(self._error, Aborted):
             self._error = None
+
+
+@torch.no_grad()
+def _add_to(sums: Tensor, owner: int, bucket: Bucket, gradients: dict[int, Tensor]) -> None:
+    """Adds what an owner has of a bucket."""
+    for place, parameter in enumerate(bucket.parameters):
+        start, stop = bucket.overlap(place, owner)
+        if id(parameter) in gradients and start < stop:
+            begin = bucket.offsets[place] + start - owner * bucket.part
+            sums[begin : begin + stop - start].add_(gradients[id(parameter)].reshape(-1)[start:stop])

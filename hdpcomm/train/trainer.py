@@ -416,6 +416,7 @@ class Trainer:
             total = self.passes.run(inputs)
             self.passes.plan_as_run(planned.plan)
         if self.masters is not None and self.masters.pulled:
+            self._synchronize()
             self.comm.barrier()  # others may change their parts then
         return total
 
@@ -503,6 +504,8 @@ class Trainer:
         """Raises unless all ranks are about to run the same step. Collective."""
         if groups is not None and not isinstance(self.loss, GroupLoss):
             raise InvalidUsage("groups are of a GroupLoss, and the trainer's loss is none; leave them out")
+        if self.masters is not None and self.masters.shared:
+            self._synchronize()  # from the agreement on, others pull this rank's parts and add to them
         order = self.passes.agree(plan)
         alike = self.mesh.positions.flatten(1).tolist()  # stages may have other groups of parameters
         told = (

@@ -120,7 +120,7 @@ def test_flags(script, capsys):
     assert [[part.name for part in batch] for batch in batches] == [
         ["build"], ["train"], ["train_mixed"], ["train_long"],
         ["kernels"], ["cross_entropy"], ["exchange"], ["ring"], ["ring4"], ["graph"],
-        ["test_transport"], ["test_torch_backend"], ["test_nccl"], ["queues"],
+        ["test_transport"], ["test_zero"], ["test_torch_backend"], ["test_nccl"], ["queues"],
         ["test_attention", "test_device", "test_experts", "test_kernels", "test_offload",
          "memcheck", "racecheck", "synccheck"],
         ["offload"], ["calibrate"],

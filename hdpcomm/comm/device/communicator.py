@@ -131,6 +131,10 @@ class DeviceCommunicator(Communicator):
         """See :meth:`Communicator.synchronize`."""
         self._devices.engine.synchronize(-1.0 if timeout is None else timeout)
 
+    def mark(self) -> StreamMark:
+        """What torch's current stream holds now, to be waited for like a work. Local."""
+        return self._devices.mark()
+
     def send(self, x: Any, dst: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.send`; on CUDA it ends when the message is in the receiver's memory."""
         path = self._devices.path(x)

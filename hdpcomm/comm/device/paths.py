@@ -101,6 +101,10 @@ class Devices:
             self._zones[address] = LandingZone(address, size, self.torch_device)
         return self._zones.get(address)
 
+    def mark(self) -> StreamMark:
+        """What torch's current stream holds now."""
+        return self._path.mark()
+
     @property
     def torch_device(self) -> torch.device:
         """Where torch's tensors for these streams are."""

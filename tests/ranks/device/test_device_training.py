@@ -88,6 +88,39 @@ def test_trainer(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(weights, want_weights)
 
 
+def zero_training(zero: int, dtype: torch.dtype | None) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """(losses of steps and evaluations, weights, bytes that parameters have between steps)"""
+    with hdp.init() as comm:
+        trainer = trainer_of(comm, zero=zero, dtype=dtype)
+        losses = []
+        for _ in range(3):
+            losses.append(trainer.step(LENGTHS, fetch).loss)
+            total = trainer.evaluate(LENGTHS[:3], fetch)
+            comm.all_reduce(total)
+            losses.append(float(total[0] / total[1]))
+        kept = sum({id(s): s.nbytes() for s in (p.untyped_storage() for p in trainer.model.parameters())}.values())
+        return losses, {key: tensor.cpu().clone() for key, tensor in trainer.whole_tensors()}, kept
+
+
+ZERO = [(2, None), (3, None), (3, torch.bfloat16)]
+
+
+def check_zero(found: list[Any], zero: int, dtype: torch.dtype | None) -> None:
+    """Stages 2 and 3 over devices train as stage 1 over shared memory."""
+    losses, weights, whole = run_threads(zero_training, 2, 1, dtype)[0]
+    exact = dtype is None
+    for own_losses, own, kept in found:
+        assert own_losses == pytest.approx(losses, rel=1e-5 if exact else 2e-2)
+        for key, tensor in weights.items():
+            torch.testing.assert_close(own[key], tensor, rtol=1e-4, atol=1e-4 if exact else 2e-2)
+        assert (kept < 0.1 * whole) == (zero == 3)
+
+
+@pytest.mark.parametrize(("zero", "dtype"), ZERO)
+def test_parts_that_processes_import(zero: int, dtype: torch.dtype | None) -> None:
+    check_zero(spawn(zero_training, 2, zero, dtype, transport="sim"), zero, dtype)
+
+
 def environment() -> tuple[str, str]:
     with hdp.init() as comm:
         comm.barrier()

@@ -235,6 +235,16 @@ class TestTheCommand:
             assert part in told
         assert "which fits into the 80.0 GB of h100" in told
 
+    def test_zero_3_cuts_weights_and_gradients(self, data: str, capfd: pytest.CaptureFixture[str]) -> None:
+        units = {"B": 1.0, "kB": 1e3, "MB": 1e6}
+        found = []
+        for zero in ("1", "3"):
+            assert self.run(data, "--dry-run", "--device", "h100", "--ranks", "16", "--zero", zero) == 0
+            lines = (line.split() for line in capfd.readouterr().out.splitlines())
+            row = next(cells for cells in lines if cells[:2] == ["0", "0"])  # the stage, layers that are recomputed
+            found.append([float(size) * units[unit] for size, unit in (row[2:4], row[4:6])])
+        assert all(cut < 0.8 * whole for whole, cut in zip(*found, strict=True))
+
     def test_layers_are_recomputed_for_the_limit(self, data: str, capfd: pytest.CaptureFixture[str]) -> None:
         given = ["--dry-run", "--device", "a100", "--ranks", "16", "--tensor", "4"]
         assert self.run(data, *given, "--recompute", "auto", "--memory", "3M") == 0
@@ -249,10 +259,13 @@ class TestTheCommand:
             (["--dry-run", "--device", "tpu", "--ranks", "8"], "unknown device 'tpu', expected one of"),
             (["--dry-run", "--device", "h100", "--ranks", "9", "--tensor", "2"], "9 ranks cannot be pipelines"),
             (["--dry-run", "--device", "h100", "--ranks", "8", "--compare", "ddp"], "do not run DDP"),
-            (["--dry-run", "--device", "h100", "--ranks", "8", "--zero", "3"], "h100s are GPUs, whose trainers do not"),
+            (
+                ["--dry-run", "--device", "h100", "--ranks", "16", "--pipeline", "8", "--zero", "3"],
+                "take all 8 h100s of one",
+            ),
             (
                 ["--dry-run", "--device", "h100", "--ranks", "8", "--zero", "auto", "--memory", "1K"],
-                "no stage of ZeRO brings a step within 1.0 kB a rank; with zero 1 it takes",
+                "no stage of ZeRO brings a step within 1.0 kB a rank; with zero 3 it takes",
             ),
             (["--dry-run", "--device", "h100", "--ranks", "8", "--transport", "tcp"], "whose ranks are not started"),
         ],

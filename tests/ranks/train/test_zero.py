@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.comm.device.paths import StreamMark
+from hdpcomm.comm.device.tensors import SimTensors
 from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, adapt, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import ClusterSpec, MicroBatch, Planner, SequenceInfo, StepPlan
 from hdpcomm.testing import run_threads
-from hdpcomm.train import Trainer
+from hdpcomm.train import Trainer, masters
+from hdpcomm.train.side_work import SideStream
 from tests.harness import families
 from tests.harness.pipelines import COST, tokens_of
 from tests.harness.plain_llama import batch_gradients
@@ -34,6 +40,58 @@ CONFIGS = [
     replace(CONFIG, layers=1, kv_heads=2),
     replace(CONFIG, layers=2, ffn=12, experts=4, router_aux_loss=0.05, router_z_loss=0.02),
 ]
+
+
+class LateWork:
+    """:class:`hdpcomm.train.side_work.SideWork` as late as it may be: when it is waited for."""
+
+    def __init__(self):
+        self.queued = []
+
+    def start(self, work):
+        todo = [work]
+
+        def wait():
+            while todo:
+                todo.pop()()
+
+        return SimpleNamespace(wait=wait)
+
+    def mark(self):
+        return "marked"
+
+    def run_after(self, mark, work):
+        assert mark == "marked"
+        self.queued.append(work)
+
+    def finish(self):
+        while self.queued:
+            self.queued.pop(0)()
+
+    def close(self):
+        assert not self.queued
+
+
+class SimulatedStreams:
+    """What :class:`SideStream` asks of a communicator, with streams of a simulated device in place of torch's."""
+
+    of_thread = threading.local()
+
+    def __init__(self, comm):
+        self.device = comm.streams.device
+        self.host_stream = comm.streams.host_stream
+
+    def mark(self):
+        return StreamMark(self.device, SimTensors(getattr(self.of_thread, "stream", self.host_stream)))
+
+    @classmethod
+    @contextmanager
+    def current(cls, stream):
+        cls.of_thread.stream = stream
+        try:
+            yield
+        finally:
+            del cls.of_thread.stream
 
 
 class RandomPlanner(Planner):
@@ -77,7 +135,7 @@ def gradients_of(trainers):
     return found
 
 
-def one_step(planner, model_of, lengths, fetch, zero, *, slow=None, **options):
+def one_step(planner, model_of, lengths, fetch, zero, *, slow=None, transport="shm", **options):
     """(losses, gradients) of one step. ``slow``: a random number generator that delays layers and reading."""
 
     def rank():
@@ -106,7 +164,7 @@ def one_step(planner, model_of, lengths, fetch, zero, *, slow=None, **options):
         metrics = trainer.step(lengths, fetch)
         return metrics.loss, trainer
 
-    results = run_threads(rank, planner.cluster.ranks, timeout=60.0)
+    results = run_threads(rank, planner.cluster.ranks, timeout=60.0, transport=transport)
     return [loss for loss, _ in results], gradients_of([trainer for _, trainer in results])
 
 
@@ -125,6 +183,24 @@ def check(found, wanted, limit=1e-12):
 def test_gradients_of_random_plans(seed):
     """0 to many micro-batches a rank, rings of any ranks, offload, recomputation, tied weights, frozen parameters,
     experts; a rank may have no pass at all."""
+    random_plan(seed)
+
+
+@pytest.mark.parametrize("beside", ["thread", "late", "stream"])
+@pytest.mark.parametrize("seed", range(1000, 1000 + -(-PLANS // 4)))
+def test_parts_on_devices(seed, beside, monkeypatch):
+    """The parts in (simulated) device memory that others import. ``late``: what moves beside the passes moves when
+    somebody has to wait for it, as a stream may; ``stream``: as on a GPU, with the marks of a simulated one."""
+    if beside == "late":
+        monkeypatch.setattr(masters, "side_work", lambda _: LateWork())
+    if beside == "stream":
+        monkeypatch.setattr(masters, "side_work", lambda comm: SideStream(SimulatedStreams(comm)))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: device.create_stream())
+        monkeypatch.setattr(torch.cuda, "stream", SimulatedStreams.current)
+    random_plan(seed, transport="sim")
+
+
+def random_plan(seed, **options):
     rng = random.Random(seed)
     config = rng.choice(CONFIGS)
     lengths = (5, *(rng.choice([1, 2, rng.randint(3, 60)]) for _ in range(rng.randint(1, 9))))
@@ -141,7 +217,8 @@ def test_gradients_of_random_plans(seed):
         return model
 
     wanted = batch_gradients(Llama(config, seed=3, dtype=torch.float64), sequences)
-    found = check(one_step(planner, model_of, lengths, lambda i: sequences[i], rng.choice([2, 3, 3])), wanted)
+    found = one_step(planner, model_of, lengths, lambda i: sequences[i], rng.choice([2, 3, 3]), **options)
+    found = check(found, wanted)
     assert set(found) == {name for name, p in model_of(0).named_parameters() if p.requires_grad}
 
 

@@ -1,0 +1,126 @@
+"""Moves of tensors beside a rank's passes: by a thread where the host computes, by a stream where a GPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from hdpcomm._core import settings
+from hdpcomm.comm.device.communicator import DeviceCommunicator
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["SideStream", "SideThread", "SideWork", "side_work"]
+
+Work = Callable[[], None]
+
+
+class Started(Protocol):
+    """Work that :meth:`SideWork.start` has begun."""
+
+    def wait(self) -> None:
+        """What the caller computes from now on comes after it. Raises: what the work has raised."""
+        ...
+
+
+class SideWork(Protocol):
+    """Runs work beside what its caller computes."""
+
+    def start(self, work: Work) -> Started:
+        """Begins work that comes after all that the caller has computed so far, and returns."""
+        ...
+
+    def mark(self) -> Any:
+        """What the caller has computed so far, for :meth:`run_after`."""
+        ...
+
+    def run_after(self, mark: Any, work: Work) -> None:
+        """Work that comes after a mark, on the calling thread: any other than the one that computes."""
+        ...
+
+    def finish(self) -> None:
+        """The calling thread waits until all of its :meth:`run_after` has ended. Raises: CommTimeout."""
+        ...
+
+    def close(self) -> None:
+        """Ends what :meth:`start` needs, until it is called again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _OnThread:
+    future: Future[None]
+
+    def wait(self) -> None:
+        self.future.result()
+
+
+class SideThread:
+    """:class:`SideWork` where the host computes."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def start(self, work: Work) -> Started:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="hdpcomm-weights")
+        return _OnThread(self._pool.submit(work))
+
+    def mark(self) -> None:
+        """All that the host has computed is there."""
+
+    def run_after(self, mark: None, work: Work) -> None:
+        del mark
+        work()
+
+    def finish(self) -> None:
+        """It has ended when it returns."""
+
+    def close(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+
+class SideStream:
+    """:class:`SideWork` where a GPU computes: a stream beside the caller's current one. Memory that work allocates is
+    this stream's, and whatever takes its place begins after all that the caller had computed when it was freed."""
+
+    def __init__(self, comm: DeviceCommunicator) -> None:
+        self._comm = comm
+        self._stream = torch.cuda.Stream(comm.device)  # type: ignore[no-untyped-call]
+
+    def start(self, work: Work) -> Started:
+        begun = self.mark()
+        with torch.cuda.stream(self._stream):
+            begun.wait()
+            work()
+            return self._comm.mark()
+
+    def mark(self) -> Any:
+        return self._comm.mark()
+
+    def run_after(self, mark: Any, work: Work) -> None:
+        with torch.cuda.stream(self._stream):
+            mark.wait()
+            work()
+
+    def finish(self) -> None:
+        # What it waits for are passes: their operations have deadlines of their own.
+        with torch.cuda.stream(self._stream):
+            self._comm.mark().wait(settings().longest_wait_s)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def side_work(comm: Communicator) -> SideWork:
+    """What suits the device of a communicator. Local."""
+    if isinstance(comm, DeviceCommunicator) and comm.device.type == "cuda":
+        return SideStream(comm)
+    return SideThread()
