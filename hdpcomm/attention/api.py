@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdpcomm.arguments import check_number
+from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Problem, Score
 from hdpcomm.attention.block_mask import MaskLayout
 from hdpcomm.attention.call_check import agree_on_call, agree_on_result
+from hdpcomm.attention.chunked_layout import chunked_layout
 from hdpcomm.attention.engine import Call, LatentDims, backward, forward
-from hdpcomm.attention.layout import AnyLayout, CuSeqlens, layout_of
+from hdpcomm.attention.layout import AnyLayout, CuSeqlens, Layout, layout_of
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.pieces import Pieces
 from hdpcomm.attention.slices import SequenceSlice, SliceLayout
@@ -44,7 +45,7 @@ __all__ = [
     "with_kept",
 ]
 
-RING_OPTIONS = ("variant", "cu_seqlens_k", "softcap", "sinks", "costs", "check")
+RING_OPTIONS = ("variant", "cu_seqlens_k", "softcap", "sinks", "chunk", "costs", "check")
 """The fields of :class:`AttentionOptions` that softmax attention has."""
 
 
@@ -136,6 +137,19 @@ def check_arguments(arguments: Arguments) -> None:
     if arguments.scale is not None:
         check_number("attention", "scale (None: head_dim ** -0.5)", arguments.scale)
     check_number("attention", "softcap (0: none)", arguments.options.softcap, least=0)
+    check_whole("attention", "chunk (0: none)", arguments.options.chunk, least=0)
+
+
+def _chunks_of(layouts: tuple[AnyLayout, AnyLayout], arguments: Arguments) -> tuple[AnyLayout, AnyLayout]:
+    """The layouts under the chunks of the arguments. Raises InvalidUsage."""
+    chunk, (own, keys) = arguments.options.chunk, layouts
+    if not chunk:
+        return layouts
+    if not arguments.causal or not isinstance(own, Layout) or own is not keys:
+        given = "causal=False" if not arguments.causal else "a tree, a mask, a slice or other lengths of keys"
+        raise InvalidUsage(f"chunk={chunk} was given with {given}; chunks are of causal attention over plain sequences")
+    made = chunked_layout(own, chunk)
+    return made, made
 
 
 def layouts_of(
@@ -227,7 +241,7 @@ def plan_call(
     Raises: InvalidUsage.
     """
     check_arguments(arguments)
-    layouts = layouts_of(cu_seqlens, arguments.options.cu_seqlens_k, comm)
+    layouts = _chunks_of(layouts_of(cu_seqlens, arguments.options.cu_seqlens_k, comm), arguments)
     problem = Problem(
         device="cpu" if q.is_meta else q.device.type,
         dtype=q.dtype,
@@ -369,8 +383,8 @@ def ring_attention(
     :class:`SlicedSequence` (a query also sees the slices before its own, whose keys were kept). ``window``: how many
     keys a query sees to its left, itself included (without ``causal`` also to its right), or (left, right) as in
     flash-attn, -1 for no limit. ``scale``: default head_dim ** -0.5. ``backend``: see
-    :func:`hdpcomm.attention.available_backends`. ``options``: what is rarely given (the variant, softcap, sinks, other
-    lengths of keys, costs, checks), see :class:`hdpcomm.attention.AttentionOptions`.
+    :func:`hdpcomm.attention.available_backends`. ``options``: what is rarely given (the variant, softcap, sinks,
+    chunks, other lengths of keys, costs, checks), see :class:`hdpcomm.attention.AttentionOptions`.
 
     Returns the output, [T_local, heads, v_head_dim] in the type of ``q``, and with ``return_lse`` also the log-sum-exp
     [T_local, heads] (dense: [batch, T_local, heads]) in float32 (float64 for float64), not differentiable; a query that

@@ -19,9 +19,9 @@ class AttentionOptions:
     """Rarely given arguments of attention and linear layers; the same on all ranks that share a call.
 
     A layer refuses each field that it does not have: ``ring_attention`` has ``variant``, ``cu_seqlens_k``, ``softcap``,
-    ``sinks``; ``mla_attention`` has ``variant`` and ``send``; ``delta_rule`` and ``ssd`` have ``exchange``. All of them
-    have ``costs`` and ``check``, ``short_conv`` has only ``check``, and ``packing`` takes ``variant``, ``costs`` and
-    ``check``.
+    ``sinks`` and ``chunk``; ``mla_attention`` has ``variant`` and ``send``; ``delta_rule`` and ``ssd`` have
+    ``exchange``. All of them have ``costs`` and ``check``, ``short_conv`` has only ``check``, and ``packing`` takes
+    ``variant``, ``costs`` and ``check``.
 
     Attributes:
         variant: how attention is divided among ranks: ``ring``, ``gather``, ``ulysses``, ``hybrid``, or ``auto``, the
@@ -31,6 +31,8 @@ class AttentionOptions:
         softcap: scores become softcap * tanh(score / softcap), where the backend can; 0: they stay.
         sinks: [heads], one more score per head that takes part in the softmax without a value; each rank gets its
             share of the gradient, to be summed over the ranks like that of any parameter.
+        chunk: tokens of a chunk: a query sees the keys of its own chunk only, causally; chunks begin at the multiples
+            of it in each sequence (Llama 4). 0: none. Plain sequences only.
         send: what ranks of ``mla_attention`` send: ``latent``, ``kv``, or ``auto``, the lower estimate by ``costs``.
         exchange: how states of linear layers travel (:mod:`hdpcomm.attention.linear.exchange`): ``gather``, ``scan``,
             ``pipeline``, or ``auto``, the lowest estimate by ``costs``.
@@ -43,6 +45,7 @@ class AttentionOptions:
     cu_seqlens_k: CuSeqlens | None = None
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    chunk: int = 0
     send: str = "auto"
     exchange: str = "auto"
     costs: AttentionCosts | None = None

@@ -49,7 +49,8 @@ class Pack:
     cu_seqlens: CuSeqlens
     backend: str
     options: AttentionOptions
-    """Its ``variant``, ``costs`` and ``check`` are those of all calls; a layer adds its own softcap and sinks."""
+    """Its ``variant``, ``costs`` and ``check`` are those of all calls; a layer adds its own softcap, sinks and
+    chunk."""
     ticket: int
     """Number by which a compiled backward finds the pack of its forward."""
     padded: bool = False
@@ -191,13 +192,14 @@ def _saved_pack(ticket: int) -> Pack:
     return found[0]
 
 
-_Settings = tuple[bool, int, int, float, float]
-"""Causal, how many keys to the left and to the right a query sees, scale and softcap."""
+_Settings = tuple[bool, int, int, float, float, int]
+"""Causal, how many keys to the left and to the right a query sees, scale, softcap and chunk."""
 
 
 def _arguments(pack: Pack, sinks: torch.Tensor | None, settings: _Settings) -> Arguments:
-    causal, left, right, scale, softcap = settings
-    return Arguments(causal, (left, right), scale, pack.backend, replace(pack.options, softcap=softcap, sinks=sinks))
+    causal, left, right, scale, softcap, chunk = settings
+    options = replace(pack.options, softcap=softcap, sinks=sinks, chunk=chunk)
+    return Arguments(causal, (left, right), scale, pack.backend, options)
 
 
 @torch.library.custom_op("hdpcomm::packed_attention", mutates_args=())
@@ -211,6 +213,7 @@ def _packed_op(
     window_right: int,
     scale: float,
     softcap: float,
+    chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse, ticket of the pack)."""
     pack = current_pack()
@@ -219,7 +222,7 @@ def _packed_op(
             "a compiled model was given a slice of a sequence, whose keys outlast the call: run it eagerly"
         )
     with torch.no_grad():
-        out, lse = _attend(q, k, v, sinks, (causal, window_left, window_right, scale, softcap), pack)
+        out, lse = _attend(q, k, v, sinks, (causal, window_left, window_right, scale, softcap, chunk), pack)
     out, lse = _apart((out, lse), (q, k, v))
     return out, lse, torch.tensor(_save(pack))
 
@@ -235,6 +238,7 @@ def _(
     window_right: int,  # noqa: ARG001
     scale: float,  # noqa: ARG001
     softcap: float,  # noqa: ARG001
+    chunk: int,  # noqa: ARG001
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
@@ -256,10 +260,11 @@ def _packed_backward_op(
     window_right: int,
     scale: float,
     softcap: float,
+    chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty where there are no sinks."""
     pack = _saved_pack(int(ticket))
-    arguments = _arguments(pack, sinks, (causal, window_left, window_right, scale, softcap))
+    arguments = _arguments(pack, sinks, (causal, window_left, window_right, scale, softcap, chunk))
     call = plan_call(q, k, v, pack.comm, pack.cu_seqlens, arguments)
     saved = retrace(q, (k, v), out, lse, call)
     dq, dk, dv, dsinks = backward(dout, saved, sinks, call, (q.shape[1], k.shape[1]))
@@ -283,6 +288,7 @@ def _packed_backward_fake(
     window_right: int,  # noqa: ARG001
     scale: float,  # noqa: ARG001
     softcap: float,  # noqa: ARG001
+    chunk: int,  # noqa: ARG001
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     none = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), none
@@ -302,7 +308,7 @@ def _backward(
     refuse_second_derivative()
     *saved, sinks = ctx.saved_tensors  # type: ignore[attr-defined]
     dq, dk, dv, dsinks = _packed_backward_op(dout.contiguous(), *saved, sinks, *ctx.settings)  # type: ignore[attr-defined]
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None, None
 
 
 _packed_op.register_autograd(_backward, setup_context=_setup)
@@ -318,6 +324,7 @@ def packed_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    chunk: int = 0,
     pack: Pack | None = None,
 ) -> torch.Tensor:
     """:func:`hdpcomm.attention.ring_attention` on the pack of the enclosing ``with packing(...)``; torch.compile keeps
@@ -333,13 +340,13 @@ def packed_attention(
     left, right = window_pair(window)
     if not torch.compiler.is_compiling():
         pack = current_pack() if pack is None else pack
-        return _eager(q, k, v, sinks, (causal, left, right, scale, softcap), pack)
+        return _eager(q, k, v, sinks, (causal, left, right, scale, softcap, chunk), pack)
     if q.ndim == 3:
-        return _compiled(q, k, v, sinks, (causal, left, right, scale, softcap))
+        return _compiled(q, k, v, sinks, (causal, left, right, scale, softcap, chunk))
     batch = q.shape[0]
     q, k, v = (x.transpose(0, 1).flatten(1, 2).contiguous() for x in (q, k, v))
     per_head = None if sinks is None else sinks.repeat(batch)
-    flat = _compiled(q, k, v, per_head, (causal, left, right, scale, softcap))
+    flat = _compiled(q, k, v, per_head, (causal, left, right, scale, softcap, chunk))
     return flat.view(flat.shape[0], batch, q.shape[1] // batch, flat.shape[2]).transpose(0, 1)
 
 

@@ -40,13 +40,14 @@ _NEVER = np.iinfo(np.int64).max // 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeLayout(Pieces):
-    """Which rank holds which tokens of a tree; the tokens of one segment are in one or in 2N pieces."""
+    """Which rank holds which tokens of a tree, or of chunks that see nothing of each other (trees of one segment)."""
 
     tree: Tree
 
     @property
     def facts(self) -> tuple[str, str]:
-        digest = hashlib.sha256(self.tree.parents.tobytes() + self.tree.lengths.tobytes()).hexdigest()
+        parts = self.tree.parents, self.tree.lengths, self.owner, self.count
+        digest = hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
         return digest, f"a tree of {len(self.tree)} segments with {self.tree.num_tokens} tokens, {self.tree!r}"
 
     def atoms(self, band: Band) -> Atoms:

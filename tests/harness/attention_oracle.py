@@ -34,7 +34,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     seed: int = 0
-    options: dict[str, Any] = field(default_factory=dict)  # variant, backend, check
+    options: dict[str, Any] = field(default_factory=dict)  # variant, backend, check, chunk
 
     @property
     def cu(self) -> list[int]:
@@ -83,6 +83,9 @@ def plain(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: 
         if case.softcap:
             scores = case.softcap * torch.tanh(scores / case.softcap)
         weights = torch.exp(scores) * visible(b - a, d - c, case.causal, case.window)
+        if chunk := case.options.get("chunk"):
+            chunks = torch.arange(b - a) // chunk
+            weights = weights * (chunks[:, None] == chunks)
         total = weights.sum(-1, keepdim=True)
         if case.sinks:
             total = total + torch.exp(sinks)[:, None, None]
