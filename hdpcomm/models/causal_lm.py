@@ -14,7 +14,7 @@ from hdpcomm.attention import packing
 from hdpcomm.attention.layout import CuSeqlens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, LossOptions, linear_cross_entropy, loss_of_log_probs
-from hdpcomm.models.huggingface import set_attention
+from hdpcomm.models.huggingface import decoder_of, set_attention
 from hdpcomm.models.indexers import IndexerTraining, collecting, train_indexers
 from hdpcomm.models.recompute import refuse_reentrant
 from hdpcomm.models.router_loss import router_loss
@@ -167,7 +167,7 @@ class AdaptedCausalLM(nn.Module):
         if learning:
             refuse_reentrant(self.model, "the losses of its indexers")
         with packing(comm, cu_seqlens, padded=count == 0), collecting(self._indexers if learning else None) as losses:
-            out = self.causal_lm.base_model(position_ids=positions[None], use_cache=False, **options)
+            out = decoder_of(self.causal_lm)(position_ids=positions[None], use_cache=False, **options)
         hidden: Tensor = out.last_hidden_state[0, kept]
         losses = [loss[kept] for loss in losses]
         if self._router is None:
@@ -320,7 +320,7 @@ def _check_is_decoder(config: Any, causal_lm: Any) -> None:
 
 
 def _check_has_decoder(causal_lm: Any) -> None:
-    if causal_lm.base_model is causal_lm:
+    if decoder_of(causal_lm) is causal_lm:
         raise InvalidUsage(
             f"{type(causal_lm).__name__} does not tell which part of it is the decoder below its last layer "
             "(base_model is the model itself), so its loss cannot be made from the decoder's outputs; use "

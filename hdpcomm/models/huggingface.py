@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdpcomm.attention import Pack, current_pack, packed_attention, shard, shard_with_positions
+from hdpcomm.attention import Pack, current_pack, packed_attention, positions, shard, shard_with_positions
 from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens, longest_length
 from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.errors import InvalidUsage
@@ -35,14 +35,14 @@ from hdpcomm.models.self_check import check_outputs
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["PACK_ARGUMENT", "count_labels", "enable", "shard_batch"]
+__all__ = ["PACK_ARGUMENT", "count_labels", "decoder_of", "enable", "shard_batch"]
 
 NAME = "hdpcomm"
 """Under which the attention is registered with transformers."""
 _IGNORED = -100
 """Label that the loss skips."""
 _UNSUPPORTED = ("position_bias", "head_mask")
-_LAYER_TYPES = ("full_attention", "sliding_attention", "indexed_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 _LOCAL_LAYER_TYPES = ("mlp", "moe")
 """Layers that look at one token at a time."""
 _GROWING_ROPES = ("dynamic", "longrope")
@@ -83,31 +83,81 @@ def _attention(
             raise InvalidUsage(f"this model passes {name} to its attention, which packs do not support")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window: int | tuple[int, int] | None = sliding_window
+    chunk = 0
     if attention_mask is not None:  # what eager attention goes by, whatever else the layer says
-        causal, window = attention_mask.causal, attention_mask.window
+        causal, window, chunk = attention_mask.causal, attention_mask.window, attention_mask.chunk
     if (chosen := kwargs.get("indices")) is not None:
-        if not causal or window is not None or softcap or s_aux is not None:
+        if not causal or window is not None or chunk or softcap or s_aux is not None:
             raise InvalidUsage(
-                "a layer that chooses its keys has a window, a soft cap or sinks, too; packs know neither"
+                "a layer that chooses its keys has a window, chunks, a soft cap or sinks, too; packs know none of them"
             )
         if sends_latent(module):
             key, value = own_keys_values(module, key, value)
         pack = find_pack() if hdpcomm_pack is None else hdpcomm_pack
         return attend_chosen(module, query, key, value, chosen, scale=scaling, pack=pack), None
     if sends_latent(module):
-        if causal and query.shape[0] == 1 and window is None and not softcap and s_aux is None:
+        if causal and query.shape[0] == 1 and window is None and not chunk and not softcap and s_aux is None:
             pack = current_pack() if hdpcomm_pack is None else hdpcomm_pack
             return latent_attention(module, query, key, value, scale=scaling, pack=pack), None
         key, value = own_keys_values(module, key, value)
+    if getattr(module, _TEMPERED, False):
+        query = _tempered(module, query, current_pack() if hdpcomm_pack is None else hdpcomm_pack)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     one = q.shape[0] == 1
     if one:
         q, k, v = q[0], k[0], v[0]
     out = packed_attention(
         q, k, v, causal=causal, window=window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux,
-        pack=hdpcomm_pack,
+        chunk=chunk, pack=hdpcomm_pack,
     )  # fmt: skip
     return out.unsqueeze(0) if one else out, None
+
+
+_TEMPERED = "hdpcomm_tempered"
+
+
+class _KeepTemperature:
+    """Hooks round a layer that sharpens its scores with a token's position, which it takes for the row (Llama 4's
+    layers without RoPE): inside of a pack it leaves that to the attention, which knows positions."""
+
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del args
+        if kwargs.get(PACK_ARGUMENT) or find_pack():
+            module.attn_temperature_tuning = False
+            setattr(module, _TEMPERED, True)
+
+    def after(self, module: Any, *_: Any) -> None:
+        if getattr(module, _TEMPERED, False):
+            module.attn_temperature_tuning = True
+            setattr(module, _TEMPERED, False)
+
+
+def _keep_temperatures(model: Any) -> None:
+    for module in model.modules():
+        tempered = getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale")
+        if tempered and not getattr(module, "use_rope", False) and not hasattr(module, _TEMPERED):
+            hooks = _KeepTemperature()
+            setattr(module, _TEMPERED, False)
+            module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+            module.register_forward_hook(hooks.after, always_call=True)
+
+
+def _tempered(module: Any, query: torch.Tensor, pack: Pack) -> torch.Tensor:
+    """``query``: [batch, heads, tokens, dim]."""
+    if pack.padded:
+        return query
+    rank, size = (0, 1) if pack.comm is None else (pack.comm.rank, pack.comm.size)
+    places = positions(pack.cu_seqlens, rank=rank, size=size, device=query.device)
+    scales = torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+    tempered: torch.Tensor = query * scales[:, None]
+    return tempered.to(query.dtype)
+
+
+def decoder_of(causal_lm: Any) -> Any:
+    """The part below the last layer; the model itself where it does not tell. Local."""
+    inner = getattr(causal_lm, "model", None)
+    named = causal_lm.base_model is causal_lm and callable(getattr(inner, "get_input_embeddings", None))
+    return inner if named else causal_lm.base_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +166,7 @@ class _Mask:
 
     causal: bool
     window: int | tuple[int, int] | None
+    chunk: int = 0
 
     def __getitem__(self, index: tuple[slice | int, ...]) -> _Mask:
         """All rows and columns, which Gemma 4 asks for where layers share keys, and layers with an indexer (of the one
@@ -147,6 +198,7 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, A
 def _seen_by(mask_function: Callable[..., Any]) -> _Mask:
     causal = False
     window: int | tuple[int, int] | None = None
+    chunk = 0
     for name, settings in _parts(mask_function):
         if name == "causal_mask_function":
             causal = True
@@ -155,16 +207,13 @@ def _seen_by(mask_function: Callable[..., Any]) -> _Mask:
         elif name == "sliding_window_bidirectional_overlay":
             window = (int(settings["sliding_window"]),) * 2
         elif name == "chunked_overlay":
-            raise InvalidUsage(
-                f"the model has chunked attention ({settings['chunk_size']} tokens a chunk), which packs do not know; "
-                "give a model with full or sliding attention"
-            )
+            chunk = int(settings["chunk_size"])
         elif name not in (*_OF_THE_PACK, "bidirectional_mask_function"):
             raise InvalidUsage(
                 f"the model adds a mask of its own to its attention ({mask_function.__qualname__}), which packs do not "
-                "know; give a causal model with full or sliding attention"
+                "know; give a causal model with full, sliding or chunked attention"
             )
-    return _Mask(causal, window)
+    return _Mask(causal, window, chunk)
 
 
 def _mask(
@@ -181,12 +230,16 @@ def _mask(
             "attention_mask hides tokens (padding?); pack the sequences without padding and pass cu_seqlens instead"
         )
     if torch.compiler.is_compiling():  # the mask functions were looked at when the model was enabled
+        if getattr(config, "attention_chunk_size", None):
+            raise InvalidUsage(
+                "the model has chunked attention, which compiled code cannot tell from windows: run it eagerly"
+            )
         return None if local_size is None else _Mask(True, local_size)
     seen = None if mask_function is None else _seen_by(mask_function)
     if seen is not None and getattr(config, "index_topk", None):
         return seen  # its indexer looks at the mask
     # A layer that no mask limits knows best whether it is causal.
-    return None if seen is None or (seen.causal and seen.window is None) else seen
+    return None if seen is None or (seen.causal and seen.window is None and not seen.chunk) else seen
 
 
 class _PassPack:
@@ -270,12 +323,13 @@ def set_attention(model: Any) -> Callable[[], None]:
     set_mixers(model)
     set_latent(model, NAME)
     set_indexers(model, _Mask)
+    _keep_temperatures(model)
     carry_into_checkpoints(model)
     only_mixers = set(getattr(model.config, "layer_types", None) or ()) == {"linear_attention"}
     if model.config._attn_implementation != NAME and not only_mixers:
         raise InvalidUsage(f"{type(model).__name__} does not let its attention be replaced (AttentionInterface)")
     longest = _longest_length(config)
-    for part in {model, model.base_model}:  # some causal LMs do not hand on to their decoder what they do not know
+    for part in {model, decoder_of(model)}:  # some causal LMs do not hand on to their decoder what they do not know
         if not any(isinstance(hook, _PassPack) for hook in part._forward_pre_hooks.values()):
             part.register_forward_pre_hook(_PassPack(part, longest), with_kwargs=True)
 

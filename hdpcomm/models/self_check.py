@@ -18,8 +18,9 @@ __all__ = ["check_logits", "check_outputs", "check_same_logits", "check_stages",
 
 _CU_SEQLENS = (0, 7, 8, 13)
 _SHORT = 3
-"""What the windows of a model are during the check, so that sequences of a few tokens are longer than any."""
-_WINDOWS = re.compile(r"(window|window_size|attention_window\w*|attention_chunk_size|local_attention)$")
+"""What the windows of a model, and other lengths that it goes by, are during the check, so that sequences of a few
+tokens are longer than any."""
+_WINDOWS = re.compile(r"(window|window_size|attention_window\w*|attention_chunk_size|local_attention|floor_scale)$")
 _CHOICES = re.compile(r"index_topk$")
 """The same of keys that are chosen; only where rounding chooses no others."""
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}

@@ -11,6 +11,7 @@ from torch import nn
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama, LlamaConfig
+from hdpcomm.models.huggingface import decoder_of
 from hdpcomm.models.lora import AdaptedLinear, adapted_linear
 from hdpcomm.models.mixers import mixers_of
 from hdpcomm.models.moe import expert_blocks, holds_experts
@@ -110,7 +111,7 @@ def check_sizes(config: LlamaConfig, size: int) -> None:
 
 def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
     causal_lm = model.causal_lm
-    name, decoder, head = type(causal_lm).__name__, causal_lm.base_model, causal_lm.get_output_embeddings()
+    name, decoder, head = type(causal_lm).__name__, decoder_of(causal_lm), causal_lm.get_output_embeddings()
     styles = getattr(causal_lm.config.get_text_config(), "base_model_tp_plan", None)
     if not styles:
         raise InvalidUsage(f"{name} has no tensor parallel plan (config.base_model_tp_plan); train it without")

@@ -66,6 +66,7 @@ class _Config:
 
 
 _FULL, _WINDOW, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_CHUNKED = "chunked_attention"
 
 
 def _every(interval: int) -> Callable[[int], str]:
@@ -152,6 +153,14 @@ def _of_softmax(config: _Config, model_type: str) -> list[TokenMixing]:
     )
 
 
+def _of_chunked(config: _Config, _: str) -> list[TokenMixing]:
+    """A token sees half of a chunk in the mean: the work of a window of that length."""
+    chunk, interval = config.optional("attention_chunk_size"), config.size("no_rope_layer_interval", default=4)
+    types = config.layer_types(lambda i: _CHUNKED if chunk and (i + 1) % interval else _FULL)
+    half = max(1, (chunk or 0) // 2)
+    return _of_types(types, {_FULL: lambda: _softmax(config, None), _CHUNKED: lambda: _softmax(config, half)})
+
+
 def _of_latent(config: _Config, _: str) -> list[TokenMixing]:
     return [_latent(config)] * config.layers
 
@@ -204,6 +213,7 @@ ARCHITECTURES: dict[str, Callable[[_Config, str], list[TokenMixing]]] = {
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _of_indexed),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _of_gated_delta),
     "kimi_linear": _of_kimi_linear,
+    "llama4_text": _of_chunked,
     "mamba2": _of_mamba2,
 }
 """By ``model_type``: what mixes tokens in each layer."""
@@ -219,15 +229,18 @@ def _mlp(config: _Config) -> dict[str, int]:
     shared = config.optional("shared_expert_intermediate_size", "shared_intermediate_size")
     if shared is None:
         shared = ffn * (config.optional("n_shared_experts", "num_shared_experts") or 0)
-    kinds = values.get("mlp_layer_types")
-    if isinstance(kinds, list):
+    kinds, with_experts = values.get("mlp_layer_types"), values.get("moe_layers")
+    dense_ffn = config.optional("intermediate_size_mlp", "intermediate_size") or 0
+    if isinstance(with_experts, list):  # Llama 4, whose experts have a shared one of their size
+        dense, shared = config.layers - len(with_experts), ffn
+    elif isinstance(kinds, list):
         dense = kinds.count("dense")
     else:
         dense = config.optional("first_k_dense_replace") or len(values.get("mlp_only_layers") or ())
     return {
         "ffn": ffn, "experts": experts, "top_k": config.size("num_experts_per_tok", "num_experts_per_token"),
         "shared_ffn": shared, "dense_layers": dense,
-        "dense_ffn": config.size("intermediate_size") if dense else 0,
+        "dense_ffn": dense_ffn if dense else 0,
     }  # fmt: skip
 
 

@@ -22,6 +22,10 @@ FAMILIES = {
     "phi4": ("Phi3", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None, **EXPERTS}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 24, "mlp_only_layers": [0], **EXPERTS}),
+    "llama4": ("Llama4Text", {
+        "num_hidden_layers": 4, "intermediate_size_mlp": 40, "num_local_experts": 4, "attention_chunk_size": 16,
+        "interleave_moe_layer_step": 2, "floor_scale": 8,
+    }),
     "granite": ("Granite", {"logits_scaling": 4.0}),
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "gpt-neox": ("GPTNeoX", {}),

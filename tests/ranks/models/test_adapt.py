@@ -93,13 +93,13 @@ BY_HAND = [((2, 0, 3), (0, 2)), ((3, 2, 1, 0), (1,)), ((1,), (3,)), ((1, 3), (4,
 """One token on four ranks, so three of them hold none of it."""
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt-oss", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "llama4", "gpt-oss", "mixtral"])
 def test_ranks_without_a_token(family, wanted):
     check(step([model_of(family) for _ in range(4)], FixedPlanner(4, BY_HAND)), wanted[family])
 
 
 @pytest.mark.parametrize("recompute", ["full", 1])
-@pytest.mark.parametrize("family", ["gemma3", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma3", "llama4", "mixtral"])
 def test_recomputation_changes_nothing(family, recompute, wanted):
     check(step([model_of(family) for _ in range(4)], FixedPlanner(4, BY_HAND), recompute=recompute), wanted[family])
 

@@ -33,10 +33,17 @@ def tool():
 
 @pytest.mark.parametrize(
     ("family", "window"),
-    [("qwen2_moe", "sliding_window"), ("phimoe", "sliding_window"), ("falcon_h1", None), ("nemotron_h", None)],
+    [
+        ("qwen2_moe", "sliding_window"),
+        ("phimoe", "sliding_window"),
+        ("falcon_h1", None),
+        ("nemotron_h", None),
+        ("llama4_text", "attention_chunk_size"),
+    ],
 )
 def test_families_that_are_exact(tool, family, window):
-    """The first two tell their window by their mask only; the others have layers beside attention and Mamba-2."""
+    """The first two tell their window by their mask only; the next have layers beside attention and Mamba-2; Llama 4
+    has chunks, and layers that sharpen scores with the position."""
     found = tool.examine(family)
     assert window is None or window in found["windows"]
     assert [tool.verdict(found, door) for door in tool.DOORS] == ["exact", "exact"], found
@@ -49,7 +56,6 @@ def test_families_that_are_exact(tool, family, window):
         ("mamba", "layers of the type linear_attention"),
         ("minimax", "layers of the type linear_attention"),
         ("lfm3", "layers of the type conv"),
-        ("llama4_text", "layers of the type chunked_attention"),
         ("zaya", "layers of the type hybrid"),
         ("xlstm", "gives other logits on a pack"),
         ("roberta", "gives other logits on a pack.*it counts positions in a way of its own"),
@@ -110,13 +116,14 @@ def test_windows_are_as_long_as_before():
     assert [layer.self_attn.sliding_window for layer in model.model.layers] == [None, 16]
 
 
-def test_a_chunked_mask_is_refused_without_the_check():
+def test_compiled_chunks_are_refused(monkeypatch):
     model = model_of("llama")
     enable(model, check=False)
     from transformers.masking_utils import create_chunked_causal_mask
 
     model.config.attention_chunk_size = 4
-    with packing(None, [0, 9]), pytest.raises(InvalidUsage, match=r"chunked attention \(4 tokens a chunk\)"):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with packing(None, [0, 9]), pytest.raises(InvalidUsage, match="chunked attention, which compiled code"):
         create_chunked_causal_mask(model.config, torch.zeros(1, 9, 32), None, None)
 
 

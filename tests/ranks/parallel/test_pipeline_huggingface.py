@@ -112,6 +112,7 @@ PP, PP_TP = {"pipeline": 2}, {"pipeline": 2, "tensor": 2}
         ("mixtral", 4, {"pipeline": 2, "expert": 2}, {}),
         ("qwen3-moe", 4, {"pipeline": 2, "expert": 2}, {}),
         ("granite", 2, PP, {}),
+        ("llama4", 4, PP, {"how": "recompute"}),
         ("gpt-oss", 2, PP, {}),
         ("gpt-neox", 2, PP, {}),
         ("deepseek-v3", 2, PP, {}),

@@ -75,6 +75,7 @@ FAMILIES = {
     "Llama": {("full", None): 32},
     "Gemma2": {("window", 4096): 13, ("full", None): 13},
     "GptOss": {("window", 128): 18, ("full", None): 18},
+    "Llama4Text": {("window", 4096): 36, ("full", None): 12},
     "Olmo3": {("window", 4096): 24, ("full", None): 8},
     "Qwen2Moe": {("full", None): 24},
     "Glm4Moe": {("full", None): 46},
