@@ -8,15 +8,16 @@ once each, whichever queries chose them, and their gradients go back the same wa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hdpcomm.arguments import check_whole
 from hdpcomm.attention.call_check import agree_on_call
-from hdpcomm.attention.indexer import TYPES, check_index, index_top_k, layout_of_pack, places_of, rank_in
+from hdpcomm.attention.fetched_rows import needed_tokens
+from hdpcomm.attention.indexer import check_index, check_qkv, index_top_k, layout_of_pack, places_of, rank_in
 from hdpcomm.attention.layout import CuSeqlens, Layout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
@@ -34,12 +35,13 @@ _GATHERED = 1 << 22
 def selected_attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     chosen: Tensor,
     *,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
     scale: float | None = None,
+    v_dim: int | None = None,
 ) -> Tensor:
     """Attention of each query over the keys that were chosen for it. Exact; differentiable once in q, k and v.
 
@@ -49,10 +51,12 @@ def selected_attention(
 
     Args:
         q: ``[tokens, heads, dim]``, this rank's shard of the pack. k: ``[tokens, kv_heads, dim]``. v: ``[tokens,
-            kv_heads, v_dim]``; ``kv_heads`` divides ``heads``.
+            kv_heads, v_dim]``; ``kv_heads`` divides ``heads``. ``None``: values are the first ``v_dim`` elements of the
+            keys, which are sent once then (the latents of MLA, with queries that have taken in the keys' weights).
         chosen: int64 ``[tokens, k]``: numbers of tokens in the pack, each at most once a row; -1: none.
             :func:`index_top_k` gives it.
         scale: of the scores; default ``dim ** -0.5``.
+        v_dim: without ``v`` only.
 
     Returns: ``[tokens, heads, v_dim]``; 0 where nothing was chosen.
 
@@ -61,12 +65,17 @@ def selected_attention(
 
     def prepare() -> tuple[Layout, str, str]:
         layout = layout_of_pack(cu_seqlens, comm)
-        _check_selected(q, k, v, chosen, layout, rank_in(comm))
-        facts = f"{layout.facts[0]} {tuple(k.shape[1:])} {tuple(v.shape[1:])} {q.dtype} {scale}"
-        return layout, facts, f"k {tuple(k.shape[1:])}, v {tuple(v.shape[1:])}; {layout.facts[1]}"
+        width = check_whole("selected_attention", "v_dim", v_dim, least=1, most=k.shape[-1]) if v is None else v_dim
+        if v is not None and v_dim is not None:
+            raise InvalidUsage(f"v_dim={v_dim} was given with v; it is for values that are a part of the keys")
+        _check_selected(q, k, k if v is None else v, chosen, layout, rank_in(comm))
+        values = width if v is None else tuple(v.shape[1:])
+        facts = f"{layout.facts[0]} {tuple(k.shape[1:])} {values} {q.dtype} {scale}"
+        return layout, facts, f"k {tuple(k.shape[1:])}, v {values}; {layout.facts[1]}"
 
     layout = agree_on_call(comm, "selected_attention", careful=True, device=q.device, prepare=prepare)
-    return _Selected.apply(q, k, v, chosen, layout, comm, q.shape[2] ** -0.5 if scale is None else scale)  # type: ignore[no-any-return, no-untyped-call]
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    return _Selected.apply(q, k, v, v_dim, chosen, layout, comm, factor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def indexed_attention(
@@ -99,19 +108,9 @@ def indexed_attention(
 
 
 def _check_selected(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, layout: Layout, rank: int) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, chosen {tuple(chosen.shape)}"
-    if (q.ndim, k.ndim, v.ndim, chosen.ndim) != (3, 3, 3, 2):
-        raise InvalidUsage(
-            f"expected q and k [tokens, heads, dim], v [tokens, kv_heads, v_dim] and chosen [tokens, k]: {shapes}"
-        )
-    rows = layout.rows(rank)
-    heads = k.shape[1] == v.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 and q.shape[2] == k.shape[2] > 0
-    if not heads or not q.shape[0] == k.shape[0] == v.shape[0] == chosen.shape[0] == rows:
-        raise InvalidUsage(f"these shapes do not belong together, or to {rows} local tokens: {shapes}")
-    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in TYPES or chosen.dtype != torch.int64:
-        raise InvalidUsage(
-            f"q, k and v must have one type and chosen int64; got {q.dtype}, {k.dtype}, {v.dtype}, {chosen.dtype}"
-        )
+    check_qkv(q, k, v, layout.rows(rank))
+    if chosen.ndim != 2 or chosen.shape[0] != q.shape[0] or chosen.dtype != torch.int64:
+        raise InvalidUsage(f"expected chosen [{q.shape[0]} tokens, k], int64; got {tuple(chosen.shape)} {chosen.dtype}")
     if chosen.numel() and not -1 <= int(chosen.min()) <= int(chosen.max()) < layout.tokens:
         raise InvalidUsage(
             f"chosen has numbers from {int(chosen.min())} to {int(chosen.max())}; the pack has {layout.tokens} tokens"
@@ -175,101 +174,45 @@ def indexer_loss(
     return _IndexerLoss.apply(index_q, index_k, weights, *fixed)  # type: ignore[no-any-return, no-untyped-call]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Needed:
-    """Which rows a rank needs, and who needs its rows.
-
-    Attributes:
-        numbers: of each token of the pack, the row of what comes; -1: it does not. One more entry, -1.
-        asked: by rank, the rows of that rank that come from it, in their order.
-        given: by rank, the own rows that go to it.
-    """
-
-    numbers: Tensor
-    asked: list[Tensor]
-    given: list[Tensor]
-
-    def fetch(self, own: Tensor, comm: Communicator | None) -> Tensor:
-        """The rows of ``[tokens, width]`` that are needed. Collective."""
-        return _swap([own[rows.to(own.device)] for rows in self.given], [len(rows) for rows in self.asked], comm)
-
-    def give_back(self, sent: Tensor, rows: int, comm: Communicator | None) -> Tensor:
-        """``[rows, width]``: what all ranks have for this one's rows, added in the order of ranks. Collective."""
-        counts = [len(each) for each in self.given]
-        came = _swap(list(torch.split(sent, [len(each) for each in self.asked])), counts, comm)
-        total = sent.new_zeros(rows, sent.shape[1])
-        for own, part in zip(self.given, torch.split(came, counts), strict=True):
-            total.index_add_(0, own.to(total.device), part)
-        return total
-
-
-def _needed(tokens: Tensor, layout: Layout, comm: Communicator | None) -> _Needed:
-    """What these tokens, which rise, take. Collective: ranks tell each other what they need."""
-    places, rank = places_of(layout), rank_in(comm)
-    tokens = tokens.cpu()
-    order = torch.argsort(places.owner[tokens], stable=True)  # by owner, then by token
-    tokens = tokens[order]
-    counts = torch.bincount(places.owner[tokens], minlength=layout.size)
-    asked = list(torch.split(places.row[tokens], counts.tolist()))
-    given = [asked[rank]]
-    if comm is not None and comm.size > 1:
-        theirs = torch.empty_like(counts)
-        comm.all_to_all(theirs, counts)
-        flat = torch.empty(int(theirs.sum()), dtype=torch.int64)
-        comm.all_to_all(flat, torch.cat(asked), out_splits=theirs.tolist(), in_splits=counts.tolist())
-        given = list(torch.split(flat, theirs.tolist()))
-    numbers = torch.full((layout.tokens + 1,), -1, dtype=torch.int64)
-    numbers[tokens] = torch.arange(len(tokens))
-    return _Needed(numbers, asked, given)
-
-
-def _swap(parts: list[Tensor], counts: list[int], comm: Communicator | None) -> Tensor:
-    """Sends the parts to the ranks and gives what they send, one after the other: ``[sum of counts, width]``."""
-    if comm is None or comm.size == 1:
-        return parts[0]
-    out = parts[0].new_empty(sum(counts), parts[0].shape[1])
-    width = out.shape[1]
-    comm.all_to_all(
-        out.view(-1),
-        torch.cat(parts).view(-1),
-        out_splits=[count * width for count in counts],
-        in_splits=[len(part) * width for part in parts],
-    )
-    return out
-
-
 class _Selected(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
+        v_dim: int | None,
         chosen: Tensor,
         layout: Layout,
         comm: Communicator | None,
         scale: float,
     ) -> Tensor:
-        needed = _needed(torch.unique(chosen[chosen >= 0]), layout, comm)
+        needed = needed_tokens(torch.unique(chosen[chosen >= 0]), layout, comm)
         places = needed.numbers.to(chosen.device)[chosen]
-        keys, values = _parts(needed.fetch(torch.cat((k.flatten(1), v.flatten(1)), dim=1), comm), k, v)
-        out, lse = _attend(q, keys, values, places, scale)
-        ctx.save_for_backward(q, keys, values, places, out, lse)
-        ctx.needed, ctx.comm, ctx.scale, ctx.like = needed, comm, scale, (k.shape, v.shape)
+        own = k.flatten(1) if v is None else torch.cat((k.flatten(1), v.flatten(1)), dim=1)
+        like = k.shape[1:], None if v is None else v.shape[1:], v_dim
+        came = needed.fetch(own, comm)
+        out, lse = _attend(q, *_parts(came, like), places, scale)
+        ctx.save_for_backward(q, came, places, out, lse)
+        ctx.needed, ctx.comm, ctx.scale, ctx.like, ctx.rows = needed, comm, scale, like, k.shape[0]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, keys, values, places, out, lse = ctx.saved_tensors
-        needed: _Needed = ctx.needed
-        dq, d_keys, d_values = _attend_backward(q, keys, values, places, out, lse, grad, ctx.scale)
-        sent = torch.cat((d_keys.flatten(1), d_values.flatten(1)), dim=1)
-        k_shape, v_shape = ctx.like
-        total = needed.give_back(sent, k_shape[0], ctx.comm)
-        width = k_shape[1] * k_shape[2]
-        dk, dv = total[:, :width].reshape(k_shape), total[:, width:].reshape(v_shape)
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None
+        q, came, places, out, lse = ctx.saved_tensors
+        dq, d_keys, d_values = _attend_backward(q, *_parts(came, ctx.like), places, out, lse, grad, ctx.scale)
+        k_shape, v_shape, v_dim = ctx.like
+        if v_shape is None:
+            d_keys[..., :v_dim] += d_values
+            sent = d_keys.flatten(1)
+        else:
+            sent = torch.cat((d_keys.flatten(1), d_values.flatten(1)), dim=1)
+        total = ctx.needed.give_back(sent, ctx.rows, ctx.comm)
+        width = k_shape.numel()
+        dk = total[:, :width].reshape(-1, *k_shape).to(q.dtype)
+        dv = None if v_shape is None else total[:, width:].reshape(-1, *v_shape).to(q.dtype)
+        return dq.to(q.dtype), dk, dv, None, None, None, None, None
 
 
 class _IndexerLoss(torch.autograd.Function):
@@ -287,7 +230,7 @@ class _IndexerLoss(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         blocks = _KeyBlocks(chosen, layout, rank_in(comm), k.shape[1] * k.shape[2] + index_k.shape[1])
-        needed = _needed(blocks.tokens(), layout, comm)
+        needed = needed_tokens(blocks.tokens(), layout, comm)
         blocks.numbers = needed.numbers.to(q.device)
         keys = needed.fetch(k.flatten(1), comm).reshape(-1, *k.shape[1:])
         index_keys = needed.fetch(index_k.contiguous(), comm)
@@ -329,7 +272,7 @@ class _KeyBlocks:
         row: elements that are laid out for a key.
 
     Attributes:
-        numbers: of each token the row of the buffer; see :class:`_Needed`.
+        numbers: of each token the row of the buffer; see :class:`Needed`.
     """
 
     def __init__(self, chosen: Tensor | None, layout: Layout, rank: int, row: int) -> None:
@@ -397,10 +340,13 @@ def _distributions(
     return p, index - index.logsumexp(-1, keepdim=True)
 
 
-def _parts(buffer: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys ``[rows, kv_heads, dim]`` and values of rows that have come."""
-    width = k.shape[1] * k.shape[2]
-    return buffer[:, :width].reshape(-1, *k.shape[1:]), buffer[:, width:].reshape(-1, *v.shape[1:])
+def _parts(buffer: Tensor, like: tuple[torch.Size, torch.Size | None, int | None]) -> tuple[Tensor, Tensor]:
+    """Keys ``[rows, kv_heads, dim]`` and values of rows that have come. ``like``: what a row has of keys, of values
+    beside them, and of values in them."""
+    k_shape, v_shape, v_dim = like
+    width = k_shape.numel()
+    keys = buffer[:, :width].reshape(-1, *k_shape)
+    return keys, keys[..., :v_dim] if v_shape is None else buffer[:, width:].reshape(-1, *v_shape)
 
 
 def _blocks(places: Tensor, row: int) -> Iterator[slice]:

@@ -24,9 +24,9 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["TYPES", "Places", "check_index", "index_top_k", "layout_of_pack", "places_of", "rank_in"]
+__all__ = ["Places", "check_index", "check_qkv", "index_top_k", "layout_of_pack", "places_of", "rank_in"]
 
-TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 512
 """Queries, and keys, that are scored at a time."""
 _LOW = (1 << 32) - 1
@@ -211,8 +211,20 @@ def check_index(index_q: Tensor, index_k: Tensor, weights: Tensor, rows: int) ->
     fits = index_q.shape[2] == index_k.shape[1] and weights.shape[1] == index_q.shape[1]
     if not fits or not index_q.shape[0] == index_k.shape[0] == weights.shape[0] == rows:
         raise InvalidUsage(f"these shapes do not belong together, or to {rows} local tokens: {shapes}")
-    if len({index_q.dtype, index_k.dtype}) > 1 or index_q.dtype not in TYPES:
+    if len({index_q.dtype, index_k.dtype}) > 1 or index_q.dtype not in _TYPES:
         raise InvalidUsage(f"index_q and index_k must have one type; got {index_q.dtype} and {index_k.dtype}")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, rows: int) -> None:
+    """Raises: InvalidUsage for tensors that do not belong together, or to so many local tokens."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise InvalidUsage(f"expected q and k [tokens, heads, dim] and v [tokens, kv_heads, v_dim]: {shapes}")
+    heads = k.shape[1] == v.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 and q.shape[2] == k.shape[2] > 0
+    if not heads or not q.shape[0] == k.shape[0] == v.shape[0] == rows:
+        raise InvalidUsage(f"these shapes do not belong together, or to {rows} local tokens: {shapes}")
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in _TYPES:
+        raise InvalidUsage(f"q, k and v must have one type; got {q.dtype}, {k.dtype}, {v.dtype}")
 
 
 def rank_in(comm: Communicator | None) -> int:

@@ -91,8 +91,6 @@ def _attention(
             raise InvalidUsage(
                 "a layer that chooses its keys has a window, chunks, a soft cap or sinks, too; packs know none of them"
             )
-        if sends_latent(module):
-            key, value = own_keys_values(module, key, value)
         pack = find_pack() if hdpcomm_pack is None else hdpcomm_pack
         return attend_chosen(module, query, key, value, chosen, scale=scaling, pack=pack), None
     if sends_latent(module):

@@ -22,6 +22,7 @@ from hdpcomm.arguments import check_number
 from hdpcomm.attention import Pack, index_top_k, indexer_loss, packed_attention, selected_attention
 from hdpcomm.attention.pack_context import find_pack, on_local_tokens
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.latent import absorbed, own_keys_values, sends_latent
 
 __all__ = ["IndexerTraining", "attend_chosen", "collecting", "set_indexers", "train_indexers"]
 
@@ -173,30 +174,45 @@ def attend_chosen(
     module: Any, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, *, scale: float | None, pack: Pack | None
 ) -> Tensor:
     """[batch, heads, tokens, dim] over the keys chosen for each query, [batch, tokens, k]; returns [batch, tokens,
-    heads, v_dim]. Collective over the pack's ranks."""
+    heads, v_dim]. Collective over the pack's ranks. ``key`` and ``value`` may be the latent and the rotary keys of a
+    layer that sends them: then latents travel, where they are less."""
+    training: IndexerTraining | None = module.__dict__.get(_TRAINING)
+    latents = None
+    if sends_latent(module):
+        if training is None or not training.dense:
+            latents = absorbed(module, query, key, value)
+        if latents is None:
+            key, value = own_keys_values(module, key, value)
+        else:
+            scale = query.shape[3] ** -0.5 if scale is None else scale
+            query, key, weights = latents
+    v_dim = None if latents is None else weights.shape[2]
+
+    def attend(q: Tensor, k: Tensor, numbers: Tensor, v: Tensor | None = None, **where: Any) -> Tensor:
+        out = selected_attention(q, k, v, numbers, scale=scale, v_dim=v_dim, **where)
+        return out if latents is None else torch.einsum("thr,hvr->thv", out, weights)
+
+    given = (query, key) if latents is not None else (query, key, value)
     if pack is None:
         rows = []
-        for each in zip(query, key, value, chosen, strict=True):
-            q, k, v = (x.transpose(0, 1).contiguous() for x in each[:3])
-            rows.append(
-                selected_attention(q, k, v, each[3].long(), comm=None, cu_seqlens=[0, query.shape[2]], scale=scale)
-            )
+        for i, numbers in enumerate(chosen.long()):
+            q, k, *v = (x[i].transpose(0, 1).contiguous() for x in given)
+            rows.append(attend(q, k, numbers, *v, comm=None, cu_seqlens=[0, query.shape[2]]))
         return torch.stack(rows)
-    place: dict[str, Any] = {"comm": pack.comm, "cu_seqlens": pack.cu_seqlens, "scale": scale}
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    where: dict[str, Any] = {"comm": pack.comm, "cu_seqlens": pack.cu_seqlens}
+    q, k, *v = (x[0].transpose(0, 1).contiguous() for x in given)
     numbers = chosen[0].long()
-    training: IndexerTraining | None = module.__dict__.get(_TRAINING)
     if training is not None:
         indexer: _Indexer | None = None if module.indexer is None else module.indexer.forward
         if indexer is not None and indexer.given is not None:
-            given, indexer.given, dense = indexer.given, None, training.dense
+            scored, indexer.given, dense = indexer.given, None, training.dense
             loss = on_local_tokens(
                 pack,
-                lambda iq, ik, w, q, k, n: indexer_loss(iq, ik, w, q, k, None if dense else n, **place),
-                (*given, q, k, numbers),
+                lambda iq, ik, w, q, k, n: indexer_loss(iq, ik, w, q, k, None if dense else n, scale=scale, **where),
+                (*scored, q, k, numbers),
             )
             if training.losses is not None:
                 training.losses.append(loss)
         if training.dense:
-            return packed_attention(q, k, v, scale=scale, pack=pack)[None]
-    return on_local_tokens(pack, lambda *own: selected_attention(*own, **place), (q, k, v, numbers))[None]
+            return packed_attention(q, k, *v, scale=scale, pack=pack)[None]
+    return on_local_tokens(pack, lambda *own: attend(*own, **where), (q, k, numbers, *v))[None]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hdpcomm.attention import Pack, mla_attention
 from hdpcomm.attention.pack_context import on_local_tokens
 
-__all__ = ["latent_attention", "own_keys_values", "sends_latent", "set_latent"]
+__all__ = ["absorbed", "latent_attention", "own_keys_values", "sends_latent", "set_latent"]
 
 _EXPAND = "expand_kv"
 
@@ -79,3 +79,17 @@ def own_keys_values(layer: Any, compressed: Tensor, rope_key: Tensor) -> tuple[T
     """K and V of a layer whose latent was handed through."""
     expand: _Latent = vars(layer)[_EXPAND]
     return expand.own(compressed, rope_key)
+
+
+def absorbed(layer: Any, query: Tensor, compressed: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The layer's attention as one over its latents: (queries ``[1, heads, tokens, rank + rope_dim]``, keys ``[1, 1,
+    tokens, rank + rope_dim]`` whose first ``rank`` elements are the values, weights ``[heads, v_dim, rank]`` of the
+    results). ``None`` where keys and values are no more than the latents. Local."""
+    rank, rope = compressed.shape[-1], rope_key.shape[-1]
+    weight = layer.kv_b_proj.weight.view(query.shape[1], -1, rank).to(query.dtype)
+    nope = query.shape[3] - rope
+    if rank + rope >= weight.shape[0] * (weight.shape[1] + rope):
+        return None
+    keys, values = weight[:, :nope], weight[:, nope:]
+    q = torch.cat((torch.einsum("bhtn,hnr->bhtr", query[..., :nope], keys), query[..., nope:]), dim=-1)
+    return q, torch.cat((compressed, rope_key), dim=-1).to(q.dtype), values

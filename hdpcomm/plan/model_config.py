@@ -113,7 +113,8 @@ def _indexed(config: _Config) -> TokenMixing:
     return indexed_mixing(
         config.size("hidden_size"), _latent(config), heads=config.size("index_n_heads"),
         dim=config.size("index_head_dim"), q_rank=config.size("q_lora_rank"),
-        width=config.size("num_attention_heads") * width, top_k=config.size("index_topk"),
+        width=config.size("num_attention_heads") * width, kv_rank=config.size("kv_lora_rank"),
+        top_k=config.size("index_topk"),
     )  # fmt: skip
 
 

@@ -117,24 +117,30 @@ def latent_mixing(
 
 
 def indexed_mixing(
-    hidden: int, latent: TokenMixing, *, heads: int, dim: int, q_rank: int, width: int, top_k: int
+    hidden: int, latent: TokenMixing, *, heads: int, dim: int, q_rank: int, width: int, kv_rank: int, top_k: int
 ) -> TokenMixing:
     """Latent attention of one layer over the keys that an indexer chooses (DeepSeek-V3.2), as it runs here: the index
-    keys of all tokens go round, and of chosen tokens the keys and values of all heads, made once by who holds them.
+    keys of all tokens go round, and of chosen tokens the latents, over which all heads attend; where these are more,
+    the keys and values of all heads, made once by who holds them.
 
     Args:
         latent: the attention without the indexer. heads, dim: of the indexer. q_rank: of the queries' latent.
         width: of all heads' keys and values together.
+        kv_rank: of the latent; scores are over it and the rotary part, results over it.
     """
+    inside = latent.sent < width
+    query_heads = latent.kept_wide
+    row, expanded = (latent.sent, 0) if inside else (width, width)
     return replace(
         latent,
         kind="indexed",
         weights=latent.weights + q_rank * heads * dim + hidden * (dim + heads),
+        pair_flops=2.0 * query_heads * (latent.sent + kv_rank) if inside else latent.pair_flops,
         top_k=top_k,
         index_flops=2.0 * heads * (dim + 1),
-        sent=width + dim,
+        sent=row + dim,
         expansion=0,
-        kept=latent.kept + width,
+        kept=latent.kept + (query_heads * (latent.sent + kv_rank) if inside else expanded),
         kept_wide=latent.kept_wide + 2 * top_k,
         summed=latent.summed,
     )

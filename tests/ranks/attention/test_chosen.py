@@ -224,6 +224,42 @@ def test_other_types(dtype):
     assert (found.double() - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_values_that_are_a_part_of_the_keys(size):
+    """As latents: the same as with the values beside them, and fewer bytes."""
+    lengths, top_k = (60, 7, 21), 5
+    cu = cu_of(lengths)
+    q, k, _, index = inputs(lengths)
+
+    def body(comm):
+        given = [local(x, cu, comm) for x in index]
+        chosen = index_top_k(*given, top_k=top_k, comm=comm, cu_seqlens=cu)
+        told = []
+        for inside in (True, False):
+            own = [local(x, cu, comm).requires_grad_() for x in (q, k)]
+            before = comm.stats()["bytes_sent"]
+            place = {"comm": comm, "cu_seqlens": cu, "v_dim": 4 if inside else None}
+            out = selected_attention(*own, None if inside else own[1][..., :4], chosen, **place)
+            out.square().sum().backward()
+            told.append((out.detach(), *(x.grad for x in own), comm.stats()["bytes_sent"] - before))
+        return told
+
+    for (*found, less), (*want, more) in on_ranks(size, body):
+        for one, other in zip(found, want, strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-12)
+        assert less < more or size == 1
+
+
+@pytest.mark.parametrize(("given", "told"), [({}, "v_dim"), ({"v_dim": 99}, "v_dim is 99"), ({"v_dim": 2.0}, "v_dim")])
+def test_a_bad_part_of_the_keys(given, told):
+    q, k, v, _ = inputs((9,))
+    chosen = torch.zeros(9, 1, dtype=torch.int64)
+    with pytest.raises(hdp.InvalidUsage, match=told):
+        selected_attention(q, k, None, chosen, comm=None, cu_seqlens=[0, 9], **given)
+    with pytest.raises(hdp.InvalidUsage, match="was given with v"):
+        selected_attention(q, k, v, chosen, comm=None, cu_seqlens=[0, 9], v_dim=2)
+
+
 def test_without_a_communicator():
     q, k, v, index = inputs((20,))
     found = indexed_attention(q, k, v, *index, top_k=3, comm=None, cu_seqlens=[0, 20])

@@ -14,6 +14,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.attention import positions, shard, unshard
+from hdpcomm.models import indexers
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
@@ -33,9 +34,11 @@ SIZES = {
 
 
 @functools.cache
-def made(kind):
+def made(kind, rank=12):
+    """``rank``: of the latent, which travels where it is less than the keys and values of all heads."""
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **SIZES))
+    config = transformers.AutoConfig.for_model(kind, **SIZES | {"kv_lora_rank": rank})
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def tokens():
@@ -43,9 +46,9 @@ def tokens():
 
 
 @functools.cache
-def wanted(kind):
+def wanted(kind, rank):
     """Logits of each sequence by itself, and the gradients of the sum of their squares."""
-    model = copy.deepcopy(made(kind))
+    model = copy.deepcopy(made(kind, rank))
     model.set_attn_implementation("eager")
     parts = [model(tokens()[a:b][None]).logits[0] for a, b in itertools.pairwise(CU)]
     logits = torch.cat(parts)
@@ -58,10 +61,13 @@ def plain(name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "recompute"), [(1, "none"), (2, "none"), (3, "none"), (2, "full")])
-def test_outputs_and_gradients(kind, size, recompute):
-    logits, gradients = wanted(kind)
-    models = [copy.deepcopy(made(kind)) for _ in range(size)]
+@pytest.mark.parametrize(
+    ("size", "recompute", "rank"),
+    [(1, "none", 12), (2, "none", 12), (3, "none", 12), (2, "full", 12), (2, "none", 100)],
+)
+def test_outputs_and_gradients(kind, size, recompute, rank):
+    logits, gradients = wanted(kind, rank)
+    models = [copy.deepcopy(made(kind, rank)) for _ in range(size)]
 
     def body():
         torch.set_num_threads(1)
@@ -89,6 +95,27 @@ def test_outputs_and_gradients(kind, size, recompute):
         assert own.keys() >= gradients.keys()
         for name, want in gradients.items():
             assert (own[name] - want).norm() <= 1e-5 * want.norm() + 1e-8, name
+
+
+def test_latents_travel(monkeypatch):
+    """Each row that is fetched has the latent and the rotary key, 20 elements, in place of 4 heads of 16 and 8."""
+
+    def sent():
+        with hdp.init() as comm:
+            model = hdp.adapt(copy.deepcopy(made("deepseek_v32")), check=False)
+            place = {"rank": comm.rank, "size": comm.size}
+            pack = {"positions": positions(CU, **place), "cu_seqlens": CU, "comm": comm}
+            before = comm.stats()["bytes_sent"]
+            with torch.no_grad():
+                model(shard(tokens(), CU, **place), **pack)
+            return comm.stats()["bytes_sent"] - before
+
+    latents = sum(run_threads(sent, 2))
+    monkeypatch.setattr(indexers, "absorbed", lambda *_: None)
+    expanded = sum(run_threads(sent, 2))
+    rows = (expanded - latents) / (4 * (4 * (16 + 8) - 20))
+    assert rows == int(rows)
+    assert 20 < rows < 3 * 67  # of three layers
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -120,10 +120,14 @@ def test_only_full_attention_has_a_square_term() -> None:
     assert latent.squares_flops == 128 * (192 + 128)
     assert latent.sent == 576
     # 64 index heads of 128 score all tokens, forward only; attention is over 2,048 of them.
-    indexed = indexed_mixing(7168, latent, heads=64, dim=128, q_rank=1536, width=128 * 320, top_k=2048)
+    sizes = {"heads": 64, "dim": 128, "q_rank": 1536, "kv_rank": 512, "top_k": 2048}
+    indexed = indexed_mixing(7168, latent, width=128 * 320, **sizes)
     assert (indexed.squares_flops, indexed.index_squares_flops) == (0.0, 64 * 129)
-    assert indexed.linear_flops == 2048 * 2 * 128 * (192 + 128)
-    assert indexed.sent == 128 * 320 + 128
+    assert indexed.linear_flops == 2048 * 2 * 128 * (576 + 512)  # over latents
+    assert indexed.sent == 576 + 128
+    expanded = indexed_mixing(7168, latent, width=500, **sizes)  # few heads, whose keys and values are less
+    assert expanded.linear_flops == 2048 * 2 * 128 * (192 + 128)
+    assert expanded.sent == 500 + 128
     model = replace(MODELS["llama-7b"], mixing=(indexed.over(32),))
     linear, squares = model.linear_flops_per_token, 32 * 64 * 129.0
     assert model.training_flops(1000.0, 5e5) == 3 * linear * 1000 + squares * 5e5
@@ -157,7 +161,7 @@ def test_plans_use_fewer_ranks_where_nothing_grows_with_the_square() -> None:
     softmax, window = softmax_mixing(4096, 32, 8, 128), softmax_mixing(4096, 32, 8, 128, window=4096)
     delta = delta_mixing(4096, key_heads=16, key_dim=128, heads=32, value_dim=128, gates=4096 * (64 + 4096))
     latent = latent_mixing(4096, 32, q_rank=512, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
-    indexed = indexed_mixing(4096, latent, heads=8, dim=32, q_rank=512, width=32 * 320, top_k=1024)
+    indexed = indexed_mixing(4096, latent, heads=8, dim=32, q_rank=512, width=32 * 320, kv_rank=512, top_k=1024)
     mixes = {
         "indexed": (indexed.over(32),),
         "full": (softmax.over(32),),

@@ -1,0 +1,112 @@
+"""Rows of other ranks that a rank needs: asked for by number, each comes once, and one gradient of it goes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hdpcomm.attention.indexer import places_of, rank_in
+from hdpcomm.attention.layout import Layout
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["Needed", "fetch_rows", "needed_rows", "needed_tokens"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Needed:
+    """Which rows a rank needs, and who needs its rows.
+
+    Attributes:
+        numbers: of each number that rows go by (of a token in the pack, say), the row of what comes; -1: it does not.
+            One more entry, -1.
+        asked: by rank, the rows of that rank that come from it, in their order.
+        given: by rank, the own rows that go to it.
+    """
+
+    numbers: Tensor
+    asked: list[Tensor]
+    given: list[Tensor]
+
+    def fetch(self, own: Tensor, comm: Communicator | None) -> Tensor:
+        """The rows of ``[tokens, width]`` that are needed. Collective."""
+        return _swap([own[rows.to(own.device)] for rows in self.given], [len(rows) for rows in self.asked], comm)
+
+    def give_back(self, sent: Tensor, rows: int, comm: Communicator | None) -> Tensor:
+        """``[rows, width]``: what all ranks have for this one's rows, added in the order of ranks. Collective."""
+        counts = [len(each) for each in self.given]
+        came = _swap(list(torch.split(sent, [len(each) for each in self.asked])), counts, comm)
+        total = sent.new_zeros(rows, sent.shape[1])
+        for own, part in zip(self.given, torch.split(came, counts), strict=True):
+            total.index_add_(0, own.to(total.device), part)
+        return total
+
+
+def needed_tokens(tokens: Tensor, layout: Layout, comm: Communicator | None) -> Needed:
+    """What these tokens of a pack, which rise, take. Collective."""
+    places = places_of(layout)
+    return needed_rows(tokens, places.owner, places.row, comm)
+
+
+def needed_rows(wanted: Tensor, owner: Tensor, row: Tensor, comm: Communicator | None) -> Needed:
+    """What this rank needs of rows that lie on the ranks. Collective: ranks tell each other what they need.
+
+    Args:
+        wanted: numbers, which rise.
+        owner, row: of each number, the rank that has it and its row there.
+    """
+    rank, size = rank_in(comm), 1 if comm is None else comm.size
+    wanted = wanted.cpu()
+    order = torch.argsort(owner[wanted], stable=True)  # by owner, then by number
+    wanted = wanted[order]
+    counts = torch.bincount(owner[wanted], minlength=size)
+    asked = list(torch.split(row[wanted], counts.tolist()))
+    given = [asked[rank]]
+    if comm is not None and comm.size > 1:
+        theirs = torch.empty_like(counts)
+        comm.all_to_all(theirs, counts)
+        flat = torch.empty(int(theirs.sum()), dtype=torch.int64)
+        comm.all_to_all(flat, torch.cat(asked), out_splits=theirs.tolist(), in_splits=counts.tolist())
+        given = list(torch.split(flat, theirs.tolist()))
+    numbers = torch.full((len(owner) + 1,), -1, dtype=torch.int64)
+    numbers[wanted] = torch.arange(len(wanted))
+    return Needed(numbers, asked, given)
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, needed: Needed, comm: Communicator | None) -> Tensor:
+        ctx.needed, ctx.comm, ctx.rows = needed, comm, own.shape[0]
+        return needed.fetch(own, comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
+        return ctx.needed.give_back(wide, ctx.rows, ctx.comm).to(grad.dtype), None, None
+
+
+def fetch_rows(own: Tensor, needed: Needed, comm: Communicator | None) -> Tensor:
+    """:meth:`Needed.fetch`, differentiable: gradients go back to the rows' ranks and are added in fp32 (fp64), in the
+    order of ranks. Collective, its backward pass, too."""
+    return _Fetch.apply(own, needed, comm)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _swap(parts: list[Tensor], counts: list[int], comm: Communicator | None) -> Tensor:
+    """Sends the parts to the ranks and gives what they send, one after the other: ``[sum of counts, width]``."""
+    if comm is None or comm.size == 1:
+        return parts[0]
+    out = parts[0].new_empty(sum(counts), parts[0].shape[1])
+    width = out.shape[1]
+    comm.all_to_all(
+        out.view(-1),
+        torch.cat(parts).view(-1),
+        out_splits=[count * width for count in counts],
+        in_splits=[len(part) * width for part in parts],
+    )
+    return out
