@@ -4,8 +4,9 @@
     python benchmarks/chosen_keys.py --work
 
 One sequence, 4 heads of 64, 4 index heads of 32, random keys, so the choice is spread as widely as it can be. The
-parts: the indexer's choice, attention over what it chose, the ring over all keys, and the messages alone of gathering
-all keys and values and of bringing their gradients back; medians of ``--rounds`` rounds of rank 0.
+parts: the indexer's choice, attention over what it chose, MoBA (8 blocks of 512), NSA (the paper's sizes, means), the
+ring over all keys, and the messages alone of gathering all keys and values and of bringing their gradients back;
+medians of ``--rounds`` rounds of rank 0.
 
 ``--work`` counts the FLOPs of each rank in a layer of DeepSeek-V3.2 (its configuration's sizes, k = 2,048, both passes,
 the indexer forward) for five mixes of lengths, by the shards that the product makes.
@@ -25,11 +26,11 @@ import numpy as np
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import index_top_k, ring_attention, selected_attention, shard
+from hdpcomm.attention import index_top_k, moba_attention, nsa_attention, ring_attention, selected_attention, shard
 from hdpcomm.testing import spawn
 
 HEADS, DIM, INDEX_HEADS, INDEX_DIM = 4, 64, 4, 32
-PARTS = ("index", "chosen", "ring", "gather")
+PARTS = ("index", "chosen", "moba", "nsa", "ring", "gather")
 
 
 def measured(tokens: int, top_k: int, rounds: int) -> dict[str, tuple[float, int]]:
@@ -59,8 +60,13 @@ def measured(tokens: int, top_k: int, rounds: int) -> dict[str, tuple[float, int
                     comm.reduce_scatter(torch.empty_like(x), whole)
             else:
                 q, k, v = (x.clone().requires_grad_() for x in qkv)
+                pack = {"comm": comm, "cu_seqlens": cu}
                 if part == "chosen":
-                    out = selected_attention(q, k, v, chosen, comm=comm, cu_seqlens=cu)
+                    out = selected_attention(q, k, v, chosen, **pack)
+                elif part == "moba":
+                    out = moba_attention(q, k, v, block=512, top_k=8, **pack)
+                elif part == "nsa":
+                    out = nsa_attention(q, k, v, torch.full((len(q), HEADS, 3), 0.5), **pack)
                 else:
                     out = ring_attention(q, k, v, comm=comm, cu_seqlens=torch.tensor(cu, dtype=torch.int32))
                 out.sum().backward()
@@ -81,7 +87,7 @@ def work(lengths: list[int], ranks: int) -> np.ndarray:
     latent += kv_rank * heads * (nope + v_dim) + heads * v_dim * hidden
     token = 6.0 * (latent + 3 * hidden * expert * used)
     token += 2.0 * (q_rank * index_heads * index_dim + hidden * (index_dim + index_heads))
-    pair, index_pair = 7.0 * heads * (nope + rope + v_dim), 2.0 * index_heads * (index_dim + 1)
+    pair, index_pair = 7.0 * heads * (2 * kv_rank + rope), 2.0 * index_heads * (index_dim + 1)
     cu = [0, *itertools.accumulate(lengths)]
     seen = torch.cat([torch.arange(1, n + 1) for n in lengths])
     found = []
@@ -113,12 +119,14 @@ def main() -> None:
         show_work()
         return
     rows = []
-    print("ranks   tokens   index s  chosen s    ring s   bytes of the ring   of gathering all")
+    print("seconds, and of what chooses bytes over those of gathering all")
+    print("ranks   tokens" + "".join(f"{part:>10}" for part in PARTS[:-1]) + "  index+chosen   moba    nsa")
     for ranks, tokens in itertools.product(options.ranks, options.tokens):
         found = spawn(measured, ranks, tokens, options.top_k, options.rounds, timeout=3600.0)[0]
-        seconds = "".join(f"{found[part][0]:10.2f}" for part in PARTS[:3])
-        shares = [(found["index"][1] + found["chosen"][1]) / found[part][1] for part in PARTS[2:]]
-        print(f"{ranks:5} {tokens:8}{seconds}{shares[0]:20.2f}{shares[1]:19.2f}", flush=True)
+        seconds = "".join(f"{found[part][0]:10.2f}" for part in PARTS[:-1])
+        sent = found["index"][1] + found["chosen"][1], found["moba"][1], found["nsa"][1]
+        shares = [each / found["gather"][1] for each in sent]
+        print(f"{ranks:5} {tokens:8}{seconds}{shares[0]:14.2f}{shares[1]:7.2f}{shares[2]:7.2f}", flush=True)
         rows.append({"ranks": ranks, "tokens": tokens, **found})
     if options.json:
         told = {"top_k": options.top_k, "torch": torch.__version__, "date": str(date.today()), "rows": rows}

@@ -5,10 +5,12 @@ from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.chosen import indexed_attention, indexer_loss, selected_attention
+from hdpcomm.attention.chosen_blocks import block_attention, moba_attention
 from hdpcomm.attention.indexer import index_top_k
 from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, shard_with_positions, unshard
 from hdpcomm.attention.linear import delta_rule, short_conv, ssd
 from hdpcomm.attention.mla import mla_attention
+from hdpcomm.attention.nsa import NSABlocks, nsa_attention
 from hdpcomm.attention.options import AttentionOptions
 from hdpcomm.attention.pack_context import (
     Pack,
@@ -26,12 +28,14 @@ __all__ = [
     "AttentionCosts",
     "AttentionOptions",
     "BlockMask",
+    "NSABlocks",
     "Pack",
     "Problem",
     "SequenceSlice",
     "SlicedSequence",
     "Tree",
     "available_backends",
+    "block_attention",
     "carry_pack",
     "current_pack",
     "delta_rule",
@@ -40,6 +44,8 @@ __all__ = [
     "indexer_loss",
     "local_cu_seqlens",
     "mla_attention",
+    "moba_attention",
+    "nsa_attention",
     "packed_attention",
     "packing",
     "positions",
