@@ -145,8 +145,10 @@ def _chunks_of(layouts: tuple[AnyLayout, AnyLayout], arguments: Arguments) -> tu
     chunk, (own, keys) = arguments.options.chunk, layouts
     if not chunk:
         return layouts
+    if arguments.causal and isinstance(own, SliceLayout) and isinstance(keys, SliceLayout):
+        return own.in_chunks(chunk), keys.in_chunks(chunk)
     if not arguments.causal or not isinstance(own, Layout) or own is not keys:
-        given = "causal=False" if not arguments.causal else "a tree, a mask, a slice or other lengths of keys"
+        given = "causal=False" if not arguments.causal else "a tree, a mask or other lengths of keys"
         raise InvalidUsage(f"chunk={chunk} was given with {given}; chunks are of causal attention over plain sequences")
     made = chunked_layout(own, chunk)
     return made, made

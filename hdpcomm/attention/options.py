@@ -32,7 +32,7 @@ class AttentionOptions:
         sinks: [heads], one more score per head that takes part in the softmax without a value; each rank gets its
             share of the gradient, to be summed over the ranks like that of any parameter.
         chunk: tokens of a chunk: a query sees the keys of its own chunk only, causally; chunks begin at the multiples
-            of it in each sequence (Llama 4). 0: none. Plain sequences only.
+            of it in each sequence (Llama 4). 0: none. Not with a tree or a mask.
         send: what ranks of ``mla_attention`` send: ``latent``, ``kv``, or ``auto``, the lower estimate by ``costs``.
         exchange: how states of linear layers travel (:mod:`hdpcomm.attention.linear.exchange`): ``gather``, ``scan``,
             ``pipeline``, or ``auto``, the lowest estimate by ``costs``.

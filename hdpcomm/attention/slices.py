@@ -48,11 +48,14 @@ class SliceLayout(Pieces):
     """Where the slices of the sequence begin, and its length."""
     number: int
     """The slice whose queries these are."""
+    chunk: int = 0
+    """Tokens of a chunk, which are segments then: queries see nothing outside of their own. 0: one segment."""
 
     @property
     def facts(self) -> tuple[str, str]:
-        text = f"slice {self.number} of {self.bounds}"
-        return text, f"slice {self.number} of a sequence that is cut at {list(self.bounds)}"
+        chunks = f" in chunks of {self.chunk}" if self.chunk else ""
+        text = f"slice {self.number} of {self.bounds}{chunks}"
+        return text, f"slice {self.number} of a sequence that is cut at {list(self.bounds)}{chunks}"
 
     def atoms(self, band: Band) -> Atoms:
         first, end = self.bounds[self.number], self.bounds[self.number + 1]
@@ -64,17 +67,33 @@ class SliceLayout(Pieces):
         owner = self.owner[piece]
         needed = np.zeros((len(start), self.size), dtype=np.bool_)
         for rank, low, high in needs:
-            needed[:, rank] |= (low <= start) & (start < high)
+            last = (high - 1) // self.chunk * self.chunk if self.chunk and high else 0  # where its chunk begins
+            needed[:, rank] |= (max(low, last) <= start) & (start < high)
         needed[np.arange(len(owner)), owner] = False
         row = self.row[piece] + start - self.start[piece]
-        return Atoms(np.zeros_like(start), start, stop, owner, row, needed)
+        return Atoms(self.segment[piece], start, stop, owner, row, needed)
 
     def tiles(self, rank: int, k_spans: dict[int, list[Span]], band: Band) -> list[Tile]:
-        return tiles_of(self.own_spans(rank).get(0, []), k_spans.get(0, []), 0, band)
+        own = self.own_spans(rank)
+        return [tile for s, keys in k_spans.items() for tile in tiles_of(own.get(s, []), keys, 0, band)]
 
     def pairs(self, band: Band) -> float:
         positions = np.array(self.bounds[self.number : self.number + 2])
-        return float(np.diff(pairs_before(positions, band))[0])
+        chunks, inside = np.divmod(positions, self.chunk) if self.chunk else (0, positions)
+        whole = pairs_before(np.array([self.chunk]), band)[0]
+        return float(np.diff(chunks * whole + pairs_before(inside, band))[0])
+
+    def in_chunks(self, chunk: int) -> SliceLayout:
+        """The same rows, for queries that see the keys of their own chunk only."""
+        end = int(self.start[-1] + self.count[-1])
+        edges = np.arange(0, end, chunk)
+        start = np.unique(np.concatenate([self.start, edges[edges > self.start[0]]]))
+        piece = np.searchsorted(self.start, start, side="right") - 1
+        apart = start - self.start[piece]
+        return replace(
+            self, segment=start // chunk, start=start, source=self.source[piece] + apart,
+            count=np.diff(start, append=end), owner=self.owner[piece], row=self.row[piece] + apart, chunk=chunk,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=256)

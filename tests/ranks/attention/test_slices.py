@@ -17,7 +17,8 @@ from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
 from tests.harness.attention_options import with_options
-from tests.harness.attention_oracle import error
+from tests.harness.attention_oracle import Case, error
+from tests.harness.attention_oracle import plain as plain_attention
 from tests.harness.tree_oracle import RESULTS, TreeCase, expected
 from tests.ranks.attention.test_mla import dense, tensors
 
@@ -63,7 +64,7 @@ def whole(parts, bounds):
     return [torch.cat(each) for each in made]
 
 
-def check(case, bounds, way, sinks=False):
+def check(case, bounds, way, sinks=False, want=None):
     given = case.tensors()
     inputs = {name: given[name] for name in ("q", "k", "v", "dout")}
     case.sinks = sinks
@@ -79,7 +80,7 @@ def check(case, bounds, way, sinks=False):
         return found
 
     found = whole(run_threads(main, case.size), bounds)
-    want = expected(case)
+    want = expected(case) if want is None else want
     for name, got in zip(RESULTS, found, strict=True):
         assert got.dtype == case.dtype
         assert error(got, want[name]) <= TOLERANCE[case.dtype], (name, error(got, want[name]), case, bounds)
@@ -103,6 +104,28 @@ def test_random_slices(seed):
     )  # fmt: skip
     bounds = cuts(rng, length, rng.randint(1, min(9, length)))
     check(case, bounds, rng.choice(["kept", "again", "checkpoint"]), sinks=rng.random() < 0.2)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_chunks(seed):
+    """Chunks that begin and end where slices do, inside of them, and over several."""
+    rng = random.Random(seed)
+    length, chunk = rng.choice([9, 40, 97, 150]), rng.choice([1, 7, 20, 64, 500])
+    size = 1 + seed % 4
+    options = {"variant": rng.choice(["ring", "gather", "ulysses" if size != 3 else "ring"]), "chunk": chunk}
+    window = rng.choice([None, None, 9])
+    case = TreeCase(size, [-1], [length], heads=4, kv_heads=4, window=window, seed=seed, options=options)
+    plain = Case(1, [length], heads=4, kv_heads=4, window=window, options={"chunk": chunk})
+    given = case.tensors()
+    leaves = [given[name].double().requires_grad_() for name in ("q", "k", "v", "sinks")]
+    plain.dim = leaves[0].shape[2]
+    out = plain_attention(plain, *leaves)
+    grads = torch.autograd.grad(out, leaves[:3], given["dout"].double())
+    want = dict(zip(RESULTS, (out.detach(), *grads), strict=True))
+    bounds = cuts(rng, length, rng.randint(1, min(9, length)))
+    if rng.random() < 0.3:
+        bounds = [*range(0, length, chunk), length]
+    check(case, bounds, rng.choice(["kept", "again", "checkpoint"]), want=want)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -134,6 +134,7 @@ def test_gradients_are_those_of_the_whole_model(name, ranks, sizes, options):
         ("gemma3-4", 4, {"pipeline": 4}, {}),
         ("mixtral", 4, PP, {}),
         ("gpt-oss", 4, PP, {"how": "recompute"}),
+        ("llama4", 4, PP, {"how": "recompute"}),
         ("deepseek-v3", 2, PP, {}),
         ("deepseek-v3", 4, PP, {"how": "recompute"}),
         ("mamba2", 2, PP, {}),
