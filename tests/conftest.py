@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util
@@ -60,13 +61,27 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="cache-")
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")
 
 
+@pytest.hookimpl(trylast=True)  # after pytest's own handler of faults
 def pytest_configure() -> None:
     """The first launch of a process decides what its fork server has imported, and may be one of no training: each
     training rank of that process would import the rest for itself, 2 s of CPU."""
     be_patient()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # who runs a few files may start none
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # who runs a few files may start none
+        faulthandler.enable(_crash_file(worker).open("w"))
         multiprocessing.set_forkserver_preload(["hdpcomm.comm.launch", *PRELOAD])
         multiprocessing.forkserver.ensure_running()
+
+
+def _crash_file(worker: str) -> Path:
+    """Where a worker that crashes leaves its stacks: on stderr they would be far above the summary."""
+    return Path(os.environ["TMPDIR"], f"crash-{worker}.txt")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for path in sorted(Path(os.environ["TMPDIR"]).glob("crash-*.txt")):
+        if text := path.read_text():
+            terminalreporter.section(f"{path.stem}: where its threads were")
+            terminalreporter.write_line(text[:6000])
 
 
 # What the user of this machine has calibrated chooses no algorithm of a test.
