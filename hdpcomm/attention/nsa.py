@@ -105,10 +105,15 @@ def nsa_attention(
         torch.Size([50, 2, 8])
     """
     sizes = NSABlocks() if blocks is None else blocks
-    keys, values = (x if isinstance(x, tuple) else (x, x, x) for x in (k, v))
+    keys, values = (tuple(x) if isinstance(x, tuple | list) else (x, x, x) for x in (k, v))
 
     def prepare() -> tuple[Layout, str, str]:
         check_type("nsa_attention", "blocks", sizes, NSABlocks)
+        if len(keys) != 3 or len(values) != 3:
+            raise InvalidUsage(
+                f"{len(keys)} keys and {len(values)} values were given; expected one each, or one for each of the "
+                "branches: compressed, selected, near"
+            )
         layout = layout_of_pack(cu_seqlens, comm)
         for own_k, own_v in zip(keys, values, strict=True):
             check_qkv(q, own_k, own_v, layout.rows(rank_in(comm)))
@@ -182,11 +187,22 @@ def _compressed(
     laid = came[near.numbers[tokens].to(came.device)]
     width = k.shape[1] * k.shape[2]
     parts = laid[..., :width].unflatten(2, k.shape[1:]), laid[..., width:].unflatten(2, v.shape[1:])  # type: ignore[no-untyped-call]
-    keys, values = (make(part).flatten(1) for make, part in zip(compress, parts, strict=True))
+    keys, values = (_made(make, part).flatten(1) for make, part in zip(compress, parts, strict=True))
     seen = _seen(layout, rank, every, sizes)
     far = needed_rows(seen, every.owner, every.row, comm)
     whole = fetch_rows(torch.cat((keys, values), dim=1).to(k.dtype), far, comm)
     return (whole[:, :width].unflatten(1, k.shape[1:]), whole[:, width:].unflatten(1, v.shape[1:])), far.numbers  # type: ignore[no-untyped-call]
+
+
+def _made(compress: Compress, blocks: Tensor) -> Tensor:
+    made = compress(blocks)
+    wanted = blocks.shape[0], *blocks.shape[2:]
+    if not isinstance(made, Tensor) or made.shape != wanted:
+        given = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise InvalidUsage(
+            f"compress made {given} of blocks {tuple(blocks.shape)}; expected {wanted}, one key or value of each"
+        )
+    return made
 
 
 def _seen(layout: Layout, rank: int, every: _Compressions, sizes: NSABlocks) -> Tensor:

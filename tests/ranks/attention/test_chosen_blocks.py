@@ -372,6 +372,11 @@ def test_sizes_and_gates():
     q, k, v = drawn((9,))
     with pytest.raises(InvalidUsage, match="expected gates"):
         nsa_attention(q, k, v, torch.rand(9, HEADS), comm=None, cu_seqlens=[0, 9])
+    with pytest.raises(InvalidUsage, match="2 keys and 3 values"):
+        nsa_attention(q, [k, k], v, torch.rand(9, HEADS, 3), comm=None, cu_seqlens=[0, 9])
+    same = (lambda block: block,) * 2
+    with pytest.raises(InvalidUsage, match=r"compress made \(0, 32, 2, 6\) of blocks"):
+        nsa_attention(q, k, v, torch.rand(9, HEADS, 3), comm=None, cu_seqlens=[0, 9], compress=same)
     q.requires_grad_()
     out = moba_attention(q, k, v, block=4, top_k=2, comm=None, cu_seqlens=[0, 9])
     (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
