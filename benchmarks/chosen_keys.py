@@ -2,6 +2,7 @@
 
     python benchmarks/chosen_keys.py [--ranks 2 4] [--tokens 4096 16384 65536] [--top-k 64] [--json FILE]
     python benchmarks/chosen_keys.py --work
+    python benchmarks/chosen_keys.py --predict
 
 One sequence, 4 heads of 64, 4 index heads of 32, random keys, so the choice is spread as widely as it can be. The
 parts: the indexer's choice, attention over what it chose, MoBA (8 blocks of 512), NSA (the paper's sizes, means), the
@@ -10,6 +11,9 @@ medians of ``--rounds`` rounds of rank 0.
 
 ``--work`` counts the FLOPs of each rank in a layer of DeepSeek-V3.2 (its configuration's sizes, k = 2,048, both passes,
 the indexer forward) for five mixes of lengths, by the shards that the product makes.
+
+``--predict`` trains a small DeepSeek-V3.2 (k = 64) by ``hdpcomm train`` on 2 ranks, with sequences of up to 4,096
+tokens that fit a rank, and that take both: what plans predict over the processor time of each step.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ import argparse
 import itertools
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from datetime import date
 from pathlib import Path
@@ -106,6 +113,43 @@ def show_work() -> None:
         print(f"{told:28}{sums.max() / sums.mean():8.3f}{sums.min() / sums.mean():8.3f}{parts[1]:8.0%}{parts[2]:6.0%}")
 
 
+MODEL = {
+    "vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, "index_n_heads": 8,
+    "index_head_dim": 32, "index_topk": 64, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def predict() -> None:
+    import transformers  # takes a while
+
+    print("capacity   predicted over processor seconds, by step")
+    with tempfile.TemporaryDirectory() as folder:
+        config = transformers.AutoConfig.for_model("deepseek_v32", **MODEL)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        for capacity in (4096, 2048):
+            told = Path(folder, f"{capacity}.json")
+            given = ["--context", "4096", "--capacity", str(capacity), "--tokens-per-step", "16384", "--steps", "6"]
+            command = [
+                sys.executable,
+                "-m",
+                "hdpcomm",
+                "train",
+                "--model",
+                folder,
+                "--ranks",
+                "2",
+                "--trackers",
+                "none",
+            ]
+            subprocess.run([*command, *given, "--json", str(told)], check=True, stdout=subprocess.DEVNULL)
+            steps = json.loads(told.read_text())["steps"]
+            ratios = [step["predicted_s"] / step["processor_s"] for step in steps]
+            print(f"{capacity:8}   {'  '.join(f'{ratio:.3f}' for ratio in ratios)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -114,7 +158,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", action="store_true")
+    parser.add_argument("--predict", action="store_true")
     options = parser.parse_args()
+    if options.predict:
+        predict()
+        return
     if options.work:
         show_work()
         return
