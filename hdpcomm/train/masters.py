@@ -116,7 +116,7 @@ class Masters:
             sums: WholeSums | PushedSums = WholeSums(buckets, mesh.comm, wide, trained[0].device)
         else:
             self._units = units = Units(chunks)
-            memory, side = HostMemory(), side_work(mesh.comm)
+            memory = HostMemory()
             buckets = unit_buckets(units, trained, layout, zero)
             if mesh.hdp > 1 and all(bucket.parts == 1 for bucket in buckets):
                 raise InvalidUsage(
@@ -125,8 +125,8 @@ class Masters:
                 )
             if zero == 3:
                 self._frozen = unit_buckets(units, [p for p in everything if not p.requires_grad], layout, zero)
-                self._weights = PulledWeights(units, [*buckets, *self._frozen], memory, side, dtype)
-            sums = PushedSums(units, buckets, mesh, memory, side, wide)
+                self._weights = PulledWeights(units, [*buckets, *self._frozen], memory, side_work(mesh.comm), dtype)
+            sums = PushedSums(units, buckets, mesh, memory, side_work(mesh.comm), wide)
             memory.make()
         self.gradients = Gradients(buckets, layout, mesh, sums)
         if self._weights is None:

@@ -88,8 +88,9 @@ class SideThread:
 
 
 class SideStream:
-    """:class:`SideWork` where a GPU computes: a stream beside the caller's current one. Memory that work allocates is
-    this stream's, and whatever takes its place begins after all that the caller had computed when it was freed."""
+    """:class:`SideWork` where a GPU computes: a stream beside the caller's current one. Memory that :meth:`start` of
+    work allocates is this stream's, and the caller may free it while it still computes with it: the next work that
+    takes its place comes after that. So who starts work on a stream gives it no :meth:`run_after`."""
 
     def __init__(self, comm: DeviceCommunicator) -> None:
         self._comm = comm
