@@ -120,7 +120,8 @@ class _KeepTemperature:
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args
-        if kwargs.get(PACK_ARGUMENT) or find_pack():
+        ours = module.config._attn_implementation == NAME
+        if ours and (kwargs.get(PACK_ARGUMENT) or find_pack()):
             module.attn_temperature_tuning = False
             setattr(module, _TEMPERED, True)
 
