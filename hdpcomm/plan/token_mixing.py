@@ -128,19 +128,18 @@ def indexed_mixing(
         width: of all heads' keys and values together.
         kv_rank: of the latent; scores are over it and the rotary part, results over it.
     """
-    inside = latent.sent < width
-    query_heads = latent.kept_wide
-    row, expanded = (latent.sent, 0) if inside else (width, width)
+    inside, query_heads = latent.sent < width, latent.kept_wide
+    over_latents = query_heads * (latent.sent + kv_rank)  # queries that have taken in the keys' weights, and results
     return replace(
         latent,
         kind="indexed",
         weights=latent.weights + q_rank * heads * dim + hidden * (dim + heads),
-        pair_flops=2.0 * query_heads * (latent.sent + kv_rank) if inside else latent.pair_flops,
+        pair_flops=2.0 * over_latents if inside else latent.pair_flops,
         top_k=top_k,
         index_flops=2.0 * heads * (dim + 1),
-        sent=row + dim,
+        sent=min(latent.sent, width) + dim,
         expansion=0,
-        kept=latent.kept + (query_heads * (latent.sent + kv_rank) if inside else expanded),
+        kept=latent.kept + (over_latents if inside else width),
         kept_wide=latent.kept_wide + 2 * top_k,
         summed=latent.summed,
     )
