@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "bindings/comm_py.hpp"
+#include "bindings/dlpack.hpp"
 #include "comm/host/operations.hpp"
 
 namespace py = pybind11;
@@ -9,22 +10,7 @@ namespace py = pybind11;
 namespace hdpcomm {
 namespace {
 
-// --- DLPack, C exchange API 1.x: the part of the ABI that is used here
-// (https://dmlc.github.io/dlpack) ---
-
-struct DLTensorAbi {
-  void* data;
-  int32_t device_type;
-  int32_t device_id;
-  int32_t ndim;
-  uint8_t type_code;
-  uint8_t type_bits;
-  uint16_t type_lanes;
-  int64_t* shape;
-  int64_t* strides;
-  uint64_t byte_offset;
-};
-
+// DLPack's C exchange API 1.x, the part that is used here.
 struct DLExchangeAbi {
   uint32_t major;
   uint32_t minor;
@@ -36,10 +22,8 @@ struct DLExchangeAbi {
   void* current_stream;
 };
 
-constexpr int32_t kDeviceCpu = 1, kDeviceCuda = 2;
-
 // The type codes of DLPack, by DType; its order is kUint8 ... kUint64.
-constexpr uint8_t kInt = 0, kUnsigned = 1, kFloat = 2, kBrain = 4, kBoolean = 6;
+using dlpack::kBoolean, dlpack::kBrain, dlpack::kFloat, dlpack::kInt, dlpack::kUnsigned;
 constexpr uint8_t kTypeCodes[kNumDTypes] = {kUnsigned, kInt,      kInt,     kInt,   kInt,
                                             kFloat,    kBrain,    kFloat,   kFloat, kBoolean,
                                             kUnsigned, kUnsigned, kUnsigned};
@@ -95,8 +79,9 @@ bool describePlain(PyObject* x, TensorView* described, int where) {
     PyErr_Clear();
     return false;
   }
-  const bool here = where == kHost ? tensor.device_type == kDeviceCpu
-                                   : tensor.device_type == kDeviceCuda && tensor.device_id == where;
+  const bool here = where == kHost
+                        ? tensor.device_type == dlpack::kCpu
+                        : tensor.device_type == dlpack::kCuda && tensor.device_id == where;
   const int dtype = here ? dtypeCode(tensor) : -1;
   if (dtype < 0 || !contiguous(tensor)) return false;
   int64_t count = 1;

@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "bindings/device_py.hpp"
+#include "bindings/dlpack.hpp"
 #include "device/handles.hpp"
 
 namespace py = pybind11;
@@ -10,27 +11,6 @@ namespace py = pybind11;
 namespace hdpcomm {
 namespace {
 
-// DLPack's ABI (https://dmlc.github.io/dlpack/latest/c_api.html), as much as a row of bytes needs.
-struct DlTensor {
-  void* data;
-  int32_t device_type;
-  int32_t device_id;
-  int32_t ndim;
-  uint8_t type_code;
-  uint8_t type_bits;
-  uint16_t type_lanes;
-  int64_t* shape;
-  int64_t* strides;
-  uint64_t byte_offset;
-};
-struct DlManagedTensor {
-  DlTensor tensor;
-  void* context;
-  void (*deleter)(DlManagedTensor*);
-};
-constexpr int32_t kDlCpu = 1;
-constexpr int32_t kDlCuda = 2;
-constexpr uint8_t kDlUnsigned = 1;
 constexpr const char* kCapsule = "dltensor";
 
 class Memory {
@@ -49,7 +29,7 @@ class Memory {
 
   py::capsule dlpack() const {
     struct View {
-      DlManagedTensor managed{};
+      DLManagedTensorAbi managed{};
       std::shared_ptr<void> owner;
       int64_t shape = 0;
     };
@@ -57,22 +37,22 @@ class Memory {
     view->owner = owner_;
     view->shape = static_cast<int64_t>(bytes_);
     view->managed.tensor = {.data = address_,
-                            .device_type = device_->isSim() ? kDlCpu : kDlCuda,
+                            .device_type = device_->isSim() ? dlpack::kCpu : dlpack::kCuda,
                             .device_id = device_->isSim() ? 0 : device_->ordinal(),
                             .ndim = 1,
-                            .type_code = kDlUnsigned,
+                            .type_code = dlpack::kUnsigned,
                             .type_bits = 8,
                             .type_lanes = 1,
                             .shape = &view->shape,
                             .strides = nullptr,
                             .byte_offset = 0};
     view->managed.context = view.get();
-    view->managed.deleter = [](DlManagedTensor* self) {
+    view->managed.deleter = [](DLManagedTensorAbi* self) {
       delete static_cast<View*>(self->context);  // NOLINT: owned by who took the capsule
     };
     py::capsule capsule(&view->managed, kCapsule, [](PyObject* object) {
       if (PyCapsule_IsValid(object, kCapsule) == 0) return;  // taken, and renamed
-      auto* managed = static_cast<DlManagedTensor*>(PyCapsule_GetPointer(object, kCapsule));
+      auto* managed = static_cast<DLManagedTensorAbi*>(PyCapsule_GetPointer(object, kCapsule));
       managed->deleter(managed);
     });
     view.release();  // NOLINT: the capsule's

@@ -245,8 +245,9 @@ class _Tiles:
     def __init__(self, chosen: Tensor, layout: Layout, rank: int, block: int, heads: tuple[int, int]) -> None:
         blocks, self._heads = pack_blocks(layout, rank, block), heads
         self._choosers = chosen.shape[1]
-        rows, choosers, columns = (chosen.cpu() >= 0).nonzero(as_tuple=True)
-        number = blocks.base[blocks.sequence[rows]] + chosen.cpu()[rows, choosers, columns]
+        chosen = chosen.cpu()
+        rows, choosers, columns = (chosen >= 0).nonzero(as_tuple=True)
+        number = blocks.base[blocks.sequence[rows]] + chosen[rows, choosers, columns]
         order = torch.argsort(number * self._choosers + choosers, stable=True)
         self._rows, number, choosers = rows[order], number[order], choosers[order]
         token = blocks.first[blocks.sequence] + blocks.position  # in the pack
@@ -352,8 +353,8 @@ def _of_tile(
     came: Tensor, needed: Needed, tile: _Tile, k: Tensor, v: Tensor, wide: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """``[keys, dim]`` and ``[keys, v_dim]`` of one head."""
-    laid = came[needed.numbers[tile.tokens].to(came.device)]
-    width = k.shape[1] * k.shape[2]
+    rows = needed.numbers[tile.tokens].to(came.device)
+    first, width = tile.group * k.shape[2], k.shape[1] * k.shape[2]
     start = width + tile.group * v.shape[2]
-    keys = laid[:, tile.group * k.shape[2] : (tile.group + 1) * k.shape[2]]
-    return keys.to(wide), laid[:, start : start + v.shape[2]].to(wide)
+    keys, values = came[:, first : first + k.shape[2]], came[:, start : start + v.shape[2]]
+    return keys[rows].to(wide), values[rows].to(wide)  # of this head's columns only
