@@ -98,11 +98,18 @@ def test_outputs_and_gradients(kind, size, recompute, rank):
 
 
 def test_latents_travel(monkeypatch):
-    """Each row that is fetched has the latent and the rotary key, 20 elements, in place of 4 heads of 16 and 8."""
+    """Each row that is fetched has the latent and the rotary key, 20 elements, in place of 4 heads of 16 and 8.
+
+    In fp64 (so without experts), as another rounding in a layer may change what the next one chooses.
+    """
+    sizes = SIZES | {"kv_lora_rank": 12, "first_k_dense_replace": 3}
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("deepseek_v32", **sizes))
+    made.double()
 
     def sent():
         with hdp.init() as comm:
-            model = hdp.adapt(copy.deepcopy(made("deepseek_v32")), check=False)
+            model = hdp.adapt(copy.deepcopy(made), check=False)
             place = {"rank": comm.rank, "size": comm.size}
             pack = {"positions": positions(CU, **place), "cu_seqlens": CU, "comm": comm}
             before = comm.stats()["bytes_sent"]
@@ -113,7 +120,7 @@ def test_latents_travel(monkeypatch):
     latents = sum(run_threads(sent, 2))
     monkeypatch.setattr(indexers, "absorbed", lambda *_: None)
     expanded = sum(run_threads(sent, 2))
-    rows = (expanded - latents) / (4 * (4 * (16 + 8) - 20))
+    rows = (expanded - latents) / (8 * (4 * (16 + 8) - 20))
     assert rows == int(rows)
     assert 20 < rows < 3 * 67  # of three layers
 
