@@ -73,14 +73,18 @@ void addRows(uint64_t dst, uint64_t src, const Strides& strides, int64_t row_byt
 
 using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 
-py::array_t<int64_t> zigzagBounds(const Int64Array& cu_seqlens, int64_t ranks) {
+py::array_t<int64_t> zigzagBounds(const Int64Array& cu_seqlens, int64_t ranks, double key_limit,
+                                  double limited) {
   if (cu_seqlens.ndim() != 1 || cu_seqlens.size() == 0) {
     throwInvalidUsage("cu_seqlens must have one dimension and at least one entry (a 0); got " +
                       std::to_string(cu_seqlens.ndim()) + " dimensions and " +
                       std::to_string(cu_seqlens.size()) + " entries");
   }
   const int64_t sequences = cu_seqlens.size() - 1;
-  const std::vector<int64_t> bounds = kernels::zigzagBounds(cu_seqlens.data(), sequences, ranks);
+  const int64_t* cu = cu_seqlens.data();
+  const std::vector<int64_t> bounds =
+      limited == 0 ? kernels::zigzagBounds(cu, sequences, ranks)
+                   : kernels::evenBounds(cu, sequences, ranks, key_limit, limited);
   py::array_t<int64_t> result({sequences, 2 * ranks + 1});
   std::copy(bounds.begin(), bounds.end(), result.mutable_data());
   return result;
@@ -108,7 +112,8 @@ void bindKernels(py::module_& module) {
              py::arg("total_rows"), py::arg("dtype"), py::arg("cuda"), py::arg("stream"));
   bindKernelsBuffers(module);
   bindKernelsCrossEntropy(module);
-  module.def("zigzag_bounds", &zigzagBounds, py::arg("cu_seqlens"), py::arg("size"));
+  module.def("zigzag_bounds", &zigzagBounds, py::arg("cu_seqlens"), py::arg("size"),
+             py::arg("key_limit") = 0.0, py::arg("limited") = 0.0);
 }
 
 }  // namespace hdpcomm

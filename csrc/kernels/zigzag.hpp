@@ -11,4 +11,13 @@ namespace hdpcomm::kernels {
 // Throws InvalidUsage for cu_seqlens that do not begin with 0 or that fall, or for ranks < 1.
 std::vector<int64_t> zigzagBounds(const int64_t* cu_seqlens, int64_t num_sequences, int64_t ranks);
 
+// The same with as many tokens on each rank, and with equal work where of the attention a share
+// `limited` is over at most `key_limit` keys a query: heads and tails then differ in length.
+//
+// A query's work does not fall along the sequence, so some head and tail of the right number of
+// tokens have the mean work of what is left, from the ends to the middle; whole tokens miss it by
+// the work of one.
+std::vector<int64_t> evenBounds(const int64_t* cu_seqlens, int64_t num_sequences, int64_t ranks,
+                                double key_limit, double limited);
+
 }  // namespace hdpcomm::kernels

@@ -7,7 +7,14 @@ from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.chosen import indexed_attention, indexer_loss, selected_attention
 from hdpcomm.attention.chosen_blocks import block_attention, moba_attention
 from hdpcomm.attention.indexer import index_top_k
-from hdpcomm.attention.layout import local_cu_seqlens, positions, shard, shard_with_positions, unshard
+from hdpcomm.attention.layout import (
+    BalancedPack,
+    local_cu_seqlens,
+    positions,
+    shard,
+    shard_with_positions,
+    unshard,
+)
 from hdpcomm.attention.linear import delta_rule, short_conv, ssd
 from hdpcomm.attention.mla import mla_attention
 from hdpcomm.attention.nsa import NSABlocks, nsa_attention
@@ -27,6 +34,7 @@ from hdpcomm.plan.tree import Tree
 __all__ = [
     "AttentionCosts",
     "AttentionOptions",
+    "BalancedPack",
     "BlockMask",
     "NSABlocks",
     "Pack",

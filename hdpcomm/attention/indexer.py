@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.attention.call_check import agree_on_call
-from hdpcomm.attention.layout import CuSeqlens, Layout, as_cu_seqlens, layout_of
+from hdpcomm.attention.layout import CuSeqlens, Layout, sequences_layout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
@@ -69,9 +69,7 @@ def places_of(layout: Layout) -> Places:
 
 def layout_of_pack(cu_seqlens: CuSeqlens, comm: Communicator | None) -> Layout:
     """Raises: InvalidUsage for a tree or mask."""
-    layout = layout_of(as_cu_seqlens(cu_seqlens), size=1 if comm is None else comm.size)
-    assert isinstance(layout, Layout)  # trees and masks are refused
-    return layout
+    return sequences_layout(cu_seqlens, size=1 if comm is None else comm.size)
 
 
 @untraced

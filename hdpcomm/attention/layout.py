@@ -6,6 +6,9 @@ longer pieces are distributed so that the ranks' totals over the pack differ by 
 without padding. A rank's rows are [head of sequence 0, tail of sequence 0, head of sequence 1, ...]. Source: ByteScale
 (arXiv 2502.21231) section 7.
 
+Where attention is over few keys a query, a :class:`BalancedPack` in place of ``cu_seqlens`` has heads and tails of
+other lengths, which make the work equal.
+
 All functions are local: every rank computes the same from ``cu_seqlens``. They also take a
 :class:`hdpcomm.plan.Tree`, a :class:`hdpcomm.attention.BlockMask` or a slice of a
 :class:`hdpcomm.attention.SlicedSequence` in its place, whose layouts are in tree_layout.py, block_mask.py and
@@ -25,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from hdpcomm._core import kernels as _core
-from hdpcomm.arguments import check_type, check_whole
+from hdpcomm.arguments import check_number, check_type, check_whole
 from hdpcomm.attention._kernels import Rows, copy_rows, take_rows, take_rows_and_positions
 from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.pieces import Pieces
@@ -37,6 +40,7 @@ from hdpcomm.plan.tree import Tree
 
 __all__ = [
     "AnyLayout",
+    "BalancedPack",
     "CuSeqlens",
     "Layout",
     "as_cu_seqlens",
@@ -45,13 +49,47 @@ __all__ = [
     "local_cu_seqlens",
     "longest_length",
     "positions",
+    "sequences_layout",
     "shard",
     "shard_with_positions",
     "unshard",
 ]
 
-CuSeqlens: TypeAlias = "torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | Tree | BlockMask | SequenceSlice"
+CuSeqlens: TypeAlias = (
+    "torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int] | BalancedPack | Tree | BlockMask | SequenceSlice"
+)
 Int64: TypeAlias = "npt.NDArray[np.int64]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BalancedPack:
+    """A pack of sequences whose shards have equal work where queries see few keys, in place of ``cu_seqlens``.
+
+    With at most ``key_limit`` keys a query, the first tokens of a sequence cost less than the others, and all others
+    alike: pieces of one length are uneven then. Here each rank has a head and a tail that together have as many tokens
+    as those of other ranks (or one more), and as much work, within that of one token. All ranks give the same.
+
+    Args:
+        cu_seqlens: ``[sequences + 1]``, the running sum of the lengths of all sequences, from 0.
+        key_limit: keys that a query sees at most where they are chosen (``top_k``, a window).
+        limited: that part of the cost of a query and key; the others are over all keys, as an indexer's scores.
+
+    Raises: InvalidUsage.
+
+    Example:
+        >>> pack = BalancedPack([0, 4096], key_limit=1024)
+        >>> [int(shard(torch.arange(1, 4097), pack, rank=r, size=2).clamp(max=1024).sum()) for r in range(2)]
+        [1835102, 1835426]
+    """
+
+    cu_seqlens: Int64
+    key_limit: float
+    limited: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cu_seqlens", as_cu_seqlens(self.cu_seqlens))
+        check_number("BalancedPack", "key_limit", self.key_limit, least=1)
+        check_number("BalancedPack", "limited", self.limited, least=0, most=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +100,8 @@ class Layout:
     """[sequences, 2N + 1]: first token, inside its sequence, of each piece; the last column holds the lengths."""
     size: int
     """N, the number of ranks."""
+    limit: tuple[float, float] = (0.0, 0.0)
+    """``key_limit`` and ``limited`` of a :class:`BalancedPack`."""
 
     @property
     def lengths(self) -> Int64:
@@ -78,7 +118,8 @@ class Layout:
         """Text that is the same on two ranks only if they mean the same pack, and a summary of it for messages."""
         lengths = self.lengths.tolist()
         shown = str(lengths) if len(lengths) <= 12 else f"{lengths[:12]}..."
-        return str(lengths), f"{len(lengths)} sequences with {sum(lengths)} tokens, lengths {shown}"
+        limit = ", balanced for a share of {1:g} over {0:g} keys at most".format(*self.limit) if self.limit[1] else ""
+        return f"{lengths}{limit}", f"{len(lengths)} sequences with {sum(lengths)} tokens, lengths {shown}{limit}"
 
     def first_positions(self, rank: int) -> Int64:
         """[2 * sequences]: position, inside its sequence, of the first token of every head and tail of ``rank``."""
@@ -118,9 +159,10 @@ def _rows_of(layout: Layout, rank: int) -> int:
     return int(layout.local_cu(rank)[-1])
 
 
-def as_pack(cu_seqlens: CuSeqlens) -> Int64 | Tree | BlockMask | SequenceSlice:
-    """A tree, a mask or a slice as it is, and :func:`as_cu_seqlens` of all else."""
-    return cu_seqlens if isinstance(cu_seqlens, Tree | BlockMask | SequenceSlice) else as_cu_seqlens(cu_seqlens)
+def as_pack(cu_seqlens: CuSeqlens) -> Int64 | BalancedPack | Tree | BlockMask | SequenceSlice:
+    """A balanced pack, a tree, a mask or a slice as it is, and :func:`as_cu_seqlens` of all else."""
+    kept = isinstance(cu_seqlens, BalancedPack | Tree | BlockMask | SequenceSlice)
+    return cu_seqlens if kept else as_cu_seqlens(cu_seqlens)  # type: ignore[return-value]
 
 
 def longest_length(cu_seqlens: CuSeqlens) -> int:
@@ -136,6 +178,8 @@ def longest_length(cu_seqlens: CuSeqlens) -> int:
 
 def as_cu_seqlens(cu_seqlens: CuSeqlens, *, name: str = "cu_seqlens") -> Int64:
     """``cu_seqlens`` as a checked int64 array: one dimension, begins with 0, never falls. Waits for a CUDA tensor."""
+    if isinstance(cu_seqlens, BalancedPack):
+        return cu_seqlens.cu_seqlens
     if isinstance(cu_seqlens, Tree | BlockMask | SequenceSlice):
         raise InvalidUsage(
             f"{name} is a {type(cu_seqlens).__name__}, and only packs of plain sequences are possible here: give the "
@@ -165,10 +209,10 @@ def as_cu_seqlens(cu_seqlens: CuSeqlens, *, name: str = "cu_seqlens") -> Int64:
 
 
 @lru_cache(maxsize=256)
-def _cached_layout(cu_seqlens: bytes, size: int) -> Layout:
-    bounds = _core.zigzag_bounds(np.frombuffer(cu_seqlens, dtype=np.int64), size)
+def _cached_layout(cu_seqlens: bytes, size: int, limit: tuple[float, float]) -> Layout:
+    bounds = _core.zigzag_bounds(np.frombuffer(cu_seqlens, dtype=np.int64), size, *limit)
     bounds.setflags(write=False)
-    return Layout(bounds, size)
+    return Layout(bounds, size, limit)
 
 
 @untraced
@@ -181,7 +225,16 @@ def layout_of(cu_seqlens: CuSeqlens, *, size: int, name: str = "cu_seqlens") -> 
         return cu_seqlens.layout(size)
     if isinstance(cu_seqlens, SequenceSlice):
         return cu_seqlens.layouts(size)[0]
-    return _cached_layout(as_cu_seqlens(cu_seqlens, name=name).tobytes(), size)
+    limit = (cu_seqlens.key_limit, cu_seqlens.limited) if isinstance(cu_seqlens, BalancedPack) else (0.0, 0.0)
+    return _cached_layout(as_cu_seqlens(cu_seqlens, name=name).tobytes(), size, limit)
+
+
+def sequences_layout(cu_seqlens: CuSeqlens, *, size: int) -> Layout:
+    """:func:`layout_of` of a pack of plain sequences. Raises InvalidUsage for a tree, a mask or a slice."""
+    as_cu_seqlens(cu_seqlens)
+    layout = layout_of(cu_seqlens, size=size)
+    assert isinstance(layout, Layout)  # the others were refused
+    return layout
 
 
 def _check_rank(rank: int, size: int) -> None:
@@ -253,8 +306,7 @@ def local_cu_seqlens(cu_seqlens: CuSeqlens, *, rank: int, size: int) -> torch.Te
 
     Raises InvalidUsage for a tree or a mask, whose tokens belong to no single sequence.
     """
-    layout = layout_of(as_cu_seqlens(cu_seqlens), size=size)
-    assert isinstance(layout, Layout)
+    layout = sequences_layout(cu_seqlens, size=size)
     _check_rank(rank, size)
     return torch.from_numpy(layout.local_cu(rank).astype(np.int32))
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.attention import Pack, current_pack, packed_attention, positions, shard, shard_with_positions
-from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens, longest_length
+from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens, as_pack, longest_length
 from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.indexers import attend_chosen, set_indexers
@@ -433,8 +433,9 @@ def shard_batch(
             "least 1"
         )
     place = {"rank": 0 if comm is None else comm.rank, "size": 1 if comm is None else comm.size}
-    mine = shard(_shifted(wanted, cu), cu, **place).unsqueeze(0)
-    tokens, places = shard_with_positions(input_ids, cu, **place)
+    pack = as_pack(cu_seqlens)
+    mine = shard(_shifted(wanted, cu), pack, **place).unsqueeze(0)
+    tokens, places = shard_with_positions(input_ids, pack, **place)
     return {
         "input_ids": tokens.unsqueeze(0),
         "position_ids": places.unsqueeze(0),

@@ -30,7 +30,9 @@ def linear_layout(cu_seqlens: CuSeqlens, comm: Communicator | None) -> TokenLayo
 
 def layout_of_tokens(cu_seqlens: CuSeqlens, comm: Communicator | None) -> TokenLayout:
     """The layout of a pack of sequences or of a tree. Raises InvalidUsage, also for a mask."""
-    layout, _ = layouts_of(cu_seqlens if isinstance(cu_seqlens, Tree) else as_cu_seqlens(cu_seqlens), None, comm)
+    if not isinstance(cu_seqlens, Tree):
+        as_cu_seqlens(cu_seqlens)
+    layout, _ = layouts_of(cu_seqlens, None, comm)
     assert isinstance(layout, TokenLayout)
     return layout
 

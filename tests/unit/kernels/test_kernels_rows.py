@@ -1,5 +1,7 @@
 """Segmented row copies and the zigzag boundaries, against numpy indexing."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -114,7 +116,36 @@ def test_zigzag_pieces_and_totals_are_balanced(lengths, size):
     assert by_rank.max() - by_rank.min() <= 1
 
 
+@given(
+    st.lists(st.integers(0, 3000), max_size=6),
+    st.integers(1, 9),
+    st.integers(1, 2000),
+    st.sampled_from([0.1, 0.7, 1.0]),
+)
+@settings(max_examples=150, deadline=None)
+def test_even_bounds_have_equal_tokens_and_work(lengths, size, limit, limited):
+    """The work counted token by token; of each sequence it is within that of two tokens of the mean."""
+    cu = np.cumsum([0, *lengths])
+    bounds = core.zigzag_bounds(cu, size, limit, limited)
+    assert (bounds[:, 0] == 0).all()
+    assert (bounds[:, -1] == lengths).all()
+    pieces = np.diff(bounds, axis=1)
+    plain = np.diff(core.zigzag_bounds(cu, size), axis=1)
+    assert (pieces >= 0).all()
+    assert (pieces + pieces[:, ::-1] == plain + plain[:, ::-1]).all()
+    for row, length in zip(bounds, lengths, strict=True):
+        seen = np.arange(1, length + 1)
+        sums = np.concatenate([[0], np.cumsum((1 - limited) * seen + limited * np.minimum(seen, limit))])
+        parts = np.diff(sums[row])
+        if length >= 2 * size:
+            work = parts[:size] + parts[size:][::-1]
+            assert abs(work - work.mean()).max() <= 2 * (1 - limited) * length + 2 * limited * min(limit, length)
+
+
 def test_zigzag_refuses_bad_input():
+    for limit, limited in ((0.5, 1.0), (4, -0.1), (4, 1.1), (math.nan, 0.5), (4, math.nan)):
+        with pytest.raises(InvalidUsage, match="expected at least 1 key, and a share"):
+            core.zigzag_bounds(np.array([0, 4]), 2, limit, limited)
     with pytest.raises(InvalidUsage, match="at least 1 rank"):
         core.zigzag_bounds(np.array([0, 4]), 0)
     with pytest.raises(InvalidUsage, match="begin with 0"):
