@@ -76,9 +76,9 @@ double leastStatic(const Problem& problem, const PolicyOptions& options) {
   }
   Load all;
   double shards = 0;
-  for (const int64_t length : problem.lengths()) {
-    all.add(length);
-    shards += static_cast<double>((length + size - 1) / size);
+  for (int i = 0; i < problem.count(); ++i) {
+    all += problem.own(i);
+    shards += static_cast<double>((problem.lengths()[i] + size - 1) / size);
   }
   const double packs = std::ceil(shards / static_cast<double>(cost.memory().capacity));
   const double compute = cost.stepCompute(all, size);  // of one ring step of each pack
