@@ -6,6 +6,9 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
 
 from hdpcomm._core import planner as core
 from hdpcomm.arguments import MOST_TOKENS, check_number, check_type, check_whole
@@ -14,8 +17,9 @@ from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.fit import descend, fit_coefficients
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.plan.specs import ModelSpec
+from hdpcomm.plan.tree import Tree
 
-__all__ = ["CostModel", "CostSample", "MemoryModel", "core_cost"]
+__all__ = ["CostModel", "CostSample", "MemoryModel", "core_cost", "limit_of"]
 
 # Work of forward and backward pass, in forward passes. The backward pass of linear layers has two matrix products for
 # each one of the forward pass; that of flash attention has five for two, since it recomputes the scores.
@@ -42,7 +46,8 @@ class CostSample:
     (``ClusterSpec.ranks_per_domain``). ``processor_s``: what each of these ranks took of its processors,
     0 where nobody measured it; less than ``seconds`` where ranks wait, or share processors. ``expert``: above 1, of so
     many ranks that share experts one had tokens, and the others ran their passes without any. ``weights_s``: of
-    ``seconds``, those of weight gradients that split backward passes left for later.
+    ``seconds``, those of weight gradients that split backward passes left for later. ``key_limit``, ``limited``: of the
+    model (:class:`CostModel`), by its sizes.
     """
 
     ranks: int
@@ -53,6 +58,8 @@ class CostSample:
     expert: int = 1
     weights_s: float = 0.0
     one_domain: bool = False
+    key_limit: float = 0.0
+    limited: float = 0.0
 
 
 def _sample(given: CostSample | tuple[int, Sequence[int], float]) -> CostSample:
@@ -77,10 +84,11 @@ class CostModel:
     ``d * step + linear * S / d + fixed`` plus, for each of the d - 1 ring steps after the first, ``ring_step`` and the
     time by which the forward and the backward part of ``transfer`` exceed their parts of ``step``. On one rank that is
     ``a s^2 + b s + c`` with a = attention, b = piece + linear, c = fixed. ``*_inter`` is used if the ranks are not all
-    on one node; ``*_domain`` if these nodes are of one domain.
+    on one node; ``*_domain`` if these nodes are of one domain. Where layers choose their keys, what :meth:`squares`
+    gives is in the place of ``s_i^2``.
 
     Attributes:
-        attention: seconds per token squared.
+        attention: seconds per token squared, of sequences with at most ``key_limit`` tokens if there is a limit.
         linear: seconds per token.
         fixed: seconds per micro-batch.
         piece: seconds per token and ring step, lost because short pieces make the attention kernel less efficient.
@@ -99,6 +107,8 @@ class CostModel:
         noise: standard deviation of the compute of a micro-batch, relative to what is predicted; micro-batches vary
             independently of each other. Plans count with it where each rank has processors of its own, no pipeline and
             no expert group. :class:`hdpcomm.plan.CostLearner` finds it in steps that were measured.
+        key_limit: keys that a query sees at most in layers that choose them (``top_k`` of an indexer); 0: none do.
+        limited: of ``attention``, the share of these layers without the indexers' scores, which are of all keys.
     """
 
     attention: float
@@ -117,14 +127,41 @@ class CostModel:
     kv_domain: float | None = None
     latency_domain: float | None = None
     noise: float = 0.0
+    key_limit: float = 0.0
+    limited: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            share = field.name.startswith("forward") or field.name in ("weights", "noise")
+            share = field.name.startswith("forward") or field.name in ("weights", "noise", "limited")
             most = 1.0 if share else math.inf
             value = getattr(self, field.name)
             if value is not None or not field.name.endswith("_domain"):
                 check_number("CostModel", field.name, value, least=0, most=most)
+        if self.limited and self.key_limit < 1:
+            raise InvalidUsage(
+                f"CostModel: limited is {self.limited} and key_limit {self.key_limit}, expected >= 1 key"
+            )
+
+    @property
+    def limit(self) -> tuple[float, float]:
+        """``key_limit`` and ``limited``, which shards over several ranks follow; (0, 0): none."""
+        return (float(self.key_limit), float(self.limited)) if self.limited else (0.0, 0.0)
+
+    def squares(self, stop: Any, start: Any = 0.0) -> Any:
+        """What the queries at ``start`` to ``stop`` of a sequence cost over what a token squared costs; numbers or
+        arrays. ``stop^2 - start^2``, less where layers choose their keys."""
+        if not self.limited:
+            return stop * stop - start * start
+        far, near = np.maximum(stop - self.key_limit, 0.0), np.maximum(start - self.key_limit, 0.0)
+        return stop * stop - start * start - self.limited * (far * far - near * near)
+
+    def item_squares(self, item: int | Tree) -> float:
+        """:meth:`squares` of a whole sequence of so many tokens, or of a tree."""
+        if isinstance(item, Tree):
+            if not self.limited:
+                return item.squares
+            return float(self.squares(1.0 * item.starts + item.lengths, 1.0 * item.starts).sum())
+        return float(self.squares(float(item)))
 
     def seconds(
         self, lengths: Sequence[int], ranks: int = 1, *, one_node: bool = True, one_domain: bool = False
@@ -133,7 +170,7 @@ class CostModel:
         are in one domain."""
         for length in lengths:
             check_number("seconds()", "a length", length, least=0)
-        squares = sum(float(s) * s for s in lengths)
+        squares = sum(float(self.squares(float(s))) for s in lengths)
         return self.load_seconds(squares, sum(lengths), ranks, one_node=one_node, one_domain=one_domain)
 
     def links(self, *, one_node: bool, one_domain: bool = False) -> tuple[float, float]:
@@ -146,7 +183,7 @@ class CostModel:
     def load_seconds(
         self, squares: float, tokens: float, ranks: int = 1, *, one_node: bool = True, one_domain: bool = False
     ) -> float:
-        """:meth:`seconds` of so many tokens, by the sum of the squares of their lengths (:attr:`Tree.squares`)."""
+        """:meth:`seconds` of so many tokens, by the sum of their :meth:`item_squares`."""
         check_whole("CostModel", "ranks", ranks, least=1)
         step = self.attention * squares / ranks**2 + self.piece * tokens / ranks
         total = ranks * step + self.linear * tokens / ranks + self.fixed
@@ -169,7 +206,11 @@ class CostModel:
         squares = _ATTENTION_PASSES * model.attention_flops_per_token_squared + model.index_flops_per_token_squared
         attention = squares * share / device.attention_flops
         expansion, mixing = model.expansion_flops_per_token, model.mixing_flops_per_token
+        chosen_keys, chosen_flops = model.chosen_flops
+        attention += _ATTENTION_PASSES * chosen_flops * share / device.attention_flops
+        key_limit, limited = limit_of(model)
         linear = _LINEAR_PASSES * (model.linear_flops_per_token - mixing - expansion) * share / device.linear_flops
+        mixing -= 2 * chosen_flops * chosen_keys  # of a long sequence; here they are squares up to the limit
         linear += _ATTENTION_PASSES * mixing * share / device.attention_flops
         experts = _LINEAR_PASSES * model.expert_flops_per_token * share / device.linear_flops
         # Norms, rotary embedding and residuals are bound by memory: three passes that read and write the activations.
@@ -192,7 +233,8 @@ class CostModel:
             attention=attention,
             linear=linear,
             fixed=_LINEAR_PASSES * layers * device.step_overhead_s,
-            piece=attention * device.short_piece + _EXPANSION_PASSES * expansion * share / device.linear_flops,
+            piece=attention * (1 - limited) * device.short_piece
+            + _EXPANSION_PASSES * expansion * share / device.linear_flops,
             ring_step=2 * (sent.rings + sent.recurrences) * device.step_overhead_s,
             kv_intra=kv_bytes / intra,
             kv_inter=kv_bytes / device.inter_bandwidth,
@@ -202,6 +244,8 @@ class CostModel:
             experts=experts,
             kv_domain=kv_bytes / domain if cluster.ranks_per_domain else None,
             latency_domain=messages * domain_latency + state_bytes / domain if cluster.ranks_per_domain else None,
+            key_limit=key_limit,
+            limited=limited,
         )
 
     @classmethod
@@ -213,7 +257,8 @@ class CostModel:
                 steps can be fitted only to samples on several ranks, and that of links between nodes
                 (``kv_inter``, ``latency_inter``) only to samples with ``one_node=False``; those of links between nodes
                 of a domain to samples with ``one_domain=True`` as well. ``experts`` needs a sample
-                with ``expert`` beside one of the same lengths without.
+                with ``expert`` beside one of the same lengths without. Where layers choose their keys, samples of more
+                than twice ``key_limit`` tokens tell what these cost; else ``limited`` of the samples does.
 
         Raises:
             InvalidUsage: fewer than three samples on one node, or one that is not positive.
@@ -248,16 +293,29 @@ class CostModel:
                 f"{len(inside)} samples of ranks on one node given, expected at least 3 of different lengths: those "
                 "between nodes tell what links cost, not what compute does"
             )
+        given = inside[0]
+        key_limit, limited = (given.key_limit, given.limited) if given.limited else (0.0, 0.0)
+        longest = max(max(sample.lengths) for sample in inside)
+        # The squares of the layers that see all keys and of those that see few, or of both as the sizes tell.
+        kinds = (0.0, 1.0) if limited and longest > 2 * key_limit else (limited,)
+        forms = [cls(attention=0.0, linear=0.0, key_limit=key_limit, limited=share) for share in kinds]
         rows = []
         for sample in inside:
-            squares, tokens, ranks = sum(s * s for s in sample.lengths), sum(sample.lengths), sample.ranks
-            rows.append([squares / ranks, tokens / ranks, 1.0, tokens, ranks - 1.0])
+            tokens, ranks = sum(sample.lengths), sample.ranks
+            squares = [sum(form.item_squares(length) for length in sample.lengths) / ranks for form in forms]
+            rows.append([*squares, tokens / ranks, 1.0, tokens, ranks - 1.0])
         if all(sample.ranks == 1 for sample in inside):  # piece and ring_step cannot be told from the others
-            rows = [row[:3] for row in rows]
+            rows = [row[:-2] for row in rows]
         found = fit_coefficients(rows, [sample.seconds for sample in inside])
-        attention, linear, fixed, piece, ring_step = (*found, 0.0, 0.0)[:5]
+        attention, rest = sum(found[: len(forms)]), found[len(forms) :]
+        if len(forms) > 1:
+            limited = found[1] / attention if attention else 0.0
+        linear, fixed, piece, ring_step = (*rest, 0.0, 0.0)[:4]
         experts = min(linear, _shared_seconds(measured, beside))
-        model = cls(attention=attention, linear=linear, fixed=fixed, piece=piece, ring_step=ring_step, experts=experts)
+        model = cls(
+            attention=attention, linear=linear, fixed=fixed, piece=piece, ring_step=ring_step, experts=experts,
+            key_limit=key_limit, limited=limited,
+        )  # fmt: skip
         if domains:  # in one domain, or links between domains cannot be faster than those
             near = model._with_links(domains)
             kv, latency = near.links(one_node=False)
@@ -312,6 +370,14 @@ class CostModel:
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             names = ", ".join(field.name for field in fields(cls))
             raise InvalidUsage(f"no cost model ({error}): expected a JSON object with numbers for {names}") from error
+
+
+def limit_of(model: ModelSpec) -> tuple[float, float]:
+    """:attr:`CostModel.limit` by a model's sizes, where FLOPs of attention and of indexers take alike."""
+    key_limit, chosen = model.chosen_flops
+    all_keys = _ATTENTION_PASSES * model.attention_flops_per_token_squared + model.index_flops_per_token_squared
+    chosen *= _ATTENTION_PASSES
+    return (float(key_limit), chosen / (all_keys + chosen)) if chosen else (0.0, 0.0)
 
 
 def _shared_seconds(measured: Sequence[CostSample], beside: Sequence[CostSample]) -> float:
@@ -460,6 +526,8 @@ def core_cost(
     """Both models in the form that the C++ solver takes; ``ring_peers``, ``slices``: of
     :class:`hdpcomm.plan.Planner`."""
     values = asdict(cost)
+    for name in ("key_limit", "limited"):  # what the solver gets are squares
+        values.pop(name)
     experts = values.pop("experts")
     put_off = values.pop("weights") * max(0.0, values["linear"] - experts)
     values["linear"] += experts * (cluster.expert_imbalance - 1)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+
 from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
@@ -41,10 +43,9 @@ def jobs_of(items: Sequence[int | Tree], cost: CostModel, cluster: ClusterSpec, 
     if isinstance(items, (str, bytes, Mapping)) or not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
         raise InvalidUsage(f"plan() got the lengths {items!r}; give a list of whole numbers (or trees)")
     kinds = set(map(type, items))
-    if kinds == {int}:
-        return Jobs(_checked(cast(list[int], list(items))), [])
     if not any(issubclass(kind, Tree) for kind in kinds):
-        return Jobs(_tokens(items), [])
+        tokens = _checked(cast(list[int], list(items))) if kinds == {int} else _tokens(items)
+        return Jobs(tokens, cost.squares(np.array(tokens, dtype=np.float64)).tolist() if cost.limited else [])
     _tokens([item.num_tokens if isinstance(item, Tree) else item for item in items])
     cut = _cut_trees(items, cost, cluster, capacity)
     whole = [(i, item) for i, item in enumerate(items) if i not in cut]
@@ -56,7 +57,7 @@ def jobs_of(items: Sequence[int | Tree], cost: CostModel, cluster: ClusterSpec, 
         parts.append(tree.part(fragment.segments))
     return Jobs(
         tokens=[part.num_tokens if isinstance(part, Tree) else int(part) for part in parts],
-        squares=[part.squares if isinstance(part, Tree) else float(part) * part for part in parts],
+        squares=[cost.item_squares(part) for part in parts],
         fragments=fragments,
         ids=[*(i for i, _ in whole), *range(len(items), len(items) + len(fragments))] if cut else (),
     )
@@ -136,12 +137,14 @@ def _cheapest_parts(
 ) -> list[tuple[list[int], list[bool]]]:
     """Empty: the whole tree is cheaper, or no part fits."""
     needed = -(-tree.num_tokens // capacity)
-    least = _rank_seconds(tree.squares, tree.num_tokens, cost, cluster, capacity)
+    whole = cost.item_squares(tree)
+    least = _rank_seconds(whole, tree.num_tokens, cost, cluster, capacity)
     if len(tree.parents) > 1 and tree.parents[1:].min() >= 0:  # one root, which every part after the first repeats
         root = int(tree.lengths[0])
-        if least <= cost.load_seconds(tree.squares + float(root) * root, tree.num_tokens + root):
+        if least <= cost.load_seconds(whole + cost.item_squares(root), tree.num_tokens + root):
             return []
-    squares, tokens = (tree.lengths * (2 * tree.starts + tree.lengths)).tolist(), tree.lengths.tolist()
+    starts, tokens = tree.starts.astype(np.float64), tree.lengths.tolist()
+    squares = cost.squares(starts + tree.lengths, starts).tolist()
     best: list[tuple[list[int], list[bool]]] = []
     ranks = 1
     while ranks < needed and ranks <= cluster.ranks:

@@ -124,7 +124,7 @@ class CostLearner:
         Args:
             plan: the step's.
             times: of every rank, in order.
-            squares: by id, of trees and fragments (:attr:`Tree.squares`); others cost the square of their length.
+            squares: by id, of trees and fragments (:meth:`CostModel.item_squares`); others cost what their length does.
 
         Raises:
             InvalidUsage: not one figure for each micro-batch of each rank.
@@ -158,7 +158,7 @@ class CostLearner:
                 if k is None or not (1e-9 < compute_s < 1e9 and 0 <= wait_s < 1e9):
                     continue  # a clock that was set, or a micro-batch that nobody timed
                 pairs.append((k, rank, compute_s, compute_s + wait_s))
-        loads = [_load(batch, squares) for batch in chosen]
+        loads = [self._load(batch, squares) for batch in chosen]
         batch_of, rank_of, seconds, spans = zip(*pairs, strict=True) if pairs else ((), (), (), ())
         sizes = np.array([len(batch.ranks) for batch in chosen], dtype=np.float64)
         tokens = np.array([load[0] for load in loads])
@@ -175,6 +175,12 @@ class CostLearner:
             pair_span_s=np.array(spans, dtype=np.float64),
             pair_weight=np.array([chosen[k].predicted_s / len(chosen[k].ranks) for k in batch_of], dtype=np.float64),
         )
+
+    def _load(self, batch: MicroBatch, squares: Mapping[int, float]) -> tuple[float, float]:
+        """Tokens and squares."""
+        cost = self.cost_model
+        found = (squares.get(each.id) or cost.item_squares(each.length) for each in batch.sequences)
+        return float(batch.tokens), sum(found)
 
     def _learn_compute(self) -> None:
         samples = self._samples()
@@ -345,11 +351,6 @@ class CostLearner:
             if error < best_error:
                 best, best_error = candidate, error
         return float(best)
-
-
-def _load(batch: MicroBatch, squares: Mapping[int, float]) -> tuple[float, float]:
-    of_squares = sum(squares.get(sequence.id, float(sequence.length) ** 2) for sequence in batch.sequences)
-    return float(batch.tokens), of_squares
 
 
 def _times(rows: Vector, coefficients: Sequence[float]) -> Vector:

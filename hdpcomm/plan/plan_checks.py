@@ -36,6 +36,11 @@ def check_values(table: PlanTable, values: dict[str, Any]) -> None:
     for name in ("makespan_s", "lower_bound_s", "planning_s", "idle_share", "noise_s"):
         if not 0 <= values[name] < math.inf:
             raise InvalidUsage(f"the plan's {name} is {values[name]}, expected a number of at least 0")
+    key_limit, limited = values["key_limit"], values["limited"]
+    if not 0 <= limited <= 1 or not (1 if limited else 0) <= key_limit < math.inf:
+        raise InvalidUsage(
+            f"the plan's key_limit is {key_limit} and limited {limited}, expected a share and at least one key"
+        )
     for name, column, wrong in (
         ("predicted_s", table.predicted_s, ~((table.predicted_s >= 0) & (table.predicted_s < math.inf))),
         ("ids", table.ids, table.ids < 0),

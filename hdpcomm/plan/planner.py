@@ -264,6 +264,8 @@ class Planner:
             queued=solved.queued,
             queue_pools=solved.queue_pools,
             made_by=solved.made_by,
+            key_limit=self.cost_model.limit[0],
+            limited=self.cost_model.limit[1],
             fragments=(*jobs.fragments, *(SequenceFragment(*each) for each in solved.slices)),
         )
 
@@ -276,7 +278,7 @@ class Planner:
         for place, tokens in enumerate(jobs.tokens):
             if tokens <= most:
                 continue
-            plain = not jobs.squares or jobs.squares[place] == float(tokens) * tokens
+            plain = not self.cost_model.limited and (not jobs.squares or jobs.squares[place] == float(tokens) * tokens)
             room = math.floor(capacity - self.memory.kept * -(-tokens // ranks))
             needed = -(-tokens // (room * ranks)) if room > 0 else MOST_SLICES + 1
             if not plain or needed > self.slices:
@@ -434,10 +436,11 @@ class Planner:
     def simulate(self, plan: StepPlan, squares: Mapping[int, float] | None = None) -> dict[str, Any]:
         """The passes and times of the simulated step (:func:`hdpcomm.sim.simulate_step` makes a report of them).
 
-        ``squares``: by id, of trees and fragments; a sequence that is not in it costs the square of its length.
+        ``squares``: by id, of trees and fragments (:meth:`CostModel.item_squares`); a sequence that is not in it costs
+        what its length does.
         """
         table = plan.table
-        of_sequences = table.lengths.astype(np.float64) ** 2
+        of_sequences = self.cost_model.squares(table.lengths.astype(np.float64))
         if squares:
             places = np.flatnonzero(np.isin(table.ids, list(squares)))
             of_sequences[places] = [squares[number] for number in table.ids[places].tolist()]

@@ -148,6 +148,17 @@ class ModelSpec:
         return self._mixed("squares_flops")
 
     @property
+    def chosen_flops(self) -> tuple[float, float]:
+        """The most keys that a query sees in layers that choose them, and the FLOPs of their attention in one causal
+        forward pass per token squared, in sequences of no more tokens; of several limits, the one with the most work.
+        """
+        found: dict[int, float] = {}
+        for each in self.token_mixing:
+            if each.top_k is not None:
+                found[each.top_k] = found.get(each.top_k, 0.0) + each.layers * each.pair_flops / 2
+        return max(found.items(), key=lambda one: one[1] * one[0], default=(0, 0.0))
+
+    @property
     def index_flops_per_token_squared(self) -> float:
         """FLOPs of indexers, which have a forward pass only, per token squared."""
         return self._mixed("index_squares_flops")

@@ -53,6 +53,7 @@ class StepPlan:
         made_by: what of the policy made the plan, as "waves + swaps" (docs/policies.md); not part of the hash.
         fragments: parts of trees that were cut, and slices of sequences; number i has the id ``len(lengths) + i``, and
             its tree or sequence none.
+        key_limit, limited: of the cost model (:attr:`CostModel.limit`): shards over several ranks follow them.
     """
 
     policy: str
@@ -67,6 +68,8 @@ class StepPlan:
     queued: int = 0
     queue_pools: int = 1
     made_by: str = ""
+    key_limit: float = 0.0
+    limited: float = 0.0
     _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -204,6 +207,8 @@ class StepPlan:
         if found is None:
             digest = hashlib.sha256(f"{self.policy},{self.num_ranks}".encode())
             digest.update(core.hashed_text(self.table.columns()))
+            if self.limited:
+                digest.update(f"limit {self.limit}\n".encode())
             if self.queued:
                 digest.update(f"queue {self.queued} {self.queue_pools}\n".encode())
             for fragment in self.fragments:
@@ -213,6 +218,11 @@ class StepPlan:
                     digest.update(f"slice {fragment.sequence};{fragment.start};{fragment.stop}\n".encode())
             found = self._cache["hash"] = digest.hexdigest()
         return found
+
+    @property
+    def limit(self) -> tuple[float, float]:
+        """``key_limit`` and ``limited``."""
+        return self.key_limit, self.limited
 
     @property
     def slices(self) -> Mapping[int, PlannedSlice]:
@@ -282,15 +292,16 @@ class StepPlan:
             "idle_share": self.idle_share,
             "noise_s": self.noise_s,
             "made_by": self.made_by,
-            **self._queue_values(),
+            **self._rare_values(),
             "hash": self.hash,
             "fragments": [asdict(each) for each in self.fragments],
             "micro_batches": self.table.to_dicts(),
         }
 
-    def _queue_values(self) -> dict[str, int]:
-        """What files have of a queue: nothing where there is none."""
-        return {name: getattr(self, name) for name in _QUEUE_VALUES} if self.queued else {}
+    def _rare_values(self) -> dict[str, int | float]:
+        """What files have of a queue and of a limit of keys: nothing where there is none."""
+        names = (*(_QUEUE_VALUES if self.queued else ()), *(_LIMIT_VALUES if self.limited else ()))
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_json(cls, text: str) -> StepPlan:
@@ -313,6 +324,8 @@ class StepPlan:
                 queued=int(data.get("queued", 0)),
                 queue_pools=int(data.get("queue_pools", 1)),
                 made_by=str(data.get("made_by", "")),
+                key_limit=float(data.get("key_limit", 0.0)),
+                limited=float(data.get("limited", 0.0)),
                 fragments=tuple(map(_fragment, data.get("fragments", ()))),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -339,8 +352,8 @@ class StepPlan:
         if check_plan_suffix(path) == ".json":
             write_file(path, (self.to_json() + "\n").encode())
         else:
-            values = {name: getattr(self, name) for name in _VALUES if name not in _QUEUE_VALUES}
-            write_plan(path, self.table, values | self._queue_values(), self.fragments)
+            values = {name: getattr(self, name) for name in _ALWAYS}
+            write_plan(path, self.table, values | self._rare_values(), self.fragments)
 
     @classmethod
     def load(cls, path: Path | str) -> StepPlan:
@@ -374,11 +387,11 @@ class StepPlan:
             check_sequences(self.table, self.fragments, lengths)
 
 
-_QUEUE_VALUES = ("queued", "queue_pools")
-_VALUES = (
+_QUEUE_VALUES, _LIMIT_VALUES = ("queued", "queue_pools"), ("key_limit", "limited")
+_ALWAYS = (
     "policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share", "noise_s", "made_by",
-    *_QUEUE_VALUES,
 )  # fmt: skip
+_VALUES = (*_ALWAYS, *_QUEUE_VALUES, *_LIMIT_VALUES)
 
 
 def _fragment(values: Mapping[str, Any]) -> TreeFragment | SequenceFragment:

@@ -75,7 +75,7 @@ def rank_speeds(plan: StepPlan, times: Sequence[RankTimes], cost_model: CostMode
         took = sum(own.compute_s)
         expected = 0.0
         for batch in plan.for_rank(rank):
-            squares, tokens = sum(float(s.length) ** 2 for s in batch.sequences), batch.tokens
+            squares, tokens = sum(cost_model.item_squares(s.length) for s in batch.sequences), batch.tokens
             size = len(batch.ranks)
             expected += cost_model.attention * squares / size + cost_model.linear * tokens / size + cost_model.fixed
             expected += cost_model.piece * tokens + cost_model.ring_step * (size - 1)

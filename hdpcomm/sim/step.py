@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hdpcomm.arguments import check_has
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import Planner, StepPlan, Tree, TreeFragment
+from hdpcomm.plan import CostModel, Planner, StepPlan, Tree, TreeFragment
 from hdpcomm.sim.sync import optimizer_seconds, reduction_seconds
 
 __all__ = ["StepReport", "simulate_step"]
@@ -100,15 +100,15 @@ def simulate_step(
     else:
         items = plan_or_lengths
         plan = planner.plan(items)
-    squares = _squares_by_id(items, plan)
+    all_keys = _squares_by_id(items, plan, CostModel(attention=0.0, linear=0.0))
     sequences = zip(plan.table.ids.tolist(), plan.table.lengths.tolist(), strict=True)
-    total = sum(squares.get(number, float(length) ** 2) for number, length in sequences)
-    return _report(planner, plan, planner.simulate(plan, squares), total)
+    total = sum(all_keys.get(number, float(length) ** 2) for number, length in sequences)
+    return _report(planner, plan, planner.simulate(plan, _squares_by_id(items, plan, planner.cost_model)), total)
 
 
-def _squares_by_id(items: Sequence[int | Tree], plan: StepPlan) -> dict[int, float]:
+def _squares_by_id(items: Sequence[int | Tree], plan: StepPlan, cost: CostModel) -> dict[int, float]:
     """The sum of squares that tells the cost of attention, of each tree and fragment by its id in the plan."""
-    found = {i: item.squares for i, item in enumerate(items) if isinstance(item, Tree)}
+    found = {i: cost.item_squares(item) for i, item in enumerate(items) if isinstance(item, Tree)}
     for planned in plan.slices.values():
         found[int(plan.table.ids[plan.table.sequence_bounds[planned.rows[planned.number]]])] = planned.squares
     for k, fragment in enumerate(plan.fragments):
@@ -116,7 +116,7 @@ def _squares_by_id(items: Sequence[int | Tree], plan: StepPlan) -> dict[int, flo
             continue
         tree = items[fragment.tree]
         assert isinstance(tree, Tree)  # the plan was validated against the items
-        found[len(items) + k] = tree.part(fragment.segments).squares
+        found[len(items) + k] = cost.item_squares(tree.part(fragment.segments))
     return found
 
 

@@ -132,7 +132,17 @@ def test_only_full_attention_has_a_square_term() -> None:
     linear, squares = model.linear_flops_per_token, 32 * 64 * 129.0
     assert model.training_flops(1000.0, 5e5) == 3 * linear * 1000 + squares * 5e5
     device = ClusterSpec(ranks=64, device="h100").hardware
-    assert cost_of(indexed).attention == pytest.approx(squares / device.attention_flops)
+    # Sequences of up to 2,048 tokens cost what full attention does; of longer ones each token has 2,048 keys more.
+    pairs = 3.5 * 32 * 128 * (576 + 512)
+    cost = cost_of(indexed)
+    assert cost.attention == pytest.approx((squares + pairs) / device.attention_flops)
+    assert cost.limit == (2048.0, pytest.approx(pairs / (squares + pairs)))
+    assert cost.squares(2048.0) == 2048.0**2
+    more = cost.attention * (cost.squares(20_001.0) - cost.squares(20_000.0))
+    assert more == pytest.approx((40_001 * squares + 2 * 2048 * pairs) / device.attention_flops)
+    without = cost_of(replace(indexed, pair_flops=0.0))
+    assert without.linear == pytest.approx(cost.linear)
+    assert without.limit == (0.0, 0.0)
     assert cost_of(indexed).kv_inter > 0
 
 
