@@ -10,7 +10,7 @@ ring over all keys, and the messages alone of gathering all keys and values and 
 medians of ``--rounds`` rounds of rank 0.
 
 ``--work`` counts the FLOPs of each rank in a layer of DeepSeek-V3.2 (its configuration's sizes, k = 2,048, both passes,
-the indexer forward) for five mixes of lengths, by the shards that the product makes.
+the indexer forward) for five mixes of lengths, in pieces of one length and in the shards of training.
 
 ``--predict`` trains a small DeepSeek-V3.2 (k = 64) by ``hdpcomm train`` on 2 ranks, with sequences of up to 4,096
 tokens that fit a rank, and that take both: what plans predict over the processor time of each step.
@@ -33,7 +33,15 @@ import numpy as np
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import index_top_k, moba_attention, nsa_attention, ring_attention, selected_attention, shard
+from hdpcomm.attention import (
+    BalancedPack,
+    index_top_k,
+    moba_attention,
+    nsa_attention,
+    ring_attention,
+    selected_attention,
+    shard,
+)
 from hdpcomm.testing import spawn
 
 HEADS, DIM, INDEX_HEADS, INDEX_DIM = 4, 64, 4, 32
@@ -86,8 +94,8 @@ def measured(tokens: int, top_k: int, rounds: int) -> dict[str, tuple[float, int
 MIXES = ([131072], [16384], [8192, 16384, 32768], [4096] * 8, [3000, 50000, 7, 1200])
 
 
-def work(lengths: list[int], ranks: int) -> np.ndarray:
-    """FLOPs ``[ranks, 3]``: products with weights, attention over chosen keys, the indexer."""
+def work(lengths: list[int], ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """FLOPs ``[ranks, 3]``: products with weights, attention over chosen keys, the indexer; in both shards."""
     hidden, heads, nope, rope, v_dim, q_rank, kv_rank, top_k = 7168, 128, 128, 64, 128, 1536, 512, 2048
     index_heads, index_dim, expert, used = 64, 128, 2048, 9
     latent = hidden * q_rank + q_rank * heads * (nope + rope) + hidden * (kv_rank + rope)
@@ -95,22 +103,32 @@ def work(lengths: list[int], ranks: int) -> np.ndarray:
     token = 6.0 * (latent + 3 * hidden * expert * used)
     token += 2.0 * (q_rank * index_heads * index_dim + hidden * (index_dim + index_heads))
     pair, index_pair = 7.0 * heads * (2 * kv_rank + rope), 2.0 * index_heads * (index_dim + 1)
-    cu = [0, *itertools.accumulate(lengths)]
+    plain = torch.tensor([0, *itertools.accumulate(lengths)])
     seen = torch.cat([torch.arange(1, n + 1) for n in lengths])
     found = []
-    for rank in range(ranks):
-        own = seen[shard(torch.arange(cu[-1]), cu, rank=rank, size=ranks)].double()
-        found.append([token * len(own), pair * float(own.clamp(max=top_k).sum()), index_pair * float(own.sum())])
-    return np.array(found)
+    for cu in (plain, BalancedPack(plain, top_k, pair / (pair + index_pair))):
+        shards = [shard(seen, cu, rank=rank, size=ranks).double() for rank in range(ranks)]
+        found.append(
+            np.array(
+                [[token * len(x), pair * float(x.clamp(max=top_k).sum()), index_pair * float(x.sum())] for x in shards]
+            )
+        )
+    return found[0], found[1]
 
 
 def show_work() -> None:
-    print("most and least of a rank over the mean; attention over chosen keys and the indexer of all")
+    print(
+        "most and least of a rank over the mean, in pieces of one length and in shards of training; of attention only;"
+    )
+    print("attention over chosen keys and the indexer of all")
     for lengths, ranks in itertools.product(MIXES, (4, 8)):
-        each = work(lengths, ranks)
-        sums, parts = each.sum(1), each.sum(0) / each.sum()
         told = f"{lengths[0]:7,} ... ({len(lengths)}), {ranks} ranks"
-        print(f"{told:28}{sums.max() / sums.mean():8.3f}{sums.min() / sums.mean():8.3f}{parts[1]:8.0%}{parts[2]:6.0%}")
+        both = work(lengths, ranks)
+        for each in both:
+            for sums in (each.sum(1), each[:, 1:].sum(1)):
+                told += f"{sums.max() / sums.mean():8.3f}{sums.min() / sums.mean():8.3f}"
+        parts = both[0].sum(0) / both[0].sum()
+        print(f"{told}{parts[1]:8.0%}{parts[2]:6.0%}")
 
 
 MODEL = {

@@ -21,7 +21,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +82,7 @@ class BalancedPack:
         [1835102, 1835426]
     """
 
-    cu_seqlens: Int64
+    cu_seqlens: torch.Tensor | Int64 | Sequence[int]
     key_limit: float
     limited: float = 1.0
 
@@ -179,7 +179,7 @@ def longest_length(cu_seqlens: CuSeqlens) -> int:
 def as_cu_seqlens(cu_seqlens: CuSeqlens, *, name: str = "cu_seqlens") -> Int64:
     """``cu_seqlens`` as a checked int64 array: one dimension, begins with 0, never falls. Waits for a CUDA tensor."""
     if isinstance(cu_seqlens, BalancedPack):
-        return cu_seqlens.cu_seqlens
+        return cast(Int64, cu_seqlens.cu_seqlens)  # checked when it was made
     if isinstance(cu_seqlens, Tree | BlockMask | SequenceSlice):
         raise InvalidUsage(
             f"{name} is a {type(cu_seqlens).__name__}, and only packs of plain sequences are possible here: give the "

@@ -23,8 +23,10 @@ from hdpcomm.attention import Pack, index_top_k, indexer_loss, packed_attention,
 from hdpcomm.attention.pack_context import find_pack, on_local_tokens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.latent import absorbed, own_keys_values, sends_latent
+from hdpcomm.plan import model_from_config
+from hdpcomm.plan.cost import limit_of
 
-__all__ = ["IndexerTraining", "attend_chosen", "collecting", "set_indexers", "train_indexers"]
+__all__ = ["IndexerTraining", "attend_chosen", "collecting", "key_limit", "set_indexers", "train_indexers"]
 
 _PARTS = ("wq_b", "wk", "k_norm", "weights_proj", "index_topk", "n_heads", "head_dim", "qk_rope_head_dim")
 _TRAINING = "hdpcomm_indexer_training"
@@ -154,6 +156,18 @@ def train_indexers(model: nn.Module, coefficient: float, stage: str) -> IndexerT
         if hasattr(layer, "indexer"):
             layer.__dict__[_TRAINING] = training
     return training
+
+
+def key_limit(model: nn.Module) -> tuple[float, float]:
+    """:attr:`hdpcomm.plan.CostModel.limit` of a model by its sizes: (0, 0) where attention is over all keys. Local."""
+    for layer in model.modules():
+        indexer: Any = getattr(layer, "indexer", None)
+        chooses = indexer is not None and isinstance(indexer.forward, _Indexer)
+        if chooses and not (indexer.forward.training and indexer.forward.training.dense):
+            config: Any = layer.config
+            with contextlib.suppress(InvalidUsage):  # of a model whose sizes are not known
+                return limit_of(model_from_config(config.to_dict()))
+    return 0.0, 0.0
 
 
 @contextlib.contextmanager

@@ -24,14 +24,14 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import PlannedStep, SequenceFragment, Tree, join_trees
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.losses import COMPUTED, GroupLoss, TokenLoss
-from hdpcomm.train.shards import Fetch, PackedShard, checked
+from hdpcomm.train.shards import Fetch, PackedShard, checked, pack_of
 from hdpcomm.train.tree_shards import rows_of_shard
 
 if TYPE_CHECKING:
-    from hdpcomm.attention import SequenceSlice
+    from hdpcomm.attention import BalancedPack, SequenceSlice
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
-    from hdpcomm.plan import MicroBatch, TrajectoryTree, TreeFragment
+    from hdpcomm.plan import MicroBatch, StepPlan, TrajectoryTree, TreeFragment
     from hdpcomm.plan.micro_batch import PlannedSlice
 
 __all__ = [
@@ -158,28 +158,29 @@ class LabelTerms:
     def pack(
         self,
         micro_batch: MicroBatch,
-        fragments: Sequence[TreeFragment | SequenceFragment],
+        plan: StepPlan,
         fetch: Fetch,
         *,
         comm: Communicator,
         device: torch.device,
     ) -> PackedShard:
         """This rank's shard of a micro-batch, with the losses of its labels; whole sequences are fetched."""
-        parts = [self._part(sequence.id, fragments, fetch) for sequence in micro_batch.sequences]
+        parts = [self._part(sequence.id, plan.fragments, fetch) for sequence in micro_batch.sequences]
         counts = {i: labels for part in parts for i, labels in part.counts.items()}
         tokens = torch.cat([part.tokens for part in parts])
         columns = _joined([part.columns for part in parts])
         rank, size = comm.rank, comm.size
         rows = None
         if any(part.tree is not None for part in parts):
-            pack: Tree | Tensor = (joined := join_trees([part.tree or len(part.tokens) for part in parts]))
+            joined = join_trees([part.tree or len(part.tokens) for part in parts])
+            pack: Tree | Tensor | BalancedPack = joined
             first = itertools.accumulate((len(part.tokens) for part in parts), initial=0)
             at = torch.cat([part.rows + start for part, start in zip(parts, first, strict=False)])
             mine, here, rows = rows_of_shard(joined, at, rank=rank, size=size)
             tokens = tokens[mine]
             columns = {name: column[here] for name, column in columns.items()}
         else:
-            pack = torch.tensor([0, *itertools.accumulate(len(part.tokens) for part in parts)], dtype=torch.int32)
+            pack = pack_of((len(part.tokens) for part in parts), size, plan.limit)
             tokens = shard(tokens, pack, rank=rank, size=size)
             columns = {name: shard(column, pack, rank=rank, size=size) for name, column in columns.items()}
         mass = math.fsum(self._mass(each) for each in counts.values()) if rank == 0 else 0.0
@@ -206,7 +207,7 @@ class LabelTerms:
         tokens: Tensor,
         columns: dict[str, Tensor],
         counts: dict[int, int],
-        pack: Tensor | Tree | SequenceSlice,
+        pack: Tensor | BalancedPack | Tree | SequenceSlice,
         *,
         comm: Communicator,
         device: torch.device,

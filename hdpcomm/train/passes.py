@@ -267,7 +267,7 @@ def packed_shard(
             return step.terms.pack_slice(planned, part, step.fetch, comm=comm, device=device)
         return pack_slice(planned, found, step.fetch, comm=comm, device=device)
     if step.terms is not None:
-        return step.terms.pack(micro_batch, step.planned.plan.fragments, step.fetch, comm=comm, device=device)
+        return step.terms.pack(micro_batch, step.planned.plan, step.fetch, comm=comm, device=device)
     if holds_trees(micro_batch, lengths):
         return pack_trees(micro_batch, lengths, step.planned.plan.fragments, step.fetch, comm=comm, device=device)
-    return pack_shard(micro_batch, step.fetch, comm=comm, device=device)
+    return pack_shard(micro_batch, step.fetch, comm=comm, device=device, limit=step.planned.plan.limit)

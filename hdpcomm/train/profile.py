@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -18,12 +17,13 @@ from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.topology import domain_block, node_block
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup
+from hdpcomm.models.indexers import key_limit
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.plan import CostModel, CostSample, Planner
 from hdpcomm.train.loss import next_token_labels
 from hdpcomm.train.micro_batch import micro_batch_loss
-from hdpcomm.train.shards import PackedShard, empty_shard
+from hdpcomm.train.shards import PackedShard, empty_shard, pack_of
 from hdpcomm.train.timeline import processor_seconds
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def profile_samples(
     model.zero_grad(set_to_none=True)
     everyone.all_reduce(measured)
     on_processors = everyone.device.type == "cpu"
+    limit = key_limit(model)
     return [
         CostSample(
             case.ranks,
@@ -145,6 +146,8 @@ def profile_samples(
             processor_s=processor / count if on_processors else 0.0,
             expert=case.expert,
             weights_s=of_weights / count,
+            key_limit=limit[0],
+            limited=limit[1],
         )
         for case, (seconds, processor, of_weights, count) in zip(cases, measured.tolist(), strict=True)
         if count
@@ -245,8 +248,8 @@ def forward_backward(
 ) -> float:
     """Seconds of one forward and backward of a pack of sequences on ``group``; ``context``: round the forward pass."""
     device = next(model.parameters()).device
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     rank, size = group.rank, group.size
+    cu_seqlens = pack_of(lengths, size, key_limit(model))
     whole = torch.arange(sum(lengths)) * _STRIDE % _vocabulary(model)
     packed = PackedShard(
         tokens=shard(whole, cu_seqlens, rank=rank, size=size).to(device),

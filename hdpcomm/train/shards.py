@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from hdpcomm.attention import SequenceSlice, SlicedSequence, shard
+from hdpcomm.attention import BalancedPack, SequenceSlice, SlicedSequence, shard
 from hdpcomm.attention import positions as positions_of
-from hdpcomm.attention.layout import Layout, layout_of
+from hdpcomm.attention.layout import sequences_layout
 from hdpcomm.attention.slices import slice_layouts
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.queue import fixed_for_rank
@@ -33,6 +33,7 @@ __all__ = [
     "checked",
     "empty_shard",
     "no_tokens",
+    "pack_of",
     "pack_shard",
     "pack_slice",
     "parts_of_rank",
@@ -75,8 +76,8 @@ class PackedShard:
 
     Attributes:
         tokens, labels, positions: ``[local tokens]`` int64, in the order of the shard.
-        cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree, or the
-            slice that it is, for one forward pass.
+        cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or these with what
+            balances their shards, or its tree, or the slice that it is, for one forward pass.
         label_rows: of a tree, where a token has any number of labels: ``labels`` are ``[local labels]``, each of the
             token ``label_rows[i]``.
         label_weights: of a tree, float32 ``[local labels]``, the factor of each label's loss; or what the labels'
@@ -88,7 +89,7 @@ class PackedShard:
     tokens: Tensor
     labels: Tensor
     positions: Tensor
-    cu_seqlens: Tensor | Tree | SequenceSlice
+    cu_seqlens: Tensor | BalancedPack | Tree | SequenceSlice
     label_rows: Tensor | None = None
     label_weights: Tensor | LabelLoss | None = None
     mass: Tensor | None = None
@@ -122,18 +123,31 @@ def empty_shard(device: torch.device) -> PackedShard:
     return PackedShard(none, none, none, torch.zeros(1, dtype=torch.int32))
 
 
-def pack_shard(micro_batch: MicroBatch, fetch: Fetch, *, comm: Communicator, device: torch.device) -> PackedShard:
+def pack_of(lengths: Iterable[int], size: int, limit: tuple[float, float]) -> Tensor | BalancedPack:
+    """The ``cu_seqlens`` of sequences over ``size`` ranks; ``limit``: of the plan (:attr:`StepPlan.limit`)."""
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    return BalancedPack(cu_seqlens, *limit) if size > 1 and limit[1] else cu_seqlens
+
+
+def pack_shard(
+    micro_batch: MicroBatch,
+    fetch: Fetch,
+    *,
+    comm: Communicator,
+    device: torch.device,
+    limit: tuple[float, float] = (0.0, 0.0),
+) -> PackedShard:
     """Fetches a micro-batch's sequences, makes labels, packs them and takes this rank's shard. Local.
 
     Args:
         comm: the communicator over the micro-batch's ranks.
+        limit: of the plan (:attr:`StepPlan.limit`).
 
     Raises:
         InvalidUsage: ``fetch`` gave something else than a sequence of the planned length.
     """
-    bounds = [0, *itertools.accumulate(sequence.length for sequence in micro_batch.sequences)]
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
     rank, size = comm.rank, comm.size
+    cu_seqlens = pack_of((sequence.length for sequence in micro_batch.sequences), size, limit)
     if size > 1 and isinstance(fetch, FetchParts):
         tokens, labels = _own_parts(micro_batch, fetch, cu_seqlens, rank=rank, size=size)
     else:
@@ -177,21 +191,22 @@ def parts_of_rank(plan: StepPlan, rank: int) -> list[tuple[int, int, int]]:
     after the last) of parts of plain sequences. Which ones it takes from the queue, nobody knows before. Local."""
     found = []
     for micro_batch in fixed_for_rank(plan, rank):
-        lengths = [sequence.length for sequence in micro_batch.sequences]
         if (planned := plan.slices.get(micro_batch.index)) is not None:
             ranks = micro_batch.ranks
             found += _spans_of_slice(planned, rank=ranks.index(rank), size=len(ranks))
         elif len(micro_batch.ranks) == 1:
             found += [(sequence.id, 0, sequence.length) for sequence in micro_batch.sequences]
         else:
-            cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-            found += _spans(micro_batch, cu_seqlens, rank=micro_batch.ranks.index(rank), size=len(micro_batch.ranks))
+            size = len(micro_batch.ranks)
+            pack = pack_of((sequence.length for sequence in micro_batch.sequences), size, plan.limit)
+            found += _spans(micro_batch, pack, rank=micro_batch.ranks.index(rank), size=size)
     return found
 
 
-def _spans(micro_batch: MicroBatch, cu_seqlens: Tensor, *, rank: int, size: int) -> list[tuple[int, int, int]]:
-    layout = layout_of(cu_seqlens, size=size)
-    assert isinstance(layout, Layout)  # of plain sequences
+def _spans(
+    micro_batch: MicroBatch, cu_seqlens: Tensor | BalancedPack, *, rank: int, size: int
+) -> list[tuple[int, int, int]]:
+    layout = sequences_layout(cu_seqlens, size=size)
     return [
         (sequence.id, start, stop)
         for sequence, heads_and_tails in zip(micro_batch.sequences, layout.spans(rank).tolist(), strict=True)
@@ -200,7 +215,7 @@ def _spans(micro_batch: MicroBatch, cu_seqlens: Tensor, *, rank: int, size: int)
 
 
 def _own_parts(
-    micro_batch: MicroBatch, fetch: FetchParts, cu_seqlens: Tensor, *, rank: int, size: int
+    micro_batch: MicroBatch, fetch: FetchParts, cu_seqlens: Tensor | BalancedPack, *, rank: int, size: int
 ) -> tuple[Tensor, Tensor]:
     """(tokens, labels) of this rank's shard, of which no other token is read."""
     parts = [

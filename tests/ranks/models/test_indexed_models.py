@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from hdpcomm.attention import positions, shard, unshard
 from hdpcomm.models import indexers
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
-from hdpcomm.train import Trainer
+from hdpcomm.train import Trainer, pack_shard
+from hdpcomm.train.shards import parts_of_rank
 
 transformers = pytest.importorskip("transformers")
 
@@ -127,10 +129,11 @@ def test_latents_travel(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_on_any_ranks(kind):
-    """Losses of five steps on 1 and 3 ranks, the optimizer cut or not; every layer chooses 5 keys of up to 60."""
+    """Losses of five steps on 1 and 3 ranks, the optimizer cut or not; every layer chooses 5 keys of up to 60. Shards
+    are as even as the costs say."""
     cost = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4)
 
-    def run(size, zero):
+    def run(size, zero, cost=cost):
         models = [copy.deepcopy(made(kind)) for _ in range(size)]
 
         def body():
@@ -155,6 +158,35 @@ def test_training_on_any_ranks(kind):
     one = run(1, 0)
     for size, zero in ((3, 0), (2, 1)):
         assert run(size, zero) == pytest.approx(one, abs=2e-5)
+        assert run(size, zero, replace(cost, key_limit=5, limited=0.9)) == pytest.approx(one, abs=2e-5)
+
+
+def test_what_is_measured_knows_the_limit():
+    """A planner of measurements has the model's 5 keys; the plan hands them to the shards, and to what is read ahead.
+    A model whose indexers learn over all keys has none."""
+    model = hdp.adapt(copy.deepcopy(made(KINDS[0])))
+    dense = hdp.adapt(copy.deepcopy(made(KINDS[0])), indexer_loss=1.0, indexer_stage="dense")
+    assert indexers.key_limit(model)[0] == 5
+    assert 0 < indexers.key_limit(model)[1] < 1
+    assert indexers.key_limit(dense) == (0.0, 0.0)
+
+    def body():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            planner = Planner.measured(copy.deepcopy(model), comm, capacity=60, longest=32)
+            assert planner.cost_model.key_limit == 5
+            planner = planner.with_costs(replace(planner.cost_model, limited=0.9), planner.cluster)
+            plan = planner.plan([110, 5])
+            assert plan.limit == (5.0, 0.9)
+            (wide,) = [each for each in plan.micro_batches if each.ranks == (0, 1)]
+            whole = {each.id: torch.arange(each.length) for each in wide.sequences}
+            own = pack_shard(wide, whole.get, comm=comm, device=comm.device, limit=plan.limit)
+            parts = [part for part in parts_of_rank(plan, comm.rank) if part[0] in whole]
+            assert own.positions.tolist() == [x for _, start, stop in parts for x in range(start, stop)]
+            return own.positions + 1
+
+    found = [(0.1 * seen + 0.9 * seen.clamp(max=5)).sum() for seen in run_threads(body, 2)]
+    assert abs(found[0] - found[1]) < 0.02 * found[0]
 
 
 def test_a_cache_is_refused_and_generation_is_the_models_own():
