@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 from hdpcomm.arguments import check_whole
 from hdpcomm.attention.call_check import agree_on_call
 from hdpcomm.attention.fetched_rows import needed_tokens
-from hdpcomm.attention.indexer import check_index, check_qkv, index_top_k, layout_of_pack, places_of, rank_in
+from hdpcomm.attention.indexer import check_index, check_qkv, index_top_k, layout_of_tokens, places_of, rank_in
 from hdpcomm.attention.layout import CuSeqlens, Layout
+from hdpcomm.attention.tree_layout import TreeLayout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
@@ -63,8 +64,8 @@ def selected_attention(
     Raises: InvalidUsage, on all ranks.
     """
 
-    def prepare() -> tuple[Layout, str, str]:
-        layout = layout_of_pack(cu_seqlens, comm)
+    def prepare() -> tuple[Layout | TreeLayout, str, str]:
+        layout = layout_of_tokens(cu_seqlens, comm)
         width = check_whole("selected_attention", "v_dim", v_dim, least=1, most=k.shape[-1]) if v is None else v_dim
         if v is not None and v_dim is not None:
             raise InvalidUsage(f"v_dim={v_dim} was given with v; it is for values that are a part of the keys")
@@ -107,7 +108,7 @@ def indexed_attention(
     return selected_attention(q, k, v, chosen, comm=comm, cu_seqlens=cu_seqlens, scale=scale)
 
 
-def _check_selected(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, layout: Layout, rank: int) -> None:
+def _check_selected(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, layout: Layout | TreeLayout, rank: int) -> None:
     check_qkv(q, k, v, layout.rows(rank))
     if chosen.ndim != 2 or chosen.shape[0] != q.shape[0] or chosen.dtype != torch.int64:
         raise InvalidUsage(f"expected chosen [{q.shape[0]} tokens, k], int64; got {tuple(chosen.shape)} {chosen.dtype}")
@@ -160,8 +161,8 @@ def indexer_loss(
         (torch.Size([5]), 0.0)
     """
 
-    def prepare() -> tuple[Layout, str, str]:
-        layout = layout_of_pack(cu_seqlens, comm)
+    def prepare() -> tuple[Layout | TreeLayout, str, str]:
+        layout = layout_of_tokens(cu_seqlens, comm)
         rows = layout.rows(rank_in(comm))
         check_index(index_q, index_k, weights, rows)
         none = torch.full((rows, 1), -1, dtype=torch.int64)
@@ -183,7 +184,7 @@ class _Selected(torch.autograd.Function):
         v: Tensor | None,
         v_dim: int | None,
         chosen: Tensor,
-        layout: Layout,
+        layout: Layout | TreeLayout,
         comm: Communicator | None,
         scale: float,
     ) -> Tensor:
@@ -225,7 +226,7 @@ class _IndexerLoss(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         chosen: Tensor | None,
-        layout: Layout,
+        layout: Layout | TreeLayout,
         comm: Communicator | None,
         scale: float,
     ) -> Tensor:
@@ -275,25 +276,25 @@ class _KeyBlocks:
         numbers: of each token the row of the buffer; see :class:`Needed`.
     """
 
-    def __init__(self, chosen: Tensor | None, layout: Layout, rank: int, row: int) -> None:
+    def __init__(self, chosen: Tensor | None, layout: Layout | TreeLayout, rank: int, row: int) -> None:
         self._chosen, self._row = chosen, row
         self.numbers = torch.empty(0, dtype=torch.int64)
+        self._own: list[tuple[Tensor, Tensor, int]] = []  # keys up to the last of own tokens, these, their first row
         places = places_of(layout)
-        own, starts = places.tokens[rank], layout.lengths.cumsum() - layout.lengths
-        self._own: list[tuple[int, int, Tensor]] = []  # of each sequence: its first token, own first row, own tokens
-        if chosen is None:
-            cu = places.cu[rank].tolist()
-            for start, first, last in zip(starts.tolist(), cu[:-1], cu[1:], strict=True):
-                if last > first:
-                    self._own.append((start, first, own[first:last]))
+        for segment, runs in places.runs[rank].items() if chosen is None else ():
+            before = places.seen_before(segment)
+            for rows in runs:
+                own = places.tokens[rank][rows]
+                keys = torch.cat((before, torch.arange(places.starts[segment], int(own[-1]) + 1)))
+                self._own.append((keys, own, rows.start))
 
     def tokens(self) -> Tensor:
         """All that are needed, rising."""
         if self._chosen is not None:
             found: Tensor = torch.unique(self._chosen[self._chosen >= 0])
             return found
-        every = [torch.arange(start, int(own[-1]) + 1) for start, _, own in self._own]
-        return torch.cat(every) if every else torch.empty(0, dtype=torch.int64)
+        every = [keys for keys, _, _ in self._own]
+        return torch.unique(torch.cat(every)) if every else torch.empty(0, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """(queries, rows of the buffer ``[queries, keys]``, -1: none)"""
@@ -304,12 +305,12 @@ class _KeyBlocks:
                 if places.shape[1]:
                     yield block, places[block]
             return
-        for start, first, own in self._own:
-            step = max(1, _GATHERED // ((int(own[-1]) + 1 - start) * self._row))
+        for keys, own, first in self._own:
+            step = max(1, _GATHERED // (len(keys) * self._row))
             for at in range(0, len(own), step):
                 mine = own[at : at + step, None].to(device)
-                keys = torch.arange(start, int(mine[-1]) + 1, device=device).expand(len(mine), -1)
-                rows = self.numbers[keys].masked_fill(keys > mine, -1)
+                seen = keys[keys <= int(mine[-1])].to(device).expand(len(mine), -1)
+                rows = self.numbers[seen].masked_fill(seen > mine, -1)
                 yield slice(first + at, first + at + len(mine)), rows
 
 

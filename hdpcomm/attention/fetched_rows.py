@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from hdpcomm.attention.indexer import places_of, rank_in
 from hdpcomm.attention.layout import Layout
+from hdpcomm.attention.tree_layout import TreeLayout
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -47,7 +48,7 @@ class Needed:
         return total
 
 
-def needed_tokens(tokens: Tensor, layout: Layout, comm: Communicator | None) -> Needed:
+def needed_tokens(tokens: Tensor, layout: Layout | TreeLayout, comm: Communicator | None) -> Needed:
     """What these tokens of a pack, which rise, take. Collective."""
     places = places_of(layout)
     return needed_rows(tokens, places.owner, places.row, comm)

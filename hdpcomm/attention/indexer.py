@@ -6,25 +6,36 @@ holds ``local tokens x k`` entries and one block. Source: DeepSeek-V3.2 (arXiv 2
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.attention.call_check import agree_on_call
-from hdpcomm.attention.layout import CuSeqlens, Layout, sequences_layout
+from hdpcomm.attention.layout import CuSeqlens, Layout, longest_length, sequences_layout, tokens_layout
+from hdpcomm.attention.tree_layout import TreeLayout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.plan.tree import Tree
 
-__all__ = ["Places", "check_index", "check_qkv", "index_top_k", "layout_of_pack", "places_of", "rank_in"]
+__all__ = [
+    "Places",
+    "check_index",
+    "check_qkv",
+    "index_top_k",
+    "layout_of_pack",
+    "layout_of_tokens",
+    "places_of",
+    "rank_in",
+]
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 512
@@ -43,17 +54,34 @@ class Places:
     Attributes:
         owner, row: of each token of the pack, the rank and its row there.
         tokens: by rank, the tokens of its rows.
-        cu: by rank, the running sum of the rows of each sequence.
+        runs: by rank, its rows of each sequence, or of each segment of a tree.
+        starts: first token of each sequence or segment.
+        tree: ``None``: sequences, which see nothing of each other.
     """
 
     owner: Tensor
     row: Tensor
     tokens: tuple[Tensor, ...]
-    cu: tuple[Any, ...]
+    runs: tuple[dict[int, list[slice]], ...]
+    starts: list[int]
+    tree: Tree | None
+
+    def pairs(self, rank: int, source: int) -> Iterator[tuple[slice, slice]]:
+        """Rows of ``rank`` and rows of ``source`` that they see, up to the token itself."""
+        keys = self.runs[source]
+        for segment, queries in self.runs[rank].items():
+            for seen in (segment,) if self.tree is None else self.tree.path(segment):
+                yield from itertools.product(queries, keys.get(seen, ()))
+
+    def seen_before(self, segment: int) -> Tensor:
+        """Tokens of the other segments on the way from the root."""
+        if self.tree is None:
+            return torch.empty(0, dtype=torch.int64)
+        return torch.from_numpy(self.tree.token_places(self.tree.path(segment)[:-1]))
 
 
 @lru_cache(maxsize=64)
-def places_of(layout: Layout) -> Places:
+def places_of(layout: Layout | TreeLayout) -> Places:
     """Made once a pack. Local."""
     owner = torch.empty(layout.tokens, dtype=torch.int64)
     row = torch.empty_like(owner)
@@ -64,12 +92,25 @@ def places_of(layout: Layout) -> Places:
         tokens.append(torch.cat(own) if own else torch.empty(0, dtype=torch.int64))
         owner[tokens[-1]] = rank
         row[tokens[-1]] = torch.arange(len(tokens[-1]))
-    return Places(owner, row, tuple(tokens), tuple(layout.local_cu(rank) for rank in range(layout.size)))
+    if isinstance(layout, Layout):
+        starts, tree = layout.lengths.cumsum() - layout.lengths, None
+        cuts = [layout.local_cu(rank).tolist() for rank in range(layout.size)]
+        runs = [{i: [slice(a, b)] for i, (a, b) in enumerate(itertools.pairwise(cu)) if a < b} for cu in cuts]
+    else:
+        starts, tree = layout.tree.rows, layout.tree
+        spans = [layout.own_spans(rank) for rank in range(layout.size)]
+        runs = [{i: [slice(x.row, x.row + x.rows) for x in own] for i, own in each.items()} for each in spans]
+    return Places(owner, row, tuple(tokens), tuple(runs), starts.tolist(), tree)
 
 
 def layout_of_pack(cu_seqlens: CuSeqlens, comm: Communicator | None) -> Layout:
     """Raises: InvalidUsage for a tree or mask."""
     return sequences_layout(cu_seqlens, size=1 if comm is None else comm.size)
+
+
+def layout_of_tokens(cu_seqlens: CuSeqlens, comm: Communicator | None) -> Layout | TreeLayout:
+    """Raises: InvalidUsage for a mask or a slice."""
+    return tokens_layout(cu_seqlens, size=1 if comm is None else comm.size)
 
 
 @untraced
@@ -84,7 +125,8 @@ def index_top_k(
     cu_seqlens: CuSeqlens,
 ) -> Tensor:
     """The ``top_k`` keys of the same sequence, at or before each token, with the highest index scores
-    ``sum_h weights[t, h] * relu(index_q[t, h] . index_k[s])``; of equal ones the first.
+    ``sum_h weights[t, h] * relu(index_q[t, h] . index_k[s])``; of equal ones the first. In a tree those on its way from
+    the root.
 
     Collective over ``comm``; each rank gives its shard of the pack (:func:`hdpcomm.attention.shard`). Scores are
     computed in fp32 (fp64 of fp64 inputs); the same values give the same choice on any number of ranks only if the
@@ -99,12 +141,12 @@ def index_top_k(
     Returns: int64 ``[tokens, min(top_k, longest sequence)]``: numbers of tokens in the pack, ascending, -1 at the end
         where there are fewer.
 
-    Raises: InvalidUsage, on all ranks: shapes or types that do not belong together, or a tree or mask.
+    Raises: InvalidUsage, on all ranks: shapes or types that do not belong together, or a mask or slice.
     """
 
-    def prepare() -> tuple[Layout, str, str]:
+    def prepare() -> tuple[Layout | TreeLayout, str, str]:
         check_whole("index_top_k", "top_k", top_k, least=1)
-        layout = layout_of_pack(cu_seqlens, comm)
+        layout = layout_of_tokens(cu_seqlens, comm)
         check_index(index_q, index_k, weights, layout.rows(rank_in(comm)))
         facts = f"{layout.facts[0]} {top_k} {tuple(index_q.shape[1:])} {index_q.dtype}"
         return layout, facts, f"top_k {top_k}, index keys of {index_k.shape[-1]}; {layout.facts[1]}"
@@ -112,12 +154,12 @@ def index_top_k(
     layout = agree_on_call(comm, "index_top_k", careful=True, device=index_q.device, prepare=prepare)
     places, rank = places_of(layout), rank_in(comm)
     wide = torch.float64 if index_q.dtype == torch.float64 else torch.float32
-    count = min(top_k, int(layout.lengths.max(initial=0)))
+    count = min(top_k, longest_length(cu_seqlens))
     best = (_Best if wide == torch.float64 else _Packed)(index_q.shape[0], count, index_q.device)
     own = places.tokens[rank].to(index_q.device)
     for source, keys in _round_the_ring(index_k.contiguous(), comm, [len(each) for each in places.tokens]):
         theirs = places.tokens[source].to(index_q.device)
-        for mine, others in _sequences(places.cu[rank], places.cu[source]):
+        for mine, others in places.pairs(rank, source):
             for first in range(mine.start, mine.stop, _BLOCK):
                 queries = slice(first, min(first + _BLOCK, mine.stop))
                 for start in range(others.start, others.stop, _BLOCK):
@@ -172,13 +214,6 @@ class _Packed:
 
     def tokens(self) -> Tensor:
         return torch.where(self._keys >> 32 > _LOWEST, _LOW - (self._keys & _LOW), _NONE)
-
-
-def _sequences(own: Any, theirs: Any) -> Iterator[tuple[slice, slice]]:
-    """Rows of each sequence on both ranks, where both have some."""
-    both = (np.diff(own) > 0) & (np.diff(theirs) > 0)
-    for i in np.nonzero(both)[0].tolist():
-        yield slice(int(own[i]), int(own[i + 1])), slice(int(theirs[i]), int(theirs[i + 1]))
 
 
 def _round_the_ring(own: Tensor, comm: Communicator | None, rows: list[int]) -> Iterator[tuple[int, Tensor]]:

@@ -10,7 +10,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hdpcomm as hdp
-from hdpcomm.attention import index_top_k, indexed_attention, selected_attention, shard, unshard
+from hdpcomm.attention import (
+    SlicedSequence,
+    Tree,
+    index_top_k,
+    indexed_attention,
+    selected_attention,
+    shard,
+    unshard,
+)
 from hdpcomm.testing import run_threads
 
 PACKS = {"mixed": (1, 7, 201, 399, 88), "short": (1, 2, 1), "one": (64,), "single": (1,)}
@@ -260,6 +268,58 @@ def test_a_bad_part_of_the_keys(given, told):
         selected_attention(q, k, v, chosen, comm=None, cu_seqlens=[0, 9], v_dim=2)
 
 
+TREES = {
+    "answers": Tree([-1, 0, 0, 2, 2, 0], [60, 9, 1, 30, 17, 40]),
+    "trees and sequences": Tree([-1, 0, 0, -1, 3, 4, -1], [40, 1, 22, 9, 5, 31, 50]),
+    "short": Tree([-1, 0, 0], [1, 1, 1]),
+}
+
+
+def seen_in(tree):
+    """For each token the tokens before it on its way from the root, itself the last one."""
+    starts = [0, *torch.tensor(tree.lengths).cumsum(0).tolist()]
+    seen = []
+    for segment, length in enumerate(tree.lengths.tolist()):
+        ways, above = [], segment
+        while (above := int(tree.parents[above])) >= 0:
+            ways = [*range(starts[above], starts[above + 1]), *ways]
+        seen += [[*ways, *range(starts[segment], starts[segment] + at + 1)] for at in range(length)]
+    return seen
+
+
+def choose_in(tree, index, top_k):
+    q, k, weights = index
+    found = []
+    for t, keys in enumerate(seen_in(tree)):
+        scores = (torch.relu(k[keys] @ q[t].T) @ weights[t]).tolist()
+        found.append(sorted(keys[i] for i in sorted(range(len(keys)), key=lambda i: (-scores[i], i))[:top_k]))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(("top_k", "ties"), [(6, False), (6, True), (1, False), (500, False)])
+def test_trees(size, tree, top_k, ties):
+    tree = TREES[tree]
+    q, k, v, index = inputs((tree.num_tokens,), ties=ties)
+    sets = choose_in(tree, index, top_k)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted = attend(*leaves, sets, 0.3)
+    wanted.square().sum().backward()
+
+    def body(comm):
+        own = [local(x, tree, comm).requires_grad_() for x in (q, k, v)]
+        chosen = index_top_k(*[local(x, tree, comm) for x in index], top_k=top_k, comm=comm, cu_seqlens=tree)
+        out = selected_attention(*own, chosen, comm=comm, cu_seqlens=tree, scale=0.3)
+        out.square().sum().backward()
+        return chosen, out.detach(), *(x.grad for x in own)
+
+    chosen, *found = (unshard(list(each), tree) for each in zip(*on_ranks(size, body), strict=True))
+    assert [[s for s in row if s >= 0] for row in chosen.tolist()] == sets
+    for got, want in zip(found, [wanted, *(x.grad for x in leaves)], strict=True):
+        assert torch.allclose(got, want, rtol=0, atol=1e-10)
+
+
 def test_without_a_communicator():
     q, k, v, index = inputs((20,))
     found = indexed_attention(q, k, v, *index, top_k=3, comm=None, cu_seqlens=[0, 20])
@@ -283,7 +343,7 @@ BAD = {
     "types": (lambda a: a.update(index_k=a["index_k"].float()), "must have one type"),
     "q": (lambda a: a.update(q=a["q"][:, :3].contiguous()), "do not belong together"),
     "v": (lambda a: a.update(v=a["v"].float()), "must have one type"),
-    "tree": (lambda a: a.update(cu_seqlens=hdp.attention.Tree([-1, 0], [3, 4])), "only packs of plain sequences"),
+    "slice": (lambda a: a.update(cu_seqlens=SlicedSequence([0, 21]).slice(0)), "only packs of plain sequences"),
 }
 
 

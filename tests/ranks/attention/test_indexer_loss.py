@@ -16,7 +16,9 @@ from tests.ranks.attention.test_chosen import (
     INDEX_DIM,
     KV_HEADS,
     PACKS,
+    TREES,
     choose_fast,
+    choose_in,
     cu_of,
     inputs,
     local,
@@ -70,6 +72,29 @@ def test_values_and_gradients(size, pack, top_k):
     assert torch.allclose(unshard([each[0] for each in told], cu), wanted, rtol=0, atol=1e-10)
     for i, leaf in enumerate(leaves):
         assert torch.allclose(unshard([each[1][i] for each in told], cu), leaf.grad, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("dense", [False, True])
+def test_trees(size, tree, dense):
+    tree = TREES[tree]
+    q, k, _, index = inputs((tree.num_tokens,))
+    leaves = [x.clone().requires_grad_() for x in index]
+    wanted = loss_by_definition(q, k, leaves, choose_in(tree, index, tree.num_tokens if dense else 6), 0.3)
+    wanted.square().sum().backward()
+
+    def body(comm):
+        own = [local(x, tree, comm).requires_grad_() for x in (*index, q, k)]
+        pack = {"comm": comm, "cu_seqlens": tree}
+        chosen = None if dense else index_top_k(*own[:3], top_k=6, **pack)
+        loss = indexer_loss(*own, chosen, scale=0.3, **pack)
+        loss.square().sum().backward()
+        return loss.detach(), *(x.grad for x in own[:3])
+
+    found = (unshard(list(each), tree) for each in zip(*on_ranks(size, body), strict=True))
+    for got, want in zip(found, [wanted, *(x.grad for x in leaves)], strict=True):
+        assert torch.allclose(got, want, rtol=0, atol=1e-10)
 
 
 def test_small_blocks_are_the_same(monkeypatch):

@@ -19,7 +19,7 @@ pytest.importorskip("transformers", minversion="5.23")
 
 from tests.harness.families import VOCABULARY, model_of
 
-FAMILIES = ("deepseek-v3", "qwen3-next", "kimi-linear", "mamba2")
+FAMILIES = ("deepseek-v3", "deepseek-v32", "qwen3-next", "kimi-linear", "mamba2")
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, ring_step=1e-4)
 
 
