@@ -28,8 +28,15 @@ _LLAMA: Mapping[str, str] = {
     "blocks.*.ffn.up": "colwise",
     "blocks.*.ffn.out": "rowwise",
 }
-_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
-"""Styles of transformers' tensor plans that are known; the last is that of every parameter that is not cut here."""
+_LATENT: Mapping[str, str] = {
+    "q_proj": "colwise",
+    "q_b_proj": "colwise",
+    "kv_b_proj": "colwise",
+    "o_proj": "rowwise",
+}
+"""Multi-head latent attention, by heads; what makes the latents is whole on each rank."""
+_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""Styles of transformers' tensor plans that are known; the last two are of parameters that are not cut here."""
 
 TokensOf = Callable[[tuple[Any, ...], Mapping[str, Any]], "int | None"]
 """From the arguments of a module to the tokens of the pack that its input is of; None: it need not know."""
@@ -37,7 +44,9 @@ TokensOf = Callable[[tuple[Any, ...], Mapping[str, Any]], "int | None"]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A module that looks at all tokens, with some of its heads or columns on each rank.
+    """A module that looks at all tokens, with some of its heads or columns on each rank. Its other parameters are whole
+    on each rank, whose gradients come from its heads or columns alone: their sum over the ranks is the gradient, as the
+    module's result is the sum of what the ranks give.
 
     Attributes:
         columns: linear layers whose outputs are cut, by name, each with the number of parts.
@@ -49,6 +58,11 @@ class Region:
     columns: Mapping[str, tuple[AdaptedLinear, int]]
     row: AdaptedLinear
     tokens_of: TokensOf
+
+    @property
+    def has_latent(self) -> bool:
+        """Multi-head latent attention, with projections that all heads share."""
+        return _has_latent(self.module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +126,11 @@ def check_sizes(config: LlamaConfig, size: int) -> None:
 def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
     causal_lm = model.causal_lm
     name, decoder, head = type(causal_lm).__name__, decoder_of(causal_lm), causal_lm.get_output_embeddings()
+    if model.trains_indexers:
+        raise InvalidUsage(
+            f"{name} trains its indexers (adapt(indexer_loss=)) on the probabilities of all heads, of which a tensor "
+            "rank has some; train it without tensor ranks"
+        )
     styles = getattr(causal_lm.config.get_text_config(), "base_model_tp_plan", None)
     if not styles:
         raise InvalidUsage(f"{name} has no tensor parallel plan (config.base_model_tp_plan); train it without")
@@ -126,6 +145,9 @@ def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
                 "does not know; name other targets of LoRA, as q_proj+v_proj"
             )
     experts = tuple(f"{place}." for place in expert_blocks(decoder))
+    for place, module in decoder.named_modules():
+        if _has_latent(module):  # which the plans of some models leave out
+            styles = {**styles, **{f"{_pattern(place)}.{layer}": style for layer, style in _LATENT.items()}}
     regions = tuple(_regions(decoder, styles, size, _tokens_of_rope, whole=experts))
     embedding = causal_lm.get_input_embeddings()
     last = adapted_linear(head)
@@ -140,6 +162,7 @@ def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
     cut = {id(embedding)}
     cut |= {id(linear) for each in layers for linear in (each.linear, *(a for pair in each.adapters for a in pair))}
     cut |= {id(module) for place, module in decoder.named_modules() if place.startswith(experts)}
+    cut |= {id(module) for region in regions if region.has_latent for module in region.module.modules()}
     for place, module in causal_lm.named_modules():
         if id(module) not in cut and any(p.dim() > 1 for p in module.parameters(recurse=False)):
             raise InvalidUsage(
@@ -183,9 +206,28 @@ def _regions(
             )
         (row,) = found["rowwise"].values()
         head_dim = getattr(parent, "head_dim", None)
-        parts = _parts(place, found["colwise"], row, head_dim, size)
+        if _has_latent(parent):
+            parts = _parts_of_latent(place, parent, found["colwise"], size)
+        else:
+            parts = _parts(place, found["colwise"], row, head_dim, size)
         columns = {name: (layer, parts[name]) for name, layer in found["colwise"].items()}
-        yield Region(place, parent, columns, row, _no_tokens if head_dim is None else tokens_of)
+        attends = head_dim is not None or _has_latent(parent)
+        yield Region(place, parent, columns, row, tokens_of if attends else _no_tokens)
+
+
+def _has_latent(module: nn.Module) -> bool:
+    return hasattr(module, "kv_b_proj") and hasattr(module, "num_heads")
+
+
+def _parts_of_latent(place: str, module: Any, columns: Mapping[str, AdaptedLinear], size: int) -> dict[str, int]:
+    """Layers of queries, and of keys and values, by heads."""
+    heads = int(module.num_heads)
+    if heads % size:
+        raise InvalidUsage(
+            f"{place} has {heads} heads, which {size} tensor ranks cannot share evenly; the number of heads must be a "
+            f"multiple of {size}"
+        )
+    return dict.fromkeys(columns, size)
 
 
 def _pattern(name: str) -> str:

@@ -29,7 +29,7 @@ MODELS = {
     "mistral": {},
     "gemma3": {},
 }
-EXPERTS = ("mixtral", "qwen3-moe")
+EXPERTS = ("mixtral", "qwen3-moe", "deepseek-v3", "deepseek-v32")
 
 
 def model(family, **changes):
@@ -60,9 +60,8 @@ def step(family, ranks, tensor, how="plain", expert=1):
             done = trainer.step(LENGTHS, lambda i: sequences()[i])
             state = trainer.state_dict()["model"]
             shards = {} if cut.expert is None else cut.expert.shards
-            gradients = {
-                (name, part_of(cut, name) or shards.get(name)): p.grad.clone() for name, p in cut.named_parameters()
-            }
+            learning = {name: p.grad for name, p in cut.named_parameters() if p.grad is not None}  # indexers do not
+            gradients = {(name, part_of(cut, name) or shards.get(name)): g.clone() for name, g in learning.items()}
             return done, gradients, copy.deepcopy(state)
 
     return run_threads(main, ranks)
@@ -88,6 +87,11 @@ def step(family, ranks, tensor, how="plain", expert=1):
         ("qwen3-moe", 4, 2, "plain", 1),
         ("qwen3-moe", 4, 2, "plain", 2),
         ("qwen3-moe", 2, 2, "offload", 1),
+        ("deepseek-v3", 4, 2, "plain", 1),
+        ("deepseek-v3", 2, 2, "recompute", 1),
+        ("deepseek-v32", 4, 2, "plain", 1),
+        ("deepseek-v32", 2, 2, "offload", 1),
+        ("deepseek-v32", 4, 2, "recompute", 2),
     ],
 )
 def test_gradients_are_those_of_the_whole_model(family, ranks, tensor, how, expert):
@@ -110,15 +114,34 @@ def test_gradients_are_those_of_the_whole_model(family, ranks, tensor, how, expe
     assert {name for name, _ in found} == {f"model.{name}" for name in gradients}
 
 
+def test_indexers_do_not_learn_on_tensor_ranks():
+    models = [model("deepseek-v32") for _ in range(2)]
+
+    def main():
+        with hdp.init() as comm:
+            learning = adapt(models[comm.rank], check=False, indexer_loss=1.0)
+            with pytest.raises(InvalidUsage, match="trains its indexers"):
+                tensor_parallel(learning, Mesh(comm, tensor=2))
+
+    run_threads(main, 2)
+
+
+def test_latent_heads_that_are_not_shared_evenly():
+    models = [model("deepseek-v3") for _ in range(3)]
+
+    def main():
+        with hdp.init() as comm:
+            with pytest.raises(InvalidUsage, match="self_attn has 4 heads, which 3 tensor ranks cannot share evenly"):
+                tensor_parallel(adapt(models[comm.rank], check=False), Mesh(comm, tensor=3))
+
+    run_threads(main, 3)
+
+
 @pytest.mark.parametrize(
     ("family", "message"),
     [
         ("phi4", "asks for colwise_gather_output, rowwise_split_input"),
         ("gpt-neox", "attention.query_key_value has 96 columns where the layer of rows takes 32"),
-        (
-            "deepseek-v3",
-            "self_attn.q_a_proj of DeepseekV3ForCausalLM has matrices and is not in its tensor parallel plan",
-        ),
         ("gpt-oss", "has no tensor parallel plan"),
         ("kimi-linear", "has linear or state-space layers"),
         ("mamba2", "has no tensor parallel plan"),
