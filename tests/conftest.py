@@ -77,6 +77,14 @@ def _crash_file(worker: str) -> Path:
     return Path(os.environ["TMPDIR"], f"crash-{worker}.txt")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker that a signal or _exit() has ended leaves no stacks; its exit code tells which."""
+    if error and (code := node.gateway._io.wait()) is not None:
+        with _crash_file(node.gateway.id).open("a") as file:
+            file.write(f"\nexit code {code}: {error}\n")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for path in sorted(Path(os.environ["TMPDIR"]).glob("crash-*.txt")):
         if text := path.read_text():
