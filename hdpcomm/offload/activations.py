@@ -94,7 +94,7 @@ class _MicroBatch:
             return ResidentTensor(plain, self, layer)
         storage = plain.untyped_storage()
         record = self._by_storage.get(storage._cdata)
-        if record is not None and not record.holds(plain):
+        if record is not None and not (record.handles and record.holds(plain)):  # without handles it was closed
             del self._by_storage[storage._cdata]
             record = None
         if layer >= len(self._records) - owner.resident_layers:

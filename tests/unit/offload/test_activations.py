@@ -328,6 +328,31 @@ def test_only_activations_of_layers_go() -> None:
     assert offload.stats().stored_bytes == 2 * TOKENS // 2 * 8 * 4  # the inputs of two layers; no weight
 
 
+class Looks(nn.Linear):
+    """Saves a tensor for a result that nobody takes, then again for one that is taken."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = super().forward(x)
+        made.sin()
+        return made.cos()
+
+
+def test_what_was_saved_in_vain_is_stored_again() -> None:
+    """The copy in the pool goes with the result that was dropped; a router that logs its choice does so."""
+    layers = nn.ModuleList(Looks(8, 8) for _ in range(4))
+
+    def run() -> torch.Tensor:
+        x = torch.linspace(0, 1, TOKENS * 8).view(TOKENS, 8)
+        for layer in layers:
+            x = layer(x)
+        return x.sum()
+
+    expected = gradients(layers, run)
+    offload = ActivationOffload(PinnedPool(1 << 20, device="cpu"), layers, resident_layers=0, min_bytes=1)
+    assert_same(gradients(layers, under(offload, 1.0, run)), expected)
+    assert_idle(offload)
+
+
 def test_memory_and_pool_do_not_grow_in_200_steps() -> None:
     layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(5))
     offload = ActivationOffload(PinnedPool(1 << 18, device="cpu"), layers, min_bytes=1)
