@@ -15,11 +15,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hdpcomm.arguments import check_whole
+from hdpcomm.attention.api import with_kept
 from hdpcomm.attention.call_check import agree_on_call
 from hdpcomm.attention.fetched_rows import needed_tokens
-from hdpcomm.attention.indexer import check_index, check_qkv, index_top_k, layout_of_tokens, places_of, rank_in
-from hdpcomm.attention.layout import CuSeqlens, Layout
-from hdpcomm.attention.tree_layout import TreeLayout
+from hdpcomm.attention.indexer import (
+    TokenLayout,
+    check_index,
+    check_qkv,
+    index_top_k,
+    layouts_of_tokens,
+    places_of,
+    rank_in,
+)
+from hdpcomm.attention.layout import CuSeqlens
+from hdpcomm.attention.slices import SequenceSlice
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
@@ -54,7 +63,8 @@ def selected_attention(
         q: ``[tokens, heads, dim]``, this rank's shard of the pack. k: ``[tokens, kv_heads, dim]``. v: ``[tokens,
             kv_heads, v_dim]``; ``kv_heads`` divides ``heads``. ``None``: values are the first ``v_dim`` elements of the
             keys, which are sent once then (the latents of MLA, with queries that have taken in the keys' weights).
-        chosen: int64 ``[tokens, k]``: numbers of tokens in the pack, each at most once a row; -1: none.
+        chosen: int64 ``[tokens, k]``: numbers of tokens in the pack, each at most once a row; -1: none. Of a slice, in
+            the sequence up to its end.
             :func:`index_top_k` gives it.
         scale: of the scores; default ``dim ** -0.5``.
         v_dim: without ``v`` only.
@@ -64,19 +74,21 @@ def selected_attention(
     Raises: InvalidUsage, on all ranks.
     """
 
-    def prepare() -> tuple[Layout | TreeLayout, str, str]:
-        layout = layout_of_tokens(cu_seqlens, comm)
+    def prepare() -> tuple[tuple[TokenLayout, Tensor, Tensor | None], str, str]:
+        layout, k_layout = layouts_of_tokens(cu_seqlens, comm)
         width = check_whole("selected_attention", "v_dim", v_dim, least=1, most=k.shape[-1]) if v is None else v_dim
         if v is not None and v_dim is not None:
             raise InvalidUsage(f"v_dim={v_dim} was given with v; it is for values that are a part of the keys")
-        _check_selected(q, k, k if v is None else v, chosen, layout, rank_in(comm))
+        _check_selected(q, k, k if v is None else v, chosen, layout.rows(rank_in(comm)), k_layout.tokens)
+        keys, *more = with_kept(comm, cu_seqlens, *((k,) if v is None else (k, v)))
         values = width if v is None else tuple(v.shape[1:])
         facts = f"{layout.facts[0]} {tuple(k.shape[1:])} {values} {q.dtype} {scale}"
-        return layout, facts, f"k {tuple(k.shape[1:])}, v {values}; {layout.facts[1]}"
+        given = k_layout, keys, more[0] if more else None
+        return given, facts, f"k {tuple(k.shape[1:])}, v {values}; {layout.facts[1]}"
 
-    layout = agree_on_call(comm, "selected_attention", careful=True, device=q.device, prepare=prepare)
+    layout, keys, values = agree_on_call(comm, "selected_attention", careful=True, device=q.device, prepare=prepare)
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    return _Selected.apply(q, k, v, v_dim, chosen, layout, comm, factor)  # type: ignore[no-any-return, no-untyped-call]
+    return _Selected.apply(q, keys, values, v_dim, chosen, layout, comm, factor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def indexed_attention(
@@ -108,13 +120,14 @@ def indexed_attention(
     return selected_attention(q, k, v, chosen, comm=comm, cu_seqlens=cu_seqlens, scale=scale)
 
 
-def _check_selected(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, layout: Layout | TreeLayout, rank: int) -> None:
-    check_qkv(q, k, v, layout.rows(rank))
+def _check_selected(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, rows: int, tokens: int) -> None:
+    """``tokens``: that may be chosen."""
+    check_qkv(q, k, v, rows)
     if chosen.ndim != 2 or chosen.shape[0] != q.shape[0] or chosen.dtype != torch.int64:
         raise InvalidUsage(f"expected chosen [{q.shape[0]} tokens, k], int64; got {tuple(chosen.shape)} {chosen.dtype}")
-    if chosen.numel() and not -1 <= int(chosen.min()) <= int(chosen.max()) < layout.tokens:
+    if chosen.numel() and not -1 <= int(chosen.min()) <= int(chosen.max()) < tokens:
         raise InvalidUsage(
-            f"chosen has numbers from {int(chosen.min())} to {int(chosen.max())}; the pack has {layout.tokens} tokens"
+            f"chosen has numbers from {int(chosen.min())} to {int(chosen.max())}; the pack has {tokens} tokens"
         )
 
 
@@ -161,12 +174,14 @@ def indexer_loss(
         (torch.Size([5]), 0.0)
     """
 
-    def prepare() -> tuple[Layout | TreeLayout, str, str]:
-        layout = layout_of_tokens(cu_seqlens, comm)
+    def prepare() -> tuple[TokenLayout, str, str]:
+        if isinstance(cu_seqlens, SequenceSlice):
+            raise InvalidUsage("indexer_loss: indexers do not learn in slices of sequences; give whole ones")
+        layout, _ = layouts_of_tokens(cu_seqlens, comm)
         rows = layout.rows(rank_in(comm))
         check_index(index_q, index_k, weights, rows)
         none = torch.full((rows, 1), -1, dtype=torch.int64)
-        _check_selected(q, k, k, none if chosen is None else chosen, layout, rank_in(comm))
+        _check_selected(q, k, k, none if chosen is None else chosen, rows, layout.tokens)
         kinds = f"{tuple(k.shape[1:])} {tuple(index_q.shape[1:])} {q.dtype} {index_q.dtype} {scale} {chosen is None}"
         return layout, f"{layout.facts[0]} {kinds}", f"k, index q, types, scale, dense: {kinds}; {layout.facts[1]}"
 
@@ -184,7 +199,7 @@ class _Selected(torch.autograd.Function):
         v: Tensor | None,
         v_dim: int | None,
         chosen: Tensor,
-        layout: Layout | TreeLayout,
+        layout: TokenLayout,
         comm: Communicator | None,
         scale: float,
     ) -> Tensor:
@@ -226,7 +241,7 @@ class _IndexerLoss(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         chosen: Tensor | None,
-        layout: Layout | TreeLayout,
+        layout: TokenLayout,
         comm: Communicator | None,
         scale: float,
     ) -> Tensor:
@@ -276,7 +291,7 @@ class _KeyBlocks:
         numbers: of each token the row of the buffer; see :class:`Needed`.
     """
 
-    def __init__(self, chosen: Tensor | None, layout: Layout | TreeLayout, rank: int, row: int) -> None:
+    def __init__(self, chosen: Tensor | None, layout: TokenLayout, rank: int, row: int) -> None:
         self._chosen, self._row = chosen, row
         self.numbers = torch.empty(0, dtype=torch.int64)
         self._own: list[tuple[Tensor, Tensor, int]] = []  # keys up to the last of own tokens, these, their first row

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hdpcomm.attention.indexer import places_of, rank_in
-from hdpcomm.attention.layout import Layout
-from hdpcomm.attention.tree_layout import TreeLayout
+from hdpcomm.attention.indexer import TokenLayout, places_of, rank_in
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -48,7 +46,7 @@ class Needed:
         return total
 
 
-def needed_tokens(tokens: Tensor, layout: Layout | TreeLayout, comm: Communicator | None) -> Needed:
+def needed_tokens(tokens: Tensor, layout: TokenLayout, comm: Communicator | None) -> Needed:
     """What these tokens of a pack, which rise, take. Collective."""
     places = places_of(layout)
     return needed_rows(tokens, places.owner, places.row, comm)

@@ -10,33 +10,38 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hdpcomm.arguments import check_whole
+from hdpcomm.attention.api import with_kept
 from hdpcomm.attention.call_check import agree_on_call
-from hdpcomm.attention.layout import CuSeqlens, Layout, longest_length, sequences_layout, tokens_layout
-from hdpcomm.attention.tree_layout import TreeLayout
+from hdpcomm.attention.layout import CuSeqlens, Layout, longest_length, sequences_layout
+from hdpcomm.attention.slices import SequenceSlice, SliceLayout
+from hdpcomm.attention.tree_layout import TreeLayout, tree_layout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.tree import Tree
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.plan.tree import Tree
 
 __all__ = [
     "Places",
+    "TokenLayout",
     "check_index",
     "check_qkv",
     "index_top_k",
     "layout_of_pack",
-    "layout_of_tokens",
+    "layouts_of_tokens",
     "places_of",
     "rank_in",
 ]
 
+TokenLayout: TypeAlias = "Layout | TreeLayout | SliceLayout"
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 512
 """Queries, and keys, that are scored at a time."""
@@ -57,6 +62,8 @@ class Places:
         runs: by rank, its rows of each sequence, or of each segment of a tree.
         starts: first token of each sequence or segment.
         tree: ``None``: sequences, which see nothing of each other.
+
+    Of a slice's queries, tokens are numbers in the whole sequence, and owner and row begin with the slice.
     """
 
     owner: Tensor
@@ -66,9 +73,9 @@ class Places:
     starts: list[int]
     tree: Tree | None
 
-    def pairs(self, rank: int, source: int) -> Iterator[tuple[slice, slice]]:
-        """Rows of ``rank`` and rows of ``source`` that they see, up to the token itself."""
-        keys = self.runs[source]
+    def pairs(self, rank: int, others: Places, source: int) -> Iterator[tuple[slice, slice]]:
+        """Rows of ``rank`` and rows of keys on ``source`` that they see, up to the token itself."""
+        keys = others.runs[source]
         for segment, queries in self.runs[rank].items():
             for seen in (segment,) if self.tree is None else self.tree.path(segment):
                 yield from itertools.product(queries, keys.get(seen, ()))
@@ -81,7 +88,7 @@ class Places:
 
 
 @lru_cache(maxsize=64)
-def places_of(layout: Layout | TreeLayout) -> Places:
+def places_of(layout: TokenLayout) -> Places:
     """Made once a pack. Local."""
     owner = torch.empty(layout.tokens, dtype=torch.int64)
     row = torch.empty_like(owner)
@@ -97,9 +104,10 @@ def places_of(layout: Layout | TreeLayout) -> Places:
         cuts = [layout.local_cu(rank).tolist() for rank in range(layout.size)]
         runs = [{i: [slice(a, b)] for i, (a, b) in enumerate(itertools.pairwise(cu)) if a < b} for cu in cuts]
     else:
-        starts, tree = layout.tree.rows, layout.tree
         spans = [layout.own_spans(rank) for rank in range(layout.size)]
         runs = [{i: [slice(x.row, x.row + x.rows) for x in own] for i, own in each.items()} for each in spans]
+        starts, tree = (layout.tree.rows, layout.tree) if isinstance(layout, TreeLayout) else (np.zeros(1, int), None)
+        tokens = [own + int(layout.start[0] - layout.source[0]) for own in tokens] if tree is None else tokens
     return Places(owner, row, tuple(tokens), tuple(runs), starts.tolist(), tree)
 
 
@@ -108,9 +116,13 @@ def layout_of_pack(cu_seqlens: CuSeqlens, comm: Communicator | None) -> Layout:
     return sequences_layout(cu_seqlens, size=1 if comm is None else comm.size)
 
 
-def layout_of_tokens(cu_seqlens: CuSeqlens, comm: Communicator | None) -> Layout | TreeLayout:
-    """Raises: InvalidUsage for a mask or a slice."""
-    return tokens_layout(cu_seqlens, size=1 if comm is None else comm.size)
+def layouts_of_tokens(cu_seqlens: CuSeqlens, comm: Communicator | None) -> tuple[TokenLayout, TokenLayout]:
+    """Those of queries and of keys, which differ in a slice. Raises: InvalidUsage for a mask."""
+    size = 1 if comm is None else comm.size
+    if isinstance(cu_seqlens, SequenceSlice):
+        return cu_seqlens.layouts(size)
+    layout = tree_layout(cu_seqlens, size) if isinstance(cu_seqlens, Tree) else sequences_layout(cu_seqlens, size=size)
+    return layout, layout
 
 
 @untraced
@@ -126,7 +138,7 @@ def index_top_k(
 ) -> Tensor:
     """The ``top_k`` keys of the same sequence, at or before each token, with the highest index scores
     ``sum_h weights[t, h] * relu(index_q[t, h] . index_k[s])``; of equal ones the first. In a tree those on its way from
-    the root.
+    the root; in a slice those of earlier slices, too, whose index keys were kept.
 
     Collective over ``comm``; each rank gives its shard of the pack (:func:`hdpcomm.attention.shard`). Scores are
     computed in fp32 (fp64 of fp64 inputs); the same values give the same choice on any number of ranks only if the
@@ -139,27 +151,31 @@ def index_top_k(
         top_k: at least 1.
 
     Returns: int64 ``[tokens, min(top_k, longest sequence)]``: numbers of tokens in the pack, ascending, -1 at the end
-        where there are fewer.
+        where there are fewer; of a slice, in the whole sequence.
 
-    Raises: InvalidUsage, on all ranks: shapes or types that do not belong together, or a mask or slice.
+    Raises: InvalidUsage, on all ranks: shapes or types that do not belong together, or a mask.
     """
 
-    def prepare() -> tuple[Layout | TreeLayout, str, str]:
+    def prepare() -> tuple[tuple[TokenLayout, TokenLayout, Tensor], str, str]:
         check_whole("index_top_k", "top_k", top_k, least=1)
-        layout = layout_of_tokens(cu_seqlens, comm)
+        layouts = layouts_of_tokens(cu_seqlens, comm)
+        layout = layouts[0]
         check_index(index_q, index_k, weights, layout.rows(rank_in(comm)))
+        (keys,) = with_kept(comm, cu_seqlens, index_k.contiguous())
         facts = f"{layout.facts[0]} {top_k} {tuple(index_q.shape[1:])} {index_q.dtype}"
-        return layout, facts, f"top_k {top_k}, index keys of {index_k.shape[-1]}; {layout.facts[1]}"
+        return (*layouts, keys), facts, f"top_k {top_k}, index keys of {index_k.shape[-1]}; {layout.facts[1]}"
 
-    layout = agree_on_call(comm, "index_top_k", careful=True, device=index_q.device, prepare=prepare)
-    places, rank = places_of(layout), rank_in(comm)
+    layout, k_layout, own_keys = agree_on_call(
+        comm, "index_top_k", careful=True, device=index_q.device, prepare=prepare
+    )
+    places, k_places, rank = places_of(layout), places_of(k_layout), rank_in(comm)
     wide = torch.float64 if index_q.dtype == torch.float64 else torch.float32
     count = min(top_k, longest_length(cu_seqlens))
     best = (_Best if wide == torch.float64 else _Packed)(index_q.shape[0], count, index_q.device)
     own = places.tokens[rank].to(index_q.device)
-    for source, keys in _round_the_ring(index_k.contiguous(), comm, [len(each) for each in places.tokens]):
-        theirs = places.tokens[source].to(index_q.device)
-        for mine, others in places.pairs(rank, source):
+    for source, keys in _round_the_ring(own_keys, comm, [len(each) for each in k_places.tokens]):
+        theirs = k_places.tokens[source].to(index_q.device)
+        for mine, others in places.pairs(rank, k_places, source):
             for first in range(mine.start, mine.stop, _BLOCK):
                 queries = slice(first, min(first + _BLOCK, mine.stop))
                 for start in range(others.start, others.stop, _BLOCK):

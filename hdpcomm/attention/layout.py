@@ -33,7 +33,7 @@ from hdpcomm.attention._kernels import Rows, copy_rows, take_rows, take_rows_and
 from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.pieces import Pieces
 from hdpcomm.attention.slices import SequenceSlice
-from hdpcomm.attention.tree_layout import TreeLayout, tree_layout
+from hdpcomm.attention.tree_layout import tree_layout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.tree import Tree
@@ -52,7 +52,6 @@ __all__ = [
     "sequences_layout",
     "shard",
     "shard_with_positions",
-    "tokens_layout",
     "unshard",
 ]
 
@@ -228,11 +227,6 @@ def layout_of(cu_seqlens: CuSeqlens, *, size: int, name: str = "cu_seqlens") -> 
         return cu_seqlens.layouts(size)[0]
     limit = (cu_seqlens.key_limit, cu_seqlens.limited) if isinstance(cu_seqlens, BalancedPack) else (0.0, 0.0)
     return _cached_layout(as_cu_seqlens(cu_seqlens, name=name).tobytes(), size, limit)
-
-
-def tokens_layout(cu_seqlens: CuSeqlens, *, size: int) -> Layout | TreeLayout:
-    """:func:`layout_of` of a pack of plain sequences, or of a tree. Raises InvalidUsage for a mask or a slice."""
-    return tree_layout(cu_seqlens, size) if isinstance(cu_seqlens, Tree) else sequences_layout(cu_seqlens, size=size)
 
 
 def sequences_layout(cu_seqlens: CuSeqlens, *, size: int) -> Layout:

@@ -526,8 +526,6 @@ def core_cost(
     """Both models in the form that the C++ solver takes; ``ring_peers``, ``slices``: of
     :class:`hdpcomm.plan.Planner`."""
     values = asdict(cost)
-    for name in ("key_limit", "limited"):  # what the solver gets are squares
-        values.pop(name)
     experts = values.pop("experts")
     put_off = values.pop("weights") * max(0.0, values["linear"] - experts)
     values["linear"] += experts * (cluster.expert_imbalance - 1)

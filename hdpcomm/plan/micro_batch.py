@@ -76,11 +76,6 @@ class PlannedSlice:
         return self.bounds[self.number + 1]
 
     @property
-    def squares(self) -> float:
-        """Twice its (query, key) pairs, in the unit in which a sequence has length^2."""
-        return float(self.stop) ** 2 - float(self.start) ** 2
-
-    @property
     def last(self) -> bool:
         """Whether no slice follows."""
         return self.number == len(self.rows) - 1

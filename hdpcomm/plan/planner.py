@@ -278,7 +278,7 @@ class Planner:
         for place, tokens in enumerate(jobs.tokens):
             if tokens <= most:
                 continue
-            plain = not self.cost_model.limited and (not jobs.squares or jobs.squares[place] == float(tokens) * tokens)
+            plain = not jobs.squares or jobs.squares[place] == self.cost_model.item_squares(tokens)
             room = math.floor(capacity - self.memory.kept * -(-tokens // ranks))
             needed = -(-tokens // (room * ranks)) if room > 0 else MOST_SLICES + 1
             if not plain or needed > self.slices:

@@ -110,7 +110,8 @@ def _squares_by_id(items: Sequence[int | Tree], plan: StepPlan, cost: CostModel)
     """The sum of squares that tells the cost of attention, of each tree and fragment by its id in the plan."""
     found = {i: cost.item_squares(item) for i, item in enumerate(items) if isinstance(item, Tree)}
     for planned in plan.slices.values():
-        found[int(plan.table.ids[plan.table.sequence_bounds[planned.rows[planned.number]]])] = planned.squares
+        place = plan.table.sequence_bounds[planned.rows[planned.number]]
+        found[int(plan.table.ids[place])] = float(cost.squares(float(planned.stop), float(planned.start)))
     for k, fragment in enumerate(plan.fragments):
         if not isinstance(fragment, TreeFragment):
             continue

@@ -26,6 +26,10 @@ struct CostParams {
   double forward_transfer = 1 / 4.;  // share of the transfers
   double put_off = 0;  // of `linear`: gradients of weights, which split backward passes put off
   double noise = 0;    // relative standard deviation of a micro-batch's compute
+  // Of `attention`, the share of layers whose queries see at most so many keys; the squares of
+  // sequences know of it, so this is for slices alone.
+  double key_limit = 0;
+  double limited = 0;
 };
 
 // Memory is counted in tokens: the bytes that one token keeps on the device without offload.
@@ -120,6 +124,14 @@ class CostModel {
   const Cluster& cluster() const noexcept { return cluster_; }
   const CostParams& params() const noexcept { return params_; }
   const MemoryParams& memory() const noexcept { return memory_; }
+
+  // What the queries from one token of a sequence to another cost, over a token squared.
+  double squares(double first, double end) const noexcept {
+    const double near = std::max(0.0, first - params_.key_limit);
+    const double far = std::max(0.0, end - params_.key_limit);
+    const double few = params_.limited * (far * far - near * near);
+    return end * end - first * first - few;
+  }
 
   // Compute of one ring step, and the transfer that runs beside it.
   double stepCompute(const Load& load, int size) const noexcept {

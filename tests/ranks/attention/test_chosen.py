@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hdpcomm as hdp
 from hdpcomm.attention import (
-    SlicedSequence,
+    BlockMask,
     Tree,
     index_top_k,
     indexed_attention,
@@ -20,6 +20,7 @@ from hdpcomm.attention import (
     unshard,
 )
 from hdpcomm.testing import run_threads
+from tests.ranks.attention.test_slices import on_slices, whole
 
 PACKS = {"mixed": (1, 7, 201, 399, 88), "short": (1, 2, 1), "one": (64,), "single": (1,)}
 HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 6, 5
@@ -320,6 +321,35 @@ def test_trees(size, tree, top_k, ties):
         assert torch.allclose(got, want, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("way", ["graphs", "again", "checkpoint"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("bounds", [(0, 1, 60, 61, 150), (0, 75, 150), (0, 150), (0, *range(30, 151, 15))])
+@pytest.mark.parametrize("latents", [False, True])
+def test_slices(size, bounds, way, latents):
+    """Of a sequence in slices; with ``latents`` values are a part of the keys."""
+    q, k, v, index = inputs((150,))
+    dout = torch.randn(q.shape[0], HEADS, 4 if latents else V_DIM, generator=torch.Generator().manual_seed(5)).double()
+    sets = choose_fast(index, (150,), 16)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted = attend(*leaves[:2], leaves[1][..., :4] if latents else leaves[2], sets, 0.3)
+    wanted.backward(dout)
+    given = dict(zip("qkvabc", (q, k, v, *index), strict=True)) | {"dout": dout}
+
+    def body(comm):
+        def run(part, own):
+            chosen = index_top_k(*own[3:], top_k=16, comm=comm, cu_seqlens=part)
+            values = {"v_dim": 4} if latents else {}
+            v = None if latents else own[2]
+            return selected_attention(*own[:2], v, chosen, comm=comm, cu_seqlens=part, scale=0.3, **values)
+
+        return on_slices(run, bounds, given, comm, way)
+
+    out, *grads = whole([[[x[0], *x[1 : 3 if latents else 4]] for x in rank] for rank in on_ranks(size, body)], bounds)
+    assert torch.allclose(out, wanted, rtol=0, atol=1e-10)
+    for got, leaf in zip(grads, leaves, strict=False):
+        assert torch.allclose(got, leaf.grad, rtol=0, atol=1e-10)
+
+
 def test_without_a_communicator():
     q, k, v, index = inputs((20,))
     found = indexed_attention(q, k, v, *index, top_k=3, comm=None, cu_seqlens=[0, 20])
@@ -343,7 +373,7 @@ BAD = {
     "types": (lambda a: a.update(index_k=a["index_k"].float()), "must have one type"),
     "q": (lambda a: a.update(q=a["q"][:, :3].contiguous()), "do not belong together"),
     "v": (lambda a: a.update(v=a["v"].float()), "must have one type"),
-    "slice": (lambda a: a.update(cu_seqlens=SlicedSequence([0, 21]).slice(0)), "only packs of plain sequences"),
+    "mask": (lambda a: a.update(cu_seqlens=BlockMask(lambda q, k: q >= k, 21)), "only packs of plain sequences"),
 }
 
 

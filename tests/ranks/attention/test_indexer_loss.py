@@ -97,6 +97,13 @@ def test_trees(size, tree, dense):
         assert torch.allclose(got, want, rtol=0, atol=1e-10)
 
 
+def test_slices_are_refused():
+    index = torch.randn(9, 3, 4), torch.randn(9, 4), torch.randn(9, 3)
+    part = hdp.attention.SlicedSequence([0, 9, 20]).slice(0)
+    with pytest.raises(hdp.InvalidUsage, match="indexers do not learn in slices"):
+        indexer_loss(*index, torch.randn(9, 4, 6), torch.randn(9, 2, 6), None, comm=None, cu_seqlens=part)
+
+
 def test_small_blocks_are_the_same(monkeypatch):
     from hdpcomm.attention import chosen
 

@@ -22,7 +22,7 @@ from tests.harness import pipelines
 from tests.harness.families import LENGTHS, model_of, sequences, unsharded
 from tests.ranks.models.test_adapt import BY_HAND, CU, IDS, PLACES, FixedPlanner, check, planner_of, step
 
-HYBRID = ("deepseek-v3", "qwen3-next", "kimi-linear", "mamba2")
+HYBRID = ("deepseek-v3", "deepseek-v32", "qwen3-next", "kimi-linear", "mamba2")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_every_policy(family, policy, wanted):
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"pool_bytes": 8 << 20}], ids=["plain", "full", "pool"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("family", ["kimi-linear", "mamba2"])
+@pytest.mark.parametrize("family", ["deepseek-v32", "kimi-linear", "mamba2"])
 def test_sequences_in_slices(family, ranks, options, wanted):
     everyone, cuts = tuple(reversed(range(ranks))), (0, 40, 41, 43, 70, 90)
     batches = [(everyone, SequenceFragment(2, a, b)) for a, b in pairwise(cuts)]
