@@ -84,6 +84,7 @@ def step(name, ranks, sizes, *, how="plain", chunks=1, split=False, zero=0, plan
                 gradients |= {
                     (stage.name_in_model(key), part_of(stage, key) or shards.get(key)): p.grad.clone()
                     for key, p in stage.named_parameters()
+                    if p.grad is not None  # indexers do not learn
                 }
             return done, gradients, state
 
@@ -116,6 +117,8 @@ PP, PP_TP = {"pipeline": 2}, {"pipeline": 2, "tensor": 2}
         ("gpt-oss", 2, PP, {}),
         ("gpt-neox", 2, PP, {}),
         ("deepseek-v3", 2, PP, {}),
+        ("deepseek-v3", 4, PP_TP, {}),
+        ("deepseek-v32", 4, PP_TP, {"how": "recompute"}),
         ("mamba2", 2, PP, {}),
         ("qwen3-next-no-aux", 2, PP, {}),
     ],
@@ -137,6 +140,8 @@ def test_gradients_are_those_of_the_whole_model(name, ranks, sizes, options):
         ("llama4", 4, PP, {"how": "recompute"}),
         ("deepseek-v3", 2, PP, {}),
         ("deepseek-v3", 4, PP, {"how": "recompute"}),
+        ("deepseek-v32", 4, PP_TP, {}),
+        ("deepseek-v32", 4, PP, {"how": "offload"}),
         ("mamba2", 2, PP, {}),
         ("mamba2", 4, PP, {"how": "recompute"}),
         ("qwen3-next-no-aux", 2, PP, {}),
