@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from hdpcomm.attention import SequenceSlice, SlicedSequence
+from hdpcomm.attention import BalancedPack, SequenceSlice, SlicedSequence
 from hdpcomm.attention import positions as positions_of
 from hdpcomm.models.moe import refuse_trees
 from hdpcomm.models.weight_gradients import WeightGradients
@@ -20,7 +19,7 @@ from hdpcomm.parallel.program import RECEIVE, RUN, Action, make_program
 from hdpcomm.parallel.waves import PlannedWaves, plan_waves
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.passes import Loss, Sliced, StepInputs, packed_shard
-from hdpcomm.train.shards import PackedShard, empty_shard
+from hdpcomm.train.shards import PackedShard, empty_shard, pack_of
 from hdpcomm.train.tree_shards import holds_trees
 
 if TYPE_CHECKING:
@@ -279,8 +278,8 @@ class StageRunner:
         trees = batch.index not in self._slices and holds_trees(batch, self.step.planned.lengths)
         if self._added_losses or ends or trees:
             return packed_shard(batch, self.step, comm, self._device, Sliced())
-        bounds = [0, *itertools.accumulate(sequence.length for sequence in batch.sequences)]
-        pack: Tensor | SequenceSlice = torch.tensor(bounds, dtype=torch.int32)
+        lengths = (sequence.length for sequence in batch.sequences)
+        pack: Tensor | BalancedPack | SequenceSlice = pack_of(lengths, comm.size, self.step.planned.plan.limit)
         if (planned := self._slices.get(batch.index)) is not None:
             pack = SlicedSequence(planned.bounds).slice(planned.number)
         positions = positions_of(pack, rank=comm.rank, size=comm.size, device=self._device)
