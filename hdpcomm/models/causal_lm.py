@@ -195,7 +195,12 @@ class AdaptedCausalLM(nn.Module):
     @property
     def has_added_losses(self) -> bool:
         """Whether routers or indexers add to the loss."""
-        return self.trains_indexers or (self._router is not None and self._router.coefficient > 0)
+        return self.trains_indexers or self.adds_router_loss
+
+    @property
+    def adds_router_loss(self) -> bool:
+        """Whether routers add to the loss."""
+        return self._router is not None and self._router.coefficient > 0
 
     @property
     def trains_indexers(self) -> bool:

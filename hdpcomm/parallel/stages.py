@@ -262,11 +262,7 @@ _WITHOUT = "train it without pipelines"
 def _refuse(model: AdaptedCausalLM) -> None:
     """Raises InvalidUsage for what a configuration tells of layers that need more than hidden states."""
     config = model.causal_lm.config.get_text_config()
-    if model.trains_indexers:
-        raise InvalidUsage(
-            f"{_name(model)} trains its indexers (adapt(indexer_loss=)), which stages do not; {_WITHOUT}"
-        )
-    if model.has_added_losses:
+    if model.adds_router_loss:
         raise InvalidUsage(
             f"{_name(model)} adds its routers' auxiliary loss (config.output_router_logits), which multiplies means "
             "over the layers of all stages, so no stage can compute its gradient alone; set output_router_logits to "

@@ -13,6 +13,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.attention import positions, shard
+from hdpcomm.parallel import split_model
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
@@ -144,6 +145,46 @@ def test_a_rank_without_tokens(stage):
             return float(loss.detach())
 
     assert sum(run_threads(body, 2)) > 0
+
+
+@pytest.mark.parametrize(("ranks", "pipeline"), [(2, 2), (6, 3)])
+def test_pipelines(ranks, pipeline):
+    """Losses of both stages, and without indexers that learn, are those of one rank, on shards that are as even as the
+    costs say; the stage in the middle makes its own."""
+    cost = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, key_limit=5, limited=0.9)
+    layers = [2, 1] if pipeline == 2 else None
+
+    def run(ranks, pipeline):
+        models = [MODELS["deepseek_v32"]() for _ in range(ranks)]
+
+        def body():
+            torch.set_num_threads(1)
+            with hdp.init() as comm:
+                losses, mesh = [], hdp.Mesh(comm, pipeline=pipeline)
+                for learns in ("dense", "sparse", None):
+                    given = {} if learns is None else {"indexer_loss": 1.0, "indexer_stage": learns}
+                    model = hdp.adapt(models[comm.rank], check=False, **given)
+                    parts = (
+                        [model]
+                        if pipeline == 1
+                        else [split_model(model, pipeline, layers=layers, check=False)[mesh.stage]]
+                    )
+                    sizes = {} if pipeline == 1 else {"pipeline": pipeline}
+                    planner = Planner(None, ClusterSpec(mesh.hdp, 120 // mesh.hdp, **sizes), cost_model=cost)
+                    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
+                    trainer = Trainer(parts[0] if pipeline == 1 else parts, optimizer, planner, mesh)
+                    fetch = lambda i: torch.randint(
+                        16, ((60, 13, 2, 31)[i],), generator=torch.Generator().manual_seed(i)
+                    )
+                    losses += [trainer.step([60, 13, 2, 31], fetch).loss for _ in range(3)]
+                return losses
+
+        return run_threads(body, ranks)
+
+    (one,) = run(1, 1)
+    assert one[2] < one[0]
+    for found in run(ranks, pipeline):
+        assert found == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.timeout(1500)

@@ -130,9 +130,9 @@ def test_latent_heads_that_are_not_shared_evenly():
     models = [model("deepseek-v3") for _ in range(3)]
 
     def main():
-        with hdp.init() as comm:
-            with pytest.raises(InvalidUsage, match="self_attn has 4 heads, which 3 tensor ranks cannot share evenly"):
-                tensor_parallel(adapt(models[comm.rank], check=False), Mesh(comm, tensor=3))
+        uneven = pytest.raises(InvalidUsage, match="self_attn has 4 heads, which 3 tensor ranks cannot share evenly")
+        with hdp.init() as comm, uneven:
+            tensor_parallel(adapt(models[comm.rank], check=False), Mesh(comm, tensor=3))
 
     run_threads(main, 3)
 
