@@ -63,8 +63,8 @@ def selected_attention(
         q: ``[tokens, heads, dim]``, this rank's shard of the pack. k: ``[tokens, kv_heads, dim]``. v: ``[tokens,
             kv_heads, v_dim]``; ``kv_heads`` divides ``heads``. ``None``: values are the first ``v_dim`` elements of the
             keys, which are sent once then (the latents of MLA, with queries that have taken in the keys' weights).
-        chosen: int64 ``[tokens, k]``: numbers of tokens in the pack, each at most once a row; -1: none. Of a slice, in
-            the sequence up to its end.
+        chosen: int64 ``[tokens, k]``: numbers of tokens in the pack, each at most once a row; -1: none. With a
+            slice, numbers in the sequence up to its end.
             :func:`index_top_k` gives it.
         scale: of the scores; default ``dim ** -0.5``.
         v_dim: without ``v`` only.

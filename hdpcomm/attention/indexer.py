@@ -63,7 +63,7 @@ class Places:
         starts: first token of each sequence or segment.
         tree: ``None``: sequences, which see nothing of each other.
 
-    Of a slice's queries, tokens are numbers in the whole sequence, and owner and row begin with the slice.
+    For the queries of a slice, tokens are numbers in the whole sequence, and owner and row begin with the slice.
     """
 
     owner: Tensor

@@ -326,7 +326,7 @@ def test_trees(size, tree, top_k, ties):
 @pytest.mark.parametrize("bounds", [(0, 1, 60, 61, 150), (0, 75, 150), (0, 150), (0, *range(30, 151, 15))])
 @pytest.mark.parametrize("latents", [False, True])
 def test_slices(size, bounds, way, latents):
-    """Of a sequence in slices; with ``latents`` values are a part of the keys."""
+    """A sequence in slices; with ``latents`` values are a part of the keys."""
     q, k, v, index = inputs((150,))
     dout = torch.randn(q.shape[0], HEADS, 4 if latents else V_DIM, generator=torch.Generator().manual_seed(5)).double()
     sets = choose_fast(index, (150,), 16)
