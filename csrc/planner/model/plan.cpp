@@ -131,8 +131,9 @@ Work workOf(const Problem& problem, const MicroBatch& batch) noexcept {
     const auto first = static_cast<double>(batch.slice.first);
     const auto end = static_cast<double>(batch.slice.end);
     const int64_t tokens = batch.slice.end - batch.slice.first;
-    return {
-        {problem.cost().squares(first, end), end - first}, (tokens + size - 1) / size, batch.slice.first};
+    return {{problem.cost().squares(first, end), end - first},
+            (tokens + size - 1) / size,
+            batch.slice.first};
   }
   if (size == 1) {  // mostly; divisions take long
     for (const int32_t sequence : batch.sequences) {
