@@ -92,6 +92,11 @@ def train(
     """
     comm = by_host(comm, domains_of(comm))
     check_limits(corpus, config, ranks=comm.size)
+    if config.evict_slower and (saving is None or saving.peers is None):
+        raise InvalidUsage(
+            f"evict_slower is {config.evict_slower}, and this run has no copies in other ranks' memory, without which it "
+            "ends with a rank that leaves: give saving=Saving(..., peers=PeerSaves(...)), or leave it out"
+        )
     if held_out is not None:
         check_limits(held_out, config, ranks=comm.size)
     with ExitStack() as stack:
@@ -200,11 +205,10 @@ class _Run:
         self.spec = model_spec(config.model)
         self.stalled = dict.fromkeys(planners, 0.0)
         self.learning = self._learning(found) if config.learn_costs else {}
-        evicts = config.evict_slower and saving is not None and saving.peers is not None
         self.slow = {
             policy: SlowRanks(config.evict_slower, trainer.mesh.positions if config.on_mesh else None)
             for policy, trainer in self.trainers.items()
-            if evicts
+            if config.evict_slower
         }
         self.leave: list[int] = []
         """Positions of ranks that have to go after this step."""
