@@ -268,7 +268,8 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
   size_t most = 0;  // sequences that waited
   for (const double share : kShort) {
     std::vector<int32_t> waiting = shortOnes(problem, share * bound.makespan);
-    if (waiting.size() == std::exchange(most, waiting.size())) continue;  // none, or the same ones
+    const bool same = waiting.size() == std::exchange(most, waiting.size());
+    if (waiting.empty() || same) continue;
     attempt(waitingAll(problem, options, std::move(waiting)));
   }
   Tails tails = takeTails(problem, bound);
