@@ -20,6 +20,7 @@
 #include "planner/model/jobs.hpp"
 #include "planner/model/rings.hpp"
 #include "planner/search/candidates.hpp"
+#include "planner/search/copied_part.hpp"
 #include "planner/search/refine.hpp"
 #include "planner/search/swaps.hpp"
 #include "planner/simulate/finish_plan.hpp"
@@ -35,6 +36,11 @@ constexpr double kLongShare = 0.2;        // of the bound; sequences that take l
 constexpr int kMaxWaveJobs = 8192;        // with more of them, blocks leave little over
 constexpr int kMaxWaveTrials = 16;
 constexpr int kMaxFewer = 3;  // waves of fewer sequences after those on the smallest sizes
+// Ranks from which on a cluster is planned in parts, and those of a part at least. With half as
+// many ranks plans of the whole are about as short; with parts of this size the packer looks at all
+// blocks, and which of both is better varies.
+constexpr int kLarge = 1 << 16;
+constexpr int kRanksOfParts[] = {1 << 13, 1 << 14};
 
 // Searches for the target time that gives the shortest plan: first the lower bound, then times
 // between it and the best makespan so far.
@@ -167,10 +173,20 @@ Plan planUniform(const Problem& problem) {
 }
 
 constexpr Candidate<PlanSearch> kBlockCandidates[] = {
-    {"blocks", [](const PlanSearch&) { return true; },
+    {"copies", [](const PlanSearch& search) { return search.problem.ranks() >= kLarge; },
+     [](PlanSearch& search) {
+       search.take(planCopiedPart(search.problem, search.lower_bound, kRanksOfParts,
+                                  [&](const Problem& part, double lower_bound) {
+                                    return planBalanced(part, search.options, lower_bound);
+                                  }));
+       search.gap_left = !search.best;
+     }},
+    {"blocks", [](const PlanSearch& search) { return !search.best; },
      [](PlanSearch& search) { search.take(planBlocks(search.problem, search.lower_bound)); }},
     {"blocks on borders",
-     [](const PlanSearch& search) { return !search.atBound() && search.cluster().sharesLinks(); },
+     [](const PlanSearch& search) {
+       return search.gap_left && !search.atBound() && search.cluster().sharesLinks();
+     },
      [](PlanSearch& search) { search.take(planBlocks(search.problem, search.lower_bound, true)); }},
     {"blocks by speed",
      [](const PlanSearch& search) {
@@ -214,7 +230,7 @@ Plan planBalanced(const Problem& problem, const PolicyOptions& options, double l
   PlanSearch search{problem, options, lower_bound};
   tryAll(kBlockCandidates, search);
   if (search.atBound()) return std::move(search).result();
-  search.gap_left = search.best->makespan > lower_bound * (1 + kGoodGap);
+  if (search.gap_left) search.gap_left = search.best->makespan > lower_bound * (1 + kGoodGap);
   tryAll(kGapCandidates, search);
   tryBaselines(search);
   tryAll(kImprovements, search);

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, StepPlan
@@ -49,6 +51,31 @@ def test_files_keep_the_name(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"plan{suffix}"
     plan.save(path)
     assert StepPlan.load(path).made_by == plan.made_by != ""
+
+
+@pytest.mark.parametrize("count", [98_304, 98_305])
+def test_parts_of_a_large_cluster_run_copies_of_one_plan(count: int) -> None:
+    """Each part has every fourth sequence; the plan ends no later than those of the other policies."""
+    ranks, lengths = 65_536, [3000 - i // 64 for i in range(count)]
+    random.Random(0).shuffle(lengths)
+    cluster = ClusterSpec(ranks=ranks, capacity=1024, ranks_per_node=8)
+    planner = Planner(None, cluster, cost_model=replace(COSTS, kv_intra=1e-7, kv_inter=1e-6))
+    plan = planner.plan(lengths)
+    planner.validate(plan, lengths)
+    assert plan.made_by.endswith("+ copies")
+    starts = plan.table.rank_bounds[:-1]
+    of_first, of_last = (part.reduceat(plan.table.ranks // (ranks // 4), starts) for part in (np.minimum, np.maximum))
+    assert np.array_equal(of_first, of_last)
+    for policy in ("pow2", "static", "naive"):
+        other = Planner(None, cluster, policy, planner.cost_model).plan(lengths)
+        assert plan.makespan_s <= other.makespan_s
+
+
+def test_a_few_long_sequences_make_no_parts() -> None:
+    """The first part would have the longest one, and no other part one like it."""
+    lengths = [1_000_000] + [1500 - i // 32 for i in range(40_000)]
+    plan = planned(lengths, ranks=65_536, ranks_per_node=8)
+    assert "copies" not in plan.made_by
 
 
 def test_files_of_before_have_no_name() -> None:

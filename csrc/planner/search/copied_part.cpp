@@ -1,0 +1,104 @@
+#include "planner/search/copied_part.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "planner/bound/bound.hpp"
+#include "planner/model/cost_model.hpp"
+#include "planner/simulate/finish_plan.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+// How far a part's bound may lie above that of all. It does by 0.0003 at most for lengths without a
+// long tail, and by 0.009 for those of byted, whose longest ones are few.
+constexpr double kFair = 0.001;
+constexpr double kNear = 0.004;  // to the bound, where no other part is tried
+
+// How many equal parts of whole nodes and domains.
+int numParts(const Problem& problem, int ranks_of_part) {
+  const Cluster& cluster = problem.cost().cluster();
+  if (!cluster.speeds.empty() || problem.hasRiders()) return 1;
+  const int whole = std::max(cluster.ranks_per_node, cluster.ranks_per_domain);
+  int parts = 1;
+  while (cluster.ranks % (2 * parts * whole) == 0 && cluster.ranks / (2 * parts) >= ranks_of_part) {
+    parts *= 2;
+  }
+  return parts;
+}
+
+// The first part: each sequence whose place in `order` is a multiple of the number of parts. None
+// where these do not fit.
+std::optional<Problem> firstPart(const Problem& problem, const std::vector<int32_t>& order,
+                                 int parts) {
+  Cluster cluster = problem.cost().cluster();
+  cluster.ranks /= parts;
+  std::vector<int64_t> lengths;
+  std::vector<double> squares;
+  for (size_t i = 0; i < order.size(); i += parts) {
+    if (problem.minRanks(order[i]) > cluster.ranks) return {};
+    lengths.push_back(problem.lengths()[order[i]]);
+    if (problem.hasTrees()) squares.push_back(problem.own(order[i]).squares);
+  }
+  const CostModel cost(problem.cost().params(), problem.cost().memory(), cluster);
+  return Problem(std::move(lengths), cost, std::move(squares));
+}
+
+// None where memory has no room for a copy.
+std::optional<Plan> copied(const Problem& problem, const std::vector<int32_t>& order, int parts,
+                           const Plan& first) {
+  std::vector<MicroBatch> batches;
+  batches.reserve(first.micro_batches.size() * parts);
+  for (const MicroBatch& batch : first.micro_batches) {
+    const auto size = static_cast<int>(batch.ranks.size());
+    for (int copy = 0; copy < parts; ++copy) {
+      MicroBatch own;
+      Load load;
+      for (const int32_t place : batch.sequences) {
+        const size_t at = static_cast<size_t>(place) * parts + copy;
+        if (at >= order.size()) continue;
+        own.sequences.push_back(order[at]);
+        load += problem.own(order[at]);
+      }
+      if (own.sequences.empty()) continue;
+      // A shorter sequence hides fewer copies to host memory.
+      if (batch.offload > 0 && !fits(problem, load, own.sequences, size)) return {};
+      own.ranks = batch.ranks;
+      for (int32_t& rank : own.ranks) rank += copy * (problem.ranks() / parts);
+      own.start = static_cast<double>(batches.size());
+      batches.push_back(std::move(own));
+    }
+  }
+  Plan plan = finishPlan(problem, std::move(batches));
+  plan.made_by = first.made_by + " + copies";
+  return plan;
+}
+
+}  // namespace
+
+std::optional<Plan> planCopiedPart(const Problem& problem, double bound,
+                                   std::span<const int> ranks_of_parts,
+                                   const std::function<Plan(const Problem&, double)>& plan_part) {
+  const std::vector<int32_t> order = problem.byLength();
+  int parts = 1;
+  Plan best;
+  for (const int ranks : ranks_of_parts) {
+    const int tried = numParts(problem, ranks);
+    if (tried == parts) continue;
+    const std::optional<Problem> part = firstPart(problem, order, tried);
+    if (!part) continue;
+    const double part_bound = lowerBound(*part);
+    if (part_bound > bound * (1 + kFair)) continue;
+    Plan plan = plan_part(*part, part_bound);
+    if (parts > 1 && plan.makespan >= best.makespan) continue;
+    best = std::move(plan);
+    parts = tried;
+    if (best.makespan <= bound * (1 + kNear)) break;
+  }
+  if (parts == 1) return {};
+  return copied(problem, order, parts, best);
+}
+
+}  // namespace hdpcomm::planner

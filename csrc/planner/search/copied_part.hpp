@@ -1,0 +1,23 @@
+// Plans of large clusters out of the plan of a part of them. Where there are many sequences, those
+// that follow each other by length are about as long as each other: with one of them each, equal
+// parts of the cluster can run the same plan.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <span>
+
+#include "planner/model/plan.hpp"
+#include "planner/model/problem.hpp"
+
+namespace hdpcomm::planner {
+
+// Copies of the best `plan_part(part, its bound)` of all sizes of parts, whole nodes and domains of
+// so many ranks at least. A part has the longest one of the sequences that run at the same place of
+// all parts, so its plan takes longest. None where ranks have different speeds, and where no part
+// is a fair one: its bound is above `bound`, that of the problem.
+std::optional<Plan> planCopiedPart(const Problem& problem, double bound,
+                                   std::span<const int> ranks_of_parts,
+                                   const std::function<Plan(const Problem&, double)>& plan_part);
+
+}  // namespace hdpcomm::planner
