@@ -15,7 +15,6 @@
 #include "planner/model/cost_model.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
-#include "planner/model/rings.hpp"
 #include "planner/model/round_queue.hpp"
 #include "planner/model/window_maxima.hpp"
 #include "planner/simulate/finish_plan.hpp"
@@ -106,10 +105,7 @@ Plan planNaive(const Problem& problem, double limit) {
     Piece& piece = pieces[which];
     MicroBatch& batch = batches[which];
     batch.sequences = std::move(piece.sequences);
-    if (!batch.ranks.empty()) {
-      batch.ranks = ringOrder(std::move(batch.ranks), problem.cost().cluster());
-      continue;
-    }
+    if (!batch.ranks.empty()) continue;
     batch.ranks.reserve(piece.size);
     for (int i = 0; i < piece.size; ++i) {  // no rank is next again before all others were
       const auto [count, rank] = ranks.top();
@@ -117,9 +113,8 @@ Plan planNaive(const Problem& problem, double limit) {
       ranks.replaceTop({count + 1, rank});
     }
     std::sort(batch.ranks.begin(), batch.ranks.end());
-    batch.ranks = ringOrder(std::move(batch.ranks), problem.cost().cluster());
   }
-  return finishPlan(problem, std::move(batches), limit);
+  return finishWithRings(problem, std::move(batches), limit);
 }
 
 }  // namespace hdpcomm::planner

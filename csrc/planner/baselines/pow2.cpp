@@ -62,12 +62,23 @@ int groupSize(const Problem& problem, int32_t sequence) {
   return size <= problem.ranks() ? size : problem.ranks();
 }
 
-MicroBatch makeBatch(const Problem& problem, int first, int size, std::vector<int32_t> sequences) {
-  MicroBatch batch;
-  batch.ranks = ringOrder(first, size, problem.cost().cluster());
-  batch.sequences = std::move(sequences);
-  price(problem, batch);
-  return batch;
+// What runs on a place, and from when on.
+struct Dealt {
+  int first = 0;
+  int size = 1;
+  double start = 0;
+  std::vector<int32_t> sequences;
+};
+
+double secondsOf(const Problem& problem, const Dealt& dealt) {
+  const CostModel& cost = problem.cost();
+  const Cluster& cluster = cost.cluster();
+  Load load;
+  for (const int32_t sequence : dealt.sequences) load += problem.own(sequence);
+  const Scope scope = cluster.scope(dealt.first, dealt.first + dealt.size - 1);
+  const double messages =
+      cluster.sharesLinks() ? crowding(ringOrder(dealt.first, dealt.size, cluster), cluster) : 1;
+  return cost.seconds(load, dealt.size, scope, messages) / cluster.slowest(dealt.first, dealt.size);
 }
 
 }  // namespace
@@ -78,8 +89,17 @@ double leastPow2(const Problem& problem) {
 
 Plan planPow2(const Problem& problem, double limit) {
   const int64_t capacity = problem.cost().memory().capacity;
+  if (problem.cost().cluster().pipeline > 1) limit = kNoLimit;  // ranks do not run like that
   AlignedRanks ranks(problem.ranks());
-  std::vector<MicroBatch> batches;
+  std::vector<Dealt> all;
+  Plan plan;
+  // Returns when it ends.
+  const auto deal = [&](Dealt dealt) {
+    const double end = dealt.start + secondsOf(problem, dealt);
+    plan.makespan = std::max(plan.makespan, end);
+    all.push_back(std::move(dealt));
+    return end;
+  };
   std::vector<int32_t> short_ones;
   for (const int32_t sequence : problem.byLength()) {
     if (problem.lengths()[sequence] <= capacity) {
@@ -89,9 +109,8 @@ Plan planPow2(const Problem& problem, double limit) {
     if (problem.rides(sequence)) continue;
     const int size = groupSize(problem, sequence);
     const auto [first, start] = ranks.earliest(size);
-    batches.push_back(makeBatch(problem, first, size, problem.withRiders(sequence)));
-    batches.back().start = start;
-    ranks.occupyEarliest(start + batches.back().predicted_s);
+    ranks.occupyEarliest(deal({first, size, start, problem.withRiders(sequence)}));
+    if (plan.makespan >= limit) return plan;
   }
   std::vector<RoundQueue::Entry> entries;
   for (int rank = 0; rank < problem.ranks(); ++rank) {
@@ -100,9 +119,14 @@ Plan planPow2(const Problem& problem, double limit) {
   RoundQueue free(std::move(entries));
   for (auto& pack : packBestFit(problem.lengths(), short_ones, capacity)) {
     const auto [start, rank] = free.top();
-    batches.push_back(makeBatch(problem, rank, 1, std::move(pack)));
-    batches.back().start = start;
-    free.replaceTop({start + batches.back().predicted_s, rank});
+    free.replaceTop({deal({rank, 1, start, std::move(pack)}), rank});
+    if (plan.makespan >= limit) return plan;
+  }
+  std::vector<MicroBatch> batches(all.size());
+  for (size_t i = 0; i < all.size(); ++i) {
+    batches[i].ranks = ringOrder(all[i].first, all[i].size, problem.cost().cluster());
+    batches[i].sequences = std::move(all[i].sequences);
+    batches[i].start = all[i].start;
   }
   return finishPlan(problem, std::move(batches), limit);
 }

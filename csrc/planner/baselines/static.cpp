@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -12,7 +13,6 @@
 #include "planner/model/cost_model.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
-#include "planner/model/rings.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
 namespace hdpcomm::planner {
@@ -100,15 +100,16 @@ Plan planStatic(const Problem& problem, const PolicyOptions& options, double lim
   // Packed by the tokens that a rank holds of each sequence: ceil(length / size).
   std::vector<int64_t> shards;
   for (const int64_t length : problem.lengths()) shards.push_back((length + size - 1) / size);
-  const auto packs = packBestFit(shards, problem.byLength(), capacity);
+  auto packs = packBestFit(shards, problem.byLength(), capacity);
   std::vector<MicroBatch> batches;
   for (size_t i = 0; i < packs.size(); ++i) {
     MicroBatch batch;
-    batch.ranks = ringOrder(static_cast<int>(i % groups) * size, size, problem.cost().cluster());
-    batch.sequences = packs[i];
+    batch.ranks.resize(size);
+    std::iota(batch.ranks.begin(), batch.ranks.end(), static_cast<int>(i % groups) * size);
+    batch.sequences = std::move(packs[i]);
     batches.push_back(std::move(batch));
   }
-  return finishPlan(problem, std::move(batches), limit);
+  return finishWithRings(problem, std::move(batches), limit);
 }
 
 }  // namespace hdpcomm::planner

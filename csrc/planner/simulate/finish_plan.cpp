@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "planner/model/cost_model.hpp"
+#include "planner/model/rings.hpp"
 #include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {
@@ -71,6 +72,27 @@ Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches, double 
   const double area = plan.makespan * problem.ranks();
   plan.idle_share = area > 0 ? std::max(0.0, 1 - busy / area) : 0;
   return plan;
+}
+
+Plan finishWithRings(const Problem& problem, std::vector<MicroBatch> batches, double limit) {
+  const CostModel& cost = problem.cost();
+  const Cluster& cluster = cost.cluster();
+  if (cluster.pipeline == 1 && limit < std::numeric_limits<double>::infinity()) {
+    InOrder flat(problem.ranks());
+    for (MicroBatch& batch : batches) {  // as if no rings shared links
+      const Scope scope = cluster.scope(batch.ranks.front(), batch.ranks.back());
+      batch.predicted_s =
+          cost.seconds(workOf(problem, batch).load, static_cast<int>(batch.ranks.size()), scope) /
+          slowest(batch.ranks, cluster);
+      flat.run(batch);
+      if (flat.makespan() < limit) continue;
+      Plan late;
+      late.makespan = flat.makespan();
+      return late;
+    }
+  }
+  for (MicroBatch& batch : batches) batch.ranks = ringOrder(std::move(batch.ranks), cluster);
+  return finishPlan(problem, std::move(batches), limit);
 }
 
 }  // namespace hdpcomm::planner

@@ -15,4 +15,8 @@ namespace hdpcomm::planner {
 Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches,
                 double limit = std::numeric_limits<double>::infinity());
 
+// The same for micro-batches that have no start, in their order, and whose ranks are sorted: it
+// puts them into ring order.
+Plan finishWithRings(const Problem& problem, std::vector<MicroBatch> batches, double limit);
+
 }  // namespace hdpcomm::planner
