@@ -120,6 +120,7 @@ class Dealer {
 double expectedMakespan(const Problem& problem, const Plan& plan) {
   const double noise = problem.cost().params().noise;
   if (noise <= 0 || plan.micro_batches.empty()) return plan.makespan;
+  if (plan.expected > 0) return plan.expected;
   const NoiseDraws draws(problem.count(), numDraws(plan.micro_batches.size()), noise);
   return DrawnEnds(problem, plan.micro_batches, draws).meanMakespan();
 }
@@ -150,10 +151,14 @@ Plan planForNoise(const Problem& problem, Plan plan) {
   for (const double caution : kCautions) {
     if (caution != kCautions[0]) attempt(parts, caution);
   }
-  if (batches.empty()) return plan;
-  Plan found = finishPlan(problem, std::move(batches));
-  found.made_by = plan.made_by + " + noise";
-  return found;
+  if (!batches.empty()) {
+    Plan found = finishPlan(problem, std::move(batches));
+    found.made_by = plan.made_by + " + noise";
+    plan = std::move(found);
+  }
+  // By as many possible steps as expectedMakespan() would look at.
+  if (draws.steps() == numDraws(plan.micro_batches.size())) plan.expected = best;
+  return plan;
 }
 
 }  // namespace hdpcomm::planner

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 
 #include "planner/model/cost_model.hpp"
@@ -10,7 +11,12 @@
 namespace hdpcomm::planner {
 
 NoiseDraws::NoiseDraws(size_t sequences, int steps, double noise)
-    : steps_(steps), noise_(noise), drawn_(sequences, nullptr), random_(sequences) {
+    : steps_(steps),
+      noise_(noise),
+      chain_((steps / 2 + kChains - 1) / kChains),
+      leap_(static_cast<uint64_t>(chain_) * kTerms),
+      drawn_(sequences, nullptr),
+      random_(sequences) {
   const Xorshift::Leap leap(static_cast<uint64_t>(steps / 2) * kTerms);
   Xorshift random;
   for (Xorshift& own : random_) {
@@ -34,15 +40,26 @@ const float* NoiseDraws::draw(int32_t sequence) const {
   }
   float* const factors = factors_.back().get() + (kOfPart - left_--) * steps;
   const size_t half = steps / 2;
-  Xorshift random = random_[sequence];
-  std::vector<double>& normal = normal_;
-  normal.resize(half);
-  double squares = 0;
-  for (double& value : normal) {
-    value = -6;  // a sum of uniform numbers: nearly normal, and the same on any machine
-    for (int term = 0; term < kTerms; ++term) value += random.unit();
-    squares += value * value;
+  // One number needs the one before, so chains of them are drawn side by side.
+  Xorshift random[kChains];
+  random[0] = random_[sequence];
+  for (int each = 1; each < kChains; ++each) {
+    random[each] = random[each - 1];
+    random[each].leap(leap_);
   }
+  std::vector<double>& normal = normal_;
+  normal.resize(static_cast<size_t>(chain_) * kChains);
+  for (int k = 0; k < chain_; ++k) {
+    double values[kChains];
+    // A sum of uniform numbers: nearly normal, and the same on any machine.
+    for (double& value : values) value = -6;
+    for (int term = 0; term < kTerms; ++term) {
+      for (int each = 0; each < kChains; ++each) values[each] += random[each].unit();
+    }
+    for (int each = 0; each < kChains; ++each) normal[each * chain_ + k] = values[each];
+  }
+  double squares = 0;
+  for (size_t k = 0; k < half; ++k) squares += normal[k] * normal[k];
   const double scale = noise_ / std::sqrt(squares / static_cast<double>(half));
   for (size_t k = 0; k < half; ++k) {
     factors[k] = static_cast<float>(std::max(0.0, 1 + scale * normal[k]));
@@ -52,7 +69,7 @@ const float* NoiseDraws::draw(int32_t sequence) const {
 }
 
 double DrawnEnds::ofRank(int rank, int step) const noexcept {
-  return last_[rank] < 0 ? 0.0 : ends_[static_cast<size_t>(last_[rank]) * steps_ + step];
+  return row_[rank] < 0 ? 0.0 : ends_[static_cast<size_t>(row_[rank]) * steps_ + step];
 }
 
 Certainty certaintyOf(const Problem& problem, const MicroBatch& batch) {
@@ -70,27 +87,42 @@ Certainty certaintyOf(const Problem& problem, const MicroBatch& batch) {
 
 DrawnEnds::DrawnEnds(const Problem& problem, const std::vector<MicroBatch>& batches,
                      const NoiseDraws& draws, double limit)
-    : steps_(draws.steps()),
-      ends_(batches.size() * steps_),
-      makespans_(steps_, 0.0F),
-      last_(problem.ranks(), -1) {
+    : steps_(draws.steps()), makespans_(steps_, 0.0F), row_(problem.ranks(), -1) {
   constexpr size_t kUnlooked = 1024;  // micro-batches, after which it looks at the mean
   const size_t steps = steps_;
+  const size_t rows = std::min(batches.size(), row_.size());
+  ends_ = std::make_unique_for_overwrite<float[]>(rows * steps);
+  std::vector<int64_t> unused(rows);
+  std::iota(unused.rbegin(), unused.rend(), 0);
+  std::vector<int32_t> ranks_of(rows, 0);  // whose last micro-batch has the row
   std::vector<int64_t> before;
   for (size_t i = 0; i < batches.size(); ++i) {
     if (i % kUnlooked == 0 && meanMakespan() >= limit) return;
-    float* const end = ends_.data() + i * steps;
     before.clear();
     for (const int32_t rank : batches[i].ranks) {
-      if (last_[rank] >= 0) before.push_back(last_[rank]);
-      last_[rank] = static_cast<int64_t>(i);
+      if (row_[rank] >= 0) before.push_back(row_[rank]);
     }
+    int64_t row = -1;
     if (before.size() > 1) std::sort(before.begin(), before.end());
+    for (const int64_t other : before) {
+      if (--ranks_of[other] > 0) continue;
+      if (row >= 0) unused.push_back(row);
+      row = other;
+    }
+    if (row < 0) {
+      row = unused.back();
+      unused.pop_back();
+      std::fill_n(ends_.get() + row * steps, steps, 0.0F);
+    }
+    float* const end = ends_.get() + row * steps;
     before.erase(std::unique(before.begin(), before.end()), before.end());
     for (const int64_t other : before) {
-      const float* const ready = ends_.data() + static_cast<size_t>(other) * steps;
+      if (other == row) continue;
+      const float* const ready = ends_.get() + other * steps;
       for (size_t k = 0; k < steps; ++k) end[k] = std::max(end[k], ready[k]);
     }
+    for (const int32_t rank : batches[i].ranks) row_[rank] = row;
+    ranks_of[row] = static_cast<int32_t>(batches[i].ranks.size());
     const Certainty parts = certaintyOf(problem, batches[i]);
     const auto compute = static_cast<float>(parts.compute);
     const auto wait = static_cast<float>(parts.wait);

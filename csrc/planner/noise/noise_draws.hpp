@@ -25,13 +25,16 @@ class NoiseDraws {
 
  private:
   static constexpr int kTerms = 12;  // uniform numbers, whose sum a factor is made of
+  static constexpr int kChains = 4;  // of these numbers that are drawn at a time
 
   const float* draw(int32_t sequence) const;
 
   int steps_;
   double noise_;
-  mutable std::vector<const float*> drawn_;                // by sequence; null: not yet
-  std::vector<Xorshift> random_;                           // by sequence: where its numbers begin
+  int chain_;                                // factors of each chain but the last one
+  Xorshift::Leap leap_;                      // from the numbers of a chain to those of the next one
+  mutable std::vector<const float*> drawn_;  // by sequence; null: not yet
+  std::vector<Xorshift> random_;             // by sequence: where its numbers begin
   mutable std::vector<std::unique_ptr<float[]>> factors_;  // of many sequences each
   mutable size_t left_ = 0;  // sequences that the last one has room for
   mutable std::vector<double> normal_;
@@ -61,9 +64,9 @@ class DrawnEnds {
 
  private:
   int steps_;
-  std::vector<float> ends_;  // by micro-batch, then by step
+  std::unique_ptr<float[]> ends_;  // by row, then by step
   std::vector<float> makespans_;
-  std::vector<int64_t> last_;  // micro-batch of each rank, or -1
+  std::vector<int64_t> row_;  // of each rank's last micro-batch, which its ranks share; or -1
 };
 
 // An even number of possible steps: at most `most`, fewer where `count` numbers for each are more

@@ -10,6 +10,7 @@
 
 #include "planner/bound/bound.hpp"
 #include "planner/model/cost_model.hpp"
+#include "planner/model/round_queue.hpp"
 #include "planner/noise/free_ranks.hpp"
 #include "planner/noise/noise_draws.hpp"
 #include "planner/policies/policies.hpp"
@@ -101,14 +102,14 @@ class Queue {
       for (const int32_t rank : batch.ranks) end = std::max(end, ready[rank]);
       for (const int32_t rank : batch.ranks) ready[rank] = end + batch.predicted_s;
     }
-    FreeRanks free;
-    for (int32_t rank = 0; rank < problem_.ranks(); ++rank) free.add(ready[rank], rank);
-    free.arrange();
+    std::vector<RoundQueue::Entry> entries;
+    for (int32_t rank = 0; rank < problem_.ranks(); ++rank) entries.emplace_back(ready[rank], rank);
+    RoundQueue free(std::move(entries));
     std::vector<int32_t> ranks;
     for (const Pack& pack : packs) {
-      const int32_t rank = free.rank();
+      const auto [when, rank] = free.top();
       ranks.push_back(rank);
-      free.delayFirst(free.when() + ask_ + pack.seconds / problem_.cost().cluster().speed(rank));
+      free.replaceTop({when + ask_ + pack.seconds / problem_.cost().cluster().speed(rank), rank});
     }
     return ranks;
   }
@@ -233,7 +234,7 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
                          noise);
 
   QueuedPlan best;
-  Candidate best_candidate;
+  Plan best_bound;
   std::vector<Pack> best_packs;
   std::vector<int32_t> best_takers;
   double best_mean = kNever;
@@ -243,7 +244,7 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
     const DrawnEnds ends(problem, candidate.bound, draws, best_mean * (1 - kBetter));
     const double least = ends.meanMakespan();  // whatever waits
     if (least >= best_mean * (1 - kBetter)) return;
-    const Plan bound_plan = finishPlan(problem, candidate.bound);
+    Plan bound_plan = finishPlan(problem, std::move(candidate.bound));
     const bool first = best.queued == 0;
     bool better = false;
     for (const double share : kShares) {
@@ -261,9 +262,7 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
       best_packs = std::move(packs);
       best_takers = std::move(takers);
     }
-    if (!better) return;
-    best.plan = queue.plan(bound_plan, best_packs, best_takers);
-    best_candidate = std::move(candidate);
+    if (better) best_bound = std::move(bound_plan);
   };
   size_t most = 0;  // sequences that waited
   for (const double share : kShort) {
@@ -282,7 +281,8 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
   if (steps != draws.steps()) made.emplace(count, steps, noise);
   const NoiseDraws& more = made ? *made : draws;
   const double without = DrawnEnds(problem, bound.micro_batches, more).meanMakespan();
-  const DrawnEnds ends(problem, best_candidate.bound, more);
+  const DrawnEnds ends(problem, best_bound.micro_batches, more);
+  best.plan = queue.plan(best_bound, best_packs, best_takers);
   best.mean = std::max(queue.mean(ends, more, best_packs, best_takers, kNever), best.plan.makespan);
   best.pools = pools;
   if (best.mean > without * (1 + kWorthIt)) return {std::move(bound)};
