@@ -40,9 +40,11 @@ class ExpertLoad:
     Attributes:
         routed: int64 ``[experts]``, rows that this rank has sent to each expert.
         computed: int64 ``[experts]``, rows that each expert of this rank has got; 0 for the experts of others.
+        counts: whether passes count; not where they will run again.
     """
 
     def __init__(self, experts: int) -> None:
+        self.counts = True
         self.routed = torch.zeros(experts, dtype=torch.int64)
         self.computed = torch.zeros(experts, dtype=torch.int64)
 
@@ -53,7 +55,7 @@ class ExpertLoad:
 
     def add(self, routed: Tensor, computed: Tensor, first: int) -> None:
         """``computed``: of the experts from number ``first`` on."""
-        if torch._C._current_graph_task_id() != -1:  # inside a backward pass: recomputation
+        if not self.counts or torch._C._current_graph_task_id() != -1:  # inside a backward pass: recomputation
             return
         if self.routed.device != routed.device:
             self.routed, self.computed = self.routed.to(routed.device), self.computed.to(routed.device)

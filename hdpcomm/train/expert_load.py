@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,24 @@ from hdpcomm.train.metrics import StepMetrics
 if TYPE_CHECKING:
     from hdpcomm.comm.mesh import Mesh
 
-__all__ = ["add_expert_load", "expert_loads"]
+__all__ = ["add_expert_load", "expert_loads", "uncounted"]
 
 
 def expert_loads(model: nn.Module) -> list[ExpertLoad]:
     """Those of the model's layers with experts. Local."""
     return [load for module in model.modules() if isinstance(load := getattr(module, "load", None), ExpertLoad)]
+
+
+@contextmanager
+def uncounted(loads: Sequence[ExpertLoad]) -> Iterator[None]:
+    """Round passes that will run again. Local."""
+    for load in loads:
+        load.counts = False
+    try:
+        yield
+    finally:
+        for load in loads:
+            load.counts = True
 
 
 def add_expert_load(metrics: StepMetrics, loads: Sequence[ExpertLoad], mesh: Mesh) -> StepMetrics:

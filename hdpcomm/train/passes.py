@@ -16,6 +16,7 @@ from hdpcomm.attention import SlicedSequence
 from hdpcomm.parallel.waves import waves_of
 from hdpcomm.plan.queue import fixed_for_rank
 from hdpcomm.plan.waves import make_waves
+from hdpcomm.train.expert_load import expert_loads, uncounted
 from hdpcomm.train.label_terms import LabelTerms
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.queue import StepQueue
@@ -125,6 +126,7 @@ class MicroBatchPasses:
         self._device = next(model.parameters()).device
         self._alone = cast("Communicator", mesh.hdp_comm.subset([mesh.hdp_rank]))
         self._queue: StepQueue | None = None
+        self._loads = expert_loads(model)
 
     def agree(self, _: StepPlan) -> bytes:
         """Nothing but the plan tells what runs."""
@@ -204,7 +206,7 @@ class MicroBatchPasses:
     def _keep(self, micro_batch: MicroBatch, packed: PackedShard) -> None:
         """A forward pass of a slice for what later ones need of it: it runs again before its backward pass, so that
         the activations of one slice are there at a time."""
-        with torch.no_grad():
+        with torch.no_grad(), uncounted(self._loads):
             micro_batch_loss(self._model, packed, self._comm(micro_batch), self._loss)
 
     def _pass(
