@@ -173,9 +173,6 @@ class RunConfig(TrainingOptions):
             f"policies is {self.policies}, of which only balanced has them": "balanced" not in self.policies,
             "the ranks share experts": self.expert > 1,
             f"a device has {self.chunks} stages": self.chunks > 1,
-            "its routers' losses are means over sequences": isinstance(self.model, LlamaConfig)
-            and self.model.experts > 0
-            and self.model.router_aux_loss > 0,
         }
         if found := [reason for reason, holds in reasons.items() if holds]:
             raise InvalidUsage(f"slices is {self.slices} and {'; '.join(found)}: leave out --slices")

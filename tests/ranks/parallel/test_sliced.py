@@ -57,12 +57,12 @@ def plan_of(ranks, bounds=(0, 30, 31, 80, 110), second=(0, 20, 33)):
     ]
 
 
-def plain_step(planner, dtype, *, recompute="none", offload=False, fetch=None, **options):
+def plain_step(planner, dtype, config=CONFIG, *, recompute="none", offload=False, fetch=None, **options):
     """On each rank, a thread: (metrics, gradients)."""
-    sequences = tokens_of(LENGTHS, CONFIG)
+    sequences = tokens_of(LENGTHS, config)
     torch.set_num_threads(1)
     with hdp.init() as comm:
-        model = Llama(CONFIG, seed=SEED + 10 * comm.rank, dtype=dtype)
+        model = Llama(config, seed=SEED + 10 * comm.rank, dtype=dtype)
         set_recompute(model, recompute)
         if offload:
             options["offload"] = ActivationOffload(
