@@ -77,7 +77,7 @@ class Planner:
         slices: the most slices of tokens that a long sequence may run in, one after the other on the same ranks
             (:class:`hdpcomm.plan.SequenceFragment`); 1: none. In pipelines where that makes the step shorter. Without a
             pipeline where a sequence fits the ranks no other way: each slice but the last then runs forward twice. For
-            ``balanced`` without expert ranks and interleaved stages.
+            ``balanced`` without interleaved stages.
 
     Example:
         >>> planner = Planner(None, ClusterSpec(ranks=4, capacity=1024), cost_model=CostModel(1e-9, 1e-6))
@@ -148,7 +148,6 @@ class Planner:
     def _check_slices(cluster: ClusterSpec, policy: str, slices: int) -> None:
         reasons = {
             f"policy {policy!r}": policy not in ("balanced", "pipeline"),
-            f"{cluster.expert} expert ranks": cluster.expert > 1,
             f"{cluster.chunks} stages on each device": cluster.chunks > 1,
         }
         if found := [reason for reason, holds in reasons.items() if holds]:
@@ -236,7 +235,7 @@ class Planner:
         solved = self._solve(self._core, jobs)
         lower_bound = self._bound_on_cores(jobs, solved.lower_bound)
         if self._in_waves:
-            return self._plan_in_waves(jobs, solved, start)
+            return self._made(jobs, start, self._solved_in_waves(jobs, solved))
         if self.policy == "balanced" and self._spare:
             return self._plan_for_shared_cores(jobs, solved, lower_bound, start)
         others = self._without_offload
@@ -306,6 +305,8 @@ class Planner:
             [ids[place] for place in others],
         )
         solved = self._solve(self._core, rest)
+        if self._in_waves:
+            solved = self._solved_in_waves(rest, solved)
         next_id = max(ids) + 1
         ranks = tuple(range(self.cluster.ranks))
         batches: list[MicroBatch] = []
@@ -358,7 +359,7 @@ class Planner:
         while all others work, too."""
         return max(mean, (1 - self._spare) * makespan)
 
-    def _plan_in_waves(self, jobs: Jobs, balanced: _Solved, start: float) -> StepPlan:
+    def _solved_in_waves(self, jobs: Jobs, balanced: _Solved) -> _Solved:
         """The plan whose waves end first: of the micro-batches as they are and the longest first, for ``balanced`` also
         of those of the other policies. Ranks that share processors leave theirs to others while they wait."""
         found = []
@@ -374,8 +375,7 @@ class Planner:
                     found.append((makespan, mean, made, solved.made_by + order))
         makespan, mean, best, made_by = min(found, key=lambda one: one[0])
         idle_share = 1 - mean / makespan if makespan else 0.0
-        solved = _Solved(PlanTable.of(best), makespan, self._bound_in_waves(jobs), idle_share, 0.0, made_by=made_by)
-        return self._made(jobs, start, solved)
+        return _Solved(PlanTable.of(best), makespan, self._bound_in_waves(jobs), idle_share, 0.0, made_by=made_by)
 
     def _bound_on_cores(self, jobs: Jobs, bound: float) -> float:
         """``bound`` is that of devices with a core each."""
@@ -445,14 +445,9 @@ class Planner:
             places = np.flatnonzero(np.isin(table.ids, list(squares)))
             of_sequences[places] = [squares[number] for number in table.ids[places].tolist()]
         slices = [(each.rows[each.number], each.start, each.stop, not each.last) for each in plan.slices.values()]
-        if slices and self.cluster.expert > 1:
-            raise InvalidUsage(
-                f"the plan has slices of sequences, and {self.cluster.expert} ranks share experts, which run whole "
-                "sequences only: give the planner slices=1"
-            )
         found = core.simulate(self._core, table.columns(), of_sequences, slices)
         if self._in_waves:
-            found = in_waves(found, plan.micro_batches, self.cost_model, self.cluster)
+            found = in_waves(found, plan.micro_batches, self.cost_model, self.cluster, plan.slices)
         if not self._spare:
             return found
         kinds = ("busy",) if self._in_waves else ("busy", "exposed", "stalled")  # those of waves hold all of it

@@ -2,30 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel
+from hdpcomm.plan.micro_batch import PlannedSlice
 from hdpcomm.plan.step import MicroBatch
 
-__all__ = ["WaveTimes", "in_waves", "make_waves", "passes_without_tokens", "sorted_for_waves", "wave_times"]
+__all__ = [
+    "Slices",
+    "WaveTimes",
+    "blocks_of",
+    "in_turns",
+    "in_waves",
+    "make_waves",
+    "passes_without_tokens",
+    "sorted_for_waves",
+    "wave_times",
+]
+
+Slices: TypeAlias = Mapping[int, PlannedSlice]
+"""The micro-batches that are slices of sequences, by their index: :attr:`hdpcomm.plan.StepPlan.slices`."""
+_NONE: Slices = {}
 
 
-def make_waves(batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
-    """The micro-batches of each wave, in their order: each one comes after all earlier ones of its ranks."""
+def make_waves(batches: Sequence[MicroBatch], slices: Slices = _NONE) -> list[list[MicroBatch]]:
+    """The micro-batches of each wave, in their order: each one comes after all earlier ones of its ranks.
+
+    Slices have blocks of waves of their own: wave k of a block has slice k of sequences that begin together, and a rank
+    has one of these at most. So all ranks of a wave run the same kinds of passes, and a rank holds no more at a time
+    than in a plan without waves.
+    """
     last: dict[int, int] = {}
     waves: list[list[MicroBatch]] = []
+    blocks: dict[int, int] = {}
+    """Where those of slices begin and end."""
     for batch in batches:
-        wave = max(last.get(rank, 0) for rank in batch.ranks)
+        wave, planned = max(last.get(rank, 0) for rank in batch.ranks), slices.get(batch.index)
+        if planned is None:
+            while block := next((end for first, end in blocks.items() if first <= wave < end), 0):
+                wave = block
+        elif planned.number == 0:
+            count = len(planned.rows)
+            room = (
+                first for first, end in blocks.items() if first >= wave and (end - first >= count or end == len(waves))
+            )
+            wave = next(room, len(waves))
+            blocks[wave] = max(blocks.get(wave, 0), wave + count)
+            waves += [[] for _ in range(blocks[wave] - len(waves))]
         last.update(dict.fromkeys(batch.ranks, wave + 1))
         if wave == len(waves):
             waves.append([])
         waves[wave].append(batch)
     return waves
+
+
+def blocks_of(waves: Sequence[list[MicroBatch]], slices: Slices) -> list[list[list[MicroBatch]]]:
+    """The waves with those of a block of slices together, each other one alone."""
+    blocks: list[list[list[MicroBatch]]] = []
+    for wave in waves:
+        planned = slices.get(wave[0].index)
+        if planned is not None and planned.number:
+            blocks[-1].append(wave)
+        else:
+            blocks.append([wave])
+    return blocks
+
+
+def in_turns(waves: Sequence[list[MicroBatch]], slices: Slices) -> list[tuple[list[MicroBatch], bool]]:
+    """Waves in the order in which ranks that hold all layers run them, and for each whether it is forward only.
+
+    All slices but the last of a sequence run forward, for what they keep; then all run forward and backward, from the
+    last one to the first.
+    """
+    found: list[tuple[list[MicroBatch], bool]] = []
+    for block in blocks_of(waves, slices):
+        keep = [[batch for batch in wave if batch.index in slices and not slices[batch.index].last] for wave in block]
+        found += [(wave, True) for wave in keep if wave]
+        found += [(wave, False) for wave in reversed(block)]
+    return found
 
 
 def sorted_for_waves(batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
@@ -34,10 +93,10 @@ def sorted_for_waves(batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
     return tuple(replace(batch, index=place) for place, batch in enumerate(order))
 
 
-def passes_without_tokens(batches: Sequence[MicroBatch], expert: int) -> int:
+def passes_without_tokens(batches: Sequence[MicroBatch], expert: int, slices: Slices = _NONE) -> int:
     """How often a rank has none of the micro-batches of a wave, and another one of its ``expert`` ranks has."""
     idle = 0
-    for wave in make_waves(batches):
+    for wave in make_waves(batches, slices):
         ranks = {rank for batch in wave for rank in batch.ranks}
         idle += len({rank // expert for rank in ranks}) * expert - len(ranks)
     return idle
@@ -48,7 +107,8 @@ class WaveTimes:
     """When micro-batches run if the ranks of an expert group wait for each other in every layer.
 
     Attributes:
-        start_s, end_s: of each micro-batch, in the given order.
+        start_s, end_s: of each micro-batch, in the given order; of one that runs forward twice, the second time.
+        kept_s: start and end of these forward passes the first time, by place.
         rank_end: by rank, seconds until its last wave has ended.
         rank_busy: by rank, seconds of its own work, with its part of the experts' work for others.
     """
@@ -57,6 +117,7 @@ class WaveTimes:
     end_s: list[float]
     rank_end: list[float]
     rank_busy: list[float]
+    kept_s: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def makespan_s(self) -> float:
@@ -64,7 +125,11 @@ class WaveTimes:
 
 
 def wave_times(
-    batches: Sequence[MicroBatch], seconds: Sequence[float], costs: CostModel, cluster: ClusterSpec
+    batches: Sequence[MicroBatch],
+    seconds: Sequence[float],
+    costs: CostModel,
+    cluster: ClusterSpec,
+    slices: Slices = _NONE,
 ) -> WaveTimes:
     """Runs micro-batches in waves. Local.
 
@@ -73,47 +138,59 @@ def wave_times(
     ranks does an equal part (``cluster.expert_imbalance`` times that the busiest one).
 
     Args:
-        seconds: what each micro-batch would take if all ranks of its groups had as much to do.
+        seconds: what each micro-batch would take if all ranks of its groups had as much to do; of slices that run
+            forward twice, both times.
     """
     experts, size = min(costs.experts, costs.linear) * cluster.expert_imbalance, cluster.expert
     place = {batch.index: i for i, batch in enumerate(batches)}
-    start_s, end_s = [0.0] * len(batches), [0.0] * len(batches)
-    rank_end, rank_busy = [0.0] * cluster.ranks, [0.0] * cluster.ranks
-    for wave in make_waves(batches):
+    times = WaveTimes([0.0] * len(batches), [0.0] * len(batches), [0.0] * cluster.ranks, [0.0] * cluster.ranks)
+    for wave, keeps in in_turns(make_waves(batches, slices), slices):
+        share = costs.forward if keeps else 1.0  # of what a micro-batch takes that runs forward once
         for joined, groups in _joined(wave, size):
             ranks = [rank for group in groups for rank in range(group * size, (group + 1) * size)]
             rows = dict.fromkeys(groups, 0.0)
+            alone = {}
             for batch in joined:
                 for rank in batch.ranks:
                     rows[rank // size] += batch.tokens / len(batch.ranks)
-            shared = {group: experts * tokens / size for group, tokens in rows.items()}
-            alone = {
-                batch.index: max(0.0, seconds[place[batch.index]] - experts * batch.tokens / len(batch.ranks))
-                for batch in joined
-            }
-            start = max(rank_end[rank] for rank in ranks)
+                twice = costs.forward if batch.index in slices and not slices[batch.index].last else 0.0
+                once = seconds[place[batch.index]] / (1 + twice)
+                alone[batch.index] = share * max(0.0, once - experts * batch.tokens / len(batch.ranks))
+            shared = {group: share * experts * tokens / size for group, tokens in rows.items()}
+            start = max(times.rank_end[rank] for rank in ranks)
             end = start + max(alone.values()) + max(shared.values())
             for rank in ranks:
-                rank_end[rank] = end
-                rank_busy[rank] += shared[rank // size]
+                times.rank_end[rank] = end
+                times.rank_busy[rank] += shared[rank // size]
             for batch in joined:
-                start_s[place[batch.index]], end_s[place[batch.index]] = start, end
+                at = place[batch.index]
+                if keeps:
+                    times.kept_s[at] = start, end
+                else:
+                    times.start_s[at], times.end_s[at] = start, end
                 for rank in batch.ranks:
-                    rank_busy[rank] += alone[batch.index]
-    return WaveTimes(start_s, end_s, rank_end, rank_busy)
+                    times.rank_busy[rank] += alone[batch.index]
+    return times
 
 
 def in_waves(
-    found: dict[str, Any], batches: Sequence[MicroBatch], costs: CostModel, cluster: ClusterSpec
+    found: dict[str, Any],
+    batches: Sequence[MicroBatch],
+    costs: CostModel,
+    cluster: ClusterSpec,
+    slices: Slices = _NONE,
 ) -> dict[str, Any]:
     """What the simulator of the core says of a step without waves, moved to when its waves run."""
     which, times = found["which"], found["times"]
     took = np.zeros((len(batches), 2))
     took[which[:, 0], which[:, 2]] = times[:, 1] - times[:, 0]
-    waves = wave_times(batches, took.sum(1).tolist(), costs, cluster)
+    waves = wave_times(batches, took.sum(1).tolist(), costs, cluster, slices)
     start, end = np.array(waves.start_s), np.array(waves.end_s)
     turn = start + (end - start) * took[:, 0] / np.maximum(took.sum(1), 1e-300)
-    moved = np.where(which[:, 2:] == 0, np.stack((start, turn), 1)[which[:, 0]], np.stack((turn, end), 1)[which[:, 0]])
+    forward, backward = np.stack((start, turn), 1), np.stack((turn, end), 1)
+    for place, kept in waves.kept_s.items():
+        forward[place], backward[place, 0] = kept, start[place]  # which runs forward again
+    moved = np.where(which[:, 2:] == 0, forward[which[:, 0]], backward[which[:, 0]])
     order = np.lexsort((which[:, 0], moved[:, 0]))
     changed = {"which": which[order], "times": moved[order], "makespan": waves.makespan_s}
     changed["alone"] = found["alone"][order]

@@ -171,7 +171,6 @@ class RunConfig(TrainingOptions):
     def _check_slices(self) -> None:
         reasons = {
             f"policies is {self.policies}, of which only balanced has them": "balanced" not in self.policies,
-            "the ranks share experts": self.expert > 1,
             f"a device has {self.chunks} stages": self.chunks > 1,
         }
         if found := [reason for reason, holds in reasons.items() if holds]:

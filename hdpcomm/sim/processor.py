@@ -16,7 +16,7 @@ def processor_seconds(plan: StepPlan, costs: CostModel, cluster: ClusterSpec) ->
     Args:
         costs: ``Calibration.processor_model``, of one device.
     """
-    total = costs.fixed * passes_without_tokens(plan.micro_batches, cluster.expert)
+    total = costs.fixed * passes_without_tokens(plan.micro_batches, cluster.expert, plan.slices)
     for batch in plan.micro_batches:
         lengths = [sequence.length for sequence in batch.sequences]
         total += len(batch.ranks) * costs.seconds(lengths, len(batch.ranks))

@@ -19,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.parallel.waves import Turn
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan, Tree
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.layout import layout_of
-from hdpcomm.train.passes import MicroBatchPasses, Sliced, StepInputs
+from hdpcomm.train.passes import MicroBatchPasses, RunningSlices, StepInputs
 from hdpcomm.train.shards import no_tokens
 from hdpcomm.train.trainer import Trainer
 
@@ -141,17 +142,17 @@ class DistributedPasses(MicroBatchPasses):
         self._model = self._plain if step.gradients is None else self._wrapped
         return super().run(replace(step, scale=step.scale * self._mesh.comm.size))  # DDP takes the mean over the ranks
 
-    def _micro_batches(self, plan: StepPlan) -> Iterator[tuple[MicroBatch | None, bool]]:
+    def _turns(self, plan: StepPlan, *, training: bool) -> Iterator[tuple[Turn, bool]]:  # noqa: ARG002
         """This rank's own, of which DDP reduces behind the last; a rank without any runs a pass over nothing."""
         own: Sequence[MicroBatch | None] = plan.for_rank(self._mesh.hdp_rank) or (None,)
         for place, micro_batch in enumerate(own):
             with nullcontext() if place == len(own) - 1 else self._wrapped.no_sync():
-                yield micro_batch, False
+                yield Turn(micro_batch), False
 
-    def _run(self, micro_batch: MicroBatch | None, step: StepInputs, sliced: Sliced) -> Tensor:
+    def _run(self, micro_batch: MicroBatch | None, step: StepInputs, running: RunningSlices) -> Tensor:
         if micro_batch is None:
             return self._pass(no_tokens(self._device), self._alone, step, nullcontext())
-        return super()._run(micro_batch, step, sliced)
+        return super()._run(micro_batch, step, running)
 
 
 def data_parallel_trainer(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.attention import SlicedSequence
-from hdpcomm.parallel.waves import waves_of
+from hdpcomm.parallel.waves import Turn, waves_of
 from hdpcomm.plan.queue import fixed_for_rank
-from hdpcomm.plan.waves import make_waves
+from hdpcomm.plan.waves import Slices, in_turns, make_waves
 from hdpcomm.train.expert_load import expert_loads, uncounted
 from hdpcomm.train.label_terms import LabelTerms
 from hdpcomm.train.micro_batch import micro_batch_loss
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.plan import MicroBatch, PlannedStep, StepPlan
 
-__all__ = ["MicroBatchPasses", "Passes", "ReducedGradients", "Sliced", "StepInputs", "packed_shard"]
+__all__ = ["MicroBatchPasses", "Passes", "ReducedGradients", "RunningSlices", "Sliced", "StepInputs", "packed_shard"]
 
 Sliced = dict[int, SlicedSequence]
 """What a model has kept of the slices that ran, by sequence."""
@@ -107,6 +107,20 @@ class Passes(Protocol):
         other stages of a pipeline."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunningSlices:
+    """The sequences in slices of a step.
+
+    Attributes:
+        sliced: of those that run.
+        packs: the shards of slices that will run again, by micro-batch.
+    """
+
+    planned: Slices
+    sliced: Sliced = field(default_factory=Sliced)
+    packs: dict[int, PackedShard] = field(default_factory=dict)
+
+
 class MicroBatchPasses:
     """Forward and backward of one micro-batch after the other, on ranks that hold all layers.
 
@@ -150,26 +164,18 @@ class MicroBatchPasses:
 
     def run(self, step: StepInputs) -> Tensor:
         """See :class:`Passes`."""
-        total, gradients = torch.zeros(2, dtype=torch.float64), step.gradients
-        order = partial(self._order, step.planned.plan)
-        around = nullcontext() if gradients is None else gradients.passes(self._empty_pass, order)
+        total, gradients, plan = torch.zeros(2, dtype=torch.float64), step.gradients, step.planned.plan
+        around = nullcontext() if gradients is None else gradients.passes(self._empty_pass, partial(self._order, plan))
         with torch.set_grad_enabled(gradients is not None), around:
-            slices, sliced = step.planned.plan.slices, Sliced()
-            waiting: list[tuple[MicroBatch, PackedShard]] = []
-            for micro_batch, last in self._micro_batches(step.planned.plan):
-                planned = None if micro_batch is None else slices.get(micro_batch.index)
-                if micro_batch is None or planned is None or gradients is None:
-                    self._begin(step, early=last)
-                    total += step.checked(micro_batch, self._run(micro_batch, step, sliced))
-                    step.on_pass(None if micro_batch is None else micro_batch.index)
+            running = RunningSlices(plan.slices)
+            for turn, last in self._turns(plan, training=gradients is not None):
+                batch = turn.batch
+                if turn.keeps:
+                    self._keep(batch, step, running)
                 else:
-                    waiting.append((micro_batch, self._packed(micro_batch, step, sliced)))
-                    if planned.last:
-                        total += self._run_slices(waiting, step, last=last)
-                    else:
-                        self._keep(*waiting[-1])
-                if planned is not None and planned.last:
-                    del sliced[planned.sequence]
+                    self._begin(step, early=last)
+                    total += step.checked(batch, self._run(batch, step, running))
+                step.on_pass(None if batch is None else batch.index)
         return total if self._mesh.tensor_rank == 0 else torch.zeros_like(total)  # all tensor ranks have it
 
     def _begin(self, step: StepInputs, *, early: bool) -> None:
@@ -180,34 +186,31 @@ class MicroBatchPasses:
     def _comm(self, micro_batch: MicroBatch) -> Communicator:
         return cast("Communicator", self._mesh.hdp_comm.subset(micro_batch.ranks))
 
-    def _packed(self, micro_batch: MicroBatch, step: StepInputs, sliced: Sliced) -> PackedShard:
-        return packed_shard(micro_batch, step, self._comm(micro_batch), self._device, sliced)
+    def _packed(self, micro_batch: MicroBatch, step: StepInputs, running: RunningSlices) -> PackedShard:
+        return packed_shard(micro_batch, step, self._comm(micro_batch), self._device, running.sliced)
 
-    def _run(self, micro_batch: MicroBatch | None, step: StepInputs, sliced: Sliced) -> Tensor:
+    def _run(self, micro_batch: MicroBatch | None, step: StepInputs, running: RunningSlices) -> Tensor:
         """(summed loss, labels) of a micro-batch; of ``None``, which has no tokens, 0."""
         if micro_batch is None:
             return self._pass(empty_shard(self._device), self._alone, step, nullcontext())
-        packed = self._packed(micro_batch, step, sliced)
+        kept = running.packs.pop(micro_batch.index, None)
+        packed = self._packed(micro_batch, step, running) if kept is None else kept.again()
         around = step.around(micro_batch.offload_ratio, packed.tokens.numel())
-        return self._pass(packed, self._comm(micro_batch), step, around)
+        done = self._pass(packed, self._comm(micro_batch), step, around)
+        planned = running.planned.get(micro_batch.index)
+        if planned is not None and (planned.last if step.gradients is None else planned.number == 0):
+            del running.sliced[planned.sequence]
+        return done
 
-    def _run_slices(self, slices: list[tuple[MicroBatch, PackedShard]], step: StepInputs, *, last: bool) -> Tensor:
-        """Forward and backward passes of a sequence's slices, from the last one to the first; they are taken out of
-        the list. ``last``: as :meth:`_micro_batches` says of the last one."""
-        total = torch.zeros(2, dtype=torch.float64)
-        while slices:
-            micro_batch, packed = slices.pop()
-            self._begin(step, early=last and not slices)
-            around = step.around(micro_batch.offload_ratio, packed.tokens.numel())
-            total += step.checked(micro_batch, self._pass(packed.again(), self._comm(micro_batch), step, around))
-            step.on_pass(micro_batch.index)
-        return total
-
-    def _keep(self, micro_batch: MicroBatch, packed: PackedShard) -> None:
+    def _keep(self, micro_batch: MicroBatch | None, step: StepInputs, running: RunningSlices) -> None:
         """A forward pass of a slice for what later ones need of it: it runs again before its backward pass, so that
-        the activations of one slice are there at a time."""
+        the activations of one slice are there at a time. ``None``: for others, without tokens."""
+        packed, comm = empty_shard(self._device), self._alone
+        if micro_batch is not None:
+            packed = running.packs[micro_batch.index] = self._packed(micro_batch, step, running)
+            comm = self._comm(micro_batch)
         with torch.no_grad(), uncounted(self._loads):
-            micro_batch_loss(self._model, packed, self._comm(micro_batch), self._loss)
+            micro_batch_loss(self._model, packed, comm, self._loss)
 
     def _pass(
         self, packed: PackedShard, comm: Communicator, step: StepInputs, around: AbstractContextManager[None]
@@ -218,29 +221,34 @@ class MicroBatchPasses:
             (loss * step.scale).backward()  # type: ignore[no-untyped-call]
         return torch.stack((loss.detach().double(), packed.trained.double())).cpu()
 
-    def _micro_batches(self, plan: StepPlan) -> Iterator[tuple[MicroBatch | None, bool]]:
-        """What this rank runs; ``None`` where others need it in their layers with experts. And whether it is the last
-        one and communicates nothing: with a queue, nobody knows that before."""
-        mesh = self._mesh
-        if self._queue is not None:
-            yield from ((each, False) for each in fixed_for_rank(plan, mesh.hdp_rank))
-            yield from ((each, False) for each in self._queue)
-        elif mesh.expert > 1:
+    def _turns(self, plan: StepPlan, *, training: bool) -> Iterator[tuple[Turn, bool]]:
+        """What this rank runs; and whether it is the last one and communicates nothing: with a queue, nobody knows that
+        before."""
+        mesh, queue = self._mesh, self._queue
+        if mesh.expert > 1:
             first = mesh.hdp_rank - mesh.expert_rank
-            yield from ((each, False) for each in waves_of(plan, mesh.hdp_rank, range(first, first + mesh.expert)))
-        else:
-            own = plan.for_rank(mesh.hdp_rank)
-            for place, each in enumerate(own):
-                yield each, place == len(own) - 1 and len(each.ranks) == 1 and mesh.tensor == 1
+            group = range(first, first + mesh.expert)
+            yield from ((each, False) for each in waves_of(plan, mesh.hdp_rank, group, training=training))
+            return
+        own = plan.for_rank(mesh.hdp_rank) if queue is None else fixed_for_rank(plan, mesh.hdp_rank)
+        turns = in_turns([[each] for each in own], plan.slices if training else {})
+        for place, ((batch,), keeps) in enumerate(turns, 1):
+            last = queue is None and place == len(turns) and len(batch.ranks) == mesh.tensor == 1
+            yield Turn(batch, keeps), last
+        yield from ((Turn(each), False) for each in queue or ())
 
     def _order(self, plan: StepPlan) -> list[list[int]]:
         """The HDP ranks in the order in which their backward passes are to end, each as often as it has some."""
         expert = self._mesh.expert
         free = [0.0] * plan.num_ranks
         ends: list[tuple[float, int, int]] = []
-        waves = make_waves(plan.micro_batches) if expert > 1 else [[each] for each in plan.micro_batches]
-        for wave, batches in enumerate(waves):
+        waves = [([each], False) for each in plan.micro_batches]
+        if expert > 1:
+            waves = in_turns(make_waves(plan.micro_batches, plan.slices), plan.slices)
+        for wave, (batches, keeps) in enumerate(waves):
             began, ran = list(free), set()
+            if keeps:
+                continue  # nothing backward
             for batch in batches:
                 groups = {rank // expert for rank in batch.ranks}
                 ranks = [rank for group in groups for rank in range(group * expert, (group + 1) * expert)]

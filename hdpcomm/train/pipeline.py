@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.parallel.stages import Stage
     from hdpcomm.plan import MicroBatch, Planner, StepPlan
+    from hdpcomm.plan.micro_batch import PlannedSlice
     from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 
 __all__ = ["PipelinePasses", "StageRunner"]
@@ -219,7 +220,7 @@ class StageRunner:
             self.total += self.step.checked(batch, torch.stack((y.detach().double(), pack.trained.double())).cpu())
         else:
             self._given[done] = y.detach().contiguous()
-        planned = self._slices.get(done.micro_batch)
+        planned = self._planned(done)
         if planned is not None and planned.last and not torch.is_grad_enabled():
             del self._sliced[planned.sequence, done.stage]  # no backward pass needs it
 
@@ -238,7 +239,7 @@ class StageRunner:
             self._given[done] = cast(Tensor, x.grad).contiguous()
         if not any(index == done.micro_batch for index, _ in self._open):
             self._packs.pop(done.micro_batch, None)
-        planned = self._slices.get(done.micro_batch)
+        planned = self._planned(done)
         if planned is not None and planned.number == 0:
             del self._sliced[planned.sequence, done.stage]
 
@@ -263,9 +264,14 @@ class StageRunner:
             found = self._packs[index] = self._packed(self._batches[index])
         return found
 
+    def _planned(self, done: Pass) -> PlannedSlice | None:
+        """The slice that this rank runs in a pass, if it is one."""
+        batch = self._batches[done.micro_batch]
+        return None if batch is None else self._slices.get(batch.index)
+
     def _kept(self, done: Pass) -> PackedShard:
         """The shard for one forward pass; of a slice, with what the stage has kept of those before it."""
-        pack, planned = self._pack(done.micro_batch), self._slices.get(done.micro_batch)
+        pack, planned = self._pack(done.micro_batch), self._planned(done)
         if planned is None:
             return pack
         sliced = self._sliced.setdefault((planned.sequence, done.stage), SlicedSequence(planned.bounds))

@@ -122,12 +122,16 @@ def losses_of(planner, zero):
         return [round(trainer.step(LENGTHS, sequences.__getitem__).loss, 9) for _ in range(3)]
 
 
-def any_plan(seed):
-    """(HDP ranks, stages, tensor ranks, micro-batches) at random: some sequences in slices of any length."""
+def any_plan(seed, known=0):
+    """(HDP ranks, stages, tensor ranks, micro-batches) at random: some sequences in slices of any length.
+
+    ``known``: HDP ranks that are given.
+    """
     rng = random.Random(seed)
     ranks, stages, tensor = rng.choice(
         [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2)]
     )
+    ranks = known or ranks
     batches, waiting = [], []
     for sequence, length in enumerate(LENGTHS):
         group = tuple(rng.sample(range(ranks), rng.randint(1, ranks)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from itertools import pairwise
 
 import pytest
 
 from hdpcomm.parallel import check_programs, make_programs
-from hdpcomm.parallel.waves import plan_waves, waves_of
-from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
+from hdpcomm.parallel.waves import Turn, plan_waves, waves_of
+from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceFragment, SequenceInfo, StepPlan
+from hdpcomm.plan.waves import blocks_of, make_waves
 
 PLANS = int(os.environ.get("HDPCOMM_TEST_WAVE_PLANS", "60"))
 
@@ -20,20 +22,36 @@ def plan_of(ranks, batches):
     return StepPlan("by hand", ranks, made, 1.0, 1.0, 0.0, 0.0)
 
 
+def sliced_plan(generator, ranks, count):
+    """Random groups of ranks run a micro-batch each, or a sequence in slices of 8 tokens on a rank."""
+    batches, fragments = [], []
+    for sequence in range(count):
+        own = generator.sample(range(ranks), generator.randint(1, ranks))
+        slices = generator.choice([0, 0, 1, 2, 3, 5])
+        batches += [(own, count + len(fragments) + k) for k in range(slices)] or [(own, sequence)]
+        tokens = 8 * len(own)
+        fragments += [SequenceFragment(sequence, k * tokens, (k + 1) * tokens) for k in range(slices)]
+    made = tuple(
+        MicroBatch(i, tuple(own), (SequenceInfo(number, 8 * len(own)),), 0.0, 1.0)
+        for i, (own, number) in enumerate(batches)
+    )
+    return StepPlan("by hand", ranks, made, 1.0, 1.0, 0.0, 0.0, fragments=tuple(fragments))
+
+
 def deadlock(orders, size):
     """Runs what each rank does in turn, by a model of blocking operations: the ranks that are left waiting.
 
-    orders: of each rank its micro-batches, None for a pass without tokens. A pass has two layers of a ring over the
-    ranks of the micro-batch and an exchange over the group, there and back.
+    orders: of each rank its turns. A pass has two layers of a ring over the ranks of the micro-batch and an exchange
+    over the group, there and, but for what slices keep, back.
     """
     programs = []
     for rank, order in enumerate(orders):
         first = rank // size * size
         programs.append([])
-        for number, batch in enumerate(order):
-            for part in range(4):
+        for number, (batch, keeps) in enumerate(order):
+            for part in range(2 if keeps else 4):
                 ring = (rank,) if batch is None else batch.ranks
-                programs[-1].append((("ring", batch and batch.index, part), ring))
+                programs[-1].append((("ring", batch and batch.index, keeps, part), ring))
                 programs[-1].append((("experts", first, number, part), tuple(range(first, first + size))))
     while any(programs):
         heads = [program[0] if program else (None, ()) for program in programs]
@@ -61,26 +79,90 @@ def test_random_plans_run_to_their_end_and_each_micro_batch_once():
         orders = waves(plan, size)
         assert deadlock(orders, size) == []
         for rank, order in enumerate(orders):
-            assert [batch for batch in order if batch] == list(plan.for_rank(rank))
+            assert [batch for batch, _ in order if batch] == list(plan.for_rank(rank))
             assert len(order) == len(orders[rank // size * size])
         for first in range(0, ranks, size):
             group = orders[first : first + size]
-            assert all(any(each) for each in zip(*group, strict=True)), "a wave of a group without a micro-batch"
+            for turns in zip(*group, strict=True):
+                assert any(batch for batch, _ in turns), "a wave of a group without a micro-batch"
 
 
 def test_pairing_micro_batches_by_their_number_would_wait_for_ever():
     plan = plan_of(4, [(0,), (3,), (0, 2), (1, 3)])
-    by_number = [list(plan.for_rank(rank)) for rank in range(4)]
+    by_number = [list(map(Turn, plan.for_rank(rank))) for rank in range(4)]
     longest = max(map(len, by_number))
-    by_number = [order + [None] * (longest - len(order)) for order in by_number]
+    by_number = [order + [Turn(None)] * (longest - len(order)) for order in by_number]
     assert deadlock(by_number, 2) == [0, 1, 2, 3]
     assert deadlock(waves(plan, 2), 2) == []
 
 
 def test_without_passes_for_others_they_would_wait():
     plan = plan_of(2, [(0,), (0,), (0, 1)])
-    assert deadlock([list(plan.for_rank(rank)) for rank in range(2)], 2) == [0, 1]
-    assert [batch and batch.index for batch in waves_of(plan, 1, range(2))] == [None, None, 2]
+    assert deadlock([list(map(Turn, plan.for_rank(rank))) for rank in range(2)], 2) == [0, 1]
+    assert [batch and batch.index for batch, _ in waves_of(plan, 1, range(2))] == [None, None, 2]
+
+
+def test_random_slices_run_to_their_end():
+    generator = random.Random(11)
+    for _ in range(PLANS):
+        size, groups = generator.choice([(1, 3), (2, 1), (2, 3), (4, 2), (3, 2)])
+        plan = sliced_plan(generator, size * groups, generator.randint(1, 8))
+        orders = waves(plan, size)
+        assert deadlock(orders, size) == []
+        for rank, order in enumerate(orders):
+            own = plan.for_rank(rank)
+            kept = [batch for batch, keeps in order if batch and keeps]
+            assert kept == [batch for batch in own if batch.index in plan.slices and not plan.slices[batch.index].last]
+            whole = [batch for batch, keeps in order if batch and not keeps]
+            assert sorted(batch.index for batch in whole) == [batch.index for batch in own]
+            place = {turn: number for number, turn in enumerate(order)}
+            for batch, following in pairs_of_slices(plan, own):
+                assert place[Turn(following)] < place[Turn(batch)]
+                if not plan.slices[following.index].last:
+                    assert place[Turn(batch, True)] < place[Turn(following, True)]
+            forward_only = waves_of(plan, rank, {rank}, training=False)
+            assert forward_only == list(map(Turn, own))
+
+
+def pairs_of_slices(plan, batches):
+    """Micro-batches that are a slice and the next one of its sequence."""
+    known = [(batch, plan.slices[batch.index]) for batch in batches if batch.index in plan.slices]
+    for (batch, one), (following, other) in pairwise(known):
+        if one.sequence == other.sequence:
+            yield batch, following
+
+
+def test_a_rank_of_a_wave_without_a_slice_would_run_another_pass():
+    """Waves as they are without slices have forward passes beside whole ones."""
+    generator = random.Random(4)
+    plan = next(plan for plan in iter(lambda: sliced_plan(generator, 4, 6), None) if len(plan.slices) > 6)
+    whole = plan_of(4, [batch.ranks for batch in plan.micro_batches])
+    mixed = [
+        [Turn(batch, keeps=bool(batch) and batch.index in plan.slices) for batch, _ in order]
+        for order in waves(whole, 2)
+    ]
+    assert deadlock(mixed, 2)
+
+
+def test_a_rank_holds_one_sequence_of_a_block():
+    generator = random.Random(12)
+    for _ in range(PLANS):
+        ranks = generator.randint(1, 6)
+        plan = sliced_plan(generator, ranks, generator.randint(1, 8))
+        made = make_waves(plan.micro_batches, plan.slices)
+        for block in blocks_of(made, plan.slices):
+            inside = [plan.slices.get(batch.index) for wave in block for batch in wave]
+            if inside == [None] * len(inside):
+                assert len(block) == 1
+                continue
+            for number, wave in enumerate(block):
+                assert {plan.slices[batch.index].number for batch in wave} == {number}
+            for rank in range(ranks):
+                own = [batch for wave in block for batch in wave if rank in batch.ranks]
+                assert len({plan.slices[batch.index].sequence for batch in own}) <= 1
+        for rank in range(ranks):
+            own = [batch for wave in made for batch in wave if rank in batch.ranks]
+            assert own == list(plan.for_rank(rank))
 
 
 def test_pipelines_run_random_waves_to_their_end():
@@ -98,6 +180,43 @@ def test_pipelines_run_random_waves_to_their_end():
             own = waves.of_rank(rank)
             assert [batch for _, batch in sorted(own.items()) if batch] == list(plan.for_rank(rank))
             assert own.keys() == waves.of_rank(rank // expert * expert).keys()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_pipelines_run_random_slices_to_their_end(split):
+    generator = random.Random(13)
+    for _ in range(PLANS // 2):
+        expert, groups, stages = generator.choice([(2, 1, 2), (2, 2, 3), (3, 1, 2), (1, 3, 2), (2, 2, 4)])
+        plan = sliced_plan(generator, expert * groups, generator.randint(1, 7))
+        planned = plan_waves(plan, expert)
+        cluster = ClusterSpec(expert * groups, 16, pipeline=stages, split_backward=split)
+        schedule = Planner(None, cluster, cost_model=CostModel(attention=1e-6, linear=1e-5)).schedule(planned.plan)
+        schedule.validate(planned.plan)
+        programs = make_programs(schedule, planned.plan)
+        check_programs(programs, planned.plan, stages=stages, split=split)
+        for rank in range(expert * groups):
+            own = planned.of_rank(rank)
+            assert [batch for _, batch in sorted(own.items()) if batch] == list(plan.for_rank(rank))
+            assert own.keys() == planned.of_rank(rank // expert * expert).keys()
+            check_order(programs, plan, own, rank)
+
+
+def check_order(programs, plan, own, rank):
+    """Forward passes of the slices that a rank itself has rise, backward passes fall."""
+    wave = {batch.index: number for number, batch in own.items() if batch is not None}
+    for (other, _), program in programs.items():
+        if other != rank:
+            continue
+        place = {
+            (action.done.micro_batch, action.done.stage, action.done.backward): number
+            for number, action in enumerate(program)
+            if action.kind == "run" and not action.done.weights
+        }
+        for stage in {stage for _, stage, _ in place}:
+            for batch, following in pairs_of_slices(plan, plan.for_rank(rank)):
+                first, second = wave[batch.index], wave[following.index]
+                assert place[first, stage, False] < place[second, stage, False]
+                assert place[second, stage, True] < place[first, stage, True]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import hdpcomm as hdp
@@ -136,6 +139,36 @@ def test_the_simulated_passes_follow_the_waves() -> None:
     assert found["makespan"] == pytest.approx(plan.makespan_s)
     nothing = in_waves(planner.simulate(planner.plan([])), (), COSTS, cluster)
     assert nothing["makespan"] == 0.0
+
+
+def test_slices_of_sequences_that_fit_the_ranks_no_other_way() -> None:
+    """They run forward for what they keep, then again from the last one to the first; a rank does one thing a time."""
+    lengths = [9000, 100, 800, 7500, 250, 40, 1700]
+    for experts in (0.0, COSTS.experts):
+        costs = replace(COSTS, experts=experts)
+        cluster, memory = ClusterSpec(ranks=4, capacity=1000, expert=2), MemoryModel(1000, kept=0.05)
+        planner = Planner(None, cluster, cost_model=costs, memory=memory, slices=8)
+        plan = planner.plan(lengths)
+        plan.validate(lengths, memory=memory)
+        assert len(plan.slices) == 3 + 3
+        found = planner.simulate(plan)
+        assert plan.makespan_s == pytest.approx(found["makespan"])
+        assert plan.lower_bound_s <= plan.makespan_s
+        times: dict[tuple[int, int], Any] = {
+            (int(which[0]), int(which[2])): row for which, row in zip(found["which"], found["times"], strict=True)
+        }
+        for index, planned in plan.slices.items():
+            if not planned.last:
+                assert times[index, 0][1] <= times[index + 1, 0][0] + 1e-12
+                assert times[index + 1, 1][1] <= times[index, 1][0] + 1e-12
+        for rank in range(4):
+            rows = sorted(tuple(times[batch.index, kind]) for batch in plan.for_rank(rank) for kind in (0, 1))
+            assert all(one[1] <= following[0] + 1e-12 for one, following in pairwise(rows))
+        alone = Planner(None, replace(cluster, expert=1), cost_model=costs, memory=memory, slices=8)
+        seconds = np.array([alone.simulate(plan)["busy"].sum(), found["busy"].sum()])
+        assert seconds[0] == pytest.approx(seconds[1])  # experts' work is only done elsewhere
+        whole = alone.plan([9000]).makespan_s, planner.plan([9000]).makespan_s
+        assert whole[0] == pytest.approx(whole[1])
 
 
 def test_longest_first_is_the_same_work() -> None:

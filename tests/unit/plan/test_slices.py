@@ -176,7 +176,6 @@ def test_a_sequence_that_fits_no_other_way():
     ("options", "told"),
     [
         ({"policy": "static"}, "policy 'static'"),
-        ({"cluster": ClusterSpec(4, 64, expert=2)}, "2 expert ranks"),
         ({"cluster": ClusterSpec(4, 64, pipeline=2, chunks=2)}, "2 stages on each device"),
         ({"slices": 0}, "slices is 0, expected a whole number from 1 to 64"),
     ],
