@@ -199,9 +199,9 @@ class ModelSpec:
     @property
     def kept_bytes(self) -> float:
         """What a token of a slice keeps for later slices, in all layers: keys and values, or the latent, and sums of
-        their gradients in fp32 (fp64 for 8 bytes); and one layer's gradients before they are added."""
-        wide = max(4, self.dtype_bytes)
-        return self._mixed("sent") * (self.dtype_bytes + wide + wide / self.layers)
+        their gradients in fp32 (fp64 for 8 bytes); and of one layer the gradients that a pass finds, piece and sum."""
+        each = self.dtype_bytes + max(4, self.dtype_bytes)
+        return self._mixed("sent") * each * (1 + 1 / self.layers)
 
     @property
     def logits_bytes(self) -> float:
