@@ -25,7 +25,7 @@ from hdpcomm.plan.specs import ModelSpec
 from hdpcomm.plan.step import StepPlan
 from hdpcomm.plan.table import COLUMNS, PlanTable
 from hdpcomm.plan.tree import Tree
-from hdpcomm.plan.waves import in_waves, sorted_for_waves, wave_times
+from hdpcomm.plan.waves import in_waves, plan_waves, sorted_for_waves, wave_times
 
 __all__ = ["LONGEST_MEASURED", "POLICIES", "Planner"]
 
@@ -144,6 +144,12 @@ class Planner:
             core_cost(cost_model, resident, cluster, ring_peers, slices) if self.memory.offloadable else None
         )
 
+        self._without_slices = (
+            core_cost(cost_model, self.memory, cluster, ring_peers)
+            if slices > 1 and cluster.expert > 1 and cluster.pipeline > 1
+            else None
+        )
+
     @staticmethod
     def _check_slices(cluster: ClusterSpec, policy: str, slices: int) -> None:
         reasons = {
@@ -237,7 +243,7 @@ class Planner:
         if self._in_waves:
             return self._made(jobs, start, self._solved_in_waves(jobs, solved))
         if self.policy == "balanced" and self._spare:
-            return self._plan_for_shared_cores(jobs, solved, lower_bound, start)
+            return self._plan_for_shared_cores(jobs, self._shorter_waves(jobs, solved, start), lower_bound, start)
         others = self._without_offload
         if (
             others is not None
@@ -248,6 +254,7 @@ class Planner:
                 plain = self._solve(others, jobs)
                 if plain.expected < solved.expected:  # heuristics may find a better plan with fewer choices
                     solved = plain._replace(made_by=f"{plain.made_by}, without offload")
+        solved = self._shorter_waves(jobs, solved, start)
         return self._made(jobs, start, solved._replace(lower_bound=lower_bound))
 
     def _made(self, jobs: Jobs, start: float, solved: _Solved) -> StepPlan:
@@ -376,6 +383,22 @@ class Planner:
         makespan, mean, best, made_by = min(found, key=lambda one: one[0])
         idle_share = 1 - mean / makespan if makespan else 0.0
         return _Solved(PlanTable.of(best), makespan, self._bound_in_waves(jobs), idle_share, 0.0, made_by=made_by)
+
+    def _shorter_waves(self, jobs: Jobs, solved: _Solved, start: float) -> _Solved:
+        """The plan; where it has slices and ranks share experts, one without if its waves end earlier: ranks that wait
+        for each other wait longer where one has a sequence in slices."""
+        if self._without_slices is None or not solved.slices:
+            return solved
+        whole = self._solve(self._without_slices, jobs)
+        seconds = []
+        for each in (solved, whole):
+            plan = self._made(jobs, start, each)
+            found, index = self.simulate(plan), plan.table.index.tolist()
+            spans = zip(found["which"].tolist(), (found["times"] @ (-1.0, 1.0)).tolist(), strict=True)
+            took = {(index[row], kind): span for (row, _, kind), span in spans}
+            waves = plan_waves(plan, self.cluster.expert)
+            seconds.append(waves.seconds(self.schedule(waves.plan), took, self.cluster.expert))
+        return solved if seconds[0] < seconds[1] else whole
 
     def _bound_on_cores(self, jobs: Jobs, bound: float) -> float:
         """``bound`` is that of devices with a core each."""

@@ -10,10 +10,12 @@ import numpy as np
 
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel
-from hdpcomm.plan.micro_batch import PlannedSlice
-from hdpcomm.plan.step import MicroBatch
+from hdpcomm.plan.micro_batch import MicroBatch, PlannedSlice, SequenceFragment, SequenceInfo
+from hdpcomm.plan.pipeline_schedule import PipelineSchedule
+from hdpcomm.plan.step import StepPlan
 
 __all__ = [
+    "PlannedWaves",
     "Slices",
     "WaveTimes",
     "blocks_of",
@@ -21,6 +23,7 @@ __all__ = [
     "in_waves",
     "make_waves",
     "passes_without_tokens",
+    "plan_waves",
     "sorted_for_waves",
     "wave_times",
 ]
@@ -211,3 +214,87 @@ def _joined(wave: Sequence[MicroBatch], size: int) -> Iterator[tuple[list[MicroB
         parts = [*apart, (own, groups)]
     for own, groups in parts:
         yield own, sorted(groups)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWaves:
+    """What pipelines make a schedule for in place of a plan: its waves.
+
+    Attributes:
+        plan: micro-batch i is wave i, on all ranks of the expert groups that take part in it: these run its passes at
+            the same time. It has the sequences of its longest micro-batch, which fit these ranks as they fit fewer.
+            The waves of a block of slices are slices of one sequence, on all ranks of the block, each with as many
+            tokens on every rank as any rank has.
+    """
+
+    plan: StepPlan
+    _batches: Mapping[tuple[int, int], MicroBatch]
+
+    def of_rank(self, rank: int) -> dict[int, MicroBatch | None]:
+        """By number of the wave, what the rank runs in it: a micro-batch, or ``None`` for passes without tokens."""
+        return {wave.index: self._batches.get((wave.index, rank)) for wave in self.plan.for_rank(rank)}
+
+    def seconds(self, schedule: PipelineSchedule, took: Mapping[tuple[int, int], float], expert: int) -> float:
+        """Seconds until the last pass has ended, if each takes as long as the longest of those that wait for it. Local.
+
+        Args:
+            schedule: of :attr:`plan`.
+            took: seconds of the passes of each micro-batch, by its index and their kind (forward, backward, gradients
+                of weights).
+            expert: ranks that share experts.
+        """
+        wave_of: dict[int, dict[int, MicroBatch]] = {}
+        for (wave, _), batch in self._batches.items():
+            wave_of.setdefault(wave, {})[batch.index] = batch
+        joined = {
+            wave: [
+                (
+                    [batch.index for batch in own],
+                    [rank for group in groups for rank in range(group * expert, (group + 1) * expert)],
+                )
+                for own, groups in _joined(list(batches.values()), expert)
+            ]
+            for wave, batches in wave_of.items()
+        }
+        free: dict[tuple[int, int], float] = {}
+        """By rank and device."""
+        ends: dict[tuple[int, int, int, int], float] = {}
+        alone = [-1] * len(schedule.passes) if schedule.alone is None else schedule.alone.tolist()
+        for (wave, stage, kind), rank in zip(schedule.passes.tolist(), alone, strict=True):
+            device = stage % schedule.devices
+            if rank >= 0:
+                own = self._batches.get((wave, rank))
+                free[rank, device] += 0.0 if own is None else took[own.index, kind]
+                continue
+            before = (stage - 1, 0) if kind == 0 else (stage + 1, 1)
+            for batches, ranks in joined[wave]:
+                start = max(max(free.get((rank, device), 0.0), ends.get((wave, rank, *before), 0.0)) for rank in ranks)
+                end = start + max(took[index, kind] for index in batches)
+                for rank in ranks:
+                    free[rank, device] = ends[wave, rank, stage, kind] = end
+        return max(free.values(), default=0.0)
+
+
+def plan_waves(plan: StepPlan, expert: int) -> PlannedWaves:
+    """The waves of a plan where ``expert`` neighbouring ranks share experts; with 1, each micro-batch is one. Local."""
+    if expert == 1:
+        return PlannedWaves(plan, {(batch.index, rank): batch for batch in plan.micro_batches for rank in batch.ranks})
+    made: list[MicroBatch] = []
+    batches: dict[tuple[int, int], MicroBatch] = {}
+    fragments: list[SequenceFragment] = []
+    next_id = int(plan.table.ids.max(initial=-1)) + 1
+    for block in blocks_of(make_waves(plan.micro_batches, plan.slices), plan.slices):
+        groups = sorted({rank // expert for wave in block for batch in wave for rank in batch.ranks})
+        ranks = tuple(rank for group in groups for rank in range(group * expert, (group + 1) * expert))
+        first, start = len(made), 0
+        for wave in block:
+            longest, number = max(wave, key=lambda batch: batch.predicted_s), len(made)
+            batches |= {(number, rank): batch for batch in wave for rank in batch.ranks}
+            if wave[0].index in plan.slices:
+                stop = start + max(batch.tokens_held for batch in wave) * len(ranks)
+                longest = replace(longest, sequences=(SequenceInfo(next_id + len(fragments), stop - start),))
+                fragments.append(SequenceFragment(first, start, stop))
+                start = stop
+            made.append(replace(longest, index=number, ranks=ranks))
+    waves = replace(plan, micro_batches=tuple(made), fragments=tuple(fragments) or plan.fragments)
+    return PlannedWaves(waves, batches)

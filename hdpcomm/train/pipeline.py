@@ -16,7 +16,7 @@ from hdpcomm.attention import positions as positions_of
 from hdpcomm.models.moe import refuse_trees
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.parallel.program import RECEIVE, RUN, Action, make_program
-from hdpcomm.parallel.waves import PlannedWaves, plan_waves
+from hdpcomm.plan.waves import PlannedWaves, plan_waves
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.passes import Loss, Sliced, StepInputs, packed_shard
 from hdpcomm.train.shards import PackedShard, empty_shard, pack_of

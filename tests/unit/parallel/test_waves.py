@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 
 from hdpcomm.parallel import check_programs, make_programs
-from hdpcomm.parallel.waves import Turn, plan_waves, waves_of
+from hdpcomm.parallel.waves import Turn, waves_of
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceFragment, SequenceInfo, StepPlan
-from hdpcomm.plan.waves import blocks_of, make_waves
+from hdpcomm.plan.waves import blocks_of, make_waves, plan_waves
 
 PLANS = int(os.environ.get("HDPCOMM_TEST_WAVE_PLANS", "60"))
 

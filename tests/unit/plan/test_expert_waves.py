@@ -22,9 +22,11 @@ from hdpcomm.plan import (
     MemoryModel,
     MicroBatch,
     Planner,
+    SequenceFragment,
     SequenceInfo,
+    StepPlan,
 )
-from hdpcomm.plan.waves import in_waves, make_waves, passes_without_tokens, sorted_for_waves, wave_times
+from hdpcomm.plan.waves import in_waves, make_waves, passes_without_tokens, plan_waves, sorted_for_waves, wave_times
 from hdpcomm.sim import processor_seconds, simulate_step
 
 COSTS = CostModel(attention=1e-8, linear=3e-5, fixed=1e-3, experts=2e-5)
@@ -169,6 +171,46 @@ def test_slices_of_sequences_that_fit_the_ranks_no_other_way() -> None:
         assert seconds[0] == pytest.approx(seconds[1])  # experts' work is only done elsewhere
         whole = alone.plan([9000]).makespan_s, planner.plan([9000]).makespan_s
         assert whole[0] == pytest.approx(whole[1])
+
+
+def seconds_of_waves(planner: Planner, plan: StepPlan) -> float:
+    found, index = planner.simulate(plan), plan.table.index.tolist()
+    spans = zip(found["which"].tolist(), found["times"].tolist(), strict=True)
+    took = {(index[row], kind): end - start for (row, _, kind), (start, end) in spans}
+    waves = plan_waves(plan, planner.cluster.expert)
+    return waves.seconds(planner.schedule(waves.plan), took, planner.cluster.expert)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_waves_of_whole_groups_take_what_their_micro_batches_do(split: bool) -> None:
+    """In pipelines, with and without slices: nobody waits for others' experts."""
+    cluster = ClusterSpec(ranks=2, capacity=1000, pipeline=3, expert=2, split_backward=split)
+    planner = Planner(None, cluster, cost_model=replace(COSTS, weights=0.3))
+    everyone, cuts = (0, 1), (0, 1000, 1800, 2400)
+    slices = tuple(SequenceFragment(1, a, b) for a, b in pairwise(cuts))
+    given = [(0, 1200), *((4 + k, each.stop - each.start) for k, each in enumerate(slices)), (2, 600), (3, 1800)]
+    made = tuple(
+        MicroBatch(i, everyone, (SequenceInfo(number, tokens),), 0.0, 1.0) for i, (number, tokens) in enumerate(given)
+    )
+    plan = StepPlan("by hand", 2, made, 1.0, 1.0, 0.0, 0.0, fragments=slices)
+    plan.validate([1200, 2400, 600, 1800])
+    assert seconds_of_waves(planner, plan) == pytest.approx(planner.simulate(plan)["makespan"])
+
+
+def test_pipelines_have_slices_where_their_waves_end_earlier() -> None:
+    """Ranks that share experts wait for those with a sequence in slices, so the search takes slices less often."""
+    draw, chosen, model = random.Random(4), [], MODELS["mistral-8x7b"]
+    mixed = [30_000 if draw.random() < 0.03 else draw.randint(100, 2000) for _ in range(300)]
+    for ranks, lengths in ((16, mixed), (8, [60_000, *mixed[:60]]), (8, [12_000] * 12)):
+        cluster = ClusterSpec(ranks, 8192, pipeline=4, expert=2, device="h100", ranks_per_node=8)
+        whole, sliced = (Planner(model, cluster, slices=slices) for slices in (1, 16))
+        plans = whole.plan(lengths), sliced.plan(lengths)
+        plans[1].validate(lengths)
+        seconds = [seconds_of_waves(planner, plan) for planner, plan in zip((whole, sliced), plans, strict=True)]
+        assert seconds[1] <= seconds[0] * (1 + 1e-9)
+        blind = Planner(model, replace(cluster, expert=1), slices=16, cost_model=sliced.cost_model).plan(lengths)
+        chosen.append((bool(blind.slices), bool(plans[1].slices)))
+    assert {(True, True), (True, False)} <= set(chosen)
 
 
 def test_longest_first_is_the_same_work() -> None:
