@@ -22,6 +22,7 @@ from tests.harness.pipelines import COST
 pytest.importorskip("transformers", minversion="5.0")
 
 from tests.harness.families import LENGTHS, model_of, sequences, unsharded
+from tests.ranks.parallel.test_pipeline_huggingface import sliced
 
 
 def model(family, how="plain"):
@@ -48,6 +49,8 @@ def step(family, ranks, expert, how="plain"):
                 pool = PinnedPool(8 << 20, device="cpu")
                 offload = ActivationOffload(pool, cut, resident_layers=0, min_bytes=1)
             planner = Planner(None, ClusterSpec(mesh.hdp, 160 // mesh.hdp), cost_model=COST)
+            if how == "slices":
+                planner = sliced(mesh.hdp, {})
             optimizer = torch.optim.SGD(cut.parameters(), lr=0.0)
             trainer = Trainer(cut, optimizer, planner, mesh, max_grad_norm=None, offload=offload)
             done = trainer.step(LENGTHS, lambda i: sequences()[i])
@@ -76,6 +79,10 @@ def step(family, ranks, expert, how="plain"):
         ("deepseek-v32", 4, 2, "plain"),
         ("deepseek-v32", 2, 2, "offload"),
         ("deepseek-v32", 4, 4, "recompute"),
+        ("mixtral", 2, 2, "slices"),
+        ("qwen3-moe", 4, 2, "slices"),
+        ("qwen3-next", 2, 2, "slices"),
+        ("deepseek-v32", 4, 2, "slices"),
     ],
 )
 def test_gradients_are_those_of_the_whole_model(family, ranks, expert, how):

@@ -150,6 +150,9 @@ def test_gradients_are_those_of_the_whole_model(name, ranks, sizes, options):
         ("qwen3-next-no-aux", 2, PP, {"split": True}),
         ("kimi-linear", 4, PP, {"how": "recompute"}),
         ("mamba2", 2, PP, {"split": True}),
+        ("mixtral", 4, {"pipeline": 2, "expert": 2}, {}),
+        ("qwen3-next-no-aux", 4, {"pipeline": 2, "expert": 2}, {"how": "recompute"}),
+        ("mixtral", 8, {"pipeline": 2, "tensor": 2, "expert": 2}, {"split": True}),
     ],
 )
 def test_sequences_in_slices(name, ranks, sizes, options):
