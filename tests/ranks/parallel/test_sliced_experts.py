@@ -11,10 +11,13 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.attention import SlicedSequence
+from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama
+from hdpcomm.parallel import expert_parallel, split_model
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
 from hdpcomm.testing import run_threads
+from hdpcomm.train import Trainer
 from tests.harness.pipelines import CONFIG, SEED, FixedPlanner, one_step, tokens_of, wanted
 from tests.ranks.parallel import test_expert
 from tests.ranks.parallel.test_sliced import LENGTHS, PLANS, any_plan, check, plain_step, plan_of, slices
@@ -175,21 +178,32 @@ def test_evaluation():
     assert run_threads(rank, 4) == pytest.approx([loss] * 4, rel=1e-10)
 
 
+def trainer_of(comm, planner, zero):
+    if planner.cluster.pipeline == 1:
+        return test_expert.trainer_of(comm, planner, UNTIED, torch.float64, 2, lr=0.3, zero=zero)
+    mesh = Mesh(comm, pipeline=2, expert=2)
+    stages = split_model(Llama(UNTIED, seed=SEED + 10 * mesh.hdp_rank, dtype=torch.float64), 2)[mesh.stage :: 2]
+    for stage in stages:
+        expert_parallel(stage, mesh)
+    optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.3)
+    return Trainer(stages, optimizer, planner, mesh, zero=zero)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_parts_of_weights(zero):
+def test_parts_of_weights(zero, stages):
     """Gradients leave in the order in which backward passes end, those without tokens among them."""
     whole = [((0, 2), (0,)), ((3,), (1, 2, 3)), ((1,), (4, 5)), ((2,), (6, 7))]
 
     def losses(batches, zero):
         def rank():
-            sequences = tokens_of(LENGTHS, test_expert.CONFIG)
+            sequences = tokens_of(LENGTHS, UNTIED)
             torch.set_num_threads(1)
             with hdp.init() as comm:
-                planner = FixedPlanner(4, 1, batches)
-                made = test_expert.trainer_of(comm, planner, test_expert.CONFIG, torch.float64, 2, lr=0.3, zero=zero)
+                made = trainer_of(comm, FixedPlanner(4, stages, batches), zero)
                 return [round(made.step(LENGTHS, sequences.__getitem__).loss, 9) for _ in range(3)]
 
-        return run_threads(rank, 4)
+        return run_threads(rank, 4 * stages)
 
     found = losses(CROSSED, zero)
     assert found == losses(whole, 1)
