@@ -38,7 +38,7 @@ def make_waves(batches: Sequence[MicroBatch], slices: Slices = _NONE) -> list[li
 
     Slices have blocks of waves of their own: wave k of a block has slice k of sequences that begin together, and a rank
     has one of these at most. So all ranks of a wave run the same kinds of passes, and a rank holds no more at a time
-    than in a plan without waves.
+    than in a plan without waves. A sequence in one slice is as any other.
     """
     last: dict[int, int] = {}
     waves: list[list[MicroBatch]] = []
@@ -46,7 +46,7 @@ def make_waves(batches: Sequence[MicroBatch], slices: Slices = _NONE) -> list[li
     """Where those of slices begin and end."""
     for batch in batches:
         wave, planned = max(last.get(rank, 0) for rank in batch.ranks), slices.get(batch.index)
-        if planned is None:
+        if planned is None or len(planned.rows) == 1:
             while block := next((end for first, end in blocks.items() if first <= wave < end), 0):
                 wave = block
         elif planned.number == 0:
@@ -290,11 +290,11 @@ def plan_waves(plan: StepPlan, expert: int) -> PlannedWaves:
         for wave in block:
             longest, number = max(wave, key=lambda batch: batch.predicted_s), len(made)
             batches |= {(number, rank): batch for batch in wave for rank in batch.ranks}
-            if wave[0].index in plan.slices:
+            if len(block) > 1:
                 stop = start + max(batch.tokens_held for batch in wave) * len(ranks)
                 longest = replace(longest, sequences=(SequenceInfo(next_id + len(fragments), stop - start),))
                 fragments.append(SequenceFragment(first, start, stop))
                 start = stop
             made.append(replace(longest, index=number, ranks=ranks))
-    waves = replace(plan, micro_batches=tuple(made), fragments=tuple(fragments) or plan.fragments)
+    waves = replace(plan, micro_batches=tuple(made), fragments=tuple(fragments) if plan.slices else plan.fragments)
     return PlannedWaves(waves, batches)

@@ -140,6 +140,17 @@ def test_expert_ranks_in_pipelines(batches, ranks, how):
     test_expert.check(results, UNTIED, torch.float64, LENGTHS)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_one_slice_is_the_sequence_on_expert_ranks(stages):
+    rest = [((1,), (3, 6)), ((0,), (1, 2)), ((1,), (4, 5, 7))]
+    plans = [((0,), each) for each in slices(0, (0, 110))] + rest, [((0,), (0,)), *rest]
+    sliced, whole = (run_with_experts(FixedPlanner(2, stages, batches), 2) for batches in plans)
+    for (got, found, _), (want, of_whole, _) in zip(sliced, whole, strict=True):
+        assert got.loss == want.loss
+        assert found.keys() == of_whole.keys()
+        assert all(torch.equal(found[name], gradient) for name, gradient in of_whole.items())
+
+
 @pytest.mark.parametrize("seed", range(PLANS))
 def test_random_plans_on_expert_ranks(seed):
     ranks, stages, tensor = random.Random(seed).choice([(2, 1, 1), (4, 1, 1), (2, 1, 2), (2, 2, 1)])
