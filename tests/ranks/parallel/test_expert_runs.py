@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from hdpcomm.attention import positions
 from hdpcomm.cli.main import main
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, from_pretrained
 from hdpcomm.run import RunConfig
 from hdpcomm.run.export import export_model
@@ -44,6 +46,17 @@ def test_a_run_has_the_losses_of_one_process(data, plain, plain_folder, tmp_path
         assert metrics.expert_tokens_max >= metrics.expert_tokens_mean
         assert metrics.expert_tokens_mean >= metrics.tokens * 2 / 4  # tensor ranks fill up their blocks
         assert metrics.expert_tokens_dropped == 0
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_sequences_that_the_ranks_hold_no_other_way(data, recompute):  # noqa: F811
+    """They run in slices, and routers' losses are those of whole sequences."""
+    balanced = dataclasses.replace(MODEL, router_aux_loss=0.05)
+    sliced = {"model": balanced, "expert": 2, "capacity": 120, "recompute": recompute}
+    with pytest.raises(InvalidUsage, match="longest sequence has 300 tokens, and 2 ranks with a capacity of 120"):
+        run_of(data, 2, **sliced)
+    results = run_of(data, 2, slices=8, **sliced)
+    assert losses(results) == pytest.approx(losses(run_of(data, 1, model=balanced)), rel=1e-4)
 
 
 def test_checkpoints_go_on_with_any_number_of_expert_ranks(data, plain, tmp_path):  # noqa: F811
