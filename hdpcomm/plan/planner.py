@@ -443,9 +443,11 @@ class Planner:
     def schedule(self, plan: StepPlan) -> PipelineSchedule:
         """The order in which the stages of all ranks run the passes of a plan; ranks that plan alike get the same one.
 
-        Raises: InvalidUsage if the plan cannot run on this cluster.
+        Raises: InvalidUsage if the plan cannot run on this cluster; rings are those of the plan that ``plan`` has the
+            waves of, and are not looked at.
         """
-        self.validate(plan)
+        check_type("schedule()", "plan", plan, StepPlan)
+        self._check_fits(plan)
         found = self.simulate(plan)
         spans, times = found["which"], found["times"]
         index = plan.table.index.astype(np.int32)
@@ -491,12 +493,16 @@ class Planner:
     def validate(self, plan: StepPlan, lengths: Sequence[int | Tree] | None = None) -> None:
         """:meth:`StepPlan.validate` with this planner's memory, number of ranks and of ring peers."""
         check_type("validate()", "plan", plan, StepPlan)
+        self._check_fits(plan, lengths)
+        if self.ring_peers is not None and (most := plan.table.most_peers()) > self.ring_peers:
+            raise InvalidUsage(
+                f"ranks have up to {most} ring peers in the plan, and ring_peers is {self.ring_peers}: plan again"
+            )
+
+    def _check_fits(self, plan: StepPlan, lengths: Sequence[int | Tree] | None = None) -> None:
+        """:meth:`StepPlan.validate` with this planner's memory and number of ranks."""
         if plan.num_ranks != self.cluster.ranks:
             raise InvalidUsage(
                 f"the plan is for {plan.num_ranks} ranks, the cluster has {self.cluster.ranks}: plan again"
             )
         plan.validate(lengths, memory=self.memory)
-        if self.ring_peers is not None and (most := plan.table.most_peers()) > self.ring_peers:
-            raise InvalidUsage(
-                f"ranks have up to {most} ring peers in the plan, and ring_peers is {self.ring_peers}: plan again"
-            )

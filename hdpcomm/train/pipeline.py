@@ -63,6 +63,7 @@ class PipelinePasses:
 
     def agree(self, plan: StepPlan) -> bytes:
         """Makes and checks the schedule; its order is what all ranks must have alike. Local."""
+        self._planner.validate(plan)
         waves = plan_waves(plan, self._mesh.expert)
         schedule = self._planner.schedule(waves.plan)
         schedule.validate(waves.plan)
