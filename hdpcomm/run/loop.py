@@ -94,8 +94,8 @@ def train(
     check_limits(corpus, config, ranks=comm.size)
     if config.evict_slower and (saving is None or saving.peers is None):
         raise InvalidUsage(
-            f"evict_slower is {config.evict_slower}, and this run has no copies in other ranks' memory, without which it "
-            "ends with a rank that leaves: give saving=Saving(..., peers=PeerSaves(...)), or leave it out"
+            f"evict_slower is {config.evict_slower}, and this run has no copies in other ranks' memory, without which "
+            "it ends with a rank that leaves: give saving=Saving(..., peers=PeerSaves(...)), or leave it out"
         )
     if held_out is not None:
         check_limits(held_out, config, ranks=comm.size)

@@ -261,5 +261,5 @@ class TestMixtures:
 
 
 def test_ranks_are_not_sent_away_from_a_run_that_ends_with_them(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidUsage, match="evict_slower is 3.0, and this run has no copies"):
+    with pytest.raises(InvalidUsage, match="this run has no copies in other ranks' memory"):
         run_of(data, 2, out=tmp_path, evict_slower=3.0)
