@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, permutations, product
+from itertools import combinations, pairwise, permutations, product
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from hdpcomm._core import planner as core
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel
 from hdpcomm.plan.cost import core_cost
 
-__all__ = ["TooManyNodes", "fits", "optimum", "partitions", "pipeline_optimum"]
+__all__ = ["TooManyNodes", "fits", "optimum", "partitions", "pipeline_optimum", "sliced_optimum"]
 
 
 class TooManyNodes(Exception):
@@ -148,8 +149,14 @@ def partitions(items: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
                 yield [(first, *others), *tail]
 
 
-def simulated_s(solver: core.CostModel, order: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
-    """Simulated makespan of micro-batches given as (ranks, lengths)."""
+Slice = tuple[int, int, int, bool]
+"""Number of a micro-batch, first token, token after the last one, whether another slice follows."""
+
+
+def simulated(
+    solver: core.CostModel, order: Sequence[tuple[Sequence[int], Sequence[int]]], slices: Sequence[Slice] = ()
+) -> dict[str, Any]:
+    """The simulated step of micro-batches given as (ranks, lengths), some of them slices."""
     lengths = np.array([length for _, members in order for length in members])
     columns = (
         np.arange(len(order)),
@@ -161,8 +168,8 @@ def simulated_s(solver: core.CostModel, order: Sequence[tuple[Sequence[int], Seq
         np.zeros(len(order)),
         np.zeros(len(order)),
     )
-    makespan: float = core.simulate(solver, columns, lengths.astype(np.float64) ** 2)["makespan"]
-    return makespan
+    found: dict[str, Any] = core.simulate(solver, columns, lengths.astype(np.float64) ** 2, slices)
+    return found
 
 
 def pipeline_optimum(
@@ -194,5 +201,90 @@ def pipeline_optimum(
                 plans += 1
                 if plans > max_plans:
                     raise TooManyNodes
-                best = min(best, simulated_s(solver, order))
+                best = min(best, simulated(solver, order)["makespan"])
     return best
+
+
+def sliced_optimum(
+    lengths: Sequence[int],
+    cluster: ClusterSpec,
+    cost: CostModel,
+    memory: MemoryModel,
+    slices: int,
+    *,
+    above: float,
+    max_plans: int = 4_000,
+) -> float:
+    """The smallest simulated makespan over all packs, groups of ranks, orders of micro-batches, and all ways to cut a
+    sequence into at most ``slices`` slices, in the memory of the devices. Returns ``above`` if no plan is better.
+
+    Raises:
+        TooManyNodes: there are more than ``max_plans`` plans that a glance does not rule out.
+    """
+    ranks, stages = cluster.ranks, cluster.pipeline
+    groups = [g for size in range(1, ranks + 1) for g in combinations(range(ranks), size)]
+    solver = core_cost(cost, memory, cluster, slices=slices)
+    most_tokens = stages * memory.capacity * (1 + 1e-9)
+    best, plans = above, 0
+    for packs in partitions(tuple(range(len(lengths)))):
+        choices = [
+            [
+                (group, members, bounds, sum(seconds))
+                for bounds in _cuts(members, slices)
+                for group in groups
+                if _held(members, bounds, len(group), memory) <= most_tokens
+                and sum(seconds := _seconds(members, bounds, group, cluster, cost)) + (stages - 1) * seconds[0] < best
+            ]
+            for members in ([lengths[i] for i in pack] for pack in packs)
+        ]
+        for chosen in product(*choices):
+            busy = [0.0] * ranks
+            for group, _, _, seconds in chosen:
+                for rank in group:
+                    busy[rank] += seconds
+            if max(busy) >= best:
+                continue
+            for order in permutations(chosen):
+                plans += 1
+                if plans > max_plans:
+                    raise TooManyNodes
+                rows: list[tuple[Sequence[int], Sequence[int]]] = []
+                parts: list[Slice] = []
+                for group, members, bounds, _ in order:
+                    if len(bounds) == 2:
+                        rows.append((group, members))
+                        continue
+                    for first, end in pairwise(bounds):
+                        parts.append((len(rows), first, end, end < bounds[-1]))
+                        rows.append((group, (end - first,)))
+                found = simulated(solver, rows, parts)
+                if found["peak_tokens"].max() <= most_tokens:
+                    best = min(best, found["makespan"])
+    return best
+
+
+def _cuts(members: Sequence[int], slices: int) -> Iterator[tuple[int, ...]]:
+    """All bounds of slices of a micro-batch, the whole first; a pack is not cut."""
+    last = sum(members)
+    for number in range(1, slices + 1 if len(members) == 1 else 2):
+        for inner in combinations(range(1, last), number - 1):
+            yield (0, *inner, last)
+
+
+def _held(members: Sequence[int], bounds: Sequence[int], size: int, memory: MemoryModel) -> float:
+    """Tokens that a rank holds of it; infinity where a micro-batch is larger than the capacity."""
+    held = [-(-(b - a) // size) for a, b in pairwise(bounds)]
+    if len(bounds) == 2:
+        held = [sum(-(-length // size) for length in members)]
+    return sum(held) if max(held) <= memory.capacity else float("inf")
+
+
+def _seconds(
+    members: Sequence[int], bounds: Sequence[int], group: Sequence[int], cluster: ClusterSpec, cost: CostModel
+) -> list[float]:
+    """What each of its micro-batches takes, without sending kept keys again."""
+    size, (node, domain) = len(group), places(group, cluster)
+    loads = [(float(b * b - a * a), b - a) for a, b in pairwise(bounds)]
+    if len(bounds) == 2:
+        loads = [(sum(float(s * s) for s in members), sum(members))]
+    return [cost.load_seconds(squares, n, size, one_node=node, one_domain=domain) for squares, n in loads]

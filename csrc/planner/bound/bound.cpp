@@ -68,8 +68,7 @@ class Bound {
     }
     for (int rank = 0; rank < problem.ranks(); ++rank) ranks_ += cost_.cluster().speed(rank);
     sortSpeeds();
-    if (stages_ > 1) filling_ = passing_ * passes(shortest_, mostHeld(kForever));
-    if (slices_ > 1) filling_ = std::min(filling_, passing_ * params_.fixed);
+    if (stages_ > 1) filling_ = passing_ * passes(shortest_, mostOfSequence(mostHeld(kForever)));
     collectItems();
     if (stages_ > 1 && cost_.cluster().chunks == 1 && speeds_.empty() && !cost_.cluster().split &&
         slices_ == 1) {
@@ -94,17 +93,19 @@ class Bound {
       (possible(middle) ? high : low) = middle;
     }
     if (windows_) return byPipelineConfigurations(low);
-    return stages_ > 1 || !speeds_.empty() || problem_.hasTrees() ? low : byConfigurations(low);
+    const bool whole = stages_ > 1 && slices_ == 1;
+    if (whole || cost_.cluster().split || !speeds_.empty() || problem_.hasTrees()) return low;
+    return byConfigurations(low);
   }
 
  private:
   double byConfigurations(double low) const {
     return raiseByConfigurations(problem_, low, [this](double time) {
       const Limits limits = limitsOf(time);
-      return ConfigurationCharges{limits.held, [this, limits](const Load& load, int size) {
-                                    return workAlone(load, limits.held) +
-                                           workBeyondOne(load, size, limits);
-                                  }};
+      return ConfigurationCharges{
+          limits.held, limits.sequence, filling_, [this, limits](const Load& load, int size) {
+            return workAlone(load, limits.held) + workBeyondOne(load, size, limits);
+          }};
     });
   }
 
@@ -114,10 +115,13 @@ class Bound {
                                          [this](double time) { return mostHeld(time / stages_); });
   }
 
-  // The most tokens that a rank can hold in a micro-batch that ends within `limit` seconds, or of a
-  // sequence in slices: these are micro-batches, of which it holds as many as there are stages.
+  // The most tokens that a rank can hold of a sequence: its slices are micro-batches, of which a
+  // device holds as many as there are stages.
+  double mostOfSequence(double held) const { return held * std::min(slices_, stages_); }
+
+  // The most tokens that a rank can hold in a micro-batch that ends within `limit` seconds.
   double mostHeld(double limit) const {
-    const double capacity = static_cast<double>(memory_.capacity) * std::min(slices_, stages_);
+    const auto capacity = static_cast<double>(memory_.capacity);
     if (max_offload_ <= 0) return capacity;
     const double copied = params_.forward * std::max(0.0, limit - params_.fixed) / memory_.copy;
     return std::min({capacity / (1 - max_offload_ * memory_.offloadable),
@@ -181,7 +185,7 @@ class Bound {
   }
 
   double fastestTime(const Load& load) const {
-    const int least = leastRanks(load, mostHeld(kForever));
+    const int least = leastRanks(load, mostOfSequence(mostHeld(kForever)));
     if (speeds_.empty()) return cost_.seconds(load, cost_.fastestSize(load, least));
     double fastest = kForever;  // on the fastest ranks of each number
     for (int size = least; size <= problem_.ranks(); ++size) {
@@ -191,8 +195,9 @@ class Bound {
   }
 
   // Least sum of the forward pass of one micro-batch and the backward pass of another one, each of
-  // which has a sequence at least as long as this one. With split backward passes the forward pass
-  // alone: on the way back, all devices may have gradients of weights to compute.
+  // which has a sequence at least as long as this one, of which a rank holds at most `held` tokens.
+  // With split backward passes the forward pass alone: on the way back, all devices may have
+  // gradients of weights to compute.
   double passes(const Load& load, double held) const {
     const PassTimes times(cost_, load, leastRanks(load, held), problem_.ranks());
     return cost_.cluster().split ? times.forwardWithin(problem_.ranks())
@@ -227,6 +232,37 @@ class Bound {
       size = more;
     }
     return size;
+  }
+
+  // Smallest size, from `least` on, in which a sequence in slices passes all stages within `time`;
+  // 0 if there is none. Its seconds are quasi-convex in each range of sizes with one scope.
+  int sizeInSlices(const Load& load, int least, double time) const {
+    const auto alone = [&](int size) {
+      return cost_.seconds(load, size) +
+             passing_ * (PassTimes::longest(cost_, load, size, size, false) +
+                         PassTimes::longest(cost_, load, size, size, true));
+    };
+    int first = least;
+    for (const int border : cost_.cluster().largestGroups()) {
+      const int last = std::min(border, problem_.ranks());
+      if (first > last) continue;
+      if (alone(first) <= time) return first;
+      int low = first, high = last;
+      while (low < high) {
+        const int middle = low + (high - low) / 2;
+        alone(middle + 1) < alone(middle) ? low = middle + 1 : high = middle;
+      }
+      if (alone(high) <= time) {
+        low = first;
+        while (high - low > 1) {
+          const int middle = low + (high - low) / 2;
+          (alone(middle) <= time ? high : low) = middle;
+        }
+        return high;
+      }
+      first = last + 1;
+    }
+    return 0;
   }
 
   // What a group of `size` ranks could do at their own speeds over what it does at that of its
@@ -277,6 +313,7 @@ class Bound {
     double batch_s = 0;    // longest possible micro-batch
     double rank_s = 0;     // most seconds of micro-batches on one rank
     double held = 1;       // most tokens that a rank can hold in one micro-batch
+    double sequence = 1;   // and of one sequence
     int forward_from = 0;  // rings of at least this size are bound by transfers
     int backward_from = 0;
   };
@@ -286,10 +323,11 @@ class Bound {
     limits.batch_s = time / alone_;
     limits.rank_s = time - filling_;
     limits.held = mostHeld(cost_.cluster().split ? kForever : limits.batch_s);
+    limits.sequence = mostOfSequence(limits.held);
     limits.forward_from =
-        firstTransferBound(limits.held, params_.forward, params_.forward_transfer);
+        firstTransferBound(limits.sequence, params_.forward, params_.forward_transfer);
     limits.backward_from =
-        firstTransferBound(limits.held, 1 - params_.forward, 1 - params_.forward_transfer);
+        firstTransferBound(limits.sequence, 1 - params_.forward, 1 - params_.forward_transfer);
     return limits;
   }
 
@@ -332,13 +370,16 @@ class Bound {
     int size = 0;
     double beyond_one = 0;
     for (const Item& item : items_) {
-      const int least = leastRanks(item.load, limits.held);
+      const int least = leastRanks(item.load, limits.sequence);
       if (least > problem_.ranks()) return false;
       if (least == 1 && cost_.seconds(item.load, 1) <= limits.batch_s)
         break;  // and all shorter ones
       if (item.load != before) {
         before = item.load;
         size = sizeWithin(item.load, least, limits.batch_s);
+        if (size > 0 && slices_ > 1 && !cost_.cluster().split) {
+          size = sizeInSlices(item.load, size, time);
+        }
         if (size == 0) return false;
         beyond_one = workBeyondOne(item.load, size, limits);
       }
@@ -374,17 +415,16 @@ class Bound {
     const double all = items_.empty() ? 0 : items_.back().tokens_before + items_.back().load.tokens;
     size_t count = 0;
     for (int high = 1; high < kMaxStack; ++high) {
-      const double places = stack_[high] * (limits.held * problem_.ranks());
+      const double places = stack_[high] * (limits.sequence * problem_.ranks());
       if (all <= places) break;
       // Both times fall with the length: the items that are too slow come first.
       size_t end = items_.size();
       while (count < end) {
         const size_t middle = count + (end - count) / 2;
         const Load& load = items_[middle].load;
-        const int least = leastRanks(load, limits.held);
+        const int least = leastRanks(load, limits.sequence);
         const double fastest = cost_.seconds(load, cost_.fastestSize(load, least));
-        const bool passes_whole = passing_ > 0 && slices_ == 1;
-        const double way = passes_whole ? passing_ * passes(load, limits.held) : 0;
+        const double way = passing_ > 0 ? passing_ * passes(load, limits.sequence) : 0;
         const bool slow = (high + 1) * fastest + way > time;
         slow ? count = middle + 1 : end = middle;
       }

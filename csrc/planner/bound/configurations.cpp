@@ -7,19 +7,22 @@
 #include <vector>
 
 #include "planner/bound/covering_program.hpp"
+#include "planner/bound/pass_times.hpp"
 
 namespace hdpcomm::planner {
 namespace {
 
 class Configurations {
  public:
-  explicit Configurations(const Problem& problem) : cost_(problem.cost()), ranks_(problem.ranks()) {
+  // `share`: of the longest sequence's length, from which on sequences are taken one by one.
+  Configurations(const Problem& problem, double share)
+      : cost_(problem.cost()), ranks_(problem.ranks()), stages_(cost_.cluster().pipeline) {
     const std::vector<int64_t>& lengths = problem.lengths();
     const auto longest = *std::max_element(lengths.begin(), lengths.end());
     std::vector<Load> alike;
     for (int i = 0; i < problem.count(); ++i) {
       const Load load = problem.own(i);
-      if (load.tokens >= kAboutAsLong * static_cast<double>(longest)) {
+      if (load.tokens >= share * static_cast<double>(longest)) {
         alike.push_back(load);
         continue;
       }
@@ -59,7 +62,6 @@ class Configurations {
   }
 
  private:
-  static constexpr double kAboutAsLong = 0.5;
   static constexpr size_t kMaxClasses = 64;
   static constexpr double kLeastShare = 0.3;  // of the work, for the long sequences to matter
   static constexpr int kCells = 4096;         // of the time
@@ -87,6 +89,7 @@ class Configurations {
     int last = 1;
     double seconds = 0;
     int together = 1;
+    double way = 0;  // least seconds of the first one's way down a pipeline and the last one's back
   };
 
   struct Class {
@@ -114,7 +117,8 @@ class Configurations {
   // Finds the sizes that each class may have. False if there is nothing to be gained.
   bool prepare(double time, const ConfigurationCharges& charges) {
     time_ = time;
-    if (cost_.cluster().ranks < 2 || count_ < 2) return false;
+    idle_ = charges.idle;
+    if (stages_ == 1 && (ranks_ < 2 || count_ < 2)) return false;
     others_work_ = others_.tokens > 0 ? leastWork(others_, charges.held) : 0;
     double work = 0;
     for (Class& each : classes_) {
@@ -123,6 +127,7 @@ class Configurations {
       work += each.work * each.count;
     }
     placeKnots();
+    placeWays(charges.held);
     const Class& shortest = classes_.back();
     double longest = 0;  // micro-batch on the fewest ranks
     for (const Sizes& sizes : shortest.sizes) {
@@ -168,7 +173,7 @@ class Configurations {
     each.sizes.clear();
     each.work = std::numeric_limits<double>::infinity();
     const double tokens = each.load.tokens;
-    const auto least = static_cast<int>(std::ceil(tokens / charges.held * (1 - 1e-9)));
+    const auto least = static_cast<int>(std::ceil(tokens / charges.sequence * (1 - 1e-9)));
     const auto borders = cost_.cluster().largestGroups();
     for (int first = std::max(least, 1); first <= ranks_;) {
       int last = first + std::max(0, (first - std::max(64, 2 * least)) / 32);
@@ -178,16 +183,53 @@ class Configurations {
       last = std::min(last, ranks_);
       double seconds = cost_.leastSeconds(each.load, first, last);
       const int most = mostTogether(each.load, first, last, charges.held);
-      for (int together = 1; together <= most && seconds <= time; ++together) {
-        addSizes(each, {first, last, seconds, together});
+      const double way = leastWay(each.load, first, last);
+      for (int together = 1; together <= most && seconds + way <= time; ++together) {
+        addSizes(each, {first, last, seconds, together, way});
         const double more = together + 1;
         seconds = cost_.seconds({each.load.squares * more, tokens * more}, first);
       }
-      if (most == 0 && seconds <= time) {
+      if (most == 0 && seconds + way <= time) {
         seconds = std::min(seconds, charges.work(each.load, first) / last);
-        addSizes(each, {first, last, seconds});
+        addSizes(each, {first, last, seconds, 1, way});
       }
       first = last + 1;
+    }
+  }
+
+  // On the way down and back those of one sequence may be the shortest, or of two.
+  double leastWay(const Load& load, int first, int last) const {
+    if (stages_ == 1) return 0;
+    double least = std::numeric_limits<double>::infinity();
+    for (const bool backward : {false, true}) {
+      const double share = backward ? 1 - cost_.params().forward : cost_.params().forward;
+      if (share <= 0) continue;
+      least = std::min(least, PassTimes::longest(cost_, load, first, last, backward) / share);
+    }
+    return (stages_ - 1) * least;
+  }
+
+  // The micro-batches of all lists by falling way, in steps: a list that has none below a step is
+  // idle for as long as the shortest way in it, at least.
+  void placeWays(double held) {
+    if (stages_ == 1) return;
+    placed_.clear();
+    const double cell = time_ / kCells;
+    for (size_t i = 0; i < classes_.size(); ++i) {
+      for (size_t k = 0; k < classes_[i].sizes.size(); ++k) {
+        const Sizes& sizes = classes_[i].sizes[k];
+        placed_.push_back({sizes.way, static_cast<int>(sizes.seconds / cell * (1 - 1e-9)), i, k});
+      }
+    }
+    std::sort(placed_.begin(), placed_.end(), [](const Placed& a, const Placed& b) {
+      return a.way != b.way ? a.way > b.way : a.cells < b.cells;
+    });
+    const double share = std::max(cost_.params().forward, 1 - cost_.params().forward);
+    hidden_share_ = share;
+    most_hidden_ = 0;
+    if (others_.tokens > 0) {  // the densest ones, in all that a device holds
+      const Load& load = longest_other_;
+      most_hidden_ = leastWork(load, held) / load.tokens * stages_ * held;
     }
   }
 
@@ -237,7 +279,7 @@ class Configurations {
   // Whether some weights prove the time to be too short, best those that proved the last one.
   bool prove() {
     if (proof_.prices.size() == numPrices(proof_) && excessOf(proof_) > 1 + 1e-9) return true;
-    const bool few = chains() <= kMaxSideBySide && ranks_ <= kMaxRanks;
+    const bool few = stages_ == 1 && chains() <= kMaxSideBySide && ranks_ <= kMaxRanks;
     for (const double chained : {0.0, 0.5, 0.3, 0.7}) {
       if (chained > 0 && !few) break;
       Weights weights;
@@ -269,7 +311,7 @@ class Configurations {
     for (const Knot& knot : knots_) {
       double least = std::numeric_limits<double>::infinity();
       for (const Sizes& sizes : classes_[knot.at].sizes) {
-        const double often = std::floor(time_ / sizes.seconds);
+        const double often = std::floor((time_ - sizes.way) / sizes.seconds);
         const double cost = chained ? costOf(weights, sizes, often) : sizes.first;
         least = std::min(least, cost / (often * sizes.together));
       }
@@ -280,7 +322,7 @@ class Configurations {
     for (const Knot& knot : knots_) demands.push_back(knot.demand);
     if (others) {
       demands.push_back(others_work_);
-      costs.push_back(1 / time_);
+      costs.push_back(1 / (time_ - idle_));
     }
     CoveringProgram program(demands, costs);
     for (int step = 0; step < kMaxSteps; ++step) {
@@ -290,7 +332,9 @@ class Configurations {
       if (excess > 1 + 1e-9) return true;
       if (excess <= 0) return false;  // some micro-batches take next to no time
       if (program.cost() <= (chained ? 1 : ranks_)) return false;
-      if (!program.enter(bestList(weights))) return false;
+      if (!program.enter(stages_ > 1 ? bestListBesideWays(weights) : bestList(weights))) {
+        return false;
+      }
     }
     return false;
   }
@@ -307,7 +351,7 @@ class Configurations {
     double all = 0;
     for (size_t i = 0; i < knots_.size(); ++i) all += knots_[i].demand * weights.prices[i];
     if (!chained && others_.tokens > 0) all += others_work_ * weights.prices.back();
-    const double most = fillTime(weights);
+    const double most = stages_ > 1 ? fillBesideWays(weights) : fillTime(weights);
     return chained ? all / (chains() * most + weights.chained) : all / (ranks_ * most);
   }
 
@@ -322,10 +366,7 @@ class Configurations {
     best_.assign(kCells + 1, {});
     for (size_t i = 0; i < classes_.size(); ++i) {
       const Class& each = classes_[i];
-      double price = weights.prices[each.knot];
-      if (each.share > 0) {
-        price += each.share * (weights.prices[each.knot + 1] - weights.prices[each.knot]);
-      }
+      const double price = priceOf(each, weights);
       for (size_t k = 0; k < each.sizes.size(); ++k) {
         const Sizes& sizes = each.sizes[k];
         const auto cells = static_cast<int>(sizes.seconds / cell * (1 - 1e-9));
@@ -356,6 +397,92 @@ class Configurations {
     return most_[kCells];
   }
 
+  static double priceOf(const Class& each, const Weights& weights) {
+    const double price = weights.prices[each.knot];
+    return each.share > 0
+               ? price + each.share * (weights.prices[each.knot + 1] - weights.prices[each.knot])
+               : price;
+  }
+
+  // fillTime() for pipelines: the ways of the first and the last micro-batch with a long sequence
+  // leave less time, in which others may run.
+  double fillBesideWays(const Weights& weights) {
+    const double fill = fillOf(weights);
+    best_list_ = {fill * (time_ - idle_), 0, 0, time_ - idle_};
+    most_.assign(kCells + 1, 0.0);
+    kept_placed_.clear();
+    for (size_t begin = 0; begin < placed_.size();) {
+      size_t end = begin;
+      for (; end < placed_.size() && placed_[end].way >= kWayStep * placed_[begin].way; ++end) {
+        const Placed& each = placed_[end];
+        const Class& in_class = classes_[each.in_class];
+        const Sizes& sizes = in_class.sizes[each.size];
+        const double gain = priceOf(in_class, weights) * sizes.together / sizes.first;
+        if (each.cells == 0) return std::numeric_limits<double>::infinity();
+        if (each.cells > kCells || gain <= most_[each.cells]) continue;
+        kept_placed_.push_back({end, gain});
+        for (int x = each.cells; x <= kCells; ++x) {
+          most_[x] = std::max(most_[x], most_[x - each.cells] + gain);
+        }
+      }
+      noteBest(placed_[end - 1].way, fill);
+      begin = end;
+    }
+    return best_list_.weight;
+  }
+
+  // Looks at the lists so far, whose ways are no shorter.
+  void noteBest(double way, double fill) {
+    const double cell = time_ / kCells;
+    const double room = time_ - std::max(way, idle_);
+    const auto cells = std::min(kCells, static_cast<int>(room / cell * (1 + 1e-9)));
+    for (int x = cells; x >= 0; --x) {
+      const double beside = fill > 0 ? mostBeside(x * cell, way) : 0;
+      const double weight = most_[x] + fill * beside;
+      if (weight > best_list_.weight) best_list_ = {weight, kept_placed_.size(), x, beside};
+      if (fill <= 0) break;
+    }
+  }
+
+  // The most seconds of other sequences on a rank whose long ones take so many: what these do not
+  // hide of the way comes on top of it.
+  double mostBeside(double seconds, double way) const {
+    const double left = std::max(0.0, time_ - seconds - way);
+    double most = std::max(0.0, time_ - seconds - idle_);
+    if (hidden_share_ < 1) most = std::min(most, left / (1 - hidden_share_));
+    return std::min(most, left + most_hidden_);
+  }
+
+  CoveringProgram::Column bestListBesideWays(const Weights& weights) {
+    CoveringProgram::Column column{1, std::vector<double>(weights.prices.size(), 0.0)};
+    if (others_.tokens > 0) column.covers.back() = best_list_.beside;
+    most_.assign(kCells + 1, 0.0);
+    for (size_t i = 0; i < best_list_.kept; ++i) {
+      const auto& [place, gain] = kept_placed_[i];
+      const int cells = placed_[place].cells;
+      for (int x = cells; x <= kCells; ++x) most_[x] = std::max(most_[x], most_[x - cells] + gain);
+    }
+    int x = best_list_.cells;
+    for (size_t i = best_list_.kept; i-- > 0;) {
+      const auto& [place, gain] = kept_placed_[i];
+      const Placed& each = placed_[place];
+      while (x >= each.cells && most_[x] > 0 &&
+             most_[x] <= (most_[x - each.cells] + gain) * (1 + 1e-13)) {
+        x -= each.cells;
+        cover(column, each.in_class, each.size, false);
+      }
+    }
+    return column;
+  }
+
+  void cover(CoveringProgram::Column& column, size_t in_class, size_t size, bool chained) const {
+    const Class& each = classes_[in_class];
+    const Sizes& sizes = each.sizes[size];
+    const double covers = sizes.together / (chained ? 1.0 : sizes.first);
+    column.covers[each.knot] += covers * (1 - each.share);
+    if (each.share > 0) column.covers[each.knot + 1] += covers * each.share;
+  }
+
   // The list that fillTime() found.
   CoveringProgram::Column bestList(const Weights& weights) const {
     const double cell = time_ / kCells;
@@ -366,12 +493,9 @@ class Configurations {
       const Found& found = best_[kept_[i]];
       while (x >= kept_[i] && most_[x] <= (most_[x - kept_[i]] + found.gain) * (1 + 1e-13)) {
         x -= kept_[i];
-        const Class& each = classes_[found.in_class];
-        const Sizes& sizes = each.sizes[found.size];
-        const double covers = sizes.together / (weights.chained > 0 ? 1.0 : sizes.first);
-        column.covers[each.knot] += covers * (1 - each.share);
-        if (each.share > 0) column.covers[each.knot + 1] += covers * each.share;
+        cover(column, found.in_class, found.size, weights.chained > 0);
         if (weights.chained > 0) {
+          const Sizes& sizes = classes_[found.in_class].sizes[found.size];
           column.cost += weights.chained * sizes.first * sizes.seconds / roomForWork();
         }
       }
@@ -380,8 +504,24 @@ class Configurations {
     return column;
   }
 
+  static constexpr double kWayStep = 0.98;
+
+  struct Placed {
+    double way = 0;
+    int cells = 0;
+    size_t in_class = 0;
+    size_t size = 0;
+  };
+  struct BestList {
+    double weight = 0;
+    size_t kept = 0;    // made of so many of kept_placed_
+    int cells = 0;      // which take so long
+    double beside = 0;  // seconds of others
+  };
+
   const CostModel& cost_;
   const int ranks_;
+  const int stages_;
   std::vector<Class> classes_;  // by falling length
   double count_ = 0;            // of the long sequences
   bool equal_ = false;          // these have one length
@@ -390,6 +530,12 @@ class Configurations {
   Load longest_other_, shortest_other_;
   double others_work_ = 0;
   double time_ = 0;
+  double idle_ = 0;
+  double hidden_share_ = 1;  // of the passes of others, at most
+  double most_hidden_ = 0;   // seconds of these
+  std::vector<Placed> placed_;
+  std::vector<std::pair<size_t, double>> kept_placed_;  // of these, and what each gains
+  BestList best_list_;
   Weights proof_;  // of the last time that was too short
   std::vector<Knot> knots_;
   std::vector<Found> best_;   // by cells
@@ -401,7 +547,13 @@ class Configurations {
 
 double raiseByConfigurations(const Problem& problem, double low,
                              const std::function<ConfigurationCharges(double)>& charges) {
-  return Configurations(problem).improve(low, charges);
+  if (problem.cost().cluster().pipeline == 1) {
+    return Configurations(problem, 0.5).improve(low, charges);
+  }
+  for (const double share : {0.5, 0.15}) {
+    low = Configurations(problem, share).improve(low, charges);
+  }
+  return low;
 }
 
 }  // namespace hdpcomm::planner

@@ -13,7 +13,9 @@ namespace hdpcomm::planner {
 
 // What is known of plans that end within a time.
 struct ConfigurationCharges {
-  double held = 1;  // most tokens of a micro-batch on a rank
+  double held = 1;      // most tokens of a micro-batch on a rank
+  double sequence = 1;  // and of a sequence, which in slices is several of them
+  double idle = 0;      // least seconds in which a rank's last stage has nothing to run
   // Least rank-seconds of a sequence in a micro-batch on so many ranks, alone or with others.
   std::function<double(const Load&, int)> work;
 };

@@ -29,7 +29,21 @@ double PassTimes::pass(int ranks, bool backward) const {
   return least;
 }
 
+double PassTimes::longest(const CostModel& cost, const Load& load, int first, int last,
+                          bool backward) {
+  const CostParams& params = cost.params();
+  const double share = backward ? 1 - params.forward : params.forward;
+  double longest = share * cost.computeSeconds(load, last) / cost.cluster().mostSlices();
+  if (first > 1) {  // with the last slice all keys go round
+    const double sent = backward ? 1 - params.forward_transfer : params.forward_transfer;
+    const double step = cost.stepTransfer(load, first, cost.cluster().leastScope(first));
+    longest = std::max(longest, (first - 1) * sent * step);
+  }
+  return longest + share * (params.fixed + (first - 1) * params.ring_step);
+}
+
 double PassTimes::seconds(int size, bool backward) const {
+  if (cost_.cluster().mostSlices() > 1) return longest(cost_, load_, size, size, backward);
   const CostParams& params = cost_.params();
   const double compute = cost_.stepCompute(load_, size);
   const double transfer = cost_.stepTransfer(load_, size, cost_.cluster().leastScope(size));

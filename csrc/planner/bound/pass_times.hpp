@@ -1,5 +1,6 @@
 // The least seconds of a sequence's forward and backward passes, each on the number of ranks that
-// is best for it: no micro-batch that holds the sequence passes a stage in less.
+// is best for it: no micro-batch that holds the sequence passes a stage in less. Where it may run
+// in slices, those of the longest slice.
 #pragma once
 
 #include <array>
@@ -11,6 +12,11 @@ namespace hdpcomm::planner {
 class PassTimes {
  public:
   PassTimes(const CostModel& cost, const Load& load, int least, int ranks);
+
+  // The longest pass of a sequence in as many slices as it may have, on `first` to `last` ranks,
+  // numbers with one leastScope().
+  static double longest(const CostModel& cost, const Load& load, int first, int last,
+                        bool backward);
 
   double forwardWithin(int ranks) const { return pass(ranks, false); }
   // Both together, on at most `ranks` ranks.

@@ -1,0 +1,95 @@
+"""Bound <= optimum <= plan on steps in slices that are small enough to try every plan.
+
+HDPCOMM_PLAN_CASES=N (default 250) tries N / 2 steps, and N / 6 with split backward passes or speeds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+
+import pytest
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
+from tests.harness.exhaustive import TooManyNodes, sliced_optimum
+
+CASES = int(os.environ.get("HDPCOMM_PLAN_CASES", "250"))
+Case = tuple[list[int], ClusterSpec, CostModel, MemoryModel, int]
+
+
+def tiny_case(rng: random.Random, kind: str) -> Case:
+    """One or two sequences that may be cut among short ones, and the most slices of each."""
+    ranks, slices = rng.choice([1, 1, 2]), rng.randint(1, 3)
+    stages, capacity = rng.choice([2, 2, 2, 3]), rng.choice([3, 4, 6, 8])
+    top = min(10, capacity * ranks * rng.choice([1, 1, min(slices, stages)]))
+    lengths = [rng.randint(1, max(1, capacity // 2)) for _ in range(rng.choice([1, 2, 2, 3, 5 - ranks]))]
+    for place in range(min(len(lengths), rng.choice([1, 1, 2]))):
+        lengths[place] = rng.randint(max(1, top // 2), top)
+    kv = rng.choice([0, 0, 1e-3, 1e-2])
+    cost = CostModel(
+        attention=rng.choice([0, 1e-4, 1e-3, 3e-3]),
+        linear=1e-2,
+        fixed=rng.choice([0, 0, 1e-3, 1e-2]),
+        piece=rng.choice([0, 0, 1e-3]),
+        ring_step=rng.choice([0, 0, 1e-3]),
+        kv_intra=kv,
+        kv_inter=kv * rng.choice([1, 3]),
+        forward=rng.choice([1 / 3, 1 / 3, 0.25, 0.5]),
+        forward_transfer=rng.choice([0.25, 1 / 3, 0.5]),
+        weights=rng.choice([0.3, 0.6]) if kind == "split" else 1 / 3,
+    )
+    cluster = ClusterSpec(
+        ranks,
+        capacity,
+        ranks_per_node=rng.randint(1, ranks),
+        pipeline=stages,
+        split_backward=kind == "split",
+        speeds=tuple(rng.choice([1.0, 0.5, 0.8]) for _ in range(ranks)) if kind == "speeds" else None,
+    )
+    return lengths, cluster, cost, MemoryModel(capacity), slices
+
+
+@pytest.mark.parametrize(("kind", "share"), [("plain", 2), ("split", 6), ("speeds", 6)])
+def test_bound_optimum_plan_in_slices(kind: str, share: int) -> None:
+    rng = random.Random(21)
+    ratios, tightness = [], []
+    while len(ratios) < CASES // share:
+        lengths, cluster, cost, memory, slices = case = tiny_case(rng, kind)
+        planner = Planner(None, cluster, cost_model=cost, memory=memory, slices=slices)
+        try:
+            plan = planner.plan(lengths)
+            best = sliced_optimum(lengths, cluster, cost, memory, slices, above=plan.makespan_s * (1 + 1e-9))
+        except (InvalidUsage, TooManyNodes):
+            continue
+        planner.validate(plan, lengths)
+        assert plan.lower_bound_s <= best * (1 + 1e-9), case
+        ratios.append(plan.makespan_s / best)
+        tightness.append(best / plan.lower_bound_s)
+    ratios.sort()
+    p95 = ratios[int(0.95 * len(ratios))]
+    print(f"slices, {kind}: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, p95 {p95:.4f}, ", end="")
+    print(f"worst {ratios[-1]:.4f}, optimum / bound {statistics.mean(tightness):.4f}")
+    assert p95 <= 1.15
+    assert statistics.mean(tightness) <= (1.12 if kind == "plain" else 1.25)
+
+
+@pytest.mark.parametrize(("stages", "slices", "on_each"), [(4, 4, 2), (8, 16, 1), (4, 8, 3)])
+def test_bound_of_equal_sequences_counts_the_way_of_their_slices(stages: int, slices: int, on_each: int) -> None:
+    """Links are so slow that each runs on one rank: the first slice goes down all stages, and the last one back."""
+    cost = CostModel(0, 1e-3, kv_intra=1e-1, kv_inter=1e-1)
+    planner = Planner(None, ClusterSpec(4, 1600, pipeline=stages), cost_model=cost, slices=slices)
+    lengths = [1600] * (4 * on_each)
+    least = (on_each + (stages - 1) / slices) * 1.6
+    assert 0.998 * least <= planner.lower_bound(lengths) <= least * (1 + 1e-9)
+    assert planner.plan(lengths).makespan_s <= 1.01 * least
+
+
+def test_short_sequences_hide_no_more_than_there_are() -> None:
+    """One long sequence on each rank and a few short ones, which cannot take the place of all that it leaves idle."""
+    cost = CostModel(0, 1e-3, kv_intra=1e-1, kv_inter=1e-1)
+    planner = Planner(None, ClusterSpec(4, 1600, pipeline=4), cost_model=cost, slices=4)
+    lengths = [1600] * 4 + [100] * 4
+    assert planner.lower_bound(lengths) >= 0.998 * (1.6 * (1 + 3 / 4) + 0.1 / 3)
+    assert planner.lower_bound(lengths) <= planner.plan(lengths).makespan_s
