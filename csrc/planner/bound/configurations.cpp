@@ -8,6 +8,7 @@
 
 #include "planner/bound/covering_program.hpp"
 #include "planner/bound/pass_times.hpp"
+#include "planner/bound/way_lists.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -35,7 +36,8 @@ class Configurations {
               [](const Load& a, const Load& b) { return a.tokens > b.tokens; });
     shortest_ = alike.back();
     // Classes of about equal numbers, each with the shortest length of its own.
-    const size_t size = (alike.size() + kMaxClasses - 1) / kMaxClasses;
+    const size_t most = stages_ > 1 ? kMaxClasses / 2 : kMaxClasses;
+    const size_t size = (alike.size() + most - 1) / most;
     for (size_t begin = 0; begin < alike.size();) {
       size_t end = std::min(alike.size(), begin + size);
       while (end < alike.size() && alike[end].tokens == alike[end - 1].tokens) ++end;
@@ -46,14 +48,17 @@ class Configurations {
     equal_ = alike.front().tokens == alike.back().tokens;
   }
 
+  double count() const { return count_; }  // of the long sequences
+
   // The largest time, from `low` on, that is proved to be too short; `low` if none is.
   double improve(double low, const std::function<ConfigurationCharges(double)>& charges) {
     const auto tooShort = [&](double time) { return prepare(time, charges(time)) && prove(); };
-    if (low <= 0 || !tooShort(low * (1 + kLeastGain))) return low;
-    low *= 1 + kLeastGain;
+    const double least = stages_ > 1 ? 2 * kLeastGain : kLeastGain;
+    if (low <= 0 || !tooShort(low * (1 + least))) return low;
+    low *= 1 + least;
     double high = low * kMostGain;
     double step = low * kFirstGain;
-    while (high - low > kLeastGain * low) {
+    while (high - low > least * low) {
       const double middle = std::min(low + step, 0.5 * (low + high));
       (tooShort(middle) ? low : high) = middle;
       step *= 2;
@@ -184,20 +189,26 @@ class Configurations {
       double seconds = cost_.leastSeconds(each.load, first, last);
       const int most = mostTogether(each.load, first, last, charges.held);
       const double way = leastWay(each.load, first, last);
-      for (int together = 1; together <= most && seconds + way <= time; ++together) {
-        addSizes(each, {first, last, seconds, together, way});
-        const double more = together + 1;
-        seconds = cost_.seconds({each.load.squares * more, tokens * more}, first);
+      const auto add = [&](double taken, int together, double idle) {
+        if (taken + idle <= time) addSizes(each, {first, last, taken, together, idle});
+      };
+      if (most > 0 || stages_ > 1) add(seconds, 1, way);
+      for (int together = 2; together <= most && seconds <= time; ++together) {
+        const Load load{each.load.squares * together, tokens * together};
+        seconds = cost_.seconds(load, first);
+        add(seconds, together, wayOfWhole(load, first, last));
       }
-      if (most == 0 && seconds + way <= time) {
-        seconds = std::min(seconds, charges.work(each.load, first) / last);
-        addSizes(each, {first, last, seconds, 1, way});
+      if (most == 0) {  // with others, whose work its waiting may hide
+        Load load = each.load;
+        if (!othersMayHide(load, first, last, charges.held)) load += shortest_;
+        add(std::min(seconds, charges.work(each.load, first) / last), 1,
+            std::max(way, wayOfWhole(load, first, last)));
       }
       first = last + 1;
     }
   }
 
-  // On the way down and back those of one sequence may be the shortest, or of two.
+  // The least seconds of the way down and back, for the sequence that makes either one shorter.
   double leastWay(const Load& load, int first, int last) const {
     if (stages_ == 1) return 0;
     double least = std::numeric_limits<double>::infinity();
@@ -209,28 +220,36 @@ class Configurations {
     return (stages_ - 1) * least;
   }
 
-  // The micro-batches of all lists by falling way, in steps: a list that has none below a step is
-  // idle for as long as the shortest way in it, at least.
+  // The same for a micro-batch that holds all of this load.
+  double wayOfWhole(const Load& load, int first, int last) const {
+    const CostParams& params = cost_.params();
+    return (stages_ - 1) *
+           (cost_.computeSeconds(load, last) + params.fixed + (first - 1) * params.ring_step);
+  }
+
+  // Leaves out what takes more ranks than another one that is no longer and has no longer way.
   void placeWays(double held) {
     if (stages_ == 1) return;
-    placed_.clear();
-    const double cell = time_ / kCells;
+    std::vector<WayLists::Item> items;
     for (size_t i = 0; i < classes_.size(); ++i) {
-      for (size_t k = 0; k < classes_[i].sizes.size(); ++k) {
-        const Sizes& sizes = classes_[i].sizes[k];
-        placed_.push_back({sizes.way, static_cast<int>(sizes.seconds / cell * (1 - 1e-9)), i, k});
+      const std::vector<Sizes>& sizes = classes_[i].sizes;
+      const size_t begin = items.size();
+      for (size_t k = 0; k < sizes.size(); ++k) {
+        const bool worse =
+            sizes[k].together == 1 &&
+            std::any_of(items.begin() + static_cast<std::ptrdiff_t>(begin), items.end(),
+                        [&](const WayLists::Item& item) {
+                          return item.seconds <= sizes[k].seconds && item.way <= sizes[k].way;
+                        });
+        if (!worse) items.push_back({sizes[k].way, sizes[k].seconds, i, k});
       }
     }
-    std::sort(placed_.begin(), placed_.end(), [](const Placed& a, const Placed& b) {
-      return a.way != b.way ? a.way > b.way : a.cells < b.cells;
-    });
-    const double share = std::max(cost_.params().forward, 1 - cost_.params().forward);
-    hidden_share_ = share;
-    most_hidden_ = 0;
+    const double forward = cost_.params().forward;
+    double most_hidden = 0;
     if (others_.tokens > 0) {  // the densest ones, in all that a device holds
-      const Load& load = longest_other_;
-      most_hidden_ = leastWork(load, held) / load.tokens * stages_ * held;
+      most_hidden = leastWork(longest_other_, held) / longest_other_.tokens * stages_ * held;
     }
+    lists_.place(std::move(items), {time_, idle_, std::max(forward, 1 - forward), most_hidden});
   }
 
   static void addSizes(Class& each, const Sizes& sizes) {
@@ -255,10 +274,15 @@ class Configurations {
   // less than its own work to it.
   bool alone(const Load& load, int first, int last, double held) const {
     const double room = last * held - load.tokens;
-    if (room >= shortest_.tokens * (1 - 1e-9)) return false;
-    if (others_.tokens == 0 || room < shortest_other_.tokens * (1 - 1e-9)) return true;
-    return first == last && addsItsWork(shortest_other_, first, held) &&
-           addsItsWork(longest_other_, first, held);
+    return room < shortest_.tokens * (1 - 1e-9) && !othersMayHide(load, first, last, held);
+  }
+
+  // Whether shorter sequences fit into its micro-batch and may add less than their own work to it.
+  bool othersMayHide(const Load& load, int first, int last, double held) const {
+    const double room = last * held - load.tokens;
+    if (others_.tokens == 0 || room < shortest_other_.tokens * (1 - 1e-9)) return false;
+    return first != last || !addsItsWork(shortest_other_, first, held) ||
+           !addsItsWork(longest_other_, first, held);
   }
 
   bool addsItsWork(const Load& other, int size, double held) const {
@@ -311,7 +335,7 @@ class Configurations {
     for (const Knot& knot : knots_) {
       double least = std::numeric_limits<double>::infinity();
       for (const Sizes& sizes : classes_[knot.at].sizes) {
-        const double often = std::floor((time_ - sizes.way) / sizes.seconds);
+        const double often = std::max(1.0, std::floor((time_ - sizes.way) / sizes.seconds));
         const double cost = chained ? costOf(weights, sizes, often) : sizes.first;
         least = std::min(least, cost / (often * sizes.together));
       }
@@ -332,9 +356,7 @@ class Configurations {
       if (excess > 1 + 1e-9) return true;
       if (excess <= 0) return false;  // some micro-batches take next to no time
       if (program.cost() <= (chained ? 1 : ranks_)) return false;
-      if (!program.enter(stages_ > 1 ? bestListBesideWays(weights) : bestList(weights))) {
-        return false;
-      }
+      if (!program.enter(bestList(weights))) return false;
     }
     return false;
   }
@@ -351,7 +373,11 @@ class Configurations {
     double all = 0;
     for (size_t i = 0; i < knots_.size(); ++i) all += knots_[i].demand * weights.prices[i];
     if (!chained && others_.tokens > 0) all += others_work_ * weights.prices.back();
-    const double most = stages_ > 1 ? fillBesideWays(weights) : fillTime(weights);
+    const auto gain = [&](const WayLists::Item& item) {
+      const Class& each = classes_[item.in_class];
+      return priceOf(each, weights) * each.sizes[item.size].together / each.sizes[item.size].first;
+    };
+    const double most = stages_ > 1 ? lists_.most(gain, fillOf(weights)) : fillTime(weights);
     return chained ? all / (chains() * most + weights.chained) : all / (ranks_ * most);
   }
 
@@ -387,14 +413,19 @@ class Configurations {
       const double gain = best_[cells].gain;
       if (gain <= most_[cells]) continue;  // shorter ones in its place are worth no less
       kept_.push_back(cells);
-      for (int begin = cells; begin <= kCells; begin += cells) {
-        const int end = std::min(begin + cells, kCells + 1);
-        const double* const from = most_.data() + begin - cells;
-        double* const to = most_.data() + begin;
-        for (int x = 0; x < end - begin; ++x) to[x] = std::max(to[x], from[x] + gain);
-      }
+      takeOften(cells, gain);
     }
     return most_[kCells];
+  }
+
+  // Puts a micro-batch into the lists as often as that helps.
+  void takeOften(int cells, double gain) {
+    for (int begin = cells; begin <= kCells; begin += cells) {
+      const int end = std::min(begin + cells, kCells + 1);
+      const double* const from = most_.data() + begin - cells;
+      double* const to = most_.data() + begin;
+      for (int x = 0; x < end - begin; ++x) to[x] = std::max(to[x], from[x] + gain);
+    }
   }
 
   static double priceOf(const Class& each, const Weights& weights) {
@@ -402,77 +433,6 @@ class Configurations {
     return each.share > 0
                ? price + each.share * (weights.prices[each.knot + 1] - weights.prices[each.knot])
                : price;
-  }
-
-  // fillTime() for pipelines: the ways of the first and the last micro-batch with a long sequence
-  // leave less time, in which others may run.
-  double fillBesideWays(const Weights& weights) {
-    const double fill = fillOf(weights);
-    best_list_ = {fill * (time_ - idle_), 0, 0, time_ - idle_};
-    most_.assign(kCells + 1, 0.0);
-    kept_placed_.clear();
-    for (size_t begin = 0; begin < placed_.size();) {
-      size_t end = begin;
-      for (; end < placed_.size() && placed_[end].way >= kWayStep * placed_[begin].way; ++end) {
-        const Placed& each = placed_[end];
-        const Class& in_class = classes_[each.in_class];
-        const Sizes& sizes = in_class.sizes[each.size];
-        const double gain = priceOf(in_class, weights) * sizes.together / sizes.first;
-        if (each.cells == 0) return std::numeric_limits<double>::infinity();
-        if (each.cells > kCells || gain <= most_[each.cells]) continue;
-        kept_placed_.push_back({end, gain});
-        for (int x = each.cells; x <= kCells; ++x) {
-          most_[x] = std::max(most_[x], most_[x - each.cells] + gain);
-        }
-      }
-      noteBest(placed_[end - 1].way, fill);
-      begin = end;
-    }
-    return best_list_.weight;
-  }
-
-  // Looks at the lists so far, whose ways are no shorter.
-  void noteBest(double way, double fill) {
-    const double cell = time_ / kCells;
-    const double room = time_ - std::max(way, idle_);
-    const auto cells = std::min(kCells, static_cast<int>(room / cell * (1 + 1e-9)));
-    for (int x = cells; x >= 0; --x) {
-      const double beside = fill > 0 ? mostBeside(x * cell, way) : 0;
-      const double weight = most_[x] + fill * beside;
-      if (weight > best_list_.weight) best_list_ = {weight, kept_placed_.size(), x, beside};
-      if (fill <= 0) break;
-    }
-  }
-
-  // The most seconds of other sequences on a rank whose long ones take so many: what these do not
-  // hide of the way comes on top of it.
-  double mostBeside(double seconds, double way) const {
-    const double left = std::max(0.0, time_ - seconds - way);
-    double most = std::max(0.0, time_ - seconds - idle_);
-    if (hidden_share_ < 1) most = std::min(most, left / (1 - hidden_share_));
-    return std::min(most, left + most_hidden_);
-  }
-
-  CoveringProgram::Column bestListBesideWays(const Weights& weights) {
-    CoveringProgram::Column column{1, std::vector<double>(weights.prices.size(), 0.0)};
-    if (others_.tokens > 0) column.covers.back() = best_list_.beside;
-    most_.assign(kCells + 1, 0.0);
-    for (size_t i = 0; i < best_list_.kept; ++i) {
-      const auto& [place, gain] = kept_placed_[i];
-      const int cells = placed_[place].cells;
-      for (int x = cells; x <= kCells; ++x) most_[x] = std::max(most_[x], most_[x - cells] + gain);
-    }
-    int x = best_list_.cells;
-    for (size_t i = best_list_.kept; i-- > 0;) {
-      const auto& [place, gain] = kept_placed_[i];
-      const Placed& each = placed_[place];
-      while (x >= each.cells && most_[x] > 0 &&
-             most_[x] <= (most_[x - each.cells] + gain) * (1 + 1e-13)) {
-        x -= each.cells;
-        cover(column, each.in_class, each.size, false);
-      }
-    }
-    return column;
   }
 
   void cover(CoveringProgram::Column& column, size_t in_class, size_t size, bool chained) const {
@@ -483,10 +443,16 @@ class Configurations {
     if (each.share > 0) column.covers[each.knot + 1] += covers * each.share;
   }
 
-  // The list that fillTime() found.
-  CoveringProgram::Column bestList(const Weights& weights) const {
-    const double cell = time_ / kCells;
+  // The list that was found for these weights.
+  CoveringProgram::Column bestList(const Weights& weights) {
     CoveringProgram::Column column{1, std::vector<double>(weights.prices.size(), 0.0)};
+    if (stages_ > 1) {
+      const WayLists::List list = lists_.best();
+      for (const auto* item : list.items) cover(column, item->in_class, item->size, false);
+      if (others_.tokens > 0) column.covers.back() = list.beside;
+      return column;
+    }
+    const double cell = time_ / kCells;
     if (weights.chained > 0) column.cost = (1 - weights.chained) / chains();
     int x = kCells;
     for (size_t i = kept_.size(); i-- > 0;) {
@@ -504,21 +470,6 @@ class Configurations {
     return column;
   }
 
-  static constexpr double kWayStep = 0.98;
-
-  struct Placed {
-    double way = 0;
-    int cells = 0;
-    size_t in_class = 0;
-    size_t size = 0;
-  };
-  struct BestList {
-    double weight = 0;
-    size_t kept = 0;    // made of so many of kept_placed_
-    int cells = 0;      // which take so long
-    double beside = 0;  // seconds of others
-  };
-
   const CostModel& cost_;
   const int ranks_;
   const int stages_;
@@ -531,11 +482,7 @@ class Configurations {
   double others_work_ = 0;
   double time_ = 0;
   double idle_ = 0;
-  double hidden_share_ = 1;  // of the passes of others, at most
-  double most_hidden_ = 0;   // seconds of these
-  std::vector<Placed> placed_;
-  std::vector<std::pair<size_t, double>> kept_placed_;  // of these, and what each gains
-  BestList best_list_;
+  WayLists lists_;
   Weights proof_;  // of the last time that was too short
   std::vector<Knot> knots_;
   std::vector<Found> best_;   // by cells
@@ -550,8 +497,11 @@ double raiseByConfigurations(const Problem& problem, double low,
   if (problem.cost().cluster().pipeline == 1) {
     return Configurations(problem, 0.5).improve(low, charges);
   }
+  double before = 0;
   for (const double share : {0.5, 0.15}) {
-    low = Configurations(problem, share).improve(low, charges);
+    Configurations configurations(problem, share);
+    if (configurations.count() > before) low = configurations.improve(low, charges);
+    before = configurations.count();
   }
   return low;
 }
