@@ -156,6 +156,41 @@ class ShapeSearch {
       }
     }
   }
+
+  // As many equal waves in slices as are needed, of heights in which the longest sequence ends on
+  // some ranks of a node; the best of these are improved on their own, as they are other plans.
+  void attemptSlicedLevels() {
+    budget_ = std::min(budget_, spent_ + kLevelsBudget);
+    if (done()) return;
+    Plan before = std::move(best_);
+    const Shape shape_before = shape_;
+    const Heights heights_before = heights_;
+    const double predicted_before = predicted_;
+    best_ = Plan{};
+    best_.makespan = kWorthMore * before.makespan;
+    predicted_ = kForever;
+    tried_.clear();
+    for (int slices = mostSlices(); slices > 1; slices = slices * 2 / 3) {
+      if (best_.micro_batches.empty() && slices < mostSlices() / 2) break;
+      for (const double height : waves_.slicedLevels(slices)) {
+        Shape shape;
+        shape.given.others = {height};
+        shape.every = slices;
+        shape.nodes = nodesMatter();
+        attempt(shape);
+      }
+    }
+    if (!best_.micro_batches.empty()) {
+      descend();
+      tune(kMostMisses);
+      if (best_.makespan < before.makespan) return;
+    }
+    best_ = std::move(before);
+    shape_ = shape_before;
+    heights_ = heights_before;
+    predicted_ = predicted_before;
+  }
+
   int mostSlices() const { return problem_.cost().cluster().mostSlices(); }
 
   // Changes one thing at a time, as long as that helps.
@@ -394,12 +429,14 @@ class ShapeSearch {
     ShapeSearch& search;
   };
 
-  static constexpr double kGoodEnough = 1.001;  // of the bound
-  static constexpr double kBudget = 2.5e8;      // in all trials; see WavePlanner::spent()
-  static constexpr double kUnplanned = 0.2;     // of a trial, where its waves are no plan's
-  static constexpr double kTuning = 2e6;        // sequences and ranks of waves that are looked at
-  static constexpr double kLikely = 1.05;       // of what a pipeline takes for the best heights
-  static constexpr double kNear = 1.02;         // the same, for small changes of these
+  static constexpr double kGoodEnough = 1.001;           // of the bound
+  static constexpr double kBudget = 2.5e8;               // in all trials; see WavePlanner::spent()
+  static constexpr double kLevelsBudget = kBudget / 16;  // for sliced levels
+  static constexpr double kUnplanned = 0.2;  // of a trial, where its waves are no plan's
+  static constexpr double kTuning = 2e6;     // sequences and ranks of waves that are looked at
+  static constexpr double kWorthMore = 1.1;  // of the best plan, for the best one of a kind
+  static constexpr double kLikely = 1.05;    // of what a pipeline takes for the best heights
+  static constexpr double kNear = 1.02;      // the same, for small changes of these
   static constexpr double kLonger = 0.01;  // of the best plan, by which one may be longer at first
   static constexpr double kForever = std::numeric_limits<double>::infinity();
 
@@ -475,6 +512,11 @@ constexpr Shapes kShapes[] = {
      [](ShapeSearch& search) { search.attemptSlices(); }},
     {"descent", kInSlices, [](ShapeSearch& search) { search.descend(); }},
     {"tuning", kInSlices, [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses); }},
+    {"sliced levels",
+     [](const ShapeSearch& search) {
+       return search.byLevels() && search.mostSlices() > 1 && search.sequencesOnly();
+     },
+     [](ShapeSearch& search) { search.attemptSlicedLevels(); }},
 };
 
 Plan ShapeSearch::run() {

@@ -80,6 +80,18 @@ std::vector<double> WavePlanner::levels() const {
   return heights;
 }
 
+std::vector<double> WavePlanner::slicedLevels(int slices) {
+  const std::vector<int> sizes = lowerSizes(slices, 1);
+  std::vector<double> heights;
+  const Job& job = jobs_.front();
+  const int most = std::min({cost_.cluster().ranks_per_node, problem_.ranks(), 4 * job.min_size});
+  for (int size = job.min_size; size <= most; size += std::max(1, size / 8)) {
+    heights.push_back(cost_.seconds(job.load, size) * (1 + 1e-9));
+  }
+  for (size_t i = 0; i < sizes.size(); ++i) jobs_[i].min_size = sizes[i];
+  return heights;
+}
+
 double WavePlanner::spent() const {
   const auto waves = static_cast<double>(waves_.size());
   const double beside = std::min(waves, static_cast<double>(WaveOrder::kNear));
@@ -102,7 +114,7 @@ bool WavePlanner::arrange(const Shape& shape, double limit, double most) {
     if (reserved_ == problem_.ranks()) reserved_ = 0;
   }
   every_ = shape.every;
-  const std::vector<int> sizes = lowerSizes(every_, jobs_.size(), cost_.cluster().pipeline - 1);
+  const std::vector<int> sizes = lowerSizes(every_, jobs_.size());
   const bool possible = addAll(shape, work, limit);
   for (size_t i = 0; i < sizes.size(); ++i) jobs_[i].min_size = sizes[i];
   return possible && makeOrder(limit, std::min(most, limit * kHopeless));
@@ -198,7 +210,7 @@ size_t WavePlanner::unusedFrom(size_t job) {
 double WavePlanner::addTopWave(double height, int most, int slices) {
   constexpr double kAboutAsLong = 0.6;
   unit_ = height;
-  const std::vector<int> sizes = lowerSizes(slices, kMaxSpread, 0);
+  const std::vector<int> sizes = lowerSizes(slices, kMaxSpread);
   addWave(height, 0, problem_.ranks());
   for (size_t i = 0; i < sizes.size(); ++i) jobs_[i].min_size = sizes[i];
   Wave& wave = waves_.back();
@@ -231,12 +243,11 @@ bool WavePlanner::sliceable(size_t job) const {
          problem_.own(sequence).squares == jobs_[job].load.tokens * jobs_[job].load.tokens;
 }
 
-std::vector<int> WavePlanner::lowerSizes(int slices, size_t count, int between) {
+std::vector<int> WavePlanner::lowerSizes(int slices, size_t count) {
   std::vector<int> before;
   if (slices == 1) return before;
   const int64_t capacity = cost_.memory().capacity;
-  const int64_t held = std::min(capacity * slices,
-                                capacity * cost_.cluster().pipeline * slices / (slices + between));
+  const int64_t held = capacity * std::min(slices, cost_.cluster().pipeline);
   while (before.size() < std::min(jobs_.size(), count)) {
     const size_t i = before.size();
     Job& job = jobs_[i];

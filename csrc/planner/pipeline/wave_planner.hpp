@@ -35,6 +35,8 @@ class WavePlanner {
   // What a sequence of middle length takes on several numbers of ranks: few inside a node, and as
   // many as are left to each if some run side by side.
   std::vector<double> levels() const;
+  // The same for the longest sequence in so many slices, on ranks of a node.
+  std::vector<double> slicedLevels(int slices);
 
   // Those of the last plan.
   const Heights& heights() const { return heights_; }
@@ -91,9 +93,8 @@ class WavePlanner {
   bool sliceable(size_t job) const;
 
   // Lets the longest `count` sequences take fewer ranks, as their slices are micro-batches of their
-  // own: a rank may hold as many full ones at a time as there are stages. `between`: micro-batches
-  // that are in flight beside the slices. Returns the sizes before.
-  std::vector<int> lowerSizes(int slices, size_t count, int between);
+  // own, of which a device holds as many as there are stages. Returns the sizes before.
+  std::vector<int> lowerSizes(int slices, size_t count);
 
   // The longest sequences that are left and need several ranks to end within the height, or more
   // than that: those that end in time nowhere make the wave higher.

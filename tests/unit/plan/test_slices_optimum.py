@@ -12,7 +12,7 @@ import statistics
 import pytest
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
+from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner
 from tests.harness.exhaustive import TooManyNodes, sliced_optimum
 
 CASES = int(os.environ.get("HDPCOMM_PLAN_CASES", "250"))
@@ -71,8 +71,8 @@ def test_bound_optimum_plan_in_slices(kind: str, share: int) -> None:
     p95 = ratios[int(0.95 * len(ratios))]
     print(f"slices, {kind}: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, p95 {p95:.4f}, ", end="")
     print(f"worst {ratios[-1]:.4f}, optimum / bound {statistics.mean(tightness):.4f}")
-    assert p95 <= 1.15
-    assert statistics.mean(tightness) <= (1.12 if kind == "plain" else 1.25)
+    assert p95 <= 1.1
+    assert statistics.mean(tightness) <= (1.3 if kind == "split" else 1.13)
 
 
 @pytest.mark.parametrize(("stages", "slices", "on_each"), [(4, 4, 2), (8, 16, 1), (4, 8, 3)])
@@ -84,6 +84,22 @@ def test_bound_of_equal_sequences_counts_the_way_of_their_slices(stages: int, sl
     least = (on_each + (stages - 1) / slices) * 1.6
     assert 0.998 * least <= planner.lower_bound(lengths) <= least * (1 + 1e-9)
     assert planner.plan(lengths).makespan_s <= 1.01 * least
+
+
+def test_long_sequences_run_in_slices_side_by_side() -> None:
+    """Whole, each of them needs both ranks; in two slices it has one of its own."""
+    cost = CostModel(0, 1e-2, kv_intra=1e-2, kv_inter=1e-2, forward=1 / 2)
+    plan = Planner(None, ClusterSpec(2, 4, pipeline=2), cost_model=cost, slices=2).plan([7, 7])
+    assert plan.makespan_s == pytest.approx((7 + 4) * 1e-2)
+
+
+def test_each_host_takes_its_long_sequences_one_after_the_other() -> None:
+    """On all ranks links between hosts bind, and on ranks of a host a sequence ends in time in many slices only."""
+    cluster = ClusterSpec(32, 8192, ranks_per_node=8, device="h100", pipeline=4)
+    lengths = [100_000 + 300 * number for number in range(11)]
+    plan = Planner(MODELS["llama-7b"], cluster, slices=16).plan(lengths)
+    assert plan.makespan_s <= 1.18 * plan.lower_bound_s  # 1.47 where all ranks take turns
+    assert all(len({rank // 8 for rank in each.ranks}) == 1 for each in plan.micro_batches)
 
 
 def test_short_sequences_hide_no_more_than_there_are() -> None:
