@@ -70,12 +70,13 @@ class Bound {
     sortSpeeds();
     if (stages_ > 1) filling_ = passing_ * passes(shortest_, mostOfSequence(mostHeld(kForever)));
     collectItems();
-    if (stages_ > 1 && cost_.cluster().chunks == 1 && speeds_.empty() && !cost_.cluster().split &&
-        slices_ == 1) {
+    if (stages_ > 1 && cost_.cluster().chunks == 1 && speeds_.empty() && !cost_.cluster().split) {
       const double forward = params_.forward;
       const auto [least, most] = std::minmax(forward, params_.forward_transfer);
-      ramps_.emplace(cost_, least, most, fastestTime(shortest_));
-      compute_ramps_.emplace(cost_, forward, forward, leastCompute());
+      if (slices_ == 1) {
+        ramps_.emplace(cost_, least, most, fastestTime(shortest_));
+        compute_ramps_.emplace(cost_, forward, forward, leastCompute());
+      }
       if (!problem.hasTrees()) windows_.emplace(problem, filling_);
     }
   }
@@ -92,7 +93,7 @@ class Bound {
       const double middle = 0.5 * (low + high);
       (possible(middle) ? high : low) = middle;
     }
-    if (windows_) return byPipelineConfigurations(low);
+    if (windows_ && slices_ == 1) return byPipelineConfigurations(low);
     const bool whole = stages_ > 1 && slices_ == 1;
     if (whole || cost_.cluster().split || !speeds_.empty() || problem_.hasTrees()) return low;
     return byConfigurations(low);
@@ -404,6 +405,8 @@ class Bound {
     if (speeds_.empty() && plain > roomBesideFixed(limits) - put_off_ * all_.tokens) return false;
     charges.all = work;
     charges.held = limits.held;
+    charges.sequence = limits.sequence;
+    charges.beside = (slices_ > 1 ? stages_ : stages_ - 1) * limits.held;
     return !windows_ || windows_->fit(time, longest_ranks, charges);
   }
 

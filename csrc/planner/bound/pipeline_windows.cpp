@@ -30,21 +30,25 @@ bool PipelineWindows::fit(double time, int least, const Charges& charges) {
   beyond_.assign(1, 0.0);
   for (const double more : charges.beyond_one) beyond_.push_back(beyond_.back() + more);
   held_ = charges.held;
+  sequence_ = charges.sequence;
+  beside_ = charges.beside;
   all_ = charges.all;
   time_ = time;
   const int ranks = cost_.cluster().ranks;
   for (const size_t count : counts_) {
     const Load& shortest = loads_[count - 1];
     const PassTimes times(cost_, shortest, leastRanks(shortest), ranks);
-    const double fastest = times.within(ranks);
-    if (others_ * fastest <= filling_) break;  // and all shorter ones
+    const double way = others_ * times.within(ranks);
+    if (way <= filling_) break;  // and all shorter ones
+    const double fastest =
+        cost_.seconds(shortest, cost_.fastestSize(shortest, leastRanks(shortest)));
     // A rank that runs some of these micro-batches has so many seconds for all of them,
-    const double between = (time - others_ * fastest) * (1 + 1e-9);
+    const double between = (time - way) * (1 + 1e-9);
     // and as many follow each other on it. So they lie on so many ranks.
     const double stack = std::floor(between / fastest);
     if (stack < 1) return false;
     const double spread =
-        std::max(tokens_[count] / (held_ * stack), workOf(count) / between) * (1 - 1e-9);
+        std::max(tokens_[count] / (sequence_ * stack), workOf(count) / between) * (1 - 1e-9);
     if (spread > ranks) return false;
     if (!fitsOn(count, std::max(least, static_cast<int>(std::ceil(spread))), ranks, times)) {
       return false;
@@ -54,7 +58,7 @@ bool PipelineWindows::fit(double time, int least, const Charges& charges) {
 }
 
 int PipelineWindows::leastRanks(const Load& load) const {
-  return std::max(1, static_cast<int>(std::ceil(load.tokens / held_ * (1 - 1e-9))));
+  return std::max(1, static_cast<int>(std::ceil(load.tokens / sequence_ * (1 - 1e-9))));
 }
 
 bool PipelineWindows::fitsOn(size_t count, int low, int high, const PassTimes& times) const {
@@ -76,7 +80,7 @@ bool PipelineWindows::mayFit(size_t count, int low, int high, const PassTimes& t
 }
 
 double PipelineWindows::hidden(size_t count, int ranks, double work) const {
-  const double tokens = others_ * held_ * ranks;
+  const double tokens = beside_ * ranks;
   const double before = workOfTokens(tokens_[count]);
   const double first = std::min(work, workOfTokens(tokens_[count] + tokens) - before);
   const double both = std::min(work, workOfTokens(tokens_[count] + 2 * tokens) - before);

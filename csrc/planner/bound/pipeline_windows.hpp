@@ -16,7 +16,9 @@ class PipelineWindows {
   // Rank-seconds that the bound charges, for one possible time of the step.
   struct Charges {
     double all = 0;                  // of all sequences
-    double held = 1;                 // most tokens that a rank holds of one micro-batch
+    double held = 1;                 // most tokens that a rank holds of one micro-batch,
+    double sequence = 1;             // of one sequence,
+    double beside = 0;               // and in flight beside one micro-batch
     std::vector<double> beyond_one;  // by length: of the sequences that need several ranks, what
                                      // these cost more than one; 0 for the others
   };
@@ -56,6 +58,8 @@ class PipelineWindows {
   std::vector<double> beyond_;   // of these: what several ranks cost more than one
   std::vector<size_t> counts_;   // how many of the longest sequences are tried
   double held_ = 1;              // of the charges
+  double sequence_ = 1;
+  double beside_ = 0;
   double all_ = 0;
   double time_ = 0;
 };
