@@ -2,6 +2,8 @@
 // that runs.
 #include "planner/pipeline/pipeline.hpp"
 
+#include <utility>
+
 #include "planner/bound/bound.hpp"
 #include "planner/pipeline/shape_search.hpp"
 #include "planner/search/candidates.hpp"
@@ -28,9 +30,11 @@ Plan planPipeline(const Problem& problem, const PolicyOptions& options, double l
   const bool slices = problem.cost().cluster().mostSlices() > 1;
   const double whole = slices ? lowerBound(problem.inOneSlice()) : lower_bound;
   PlanSearch search{problem, options, whole};
-  search.take(findShape(problem, whole, lower_bound));
+  ShapedPlans plans = findShape(problem, whole, lower_bound);
+  search.take(std::move(plans.whole));
   tryBaselines(search);
   tryAll(kImprovements, search);
+  if (!plans.sliced.micro_batches.empty()) search.take(std::move(plans.sliced));
   return std::move(search).result();
 }
 

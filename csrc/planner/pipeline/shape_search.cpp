@@ -31,7 +31,7 @@ class ShapeSearch {
         slices_bound_(lower_bound) {}
 
   // Empty where no shape has a plan.
-  Plan run();
+  ShapedPlans run();
 
   static constexpr double kFar = 1.06;      // of the bound
   static constexpr double kVeryFar = 1.25;  // of the bound
@@ -324,7 +324,10 @@ class ShapeSearch {
   }
 
  private:
+  Plan finished(Plan plan) const;
+
   void allowSlices() {
+    if (whole_.micro_batches.empty()) whole_ = best_;
     bound_ = slices_bound_;
     budget_ = std::max(budget_, spent_ + 0.5 * kBudget);  // on large clusters all is spent by then
   }
@@ -447,6 +450,7 @@ class ShapeSearch {
   double bound_;
   const double slices_bound_;
   Plan best_;
+  Plan whole_;        // the best one without slices, where these were tried, too
   Shape shape_;       // of the best plan
   Heights heights_;   // of its waves
   double spent_ = 0;  // in all trials
@@ -519,22 +523,27 @@ constexpr Shapes kShapes[] = {
      [](ShapeSearch& search) { search.attemptSlicedLevels(); }},
 };
 
-Plan ShapeSearch::run() {
+Plan ShapeSearch::finished(Plan plan) const {
+  if (plan.micro_batches.empty()) return plan;
+  Plan result = finishPlan(problem_, std::move(plan.micro_batches));
+  result.made_by = std::move(plan.made_by);
+  return result;
+}
+
+ShapedPlans ShapeSearch::run() {
   best_.makespan = kForever;
   for (const int count : {1, 2, 3, 4, 6, 8, 11, 14, 18, 24, 32}) {
     count_ = count;
     tryAll(kNumbered, *this);
   }
   tryAll(kShapes, *this);
-  if (!found()) return std::move(best_);
-  Plan plan = finishPlan(problem_, std::move(best_.micro_batches));
-  plan.made_by = std::move(best_.made_by);
-  return plan;
+  if (!inSlices()) return {finished(std::move(best_)), {}};
+  return {finished(std::move(whole_)), finished(std::move(best_))};
 }
 
 }  // namespace
 
-Plan findShape(const Problem& problem, double whole_bound, double lower_bound) {
+ShapedPlans findShape(const Problem& problem, double whole_bound, double lower_bound) {
   return ShapeSearch(problem, whole_bound, lower_bound).run();
 }
 

@@ -7,8 +7,13 @@
 
 namespace hdpcomm::planner {
 
-// The best plan; its makespan is infinite, and it is empty, where no shape has a plan.
+struct ShapedPlans {
+  Plan whole;   // without slices
+  Plan sliced;  // where that may be better
+};
+
+// The best plans; a makespan is infinite, and the plan is empty, where no shape has one.
 // `whole_bound`: of plans without slices, which are tried first, as if there were no others.
-Plan findShape(const Problem& problem, double whole_bound, double lower_bound);
+ShapedPlans findShape(const Problem& problem, double whole_bound, double lower_bound);
 
 }  // namespace hdpcomm::planner

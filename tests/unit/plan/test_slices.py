@@ -55,7 +55,8 @@ def with_slices(planner, slices=16, **options):
     )
 
 
-@pytest.mark.parametrize("seed", range(STEPS))
+# In the last three, local search or split passes make the plan without slices the better one.
+@pytest.mark.parametrize("seed", sorted({*range(STEPS), 54, 55, 90}))
 def test_a_step_is_no_longer_and_can_run(seed):
     planner, lengths = random_step(seed)
     sliced = with_slices(planner)
