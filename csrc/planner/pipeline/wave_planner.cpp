@@ -240,7 +240,7 @@ bool WavePlanner::sliceable(size_t job) const {
   if (job == Wave::kIdle) return false;
   const int32_t sequence = jobs_[job].sequence;
   return problem_.withRiders(sequence).size() == 1 &&
-         problem_.own(sequence).squares == jobs_[job].load.tokens * jobs_[job].load.tokens;
+         problem_.own(sequence).squares == cost_.squares(0, jobs_[job].load.tokens);
 }
 
 std::vector<int> WavePlanner::lowerSizes(int slices, size_t count) {
@@ -450,6 +450,7 @@ std::vector<int64_t> WavePlanner::sliceBounds(int32_t sequence, int size, int sl
   const double linear = params.piece + params.linear / size;
   const auto work = [&](int64_t tokens) {
     const auto x = static_cast<double>(tokens);
+    if (params.limited > 0) return square * cost_.squares(0, x) + linear * x;
     return (square * x + linear) * x;
   };
   const int64_t most = cost_.memory().capacity * size;
@@ -462,6 +463,17 @@ std::vector<int64_t> WavePlanner::sliceBounds(int32_t sequence, int size, int sl
       // The positive root, in the form that has no difference of near numbers.
       const double below = linear + std::sqrt(linear * linear + 4 * square * wanted);
       if (below > 0) bound = std::llround(2 * wanted / below);
+      if (params.limited > 0) {  // of less than squares; as much work has more tokens
+        int64_t high = length;
+        while (bound < high) {
+          const int64_t middle = bound + (high - bound) / 2;
+          if (work(middle) < wanted) {
+            bound = middle + 1;
+          } else {
+            high = middle;
+          }
+        }
+      }
     }
     bounds.push_back(std::min({std::max(bound, last + 1), last + most, length}));
   }

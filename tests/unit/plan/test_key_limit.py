@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,50 @@ def test_plans_are_above_their_bounds_and_no_other_policy_is_shorter(part: int) 
             assert plan.lower_bound_s <= plan.makespan_s * (1 + 1e-9)
             assert simulate_step(planner, plan).compute_s == pytest.approx(plan.makespan_s, rel=1e-9)
         assert found["balanced"] <= min(found.values()) * (1 + 1e-9)
+
+
+def test_pipelines_choose_slices() -> None:
+    """Slices of a long sequence take as long as each other, and the whole as long as they do together."""
+    cluster = ClusterSpec(ranks=4, capacity=1000, pipeline=4)
+    cost = replace(LIMITED, fixed=0.0)
+    whole, cut = (Planner(None, cluster, cost_model=cost, slices=slices) for slices in (1, 8))
+    lengths = [4000, 300, 20]
+    plan = cut.plan(lengths)
+    assert plan.lower_bound_s <= plan.makespan_s < 0.8 * whole.plan(lengths).makespan_s
+    slices = list(plan.slices.values())
+    assert len(slices) > 1
+    took = [cost.squares(float(each.stop), float(each.start)) * cost.attention / 4 for each in slices]
+    took = [
+        squares + (each.stop - each.start) * (cost.linear + cost.piece) / 4
+        for squares, each in zip(took, slices, strict=True)
+    ]
+    assert max(took) <= 1.02 * min(took)
+    assert simulate_step(cut, plan).compute_s == pytest.approx(plan.makespan_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_plans_with_slices_are_above_their_bounds_and_not_longer(part: int) -> None:
+    draw, sliced = random.Random(part), 0
+    for _ in range(40):
+        cluster = ClusterSpec(
+            ranks=draw.choice([1, 2, 4, 8]), capacity=draw.choice([50, 200, 1000]), pipeline=draw.choice([2, 4, 8])
+        )
+        cost = CostModel(
+            attention=10 ** draw.uniform(-8, -4), linear=10 ** draw.uniform(-6, -3), fixed=draw.choice([0.0, 1e-3]),
+            kv_inter=draw.choice([0.0, 1e-6]), key_limit=draw.choice([8, 64, 300]),
+            limited=draw.choice([0.3, 0.9, 1.0]),
+        )  # fmt: skip
+        most = cluster.ranks * (cluster.capacity or 0)
+        lengths = [min(most, int(draw.lognormvariate(4, 1.2)) + 1) for _ in range(draw.randint(1, 30))]
+        lengths += [most] * draw.randint(0, 2)
+        whole = Planner(None, cluster, cost_model=cost).plan(lengths)
+        planner = Planner(None, cluster, cost_model=cost, slices=draw.choice([2, 4, 16]))
+        plan = planner.plan(lengths)
+        planner.validate(plan, lengths)
+        sliced += bool(plan.slices)
+        assert plan.lower_bound_s <= plan.makespan_s * (1 + 1e-9)
+        assert plan.makespan_s <= whole.makespan_s * (1 + 1e-9)
+    assert sliced > 5
 
 
 def test_no_policy_is_shorter_for_trees() -> None:
