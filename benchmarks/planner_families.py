@@ -4,7 +4,7 @@ Costs are those of ``benchmarks/planner.py``: ``compute`` alone, ``h100`` with l
 ``offload`` with host memory, too. Rows can be measured in pieces, each of which keeps the rows that the file has:
 ``python benchmarks/planner_families.py --families byted,equal --stages 1,8 --ranks 32,256 --json FILE``.
 Prints the table of docs/planner-figures.md; the whole takes about half an hour. With ``--slices 16`` that of
-docs/slices.md: steps of pipelines with and without slices of long sequences.
+docs/slices.md: steps of pipelines with and without slices of long sequences, and a table of gaps to their bound.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def measure(cost: str, name: str, stages: int, ranks: int, seeds: int) -> dict[s
     }
 
 
-def gains(cost: str, name: str, stages: int, ranks: int, seeds: int, slices: int) -> list[float]:
-    """By seed, how many times as long a step takes without slices of long sequences as with them."""
+def gains(cost: str, name: str, stages: int, ranks: int, seeds: int, slices: int) -> list[tuple[float, float]]:
+    """By seed, how many times as long a step takes without slices of long sequences as with them, and as the bound."""
     whole = make_planner(cost, ranks, stages)
     sliced = Planner(whole.model, whole.cluster, cost_model=whole.cost_model, memory=whole.memory, slices=slices)
     found = []
@@ -95,21 +95,28 @@ def gains(cost: str, name: str, stages: int, ranks: int, seeds: int, slices: int
         lengths = lengths_of(name, ranks, seed)
         plan = sliced.plan(lengths)
         sliced.validate(plan, lengths)
-        found.append(whole.plan(lengths).makespan_s / plan.makespan_s)
+        found.append((whole.plan(lengths).makespan_s / plan.makespan_s, plan.makespan_s / plan.lower_bound_s))
     return found
 
 
 def gains_table(chosen: dict[str, Any], seeds: int, slices: int) -> Iterator[str]:
-    """A line for each cost, family and number of stages; a cell for each number of ranks: mean gain (least to most)."""
+    """A line for each cost, family and number of stages; a cell for each number of ranks: mean gain (least to most).
+    Then the same with the mean gap to the bound (worst), in percent."""
     ranks = chosen["ranks"]
-    yield "| stages | cost | lengths | " + " | ".join(f"{count:,} ranks" for count in ranks) + " |"
-    yield "|" + "---|" * (3 + len(ranks))
+    head = "| stages | cost | lengths | " + " | ".join(f"{count:,} ranks" for count in ranks) + " |"
+    head += "\n|" + "---|" * (3 + len(ranks))
+    yield head
+    lines = []
     for stages, cost, name in itertools.product(*(chosen[kind] for kind in ("stages", "costs", "families"))):
-        cells = []
+        cells, gaps = [], []
         for count in ranks:
-            found = gains(cost, name, stages, count, seeds, slices)
+            found, ratios = zip(*gains(cost, name, stages, count, seeds, slices), strict=True)
             cells.append(f"{statistics.mean(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+            gaps.append(f"{gap(statistics.mean(ratios))} ({gap(max(ratios))})")
         yield f"| {stages} | {cost} | {name} | {' | '.join(cells)} |"
+        lines.append(f"| {stages} | {cost} | {name} | {' | '.join(gaps)} |")
+    yield "\ngaps to the bound:\n\n" + head
+    yield from lines
 
 
 def place(row: dict[str, Any]) -> tuple[int, ...]:
