@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import positions, shard
+from hdpcomm.attention import positions, shard, unshard
+from hdpcomm.models import indexers
 from hdpcomm.parallel import split_model
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
@@ -188,10 +189,18 @@ def test_pipelines(ranks, pipeline):
 
 
 @pytest.mark.timeout(1500)
-def test_training_in_both_stages_is_the_same_on_any_ranks():
-    """Warm-up of the indexers alone, then all parameters; losses and, at the end, how many of the attention's best keys
-    are chosen. ``HDPCOMM_TEST_INDEXER_STEPS=200``: 200 steps on 1 and 4 ranks."""
+def test_training_in_both_stages_is_the_same_on_any_ranks(monkeypatch):
+    """Warm-up of the indexers alone, then all parameters; losses, and what the trained layers choose of a pack, which
+    ``pytest -s`` shows. ``HDPCOMM_TEST_INDEXER_STEPS=200``: 200 steps on 1 and 4 ranks."""
     cost = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4)
+    kept, choose = {}, indexers.index_top_k
+
+    def noting(*given, comm, **options):
+        chosen = choose(*given, comm=comm, **options)
+        kept.setdefault(0 if comm is None else comm.rank, []).append(chosen)
+        return chosen
+
+    monkeypatch.setattr(indexers, "index_top_k", noting)
 
     def run(size):
         torch.manual_seed(0)
@@ -219,11 +228,24 @@ def test_training_in_both_stages_is_the_same_on_any_ranks():
                             return torch.randint(16, (lengths[i],), generator=draw)
 
                         losses.append(trainer.step(lengths, fetch).loss)
+                place = {"rank": comm.rank, "size": comm.size}
+                pack = {"positions": positions(CU, **place), "cu_seqlens": CU, "comm": comm}
+                kept[comm.rank] = []
+                with torch.no_grad():
+                    model(shard(tokens(), CU, **place), **pack)
                 return losses
 
-        return run_threads(body, size, timeout=600.0)[0]
+        losses = run_threads(body, size, timeout=600.0)[0]
+        layers = zip(*(kept.pop(rank) for rank in range(size)), strict=True)
+        return losses, [unshard(list(parts), CU) for parts in layers]
 
-    one, four = run(1), run(4)
+    (one, alone), (four, shared) = run(1), run(4)
+    for layer, (a, b) in enumerate(zip(alone, shared, strict=True)):
+        print(f"layer {layer}: of {len(a)} tokens, {int((a == b).all(1).sum())} have the same keys on 1 and 4 ranks")
+        print(
+            *(f"  {token:2}: {[each for each in row if each >= 0]}" for token, row in enumerate(a.tolist())), sep="\n"
+        )
+        assert torch.equal(a, b)
     half = STEPS // 2
     assert four == pytest.approx(one, abs=1e-6)
     assert one[half - 1] < one[0]
