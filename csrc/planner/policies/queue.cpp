@@ -193,10 +193,13 @@ std::vector<int32_t> shortOnes(const Problem& problem, double longest) {
   return found;
 }
 
-// These sequences wait; the others are planned as if there were no more.
+// These sequences wait; the others are planned as if there were no more, and no noise, which those
+// that wait make up for.
 Candidate waitingAll(const Problem& problem, const PolicyOptions& options,
                      std::vector<int32_t> waiting) {
-  const CostModel& cost = problem.cost();
+  CostParams params = problem.cost().params();
+  params.noise = 0;
+  const CostModel cost(params, problem.cost().memory(), problem.cost().cluster());
   Candidate found;
   found.waiting = std::move(waiting);
   std::vector<bool> waits(problem.count(), false);
