@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hdpcomm.attention import packing
+from hdpcomm.attention import Tree, packing
 from hdpcomm.attention.layout import CuSeqlens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, LossOptions, linear_cross_entropy, loss_of_log_probs
@@ -221,6 +221,11 @@ class AdaptedCausalLM(nn.Module):
         total = torch.zeros((), device=labels.device)
         trained = labels != IGNORE
         if self._indexers is not None:
+            if isinstance(cu_seqlens, Tree):
+                raise InvalidUsage(
+                    "indexers learn from the labels of a sequence, and a tree was given, whose tokens have several: "
+                    "train on plain sequences, or leave out adapt(indexer_loss=)"
+                )
             for loss in index_losses:
                 total = total + self._indexers.coefficient * torch.where(trained, loss, 0.0).sum()
         if self._router is None or not self._router.coefficient:
