@@ -72,9 +72,11 @@ def rank_speeds(plan: StepPlan, times: Sequence[RankTimes], cost_model: CostMode
     compute. Local; equal times give the same on every rank."""
     speeds = {}
     for rank, own in enumerate(times):
-        took = sum(own.compute_s)
-        expected = 0.0
-        for batch in plan.for_rank(rank):
+        took = expected = 0.0
+        for batch, compute_s in zip(plan.for_rank(rank), own.compute_s, strict=False):
+            if batch.index in plan.slices:  # which cost what others do not
+                continue
+            took += compute_s
             squares, tokens = sum(cost_model.item_squares(s.length) for s in batch.sequences), batch.tokens
             size = len(batch.ranks)
             expected += cost_model.attention * squares / size + cost_model.linear * tokens / size + cost_model.fixed

@@ -15,7 +15,7 @@ import hdpcomm as hdp
 from hdpcomm.comm import mesh
 from hdpcomm.data import open_corpus
 from hdpcomm.models import LlamaConfig
-from hdpcomm.plan import CostModel, CostSample, MicroBatch, RankTimes, SequenceInfo, StepPlan
+from hdpcomm.plan import CostModel, CostSample, MicroBatch, RankTimes, SequenceFragment, SequenceInfo, StepPlan
 from hdpcomm.run import RunConfig, RunFiles, Saving, Watching, open_checkpoint, read_metrics, step_record, train
 from hdpcomm.run import costs as run_costs
 from hdpcomm.run.step_times import SlowRanks, StepTimes, rank_speeds, rank_times, slowest_rank, times_of
@@ -236,6 +236,16 @@ def test_speeds_are_shares_of_the_others() -> None:
     one = StepPlan("by hand", 1, tuple(batch[:1]), 1.0, 1.0, 0.0, 0.0)
     assert rank_speeds(one, times[:1], costs) == {0: 1.0}
     assert slowest_rank({}) == (0, 1.0)
+
+
+def test_slices_make_no_rank_slow() -> None:
+    """They see what was kept, and may run forward twice; only the rest of a rank's work tells its speed."""
+    whole = [MicroBatch(i, (i,), (SequenceInfo(1 + i, 8),), 0.0, 1.0) for i in range(2)]
+    slices = [MicroBatch(2 + i, (1,), (SequenceInfo(3 + i, 8),), 0.0, 1.0) for i in range(2)]
+    fragments = (SequenceFragment(0, 0, 8), SequenceFragment(0, 8, 16))
+    plan = StepPlan("by hand", 2, (*whole, *slices), 1.0, 1.0, 0.0, 0.0, fragments)
+    times = [RankTimes((1.0,), (0.0,)), RankTimes((1.0, 40.0, 60.0), (0.0,) * 3)]
+    assert rank_speeds(plan, times, CostModel(1e-3, 1e-3)) == pytest.approx({0: 1.0, 1: 1.0})
 
 
 def test_who_is_slow_for_three_steps_should_leave() -> None:
