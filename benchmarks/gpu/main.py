@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 TOTAL_S = 520.0
 NO_GPU, FAILED, MISSED, INTERRUPTED = 3, 1, 4, 130
 # Files of tests/gpu with several ranks, which share the GPU.
-RANK_TESTS = ("transport", "zero", "torch_backend", "nccl")
+RANK_TESTS = ("transport", "zero", "torch_backend", "nccl", "training")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,10 @@ def sanitizer(tool: str) -> Part:
 def tests(name: str) -> Part:
     """The part of one file of tests/gpu; each file is a part, so that a test that hangs stops only its file."""
     options = ("-q", "-p", "no:cacheprovider", "-o", "timeout=60")
-    return Part(f"test_{name}", (sys.executable, "-m", "pytest", *options, f"tests/gpu/test_{name}_gpu.py"), 110)
+    limit_s = 110.0
+    if name == "training":  # many small steps
+        options, limit_s = (*options, "-n", "4"), 240.0
+    return Part(f"test_{name}", (sys.executable, "-m", "pytest", *options, f"tests/gpu/test_{name}_gpu.py"), limit_s)
 
 
 def benchmark(name: str, limit_s: float, script: str = "", *options: str) -> Part:
