@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 TOTAL_S = 520.0
 NO_GPU, FAILED, MISSED, INTERRUPTED = 3, 1, 4, 130
 # Files of tests/gpu with several ranks, which share the GPU.
-RANK_TESTS = ("transport", "zero", "torch_backend", "nccl", "training")
+RANK_TESTS = ("training", "transport", "zero", "torch_backend", "nccl", "commands")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ def tests(name: str) -> Part:
     options = ("-q", "-p", "no:cacheprovider", "-o", "timeout=60")
     limit_s = 110.0
     if name == "training":  # many small steps
-        options, limit_s = (*options, "-n", "4"), 240.0
+        limit_s = 240.0
+    if name == "commands":  # new interpreters
+        options = (*options, "-n", "3")
     return Part(f"test_{name}", (sys.executable, "-m", "pytest", *options, f"tests/gpu/test_{name}_gpu.py"), limit_s)
 
 

@@ -323,9 +323,9 @@ class _KeyBlocks:
         for keys, own, first in self._own:
             step = max(1, _GATHERED // (len(keys) * self._row))
             for at in range(0, len(own), step):
-                mine = own[at : at + step, None].to(device)
+                mine = own[at : at + step, None]
                 seen = keys[keys <= int(mine[-1])].to(device).expand(len(mine), -1)
-                rows = self.numbers[seen].masked_fill(seen > mine, -1)
+                rows = self.numbers[seen].masked_fill(seen > mine.to(device), -1)
                 yield slice(first + at, first + at + len(mine)), rows
 
 

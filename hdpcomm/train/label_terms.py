@@ -225,7 +225,7 @@ class LabelTerms:
             positions=positions(pack, rank=comm.rank, size=comm.size, device=device),
             cu_seqlens=pack,
             label_weights=self._make(own),
-            mass=torch.tensor(mass, dtype=torch.float64),
+            mass=torch.full((), mass, dtype=torch.float64, device=device),
         )
 
     def _part(self, item: int, fragments: Sequence[TreeFragment | SequenceFragment], fetch: Fetch) -> _Part:

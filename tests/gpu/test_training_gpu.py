@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +24,7 @@ from hdpcomm.data import fold
 from hdpcomm.models import Llama, adapt
 from hdpcomm.offload import PinnedPool
 from hdpcomm.plan import ClusterSpec, Planner, SequenceFragment
-from hdpcomm.testing import run_threads, spawn
+from hdpcomm.testing import run_threads
 from tests.ranks.parallel import test_sharded_mesh
 from tests.ranks.train import test_log_prob_losses, test_matrix_owners
 
@@ -43,15 +40,17 @@ from tests.ranks.parallel import (  # noqa: E402
     test_tensor_huggingface,
 )
 
-# The clients of MPS share its queues, and tests run beside each other.
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+# The clients of MPS share its queues, and the processes of worlds of 1, 2 and 4 ranks stay.
+os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "HDPCOMM_DEVICE_LANES": "1"}
 TRANSPORT, DEVICE = "cuda", "cuda"
 HERE = sys.modules[__name__]
+OnGPU = Callable[[ModuleType, str, Callable[..., int]], Callable[..., list[Any]]]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def on_a_rank(module: str, function: str, device: str, args: Any, options: Any) -> Any:
+def on_a_rank(module: str, function: str, transport: str, device: str, args: Any, options: Any) -> Any:
     """A function of tests/ranks, with this rank in place of threads, and models on the device."""
+    os.environ["HDPCOMM_TRANSPORT"] = transport
     found = getattr(importlib.import_module(module), function)
     replaced: dict[int, Callable[..., Any]] = {
         id(run_threads): lambda fn, _, *rest, **__: [fn(*rest)],
@@ -77,14 +76,19 @@ def on_processor(value: Any) -> Any:
     return value
 
 
-def on_gpu(module: ModuleType, function: str, ranks_of: Callable[..., int]) -> Callable[..., list[Any]]:
-    """In place of a function of tests/ranks that runs a step on threads."""
+@pytest.fixture
+def on_gpu(ranks: Callable[..., list[Any]]) -> OnGPU:
+    """``on_gpu(module, function, ranks_of)``: in place of a function that runs a step on threads. ``ranks_of`` tells
+    from its arguments how many ranks."""
 
-    def run(*args: Any, **options: Any) -> list[Any]:
-        given = (module.__name__, function, DEVICE, args, options)
-        return spawn(on_a_rank, ranks_of(*args, **options), *given, transport=TRANSPORT, timeout=50.0)
+    def replace(module: ModuleType, function: str, ranks_of: Callable[..., int]) -> Callable[..., list[Any]]:
+        def run(*args: Any, **options: Any) -> list[Any]:
+            given = (module.__name__, function, TRANSPORT, DEVICE, args, options)
+            return ranks(ranks_of(*args, **options), on_a_rank, *given, timeout=40.0)
 
-    return run
+        return run
+
+    return replace
 
 
 def ranks_second(_: Any, ranks: int, *__: Any, **___: Any) -> int:
@@ -132,7 +136,7 @@ def wanted(family: str, dtype: str = "float32") -> Any:
 # In fp32 another rounding may let a layer choose other keys.
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str, dtype: str) -> None:
+def test_families(on_gpu: OnGPU, family: str, dtype: str) -> None:
     if family == "deepseek-v32" and dtype == "float32":
         pytest.skip("its choices depend on rounding")
     found = on_gpu(HERE, "family_step", lambda *_: 2)(family, dtype)
@@ -140,25 +144,25 @@ def test_families(family: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "deepseek-v3", "qwen3-next", "kimi-linear", "mamba2"])
-def test_bfloat16(family: str) -> None:
+def test_bfloat16(on_gpu: OnGPU, family: str) -> None:
     test_adapt.check(on_gpu(HERE, "family_step", lambda *_: 2)(family, "bfloat16"), wanted(family), 0.2)
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"pool_bytes": 8 << 20}], ids=["plain", "full", "pool"])
 @pytest.mark.parametrize("family", ["llama", "deepseek-v32", "qwen3-next", "kimi-linear", "mamba2"])
-def test_slices(family: str, options: dict[str, Any]) -> None:
+def test_slices(on_gpu: OnGPU, family: str, options: dict[str, Any]) -> None:
     found = on_gpu(HERE, "sliced_step", lambda *_: 2)(family, options)
     test_adapt.check(found, wanted(family, "float64"), 1e-5)
 
 
 @pytest.mark.parametrize("family", test_tree_models.FAMILIES)
-def test_trees(family: str) -> None:
+def test_trees(on_gpu: OnGPU, family: str) -> None:
     found = on_gpu(HERE, "tree_step", lambda *_: 2)(family)
     test_tree_models.compare(found, test_tree_models.alone(family), 2e-4)
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "tensor", "how", "expert"),
+    ("family", "size", "tensor", "how", "expert"),
     [
         ("llama", 4, 2, "plain", 1),
         ("qwen3", 2, 2, "offload", 1),
@@ -167,14 +171,14 @@ def test_trees(family: str) -> None:
     ],
 )
 def test_tensor_ranks(
-    family: str, ranks: int, tensor: int, how: str, expert: int, monkeypatch: pytest.MonkeyPatch
+    on_gpu: OnGPU, family: str, size: int, tensor: int, how: str, expert: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(test_tensor_huggingface, "step", on_gpu(test_tensor_huggingface, "step", ranks_second))
-    test_tensor_huggingface.test_gradients_are_those_of_the_whole_model(family, ranks, tensor, how, expert)
+    test_tensor_huggingface.test_gradients_are_those_of_the_whole_model(family, size, tensor, how, expert)
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "expert", "how"),
+    ("family", "size", "expert", "how"),
     [
         ("mixtral", 2, 2, "plain"),
         ("qwen3-moe", 4, 2, "recompute"),
@@ -183,9 +187,11 @@ def test_tensor_ranks(
         ("qwen3-next", 2, 2, "slices"),
     ],
 )
-def test_expert_ranks(family: str, ranks: int, expert: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_ranks(
+    on_gpu: OnGPU, family: str, size: int, expert: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(test_expert_huggingface, "step", on_gpu(test_expert_huggingface, "step", ranks_second))
-    test_expert_huggingface.test_gradients_are_those_of_the_whole_model(family, ranks, expert, how)
+    test_expert_huggingface.test_gradients_are_those_of_the_whole_model(family, size, expert, how)
 
 
 PP = {"pipeline": 2}
@@ -193,7 +199,7 @@ PP = {"pipeline": 2}
 
 @pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize(
-    ("name", "ranks", "sizes", "options"),
+    ("name", "size", "sizes", "options"),
     [
         ("qwen3", 2, PP, {"split": True}),
         ("tied", 4, {"pipeline": 2, "tensor": 2}, {}),
@@ -203,8 +209,10 @@ PP = {"pipeline": 2}
         ("mamba2", 2, PP, {}),
     ],
 )
-def test_pipelines(name: str, ranks: int, sizes: dict[str, int], options: dict[str, Any], sliced: bool) -> None:
-    found = on_gpu(HERE, "pipeline_step", ranks_second)(name, ranks, sizes, options, sliced)
+def test_pipelines(
+    on_gpu: OnGPU, name: str, size: int, sizes: dict[str, int], options: dict[str, Any], sliced: bool
+) -> None:
+    found = on_gpu(HERE, "pipeline_step", ranks_second)(name, size, sizes, options, sliced)
     test_pipeline_huggingface.check(name, found)
 
 
@@ -212,7 +220,7 @@ MESHES = [(name, zero) for name, zero in test_sharded_mesh.CASES if test_sharded
 
 
 @pytest.mark.parametrize(("name", "zero"), MESHES)
-def test_zero_on_meshes(name: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_on_meshes(on_gpu: OnGPU, name: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     test_sharded_mesh.one_process(test_sharded_mesh.SHAPES[name].config)  # on the processor, kept
     monkeypatch.setattr(test_sharded_mesh, "run", on_gpu(test_sharded_mesh, "run", ranks_of_shape))
     test_sharded_mesh.test_training_is_that_of_one_process(name, zero)
@@ -220,18 +228,18 @@ def test_zero_on_meshes(name: str, zero: int, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("name", ["ppo", "grpo", "gspo", "dpo"])
-def test_losses_of_log_probabilities(name: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_log_probabilities(on_gpu: OnGPU, name: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_log_prob_losses, "step", on_gpu(test_log_prob_losses, "step", ranks_of_shape))
     test_log_prob_losses.check(test_log_prob_losses.Shape(2), name, zero=zero)
 
 
-@pytest.mark.parametrize("mesh", ["hdp3", "pipeline2xtensor2"])
-def test_muon(mesh: str) -> None:
+@pytest.mark.parametrize("mesh", ["tensor2", "pipeline2xtensor2"])
+def test_muon(on_gpu: OnGPU, mesh: str) -> None:
     ranks, sizes = test_matrix_owners.MESHES[mesh]
     trained = on_gpu(test_matrix_owners, "trained", lambda *_: ranks)
     want = test_matrix_owners.by_hand(test_matrix_owners.CONFIG)
     for state in trained(test_matrix_owners.CONFIG, sizes):
-        test_matrix_owners.check(state, want)
+        test_matrix_owners.check(state, want, 1e-3)  # torch's Muon orthogonalizes in bf16
 
 
 def huggingface_on_a_rank(out: str) -> Any:
@@ -245,52 +253,11 @@ def huggingface_on_a_rank(out: str) -> Any:
 
 
 # Two ranks would want two GPUs: transformers gives each a device of its own.
-def test_transformers_trainer(tmp_path: Path) -> None:
-    ((found, losses, loss),) = spawn(huggingface_on_a_rank, 1, str(tmp_path / "a"))
+def test_transformers_trainer(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    ((found, losses, loss),) = ranks(1, huggingface_on_a_rank, str(tmp_path / "a"))
     expected, logged, evaluated = run(transformers.Trainer, tmp_path / "b", 6, 2, padded)
     leave()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4, msg=name)
     assert [entry["loss"] for entry in losses] == pytest.approx([entry["loss"] for entry in logged], abs=5e-4)
     assert loss == pytest.approx(evaluated, abs=1e-4)
-
-
-MODEL = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--ffn", "512"]
-EXPERTS, MUON = ["--experts", "4", "--router-aux-loss", "0.01"], ["--optimizer", "torch.optim:Muon", "--lr", "0.001"]
-RUNS: dict[str, tuple[list[str], list[str]]] = {
-    "bf16, ZeRO-3": ([], ["--dtype", "bf16", "--zero", "3"]),
-    "offload": ([], ["--dtype", "bf16", "--offload", "256M", "--capacity", "1500"]),
-    "recomputation": ([], ["--recompute", "auto", "--memory", "4G", "--zero", "2"]),
-    "interleaved stages": ([], ["--pipeline", "2", "--chunks", "2"]),
-    "slices": ([], ["--pipeline", "2", "--slices", "4"]),
-    "split backward": ([], ["--pipeline", "2", "--split-backward"]),
-    "tensor": ([], ["--tensor", "2"]),
-    "experts": (EXPERTS, ["--expert", "2"]),
-    "queue": ([], ["--queue", "--learn-costs"]),
-    "elastic": ([], ["--elastic", "--zero", "1"]),
-    "muon": (MUON, []),
-    "policies": ([], ["--compare", "static", "ddp"]),
-}
-
-
-@functools.cache
-def losses_of(transport: str, ranks: int, *options: str) -> list[float]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "train.json")
-        sizes = ["--context", "4096", "--tokens-per-step", "8192", "--steps", "3", *MODEL]
-        words = ["--ranks", str(ranks), "--transport", transport, *sizes, *options, "--json", str(file)]
-        if "--elastic" in options:
-            words += ["--out", folder]
-        command = [sys.executable, "-m", "hdpcomm", "train", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-        print(done.stdout)
-        return [step["loss"] for step in json.loads(file.read_text())["steps"]]
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_the_command(name: str) -> None:
-    """Losses on the GPU are those of one process."""
-    task, ways = RUNS[name]
-    limit = 2e-2 if "bf16" in ways else 1e-3
-    assert losses_of(TRANSPORT, 2, *task, *ways) == pytest.approx(losses_of("shm", 1, *task), rel=limit)

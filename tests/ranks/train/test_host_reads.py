@@ -1,12 +1,16 @@
-"""What a planned training step reads on the host from memory of the device: each read waits for the device.
+"""What a planned training step reads on the host from memory of the device: each read waits for the device. And
+whether an operator gets tensors of both, which fails on a device.
 
-On the CPU all memory is the host's, so tensors are followed: those of the model are the device's, and so is what
-operators make of one, until its values are read. docs/gpu.md has the list of reads that stay.
+On the CPU all memory is the host's, so tensors are followed: those of the model are the device's, and so is what is
+made with a device named and what operators make of one, until its values are read. docs/gpu.md has the list of reads
+that stay.
 """
 
 from __future__ import annotations
 
 import collections
+import inspect
+import linecache
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +28,13 @@ from torch.utils._pytree import tree_iter
 import hdpcomm as hdp
 from hdpcomm.attention import api as attention_api
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.plan import ClusterSpec, CostModel, Planner
+from hdpcomm.plan import ClusterSpec, CostModel, Planner, trees_of_prompts
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
+from tests.harness.mesh_shapes import DENSE
 from tests.harness.pipelines import CONFIG, FixedPlanner, trainer_of
+from tests.harness.plain_losses import PLAIN
+from tests.ranks.train.test_log_prob_losses import answers, cheap_fixed
 
 TOP = Path(hdp.__file__).parent
 READS = {
@@ -43,8 +50,7 @@ READS = {
     "nonzero",
     "unique",
 }
-MADE = ("kernels/", "models/", "train/gradients.py", "train/buckets.py", "train/masters.py", "train/row_passes.py")
-"""Where tensors that are made of none lie on the device: kernels write them, or gradients are added there."""
+COPIES = ("copy_", "_to_copy")
 SIZES = LlamaConfig(vocabulary=64, layers=3, hidden=32, heads=4, kv_heads=2, ffn=48)
 LENGTHS = [120, 40, 33, 9, 5, 2]
 
@@ -60,22 +66,43 @@ class Device:
 
     def __init__(self, roots: Any) -> None:
         self.reads: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.mixed: collections.Counter[tuple[str, str, str]] = collections.Counter()
         self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used again
+        self._of_host: dict[int, torch.UntypedStorage] = {}  # what else there is may be of either
         self._roots = list(roots)
         self.add(self._roots)
 
     def add(self, values: Any) -> None:
         for each in tree_iter(values):
             if isinstance(each, Tensor):
-                self._storages[each.untyped_storage()._cdata] = each.untyped_storage()
+                self._of_host.pop(_storage(each), None)
+                self._storages[_storage(each)] = each.untyped_storage()
 
-    def remove(self, tensor: Tensor) -> None:
-        self._storages.pop(tensor.untyped_storage()._cdata, None)
+    def add_to_host(self, values: Any) -> None:
+        for each in tree_iter(values):
+            if isinstance(each, Tensor):
+                self._storages.pop(_storage(each), None)
+                self._of_host[_storage(each)] = each.untyped_storage()
 
     def has(self, values: Any) -> bool:
-        gradients = {root.grad.untyped_storage()._cdata for root in self._roots if root.grad is not None}
-        found = {each.untyped_storage()._cdata for each in tree_iter(values) if isinstance(each, Tensor)}
-        return not found.isdisjoint(self._storages.keys() | gradients)
+        known = self._known()
+        return any(_storage(each) in known for each in tree_iter(values) if isinstance(each, Tensor))
+
+    def has_of_host(self, values: Any, *, scalars: bool) -> bool:
+        """Whether one of the tensors is the host's; scalars of it may take part in most operators."""
+        tensors = [each for each in tree_iter(values) if isinstance(each, Tensor) and each.numel() > 0]
+        return any(_storage(each) in self._of_host for each in tensors if scalars or each.dim() > 0)
+
+    def is_of_host(self, values: Any) -> bool:
+        return all(_storage(each) in self._of_host for each in tree_iter(values) if isinstance(each, Tensor))
+
+    def _known(self) -> set[int]:
+        gradients = {_storage(root.grad) for root in self._roots if root.grad is not None}
+        return self._storages.keys() | gradients
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 class Operators(TorchDispatchMode):
@@ -88,8 +115,13 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        if self._device.has(given) or (not given and _caller()[0].startswith(MADE)):
+        if self._device.has(given) or (not given and _names_device()):
+            name = func.overloadpacket.__name__
+            if name not in COPIES and self._device.has_of_host(given, scalars=name in ("cat", "stack")):
+                self._device.mixed[(*_caller(), name)] += 1
             self._device.add(made)
+        elif self._device.is_of_host(given):
+            self._device.add_to_host(made)
         return made
 
 
@@ -101,25 +133,58 @@ class Calls(TorchFunctionMode):
         self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in READS or not self._device.has((args, kwargs)):
-            return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if func is Tensor.backward:
+            given = dict(kwargs or {})
+            with self:  # what is called in it, too
+                return torch.autograd.backward(args[0], given.pop("gradient"), **given)
+        if name not in READS or not self._device.has((args, kwargs)):
+            made = func(*args, **(kwargs or {}))
+            if not isinstance(made, Tensor) or self._device.has(made):
+                return made
+            if name == "to" and any(isinstance(each, torch.device) for each in (*args, *(kwargs or {}).values())):
+                made = made.clone()
+                self._device.add(made)
+            elif name in ("tensor", "from_numpy"):
+                (self._device.add if "device" in (kwargs or {}) else self._device.add_to_host)(made)
+            return made
         self._device.reads[_caller()] += 1
         read = func(*args, **(kwargs or {}))
-        if isinstance(read, Tensor):  # on the host now, in memory of its own
+        if isinstance(read, Tensor) and name not in ("nonzero", "unique"):  # on the host now, in memory of its own
             read = read.clone()
-            self._device.remove(read)
+            self._device.add_to_host(read)
         return read
 
 
 def _caller() -> tuple[str, str]:
-    """(file, function) of this package that called last, but for the meter, which follows operators, too."""
+    """(file, function) of this package that called last."""
+    frame = _frame()
+    return ("", "") if frame is None else (_file(frame), frame.f_code.co_name)
+
+
+def _names_device() -> bool:
+    """Whether the call of this package that made a tensor named a device. Operators are told one in any case, and modes
+    of functions do not see what is called in a backward pass."""
+    frame = _frame()
+    if frame is None:
+        return False
+    lines = inspect.getframeinfo(frame)
+    last = lines.positions.end_lineno or lines.lineno if lines.positions else lines.lineno
+    text = [linecache.getline(lines.filename, line) for line in range(lines.lineno, last + 1)]
+    return any("device" in line for line in text)
+
+
+def _frame() -> Any:
+    """But for the meter, which follows operators, too."""
     frame: Any = sys._getframe(2)
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(TOP) and path != TOP / "offload/meter.py":
-            return str(path.relative_to(TOP)), frame.f_code.co_name
+    while frame is not None and _file(frame) in ("", "offload/meter.py"):
         frame = frame.f_back
-    return "", ""
+    return frame
+
+
+def _file(frame: Any) -> str:
+    path = Path(frame.f_code.co_filename)
+    return str(path.relative_to(TOP)) if path.is_relative_to(TOP) else ""
 
 
 @contextmanager
@@ -127,6 +192,7 @@ def followed(model: torch.nn.Module) -> Iterator[Device]:
     device = Device(list(model.parameters()))
     with Operators(device), Calls(device):
         yield device
+    assert not device.mixed, f"memory of the host and of the device, by file, function, operator: {device.mixed}"
 
 
 def reads(options: dict[str, Any]) -> dict[tuple[str, str], int]:
@@ -197,9 +263,40 @@ def test_reads_of_pipelines_and_offload_that_stay(mesh: str) -> None:
     assert set().union(*found) == {("train/pipeline.py", "_forward"), ("train/gradients.py", "clip_")}, found
 
 
+def losses_of(name: str) -> None:
+    """Losses of log-probabilities, and where prompts are computed once; what is scored."""
+    torch.set_num_threads(1)
+    with hdp.init() as comm:
+        made, prompts = answers()
+        lengths = [len(each["tokens"]) for each in made]
+        model = Llama(DENSE, dtype=torch.float64)
+        loss, optimizer = PLAIN[name][0], torch.optim.SGD(model.parameters(), lr=0.0)
+        trainer = Trainer(model, optimizer, cheap_fixed(comm.size, 40), comm, loss=loss)
+        groups = [i // 2 for i in range(len(made))] if name == "dpo" else None
+        for trees in ([], [] if name == "dpo" else trees_of_prompts(lengths, prompts)):
+            with followed(model):
+                trainer.step(lengths, made.__getitem__, trees=trees, groups=groups)
+                trainer.log_probs(lengths, made.__getitem__, trees=trees, entropy=True)
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "gspo", "dpo"])
+def test_losses_of_log_probabilities_mix_no_memory(name: str) -> None:
+    run_threads(losses_of, 2, name, transport="sim")
+
+
 def test_a_read_is_found() -> None:
     model = torch.nn.Linear(2, 2)
     with followed(model) as device:
         (model.weight * 2).sum().item()
         torch.ones(2).sum().item()
     assert sum(device.reads.values()) == 1
+
+
+def test_mixed_memory_is_found() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(AssertionError, match="'mul'"), followed(model):
+        model.weight * torch.ones(2)
+    with pytest.raises(AssertionError, match="'stack'"), followed(model):
+        torch.stack((model.weight.sum(), torch.ones(())))
+    with followed(model):
+        model.weight * torch.ones(()) + torch.ones(2).to(torch.device("cpu"))
