@@ -9,11 +9,14 @@
 namespace hdpcomm::planner {
 namespace {
 
-[[noreturn]] void throwTooLong(const CostModel& cost, int sequence, int64_t length, int needed) {
+[[noreturn]] void throwTooLong(const CostModel& cost, int sequence, const Load& load, int needed) {
+  const auto length = static_cast<int64_t>(load.tokens);
   const int64_t capacity = cost.memory().capacity;
   const int ranks = cost.cluster().ranks;
   std::string held = std::to_string(capacity) + " tokens";
-  if (needed < (length + capacity - 1) / capacity) held += " without offload";
+  if (cost.memory().offloadable > 0) {
+    held += " (" + std::to_string(cost.tokenLimit(cost.maxOffload(load))) + " with offload)";
+  }
   throwInvalidUsage("sequence " + std::to_string(sequence) + " of " + std::to_string(length) +
                     " tokens needs " + std::to_string(needed) + " ranks that hold " + held +
                     " each, and the cluster has " + std::to_string(ranks) +
@@ -99,7 +102,7 @@ void Problem::findHost(int sequence) {
       return;
     }
   }
-  throwTooLong(cost_, sequence, lengths_[sequence], min_ranks_[sequence]);
+  throwTooLong(cost_, sequence, own(sequence), min_ranks_[sequence]);
 }
 
 int Problem::minRanks(const std::vector<int32_t>& sequences) const {
