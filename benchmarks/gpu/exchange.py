@@ -139,6 +139,86 @@ def calls_of_the_driver() -> dict[str, float]:
     return found
 
 
+class MemoryOperation(ctypes.Structure):
+    """One of the operations of ``cuStreamBatchMemOp`` (``CUstreamBatchMemOpParams``)."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint32), ("_1", ctypes.c_uint32), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32), ("_2", ctypes.c_uint32), ("_3", ctypes.c_uint64 * 2),
+    )  # fmt: skip
+
+
+class Relay:
+    """Copies of 64 MiB that two streams of this process make in turn, each after the other's; and what it takes to say
+    so: by flags, as the transport does between processes, or by events, which only the streams of one host can."""
+
+    WAIT, WRITE = 1, 2
+
+    def __init__(self) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._flags = torch.zeros(128, dtype=torch.int32, device=CUDA)
+        self._data = [torch.randint(0, 255, (LARGE,), dtype=torch.uint8, device=CUDA) for _ in range(2)]
+        self._streams = [torch.cuda.Stream() for _ in range(3)]
+
+    def flags(self, stream: int, *operations: tuple[int, int, int]) -> None:
+        """A batch of (wait or write, flag, value)."""
+        batch = (MemoryOperation * len(operations))()
+        for each, (kind, flag, value) in zip(batch, operations, strict=True):
+            each.kind, each.address, each.value = kind, self._flags.data_ptr() + 64 * flag, value
+        raw = ctypes.c_void_p(self._streams[stream].cuda_stream)
+        if code := self._cuda.cuStreamBatchMemOp_v2(raw, ctypes.c_uint(len(operations)), batch, ctypes.c_uint(0)):
+            raise RuntimeError(f"cuStreamBatchMemOp returned {code}")
+
+    def copy(self, stream: int) -> None:
+        with torch.cuda.stream(self._streams[stream]):
+            self._data[1 - stream].copy_(self._data[stream])
+
+    def in_one_stream(self, _: int) -> None:
+        self.copy(0)
+
+    def by_events(self, place: int) -> None:
+        stream = place % 2
+        self.copy(stream)
+        self._streams[1 - stream].wait_stream(self._streams[stream])
+
+    def by_one_flag(self, place: int) -> None:
+        """The receiver's place is free."""
+        stream, landed = place % 2, 1 + place % 2
+        self.copy(stream)
+        self.flags(stream, (self.WRITE, landed, 1))
+        self.flags(1 - stream, (self.WAIT, landed, 1), (self.WRITE, landed, 0))
+
+    def by_two_flags(self, place: int) -> None:
+        """As a message to a landing place: the receiver tells that its place is free."""
+        stream, landed, clear = place % 2, 1 + place % 2, 3 + place % 2
+        self.flags(stream, (self.WAIT, clear, 1), (self.WRITE, clear, 0))
+        self.copy(stream)
+        self.flags(stream, (self.WRITE, landed, 1))
+        self.flags(1 - stream, (self.WRITE, clear, 1), (self.WAIT, landed, 1), (self.WRITE, landed, 0))
+
+    def write(self, _: int) -> None:
+        self.flags(0, (self.WRITE, 5, 1))
+
+    def seconds(self, step: Callable[[int], None], count: int) -> float:
+        """Of a step, from ``count`` that are enqueued before the first begins."""
+        times = []
+        for _ in range(4):
+            self._flags.zero_()
+            torch.cuda.synchronize()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for stream in (0, 1):
+                self.flags(stream, (self.WAIT, 0, 1))
+            begin.record(self._streams[0])
+            for place in range(count):
+                step(place)
+            self._streams[0].wait_stream(self._streams[1])
+            end.record(self._streams[0])
+            self.flags(2, (self.WRITE, 0, 1))
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3 / count)
+        return sorted(times[1:])[1]
+
+
 def memcpy(num_bytes: int, count: int) -> float:
     """Seconds of one cudaMemcpyAsync from device to device in a chain of them."""
     a, b = (torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=CUDA) for _ in range(2))
@@ -242,7 +322,16 @@ def call_rows() -> list[Row]:
     return [row(f"the host's time for {name}", each * 1e6, "us") for name, each in calls_of_the_driver().items()]
 
 
-GROUPS: list[Rows] = [copy_rows, rank_rows, call_rows]
+def relay_rows() -> list[Row]:
+    """What a message of 64 MiB can reach on one GPU, whoever copies."""
+    relay = Relay()
+    alone = relay.seconds(relay.in_one_stream, 40)
+    ways = {"an event": relay.by_events, "a flag": relay.by_one_flag, "a flag each way": relay.by_two_flags}
+    rows = [row(f"64 MiB in turns by {name}: share", alone / relay.seconds(way, 40), "") for name, way in ways.items()]
+    return [*rows, row("a stream's write of a flag", relay.seconds(relay.write, 200) * 1e6, "us")]
+
+
+GROUPS: list[Rows] = [copy_rows, rank_rows, call_rows, relay_rows]
 
 if __name__ == "__main__":
     main(__doc__.splitlines()[0], GROUPS)

@@ -295,13 +295,7 @@ def two_ranks(name: str, lengths: Sequence[int], rival: str, way: Callable[..., 
     keep(rows)
     theirs = worst(spawn(on_torch, 2, way, lengths, max(lengths), transport=TRANSPORT, timeout=RANKS_S))
     rows += figures(f"{label}, {rival}", theirs, lengths, LAYERS, peak)
-    rows += compared(f"{label} against {rival}", ours, theirs)
-    if len(lengths) > 1:  # where a rank has the memory for the longest sequence, as the rival's must
-        keep(rows)
-        ours = worst(spawn(on_hdpcomm, 2, hybrid, lengths, max(lengths), transport=TRANSPORT, timeout=RANKS_S))
-        rows += figures(f"{label}, capacity for the longest", ours, lengths, LAYERS, peak)
-        rows += compared(f"{label}, capacity for the longest, against {rival}", ours, theirs)
-    return rows
+    return rows + compared(f"{label} against {rival}", ours, theirs)
 
 
 TRANSPORT = "cuda"

@@ -1,6 +1,7 @@
 """`benchmarks/gpu.sh` where there is no GPU: exit codes, records, limits; its scripts on the CPU on small sizes."""
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -53,7 +54,7 @@ def on_cpu(script, monkeypatch):
     monkeypatch.setattr(common, "copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -66,7 +67,7 @@ class Event:
     def __init__(self, enable_timing):
         assert enable_timing
 
-    def record(self):
+    def record(self, stream=None):
         pass
 
     def synchronize(self):
@@ -75,6 +76,25 @@ class Event:
     def elapsed_time(self, end):
         assert isinstance(end, Event)
         return 2.0
+
+
+class Stream:
+    cuda_stream = 1
+
+    def wait_stream(self, stream):
+        assert stream is not self
+
+
+class Driver:
+    """Memory operations that run at once; none waits."""
+
+    def cuStreamBatchMemOp_v2(self, stream, count, batch, flags):
+        assert (stream.value, flags.value) == (1, 0)
+        for each in batch[: count.value]:
+            flag = ctypes.c_uint32.from_address(each.address)
+            if each.kind == 2:
+                flag.value = each.value
+        return 0
 
 
 def sound(rows):
@@ -120,7 +140,8 @@ def test_flags(script, capsys):
     assert [[part.name for part in batch] for batch in batches] == [
         ["build"], ["train"], ["train_mixed"], ["train_long"],
         ["kernels"], ["cross_entropy"], ["exchange"], ["ring"], ["ring4"], ["graph"],
-        ["test_transport"], ["test_zero"], ["test_torch_backend"], ["test_nccl"], ["queues"],
+        ["test_training"], ["test_transport"], ["test_zero"], ["test_torch_backend"], ["test_nccl"],
+        ["test_commands"], ["queues"],
         ["test_attention", "test_device", "test_experts", "test_kernels", "test_offload",
          "memcheck", "racecheck", "synccheck"],
         ["offload"], ["calibrate"],
@@ -389,7 +410,11 @@ def test_exchange_rows(on_cpu, monkeypatch):
     found |= {f"{name} {size}": 1.0 for name in module.REDUCTIONS for size in ("small", "large")}
     monkeypatch.setattr(module, "spawn", lambda *_, **__: [found] * 2)
     monkeypatch.setattr(module, "calls_of_the_driver", lambda: {"cuEventRecord": 1e-6})
-    assert sound(measured(module))["processes: 8 B, times cudaMemcpyAsync"] == 2.0
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda _: Driver())
+    monkeypatch.setattr(module, "LARGE", 1 << 14)
+    values = sound(measured(module))
+    assert values["processes: 8 B, times cudaMemcpyAsync"] == 2.0
+    assert values["64 MiB in turns by a flag each way: share"] == 1.0
     monkeypatch.setenv("HDPCOMM_MPS", "1")
     assert "processes, MPS: message of 8 B" in sound(measured(module))
 
