@@ -200,7 +200,7 @@ class Relay:
         self.flags(0, (self.WRITE, 5, 1))
 
     def seconds(self, step: Callable[[int], None], count: int) -> float:
-        """Of a step, from ``count`` that are enqueued before the first begins."""
+        """What a step takes, from ``count`` that are enqueued before the first begins."""
         times = []
         for _ in range(4):
             self._flags.zero_()

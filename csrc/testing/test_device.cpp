@@ -49,6 +49,7 @@ void TestDevice::launchParts(std::vector<KernelLaunch> parts, Stream stream, Sit
 }
 
 Stream TestDevice::createStream(int priority) {
+  count("createStream");
   if (num_queues_ == 0) return FastDevice::createStream(priority);
   if (queues_.empty()) queues_.push_back(find(Stream{}));
   while (static_cast<int>(queues_.size()) < num_queues_) {

@@ -50,13 +50,30 @@ class TestDevice final : public simulated::FastDevice {
   void holdCopies(uint32_t* flag);
 
   void* importMemory(const MemoryHandle& handle) override {
+    count("importMemory");
     if (before_import_) before_import_();
     return FastDevice::importMemory(handle);
   }
-  // From now on counts the calls that enqueue, or ask an event, by name.
+  // From now on counts the calls that enqueue, ask an event, or allocate, by name.
   void countCalls();
   std::map<std::string, int> countedCalls();
 
+  void* allocate(size_t bytes, Site site) override {
+    count("allocate");
+    return FastDevice::allocate(bytes, site);
+  }
+  void* allocatePinned(size_t bytes, Site site) override {
+    count("allocatePinned");
+    return FastDevice::allocatePinned(bytes, site);
+  }
+  void registerPinned(void* memory, size_t bytes) override {
+    count("registerPinned");
+    FastDevice::registerPinned(memory, bytes);
+  }
+  Event createEvent() override {
+    count("createEvent");
+    return FastDevice::createEvent();
+  }
   Stream createStream(int priority) override;
   void destroyStream(Stream stream) override;
   bool isCapturing(Stream stream) override { return captureOf(stream) != 0; }

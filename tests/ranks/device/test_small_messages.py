@@ -251,7 +251,7 @@ CALLS = {
 def test_calls_of_the_driver(what: str) -> None:
     """docs/stream-transport.md has this table."""
     found = tuple(
-        tuple(sum(number for call, number in rank.items() if call != "query") for rank in enqueued(what, small))
+        tuple(sum(rank[call] for call in rank.keys() - {"query", "createEvent"}) for rank in enqueued(what, small))
         for small in (0, 8192)
     )
     assert found == CALLS[what], [enqueued(what, small) for small in (0, 8192)]
