@@ -65,6 +65,7 @@ void WavePacks::fill(std::vector<Wave>& waves, const std::vector<Lacking>& share
   struct Pack {
     std::vector<int32_t>* sequences = nullptr;
     double tokens = 0;
+    int32_t count = 0;
   };
   std::vector<Pack> packs(count);
   // The first one is that which lacks most, of equal ones the last one: both are negated.
@@ -78,6 +79,8 @@ void WavePacks::fill(std::vector<Wave>& waves, const std::vector<Lacking>& share
   RoundQueue lacking(std::move(entries));
   std::vector<RoundQueue::Entry> passed;
   std::vector<int32_t> left_over;
+  std::vector<int32_t> taken;  // sequences in the order of jobs, each behind the number of its pack
+  taken.reserve(2 * jobs_.size());
   for (size_t i = 0; i < jobs_.size(); ++i) {
     if (used_[i]) continue;
     const Job& job = jobs_[i];
@@ -92,7 +95,9 @@ void WavePacks::fill(std::vector<Wave>& waves, const std::vector<Lacking>& share
         continue;
       }
       pack.tokens += job.load.tokens;
-      pack.sequences->push_back(job.sequence);
+      ++pack.count;
+      taken.push_back(-entry.second);
+      taken.push_back(job.sequence);
       placed = true;
       if (pack.tokens < capacity()) {
         lacking.replaceTop({entry.first + (job.min_size_s - cost_.params().fixed), entry.second});
@@ -103,6 +108,10 @@ void WavePacks::fill(std::vector<Wave>& waves, const std::vector<Lacking>& share
     for (auto entry = passed.rbegin(); entry != passed.rend(); ++entry) lacking.putBack(*entry);
     if (!placed) left_over.push_back(job.sequence);
   }
+  for (const Pack& pack : packs) {
+    if (pack.count > 0) pack.sequences->reserve(pack.count);
+  }
+  for (size_t i = 0; i < taken.size(); i += 2) packs[taken[i]].sequences->push_back(taken[i + 1]);
   if (!left_over.empty()) addWaves(waves, left_over, first);
 }
 

@@ -422,7 +422,10 @@ std::vector<MicroBatch> WavePlanner::plan() {
   if (packs_->work() > 0) packs_->fill(waves_, lacking_, reserved_);
   if (waves_.size() > waves && !order_.find(waves_, reserved_, most_)) return {};
   if (by_speed_.alike()) turnWaves(waves_, problem_);
+  size_t most = 0;
+  for (const Wave& wave : waves_) most += wave.wide.size() * wave.slices + wave.packs.size();
   std::vector<MicroBatch> batches;
+  batches.reserve(most);
   for (const size_t wave : order_.waves()) take(waves_[wave], batches);
   return batches;
 }
