@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "planner/model/rings.hpp"
+#include "planner/model/slice_bounds.hpp"
 
 namespace hdpcomm::planner {
 
@@ -237,10 +238,7 @@ double WavePlanner::addTopWave(double height, int most, int slices) {
 }
 
 bool WavePlanner::sliceable(size_t job) const {
-  if (job == Wave::kIdle) return false;
-  const int32_t sequence = jobs_[job].sequence;
-  return problem_.withRiders(sequence).size() == 1 &&
-         problem_.own(sequence).squares == cost_.squares(0, jobs_[job].load.tokens);
+  return job != Wave::kIdle && planner::sliceable(problem_, jobs_[job].sequence);
 }
 
 std::vector<int> WavePlanner::lowerSizes(int slices, size_t count) {
@@ -444,45 +442,6 @@ double WavePlanner::makeRoom(double limit) {
   return room;
 }
 
-std::vector<int64_t> WavePlanner::sliceBounds(int32_t sequence, int size, int slices) const {
-  const int64_t length = problem_.lengths()[sequence];
-  if (slices == 1) return {0, length};
-  // The first x tokens take about a x^2 / d + (h + b / d) x on d ranks.
-  const CostParams& params = cost_.params();
-  const double square = params.attention / size;
-  const double linear = params.piece + params.linear / size;
-  const auto work = [&](int64_t tokens) {
-    const auto x = static_cast<double>(tokens);
-    if (params.limited > 0) return square * cost_.squares(0, x) + linear * x;
-    return (square * x + linear) * x;
-  };
-  const int64_t most = cost_.memory().capacity * size;
-  std::vector<int64_t> bounds = {0};
-  for (int left = slices; bounds.back() < length; --left) {
-    const int64_t last = bounds.back();
-    int64_t bound = length;
-    if (left > 1) {
-      const double wanted = work(last) + (work(length) - work(last)) / left;
-      // The positive root, in the form that has no difference of near numbers.
-      const double below = linear + std::sqrt(linear * linear + 4 * square * wanted);
-      if (below > 0) bound = std::llround(2 * wanted / below);
-      if (params.limited > 0) {  // of less than squares; as much work has more tokens
-        int64_t high = length;
-        while (bound < high) {
-          const int64_t middle = bound + (high - bound) / 2;
-          if (work(middle) < wanted) {
-            bound = middle + 1;
-          } else {
-            high = middle;
-          }
-        }
-      }
-    }
-    bounds.push_back(std::min({std::max(bound, last + 1), last + most, length}));
-  }
-  return bounds;
-}
-
 void WavePlanner::take(Wave& wave, std::vector<MicroBatch>& batches) const {
   const auto add = [&](int first, int size, std::vector<int32_t> sequences) {
     MicroBatch batch;
@@ -497,7 +456,7 @@ void WavePlanner::take(Wave& wave, std::vector<MicroBatch>& batches) const {
   for (const Wave::Wide& wide : wave.wide) {
     if (wide.job != Wave::kIdle) {
       const int32_t sequence = jobs_[wide.job].sequence;
-      const auto bounds = sliceBounds(sequence, wide.size, wave.slices);
+      const auto bounds = sliceBounds(problem_, sequence, wide.size, wave.slices);
       for (size_t k = 1; k < bounds.size(); ++k) {
         add(first, wide.size, problem_.withRiders(sequence));
         if (bounds.size() == 2) continue;  // a single one

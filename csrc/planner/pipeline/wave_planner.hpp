@@ -126,9 +126,6 @@ class WavePlanner {
 
   void take(Wave& wave, std::vector<MicroBatch>& batches) const;
 
-  // Where the slices of a sequence of about equal time on so many ranks begin, and its length.
-  std::vector<int64_t> sliceBounds(int32_t sequence, int size, int slices) const;
-
   static constexpr double kOfSequence = 30;  // passes, for which a sequence is as much work
   static constexpr int kMaxNode = 16;        // ranks of a node, for levels
   static constexpr int kMaxMisses = 64;

@@ -1,0 +1,68 @@
+#include "planner/model/slice_bounds.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "planner/model/cost_model.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+// How many times the first one `count` are together, each of which is `growth` times the one
+// before.
+double timesTheFirst(int count, double growth) {
+  double all = 0;
+  for (int i = 0; i < count; ++i) all = all * growth + 1;
+  return all;
+}
+
+}  // namespace
+
+bool sliceable(const Problem& problem, int32_t sequence) {
+  const auto length = static_cast<double>(problem.lengths()[sequence]);
+  return problem.withRiders(sequence).size() == 1 &&
+         problem.own(sequence).squares == problem.cost().squares(0, length);
+}
+
+std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int size, int slices,
+                                 double growth) {
+  const int64_t length = problem.lengths()[sequence];
+  if (slices == 1) return {0, length};
+  // The first x tokens take about a x^2 / d + (h + b / d) x on d ranks.
+  const CostModel& cost = problem.cost();
+  const CostParams& params = cost.params();
+  const double square = params.attention / size;
+  const double linear = params.piece + params.linear / size;
+  const auto work = [&](int64_t tokens) {
+    const auto x = static_cast<double>(tokens);
+    if (params.limited > 0) return square * cost.squares(0, x) + linear * x;
+    return (square * x + linear) * x;
+  };
+  const int64_t most = cost.memory().capacity * size;
+  std::vector<int64_t> bounds = {0};
+  for (int left = slices; bounds.back() < length; --left) {
+    const int64_t last = bounds.back();
+    int64_t bound = length;
+    if (left > 1) {
+      const double wanted = work(last) + (work(length) - work(last)) / timesTheFirst(left, growth);
+      // The positive root, in the form that has no difference of near numbers.
+      const double below = linear + std::sqrt(linear * linear + 4 * square * wanted);
+      if (below > 0) bound = std::llround(2 * wanted / below);
+      if (params.limited > 0) {  // of less than squares; as much work has more tokens
+        int64_t high = length;
+        while (bound < high) {
+          const int64_t middle = bound + (high - bound) / 2;
+          if (work(middle) < wanted) {
+            bound = middle + 1;
+          } else {
+            high = middle;
+          }
+        }
+      }
+    }
+    bounds.push_back(std::min({std::max(bound, last + 1), last + most, length}));
+  }
+  return bounds;
+}
+
+}  // namespace hdpcomm::planner

@@ -1,0 +1,20 @@
+// Where a sequence is cut into slices.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "planner/model/problem.hpp"
+
+namespace hdpcomm::planner {
+
+// Whether a sequence can run in several slices: it has no riders, and all its queries see what is
+// before them.
+bool sliceable(const Problem& problem, int32_t sequence);
+
+// Where so many slices on so many ranks begin, and the length at last. They take about equal time,
+// or each `growth` times that of the one before; more of them where memory asks for it.
+std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int size, int slices,
+                                 double growth = 1);
+
+}  // namespace hdpcomm::planner
