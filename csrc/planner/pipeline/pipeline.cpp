@@ -14,12 +14,26 @@ namespace hdpcomm::planner {
 namespace {
 
 constexpr double kRefineLimit = 1 << 10;  // sequences x ranks, for local search
+constexpr double kSliceLimit = 1 << 9;    // the same, with slices
 
 constexpr Candidate<PlanSearch> kImprovements[] = {
     {"local search", [](const PlanSearch& search) { return search.small(kRefineLimit); },
      [](PlanSearch& search) {
        search.improve(
            [&](Plan plan) { return refine(search.problem, std::move(plan), search.lower_bound); });
+     }},
+};
+
+constexpr Candidate<PlanSearch> kSliced[] = {
+    {"local search with slices",
+     [](const PlanSearch& search) {
+       return search.cluster().mostSlices() > 1 && search.cluster().chunks == 1 &&
+              !search.atBound() && search.small(kSliceLimit);
+     },
+     [](PlanSearch& search) {
+       search.improve([&](Plan plan) {
+         return refine(search.problem, std::move(plan), search.lower_bound, true);
+       });
      }},
 };
 
@@ -35,6 +49,8 @@ Plan planPipeline(const Problem& problem, const PolicyOptions& options, double l
   tryBaselines(search);
   tryAll(kImprovements, search);
   if (!plans.sliced.micro_batches.empty()) search.take(std::move(plans.sliced));
+  search.lower_bound = lower_bound;
+  tryAll(kSliced, search);
   return std::move(search).result();
 }
 

@@ -1,11 +1,12 @@
 // Local search on plans of few micro-batches, where packing and fixed costs matter most: simulated
-// annealing over the order, the group sizes and the packs. The seed is fixed and the number of
-// trials depends on the size of the plan only, so equal input gives equal plans.
+// annealing over the order, the group sizes, the packs and the slices. The seed is fixed and the
+// number of trials depends on the size of the plan only, so equal input gives equal plans.
 #include "planner/search/refine.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -13,10 +14,12 @@
 #include "base/xorshift.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/rings.hpp"
+#include "planner/model/slice_bounds.hpp"
 #include "planner/model/window_maxima.hpp"
 #include "planner/simulate/finish_plan.hpp"
 #include "planner/simulate/level_order.hpp"
 #include "planner/simulate/priority_order.hpp"
+#include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -25,26 +28,24 @@ struct Group {
   std::vector<int32_t> sequences;
   Load load;
   int size = 1;
+  int slices = 1;
+  double growth = 1;  // of slices (slice_bounds.hpp)
 };
 
 using Groups = std::vector<Group>;
 
 class Annealer {
  public:
-  Annealer(const Problem& problem, double bound)
-      : problem_(problem), cost_(problem.cost()), bound_(bound), ready_(problem.ranks()) {}
+  Annealer(const Problem& problem, double bound, bool with_slices)
+      : problem_(problem),
+        cost_(problem.cost()),
+        bound_(bound),
+        most_slices_(with_slices ? cost_.cluster().mostSlices() : 1),
+        ready_(problem.ranks()) {}
 
   // Returns the better of the given plan and the best one found.
   Plan improve(Plan plan) {
-    Groups groups;
-    for (const MicroBatch& batch : plan.micro_batches) {
-      Group group;
-      group.sequences = batch.sequences;
-      for (const int32_t sequence : batch.sequences) group.load += problem_.own(sequence);
-      group.size = static_cast<int>(batch.ranks.size());
-      groups.push_back(std::move(group));
-    }
-    const Groups best = anneal(std::move(groups));
+    const Groups best = anneal(groupsOf(plan));
     std::vector<MicroBatch> batches;
     decode(best, &batches);
     Plan found = finishPlan(problem_, std::move(batches));
@@ -52,6 +53,23 @@ class Annealer {
   }
 
  private:
+  Groups groupsOf(const Plan& plan) const {
+    Groups groups;
+    for (const MicroBatch& batch : plan.micro_batches) {
+      if (batch.slice.first > 0) {
+        const auto same = [&](const Group& group) { return group.sequences == batch.sequences; };
+        ++std::find_if(groups.begin(), groups.end(), same)->slices;
+        continue;
+      }
+      Group group;
+      group.sequences = batch.sequences;
+      for (const int32_t sequence : batch.sequences) group.load += problem_.own(sequence);
+      group.size = static_cast<int>(batch.ranks.size());
+      groups.push_back(std::move(group));
+    }
+    return groups;
+  }
+
   Groups anneal(Groups current) {
     const int stages = cost_.cluster().pipeline;
     const double work = static_cast<double>(current.size()) * problem_.ranks() + 10;
@@ -83,13 +101,21 @@ class Annealer {
   }
 
   bool fits(const Group& group) const {
-    return group.size <= problem_.ranks() && !group.sequences.empty() &&
-           planner::fits(problem_, group.load, group.sequences, group.size);
+    if (group.size > problem_.ranks() || group.sequences.empty()) return false;
+    if (group.slices == 1) {
+      return planner::fits(problem_, group.load, group.sequences, group.size);
+    }
+    const int64_t length = problem_.lengths()[group.sequences.front()];
+    return group.sequences.size() == 1 && sliceable(problem_, group.sequences.front()) &&
+           length >= group.slices && length <= cost_.memory().capacity * group.size * group.slices;
   }
 
   bool mutate(Groups& groups) {
     const size_t i = random_.below(groups.size());
-    switch (random_.below(4)) {
+    switch (random_.below(most_slices_ > 1 ? 6 : 4)) {
+      case 4:
+      case 5:
+        return cut(groups[i]);
       case 0:
         return moveGroup(groups, i);
       case 1:
@@ -120,6 +146,30 @@ class Annealer {
     if (random_.below(3) == 0) size = 1 + static_cast<int>(random_.below(ranks));
     if (size < 1 || size > ranks || size == group.size) return false;
     group.size = size;
+    return fits(group);
+  }
+
+  // In another number of slices, on other ranks with it or not, or with cuts at other places.
+  bool cut(Group& group) {
+    if (group.sequences.size() != 1) return false;
+    const int before = group.slices;
+    switch (random_.below(4)) {
+      case 0:
+        group.slices += random_.below(2) == 0 ? 1 : -1;
+        break;
+      case 1:
+        group.slices = 1 + static_cast<int>(random_.below(most_slices_));
+        break;
+      case 2:
+        group.slices = 1 + static_cast<int>(random_.below(most_slices_));
+        group.size = std::max(1, random_.below(2) == 0 ? group.size / 2 : group.size - 1);
+        break;
+      default:
+        if (group.slices == 1) return false;
+        group.growth = kGrowths[random_.below(std::size(kGrowths))];
+        return true;
+    }
+    if (group.slices < 1 || group.slices > most_slices_ || group.slices == before) return false;
     return fits(group);
   }
 
@@ -160,8 +210,8 @@ class Annealer {
     group.load += problem_.own(sequence);
   }
 
-  // What the search makes smaller: decode()'s score, with a pipeline the simulated makespan (with
-  // whole backward passes) and a small weight on that score.
+  // What the search makes smaller: decode()'s score, with a pipeline the simulated makespan and a
+  // small weight on that score. Infinity where a device would hold too many tokens in slices.
   double score(const Groups& groups) {
     if (cost_.cluster().pipeline == 1) return decode(groups, nullptr);
     Plan plan;
@@ -170,7 +220,15 @@ class Annealer {
       return simulatePriorities(problem_, plan).makespan + kIdleWeight * flat;
     }
     for (MicroBatch& batch : plan.micro_batches) price(problem_, batch);
-    return makespanByLevels(problem_, plan) + kIdleWeight * flat;
+    const bool cut = std::any_of(groups.begin(), groups.end(),
+                                 [](const Group& group) { return group.slices > 1; });
+    if (!cut && !cost_.cluster().split) {
+      return makespanByLevels(problem_, plan) + kIdleWeight * flat;
+    }
+    const SimulatedStep step = simulate(problem_, plan);
+    const double makespan =
+        holds(problem_, step) ? step.makespan : std::numeric_limits<double>::infinity();
+    return makespan + kIdleWeight * flat;
   }
 
   // Places the groups in order, each on the ranks on which it ends first, and returns the score:
@@ -180,21 +238,32 @@ class Annealer {
     double makespan = 0;
     for (const Group& group : groups) {
       const double end = place(group);
-      if (batches != nullptr) {
-        MicroBatch batch;
-        for (int i = 0; i < group.size; ++i) batch.ranks.push_back(ready_[i].second);
-        std::sort(batch.ranks.begin(), batch.ranks.end());
-        batch.ranks = ringOrder(std::move(batch.ranks), cost_.cluster());
-        batch.sequences = group.sequences;
-        batch.start = static_cast<double>(batches->size());
-        batches->push_back(std::move(batch));
-      }
+      if (batches != nullptr) add(group, *batches);
       for (int i = 0; i < group.size; ++i) ready_[i].first = end;
       makespan = std::max(makespan, end);
     }
     double sum = 0;
     for (const auto& [time, rank] : ready_) sum += time;
     return makespan + kIdleWeight * sum / problem_.ranks();
+  }
+
+  // The micro-batches of a group that was placed.
+  void add(const Group& group, std::vector<MicroBatch>& batches) const {
+    MicroBatch batch;
+    for (int i = 0; i < group.size; ++i) batch.ranks.push_back(ready_[i].second);
+    std::sort(batch.ranks.begin(), batch.ranks.end());
+    batch.ranks = ringOrder(std::move(batch.ranks), cost_.cluster());
+    batch.sequences = group.sequences;
+    std::vector<int64_t> bounds = {0, 0};  // of no slice
+    if (group.slices > 1) {
+      bounds =
+          sliceBounds(problem_, group.sequences.front(), group.size, group.slices, group.growth);
+    }
+    for (size_t k = 1; k < bounds.size(); ++k) {
+      batch.start = static_cast<double>(batches.size());
+      batch.slice = {bounds[k - 1], bounds[k], k + 1 < bounds.size()};
+      batches.push_back(batch);
+    }
   }
 
   // Moves the ranks chosen for the group to the front of ready_ and returns the group's end time.
@@ -318,10 +387,12 @@ class Annealer {
   }
 
   static constexpr double kIdleWeight = 0.02;
+  static constexpr double kGrowths[] = {0.6, 0.75, 0.9, 1, 1.1, 1.3, 1.6};
 
   const Problem& problem_;
   const CostModel& cost_;
   double bound_;
+  const int most_slices_;
   Xorshift random_;
   std::vector<std::pair<double, int>> ready_;  // (time, rank)
   std::vector<double> speed_limits_;
@@ -329,11 +400,11 @@ class Annealer {
 
 }  // namespace
 
-Plan refine(const Problem& problem, Plan plan, double lower_bound) {
+Plan refine(const Problem& problem, Plan plan, double lower_bound, bool with_slices) {
   const auto sliced = [](const MicroBatch& batch) { return batch.slice.some(); };
   const auto& batches = plan.micro_batches;
-  if (std::any_of(batches.begin(), batches.end(), sliced)) return plan;
-  return Annealer(problem, lower_bound).improve(std::move(plan));
+  if (!with_slices && std::any_of(batches.begin(), batches.end(), sliced)) return plan;
+  return Annealer(problem, lower_bound, with_slices).improve(std::move(plan));
 }
 
 }  // namespace hdpcomm::planner

@@ -84,7 +84,7 @@ def test_pipelines_choose_slices() -> None:
     cluster = ClusterSpec(ranks=4, capacity=1000, pipeline=4)
     cost = replace(LIMITED, fixed=0.0)
     whole, cut = (Planner(None, cluster, cost_model=cost, slices=slices) for slices in (1, 8))
-    lengths = [4000, 300, 20]
+    lengths = [4000, *[2] * 150]  # too many for local search, which may cut elsewhere
     plan = cut.plan(lengths)
     assert plan.lower_bound_s <= plan.makespan_s < 0.8 * whole.plan(lengths).makespan_s
     slices = list(plan.slices.values())

@@ -72,8 +72,8 @@ def test_a_step_is_no_longer_and_can_run(seed):
     found = simulate_step(sliced, after)
     assert abs(found.compute_s - after.makespan_s) <= 1e-9 * after.makespan_s
     assert found.rank_peak_tokens.max() <= planner.cluster.pipeline * planner.memory.capacity * (1 + 1e-9)
-    if not after.slices:
-        assert after.hash == before.hash
+    if not after.slices:  # or local search, which tries more with slices, has found another one
+        assert after.hash == before.hash or after.makespan_s < before.makespan_s
 
 
 @pytest.mark.parametrize("seed", range(12))
