@@ -137,18 +137,30 @@ class Planner:
         self.slices = slices
         devices = cluster.ranks * cluster.pipeline * cluster.tensor
         self._spare = 0.0 if cluster.cores is None else max(0.0, 1 - cluster.cores / devices)
-        self._core = core_cost(cost_model, self.memory, cluster, ring_peers, slices)
         self._in_waves = cluster.expert > 1 and cluster.pipeline == 1
-        resident = replace(self.memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
-        self._without_offload = (
-            core_cost(cost_model, resident, cluster, ring_peers, slices) if self.memory.offloadable else None
-        )
+        self._make_cores()
 
+    def _make_cores(self) -> None:
+        cost, memory, cluster, slices = self.cost_model, self.memory, self.cluster, self.slices
+        self._core = core_cost(cost, memory, cluster, self.ring_peers, slices)
+        resident = replace(memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
+        self._without_offload = (
+            core_cost(cost, resident, cluster, self.ring_peers, slices) if memory.offloadable else None
+        )
         self._without_slices = (
-            core_cost(cost_model, self.memory, cluster, ring_peers)
+            core_cost(cost, memory, cluster, self.ring_peers)
             if slices > 1 and cluster.expert > 1 and cluster.pipeline > 1
             else None
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: all but what the core makes of it."""
+        made = ("_core", "_without_offload", "_without_slices")
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_cores()
 
     @staticmethod
     def _check_slices(cluster: ClusterSpec, policy: str, slices: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -85,6 +87,18 @@ def test_plans_written_with_the_old_name_of_the_predicted_seconds_are_read() -> 
     assert StepPlan.from_json(old).micro_batches == StepPlan.from_json(text).micro_batches == plan.micro_batches
     with pytest.raises(InvalidUsage, match="no step plan"):
         StepPlan.from_json(text.replace('"predicted_s"', '"expected_s"'))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda planner: pickle.loads(pickle.dumps(planner))])
+def test_planners_are_copied_and_sent_to_other_processes(copied: Any) -> None:
+    cluster = ClusterSpec(4, 100, pipeline=2, expert=2, offload=True)
+    memory = MemoryModel(100, offloadable=0.5, copy_s=1e-9, host_tokens=1e5)
+    for planner in (
+        make_planner("static", 4, 100, context=300),
+        Planner(None, cluster, cost_model=COST, memory=memory, slices=4),
+        Planner(None, ClusterSpec(4, 100), cost_model=COST, queue=True),
+    ):
+        assert copied(planner).plan([300, 20, 90, 5]).hash == planner.plan([300, 20, 90, 5]).hash
 
 
 def test_a_sequence_may_take_three_of_four_ranks() -> None:
