@@ -170,8 +170,8 @@ def calls_of_steps(options: dict[str, Any]) -> dict[str, int]:
     ids=["plain", "bf16", "zero 1", "zero 2", "zero 3", "pipeline, offload"],
 )
 def test_a_step_allocates_nothing(options: dict[str, Any]) -> None:
-    """Neither the engine nor offload; torch has an allocator of its own. Until a stream has eight marks by which the host
-    knows how far ahead it is (pacer.hpp), it makes an event for each."""
+    """Neither the engine nor offload; torch has an allocator of its own. Until a stream has eight marks by which the
+    host knows how far ahead it is (pacer.hpp), it makes an event for each."""
     machine = FakeMachine(2, opens=_testing.TestDevice)
     for found in testing.run_threads(machine.ranks(calls_of_steps), 2, options, transport="sim"):
         assert found["copy"] > 0
