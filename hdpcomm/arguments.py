@@ -89,9 +89,10 @@ def size_text(count: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``8``, ``64K``, ``1.5M``, ``1G`` (binary units, either case). Raises InvalidUsage for other text."""
-    unit = _UNITS.get(text[-1:].lower(), 1)
-    digits = text[:-1] if unit > 1 else text
+    """Bytes of ``8``, ``64K``, ``1.5M``, ``1GiB`` (binary units, either case). Raises InvalidUsage for other text."""
+    short = text[:-2] if text[-2:].lower() == "ib" else text
+    unit = _UNITS.get(short[-1:].lower(), 1)
+    digits = short[:-1] if unit > 1 else text
     try:
         if not digits or not digits.replace(".", "", 1).isascii() or not digits.replace(".", "", 1).isdigit():
             raise ValueError

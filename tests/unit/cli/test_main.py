@@ -150,9 +150,10 @@ def test_positive():
 
 
 def test_num_bytes():
-    assert (num_bytes("0"), num_bytes("512M"), num_bytes("1.5k")) == (0, 512 << 20, 1536)
-    with pytest.raises(argparse.ArgumentTypeError, match="'8x' is no size"):
-        num_bytes("8x")
+    assert (num_bytes("0"), num_bytes("512M"), num_bytes("1.5k"), num_bytes("2GiB")) == (0, 512 << 20, 1536, 2 << 30)
+    for text in ("8x", "8iB", "iB", "KiB"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is no size"):
+            num_bytes(text)
 
 
 def test_check_writable(tmp_path):
