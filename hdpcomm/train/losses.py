@@ -99,10 +99,9 @@ class GroupLoss:
     Attributes:
         function: ``function(log_probs, columns) -> loss``, or ``(loss, count)``: of one group to its loss, a scalar by
             differentiable operations of torch. Both arguments have an element for each sequence of the group, in the
-            order
-            of the batch: the log-probabilities ``[n]`` of its labels, and a tensor ``[n]`` for each column. The loss of
-            the batch is the sum over the groups divided by the sum of counts (by default 1 each). It is called for a
-            group on one rank, for which ``fetch`` is called there.
+            order of the batch: the log-probabilities ``[n]`` of its labels, and a tensor ``[n]`` for each column. The
+            loss of the batch is the sum over the groups divided by the sum of counts (by default 1 each). It is called
+            for a group on one rank, for which ``fetch`` is called there.
         columns: what ``fetch`` must give beside tokens and labels; it may give more.
         temperature: divides the logits, as where the tokens were sampled.
 
