@@ -90,7 +90,7 @@ std::vector<std::pair<uint64_t, Batches>> arrangeWaves(
     planner::Shape shape{count};
     shape.ramps = ramps;
     shape.spread = spread;
-    if (!waves.arrange(shape, kNever, kNever)) continue;
+    if (!waves.arrange(shape, kNever, kNever) || !waves.deal()) continue;
     Batches batches;
     for (MicroBatch& batch : waves.plan()) {
       batches.emplace_back(std::move(batch.ranks), std::move(batch.sequences));

@@ -17,6 +17,7 @@ class RanksBySpeed {
 
   int count() const { return static_cast<int>(by_speed_.size()); }
   double speed(int place) const { return speeds_[place]; }
+  int32_t rank(int place) const { return by_speed_[place]; }
   // Whether all ranks have one speed.
   bool alike() const { return cost_.cluster().speeds.empty(); }
 

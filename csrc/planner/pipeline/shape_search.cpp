@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <limits>
 #include <map>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "planner/model/cost_model.hpp"
@@ -42,12 +44,12 @@ class ShapeSearch {
   // What the candidates ask and do.
   int count() const { return count_; }  // of waves
   bool byLevels() const { return by_levels_; }
-  bool found() const { return !best_.micro_batches.empty(); }
+  bool found() const { return best_.some(); }
   bool above(double share) const { return best_.makespan >= share * bound_; }
   bool alike() const { return problem_.cost().cluster().speeds.empty(); }
   bool zonesHelped() const { return zones_helped_; }
   bool sequencesOnly() const { return !problem_.hasTrees() && !problem_.hasRiders(); }
-  bool inSlices() const { return shape_.slices > 1 || shape_.every > 1; }
+  bool inSlices() const { return best_.shape.slices > 1 || best_.shape.every > 1; }
 
   void attemptEqual() { attempt({count_, 0, 0}); }
   void attemptSlopes() { attempt({count_, stages_, stages_}); }
@@ -162,16 +164,11 @@ class ShapeSearch {
   void attemptSlicedLevels() {
     budget_ = std::min(budget_, spent_ + kLevelsBudget);
     if (done()) return;
-    Plan before = std::move(best_);
-    const Shape shape_before = shape_;
-    const Heights heights_before = heights_;
-    const double predicted_before = predicted_;
-    best_ = Plan{};
+    Found before = std::exchange(best_, {});
     best_.makespan = kWorthMore * before.makespan;
-    predicted_ = kForever;
     tried_.clear();
     for (int slices = mostSlices(); slices > 1; slices = slices * 2 / 3) {
-      if (best_.micro_batches.empty() && slices < mostSlices() / 2) break;
+      if (!found() && slices < mostSlices() / 2) break;
       for (const double height : waves_.slicedLevels(slices)) {
         Shape shape;
         shape.given.others = {height};
@@ -180,15 +177,12 @@ class ShapeSearch {
         attempt(shape);
       }
     }
-    if (!best_.micro_batches.empty()) {
+    if (found()) {
       descend();
       tune(kMostMisses);
       if (best_.makespan < before.makespan) return;
     }
     best_ = std::move(before);
-    shape_ = shape_before;
-    heights_ = heights_before;
-    predicted_ = predicted_before;
   }
 
   int mostSlices() const { return problem_.cost().cluster().mostSlices(); }
@@ -207,7 +201,7 @@ class ShapeSearch {
         changeUp();
         break;
       }
-      shape_.ramps > 0 ? changeRamps() : changeSlopes();
+      best_.shape.ramps > 0 ? changeRamps() : changeSlopes();
       for (const double ramps : {0.0, 0.6, 0.8, 1.0, 1.2}) {
         change([&](Shape& shape) { shape.ramps = ramps; });
       }
@@ -215,20 +209,20 @@ class ShapeSearch {
       for (const double full : {0.0, 0.7, 0.85, 0.93}) {
         change([&](Shape& shape) { shape.full = full; });
       }
-      if (shape_.every > 1) {
+      if (best_.shape.every > 1) {
         for (const int more : {-1, 1, 2}) {
           change(
               [&](Shape& shape) { shape.every = std::clamp(shape.every + more, 1, mostSlices()); });
         }
       }
-      if (shape_.top <= 0) continue;
+      if (best_.shape.top <= 0) continue;
       for (const double factor : {0.98, 0.99, 1.01, 1.02}) {
         change([&](Shape& shape) { shape.top *= factor; });
       }
       for (const int more : {-2, -1, 1, 2}) {
         change([&](Shape& shape) { shape.beside = std::max(0, shape.beside + more); });
       }
-      if (shape_.slices == 1) continue;
+      if (best_.shape.slices == 1) continue;
       for (const int more : {-2, -1, 1, 2, 4}) {
         change(
             [&](Shape& shape) { shape.slices = std::clamp(shape.slices + more, 1, mostSlices()); });
@@ -287,13 +281,13 @@ class ShapeSearch {
   void tune(int most_misses) {
     const Changing changing(*this);
     HeightChanges changes;
-    const auto waves = static_cast<double>(heights_.others.size());
+    const auto waves = static_cast<double>(best_.heights.others.size());
     const double size = problem_.count() + waves * problem_.ranks() + waves * waves * stages_;
     const int trials = static_cast<int>(std::clamp(kTuning / size, 20.0, 200.0));
-    Shape current = shape_;
-    current.given = heights_;
+    Shape current = best_.shape;
+    current.given = best_.heights;
     double makespan = best_.makespan;
-    double predicted = predicted_;
+    double predicted = best_.predicted;
     for (int trial = 0, misses = 0; trial < trials && misses < most_misses; ++trial) {
       if (done()) return;
       Shape shape = current;
@@ -324,10 +318,8 @@ class ShapeSearch {
   }
 
  private:
-  Plan finished(Plan plan) const;
-
   void allowSlices() {
-    if (whole_.micro_batches.empty()) whole_ = best_;
+    if (!whole_.some()) whole_ = best_;
     bound_ = slices_bound_;
     budget_ = std::max(budget_, spent_ + 0.5 * kBudget);  // on large clusters all is spent by then
   }
@@ -338,7 +330,7 @@ class ShapeSearch {
     return spent_ > budget_ && best_.makespan < kForever;
   }
 
-  void attempt(const Shape& shape) { makespanOf(shape, kLikely * predicted_, best_.makespan); }
+  void attempt(const Shape& shape) { makespanOf(shape, kLikely * best_.predicted, best_.makespan); }
 
   // Makes the plan and keeps the best one. Infinity if it was not made, as that of waves for which
   // a pipeline takes more than `most`; not below `limit`, which is no less than the best one, as
@@ -350,38 +342,42 @@ class ShapeSearch {
     const Shape key = shape.withoutUnused();
     if (std::find(tried_.begin(), tried_.end(), key) != tried_.end()) return kForever;
     tried_.push_back(key);
-    Plan found;
     double* known = nullptr;
+    bool dealt = false;
     if (waves_.arrange(shape, best_.makespan, most)) {
       known = &makespans_[waves_.arrangement()];
-      if (*known < limit) found.micro_batches = waves_.plan();
+      dealt = *known < limit && waves_.deal();
     }
-    spent_ += (found.micro_batches.empty() ? kUnplanned : 1) * waves_.spent();
-    if (found.micro_batches.empty()) return known != nullptr && *known > 0 ? *known : kForever;
-    if (by_levels_) {
-      std::vector<PassCosts> costs;
-      costs.reserve(found.micro_batches.size());
-      for (MicroBatch& batch : found.micro_batches) {
-        const Work work = workOf(problem_, batch);
-        price(problem_, batch, work);
-        costs.push_back(passCosts(problem_, batch, work));
-      }
-      found.makespan = makespanByLevels(problem_, found, std::move(costs), limit,
-                                        shape.slices > 1 && shape.every == 1);
-    } else {
-      found = finishPlan(problem_, std::move(found.micro_batches), limit);
-    }
-    const double makespan = *known = found.makespan;
+    spent_ += (dealt ? 1 : kUnplanned) * waves_.spent();
+    if (!dealt) return known != nullptr && *known > 0 ? *known : kForever;
+    const double makespan = *known = makespanOfDealt(shape, limit);
     if (makespan >= best_.makespan) return makespan;
-    if (shape.every > 1 && !holds(problem_, simulateLevels(problem_, found))) {
+    if (shape.every > 1 && !holds(problem_, simulateLevels(problem_, pricedPlan()))) {
       return *known = kForever;
     }
-    found.made_by = changing_ ? improvedBy(best_.made_by, trying) : trying;
-    best_ = std::move(found);
-    shape_ = shape;
-    heights_ = waves_.heights();
-    predicted_ = waves_.predicted();
+    best_ = {shape, waves_.heights(), makespan, waves_.predicted(),
+             changing_ ? improvedBy(best_.made_by, trying) : trying};
     return makespan;
+  }
+
+  // Of the waves that were dealt.
+  double makespanOfDealt(const Shape& shape, double limit) {
+    if (!by_levels_) return finishPlan(problem_, waves_.plan(), limit).makespan;
+    if (shape.slices == 1 && shape.every == 1) {
+      return makespanByLevels(problem_, waves_.passes(), limit);
+    }
+    const Plan plan = pricedPlan();
+    std::vector<PassCosts> costs;
+    costs.reserve(plan.micro_batches.size());
+    for (const MicroBatch& batch : plan.micro_batches) costs.push_back(passCosts(problem_, batch));
+    return makespanByLevels(problem_, plan, costs, limit, shape.every == 1);
+  }
+
+  Plan pricedPlan() const {
+    Plan plan;
+    plan.micro_batches = waves_.plan();
+    for (MicroBatch& batch : plan.micro_batches) price(problem_, batch);
+    return plan;
   }
 
   void changeUp() {
@@ -417,7 +413,7 @@ class ShapeSearch {
 
   template <typename Change>
   void change(const Change& change) {
-    Shape shape = shape_;
+    Shape shape = best_.shape;
     change(shape);
     const Changing changing(*this);
     attempt(shape);
@@ -443,23 +439,33 @@ class ShapeSearch {
   static constexpr double kLonger = 0.01;  // of the best plan, by which one may be longer at first
   static constexpr double kForever = std::numeric_limits<double>::infinity();
 
+  // The plan of a shape: it is made in the end, and quicker than those of all shapes that are best
+  // for a while.
+  struct Found {
+    Shape shape;
+    Heights heights;  // of its waves
+    double makespan = kForever;
+    double predicted = kForever;  // what a pipeline takes for these
+    std::string made_by;
+
+    bool some() const { return !made_by.empty(); }
+  };
+  Plan planOf(const Found& found);
+
   const Problem& problem_;
   WavePlanner waves_;
   const int stages_;
   const bool by_levels_;
   double bound_;
   const double slices_bound_;
-  Plan best_;
-  Plan whole_;        // the best one without slices, where these were tried, too
-  Shape shape_;       // of the best plan
-  Heights heights_;   // of its waves
+  Found best_;
+  Found whole_;       // the best one without slices, where these were tried, too
   double spent_ = 0;  // in all trials
   double budget_ = kBudget;
   int count_ = 0;          // of waves that are tried
   bool changing_ = false;  // the best shape
   bool zones_helped_ = false;
-  double predicted_ = kForever;  // what a pipeline takes for these
-  std::vector<Shape> tried_;     // none is better than the best plan
+  std::vector<Shape> tried_;  // none is better than the best one
   // By WavePlanner::arrangement(): makespans, or what these are not below.
   std::map<uint64_t, double> makespans_;
 };
@@ -523,22 +529,25 @@ constexpr Shapes kShapes[] = {
      [](ShapeSearch& search) { search.attemptSlicedLevels(); }},
 };
 
-Plan ShapeSearch::finished(Plan plan) const {
-  if (plan.micro_batches.empty()) return plan;
-  Plan result = finishPlan(problem_, std::move(plan.micro_batches));
-  result.made_by = std::move(plan.made_by);
-  return result;
+Plan ShapeSearch::planOf(const Found& found) {
+  Plan plan;
+  plan.makespan = kForever;
+  if (!found.some()) return plan;
+  if (waves_.arrange(found.shape, kForever, kForever) && waves_.deal()) {
+    plan = finishPlan(problem_, waves_.plan());
+  }
+  plan.made_by = found.made_by;
+  return plan;
 }
 
 ShapedPlans ShapeSearch::run() {
-  best_.makespan = kForever;
   for (const int count : {1, 2, 3, 4, 6, 8, 11, 14, 18, 24, 32}) {
     count_ = count;
     tryAll(kNumbered, *this);
   }
   tryAll(kShapes, *this);
-  if (!inSlices()) return {finished(std::move(best_)), {}};
-  return {finished(std::move(whole_)), finished(std::move(best_))};
+  if (!inSlices()) return {planOf(best_), {}};
+  return {planOf(whole_), planOf(best_)};
 }
 
 }  // namespace

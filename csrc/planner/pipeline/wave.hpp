@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "planner/model/cost_model.hpp"
+
 namespace hdpcomm::planner {
 
 // Micro-batches side by side on neighbouring by_speed, fastest ranks first (ranks_by_speed.hpp).
@@ -22,8 +24,8 @@ struct Wave {
   double height = 0;  // of each slice
   int slices = 1;  // that its sequences run in, one after the other; other ranks run as many packs
   std::vector<Wide> wide;
-  int used = 0;                             // the place after their ranks
-  std::vector<std::vector<int32_t>> packs;  // of the ranks from there on, `slices` for each
+  int used = 0;             // the place after their ranks
+  std::vector<Load> packs;  // of the ranks from there on, `slices` for each
   int placeOf(size_t pack) const { return used + static_cast<int>(pack) / slices; }
   bool turned = false;  // lies on its ranks the other way round
 };

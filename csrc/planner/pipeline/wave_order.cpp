@@ -83,9 +83,8 @@ void turnWaves(std::vector<Wave>& waves, const Problem& problem) {
       times.insert(times.end(), wide.size, wave.slices * wide.seconds);
     }
     for (size_t k = 0; k < wave.packs.size(); ++k) {
-      Load load;
-      for (const int32_t sequence : wave.packs[k]) load += problem.own(sequence);
-      const double seconds = wave.packs[k].empty() ? 0 : problem.cost().seconds(load, 1);
+      const Load& load = wave.packs[k];
+      const double seconds = load.tokens > 0 ? problem.cost().seconds(load, 1) : 0;
       if (wave.placeOf(k) - wave.first < static_cast<int>(times.size())) {
         times.back() += seconds;
       } else {

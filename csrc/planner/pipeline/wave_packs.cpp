@@ -54,33 +54,26 @@ std::vector<WavePacks::Lacking> WavePacks::shares(const std::vector<Wave>& waves
   return lacking;
 }
 
-void WavePacks::fill(std::vector<Wave>& waves, const std::vector<Lacking>& shares,
-                     int first) const {
+void WavePacks::fill(std::vector<Wave>& waves, const std::vector<Lacking>& shares, int first) {
   std::vector<int32_t> first_of;  // by wave: the number of its first pack
   int32_t count = 0;
   for (const Wave& wave : waves) {
     first_of.push_back(count);
     count += static_cast<int32_t>(wave.packs.size());
   }
-  struct Pack {
-    std::vector<int32_t>* sequences = nullptr;
-    double tokens = 0;
-    int32_t count = 0;
-  };
-  std::vector<Pack> packs(count);
+  std::vector<Load> packs(count);
   // The first one is that which lacks most, of equal ones the last one: both are negated.
   std::vector<RoundQueue::Entry> entries;
   entries.reserve(shares.size());
   for (const auto& [seconds, pack] : shares) {
     const int32_t number = first_of[pack.first] + pack.second;
-    packs[number].sequences = &waves[pack.first].packs[pack.second];
     entries.push_back({-seconds, -number});
   }
   RoundQueue lacking(std::move(entries));
   std::vector<RoundQueue::Entry> passed;
   std::vector<int32_t> left_over;
-  std::vector<int32_t> taken;  // sequences in the order of jobs, each behind the number of its pack
-  taken.reserve(2 * jobs_.size());
+  dealt_.clear();
+  dealt_.reserve(jobs_.size());
   for (size_t i = 0; i < jobs_.size(); ++i) {
     if (used_[i]) continue;
     const Job& job = jobs_[i];
@@ -88,16 +81,14 @@ void WavePacks::fill(std::vector<Wave>& waves, const std::vector<Lacking>& share
     bool placed = false;
     while (!placed && !lacking.empty() && passed.size() < kMaxProbes) {
       const RoundQueue::Entry entry = lacking.top();
-      Pack& pack = packs[-entry.second];
+      Load& pack = packs[-entry.second];
       if (pack.tokens + job.load.tokens > capacity()) {
         lacking.pop();
         passed.push_back(entry);
         continue;
       }
-      pack.tokens += job.load.tokens;
-      ++pack.count;
-      taken.push_back(-entry.second);
-      taken.push_back(job.sequence);
+      pack += problem_.own(job.sequence);
+      dealt_.push_back({-entry.second, job.sequence});
       placed = true;
       if (pack.tokens < capacity()) {
         lacking.replaceTop({entry.first + (job.min_size_s - cost_.params().fixed), entry.second});
@@ -108,11 +99,19 @@ void WavePacks::fill(std::vector<Wave>& waves, const std::vector<Lacking>& share
     for (auto entry = passed.rbegin(); entry != passed.rend(); ++entry) lacking.putBack(*entry);
     if (!placed) left_over.push_back(job.sequence);
   }
-  for (const Pack& pack : packs) {
-    if (pack.count > 0) pack.sequences->reserve(pack.count);
+  for (size_t i = 0; i < waves.size(); ++i) {
+    std::copy_n(packs.begin() + first_of[i], waves[i].packs.size(), waves[i].packs.begin());
   }
-  for (size_t i = 0; i < taken.size(); i += 2) packs[taken[i]].sequences->push_back(taken[i + 1]);
   if (!left_over.empty()) addWaves(waves, left_over, first);
+}
+
+std::vector<std::vector<int32_t>> WavePacks::sequences(size_t packs) const {
+  std::vector<int32_t> counts(packs, 0);
+  for (const Dealt& each : dealt_) ++counts[each.pack];
+  std::vector<std::vector<int32_t>> sequences(packs);
+  for (size_t i = 0; i < packs; ++i) sequences[i].reserve(counts[i]);
+  for (const Dealt& each : dealt_) sequences[each.pack].push_back(each.sequence);
+  return sequences;
 }
 
 double WavePacks::secondsOf(const Wave& wave, size_t pack) const {
@@ -120,9 +119,11 @@ double WavePacks::secondsOf(const Wave& wave, size_t pack) const {
 }
 
 void WavePacks::addWaves(std::vector<Wave>& waves, const std::vector<int32_t>& sequences,
-                         int first) const {
+                         int first) {
   const auto count = static_cast<size_t>(by_speed_.count() - first);
-  auto bins = packBestFit(problem_.lengths(), sequences, cost_.memory().capacity);
+  int32_t number = 0;  // of a pack
+  for (const Wave& wave : waves) number += static_cast<int32_t>(wave.packs.size());
+  const auto bins = packBestFit(problem_.lengths(), sequences, cost_.memory().capacity);
   for (size_t i = 0; i < bins.size(); ++i) {
     const size_t place = i % count;
     if (place == 0) {
@@ -132,12 +133,15 @@ void WavePacks::addWaves(std::vector<Wave>& waves, const std::vector<int32_t>& s
       wave.packs.resize(count);
       waves.push_back(std::move(wave));
     }
-    Load load;
-    for (const int32_t sequence : bins[i]) load += problem_.own(sequence);
     Wave& wave = waves.back();
+    Load& load = wave.packs[place];
+    for (const int32_t sequence : bins[i]) {
+      load += problem_.own(sequence);
+      dealt_.push_back({number, sequence});
+    }
+    ++number;
     wave.height = std::max(
         wave.height, cost_.seconds(load, 1) / by_speed_.speed(first + static_cast<int>(place)));
-    wave.packs[place] = std::move(bins[i]);
   }
 }
 

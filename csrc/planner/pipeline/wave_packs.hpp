@@ -38,7 +38,10 @@ class WavePacks {
 
   // Deals the sequences to the packs, longest first, each to the pack that lacks most. What fits
   // nowhere gets waves of its own on the places from `first` on.
-  void fill(std::vector<Wave>& waves, const std::vector<Lacking>& shares, int first) const;
+  void fill(std::vector<Wave>& waves, const std::vector<Lacking>& shares, int first);
+
+  // What fill() dealt to each of so many packs, in the order of the waves and of their packs.
+  std::vector<std::vector<int32_t>> sequences(size_t packs) const;
 
  private:
   static constexpr size_t kMaxProbes = 8;
@@ -48,7 +51,7 @@ class WavePacks {
   // Seconds of a pack at full speed that ends with the wave on its rank.
   double secondsOf(const Wave& wave, size_t pack) const;
 
-  void addWaves(std::vector<Wave>& waves, const std::vector<int32_t>& sequences, int first) const;
+  void addWaves(std::vector<Wave>& waves, const std::vector<int32_t>& sequences, int first);
 
   const Problem& problem_;
   const CostModel& cost_;
@@ -58,6 +61,11 @@ class WavePacks {
   bool any_ = false;
   double work_ = 0;
   double full_ = 0;
+  struct Dealt {
+    int32_t pack;
+    int32_t sequence;
+  };
+  std::vector<Dealt> dealt_;  // in the order in which each pack has them
 };
 
 }  // namespace hdpcomm::planner

@@ -7,7 +7,6 @@
 #include <numeric>
 #include <utility>
 
-#include "planner/model/rings.hpp"
 #include "planner/model/slice_bounds.hpp"
 
 namespace hdpcomm::planner {
@@ -415,17 +414,12 @@ uint64_t WavePlanner::numberOfWaves() const {
   return number;
 }
 
-std::vector<MicroBatch> WavePlanner::plan() {
+bool WavePlanner::deal() {
   const size_t waves = waves_.size();
   if (packs_->work() > 0) packs_->fill(waves_, lacking_, reserved_);
-  if (waves_.size() > waves && !order_.find(waves_, reserved_, most_)) return {};
+  if (waves_.size() > waves && !order_.find(waves_, reserved_, most_)) return false;
   if (by_speed_.alike()) turnWaves(waves_, problem_);
-  size_t most = 0;
-  for (const Wave& wave : waves_) most += wave.wide.size() * wave.slices + wave.packs.size();
-  std::vector<MicroBatch> batches;
-  batches.reserve(most);
-  for (const size_t wave : order_.waves()) take(waves_[wave], batches);
-  return batches;
+  return true;
 }
 
 double WavePlanner::makeRoom(double limit) {
@@ -440,36 +434,6 @@ double WavePlanner::makeRoom(double limit) {
     packs.addRoom(waves_.back(), room);
   }
   return room;
-}
-
-void WavePlanner::take(Wave& wave, std::vector<MicroBatch>& batches) const {
-  const auto add = [&](int first, int size, std::vector<int32_t> sequences) {
-    MicroBatch batch;
-    if (wave.turned) first = wave.first + wave.last - first - size;
-    batch.ranks = by_speed_.ranks(first, size);
-    if (size > 1) batch.ranks = ringOrder(std::move(batch.ranks), cost_.cluster());
-    batch.sequences = std::move(sequences);
-    batch.start = static_cast<double>(batches.size());
-    batches.push_back(std::move(batch));
-  };
-  int first = wave.first;
-  for (const Wave::Wide& wide : wave.wide) {
-    if (wide.job != Wave::kIdle) {
-      const int32_t sequence = jobs_[wide.job].sequence;
-      const auto bounds = sliceBounds(problem_, sequence, wide.size, wave.slices);
-      for (size_t k = 1; k < bounds.size(); ++k) {
-        add(first, wide.size, problem_.withRiders(sequence));
-        if (bounds.size() == 2) continue;  // a single one
-        batches.back().slice = {bounds[k - 1], bounds[k], k + 1 < bounds.size()};
-      }
-    }
-    first += wide.size;
-  }
-  for (size_t k = 0; k < wave.packs.size(); ++k) {
-    if (!wave.packs[k].empty()) {
-      add(wave.placeOf(k), 1, std::move(wave.packs[k]));
-    }
-  }
 }
 
 }  // namespace hdpcomm::planner

@@ -18,6 +18,7 @@
 #include "planner/pipeline/wave_order.hpp"
 #include "planner/pipeline/wave_packs.hpp"
 #include "planner/pipeline/wave_shape.hpp"
+#include "planner/simulate/level_order.hpp"
 
 namespace hdpcomm::planner {
 
@@ -55,10 +56,14 @@ class WavePlanner {
   // the same plan.
   uint64_t arrangement() const { return arrangement_; }
 
-  // The micro-batches of the waves that arrange() found, in the order that drains and fills a
-  // pipeline fastest, once the short sequences are dealt to the packs. Empty if they take more than
-  // what it was told.
-  std::vector<MicroBatch> plan();
+  // Deals the short sequences to the packs of the waves that arrange() found. False if they take
+  // more than what it was told.
+  bool deal();
+
+  // What was dealt, in the order that drains and fills a pipeline fastest: the micro-batches, or
+  // their passes alone, where no sequence runs in slices.
+  std::vector<MicroBatch> plan() const;
+  const LevelPasses& passes();
 
  private:
   // Adds the waves of a shape that do `work` together, and those that its long sequences need more.
@@ -124,7 +129,14 @@ class WavePlanner {
   // they need if these waves take longer than `limit`.
   double makeRoom(double limit);
 
-  void take(Wave& wave, std::vector<MicroBatch>& batches) const;
+  // The first place of so many ranks from place `first` on, as the wave lies.
+  static int placeIn(const Wave& wave, int first, int size) {
+    return wave.turned ? wave.first + wave.last - first - size : first;
+  }
+
+  // Adds the micro-batches of a wave; `packs`: of its own.
+  void take(const Wave& wave, std::vector<int32_t>* packs, std::vector<MicroBatch>& batches) const;
+  void addPasses(const Wave& wave);
 
   static constexpr double kOfSequence = 30;  // passes, for which a sequence is as much work
   static constexpr int kMaxNode = 16;        // ranks of a node, for levels
@@ -156,6 +168,7 @@ class WavePlanner {
   double most_ = 0;                          // seconds of a pipeline
   uint64_t arrangement_ = 0;
   WaveOrder order_;
+  LevelPasses passes_;
 };
 
 }  // namespace hdpcomm::planner

@@ -14,15 +14,15 @@ namespace {
 
 class LevelOrder {
  public:
-  LevelOrder(const Problem& problem, const Plan& plan, std::vector<PassCosts> costs,
-             bool gaps = false)
+  // `plan`: where it has slices, else it may be empty. `gaps`: see simulateLevels().
+  LevelOrder(const Problem& problem, const LevelPasses& passes, const Plan& plan, bool gaps)
       : problem_(problem),
+        passes_(passes),
         plan_(plan),
         gaps_(gaps),
         stages_(problem.cost().cluster().pipeline),
-        ranks_(problem.ranks()),
-        costs_(std::move(costs)) {
-    for (const PassCosts& each : costs_) offloads_ = offloads_ || each.copy > 0;
+        ranks_(problem.ranks()) {
+    for (const LevelPasses::Batch& each : passes_.batches) offloads_ = offloads_ || each.copy > 0;
     findLevels();
     const size_t devices = static_cast<size_t>(ranks_) * stages_;
     free_.assign(devices, 0.0);
@@ -32,8 +32,10 @@ class LevelOrder {
     }
   }
 
-  void record(SimulatedStep& step) {
+  // `costs`: of the micro-batches.
+  void record(SimulatedStep& step, const std::vector<PassCosts>& costs) {
     record_ = &step;
+    costs_ = costs;
     record_->begin(ranks_);
     resident_.assign(free_.size(), 0.0);
     run();
@@ -44,7 +46,7 @@ class LevelOrder {
   double makespan(double limit) {
     if (limit < kNever) {
       limit_ = limit;
-      left_ = rankTimes(problem_, plan_, costs_);
+      left_ = rankTimes();
       least_ = leastMakespan(problem_, left_);
     }
     if (least_ < limit) run();
@@ -54,13 +56,20 @@ class LevelOrder {
  private:
   // What runs in turn, level by level: passes read it from front to back.
   struct Batch {
+    LevelPasses::Batch passes = {};
     int32_t index = 0;
-    int32_t first_rank = 0;  // of `batch_ranks_`
-    int32_t num_ranks = 0;
-    double forward = 0;  // seconds
-    double backward = 0;
     double given = 0;  // when its last pass ends
   };
+
+  std::vector<RankTime> rankTimes() const {
+    std::vector<RankTime> times(ranks_);
+    for (const LevelPasses::Batch& batch : passes_.batches) {
+      for (const int32_t rank : ranksOf(batch)) {
+        times[rank].add(problem_.cost().cluster(), batch.forward, batch.backward);
+      }
+    }
+    return times;
+  }
 
   void run() {
     const int levels = static_cast<int>(backward_levels_.size()) - 1;
@@ -88,17 +97,17 @@ class LevelOrder {
   }
 
   void findLevels() {
-    const size_t count = plan_.micro_batches.size();
+    const size_t count = passes_.batches.size();
     std::vector<int32_t> next(ranks_, 0);
     std::vector<int32_t> level_of(count, 0);
     std::vector<int32_t> first(gaps_ ? ranks_ : 0, 0);  // level of the first slice
-    size_t num_ranks = 0;
     for (size_t i = 0; i < count; ++i) {
-      const std::vector<int32_t>& ranks = plan_.micro_batches[i].ranks;
+      const std::span<const int32_t> ranks = ranksOf(passes_.batches[i]);
       int32_t level = 0;
       for (const int32_t rank : ranks) level = std::max(level, next[rank]);
       int32_t following = level + 1;
-      if (const Slice& slice = plan_.micro_batches[i].slice; gaps_ && slice.some()) {
+      if (gaps_ && plan_.micro_batches[i].slice.some()) {
+        const Slice& slice = plan_.micro_batches[i].slice;
         for (const int32_t rank : ranks) {
           if (slice.first == 0) first[rank] = level;
         }
@@ -108,24 +117,14 @@ class LevelOrder {
       if (static_cast<size_t>(level) + 2 > levels_.size()) levels_.resize(level + 2, 0);
       ++levels_[level + 1];
       level_of[i] = level;
-      num_ranks += ranks.size();
     }
     std::partial_sum(levels_.begin(), levels_.end(), levels_.begin());
     std::vector<int32_t> places(levels_.begin(), levels_.end());
     batches_.resize(count);
     for (size_t i = 0; i < count; ++i) {
-      batches_[places[level_of[i]]++].index = static_cast<int32_t>(i);
+      batches_[places[level_of[i]]++] = {passes_.batches[i], static_cast<int32_t>(i)};
     }
     findBackwardLevels(level_of);
-    batch_ranks_.reserve(num_ranks);
-    for (Batch& batch : batches_) {
-      const std::vector<int32_t>& ranks = plan_.micro_batches[batch.index].ranks;
-      batch.first_rank = static_cast<int32_t>(batch_ranks_.size());
-      batch.num_ranks = static_cast<int32_t>(ranks.size());
-      batch.forward = costs_[batch.index].forward.seconds;
-      batch.backward = costs_[batch.index].backward.seconds;
-      batch_ranks_.insert(batch_ranks_.end(), ranks.begin(), ranks.end());
-    }
   }
 
   // Number k of n slices, whose levels begin with l, runs its backward pass as a micro-batch of
@@ -165,23 +164,24 @@ class LevelOrder {
     return static_cast<size_t>(stage) * ranks_ + rank;
   }
 
-  std::span<const int32_t> ranksOf(const Batch& batch) const {
-    return {batch_ranks_.data() + batch.first_rank, static_cast<size_t>(batch.num_ranks)};
+  std::span<const int32_t> ranksOf(const LevelPasses::Batch& batch) const {
+    return {passes_.ranks.data() + batch.first_rank, static_cast<size_t>(batch.num_ranks)};
   }
 
   void pass(Batch& batch, int stage, bool backward) {
-    const std::span<const int32_t> ranks = ranksOf(batch);
-    const double seconds = backward ? batch.backward : batch.forward;
+    const LevelPasses::Batch& passes = batch.passes;
+    const std::span<const int32_t> ranks = ranksOf(passes);
+    const double seconds = backward ? passes.backward : passes.forward;
     double* const free = free_.data() + device(0, stage);
     double start = batch.given;
     for (const int32_t rank : ranks) start = std::max(start, free[rank]);
     double end = start + seconds;
     double stall = 0;
-    if (offloads_ && costs_[batch.index].copy > 0) {
+    if (offloads_ && passes.copy > 0) {
       double* const stream = (backward ? from_host_ : to_host_).data() + device(0, stage);
       double copied = 0;
       for (const int32_t rank : ranks) {
-        stream[rank] = std::max(stream[rank], start) + costs_[batch.index].copy;
+        stream[rank] = std::max(stream[rank], start) + passes.copy;
         copied = std::max(copied, stream[rank]);
       }
       stall = std::max(0.0, copied - end);
@@ -193,7 +193,7 @@ class LevelOrder {
     if (limit_ < kNever) {
       // All later passes of the micro-batch wait for this one.
       const double way =
-          backward ? stage * seconds : (stages_ - 1 - stage) * seconds + stages_ * batch.backward;
+          backward ? stage * seconds : (stages_ - 1 - stage) * seconds + stages_ * passes.backward;
       least_ = std::max(least_, (end + way) * (1 - kRounding));
     }
     if (limit_ < kNever && stage + 1 == stages_) {
@@ -216,7 +216,7 @@ class LevelOrder {
   void recordPass(const Batch& batch, int stage, bool backward, const Times& times) {
     const PassCosts& cost = costs_[batch.index];
     const PassCosts::Pass& part = backward ? cost.backward : cost.forward;
-    for (const int32_t rank : ranksOf(batch)) {
+    for (const int32_t rank : ranksOf(batch.passes)) {
       double& resident = resident_[device(rank, stage)];
       resident += backward ? -cost.resident : cost.resident;
       record_->peak_tokens[rank] = std::max(record_->peak_tokens[rank], resident);
@@ -232,17 +232,17 @@ class LevelOrder {
   static constexpr double kRounding = 1e-9;  // of sums
 
   const Problem& problem_;
+  const LevelPasses& passes_;
   const Plan& plan_;
   const bool gaps_;
   const int stages_;
   const int ranks_;
-  const std::vector<PassCosts> costs_;
+  std::span<const PassCosts> costs_;  // where the step is recorded
   bool offloads_ = false;
   std::vector<int32_t> levels_;  // the first of `batches_` of each, and their number
   std::vector<Batch> batches_;   // by level, those of one as in the plan
   // The same for backward passes; the order is empty where it is that of `batches_`.
   std::vector<int32_t> backward_levels_, backward_order_;
-  std::vector<int32_t> batch_ranks_;
   std::vector<double> free_;                 // by device: when its last pass ends
   std::vector<double> to_host_, from_host_;  // by device: when its copy stream is free
   std::vector<double> resident_;             // by device: tokens
@@ -262,12 +262,31 @@ std::vector<PassCosts> costsOf(const Problem& problem, const Plan& plan, bool wi
   return costs;
 }
 
+LevelPasses passesOf(const Plan& plan, const std::vector<PassCosts>& costs) {
+  LevelPasses passes;
+  passes.batches.reserve(costs.size());
+  passes.ranks.reserve(costs.size());
+  for (size_t i = 0; i < costs.size(); ++i) {
+    const std::vector<int32_t>& ranks = plan.micro_batches[i].ranks;
+    passes.ranks.insert(passes.ranks.end(), ranks.begin(), ranks.end());
+    passes.add(costs[i]);
+  }
+  return passes;
+}
+
 }  // namespace
+
+void LevelPasses::add(const PassCosts& costs) {
+  const int32_t first = batches.empty() ? 0 : batches.back().first_rank + batches.back().num_ranks;
+  batches.push_back({first, static_cast<int32_t>(ranks.size()) - first, costs.forward.seconds,
+                     costs.backward.seconds, costs.copy});
+}
 
 SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with_weights,
                              bool gaps) {
   SimulatedStep step;
-  LevelOrder(problem, plan, costsOf(problem, plan, with_weights), gaps).record(step);
+  const std::vector<PassCosts> costs = costsOf(problem, plan, with_weights);
+  LevelOrder(problem, passesOf(plan, costs), plan, gaps).record(step, costs);
   return step;
 }
 
@@ -276,9 +295,13 @@ double makespanByLevels(const Problem& problem, const Plan& plan) {
                           std::numeric_limits<double>::infinity());
 }
 
-double makespanByLevels(const Problem& problem, const Plan& plan, std::vector<PassCosts> costs,
-                        double limit, bool gaps) {
-  return LevelOrder(problem, plan, std::move(costs), gaps).makespan(limit);
+double makespanByLevels(const Problem& problem, const Plan& plan,
+                        const std::vector<PassCosts>& costs, double limit, bool gaps) {
+  return LevelOrder(problem, passesOf(plan, costs), plan, gaps).makespan(limit);
+}
+
+double makespanByLevels(const Problem& problem, const LevelPasses& passes, double limit) {
+  return LevelOrder(problem, passes, Plan{}, false).makespan(limit);
 }
 
 }  // namespace hdpcomm::planner

@@ -4,6 +4,8 @@
 // has no circle, so neither have parts of it.
 #pragma once
 
+#include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "planner/model/plan.hpp"
@@ -22,8 +24,31 @@ SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with
 
 // Its makespan alone, which is found faster; one that is not below `limit` where that is certain.
 double makespanByLevels(const Problem& problem, const Plan& plan);
+
+// What the makespan depends on: of each micro-batch its ranks and how long its passes take. That is
+// less memory than the micro-batches, for searches that try many plans.
+struct LevelPasses {
+  struct Batch {
+    int32_t first_rank;  // of `ranks`
+    int32_t num_ranks;
+    double forward;  // seconds
+    double backward;
+    double copy;  // to host memory, and again from there
+  };
+  std::vector<Batch> batches;  // in the plan's order
+  std::vector<int32_t> ranks;
+
+  void clear() {
+    batches.clear();
+    ranks.clear();
+  }
+  // Adds a micro-batch of the ranks that were added to `ranks` since the last one.
+  void add(const PassCosts& costs);
+};
+// Without slices.
+double makespanByLevels(const Problem& problem, const LevelPasses& passes, double limit);
 // `costs`: of its micro-batches.
-double makespanByLevels(const Problem& problem, const Plan& plan, std::vector<PassCosts> costs,
-                        double limit, bool gaps = false);
+double makespanByLevels(const Problem& problem, const Plan& plan,
+                        const std::vector<PassCosts>& costs, double limit, bool gaps = false);
 
 }  // namespace hdpcomm::planner

@@ -6,23 +6,24 @@
 #include "planner/model/rings.hpp"
 
 namespace hdpcomm::planner {
+namespace {
 
-PassCosts passCosts(const Problem& problem, const MicroBatch& batch) {
-  return passCosts(problem, batch, workOf(problem, batch));
-}
+// The ranks of a micro-batch.
+struct Group {
+  int size;
+  Scope scope;
+  double messages;  // of its ring, for one that a link has room for
+  double speed;     // of the slowest rank
+};
 
-PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work& work) {
-  const CostModel& cost = problem.cost();
+PassCosts costsOn(const CostModel& cost, const Group& group, const Work& work, double offload) {
   const CostParams& params = cost.params();
   const int chunks = cost.cluster().chunks;
-  const int size = static_cast<int>(batch.ranks.size());
+  const auto& [size, scope, messages, speed] = group;
   const auto& [load, held, kept_tokens] = work;
   const auto kept = static_cast<double>(kept_tokens);
   const double step = cost.stepCompute(load, size);
-  const Scope scope = scopeOf(batch.ranks, cost.cluster());
-  const double transfer =
-      cost.stepTransfer(load, size, scope, crowding(batch.ranks, cost.cluster()), kept);
-  const double speed = slowest(batch.ranks, cost.cluster());
+  const double transfer = cost.stepTransfer(load, size, scope, messages, kept);
   const double rest =
       params.linear * load.tokens / size + params.fixed + (size - 1) * params.ring_step;
   const auto pass = [&](double share, double sent, double step_wait) {
@@ -46,14 +47,34 @@ PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work&
     result.weights = std::min(most, params.put_off * load.tokens / size / (chunks * speed));
   }
   const double tokens = static_cast<double>(held);
-  result.copy = batch.offload * cost.memory().copy * tokens / chunks;
-  result.resident = tokens * (1 - batch.offload * cost.memory().offloadable) / chunks;
+  result.copy = offload * cost.memory().copy * tokens / chunks;
+  result.resident = tokens * (1 - offload * cost.memory().offloadable) / chunks;
+  return result;
+}
+
+}  // namespace
+
+PassCosts passCosts(const Problem& problem, const MicroBatch& batch) {
+  return passCosts(problem, batch, workOf(problem, batch));
+}
+
+PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work& work) {
+  const CostModel& cost = problem.cost();
+  const Cluster& cluster = cost.cluster();
+  const Group group{static_cast<int>(batch.ranks.size()), scopeOf(batch.ranks, cluster),
+                    crowding(batch.ranks, cluster), slowest(batch.ranks, cluster)};
+  PassCosts result = costsOn(cost, group, work, batch.offload);
   if (batch.slice.more && cost.cluster().pipeline == 1) {
     result.backward.seconds += result.forward.seconds;
     result.backward.exposed += result.forward.exposed;
     result.resident = 0;  // of the first forward pass
   }
   return result;
+}
+
+PassCosts passCostsOfOne(const CostModel& cost, const Load& load, double speed) {
+  const Work work{load, static_cast<int64_t>(load.tokens), 0};
+  return costsOn(cost, {1, Scope::kNode, 1, speed}, work, cost.offloadFor(load.tokens));
 }
 
 PassCosts inputCosts(const Problem& problem, const MicroBatch& batch) {
@@ -67,13 +88,8 @@ std::vector<RankTime> rankTimes(const Problem& problem, const Plan& plan,
   const Cluster& cluster = problem.cost().cluster();
   std::vector<RankTime> ranks(problem.ranks());
   for (size_t i = 0; i < costs.size(); ++i) {
-    const double forward = costs[i].forward.seconds;
-    const double backward = costs[i].backward.seconds;
-    for (const int32_t each : plan.micro_batches[i].ranks) {
-      RankTime& rank = ranks[each];
-      rank.busy += cluster.chunks * (forward + backward);
-      rank.forward = std::min(rank.forward, forward);
-      rank.backward = std::min(rank.backward, cluster.split ? 0 : backward);
+    for (const int32_t rank : plan.micro_batches[i].ranks) {
+      ranks[rank].add(cluster, costs[i].forward.seconds, costs[i].backward.seconds);
     }
   }
   return ranks;

@@ -36,6 +36,9 @@ struct PassCosts {
 PassCosts passCosts(const Problem& problem, const MicroBatch& batch);
 PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work& work);
 
+// The same for whole sequences on one rank of this speed.
+PassCosts passCostsOfOne(const CostModel& cost, const Load& load, double speed);
+
 // With a backward pass that gives the gradients of its inputs alone.
 PassCosts inputCosts(const Problem& problem, const MicroBatch& batch);
 
@@ -44,6 +47,12 @@ struct RankTime {
   double busy = 0;
   double forward = std::numeric_limits<double>::infinity();
   double backward = std::numeric_limits<double>::infinity();
+
+  void add(const Cluster& cluster, double forward_s, double backward_s) noexcept {
+    busy += cluster.chunks * (forward_s + backward_s);
+    forward = std::min(forward, forward_s);
+    backward = std::min(backward, cluster.split ? 0 : backward_s);
+  }
 };
 std::vector<RankTime> rankTimes(const Problem& problem, const Plan& plan,
                                 const std::vector<PassCosts>& costs);
