@@ -1,6 +1,7 @@
 #include "planner/flat/block_packer.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "planner/model/plan.hpp"
@@ -185,10 +186,15 @@ bool BlockPacker::placeAt(size_t index, BlockList::Iterator at, int size) {
 
 double BlockPacker::placeAnywhere(size_t index) {
   if (cost_.cluster().neighbours) return joinNeighbours(index);
+  const std::vector<SpeedLimit>& limits = speedLimits();
   JoinedBlocks best;
-  for (const SpeedLimit& limit : speedLimits()) {
-    if (limit.ranks < jobs_[index].min_size) continue;
-    best = std::min(best, bestJoin(index, limit.speed, best.score));
+  double slowest = -1;
+  for (size_t i = limits.size(); i-- > 0 && limits[i].ranks >= jobs_[index].min_size;) {
+    if (slowest >= limits[i].speed) continue;  // the same blocks as for the limit before
+    const double limit = std::nextafter(best.score, kNever);  // of equal ones the highest limit
+    const JoinedBlocks found = bestJoin(index, limits[i].speed, limit);
+    if (found.score <= best.score) best = found;
+    slowest = found.slowest;
   }
   return join(index, best);
 }
@@ -236,21 +242,28 @@ BlockPacker::JoinedBlocks BlockPacker::bestJoin(size_t index, double least_speed
     const double start = block.ready;
     const int widest = std::min(most, count);
     const double room = (target_ - start) * slowest;
-    const int size = room < shortest ? 0 : cost_.sizeWithin(job.load, job.min_size, widest, room);
-    for (const int candidate : {size > 0 ? size : widest, job.min_size}) {
-      const double time = cost_.seconds(job.load, candidate) / slowest;
-      const double idle = start * count - ready_area - (count - candidate) * (start - block.ready);
-      const double extra = candidate * time - job.min_size * job.min_size_s;
+    int size = 0;
+    if (room >= shortest) {
+      size = job.min_size_s <= room ? job.min_size
+                                    : cost_.sizeWithin(job.load, job.min_size, widest, room);
+    }
+    const auto attempt = [&](int candidate, double seconds) {
+      const double time = seconds / slowest;
+      const double idle = start * count - ready_area;
+      const double extra = candidate * time - least_work;
       const double late = std::max(0.0, start + time - target_) * problem_.ranks();
       const double score = idle + extra + late;
-      if (score < best.score) {
-        best = {score, least_speed, blocks, candidate};
-      }
-    }
+      if (score < best.score) best = {score, least_speed, blocks, candidate};
+    };
+    const int first = size > 0 ? size : widest;
+    const double seconds = first == job.min_size ? job.min_size_s : cost_.seconds(job.load, first);
+    attempt(first, seconds);
+    if (first > job.min_size) attempt(job.min_size, job.min_size_s);
     if (count >= most) break;
-    if (size > 0) work_in_time = size * cost_.seconds(job.load, size);
+    if (size > 0) work_in_time = size * seconds;
     checked = -1;  // the least score has risen
   }
+  best.slowest = slowest;
   return best;
 }
 

@@ -105,7 +105,7 @@ class BlockPacker {
     double least_speed = 0;
     size_t blocks = 0;
     int size = 0;
-    bool operator<(const JoinedBlocks& other) const { return score < other.score; }
+    double slowest = 1;  // of all blocks that were looked at
   };
 
   // None, with this score, where all have one that is not below `score_limit`.
