@@ -49,9 +49,9 @@ class BlockList {
     Iterator(const BlockList* list, size_t chunk, int item)
         : list_(list), chunk_(chunk), item_(item) {}
 
-    const BlockList* list_ = nullptr;
-    size_t chunk_ = 0;
-    int item_ = 0;
+    const BlockList* list_;  // not set where there is no place yet
+    size_t chunk_;
+    int item_;
   };
 
   Iterator begin() const { return {this, 0, 0}; }

@@ -423,35 +423,32 @@ size_t BlockPacker::speedClass(double speed) const {
 }
 
 BlockPacker::FastBlocks::FastBlocks(const BlockPacker& packer, double least_speed) {
-  const auto add = [&](const BlockList& list) {
-    if (list.begin() == list.end()) return;
-    parts_[count_] = {list.begin(), list.end()};
-    firsts_[count_++] = &*list.begin();
-  };
   if (packer.by_speed_.empty() || least_speed <= 0) {
     add(packer.blocks_);
     return;
   }
-  for (size_t i = 0; i < packer.by_speed_.size(); ++i) {
-    if (packer.speed_limits_[i].speed >= least_speed) add(packer.by_speed_[i]);
-  }
+  for (size_t i = 0; packer.speed_limits_[i].speed >= least_speed; ++i) add(packer.by_speed_[i]);
+}
+
+void BlockPacker::FastBlocks::add(const BlockList& list) {
+  const BlockList::Iterator first = list.begin();
+  if (!(first == list.end())) parts_[count_++] = {&list, &*first, first};
 }
 
 bool BlockPacker::FastBlocks::next() {
   if (block_ != nullptr) {
     Part& part = parts_[at_];
-    if (++part.next == part.end) {
+    if (++part.next == part.list->end()) {
       part = parts_[--count_];
-      firsts_[at_] = firsts_[count_];
     } else {
-      firsts_[at_] = &*part.next;
+      part.first = &*part.next;
     }
   }
   if (count_ == 0) return false;
   at_ = 0;
-  block_ = firsts_[0];
+  block_ = parts_[0].first;
   for (size_t i = 1; i < count_; ++i) {
-    const Block& other = *firsts_[i];
+    const Block& other = *parts_[i].first;
     if (other.ready > block_->ready) continue;
     if (other.ready == block_->ready && other.order > block_->order) continue;
     at_ = i;

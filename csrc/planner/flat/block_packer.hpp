@@ -160,10 +160,13 @@ class BlockPacker {
 
    private:
     struct Part {
-      BlockList::Iterator next, end;
+      const BlockList* list;
+      const Block* first;        // the next one
+      BlockList::Iterator next;  // its place
     };
+    void add(const BlockList& list);
+
     std::array<Part, Cluster::kMostSpeedLimits> parts_;
-    std::array<const Block*, Cluster::kMostSpeedLimits> firsts_;  // the next ones
     size_t count_ = 0;
     size_t at_ = 0;  // of the block
     const Block* block_ = nullptr;
