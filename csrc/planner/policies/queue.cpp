@@ -281,13 +281,16 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
   // Both by as many possible steps as there is time for.
   const int steps = drawsFor(count, kMostTimes, kFewestLooks, kMostLooks);
   std::optional<NoiseDraws> made;
-  if (steps != draws.steps()) made.emplace(count, steps, noise);
-  const NoiseDraws& more = made ? *made : draws;
-  const double without = DrawnEnds(problem, bound.micro_batches, more).meanMakespan();
-  const DrawnEnds ends(problem, best_bound.micro_batches, more);
+  if (steps != draws.steps()) {
+    made.emplace(count, steps, noise);
+    const DrawnEnds ends(problem, best_bound.micro_batches, *made);
+    best_mean = queue.mean(ends, *made, best_packs, best_takers, kNever);
+  }
   best.plan = queue.plan(best_bound, best_packs, best_takers);
-  best.mean = std::max(queue.mean(ends, more, best_packs, best_takers, kNever), best.plan.makespan);
+  best.mean = std::max(best_mean, best.plan.makespan);
   best.pools = pools;
+  const NoiseDraws& all = made ? *made : draws;
+  const double without = DrawnEnds(problem, bound.micro_batches, all, best.mean).meanMakespan();
   if (best.mean > without * (1 + kWorthIt)) return {std::move(bound)};
   best.plan.made_by = bound.made_by + " + queue";
   if (known <= 0) best.mean = best.plan.makespan;
