@@ -72,47 +72,58 @@ double leastNaive(const Problem& problem) {
 
 Plan planNaive(const Problem& problem, double limit) {
   struct Piece {
-    std::vector<int32_t> sequences;
+    int32_t sequence;
     int size;
   };
-  std::vector<Piece> pieces;
-  std::vector<int32_t> short_ones;
+  std::vector<Piece> pieces;  // that do not fit one rank
   const int64_t capacity = problem.cost().memory().capacity;
-  for (const int32_t sequence : problem.byLength()) {
-    if (problem.lengths()[sequence] <= capacity) short_ones.push_back(sequence);
-  }
   const GroupSizes sizes(problem);
   for (int32_t sequence = 0; sequence < problem.count(); ++sequence) {
     if (problem.lengths()[sequence] > capacity && !problem.rides(sequence)) {
-      pieces.push_back({problem.withRiders(sequence), sizes.of(sequence)});
+      pieces.push_back({sequence, sizes.of(sequence)});
     }
   }
-  for (auto& bin : packBestFit(problem.lengths(), short_ones, capacity)) {
-    pieces.push_back({std::move(bin), 1});
-  }
   std::vector<int> counts(problem.ranks(), 0);
-  std::vector<MicroBatch> batches(pieces.size());
-  const bool neighbours = problem.cost().cluster().neighbours;
-  if (neighbours) {
+  std::vector<std::vector<int32_t>> neighbours(pieces.size());
+  if (problem.cost().cluster().neighbours) {
     for (size_t i = 0; i < pieces.size(); ++i) {
-      if (pieces[i].size > 1) batches[i].ranks = takeNeighbours(pieces[i].size, counts);
+      if (pieces[i].size > 1) neighbours[i] = takeNeighbours(pieces[i].size, counts);
     }
   }
   std::vector<RoundQueue::Entry> entries;  // micro-batches and rank
   for (int32_t rank = 0; rank < problem.ranks(); ++rank) entries.emplace_back(counts[rank], rank);
   RoundQueue ranks(std::move(entries));
-  for (size_t which = 0; which < pieces.size(); ++which) {
-    Piece& piece = pieces[which];
-    MicroBatch& batch = batches[which];
-    batch.sequences = std::move(piece.sequences);
-    if (!batch.ranks.empty()) continue;
-    batch.ranks.reserve(piece.size);
-    for (int i = 0; i < piece.size; ++i) {  // no rank is next again before all others were
-      const auto [count, rank] = ranks.top();
-      batch.ranks.push_back(rank);
-      ranks.replaceTop({count + 1, rank});
+  LimitCheck check(problem, limit);
+  std::vector<MicroBatch> batches;
+  batches.reserve(pieces.size());
+  // False where the plan is late.
+  const auto deal = [&](std::vector<int32_t> sequences, int size, std::vector<int32_t> taken) {
+    MicroBatch& batch = batches.emplace_back();
+    batch.sequences = std::move(sequences);
+    batch.ranks = std::move(taken);
+    if (batch.ranks.empty()) {
+      batch.ranks.reserve(size);
+      for (int i = 0; i < size; ++i) {  // no rank is next again before all others were
+        const auto [count, rank] = ranks.top();
+        batch.ranks.push_back(rank);
+        ranks.replaceTop({count + 1, rank});
+      }
+      std::sort(batch.ranks.begin(), batch.ranks.end());
     }
-    std::sort(batch.ranks.begin(), batch.ranks.end());
+    return !check.late(batch);
+  };
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const auto [sequence, size] = pieces[i];
+    if (!deal(problem.withRiders(sequence), size, std::move(neighbours[i]))) {
+      return check.latePlan();
+    }
+  }
+  std::vector<int32_t> short_ones;
+  for (const int32_t sequence : problem.byLength()) {
+    if (problem.lengths()[sequence] <= capacity) short_ones.push_back(sequence);
+  }
+  for (auto& bin : packBestFit(problem.lengths(), short_ones, capacity)) {
+    if (!deal(std::move(bin), 1, {})) return check.latePlan();
   }
   return finishWithRings(problem, std::move(batches), limit);
 }

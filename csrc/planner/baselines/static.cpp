@@ -101,12 +101,15 @@ Plan planStatic(const Problem& problem, const PolicyOptions& options, double lim
   std::vector<int64_t> shards;
   for (const int64_t length : problem.lengths()) shards.push_back((length + size - 1) / size);
   auto packs = packBestFit(shards, problem.byLength(), capacity);
+  LimitCheck check(problem, limit);
   std::vector<MicroBatch> batches;
+  batches.reserve(packs.size());
   for (size_t i = 0; i < packs.size(); ++i) {
     MicroBatch batch;
     batch.ranks.resize(size);
     std::iota(batch.ranks.begin(), batch.ranks.end(), static_cast<int>(i % groups) * size);
     batch.sequences = std::move(packs[i]);
+    if (check.late(batch)) return check.latePlan();
     batches.push_back(std::move(batch));
   }
   return finishWithRings(problem, std::move(batches), limit);

@@ -153,15 +153,17 @@ class Bound {
     slowest_ = slowestFastest();
     const double low = std::max(slowest_, (workAlone() / ranks_ + filling_) / alone_);
     std::vector<Load> loads;
-    for (int i = 0; i < problem_.count(); ++i) {
+    for (const int32_t i : problem_.byLength()) {
       const Load load = problem_.own(i);
       if (problem_.lengths()[i] > memory_.capacity || cost_.seconds(load, 1) > low / kMaxStack) {
         loads.push_back(load);
       }
     }
-    std::sort(loads.begin(), loads.end(), [](const Load& a, const Load& b) {
-      return a.tokens != b.tokens ? a.tokens > b.tokens : a.squares > b.squares;
-    });
+    if (problem_.hasTrees()) {
+      std::sort(loads.begin(), loads.end(), [](const Load& a, const Load& b) {
+        return a.tokens != b.tokens ? a.tokens > b.tokens : a.squares > b.squares;
+      });
+    }
     double tokens = 0;
     double squares = kForever;
     for (const Load& load : loads) {
@@ -370,27 +372,31 @@ class Bound {
     Load before;  // of the item before, which is as long as this one in many steps
     int size = 0;
     double beyond_one = 0;
+    double more_compute = 0;
+    double lost = 0;
     for (const Item& item : items_) {
-      const int least = leastRanks(item.load, limits.sequence);
-      if (least > problem_.ranks()) return false;
-      if (least == 1 && cost_.seconds(item.load, 1) <= limits.batch_s)
-        break;  // and all shorter ones
       if (item.load != before) {
         before = item.load;
+        const int least = leastRanks(item.load, limits.sequence);
+        if (least > problem_.ranks()) return false;
+        if (least == 1 && cost_.seconds(item.load, 1) <= limits.batch_s)
+          break;  // and all shorter ones
         size = sizeWithin(item.load, least, limits.batch_s);
         if (size > 0 && slices_ > 1 && !cost_.cluster().split) {
           size = sizeInSlices(item.load, size, time);
         }
         if (size == 0) return false;
         beyond_one = workBeyondOne(item.load, size, limits);
+        more_compute = (size - 1) * (params_.piece * item.load.tokens +
+                                     params_.ring_step * item.load.tokens / limits.held);
+        lost = mixed(size) - 1;
       }
       work += beyond_one;
       plain += beyond_one;
-      compute += (size - 1) * (params_.piece * item.load.tokens +
-                               params_.ring_step * item.load.tokens / limits.held);
+      compute += more_compute;
       if (charges.beyond_one.empty()) longest_ranks = size;
       if (windows_) charges.beyond_one.push_back(beyond_one);
-      if (const double lost = mixed(size) - 1; lost > 0) {
+      if (lost > 0) {
         work += lost * (beyond_one + workAlone(item.load, limits.held));
       }
       if (work > room) return false;

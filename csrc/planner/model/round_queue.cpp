@@ -9,7 +9,7 @@ RoundQueue::RoundQueue(std::vector<Entry> entries) : sorted_(std::move(entries))
   if (std::is_sorted(sorted_.begin(), sorted_.end())) {
     std::reverse(sorted_.begin(), sorted_.end());
   } else if (!std::is_sorted(sorted_.begin(), sorted_.end(), std::greater<>())) {
-    std::sort(sorted_.begin(), sorted_.end(), std::greater<>());
+    later_.swap(sorted_);  // the first round sorts them
   }
 }
 

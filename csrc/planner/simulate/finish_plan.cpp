@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -11,26 +12,6 @@
 
 namespace hdpcomm::planner {
 namespace {
-
-// Each micro-batch starts when the last of its ranks is free.
-class InOrder {
- public:
-  explicit InOrder(int ranks) : ready_(ranks, 0.0) {}
-
-  void run(const MicroBatch& batch) {
-    double start = 0;
-    for (const int32_t rank : batch.ranks) start = std::max(start, ready_[rank]);
-    const double end = start + batch.predicted_s;
-    for (const int32_t rank : batch.ranks) ready_[rank] = end;
-    makespan_ = std::max(makespan_, end);
-  }
-
-  double makespan() const noexcept { return makespan_; }
-
- private:
-  std::vector<double> ready_;
-  double makespan_ = 0;
-};
 
 // Equal ones stay in place.
 std::vector<MicroBatch> sortedByStart(std::vector<MicroBatch> batches) {
@@ -75,24 +56,41 @@ Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches, double 
 }
 
 Plan finishWithRings(const Problem& problem, std::vector<MicroBatch> batches, double limit) {
-  const CostModel& cost = problem.cost();
-  const Cluster& cluster = cost.cluster();
-  if (cluster.pipeline == 1 && limit < std::numeric_limits<double>::infinity()) {
-    InOrder flat(problem.ranks());
-    for (MicroBatch& batch : batches) {  // as if no rings shared links
-      const Scope scope = cluster.scope(batch.ranks.front(), batch.ranks.back());
-      batch.predicted_s =
-          cost.seconds(workOf(problem, batch).load, static_cast<int>(batch.ranks.size()), scope) /
-          slowest(batch.ranks, cluster);
-      flat.run(batch);
-      if (flat.makespan() < limit) continue;
-      Plan late;
-      late.makespan = flat.makespan();
-      return late;
-    }
-  }
+  const Cluster& cluster = problem.cost().cluster();
   for (MicroBatch& batch : batches) batch.ranks = ringOrder(std::move(batch.ranks), cluster);
   return finishPlan(problem, std::move(batches), limit);
+}
+
+void InOrder::run(const MicroBatch& batch) {
+  double start = 0;
+  for (const int32_t rank : batch.ranks) start = std::max(start, ready_[rank]);
+  const double end = start + batch.predicted_s;
+  for (const int32_t rank : batch.ranks) ready_[rank] = end;
+  makespan_ = std::max(makespan_, end);
+}
+
+LimitCheck::LimitCheck(const Problem& problem, double limit)
+    : problem_(problem),
+      limit_(problem.cost().cluster().pipeline == 1 ? limit
+                                                    : std::numeric_limits<double>::infinity()),
+      flat_(problem.ranks()) {}
+
+bool LimitCheck::late(MicroBatch& batch) {
+  if (limit_ == std::numeric_limits<double>::infinity()) return false;
+  const CostModel& cost = problem_.cost();
+  // As if no rings shared links.
+  const Scope scope = cost.cluster().scope(batch.ranks.front(), batch.ranks.back());
+  batch.predicted_s =
+      cost.seconds(workOf(problem_, batch).load, static_cast<int>(batch.ranks.size()), scope) /
+      slowest(batch.ranks, cost.cluster());
+  flat_.run(batch);
+  return flat_.makespan() >= limit_;
+}
+
+Plan LimitCheck::latePlan() const {
+  Plan late;
+  late.makespan = flat_.makespan();
+  return late;
 }
 
 }  // namespace hdpcomm::planner

@@ -19,4 +19,36 @@ Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches,
 // puts them into ring order.
 Plan finishWithRings(const Problem& problem, std::vector<MicroBatch> batches, double limit);
 
+// Each micro-batch starts when the last of its ranks is free.
+class InOrder {
+ public:
+  explicit InOrder(int ranks) : ready_(ranks, 0.0) {}
+
+  void run(const MicroBatch& batch);
+
+  double makespan() const noexcept { return makespan_; }
+
+ private:
+  std::vector<double> ready_;
+  double makespan_ = 0;
+};
+
+// Tells while a plan is made that it does not end before a limit, so that the rest of it need not
+// be made. Pipelines do not run like that: it tells nothing of them.
+class LimitCheck {
+ public:
+  LimitCheck(const Problem& problem, double limit);
+
+  // Adds the next micro-batch, whose ranks are sorted. True if the plan is certain to be late.
+  bool late(MicroBatch& batch);
+
+  // A plan without micro-batches, for the one that is late.
+  Plan latePlan() const;
+
+ private:
+  const Problem& problem_;
+  const double limit_;
+  InOrder flat_;
+};
+
 }  // namespace hdpcomm::planner
