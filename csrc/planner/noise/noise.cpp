@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "planner/model/cost_model.hpp"
@@ -35,11 +36,6 @@ class Dealer {
         sequences_(std::move(tails.sequences)) {
     findEnds();
   }
-
-  bool empty() const noexcept { return sequences_.empty(); }
-
-  // What no deal changes.
-  const std::vector<MicroBatch>& shared() const noexcept { return shared_; }
 
   // `parts`: micro-batches in the place of a full one; `caution`: standard deviations of its end
   // that each rank leaves free.
@@ -128,16 +124,24 @@ double expectedMakespan(const Problem& problem, const Plan& plan) {
 Plan planForNoise(const Problem& problem, Plan plan) {
   const double noise = problem.cost().params().noise;
   if (noise <= 0) return plan;
-  const Dealer dealer(problem, takeTails(problem, plan));
-  if (dealer.empty()) return plan;
+  const std::vector<bool> shared = sharedOnes(problem, plan);
+  if (std::find(shared.begin(), shared.end(), false) == shared.end()) return plan;
   const NoiseDraws draws(problem.count(), numDraws(problem.count()), noise);
-  double best = DrawnEnds(problem, plan.micro_batches, draws).meanMakespan();
-  // No deal ends before what the ranks share.
-  const double least = DrawnEnds(problem, dealer.shared(), draws).meanMakespan();
+  DrawnEnds ends(problem, shared.size(), draws);
+  const auto run = [&](bool those) {
+    for (size_t i = 0; i < shared.size(); ++i) {
+      if (shared[i] == those) ends.add(plan.micro_batches[i]);
+    }
+    return ends.meanMakespan();
+  };
+  const double least = run(true);  // no deal ends before what the ranks share
+  double best = run(false);
+  std::optional<Dealer> dealer;
+  if (best > least) dealer.emplace(problem, takeTails(problem, plan));
   std::vector<MicroBatch> batches;
   const auto attempt = [&](int parts, double caution) {
     if (best <= least) return false;
-    std::vector<MicroBatch> found = dealer.deal(parts, caution);
+    std::vector<MicroBatch> found = dealer->deal(parts, caution);
     const double mean = DrawnEnds(problem, found, draws, best).meanMakespan();
     if (mean >= best) return false;
     best = mean;

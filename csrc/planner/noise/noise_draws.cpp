@@ -85,52 +85,64 @@ Certainty certaintyOf(const Problem& problem, const MicroBatch& batch) {
   return {compute / speed, std::max(0.0, all - compute) / speed};
 }
 
+DrawnEnds::DrawnEnds(const Problem& problem, size_t batches, const NoiseDraws& draws)
+    : problem_(problem),
+      draws_(draws),
+      steps_(draws.steps()),
+      makespans_(steps_, 0.0F),
+      row_(problem.ranks(), -1) {
+  const size_t rows = std::min(batches, row_.size());
+  ends_ = std::make_unique_for_overwrite<float[]>(rows * static_cast<size_t>(steps_));
+  unused_.resize(rows);
+  std::iota(unused_.rbegin(), unused_.rend(), 0);
+  ranks_of_.assign(rows, 0);
+}
+
 DrawnEnds::DrawnEnds(const Problem& problem, const std::vector<MicroBatch>& batches,
                      const NoiseDraws& draws, double limit)
-    : steps_(draws.steps()), makespans_(steps_, 0.0F), row_(problem.ranks(), -1) {
+    : DrawnEnds(problem, batches.size(), draws) {
   constexpr size_t kUnlooked = 1024;  // micro-batches, after which it looks at the mean
-  const size_t steps = steps_;
-  const size_t rows = std::min(batches.size(), row_.size());
-  ends_ = std::make_unique_for_overwrite<float[]>(rows * steps);
-  std::vector<int64_t> unused(rows);
-  std::iota(unused.rbegin(), unused.rend(), 0);
-  std::vector<int32_t> ranks_of(rows, 0);  // whose last micro-batch has the row
-  std::vector<int64_t> before;
   for (size_t i = 0; i < batches.size(); ++i) {
     if (i % kUnlooked == 0 && meanMakespan() >= limit) return;
-    before.clear();
-    for (const int32_t rank : batches[i].ranks) {
-      if (row_[rank] >= 0) before.push_back(row_[rank]);
-    }
-    int64_t row = -1;
-    if (before.size() > 1) std::sort(before.begin(), before.end());
-    for (const int64_t other : before) {
-      if (--ranks_of[other] > 0) continue;
-      if (row >= 0) unused.push_back(row);
-      row = other;
-    }
-    if (row < 0) {
-      row = unused.back();
-      unused.pop_back();
-      std::fill_n(ends_.get() + row * steps, steps, 0.0F);
-    }
-    float* const end = ends_.get() + row * steps;
-    before.erase(std::unique(before.begin(), before.end()), before.end());
-    for (const int64_t other : before) {
-      if (other == row) continue;
-      const float* const ready = ends_.get() + other * steps;
-      for (size_t k = 0; k < steps; ++k) end[k] = std::max(end[k], ready[k]);
-    }
-    for (const int32_t rank : batches[i].ranks) row_[rank] = row;
-    ranks_of[row] = static_cast<int32_t>(batches[i].ranks.size());
-    const Certainty parts = certaintyOf(problem, batches[i]);
-    const auto compute = static_cast<float>(parts.compute);
-    const auto wait = static_cast<float>(parts.wait);
-    const float* const factors = draws.of(batches[i].sequences.front());
-    for (size_t k = 0; k < steps; ++k) {
-      end[k] += wait + compute * factors[k];
-      makespans_[k] = std::max(makespans_[k], end[k]);
-    }
+    add(batches[i]);
+  }
+}
+
+void DrawnEnds::add(const MicroBatch& batch) {
+  const size_t steps = steps_;
+  before_.clear();
+  for (const int32_t rank : batch.ranks) {
+    if (row_[rank] >= 0) before_.push_back(row_[rank]);
+  }
+  int64_t row = -1;
+  if (before_.size() > 1) std::sort(before_.begin(), before_.end());
+  for (const int64_t other : before_) {
+    if (--ranks_of_[other] > 0) continue;
+    if (row >= 0) unused_.push_back(row);
+    row = other;
+  }
+  if (row < 0) {
+    row = unused_.back();
+    unused_.pop_back();
+    std::fill_n(ends_.get() + row * steps, steps, 0.0F);
+  }
+  float* const end = ends_.get() + row * steps;
+  before_.erase(std::unique(before_.begin(), before_.end()), before_.end());
+  for (const int64_t other : before_) {
+    if (other == row) continue;
+    const float* const ready = ends_.get() + other * steps;
+    for (size_t k = 0; k < steps; ++k) end[k] = std::max(end[k], ready[k]);
+  }
+  for (const int32_t rank : batch.ranks) row_[rank] = row;
+  ranks_of_[row] = static_cast<int32_t>(batch.ranks.size());
+  const Certainty parts = certaintyOf(problem_, batch);
+  const auto compute = static_cast<float>(parts.compute);
+  const auto wait = static_cast<float>(parts.wait);
+  const float* const factors = draws_.of(batch.sequences.front());
+  float* const makespans = makespans_.data();
+  for (size_t k = 0; k < steps; ++k) {
+    end[k] += wait + compute * factors[k];
+    makespans[k] = std::max(makespans[k], end[k]);
   }
 }
 
@@ -145,20 +157,30 @@ int drawsFor(size_t count, size_t times, int fewest, int most) noexcept {
   return static_cast<int>(std::clamp<size_t>(draws, fewest, most));
 }
 
+std::vector<bool> sharedOnes(const Problem& problem, const Plan& plan) {
+  std::vector<bool> shared(plan.micro_batches.size(), false);
+  std::vector<bool> alone(problem.ranks(), true);
+  for (size_t i = shared.size(); i-- > 0;) {
+    const MicroBatch& batch = plan.micro_batches[i];
+    if (batch.ranks.size() == 1 && batch.offload == 0 && alone[batch.ranks.front()]) continue;
+    shared[i] = true;
+    for (const int32_t member : batch.ranks) alone[member] = false;
+  }
+  return shared;
+}
+
 Tails takeTails(const Problem& problem, const Plan& plan) {
   Tails tails;
-  std::vector<bool> alone(problem.ranks(), true);
-  for (auto batch = plan.micro_batches.rbegin(); batch != plan.micro_batches.rend(); ++batch) {
-    const int32_t rank = batch->ranks.front();
-    if (batch->ranks.size() == 1 && batch->offload == 0 && alone[rank]) {
-      tails.sequences.insert(tails.sequences.end(), batch->sequences.begin(),
-                             batch->sequences.end());
-      continue;
-    }
-    for (const int32_t member : batch->ranks) alone[member] = false;
-    tails.shared.push_back(*batch);
+  const std::vector<bool> shared = sharedOnes(problem, plan);
+  tails.shared.reserve(std::count(shared.begin(), shared.end(), true));
+  for (size_t i = 0; i < shared.size(); ++i) {
+    if (shared[i]) tails.shared.push_back(plan.micro_batches[i]);
   }
-  std::reverse(tails.shared.begin(), tails.shared.end());
+  for (size_t i = shared.size(); i-- > 0;) {  // the last ones of ranks first
+    if (shared[i]) continue;
+    const std::vector<int32_t>& own = plan.micro_batches[i].sequences;
+    tails.sequences.insert(tails.sequences.end(), own.begin(), own.end());
+  }
   sortByTime(problem, tails.sequences);
   return tails;
 }

@@ -53,6 +53,10 @@ class DrawnEnds {
   // Ends where the mean of all steps is certain not to be below `limit`.
   DrawnEnds(const Problem& problem, const std::vector<MicroBatch>& batches, const NoiseDraws& draws,
             double limit = std::numeric_limits<double>::infinity());
+  // None yet, and room for so many; add() runs them.
+  DrawnEnds(const Problem& problem, size_t batches, const NoiseDraws& draws);
+
+  void add(const MicroBatch& batch);
 
   int steps() const noexcept { return steps_; }
   // When a rank has run all of its micro-batches.
@@ -63,10 +67,15 @@ class DrawnEnds {
   double meanMakespan() const noexcept;
 
  private:
+  const Problem& problem_;
+  const NoiseDraws& draws_;
   int steps_;
   std::unique_ptr<float[]> ends_;  // by row, then by step
   std::vector<float> makespans_;
-  std::vector<int64_t> row_;  // of each rank's last micro-batch, which its ranks share; or -1
+  std::vector<int64_t> row_;       // of each rank's last micro-batch, which its ranks share; or -1
+  std::vector<int64_t> unused_;    // rows
+  std::vector<int32_t> ranks_of_;  // by row: how many ranks have it
+  std::vector<int64_t> before_;    // rows of the ranks of a micro-batch
 };
 
 // An even number of possible steps: at most `most`, fewer where `count` numbers for each are more
@@ -81,6 +90,8 @@ struct Tails {
   std::vector<int32_t> sequences;
 };
 Tails takeTails(const Problem& problem, const Plan& plan);
+// Which micro-batches of a plan are those of `shared`.
+std::vector<bool> sharedOnes(const Problem& problem, const Plan& plan);
 void sortByTime(const Problem& problem, std::vector<int32_t>& sequences);
 
 }  // namespace hdpcomm::planner
