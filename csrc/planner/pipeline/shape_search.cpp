@@ -360,7 +360,7 @@ class ShapeSearch {
     return makespan;
   }
 
-  // Of the waves that were dealt.
+  // What follows is of the waves that were dealt.
   double makespanOfDealt(const Shape& shape, double limit) {
     if (!by_levels_) return finishPlan(problem_, waves_.plan(), limit).makespan;
     if (shape.slices == 1 && shape.every == 1) {
