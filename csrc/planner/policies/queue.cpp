@@ -115,14 +115,13 @@ class Queue {
   }
 
   // The plan of that.
-  Plan plan(const Plan& bound, const std::vector<Pack>& packs,
-            const std::vector<int32_t>& takers) const {
-    std::vector<MicroBatch> batches = bound.micro_batches;
+  Plan plan(Plan bound, std::vector<Pack> packs, const std::vector<int32_t>& takers) const {
+    std::vector<MicroBatch> batches = std::move(bound.micro_batches);
     batches.reserve(batches.size() + packs.size());
     for (size_t i = 0; i < packs.size(); ++i) {
       MicroBatch batch;
       batch.ranks = {takers[i]};
-      batch.sequences = packs[i].sequences;
+      batch.sequences = std::move(packs[i].sequences);
       batches.push_back(std::move(batch));
     }
     for (size_t i = 0; i < batches.size(); ++i) batches[i].start = static_cast<double>(i);
@@ -286,7 +285,7 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
     const DrawnEnds ends(problem, best_bound.micro_batches, *made);
     best_mean = queue.mean(ends, *made, best_packs, best_takers, kNever);
   }
-  best.plan = queue.plan(best_bound, best_packs, best_takers);
+  best.plan = queue.plan(std::move(best_bound), std::move(best_packs), best_takers);
   best.mean = std::max(best_mean, best.plan.makespan);
   best.pools = pools;
   const NoiseDraws& all = made ? *made : draws;

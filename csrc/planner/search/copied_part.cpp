@@ -56,6 +56,7 @@ std::optional<Plan> copied(const Problem& problem, const std::vector<int32_t>& o
     for (int copy = 0; copy < parts; ++copy) {
       MicroBatch own;
       Load load;
+      own.sequences.reserve(batch.sequences.size());
       for (const int32_t place : batch.sequences) {
         const size_t at = static_cast<size_t>(place) * parts + copy;
         if (at >= order.size()) continue;
