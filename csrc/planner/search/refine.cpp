@@ -105,9 +105,10 @@ class Annealer {
     if (group.slices == 1) {
       return planner::fits(problem_, group.load, group.sequences, group.size);
     }
-    const int64_t length = problem_.lengths()[group.sequences.front()];
-    return group.sequences.size() == 1 && sliceable(problem_, group.sequences.front()) &&
-           length >= group.slices && length <= cost_.memory().capacity * group.size * group.slices;
+    const int32_t sequence = group.sequences.front();
+    if (group.sequences.size() > 1 || !sliceable(problem_, sequence)) return false;
+    return problem_.lengths()[sequence] >= group.slices &&
+           static_cast<int>(bounds(group).size()) <= most_slices_ + 1;
   }
 
   bool mutate(Groups& groups) {
@@ -167,7 +168,7 @@ class Annealer {
       default:
         if (group.slices == 1) return false;
         group.growth = kGrowths[random_.below(std::size(kGrowths))];
-        return true;
+        return fits(group);
     }
     if (group.slices < 1 || group.slices > most_slices_ || group.slices == before) return false;
     return fits(group);
@@ -247,6 +248,10 @@ class Annealer {
     return makespan + kIdleWeight * sum / problem_.ranks();
   }
 
+  std::vector<int64_t> bounds(const Group& group) const {
+    return sliceBounds(problem_, group.sequences.front(), group.size, group.slices, group.growth);
+  }
+
   // The micro-batches of a group that was placed.
   void add(const Group& group, std::vector<MicroBatch>& batches) const {
     MicroBatch batch;
@@ -254,14 +259,11 @@ class Annealer {
     std::sort(batch.ranks.begin(), batch.ranks.end());
     batch.ranks = ringOrder(std::move(batch.ranks), cost_.cluster());
     batch.sequences = group.sequences;
-    std::vector<int64_t> bounds = {0, 0};  // of no slice
-    if (group.slices > 1) {
-      bounds =
-          sliceBounds(problem_, group.sequences.front(), group.size, group.slices, group.growth);
-    }
-    for (size_t k = 1; k < bounds.size(); ++k) {
+    const std::vector<int64_t> cuts =
+        group.slices > 1 ? bounds(group) : std::vector<int64_t>{0, 0};  // of no slice
+    for (size_t k = 1; k < cuts.size(); ++k) {
       batch.start = static_cast<double>(batches.size());
-      batch.slice = {bounds[k - 1], bounds[k], k + 1 < bounds.size()};
+      batch.slice = {cuts[k - 1], cuts[k], k + 1 < cuts.size()};
       batches.push_back(batch);
     }
   }

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import random
 import statistics
+from collections import Counter
 
 import pytest
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner
+from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner, SequenceFragment
 from tests.harness.exhaustive import TooManyNodes, sliced_optimum
 
 CASES = int(os.environ.get("HDPCOMM_PLAN_CASES", "250"))
@@ -65,6 +66,8 @@ def test_bound_optimum_plan_in_slices(kind: str, share: int) -> None:
             continue
         planner.validate(plan, lengths)
         assert plan.lower_bound_s <= best * (1 + 1e-9), case
+        cuts = Counter(each.sequence for each in plan.fragments if isinstance(each, SequenceFragment))
+        assert max(cuts.values(), default=1) <= slices, case
         ratios.append(plan.makespan_s / best)
         tightness.append(best / plan.lower_bound_s)
     ratios.sort()
