@@ -8,5 +8,5 @@ import pytest
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.failed:
+    if report.failed and report.nodeid.startswith("tests/gpu/"):
         print(f"\n--- {report.nodeid} ({report.when})\n{report.longreprtext[-2500:]}", file=sys.__stderr__, flush=True)

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # the clients of MPS share its queues, and tests run beside each other
 TRANSPORT = "cuda"
+FEW_QUEUES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8"
+}  # the clients of MPS share its queues, and tests run beside each other
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 MODEL = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--ffn", "512"]
@@ -44,7 +46,8 @@ def losses_of(transport: str, ranks: int, *options: str) -> list[float]:
         if "--elastic" in options:
             words += ["--out", folder]
         command = [sys.executable, "-m", "hdpcomm", "train", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        environment = os.environ | FEW_QUEUES
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
         print(done.stdout)
         return [step["loss"] for step in json.loads(file.read_text())["steps"]]

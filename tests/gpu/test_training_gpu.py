@@ -41,7 +41,7 @@ from tests.ranks.parallel import (  # noqa: E402
 )
 
 # The clients of MPS share its queues, and the processes of worlds of 1, 2 and 4 ranks stay.
-os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "HDPCOMM_DEVICE_LANES": "1"}
+FEW_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "HDPCOMM_DEVICE_LANES": "1"}
 TRANSPORT, DEVICE = "cuda", "cuda"
 HERE = sys.modules[__name__]
 OnGPU = Callable[[ModuleType, str, Callable[..., int]], Callable[..., list[Any]]]
@@ -77,9 +77,11 @@ def on_processor(value: Any) -> Any:
 
 
 @pytest.fixture
-def on_gpu(ranks: Callable[..., list[Any]]) -> OnGPU:
+def on_gpu(ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> OnGPU:
     """``on_gpu(module, function, ranks_of)``: in place of a function that runs a step on threads. ``ranks_of`` tells
     from its arguments how many ranks."""
+    for name, value in FEW_QUEUES.items():
+        monkeypatch.setenv(name, value)
 
     def replace(module: ModuleType, function: str, ranks_of: Callable[..., int]) -> Callable[..., list[Any]]:
         def run(*args: Any, **options: Any) -> list[Any]:
