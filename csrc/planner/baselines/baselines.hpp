@@ -14,6 +14,7 @@ namespace hdpcomm::planner {
 struct PolicyOptions {
   int64_t context = 0;    // longest sequence that the mesh has to hold; 0: of this batch
   int context_ranks = 0;  // size of the context-parallel groups; 0: the smallest that fits
+  bool baselines = true;  // "balanced" takes a plan of static, naive or pow2 where one is shorter
 };
 
 inline constexpr double kNoLimit = std::numeric_limits<double>::infinity();

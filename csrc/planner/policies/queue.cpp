@@ -20,6 +20,9 @@ namespace hdpcomm::planner {
 namespace {
 
 constexpr int kPoolRanks = 256;  // that one counter answers
+// Ranks from which on no baselines are tried for what is bound: they would take long, and were
+// better in none of the steps that were tried.
+constexpr int kLarge = 1 << 14;
 // What a rank waits for the counter's answer: of its own host, of another one.
 constexpr double kAskSeconds[] = {5e-6, 200e-6};
 // Deviation that micro-batches are thought to have where the cost model knows of none: no clock of
@@ -147,19 +150,33 @@ class Queue {
     const auto meanOfAll = [&] {
       return std::accumulate(makespans.begin(), makespans.end(), 0.0) / draws.steps();
     };
+    const Cluster& cluster = problem_.cost().cluster();
+    const double slowest = cluster.slowest(0, problem_.ranks());
     FreeRanks free;
     for (int pool = 0; pool < pools_ && meanOfAll() < limit; ++pool) {
+      const int ranks = (problem_.ranks() - pool + pools_ - 1) / pools_;
       for (int step = 0; step < draws.steps(); ++step) {
+        double& makespan = makespans[step];
+        double sum = 0;
+        for (int32_t rank = pool; rank < problem_.ranks(); rank += pools_) {
+          sum += bound.ofRank(rank, step);
+        }
+        // Who is free first is so no later than the mean of all.
+        double latest = 0;
+        for (const Waiting& each : of_pool[pool]) {
+          const double seconds = ask_ + each.seconds * each.factors[step] / slowest;
+          latest = std::max(latest, sum / ranks + seconds);
+          sum += seconds;
+        }
+        if (latest <= makespan * (1 - 1e-9)) continue;
         free.clear();
         for (int32_t rank = pool; rank < problem_.ranks(); rank += pools_) {
           free.add(bound.ofRank(rank, step), rank);
         }
         free.arrange();
-        double& makespan = makespans[step];
         for (const Waiting& each : of_pool[pool]) {
           const double seconds = each.seconds * each.factors[step];
-          const double speed = problem_.cost().cluster().speed(free.rank());
-          const double end = free.when() + ask_ + seconds / speed;
+          const double end = free.when() + ask_ + seconds / cluster.speed(free.rank());
           makespan = std::max(makespan, end);
           free.delayFirst(end);
         }
@@ -194,8 +211,8 @@ std::vector<int32_t> shortOnes(const Problem& problem, double longest) {
 
 // These sequences wait; the others are planned as if there were no more, and no noise, which those
 // that wait make up for.
-Candidate waitingAll(const Problem& problem, const PolicyOptions& options,
-                     std::vector<int32_t> waiting) {
+Candidate waitingAll(const Problem& problem, PolicyOptions options, std::vector<int32_t> waiting) {
+  options.baselines = problem.ranks() < kLarge;
   CostParams params = problem.cost().params();
   params.noise = 0;
   const CostModel cost(params, problem.cost().memory(), problem.cost().cluster());

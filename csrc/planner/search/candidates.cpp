@@ -45,6 +45,8 @@ Plan PlanSearch::result() && {
   return std::move(*best);
 }
 
-void tryBaselines(PlanSearch& search) { tryAll(kBaselines, search); }
+void tryBaselines(PlanSearch& search) {
+  if (search.options.baselines) tryAll(kBaselines, search);
+}
 
 }  // namespace hdpcomm::planner
