@@ -477,12 +477,7 @@ class Bound {
 Problem withoutWeights(const Problem& problem) {
   CostParams params = problem.cost().params();
   params.linear = std::max(0.0, params.linear - params.put_off);
-  const CostModel cost(params, problem.cost().memory(), problem.cost().cluster());
-  std::vector<double> squares;
-  if (problem.hasTrees()) {
-    for (int i = 0; i < problem.count(); ++i) squares.push_back(problem.own(i).squares);
-  }
-  return Problem(problem.lengths(), cost, std::move(squares));
+  return problem.withCosts(CostModel(params, problem.cost().memory(), problem.cost().cluster()));
 }
 
 }  // namespace

@@ -62,6 +62,16 @@ Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vecto
   }
 }
 
+Problem Problem::part(const std::vector<int32_t>& sequences, const CostModel& cost) const {
+  std::vector<int64_t> lengths;
+  std::vector<double> squares;
+  for (const int32_t each : sequences) {
+    lengths.push_back(lengths_[each]);
+    if (hasTrees()) squares.push_back(squares_[each]);
+  }
+  return {std::move(lengths), cost, std::move(squares)};
+}
+
 Problem Problem::withSpeeds(std::vector<double> speeds) const {
   Cluster cluster = cost_.cluster();
   cluster.speeds = std::move(speeds);

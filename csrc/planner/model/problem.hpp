@@ -20,6 +20,9 @@ class Problem {
   // same unit; empty: all are sequences.
   Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vector<double> squares = {});
 
+  // These of the sequences, and all of them, by other costs. Raise as the constructor does.
+  Problem part(const std::vector<int32_t>& sequences, const CostModel& cost) const;
+  Problem withCosts(const CostModel& cost) const { return {lengths_, cost, squares_}; }
   // The same sequences on ranks of these speeds.
   Problem withSpeeds(std::vector<double> speeds) const;
   // The same sequences, each as a whole.

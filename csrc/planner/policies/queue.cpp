@@ -221,16 +221,11 @@ Candidate waitingAll(const Problem& problem, PolicyOptions options, std::vector<
   std::vector<bool> waits(problem.count(), false);
   for (const int32_t each : found.waiting) waits[each] = true;
   std::vector<int32_t> others;
-  std::vector<int64_t> lengths;
-  std::vector<double> squares;
   for (int32_t i = 0; i < problem.count(); ++i) {
-    if (waits[i]) continue;
-    others.push_back(i);
-    lengths.push_back(problem.lengths()[i]);
-    if (problem.hasTrees()) squares.push_back(problem.own(i).squares);
+    if (!waits[i]) others.push_back(i);
   }
   if (others.empty()) return found;
-  const Problem rest(std::move(lengths), cost, std::move(squares));
+  const Problem rest = problem.part(others, cost);
   Plan plan = planPolicy(rest, "balanced", options, lowerBound(rest));
   for (MicroBatch& batch : plan.micro_batches) {
     for (int32_t& sequence : batch.sequences) sequence = others[sequence];

@@ -35,15 +35,13 @@ std::optional<Problem> firstPart(const Problem& problem, const std::vector<int32
                                  int parts) {
   Cluster cluster = problem.cost().cluster();
   cluster.ranks /= parts;
-  std::vector<int64_t> lengths;
-  std::vector<double> squares;
+  std::vector<int32_t> sequences;
   for (size_t i = 0; i < order.size(); i += parts) {
     if (problem.minRanks(order[i]) > cluster.ranks) return {};
-    lengths.push_back(problem.lengths()[order[i]]);
-    if (problem.hasTrees()) squares.push_back(problem.own(order[i]).squares);
+    sequences.push_back(order[i]);
   }
-  const CostModel cost(problem.cost().params(), problem.cost().memory(), cluster);
-  return Problem(std::move(lengths), cost, std::move(squares));
+  return problem.part(sequences,
+                      CostModel(problem.cost().params(), problem.cost().memory(), cluster));
 }
 
 // None where memory has no room for a copy.
