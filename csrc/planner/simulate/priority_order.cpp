@@ -1,7 +1,6 @@
 #include "planner/simulate/priority_order.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -27,9 +26,9 @@ struct Key {
   auto operator<=>(const Key&) const = default;
 };
 
-struct Unit {       // one device of one rank
-  size_t next = 0;  // forward passes started
-  int in_flight = 0;
+struct Unit {            // one device of one rank
+  size_t next = 0;       // forward passes started
+  double in_flight = 0;  // what passes that owe gradients take of its room
   bool running = false;
   Key choice;                  // the pass that it would run next, if it is idle
   std::vector<Key> backwards;  // backward passes that may start, in their order: few at a time
@@ -83,6 +82,7 @@ class Simulator {
     units_.resize(static_cast<size_t>(problem.ranks()) * devices_);
     queueForwards();
     if (limit_ < kNever) findLeft();
+    taken_.assign(count, 1);
     findSlices();
     votes_.assign(count * stages_ * 2, 0);
     forwards_done_.assign(count, 0);
@@ -168,26 +168,25 @@ class Simulator {
       if (following_[i] >= 0) previous_[following_[i]] = static_cast<int32_t>(i);
     }
     backward_from_.assign(following_.size(), stages_);
-    places_.assign(following_.size(), 1);
+    if (devices_ == 1) return;
+    by_tokens_ = true;
     for (size_t i = 0; i < following_.size(); ++i) {
-      if (previous_[i] >= 0 || following_[i] < 0) continue;
-      double tokens = 0;
-      for (auto k = static_cast<int32_t>(i); k >= 0; k = following_[k]) {
-        tokens += costs_[k].resident;
-      }
-      const auto capacity = static_cast<double>(problem_.cost().memory().capacity);
-      places_[i] = std::max(1, static_cast<int>(std::ceil(tokens / capacity * (1 - 1e-9))));
+      taken_[i] = costs_[i].resident;
+      if (previous_[i] >= 0) continue;
+      for (int32_t k = following_[i]; k >= 0; k = following_[k]) taken_[i] += costs_[k].resident;
     }
   }
 
-  // How many micro-batches in flight the slices of a sequence are, from its first one on.
-  int places(int32_t micro_batch) const { return places_.empty() ? 1 : places_[micro_batch]; }
-
-  // Whether a device may hold one micro-batch more; one that holds none always may.
+  // Whether a device may hold one micro-batch more; one that holds none always may. Without slices
+  // micro-batches are counted; else their tokens are, those of a sequence from its first slice on,
+  // and each device has room for as many full micro-batches as there are devices.
   bool hasRoom(const Unit& self, int device, int32_t micro_batch) const {
-    const int most = mostInFlight(problem_.cost().cluster(), device);
-    return self.in_flight == 0 || goesOn(micro_batch) ||
-           self.in_flight + places(micro_batch) <= most;
+    constexpr double kNone = 1e-6;  // with rounding
+    if (self.in_flight < kNone || goesOn(micro_batch)) return true;
+    const double room = by_tokens_
+                            ? static_cast<double>(devices_ * problem_.cost().memory().capacity)
+                            : mostInFlight(problem_.cost().cluster(), device);
+    return self.in_flight + taken_[micro_batch] <= room * (1 + kRounding);
   }
 
   bool goesOn(int32_t micro_batch) const {
@@ -290,7 +289,7 @@ class Simulator {
       member.choice = Key{};
       if (key.forward) {
         ++member.next;
-        if (!goesOn(key.micro_batch)) member.in_flight += places(key.micro_batch);
+        if (!goesOn(key.micro_batch)) member.in_flight += taken_[key.micro_batch];
         member.resident += cost.resident;
         member.peak = std::max(member.peak, member.resident);
       } else {
@@ -380,7 +379,7 @@ class Simulator {
       Unit& member = unit(rank, device);
       member.running = false;
       if (event.backward) {
-        if (!goesOn(event.micro_batch)) member.in_flight -= places(event.micro_batch);
+        if (!goesOn(event.micro_batch)) member.in_flight -= taken_[event.micro_batch];
         member.resident -= costs_[event.micro_batch].resident;
         result_.end[rank] = std::max(result_.end[rank], event.time);
       }
@@ -437,7 +436,9 @@ class Simulator {
   std::vector<int> votes_;  // by micro-batch, stage and pass: ranks that chose it
   // By micro-batch: slices before and after it, and the lowest stage whose backward pass has ended.
   // Empty where there are no slices.
-  std::vector<int32_t> following_, previous_, backward_from_, places_;
+  std::vector<int32_t> following_, previous_, backward_from_;
+  std::vector<double> taken_;       // by micro-batch: of a device's room, while it owes gradients
+  bool by_tokens_ = false;          // that is in tokens
   std::vector<int> forwards_done_;  // by micro-batch: stages whose forward pass is done
   LinkSharing links_;
   std::vector<SharedPass> shared_;  // by micro-batch
