@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "planner/bound/bound.hpp"
+#include "planner/pipeline/lanes.hpp"
 #include "planner/pipeline/shape_search.hpp"
 #include "planner/search/candidates.hpp"
 #include "planner/search/refine.hpp"
@@ -25,6 +26,13 @@ constexpr Candidate<PlanSearch> kImprovements[] = {
 };
 
 constexpr Candidate<PlanSearch> kSliced[] = {
+    {"lanes",
+     [](const PlanSearch& search) {
+       return search.cluster().mostSlices() > 1 && !search.atBound();
+     },
+     [](PlanSearch& search) {
+       search.take(planLanes(search.problem, search.lower_bound, search.limit()));
+     }},
     {"local search with slices",
      [](const PlanSearch& search) {
        return search.cluster().mostSlices() > 1 && search.cluster().chunks == 1 &&

@@ -1,0 +1,197 @@
+#include "planner/pipeline/lanes.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "planner/bound/bound.hpp"
+#include "planner/flat/balanced.hpp"
+#include "planner/model/cost_model.hpp"
+#include "planner/pipeline/lane.hpp"
+#include "planner/simulate/finish_plan.hpp"
+
+namespace hdpcomm::planner {
+namespace {
+
+// What planBalanced() is told: that a rank holds so many times its capacity, and that sequences
+// take so many times longer by one slice in which a pipeline fills and drains.
+constexpr int kRooms[] = {2, 4, 8, 16, 1};
+constexpr double kRamps[] = {1, 2, 0};
+constexpr double kRings = 0.25;  // of the slices, that many times keys go round
+constexpr double kHopeless = 2;  // of the limit, for a first form
+constexpr size_t kMostEvened = 6;
+constexpr double kMostPasses = 1 << 24;  // of ranks and stages, that are looked at
+
+// The step on ranks that are one device each.
+Problem onOneDevice(const Problem& problem, double room, double ramps) {
+  Cluster cluster = problem.cost().cluster();
+  MemoryParams memory = problem.cost().memory();
+  CostParams params = problem.cost().params();
+  const int slices = cluster.mostSlices();
+  memory.capacity = static_cast<int64_t>(static_cast<double>(memory.capacity) * room);
+  memory.copy = 0;
+  for (double* each : {&params.kv_intra, &params.kv_domain, &params.kv_inter, &params.latency_intra,
+                       &params.latency_domain, &params.latency_inter, &params.ring_step}) {
+    *each *= std::max(1.0, kRings * slices);
+  }
+  params.attention *= 1 + ramps * (cluster.pipeline - 1) / slices;
+  params.noise = 0;
+  cluster.pipeline = cluster.chunks = cluster.slices = 1;
+  cluster.split = false;
+  return problem.withCosts(CostModel(params, memory, cluster));
+}
+
+// Which ranks are joined by micro-batches, directly or by others: by rank, the lowest of them.
+std::vector<int32_t> joined(const Plan& plan, int ranks) {
+  std::vector<int32_t> lowest(ranks);
+  std::iota(lowest.begin(), lowest.end(), 0);
+  const auto find = [&](int32_t rank) {
+    while (lowest[rank] != rank) rank = lowest[rank] = lowest[lowest[rank]];
+    return rank;
+  };
+  for (const MicroBatch& batch : plan.micro_batches) {
+    for (const int32_t rank : batch.ranks) {
+      const int32_t a = find(rank);
+      const int32_t b = find(batch.ranks.front());
+      lowest[std::max(a, b)] = std::min(a, b);
+    }
+  }
+  for (int32_t rank = 0; rank < ranks; ++rank) lowest[rank] = find(rank);
+  return lowest;
+}
+
+std::vector<Lane> lanesOf(const Problem& problem, const Plan& flat) {
+  const std::vector<int32_t> lowest = joined(flat, problem.ranks());
+  std::vector<LaneJobs> jobs(problem.ranks());
+  for (int32_t rank = 0; rank < problem.ranks(); ++rank) {
+    jobs[lowest[rank]].ranks.push_back(rank);
+    jobs[lowest[rank]].alone.emplace_back();
+  }
+  for (const MicroBatch& batch : flat.micro_batches) {
+    LaneJobs& own = jobs[lowest[batch.ranks.front()]];
+    for (const int32_t sequence : batch.sequences) {
+      if (batch.ranks.size() > 1) {
+        own.shared.push_back({batch.ranks, sequence});
+      } else {
+        const auto at = std::lower_bound(own.ranks.begin(), own.ranks.end(), batch.ranks.front());
+        own.alone[at - own.ranks.begin()].push_back(sequence);
+      }
+    }
+  }
+  std::vector<Lane> lanes;
+  for (LaneJobs& each : jobs) {
+    if (!each.ranks.empty()) lanes.emplace_back(problem, std::move(each));
+  }
+  return lanes;
+}
+
+// Moves one sequence, of place and index `from`, to another lane, if both then end before the first
+// of them did. `passes` is raised by those that it looked at.
+bool move(const Problem& problem, Lane& lane, std::pair<size_t, size_t> from, Lane& other,
+          double unit, double& passes) {
+  LaneJobs jobs = lane.jobs();
+  LaneJobs others = other.jobs();
+  std::vector<int32_t>& own = jobs.alone[from.first];
+  const auto moved = own.begin() + static_cast<std::ptrdiff_t>(from.second);
+  const auto tokens = [&](const std::vector<int32_t>& sequences) {
+    int64_t sum = 0;
+    for (const int32_t each : sequences) sum += problem.lengths()[each];
+    return sum;
+  };
+  std::min_element(others.alone.begin(), others.alone.end(), [&](const auto& a, const auto& b) {
+    return tokens(a) < tokens(b);
+  })->push_back(*moved);
+  own.erase(moved);
+  Lane less(problem, std::move(jobs));
+  Lane more(problem, std::move(others));
+  passes += less.settle(unit, true) + more.settle(unit, true);
+  if (std::max(less.makespan(), more.makespan()) >= lane.makespan()) return false;
+  lane = std::move(less);
+  other = std::move(more);
+  return true;
+}
+
+// Settles the lane that ends last, and moves sequences from it to the one that ends first, as long
+// as that helps and looks at no more than `most` passes.
+void even(const Problem& problem, std::vector<Lane>& lanes, double unit, double most) {
+  constexpr size_t kTries = 4;
+  const auto earlier = [](const Lane& a, const Lane& b) { return a.makespan() < b.makespan(); };
+  for (double passes = 0; passes < most;) {
+    Lane& last = *std::max_element(lanes.begin(), lanes.end(), earlier);
+    if (!last.settled()) {
+      passes += last.settle(unit, true);
+      continue;
+    }
+    Lane& first = *std::min_element(lanes.begin(), lanes.end(), earlier);
+    const double wanted = 0.5 * (last.makespan() - first.makespan());
+    // By how far their times are from that.
+    std::vector<std::pair<double, std::pair<size_t, size_t>>> found;
+    const std::vector<std::vector<int32_t>>& alone = last.jobs().alone;
+    for (size_t place = 0; place < alone.size(); ++place) {
+      for (size_t i = 0; i < alone[place].size(); ++i) {
+        const double seconds = problem.cost().seconds(problem.own(alone[place][i]), 1);
+        found.push_back({std::abs(seconds - wanted), {place, i}});
+      }
+    }
+    const size_t tries = std::min(found.size(), kTries);
+    std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(tries),
+                      found.end());
+    found.resize(tries);
+    const bool moved = std::any_of(found.begin(), found.end(), [&](const auto& each) {
+      return move(problem, last, each.second, first, unit, passes);
+    });
+    if (!moved) return;
+  }
+}
+
+double latest(const std::vector<Lane>& lanes) {
+  double makespan = 0;
+  for (const Lane& lane : lanes) makespan = std::max(makespan, lane.makespan());
+  return makespan;
+}
+
+}  // namespace
+
+std::optional<Plan> planLanes(const Problem& problem, double lower_bound, double limit) {
+  const Cluster& cluster = problem.cost().cluster();
+  const int most = std::min(cluster.pipeline, cluster.mostSlices());
+  const int64_t longest = *std::max_element(problem.lengths().begin(), problem.lengths().end());
+  PolicyOptions options;
+  options.baselines = false;
+  double passes = 0;
+  std::vector<std::pair<double, std::vector<Lane>>> found;  // by makespan
+  for (const int room : kRooms) {
+    const auto capacity = static_cast<double>(problem.cost().memory().capacity);
+    if (room > most || capacity * room * problem.ranks() < static_cast<double>(longest)) continue;
+    for (const double ramps : kRamps) {
+      if (passes > kMostPasses / 2) break;
+      const Problem device = onOneDevice(problem, room, ramps);
+      std::vector<Lane> lanes = lanesOf(problem, planBalanced(device, options, lowerBound(device)));
+      for (Lane& lane : lanes) passes += lane.settle(lower_bound, false);
+      const double makespan = latest(lanes);
+      const auto same = [&](const auto& other) { return other.first == makespan; };
+      if (makespan > kHopeless * limit || std::any_of(found.begin(), found.end(), same)) continue;
+      found.emplace_back(makespan, std::move(lanes));
+    }
+  }
+  std::stable_sort(found.begin(), found.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  if (found.size() > kMostEvened) found.resize(kMostEvened);
+  std::vector<MicroBatch> best;
+  const double left = (kMostPasses - passes) / static_cast<double>(found.size());
+  for (auto& [unused, lanes] : found) {
+    even(problem, lanes, lower_bound, left);
+    if (latest(lanes) >= limit) continue;
+    limit = latest(lanes);
+    best.clear();
+    for (const Lane& lane : lanes) lane.addTo(best);
+  }
+  if (best.empty()) return {};
+  for (size_t i = 0; i < best.size(); ++i) best[i].start = static_cast<double>(i);
+  return finishPlan(problem, std::move(best));
+}
+
+}  // namespace hdpcomm::planner
