@@ -77,7 +77,7 @@ class Planner:
         slices: the most slices of tokens that a long sequence may run in, one after the other on the same ranks
             (:class:`hdpcomm.plan.SequenceFragment`); 1: none. In pipelines where that makes the step shorter. Without a
             pipeline where a sequence fits the ranks no other way: each slice but the last then runs forward twice. For
-            ``balanced`` without interleaved stages.
+            ``balanced``.
 
     Example:
         >>> planner = Planner(None, ClusterSpec(ranks=4, capacity=1024), cost_model=CostModel(1e-9, 1e-6))
@@ -119,8 +119,10 @@ class Planner:
                 "ranks that share experts"
             )
         check_whole("Planner", "slices", slices, least=1, most=MOST_SLICES)
-        if slices > 1:
-            self._check_slices(cluster, policy, slices)
+        if slices > 1 and policy not in ("balanced", "pipeline"):
+            raise InvalidUsage(
+                f"slices={slices} was given with policy {policy!r}, which runs whole sequences only: give 1"
+            )
         if cost_model is None:
             if model is None:
                 raise InvalidUsage("neither a model nor a cost_model is given: one of them has to say what tokens cost")
@@ -161,17 +163,6 @@ class Planner:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._make_cores()
-
-    @staticmethod
-    def _check_slices(cluster: ClusterSpec, policy: str, slices: int) -> None:
-        reasons = {
-            f"policy {policy!r}": policy not in ("balanced", "pipeline"),
-            f"{cluster.chunks} stages on each device": cluster.chunks > 1,
-        }
-        if found := [reason for reason, holds in reasons.items() if holds]:
-            raise InvalidUsage(
-                f"slices={slices} was given with {' and '.join(found)}, which run whole sequences only: give 1"
-            )
 
     @classmethod
     def measured(

@@ -57,7 +57,8 @@ class Bound {
     shortest_ = {squares, static_cast<double>(shortest)};
     max_offload_ = max_offload;
     passing_ = (stages_ - 1.0) / cost_.cluster().chunks;
-    alone_ = 1 + (stages_ - 1.0) / slices_;
+    alone_ = 1 + passing_ / PassTimes::timesFirstSlice(cost_.cluster());
+    if (cost_.cluster().chunks > 1) alone_ = std::max(alone_, stages_ / (1.0 * slices_));
     for (int high = 1; high < kMaxStack; ++high) {
       double places = 0;
       for (int rank = 0; rank < problem.ranks(); ++rank) {
@@ -94,8 +95,8 @@ class Bound {
       (possible(middle) ? high : low) = middle;
     }
     if (windows_ && slices_ == 1) return byPipelineConfigurations(low);
-    const bool whole = stages_ > 1 && slices_ == 1;
-    if (whole || cost_.cluster().split || !speeds_.empty() || problem_.hasTrees()) return low;
+    const bool other = stages_ > 1 && (slices_ == 1 || cost_.cluster().chunks > 1);
+    if (other || cost_.cluster().split || !speeds_.empty() || problem_.hasTrees()) return low;
     return byConfigurations(low);
   }
 
@@ -117,8 +118,10 @@ class Bound {
   }
 
   // The most tokens that a rank can hold of a sequence: its slices are micro-batches, of which a
-  // device holds as many as there are stages.
-  double mostOfSequence(double held) const { return held * std::min(slices_, stages_); }
+  // device holds as many as its memory is for.
+  double mostOfSequence(double held) const {
+    return held * std::min<double>(slices_, cost_.cluster().mostHeld());
+  }
 
   // The most tokens that a rank can hold in a micro-batch that ends within `limit` seconds.
   double mostHeld(double limit) const {
@@ -241,6 +244,7 @@ class Bound {
   // 0 if there is none. Its seconds are quasi-convex in each range of sizes with one scope.
   int sizeInSlices(const Load& load, int least, double time) const {
     const auto alone = [&](int size) {
+      if (cost_.cluster().chunks > 1) return aloneInChunks(load, size);
       return cost_.seconds(load, size) +
              passing_ * (PassTimes::longest(cost_, load, size, size, false) +
                          PassTimes::longest(cost_, load, size, size, true));
@@ -266,6 +270,22 @@ class Bound {
       first = last + 1;
     }
     return 0;
+  }
+
+  // What one takes at least with several stages on a device: its passes with the way of its first
+  // slice, or all stages one after the other for its longest slice, which is no shorter than the
+  // mean and waits as long as the last one, with which all keys go round.
+  double aloneInChunks(const Load& load, int size) const {
+    const double seconds = cost_.seconds(load, size);
+    const double least = params_.fixed + (size - 1) * params_.ring_step;
+    const double all = seconds + (slices_ - 1) * least;
+    const double first = std::max(least, all / PassTimes::timesFirstSlice(cost_.cluster()));
+    double longest = all / slices_;
+    if (size > 1) {
+      const double step = cost_.stepTransfer(load, size, cost_.cluster().leastScope(size));
+      longest = std::max(longest, least + (size - 1) * step);
+    }
+    return std::max(seconds + passing_ * first, stages_ * longest);
   }
 
   // What a group of `size` ranks could do at their own speeds over what it does at that of its

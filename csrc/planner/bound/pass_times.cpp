@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "planner/model/slice_bounds.hpp"
+
 namespace hdpcomm::planner {
 
 PassTimes::PassTimes(const CostModel& cost, const Load& load, int least, int ranks)
@@ -42,15 +44,28 @@ double PassTimes::longest(const CostModel& cost, const Load& load, int first, in
   return longest + share * (params.fixed + (first - 1) * params.ring_step);
 }
 
+double PassTimes::timesFirstSlice(const Cluster& cluster) {
+  if (cluster.pipeline == 1) return 1;
+  return timesTheFirst(cluster.mostSlices(), 1 + (cluster.chunks - 1.0) / (cluster.pipeline - 1));
+}
+
 double PassTimes::seconds(int size, bool backward) const {
-  if (cost_.cluster().mostSlices() > 1) return longest(cost_, load_, size, size, backward);
+  const Cluster& cluster = cost_.cluster();
+  const int slices = cluster.mostSlices();
+  if (slices > 1 && cluster.chunks == 1) return longest(cost_, load_, size, size, backward);
   const CostParams& params = cost_.params();
   const double compute = cost_.stepCompute(load_, size);
-  const double transfer = cost_.stepTransfer(load_, size, cost_.cluster().leastScope(size));
+  const double transfer = cost_.stepTransfer(load_, size, cluster.leastScope(size));
   const double rest = size * compute + params.linear * load_.tokens / size + params.fixed +
                       (size - 1) * params.ring_step;
-  return backward ? (1 - params.forward) * rest + (size - 1) * cost_.backwardWait(compute, transfer)
-                  : params.forward * rest + (size - 1) * cost_.forwardWait(compute, transfer);
+  const double whole =
+      backward ? (1 - params.forward) * rest + (size - 1) * cost_.backwardWait(compute, transfer)
+               : params.forward * rest + (size - 1) * cost_.forwardWait(compute, transfer);
+  if (slices == 1) return whole;
+  const double share = backward ? 1 - params.forward : params.forward;
+  const double least = share * (params.fixed + (size - 1) * params.ring_step);
+  if (backward) return least;  // of whichever slice ends the step
+  return std::max(least, (whole + (slices - 1) * least) / timesFirstSlice(cluster));
 }
 
 int PassTimes::fastest(int first, int last, bool backward) const {

@@ -1,6 +1,6 @@
 // The least seconds of a sequence's forward and backward passes, each on the number of ranks that
 // is best for it: no micro-batch that holds the sequence passes a stage in less. Where it may run
-// in slices, those of the longest slice.
+// in slices, those of the longest slice, or with several stages on a device of the first one.
 #pragma once
 
 #include <array>
@@ -17,6 +17,10 @@ class PassTimes {
   // numbers with one leastScope().
   static double longest(const CostModel& cost, const Load& load, int first, int last,
                         bool backward);
+
+  // How many times as long as the slice that begins it a sequence takes, at most, if that alone is
+  // what a rank waits for; with one stage on a device, as the longest one.
+  static double timesFirstSlice(const Cluster& cluster);
 
   double forwardWithin(int ranks) const { return pass(ranks, false); }
   // Both together, on at most `ranks` ranks.

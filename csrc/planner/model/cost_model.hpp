@@ -65,7 +65,11 @@ struct Cluster {
 
   bool sharesInterfaces() const noexcept { return nics > 0 && nics < ranks_per_node; }
   // Micro-batches that a sequence runs as, at most.
-  int mostSlices() const noexcept { return pipeline > 1 && chunks == 1 ? slices : 1; }
+  int mostSlices() const noexcept { return pipeline > 1 ? slices : 1; }
+  // Full micro-batches whose tokens a device may hold at a time: as many as the first one does.
+  double mostHeld() const noexcept {
+    return chunks == 1 ? pipeline : pipeline + (pipeline - 1.0) / chunks;
+  }
 
   // Whether rings can get in each other's way.
   bool sharesLinks() const noexcept { return sharesInterfaces() || uplinks > 0; }

@@ -6,17 +6,12 @@
 #include "planner/model/cost_model.hpp"
 
 namespace hdpcomm::planner {
-namespace {
 
-// How many times the first one `count` are together, each of which is `growth` times the one
-// before.
-double timesTheFirst(int count, double growth) {
+double timesTheFirst(int count, double growth) noexcept {
   double all = 0;
   for (int i = 0; i < count; ++i) all = all * growth + 1;
   return all;
 }
-
-}  // namespace
 
 bool sliceable(const Problem& problem, int32_t sequence) {
   const auto length = static_cast<double>(problem.lengths()[sequence]);

@@ -35,8 +35,7 @@ constexpr Candidate<PlanSearch> kSliced[] = {
      }},
     {"local search with slices",
      [](const PlanSearch& search) {
-       return search.cluster().mostSlices() > 1 && search.cluster().chunks == 1 &&
-              !search.atBound() && search.small(kSliceLimit);
+       return search.cluster().mostSlices() > 1 && !search.atBound() && search.small(kSliceLimit);
      },
      [](PlanSearch& search) {
        search.improve([&](Plan plan) {

@@ -127,7 +127,7 @@ class ShapeSearch {
         for (const int own : {1, 2, std::numeric_limits<int>::max()}) {
           for (const int beside : {0, 3}) {
             Shape shape{8, stages_, stages_};
-            shape.top = seconds * slices / (slices + stages_ - 1);
+            shape.top = seconds * slices / (slices + passing());
             shape.beside = beside;
             shape.own = own;
             shape.slices = slices;
@@ -318,6 +318,10 @@ class ShapeSearch {
   }
 
  private:
+  // Stages that a micro-batch passes before a device has the first of several, in passes of a
+  // device.
+  double passing() const { return (stages_ - 1.0) / problem_.cost().cluster().chunks; }
+
   void allowSlices() {
     if (!whole_.some()) whole_ = best_;
     bound_ = slices_bound_;
@@ -352,15 +356,21 @@ class ShapeSearch {
     if (!dealt) return known != nullptr && *known > 0 ? *known : kForever;
     const double makespan = *known = makespanOfDealt(shape, limit);
     if (makespan >= best_.makespan) return makespan;
-    if (shape.every > 1 && !holds(problem_, simulateLevels(problem_, pricedPlan()))) {
-      return *known = kForever;
-    }
+    if (!heldInMemory(shape)) return *known = kForever;
     best_ = {shape, waves_.heights(), makespan, waves_.predicted(),
              changing_ ? improvedBy(best_.made_by, trying) : trying};
     return makespan;
   }
 
   // What follows is of the waves that were dealt.
+  bool heldInMemory(const Shape& shape) const {
+    if (!by_levels_) {
+      return (shape.slices == 1 && shape.every == 1) ||
+             holds(problem_, simulate(problem_, pricedPlan()));
+    }
+    return shape.every == 1 || holds(problem_, simulateLevels(problem_, pricedPlan()));
+  }
+
   double makespanOfDealt(const Shape& shape, double limit) {
     if (!by_levels_) return finishPlan(problem_, waves_.plan(), limit).makespan;
     if (shape.slices == 1 && shape.every == 1) {
@@ -513,19 +523,14 @@ constexpr Shapes kShapes[] = {
     {"tuning", [](const ShapeSearch& search) { return search.zonesHelped(); },
      [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses / 2); }},
     {"sliced waves",
-     [](const ShapeSearch& search) {
-       return search.byLevels() && search.mostSlices() > 1 && search.sequencesOnly();
-     },
+     [](const ShapeSearch& search) { return search.mostSlices() > 1 && search.sequencesOnly(); },
      [](ShapeSearch& search) { search.attemptSlicedWaves(); }},
-    {"slices",
-     [](const ShapeSearch& search) { return search.byLevels() && search.mostSlices() > 1; },
+    {"slices", [](const ShapeSearch& search) { return search.mostSlices() > 1; },
      [](ShapeSearch& search) { search.attemptSlices(); }},
     {"descent", kInSlices, [](ShapeSearch& search) { search.descend(); }},
     {"tuning", kInSlices, [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses); }},
     {"sliced levels",
-     [](const ShapeSearch& search) {
-       return search.byLevels() && search.mostSlices() > 1 && search.sequencesOnly();
-     },
+     [](const ShapeSearch& search) { return search.mostSlices() > 1 && search.sequencesOnly(); },
      [](ShapeSearch& search) { search.attemptSlicedLevels(); }},
 };
 

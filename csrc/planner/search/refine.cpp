@@ -217,12 +217,12 @@ class Annealer {
     if (cost_.cluster().pipeline == 1) return decode(groups, nullptr);
     Plan plan;
     const double flat = decode(groups, &plan.micro_batches);
-    if (cost_.cluster().chunks > 1) {
+    const bool cut = std::any_of(groups.begin(), groups.end(),
+                                 [](const Group& group) { return group.slices > 1; });
+    if (cost_.cluster().chunks > 1 && !cut) {
       return simulatePriorities(problem_, plan).makespan + kIdleWeight * flat;
     }
     for (MicroBatch& batch : plan.micro_batches) price(problem_, batch);
-    const bool cut = std::any_of(groups.begin(), groups.end(),
-                                 [](const Group& group) { return group.slices > 1; });
     if (!cut && !cost_.cluster().split) {
       return makespanByLevels(problem_, plan) + kIdleWeight * flat;
     }

@@ -1,6 +1,7 @@
 #include "planner/simulate/priority_order.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -80,10 +81,10 @@ class Simulator {
       costs_.push_back(with_weights ? passCosts(problem, batch) : inputCosts(problem, batch));
     }
     units_.resize(static_cast<size_t>(problem.ranks()) * devices_);
-    queueForwards();
-    if (limit_ < kNever) findLeft();
     taken_.assign(count, 1);
     findSlices();
+    queueForwards();
+    if (limit_ < kNever) findLeft();
     votes_.assign(count * stages_ * 2, 0);
     forwards_done_.assign(count, 0);
     to_host_.assign(units_.size(), 0.0);
@@ -125,7 +126,7 @@ class Simulator {
   // The order of the forward passes on each device: by micro-batch; with several chunks, groups of
   // at most as many micro-batches of a rank as there are devices go through the first chunk, then
   // through the second one, and so on. A micro-batch is in the same group on all of its ranks, and
-  // a rank's groups follow each other.
+  // a rank's groups follow each other. All slices of a sequence are in one group.
   void queueForwards() {
     const size_t count = plan_.micro_batches.size();
     group_.assign(count, 0);
@@ -134,12 +135,21 @@ class Simulator {
     std::vector<int32_t> level(problem_.ranks(), 0);
     for (size_t i = 0; i < count; ++i) {
       const std::vector<int32_t>& ranks = plan_.micro_batches[i].ranks;
+      const auto index = static_cast<int32_t>(i);
+      for (const int32_t rank : ranks) own[rank].push_back(index);
+      if (chunks_ == 1) continue;
+      if (goesOn(index)) {
+        group_[i] = group_[previous_[i]];
+        continue;
+      }
       int32_t most = 0;
       for (const int32_t rank : ranks) most = std::max(most, level[rank]);
-      if (chunks_ > 1) group_[i] = most / devices_;
+      const int32_t room = devices_ - most % devices_;
+      const auto taken = static_cast<int>(taken_[i]);
+      if (room < taken) most += room % devices_;
+      group_[i] = most / devices_;
       for (const int32_t rank : ranks) {
-        level[rank] = most + 1;
-        own[rank].push_back(static_cast<int32_t>(i));
+        level[rank] = std::min(most + taken, (group_[i] + 1) * devices_);
       }
     }
     for (int rank = 0; rank < problem_.ranks(); ++rank) {
@@ -157,36 +167,43 @@ class Simulator {
   void findSlices() {
     following_ = followingSlices(plan_);
     if (following_.empty()) return;
-    if (chunks_ > 1) {
-      throwInvalidUsage(
-          "the plan has slices of sequences, and devices with several stages of the model run "
-          "whole "
-          "sequences only: plan without slices, or give chunks=1");
-    }
     previous_.assign(following_.size(), -1);
     for (size_t i = 0; i < following_.size(); ++i) {
       if (following_[i] >= 0) previous_[following_[i]] = static_cast<int32_t>(i);
     }
     backward_from_.assign(following_.size(), stages_);
     if (devices_ == 1) return;
-    by_tokens_ = true;
+    by_tokens_ = chunks_ == 1;
+    const auto capacity = static_cast<double>(problem_.cost().memory().capacity);
     for (size_t i = 0; i < following_.size(); ++i) {
-      taken_[i] = costs_[i].resident;
-      if (previous_[i] >= 0) continue;
-      for (int32_t k = following_[i]; k >= 0; k = following_[k]) taken_[i] += costs_[k].resident;
+      double tokens = chunks_ * costs_[i].resident;
+      if (previous_[i] < 0) {
+        for (int32_t k = following_[i]; k >= 0; k = following_[k]) {
+          tokens += chunks_ * costs_[k].resident;
+        }
+      }
+      if (by_tokens_) {
+        taken_[i] = tokens;
+      } else if (previous_[i] < 0 && following_[i] >= 0) {
+        taken_[i] = std::max(1.0, std::ceil(tokens / capacity * (1 - kRounding)));
+      }
     }
   }
 
-  // Whether a device may hold one micro-batch more; one that holds none always may. Without slices
-  // micro-batches are counted; else their tokens are, those of a sequence from its first slice on,
-  // and each device has room for as many full micro-batches as there are devices.
+  // Whether a device may run one more forward pass. It has room for so many micro-batches, of which
+  // the slices of a sequence are some from the first one on; with slices and one chunk for tokens,
+  // on each device for as many as full micro-batches of all devices have. No device waits for ever:
+  // where those before it in the order have run backward, it holds no more than what its own group
+  // has on the chunks before the last one.
   bool hasRoom(const Unit& self, int device, int32_t micro_batch) const {
-    constexpr double kNone = 1e-6;  // with rounding
-    if (self.in_flight < kNone || goesOn(micro_batch)) return true;
-    const double room = by_tokens_
-                            ? static_cast<double>(devices_ * problem_.cost().memory().capacity)
-                            : mostInFlight(problem_.cost().cluster(), device);
-    return self.in_flight + taken_[micro_batch] <= room * (1 + kRounding);
+    if (goesOn(micro_batch)) return true;
+    const double own = taken_[micro_batch];
+    if (by_tokens_) {
+      const auto room = static_cast<double>(devices_ * problem_.cost().memory().capacity);
+      return self.in_flight < kNone || self.in_flight + own <= room * (1 + kRounding);
+    }
+    const double most = mostInFlight(problem_.cost().cluster(), device) - own;
+    return self.in_flight <= std::max(most, (chunks_ - 1) * std::max<double>(devices_, own));
   }
 
   bool goesOn(int32_t micro_batch) const {
@@ -417,6 +434,7 @@ class Simulator {
 
   static constexpr double kNever = std::numeric_limits<double>::infinity();
   static constexpr double kRounding = 1e-9;  // of sums
+  static constexpr double kNone = 1e-6;      // tokens, by rounding
 
   const Problem& problem_;
   const Plan& plan_;

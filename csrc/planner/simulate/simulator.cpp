@@ -37,15 +37,16 @@ bool holds(const Problem& problem, const SimulatedStep& step) {
   if (step.peak_tokens.empty()) return true;
   const double most = *std::max_element(step.peak_tokens.begin(), step.peak_tokens.end());
   const auto capacity = static_cast<double>(problem.cost().memory().capacity);
-  return most <= capacity * problem.cost().cluster().pipeline * (1 + 1e-9);
+  return most <= capacity * problem.cost().cluster().mostHeld() * (1 + 1e-9);
 }
 
 SimulatedStep simulate(const Problem& problem, const Plan& plan) {
   if (problem.cost().cluster().split) return simulateSplit(problem, plan);
+  const Cluster& cluster = problem.cost().cluster();
+  if (cluster.chunks > 1) return simulatePriorities(problem, plan);
   if (hasSlices(plan)) return simulateSlices(problem, plan);
   SimulatedStep step = simulatePriorities(problem, plan);
-  const Cluster& cluster = problem.cost().cluster();
-  if (cluster.pipeline == 1 || cluster.chunks > 1) return step;
+  if (cluster.pipeline == 1) return step;
   const double by_levels = makespanByLevels(problem, plan);
   return by_levels < step.makespan ? simulateLevels(problem, plan) : std::move(step);
 }
@@ -58,10 +59,10 @@ double simulatedMakespan(const Problem& problem, const Plan& plan, double limit)
     const double least = leastMakespan(problem, rankTimes(problem, plan, costs));
     if (least >= limit) return least;
   }
-  if (cluster.split || hasSlices(plan)) return simulate(problem, plan).makespan;
-  if (cluster.pipeline == 1 || cluster.chunks > 1) {
-    return makespanByPriorities(problem, plan, limit);
-  }
+  if (cluster.split) return simulate(problem, plan).makespan;
+  if (cluster.chunks > 1) return makespanByPriorities(problem, plan, limit);
+  if (hasSlices(plan)) return simulate(problem, plan).makespan;
+  if (cluster.pipeline == 1) return makespanByPriorities(problem, plan, limit);
   const double by_levels = makespanByLevels(problem, plan);
   return std::min(by_levels, makespanByPriorities(problem, plan, std::min(by_levels, limit)));
 }

@@ -16,8 +16,9 @@ namespace hdpcomm::planner {
 // micro-batches go through them in groups (interleaved 1F1B; Narayanan et al., arXiv 2104.04473).
 // With one chunk, the order by levels (level_order.hpp) is taken in its place where it ends
 // earlier. Slices of a sequence are in flight together, as as many micro-batches as they have
-// tokens for. Split backward passes are those of split_order.hpp. Without a pipeline, rings that
-// share links take time from each other (link_sharing.hpp).
+// tokens for; several chunks run all of them in one group. Split backward passes are those of
+// split_order.hpp. Without a pipeline, rings that share links take time from each other
+// (link_sharing.hpp).
 SimulatedStep simulate(const Problem& problem, const Plan& plan);
 
 // Whether no device holds more tokens than as many full micro-batches as there are devices.

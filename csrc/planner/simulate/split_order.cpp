@@ -25,7 +25,8 @@ class SplitOrder {
         devices_(problem.cost().cluster().pipeline),
         ranks_(problem.ranks()),
         most_(mostInFlight(problem.cost().cluster(), 0)),
-        most_held_(most_ * static_cast<double>(problem.cost().memory().capacity)) {
+        most_held_(problem.cost().cluster().mostHeld() *
+                   static_cast<double>(problem.cost().memory().capacity)) {
     for (const MicroBatch& batch : plan.micro_batches) {
       costs_.push_back(inputCosts(problem, batch));
       slices_ = slices_ || batch.slice.some();

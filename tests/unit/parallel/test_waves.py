@@ -186,14 +186,15 @@ def test_pipelines_run_random_waves_to_their_end():
 def test_pipelines_run_random_slices_to_their_end(split):
     generator = random.Random(13)
     for _ in range(PLANS // 2):
-        expert, groups, stages = generator.choice([(2, 1, 2), (2, 2, 3), (3, 1, 2), (1, 3, 2), (2, 2, 4)])
+        expert, groups, devices = generator.choice([(2, 1, 2), (2, 2, 3), (3, 1, 2), (1, 3, 2), (2, 2, 4)])
         plan = sliced_plan(generator, expert * groups, generator.randint(1, 7))
         planned = plan_waves(plan, expert)
-        cluster = ClusterSpec(expert * groups, 16, pipeline=stages, split_backward=split)
+        chunks = generator.choice([1, 1, 2, 3])
+        cluster = ClusterSpec(expert * groups, 16, pipeline=devices, chunks=chunks, split_backward=split)
         schedule = Planner(None, cluster, cost_model=CostModel(attention=1e-6, linear=1e-5)).schedule(planned.plan)
         schedule.validate(planned.plan)
         programs = make_programs(schedule, planned.plan)
-        check_programs(programs, planned.plan, stages=stages, split=split)
+        check_programs(programs, planned.plan, stages=schedule.stages, split=split)
         for rank in range(expert * groups):
             own = planned.of_rank(rank)
             assert [batch for _, batch in sorted(own.items()) if batch] == list(plan.for_rank(rank))

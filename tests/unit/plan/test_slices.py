@@ -34,19 +34,32 @@ STEPS = int(os.environ.get("HDPCOMM_TEST_SLICES_PLANS", "30"))
 COST = CostModel(attention=1e-9, linear=1e-6, fixed=1e-4, ring_step=1e-5, kv_intra=1e-8, kv_inter=4e-8)
 
 
-def random_step(seed):
-    """(planner without slices, lengths): one or a few long sequences among many short ones."""
+def random_step(seed, chunks=1):
+    """(planner without slices, lengths): one or a few long sequences among many short ones.
+
+    ``chunks``: stages of the model on each device.
+    """
     rng = random.Random(seed)
     ranks, stages = rng.choice([(2, 2), (4, 2), (8, 2), (8, 4), (16, 4), (24, 8)])
     capacity = rng.choice([256, 1024, 4096])
     split = rng.random() < 0.2
     cluster = ClusterSpec(
-        ranks, capacity, ranks_per_node=rng.choice([1, 4, None]), pipeline=stages, split_backward=split
+        ranks,
+        capacity,
+        ranks_per_node=rng.choice([1, 4, None]),
+        pipeline=stages,
+        chunks=chunks,
+        split_backward=split,
     )
     cost = replace(COST, attention=COST.attention * rng.choice([0, 1, 30]), fixed=rng.choice([0, 1e-4, 1e-2]))
     lengths = [rng.randint(1, max(1, capacity // 2)) for _ in range(rng.randint(1, 8 * ranks))]
     lengths += [rng.randint(capacity, capacity * ranks) for _ in range(rng.randint(1, 3))]
     return Planner(None, cluster, cost_model=cost), lengths
+
+
+def most_held(cluster):
+    """How many full micro-batches the first device holds."""
+    return cluster.pipeline + (cluster.pipeline - 1) / cluster.chunks if cluster.chunks > 1 else cluster.pipeline
 
 
 def with_slices(planner, slices=16, **options):
@@ -56,9 +69,12 @@ def with_slices(planner, slices=16, **options):
 
 
 # In the last three, local search or split passes make the plan without slices the better one.
-@pytest.mark.parametrize("seed", sorted({*range(STEPS), 54, 55, 90}))
-def test_a_step_is_no_longer_and_can_run(seed):
-    planner, lengths = random_step(seed)
+@pytest.mark.parametrize(
+    ("seed", "chunks"),
+    [(seed, 1) for seed in sorted({*range(STEPS), 54, 55, 90})] + [(seed, 2 + seed % 2) for seed in range(STEPS)],
+)
+def test_a_step_is_no_longer_and_can_run(seed, chunks):
+    planner, lengths = random_step(seed, chunks)
     sliced = with_slices(planner)
     before, after = planner.plan(lengths), sliced.plan(lengths)
     assert after.makespan_s <= before.makespan_s * (1 + 1e-9)
@@ -71,7 +87,7 @@ def test_a_step_is_no_longer_and_can_run(seed):
     check_programs(make_programs(schedule, after), after, stages=schedule.stages, split=split)
     found = simulate_step(sliced, after)
     assert abs(found.compute_s - after.makespan_s) <= 1e-9 * after.makespan_s
-    assert found.rank_peak_tokens.max() <= planner.cluster.pipeline * planner.memory.capacity * (1 + 1e-9)
+    assert found.rank_peak_tokens.max() <= most_held(planner.cluster) * planner.memory.capacity * (1 + 1e-9)
     if not after.slices:  # or local search, which tries more with slices, has found another one
         assert after.hash == before.hash or after.makespan_s < before.makespan_s
 
@@ -102,8 +118,9 @@ def _tokens(item):
     return item.num_tokens if isinstance(item, Tree) else item
 
 
-def test_slices_are_taken():
-    found = [with_slices(planner).plan(lengths) for planner, lengths in map(random_step, range(12))]
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_slices_are_taken(chunks):
+    found = [with_slices(planner).plan(lengths) for planner, lengths in (random_step(i, chunks) for i in range(12))]
     assert sum(bool(plan.slices) for plan in found) >= 3
 
 
@@ -116,6 +133,15 @@ def test_a_long_sequence_hides_its_way_through_the_stages():
     assert whole.makespan_s == pytest.approx(4 * 1.024)
     assert sliced.makespan_s == pytest.approx(1.024 * 11 / 8, rel=0.01)
     assert sliced.lower_bound_s == pytest.approx(1.024 * 11 / 8, rel=0.01)
+
+
+def test_several_stages_on_a_device_hide_more_of_it():
+    """With v stages on each of p devices, n slices take (n + (p - 1) / v) / n times its passes, n >= p."""
+    cluster = ClusterSpec(4, 1024, pipeline=4, chunks=2)
+    cost = CostModel(attention=0, linear=1e-3)
+    plan = Planner(None, cluster, cost_model=cost, slices=8).plan([4096])
+    assert plan.makespan_s <= 1.024 * (8 + 3 / 2) / 8 * (1 + 1e-9)
+    assert 1.024 < plan.lower_bound_s <= plan.makespan_s
 
 
 def any_sliced_plan(rng, planner, lengths):
@@ -136,10 +162,12 @@ def any_sliced_plan(rng, planner, lengths):
     return StepPlan("by hand", ranks, tuple(batches), 0.0, 0.0, 0.0, 0.0, fragments=tuple(fragments))
 
 
-@pytest.mark.parametrize("seed", range(STEPS))
-def test_the_bound_is_below_plans_by_hand(seed):
+@pytest.mark.parametrize(
+    ("seed", "chunks"), [(seed, 1) for seed in range(STEPS)] + [(seed, 2 + seed % 2) for seed in range(STEPS)]
+)
+def test_the_bound_is_below_plans_by_hand(seed, chunks):
     rng = random.Random(seed)
-    planner, lengths = random_step(seed)
+    planner, lengths = random_step(seed, chunks)
     sliced = with_slices(planner, 8)
     least = sliced.lower_bound(lengths)
     for _ in range(20):
@@ -151,6 +179,41 @@ def test_the_bound_is_below_plans_by_hand(seed):
         schedule.validate(plan)
     split = planner.cluster.split_backward
     check_programs(make_programs(schedule, plan), plan, stages=schedule.stages, split=split)
+
+
+@pytest.mark.parametrize("seed", range(10 * STEPS))
+def test_no_device_waits_for_ever(seed):
+    """Any groups and numbers of slices, more than there are stages or fewer, of sequences that all devices of a rank
+    together just hold; none holds more than that."""
+    rng = random.Random(seed)
+    ranks, stages, capacity = rng.randint(1, 4), rng.choice([2, 3, 4]), 64
+    split = rng.random() < 0.3
+    cluster = ClusterSpec(ranks, capacity, pipeline=stages, chunks=rng.choice([1, 2, 3, 4]), split_backward=split)
+    planner = Planner(None, cluster, cost_model=replace(COST, fixed=rng.choice([0, 1e-4])), slices=16)
+    batches, fragments, lengths = [], [], []
+    for _ in range(rng.randint(1, 10)):
+        size, places = rng.randint(1, ranks), rng.choice([1, 1, 2, stages])
+        count = max(places, rng.choice([1, 2, 3, stages, 2 * stages + 1, 16]))
+        length = min(size * places, ranks) * capacity // (size * count) * size * count
+        group, sequence = tuple(rng.sample(range(ranks), size)), len(lengths)
+        lengths.append(length)
+        if count == 1:
+            batches.append((group, (sequence, length)))
+            continue
+        for k in range(count):
+            fragments.append(SequenceFragment(sequence, length * k // count, length * (k + 1) // count))
+            batches.append((group, (-len(fragments), fragments[-1].stop - fragments[-1].start)))
+    made = tuple(
+        MicroBatch(i, group, (SequenceInfo(held if held >= 0 else len(lengths) - 1 - held, tokens),), 0.0, 0.0)
+        for i, (group, (held, tokens)) in enumerate(batches)
+    )
+    plan = StepPlan("by hand", ranks, made, 0.0, 0.0, 0.0, 0.0, fragments=tuple(fragments))
+    schedule = planner.schedule(plan)
+    schedule.validate(plan)
+    check_programs(make_programs(schedule, plan), plan, stages=schedule.stages, split=split)
+    found = planner.simulate(plan)
+    assert found["peak_tokens"].max() <= most_held(cluster) * capacity * (1 + 1e-9)
+    assert planner.lower_bound(lengths) <= found["makespan"] * (1 + 1e-9)
 
 
 def test_a_sequence_that_fits_no_other_way():
@@ -176,8 +239,7 @@ def test_a_sequence_that_fits_no_other_way():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"policy": "static"}, "policy 'static'"),
-        ({"cluster": ClusterSpec(4, 64, pipeline=2, chunks=2)}, "2 stages on each device"),
+        ({"policy": "static"}, "policy 'static', which runs whole sequences only: give 1"),
         ({"slices": 0}, "slices is 0, expected a whole number from 1 to 64"),
     ],
 )

@@ -1,6 +1,7 @@
 """Bound <= optimum <= plan on steps in slices that are small enough to try every plan.
 
-HDPCOMM_PLAN_CASES=N (default 250) tries N / 2 steps, and N / 6 with split backward passes or speeds.
+HDPCOMM_PLAN_CASES=N (default 250) tries N / 2 steps, N / 4 with several stages on a device, and N / 6 with split
+backward passes, with both, or with speeds.
 """
 
 from __future__ import annotations
@@ -39,20 +40,23 @@ def tiny_case(rng: random.Random, kind: str) -> Case:
         kv_inter=kv * rng.choice([1, 3]),
         forward=rng.choice([1 / 3, 1 / 3, 0.25, 0.5]),
         forward_transfer=rng.choice([0.25, 1 / 3, 0.5]),
-        weights=rng.choice([0.3, 0.6]) if kind == "split" else 1 / 3,
+        weights=rng.choice([0.3, 0.6]) if "split" in kind else 1 / 3,
     )
     cluster = ClusterSpec(
         ranks,
         capacity,
         ranks_per_node=rng.randint(1, ranks),
         pipeline=stages,
-        split_backward=kind == "split",
+        chunks=rng.choice([2, 2, 3]) if "chunks" in kind else 1,
+        split_backward="split" in kind,
         speeds=tuple(rng.choice([1.0, 0.5, 0.8]) for _ in range(ranks)) if kind == "speeds" else None,
     )
     return lengths, cluster, cost, MemoryModel(capacity), slices
 
 
-@pytest.mark.parametrize(("kind", "share"), [("plain", 2), ("split", 6), ("speeds", 6)])
+@pytest.mark.parametrize(
+    ("kind", "share"), [("plain", 2), ("split", 6), ("speeds", 6), ("chunks", 4), ("split chunks", 6)]
+)
 def test_bound_optimum_plan_in_slices(kind: str, share: int) -> None:
     rng = random.Random(21)
     ratios, tightness = [], []
@@ -74,9 +78,9 @@ def test_bound_optimum_plan_in_slices(kind: str, share: int) -> None:
     p95 = ratios[int(0.95 * len(ratios))]
     print(f"slices, {kind}: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, p95 {p95:.4f}, ", end="")
     print(f"worst {ratios[-1]:.4f}, optimum / bound {statistics.mean(tightness):.4f}")
-    assert p95 <= 1.02
+    assert p95 <= (1.03 if kind == "split chunks" else 1.02)
     assert ratios[-1] <= 1.15
-    assert statistics.mean(tightness) <= (1.3 if kind == "split" else 1.13)
+    assert statistics.mean(tightness) <= {"split": 1.3, "chunks": 1.2, "split chunks": 1.2}.get(kind, 1.13)
 
 
 @pytest.mark.parametrize(("stages", "slices", "on_each"), [(4, 4, 2), (8, 16, 1), (4, 8, 3)])
