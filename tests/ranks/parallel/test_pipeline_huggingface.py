@@ -46,14 +46,15 @@ def model(name):
     return made.double()
 
 
-def sliced(ranks, sizes):
+def sliced(ranks, sizes, chunks=1):
     """A plan by hand whose longest sequences run in slices, on all HDP ranks and on the last one."""
     stages, tensor = sizes.get("pipeline", 1), sizes.get("tensor", 1)
     hdp_ranks = ranks // stages // tensor
     everyone, last = tuple(range(hdp_ranks)), (hdp_ranks - 1,)
     parts = [(everyone, SequenceFragment(2, a, b)) for a, b in pairwise((0, 40, 41, 70, 90))]
     parts += [(last, SequenceFragment(0, a, b)) for a, b in pairwise((0, 20, 37))]
-    return FixedPlanner(hdp_ranks, stages, [((0,), (1, 3)), *parts, ((0,), (4, 5))], tensor=tensor)
+    batches = [((0,), (1, 3)), *parts, ((0,), (4, 5))]
+    return FixedPlanner(hdp_ranks, stages, batches, chunks=chunks, tensor=tensor)
 
 
 def step(name, ranks, sizes, *, how="plain", chunks=1, split=False, zero=0, planner=None):
@@ -135,6 +136,7 @@ def test_gradients_are_those_of_the_whole_model(name, ranks, sizes, options):
         ("tied", 4, PP_TP, {}),
         ("qwen3", 4, PP, {"how": "offload"}),
         ("gemma3-4", 4, {"pipeline": 4}, {}),
+        ("gemma3-4", 4, PP, {"chunks": 2, "how": "offload"}),
         ("mixtral", 4, PP, {}),
         ("gpt-oss", 4, PP, {"how": "recompute"}),
         ("llama4", 4, PP, {"how": "recompute"}),
@@ -156,7 +158,7 @@ def test_gradients_are_those_of_the_whole_model(name, ranks, sizes, options):
     ],
 )
 def test_sequences_in_slices(name, ranks, sizes, options):
-    check(name, step(name, ranks, sizes, **options, planner=sliced(ranks, sizes)))
+    check(name, step(name, ranks, sizes, **options, planner=sliced(ranks, sizes, options.get("chunks", 1))))
 
 
 def check(name, results):

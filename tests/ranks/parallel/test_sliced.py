@@ -103,6 +103,19 @@ def test_in_pipelines(ranks, stages, how, dtype):
     check(run_threads(run, ranks * stages), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("how", ["plain", "recompute", "offload", "both", "split"])
+@pytest.mark.parametrize("bounds", [(0, 60, 110), (0, 30, 31, 80, 110), (0, 7, 20, 55, 56, 110)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_several_stages_on_a_device(ranks, bounds, how, dtype):
+    offload, recompute = how in ("offload", "both"), how in ("recompute", "both")
+    ratio, split = 0.6 if offload else 0.0, how == "split"
+    planner = FixedPlanner(ranks, 2, plan_of(ranks, bounds), ratio=ratio, chunks=2, split=split)
+    more = {"offload": offload, "recompute": "full" if recompute else "none"}
+    run = lambda: one_step(planner, CONFIG, dtype, LENGTHS, **more)
+    check(run_threads(run, 2 * ranks), dtype)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_parts_of_weights(zero):
     planner = FixedPlanner(2, 1, plan_of(2))
@@ -123,7 +136,7 @@ def losses_of(planner, zero):
 
 
 def any_plan(seed, known=0):
-    """(HDP ranks, stages, tensor ranks, micro-batches) at random: some sequences in slices of any length.
+    """(HDP ranks, devices, tensor ranks, micro-batches) at random: some sequences in slices of any length.
 
     ``known``: HDP ranks that are given.
     """
@@ -153,8 +166,8 @@ def any_plan(seed, known=0):
 @pytest.mark.parametrize("seed", range(PLANS))
 def test_random_plans(seed):
     ranks, stages, tensor, batches = any_plan(seed)
-    planner = FixedPlanner(ranks, stages, batches, tensor=tensor)
     recompute = random.Random(seed).choice(["none", "full", 1])
+    planner = FixedPlanner(ranks, stages, batches, tensor=tensor, chunks=1 + (stages == 2 and seed % 2))
     if stages == tensor == 1:
         results = run_threads(lambda: plain_step(planner, torch.float64, recompute=recompute), ranks)
     else:
@@ -164,9 +177,9 @@ def test_random_plans(seed):
 
 
 @pytest.mark.parametrize("how", ["plain", "split"])
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (3, 4)])
-def test_plans_of_the_planner(ranks, stages, how):
-    cluster = ClusterSpec(ranks, 60, pipeline=stages, split_backward=how == "split")
+@pytest.mark.parametrize(("ranks", "stages", "chunks"), [(2, 2, 1), (2, 2, 2), (3, 4, 1)])
+def test_plans_of_the_planner(ranks, stages, chunks, how):
+    cluster = ClusterSpec(ranks, 60, pipeline=stages, chunks=chunks, split_backward=how == "split")
     planner = Planner(None, cluster, cost_model=CostModel(1e-6, 1e-5), slices=8)
     plan = planner.plan(LENGTHS)
     assert 0 in {each.sequence for each in plan.slices.values()}

@@ -132,9 +132,10 @@ def test_expert_ranks(batches, ranks, expert, how):
 
 
 @pytest.mark.parametrize("how", ["plain", "recompute", "offload", "bounded", "split"])
-@pytest.mark.parametrize(("batches", "ranks"), [(PAIR, 2), (CROSSED, 4)])
-def test_expert_ranks_in_pipelines(batches, ranks, how):
-    planner = FixedPlanner(ranks, 2, batches, ratio=0.6 if how == "offload" else 0.0, split=how == "split")
+@pytest.mark.parametrize(("batches", "ranks", "chunks"), [(PAIR, 2, 1), (PAIR, 2, 2), (CROSSED, 4, 1), (CROSSED, 4, 2)])
+def test_expert_ranks_in_pipelines(batches, ranks, chunks, how):
+    ratio, split = 0.6 if how == "offload" else 0.0, how == "split"
+    planner = FixedPlanner(ranks, 2, batches, ratio=ratio, chunks=chunks, split=split)
     more = {"offload": how == "offload", "recompute": "full" if how == "recompute" else "none"}
     results = run_with_experts(planner, 2, **more, bounded=how == "bounded")
     test_expert.check(results, UNTIED, torch.float64, LENGTHS)
