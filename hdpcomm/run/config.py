@@ -163,18 +163,13 @@ class RunConfig(TrainingOptions):
                 f"queue was given and {why}: only the policy balanced has one, without pipelines and expert ranks; "
                 "leave out --queue"
             )
-        if self.slices > 1:
-            self._check_slices()
+        if self.slices > 1 and "balanced" not in self.policies:
+            raise InvalidUsage(
+                f"slices is {self.slices} and policies is {self.policies}, of which only balanced has them: leave out "
+                "--slices"
+            )
         if "ddp" in self.policies and self.on_mesh:
             raise InvalidUsage(f"{what} do not go together with ddp yet: leave out either")
-
-    def _check_slices(self) -> None:
-        reasons = {
-            f"policies is {self.policies}, of which only balanced has them": "balanced" not in self.policies,
-            f"a device has {self.chunks} stages": self.chunks > 1,
-        }
-        if found := [reason for reason, holds in reasons.items() if holds]:
-            raise InvalidUsage(f"slices is {self.slices} and {'; '.join(found)}: leave out --slices")
 
     def _check_zero(self) -> None:
         if self.zero in (2, 3) and (self.queue or self.split_backward):

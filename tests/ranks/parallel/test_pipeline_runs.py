@@ -83,6 +83,7 @@ def plain(data, plain_folder):
         (4, {"pipeline": 2, "split_backward": True, "recompute": 1}),
         (2, {"pipeline": 2, "recompute": "full"}),
         (2, {"pipeline": 2, "chunks": 2, "recompute": 3}),
+        (4, {"pipeline": 2, "chunks": 2, "slices": 16}),
         (4, {"pipeline": 2, "tensor": 2}),
         (4, {"tensor": 2, "recompute": 1}),
     ],
@@ -375,3 +376,5 @@ def test_configurations_that_cannot_be():
         RunConfig(pipeline=0)
     with pytest.raises(InvalidUsage, match="3 layers cannot be cut into 2 stages"):
         RunConfig(model=LlamaConfig(layers=3), pipeline=2)
+    with pytest.raises(InvalidUsage, match=r"slices is 4 and policies is \('static',\), of which only balanced has"):
+        RunConfig(policies=("static",), slices=4)
