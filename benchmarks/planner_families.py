@@ -4,7 +4,8 @@ Costs are those of ``benchmarks/planner.py``: ``compute`` alone, ``h100`` with l
 ``offload`` with host memory, too. Rows can be measured in pieces, each of which keeps the rows that the file has:
 ``python benchmarks/planner_families.py --families byted,equal --stages 1,8 --ranks 32,256 --json FILE``.
 Prints the table of docs/planner-figures.md; the whole takes about half an hour. With ``--slices 16`` that of
-docs/slices.md: steps of pipelines with and without slices of long sequences, and a table of gaps to their bound.
+docs/slices.md: steps of pipelines with and without slices of long sequences, and a table of gaps to their bound;
+``--chunks 2``: with so many stages on each device, and a table of what these gain.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -86,37 +88,55 @@ def measure(cost: str, name: str, stages: int, ranks: int, seeds: int) -> dict[s
     }
 
 
-def gains(cost: str, name: str, stages: int, ranks: int, seeds: int, slices: int) -> list[tuple[float, float]]:
-    """By seed, how many times as long a step takes without slices of long sequences as with them, and as the bound."""
-    whole = make_planner(cost, ranks, stages)
-    sliced = Planner(whole.model, whole.cluster, cost_model=whole.cost_model, memory=whole.memory, slices=slices)
+def gains(
+    cost: str, name: str, stages: int, ranks: int, seeds: int, slices: int, chunks: int
+) -> list[tuple[float, float, float]]:
+    """By seed, how many times as long a step takes without slices of long sequences as with them, as the bound, and
+    with slices on one stage a device."""
+    made = make_planner(cost, ranks, stages)
+    whole, sliced, plain = (
+        Planner(
+            made.model,
+            replace(made.cluster, chunks=each),
+            cost_model=made.cost_model,
+            memory=made.memory,
+            slices=most,
+        )
+        for most, each in ((1, chunks), (slices, chunks), (slices, 1))
+    )
     found = []
     for seed in range(seeds):
         lengths = lengths_of(name, ranks, seed)
         plan = sliced.plan(lengths)
         sliced.validate(plan, lengths)
-        found.append((whole.plan(lengths).makespan_s / plan.makespan_s, plan.makespan_s / plan.lower_bound_s))
+        others = [whole.plan(lengths).makespan_s, plain.plan(lengths).makespan_s if chunks > 1 else plan.makespan_s]
+        found.append((others[0] / plan.makespan_s, plan.makespan_s / plan.lower_bound_s, others[1] / plan.makespan_s))
     return found
 
 
-def gains_table(chosen: dict[str, Any], seeds: int, slices: int) -> Iterator[str]:
+def gains_table(chosen: dict[str, Any], seeds: int, slices: int, chunks: int) -> Iterator[str]:
     """A line for each cost, family and number of stages; a cell for each number of ranks: mean gain (least to most).
-    Then the same with the mean gap to the bound (worst), in percent."""
+    Then the same with the mean gap to the bound (worst), in percent, and for several chunks with what these gain."""
     ranks = chosen["ranks"]
     head = "| stages | cost | lengths | " + " | ".join(f"{count:,} ranks" for count in ranks) + " |"
     head += "\n|" + "---|" * (3 + len(ranks))
     yield head
-    lines = []
+    lines, by_chunks = [], []
     for stages, cost, name in itertools.product(*(chosen[kind] for kind in ("stages", "costs", "families"))):
-        cells, gaps = [], []
+        cells, gaps, over_one = [], [], []
         for count in ranks:
-            found, ratios = zip(*gains(cost, name, stages, count, seeds, slices), strict=True)
-            cells.append(f"{statistics.mean(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+            found, ratios, ones = zip(*gains(cost, name, stages, count, seeds, slices, chunks), strict=True)
+            for row, values in ((cells, found), (over_one, ones)):
+                row.append(f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})")
             gaps.append(f"{gap(statistics.mean(ratios))} ({gap(max(ratios))})")
         yield f"| {stages} | {cost} | {name} | {' | '.join(cells)} |"
         lines.append(f"| {stages} | {cost} | {name} | {' | '.join(gaps)} |")
+        by_chunks.append(f"| {stages} | {cost} | {name} | {' | '.join(over_one)} |")
     yield "\ngaps to the bound:\n\n" + head
     yield from lines
+    if chunks > 1:
+        yield f"\nover one stage a device, with slices:\n\n{head}"
+        yield from by_chunks
 
 
 def place(row: dict[str, Any]) -> tuple[int, ...]:
@@ -154,6 +174,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20, help=f"a quarter of them above {LARGE:,} ranks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written; its other rows are kept")
     parser.add_argument("--slices", type=int, metavar="N", help="instead: what up to N slices of a sequence gain")
+    parser.add_argument("--chunks", type=int, default=1, metavar="V", help="with --slices: stages on each device")
     options = parser.parse_args()
     chosen = {}
     for name, values in choices.items():
@@ -163,8 +184,10 @@ def main() -> None:
         chosen[name] = [value for value in values if str(value) in given]
     if options.seeds < 1:
         parser.error(f"--seeds is {options.seeds}, expected at least 1")
+    if options.chunks > 1 and not options.slices:
+        parser.error(f"--chunks is {options.chunks}, and only the table of --slices has it")
     if options.slices:
-        for line in gains_table(chosen, options.seeds, options.slices):
+        for line in gains_table(chosen, options.seeds, options.slices, options.chunks):
             print(line, flush=True)
         return
     kept = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
