@@ -12,6 +12,7 @@
 #include "planner/model/cost_model.hpp"
 #include "planner/pipeline/lane.hpp"
 #include "planner/simulate/finish_plan.hpp"
+#include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -37,7 +38,7 @@ Problem onOneDevice(const Problem& problem, double room, double ramps) {
                        &params.latency_domain, &params.latency_inter, &params.ring_step}) {
     *each *= std::max(1.0, kRings * slices);
   }
-  params.attention *= 1 + ramps * (cluster.pipeline - 1) / slices;
+  params.attention *= 1 + ramps * (cluster.pipeline - 1) / (slices * cluster.chunks);
   params.noise = 0;
   cluster.pipeline = cluster.chunks = cluster.slices = 1;
   cluster.split = false;
@@ -126,6 +127,7 @@ void even(const Problem& problem, std::vector<Lane>& lanes, double unit, double 
       continue;
     }
     Lane& first = *std::min_element(lanes.begin(), lanes.end(), earlier);
+    if (&first == &last) return;
     const double wanted = 0.5 * (last.makespan() - first.makespan());
     // By how far their times are from that.
     std::vector<std::pair<double, std::pair<size_t, size_t>>> found;
@@ -157,7 +159,7 @@ double latest(const std::vector<Lane>& lanes) {
 
 std::optional<Plan> planLanes(const Problem& problem, double lower_bound, double limit) {
   const Cluster& cluster = problem.cost().cluster();
-  const int most = std::min(cluster.pipeline, cluster.mostSlices());
+  const double most = std::min<double>(cluster.mostHeld(), cluster.mostSlices());
   const int64_t longest = *std::max_element(problem.lengths().begin(), problem.lengths().end());
   PolicyOptions options;
   options.baselines = false;
@@ -191,7 +193,10 @@ std::optional<Plan> planLanes(const Problem& problem, double lower_bound, double
   }
   if (best.empty()) return {};
   for (size_t i = 0; i < best.size(); ++i) best[i].start = static_cast<double>(i);
-  return finishPlan(problem, std::move(best));
+  Plan plan = finishPlan(problem, std::move(best));
+  // The order of several chunks counts micro-batches.
+  if (cluster.chunks > 1 && !holds(problem, simulate(problem, plan))) return {};
+  return plan;
 }
 
 }  // namespace hdpcomm::planner
