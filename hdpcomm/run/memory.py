@@ -277,7 +277,8 @@ def _of_device(row: dict[str, Any], config: RunConfig, device: int) -> StepMemor
     """A device by itself, and what it holds as one of a pipeline."""
     lines = {name: Line(**row[name]) for name in ("forward", "backward", "recomputed")}
     neighbours = 2 if config.chunks > 1 else (device > 0) + (device < config.pipeline - 1)
-    row["in_flight"] = most_in_flight(config.pipeline, config.chunks, device)
+    first = config.slices > 1  # slices of a sequence are in flight together, on all devices as on the first one
+    row["in_flight"] = most_in_flight(config.pipeline, config.chunks, 0 if first else device)
     if config.split_backward:  # each device may hold as many as the first one, the others when they owe gradients
         row["owing"] = most_in_flight(config.pipeline, config.chunks, 0) - row["in_flight"]
     row["messages"] = row["layer_input"] * neighbours

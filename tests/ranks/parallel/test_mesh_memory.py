@@ -143,6 +143,12 @@ def test_recomputed_layers_of_stages_by_hand():
         RunConfig(model=MODEL, recompute=(1,))
 
 
+def test_each_device_holds_slices_as_the_first_one_does():
+    for slices, held in ((1, [2, 1]), (4, [2, 2])):
+        memory = limits_of(RunConfig(model=MODEL, capacity=300, pipeline=2, slices=slices), 2)
+        assert [each.in_flight for each in memory] == held
+
+
 def test_micro_batches_in_flight():
     """1F1B: as many as devices from here to the end. Interleaved: of the warm-up, each of a share of layers."""
     assert [most_in_flight(4, 1, device) for device in range(4)] == [4, 3, 2, 1]
