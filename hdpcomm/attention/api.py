@@ -15,13 +15,14 @@ from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Problem, Score
 from hdpcomm.attention.block_mask import MaskLayout
 from hdpcomm.attention.call_check import agree_on_call, agree_on_result
-from hdpcomm.attention.chunked_layout import chunked_layout
+from hdpcomm.attention.chunked_layout import chunked_layout, chunked_slice
 from hdpcomm.attention.engine import Call, LatentDims, backward, forward
 from hdpcomm.attention.layout import AnyLayout, CuSeqlens, Layout, layout_of
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.pieces import Pieces
-from hdpcomm.attention.slices import SequenceSlice, SliceLayout
+from hdpcomm.attention.slices import SequenceSlice
 from hdpcomm.attention.tiles import Band, band_of, window_pair
+from hdpcomm.attention.tree_layout import is_sliced
 from hdpcomm.attention.variants import choose_variant
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
@@ -69,9 +70,7 @@ class RingAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, saved = forward(q, (k, v), sinks, call)
         ctx.call, ctx.heads, ctx.kept = call, (q.shape[1], k.shape[1]), []
-        if isinstance(
-            call.kv_layout, SliceLayout
-        ):  # in memory that other slices share: nothing for hooks of saved tensors
+        if is_sliced(call.kv_layout):  # in memory that other slices share: nothing for hooks of saved tensors
             saved[1:3], ctx.kept = [], saved[1:3]
         ctx.save_for_backward(*saved, sinks)
         ctx.mark_non_differentiable(lse)
@@ -145,8 +144,8 @@ def _chunks_of(layouts: tuple[AnyLayout, AnyLayout], arguments: Arguments) -> tu
     chunk, (own, keys) = arguments.options.chunk, layouts
     if not chunk:
         return layouts
-    if arguments.causal and isinstance(own, SliceLayout) and isinstance(keys, SliceLayout):
-        return own.in_chunks(chunk), keys.in_chunks(chunk)
+    if arguments.causal and is_sliced(own) and is_sliced(keys) and len(own.tree) == 1:
+        return chunked_slice(own, chunk), chunked_slice(keys, chunk)
     if not arguments.causal or not isinstance(own, Layout) or own is not keys:
         given = "causal=False" if not arguments.causal else "a tree, a mask or other lengths of keys"
         raise InvalidUsage(f"chunk={chunk} was given with {given}; chunks are of causal attention over plain sequences")
@@ -192,7 +191,7 @@ def band_under(layout: AnyLayout, arguments: Arguments) -> Band:
             raise InvalidUsage(f"window={window} was given with a mask, which says by itself what is visible")
         return Band(None, None)
     if isinstance(layout, Pieces) and not arguments.causal:
-        what = "slice" if isinstance(layout, SliceLayout) else "tree"
+        what = "slice" if is_sliced(layout) else "tree"
         raise InvalidUsage(f"causal=False was given with a {what}, whose tokens see only what is before them")
     return band_of(arguments.causal, arguments.window)
 

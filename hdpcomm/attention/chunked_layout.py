@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -11,7 +12,7 @@ from hdpcomm.attention.pieces import local_rows
 from hdpcomm.attention.tree_layout import TreeLayout
 from hdpcomm.plan.tree import Tree
 
-__all__ = ["chunked_layout"]
+__all__ = ["chunked_layout", "chunked_slice"]
 
 
 @lru_cache(maxsize=256)
@@ -40,4 +41,24 @@ def chunked_layout(layout: Layout, chunk: int) -> TreeLayout:
         owner=owner,
         row=local_rows(owner, count, layout.size),
         tree=Tree([-1] * len(chunks), np.diff(chunks, append=layout.tokens)),
+    )
+
+
+@lru_cache(maxsize=256)
+def chunked_slice(layout: TreeLayout, chunk: int) -> TreeLayout:
+    """The same of the layouts of a slice of a plain sequence: of its queries, or of the keys up to its end. Local."""
+    edges = np.arange(0, layout.tree.num_tokens, chunk)
+    first, end = layout.start[0], layout.start[-1] + layout.count[-1]
+    start = np.unique(np.concatenate([layout.start, edges[(edges > first) & (edges < end)]]))
+    piece = np.searchsorted(layout.start, start, side="right") - 1
+    apart = start - layout.start[piece]
+    return replace(
+        layout,
+        segment=start // chunk,
+        start=start % chunk,
+        source=layout.source[piece] + apart,
+        count=np.diff(start, append=end),
+        owner=layout.owner[piece],
+        row=layout.row[piece] + apart,
+        tree=Tree([-1] * len(edges), np.diff(edges, append=layout.tree.num_tokens)),
     )

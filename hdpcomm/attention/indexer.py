@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from hdpcomm.arguments import check_whole
 from hdpcomm.attention.api import with_kept
 from hdpcomm.attention.call_check import agree_on_call
 from hdpcomm.attention.layout import CuSeqlens, Layout, longest_length, sequences_layout
-from hdpcomm.attention.slices import SequenceSlice, SliceLayout
+from hdpcomm.attention.slices import SequenceSlice
 from hdpcomm.attention.tree_layout import TreeLayout, tree_layout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
@@ -41,7 +40,7 @@ __all__ = [
     "rank_in",
 ]
 
-TokenLayout: TypeAlias = "Layout | TreeLayout | SliceLayout"
+TokenLayout: TypeAlias = "Layout | TreeLayout"
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 512
 """Queries, and keys, that are scored at a time."""
@@ -63,7 +62,7 @@ class Places:
         starts: first token of each sequence or segment.
         tree: ``None``: sequences, which see nothing of each other.
 
-    For the queries of a slice, tokens are numbers in the whole sequence, and owner and row begin with the slice.
+    For the queries of a slice, tokens are numbers in the whole sequence or tree; owner and row begin with the slice.
     """
 
     owner: Tensor
@@ -106,8 +105,8 @@ def places_of(layout: TokenLayout) -> Places:
     else:
         spans = [layout.own_spans(rank) for rank in range(layout.size)]
         runs = [{i: [slice(x.row, x.row + x.rows) for x in own] for i, own in each.items()} for each in spans]
-        starts, tree = (layout.tree.rows, layout.tree) if isinstance(layout, TreeLayout) else (np.zeros(1, int), None)
-        tokens = [own + int(layout.start[0] - layout.source[0]) for own in tokens] if tree is None else tokens
+        starts, tree = layout.tree.rows, layout.tree
+        tokens = [own + layout.first_token for own in tokens]
     return Places(owner, row, tuple(tokens), tuple(runs), starts.tolist(), tree)
 
 

@@ -11,8 +11,7 @@ other lengths, which make the work equal.
 
 All functions are local: every rank computes the same from ``cu_seqlens``. They also take a
 :class:`hdpcomm.plan.Tree`, a :class:`hdpcomm.attention.BlockMask` or a slice of a
-:class:`hdpcomm.attention.SlicedSequence` in its place, whose layouts are in tree_layout.py, block_mask.py and
-slices.py.
+:class:`hdpcomm.attention.SlicedSequence` in its place, whose layouts are in tree_layout.py and block_mask.py.
 """
 
 from __future__ import annotations
@@ -170,7 +169,8 @@ def longest_length(cu_seqlens: CuSeqlens) -> int:
     if isinstance(cu_seqlens, Tree):
         return cu_seqlens.depth
     if isinstance(cu_seqlens, SequenceSlice):
-        return cu_seqlens.stop
+        queries = cu_seqlens.layouts(1)[0]
+        return int((queries.start + queries.count).max())
     if isinstance(cu_seqlens, BlockMask):
         return cu_seqlens.num_tokens if cu_seqlens.positions is None else int(cu_seqlens.positions.max()) + 1
     return int(np.diff(as_cu_seqlens(cu_seqlens)).max(initial=0))

@@ -1,137 +1,30 @@
-"""A long sequence in slices, which run one after the other on the same ranks: :class:`SlicedSequence`.
+"""A long sequence or tree in slices, which run one after the other on the same ranks: :class:`SlicedSequence`.
 
 A slice's queries see the keys of its own tokens and those of the slices before it, which their ranks have kept. Each
-slice is a zigzag of its own, so its work is the same for all ranks; what a rank keeps of earlier slices it passes on in
-the rings of later ones. Backward passes run from the last slice to the first: each adds what it finds for kept keys to
-sums, which the pass of the slice that made them takes up. Sources: TeraPipe (arXiv 2102.07988), Seq1F1B (2406.03488).
+slice is dealt to the ranks by itself, so its work is the same for all; what a rank keeps of earlier slices it passes on
+in the rings of later ones. Backward passes run from the last slice to the first: each adds what it finds for kept keys
+to sums, which the pass of the slice that made them takes up. In a tree, tokens are in depth-first order: what a slice
+sees of those before it lies on the way from the root to its first token. Sources: TeraPipe (arXiv 2102.07988), Seq1F1B
+(2406.03488).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from hdpcomm._core import kernels as _core
-from hdpcomm.attention.atoms import Atoms
-from hdpcomm.attention.pieces import Pieces, local_rows
-from hdpcomm.attention.tiles import Band, Span, Tile, pairs_before, tiles_of
+from hdpcomm.attention.tree_layout import TreeLayout, slice_layouts
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
+from hdpcomm.plan.tree import Tree
 
-__all__ = [
-    "CallMark",
-    "SequenceSlice",
-    "SliceLayout",
-    "SlicedSequence",
-    "check_backward",
-    "recent_keys",
-    "slice_layouts",
-]
+__all__ = ["CallMark", "SequenceSlice", "SlicedSequence", "check_backward"]
 
-Int64: TypeAlias = "npt.NDArray[np.int64]"
 _Made = TypeVar("_Made")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SliceLayout(Pieces):
-    """Which rank holds which tokens of a sequence up to the end of a slice, or of the slice alone."""
-
-    bounds: tuple[int, ...]
-    """Where the slices of the sequence begin, and its length."""
-    number: int
-    """The slice whose queries these are."""
-    chunk: int = 0
-    """Tokens of a chunk, which are segments then: queries see nothing outside of their own. 0: one segment."""
-
-    @property
-    def facts(self) -> tuple[str, str]:
-        chunks = f" in chunks of {self.chunk}" if self.chunk else ""
-        text = f"slice {self.number} of {self.bounds}{chunks}"
-        return text, f"slice {self.number} of a sequence that is cut at {list(self.bounds)}{chunks}"
-
-    def atoms(self, band: Band) -> Atoms:
-        first, end = self.bounds[self.number], self.bounds[self.number + 1]
-        pieces = np.stack([self.owner, self.start, self.start + self.count], axis=1)
-        needs = [(rank, *band.keys(a, b, end)) for rank, a, b in pieces[self.start >= first].tolist()]
-        cuts = np.unique(np.concatenate([pieces[:, 1], [end], *[each[1:] for each in needs]]).astype(np.int64))
-        start, stop = cuts[:-1], cuts[1:]
-        piece = np.searchsorted(self.start, start, side="right") - 1
-        owner = self.owner[piece]
-        needed = np.zeros((len(start), self.size), dtype=np.bool_)
-        for rank, low, high in needs:
-            last = (high - 1) // self.chunk * self.chunk if self.chunk and high else 0  # where its chunk begins
-            needed[:, rank] |= (max(low, last) <= start) & (start < high)
-        needed[np.arange(len(owner)), owner] = False
-        row = self.row[piece] + start - self.start[piece]
-        return Atoms(self.segment[piece], start, stop, owner, row, needed)
-
-    def tiles(self, rank: int, k_spans: dict[int, list[Span]], band: Band) -> list[Tile]:
-        own = self.own_spans(rank)
-        return [tile for s, keys in k_spans.items() for tile in tiles_of(own.get(s, []), keys, 0, band)]
-
-    def pairs(self, band: Band) -> float:
-        positions = np.array(self.bounds[self.number : self.number + 2])
-        chunks, inside = np.divmod(positions, self.chunk) if self.chunk else (0, positions)
-        whole = pairs_before(np.array([self.chunk]), band)[0]
-        return float(np.diff(chunks * whole + pairs_before(inside, band))[0])
-
-    def in_chunks(self, chunk: int) -> SliceLayout:
-        """The same rows, for queries that see the keys of their own chunk only."""
-        end = int(self.start[-1] + self.count[-1])
-        edges = np.arange(0, end, chunk)
-        start = np.unique(np.concatenate([self.start, edges[edges > self.start[0]]]))
-        piece = np.searchsorted(self.start, start, side="right") - 1
-        apart = start - self.start[piece]
-        return replace(
-            self, segment=start // chunk, start=start, source=self.source[piece] + apart,
-            count=np.diff(start, append=end), owner=self.owner[piece], row=self.row[piece] + apart, chunk=chunk,
-        )  # fmt: skip
-
-
-@lru_cache(maxsize=256)
-def slice_layouts(bounds: tuple[int, ...], number: int, size: int) -> tuple[SliceLayout, SliceLayout]:
-    """The layouts of the queries of a slice, and of the keys up to its end. Pure and local."""
-    start, count = [], []
-    for first, end in pairwise(bounds[: number + 2]):
-        inside = _core.zigzag_bounds(np.array([0, end - first]), size)[0]
-        start.append(first + inside[:-1])
-        count.append(np.diff(inside))
-    holders = np.concatenate([np.arange(size), np.arange(size)[::-1]])
-    owner = np.tile(holders, number + 1)
-    starts, counts = np.concatenate(start), np.concatenate(count)
-    some = counts > 0
-    owner, starts, counts = owner[some], starts[some], counts[some]
-    keys = SliceLayout(
-        size, np.zeros_like(starts), starts, starts, counts, owner, local_rows(owner, counts, size), bounds, number
-    )
-    own = starts >= bounds[number]
-    owner, starts, counts = owner[own], starts[own], counts[own]
-    queries = replace(
-        keys, segment=np.zeros_like(starts), start=starts, source=starts - bounds[number], count=counts, owner=owner,
-        row=local_rows(owner, counts, size),
-    )  # fmt: skip
-    return queries, keys
-
-
-@lru_cache(maxsize=256)
-def recent_keys(keys: SliceLayout, count: int) -> SliceLayout:
-    """The layout of the keys of a slice and the ``count`` tokens before it; a rank has rows of these only."""
-    start = np.maximum(keys.start, max(keys.bounds[keys.number] - count, 0))
-    counts = keys.start + keys.count - start
-    some = counts > 0
-    start, counts, owner = start[some], counts[some], keys.owner[some]
-    return replace(
-        keys, segment=np.zeros_like(start), start=start, source=start, count=counts, owner=owner,
-        row=local_rows(owner, counts, keys.size),
-    )  # fmt: skip
 
 
 class _Calls(threading.local):
@@ -245,7 +138,7 @@ class _Keep(torch.autograd.Function):
 
 
 class SlicedSequence:
-    """A sequence whose slices run one after the other, and what the layers of one model keep of them. Local.
+    """A sequence or tree whose slices run one after the other, and what the layers of one model keep of them. Local.
 
     Run the forward passes of :meth:`slice` 0, 1, ...; in attention each takes the place of ``cu_seqlens``. Then their
     backward passes from the last one to the first. To hold the activations of one slice at a time, run the forward
@@ -256,10 +149,12 @@ class SlicedSequence:
     keeps the state before each slice, and of convolutions the ranks keep the last tokens.
 
     Args:
-        bounds: where slices begin, from 0, rising, and the length of the sequence.
+        bounds: where slices begin, from 0, rising, and the length of the sequence; of a tree, tokens in depth-first
+            order, the order of its rows.
+        tree: whose slices they are; ``None``: a plain sequence.
 
     Raises:
-        InvalidUsage: bounds that do not rise from 0.
+        InvalidUsage: bounds that do not rise from 0, or that do not end with the tokens of the tree.
 
     Example:
         >>> sliced = SlicedSequence([0, 4096, 7000, 9000])
@@ -267,17 +162,30 @@ class SlicedSequence:
         (3, 2904)
     """
 
-    def __init__(self, bounds: Sequence[int]) -> None:
+    def __init__(self, bounds: Sequence[int], tree: Tree | None = None) -> None:
         self.bounds = tuple(int(each) for each in bounds)
         if len(self.bounds) < 2 or self.bounds[0] != 0 or any(a >= b for a, b in pairwise(self.bounds)):
             raise InvalidUsage(
                 f"a sequence is cut at {list(bounds)!r}; expected rising numbers of tokens, from 0 to its length"
+            )
+        self.tree = Tree([-1], self.bounds[-1:]) if tree is None else tree
+        if self.tree.num_tokens != self.bounds[-1]:
+            raise InvalidUsage(
+                f"a tree of {self.tree.num_tokens} tokens is cut at {list(bounds)!r}; expected its tokens at the end"
             )
         self._kept: list[object] = []
         """By call: what it has kept."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
+
+    def __repr__(self) -> str:
+        return f"SlicedSequence({list(self.bounds)}{f', {self.tree!r}' if self.branches else ''})"
+
+    @property
+    def branches(self) -> bool:
+        """Whether it is a tree of several segments."""
+        return len(self.tree) > 1
 
     def slice(self, number: int) -> SequenceSlice:
         """For one forward pass of a slice; one more for each that runs again."""
@@ -306,7 +214,7 @@ class SequenceSlice:
         """Calls of attention so far."""
 
     def __repr__(self) -> str:
-        return f"slice {self.number} of SlicedSequence({list(self.sequence.bounds)})"
+        return f"slice {self.number} of {self.sequence!r}"
 
     @property
     def start(self) -> int:
@@ -323,9 +231,9 @@ class SequenceSlice:
         """Tokens."""
         return self.stop - self.start
 
-    def layouts(self, size: int) -> tuple[SliceLayout, SliceLayout]:
+    def layouts(self, size: int) -> tuple[TreeLayout, TreeLayout]:
         """Those of its queries and of the keys up to its end."""
-        return slice_layouts(self.sequence.bounds, self.number, size)
+        return slice_layouts(self.sequence.tree, self.sequence.bounds, self.number, size)
 
     def next_call(self, make: Callable[[int], _Made]) -> _Made:
         """What the next call of this pass has kept, or where layers are computed again, of that; ``make(slices)`` for

@@ -1,10 +1,13 @@
-"""Sharding of prefix trees: every rank gets the same share of the work and as many tokens.
+"""Sharding of prefix trees, and of slices of them: every rank gets the same share of the work and as many tokens.
 
 Whole subtrees go to one rank each, so that their keys stay there. Where that leaves the ranks unequal, the heaviest
 subtree is opened: its first segment is cut in 2N pieces, of which rank r holds r and 2N-1-r (a zigzag, as of a plain
 sequence), and its child subtrees are dealt anew. The work of a query is its position, which grows evenly along a
 segment, so such a segment is equal work for all ranks wherever it hangs in the tree. The pieces of the longest opened
 segment are sized so that the ranks' tokens differ by at most one.
+
+Each slice of a tree is dealt so by itself; what ranks keep of the slices before it are pieces of the same tree. A plain
+sequence in slices is a tree of one segment.
 
 Pure and local: every rank computes the same from the tree.
 """
@@ -14,9 +17,9 @@ from __future__ import annotations
 import hashlib
 import heapq
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +30,7 @@ from hdpcomm.attention.pieces import Pieces, local_rows
 from hdpcomm.attention.tiles import Band, Span, Tile, band_tile, join_tiles, pairs_before, tiles_of
 from hdpcomm.plan.tree import Tree
 
-__all__ = ["TreeLayout", "tree_layout"]
+__all__ = ["TreeLayout", "is_sliced", "past_tokens", "slice_layouts", "tree_layout"]
 
 Int64 = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -40,24 +43,56 @@ _NEVER = np.iinfo(np.int64).max // 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeLayout(Pieces):
-    """Which rank holds which tokens of a tree, or of chunks that see nothing of each other (trees of one segment)."""
+    """Which rank holds which tokens of a tree, or of chunks that see nothing of each other (trees of one segment).
+
+    Of a slice: those of its own tokens, whose rows are numbered from its first one, or of all up to its end.
+    """
 
     tree: Tree
+    bounds: tuple[int, ...] = ()
+    """Where the slices of the tree begin, and its tokens, depth-first; empty: it is whole."""
+    number: int = 0
+    """The slice whose queries these are, or see these."""
 
     @property
     def facts(self) -> tuple[str, str]:
         parts = self.tree.parents, self.tree.lengths, self.owner, self.count
         digest = hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
-        return digest, f"a tree of {len(self.tree)} segments with {self.tree.num_tokens} tokens, {self.tree!r}"
+        told = f"a tree of {len(self.tree)} segments with {self.tree.num_tokens} tokens, {self.tree!r}"
+        if not self.bounds:
+            return digest, told
+        what = f"slice {self.number} of a sequence that is cut at {list(self.bounds)}"
+        return f"{digest} {self.number} {self.bounds}", what if len(self.tree) == 1 else f"{what}, {told}"
+
+    @property
+    def first_token(self) -> int:
+        """The token of the tree that is row 0 of the pack."""
+        segment = self.segment[0]
+        return int(self.tree.rows[segment] + self.start[0] - self.tree.starts[segment] - self.source[0])
+
+    def of_tokens(self, first: Int64, end: Int64) -> TreeLayout:
+        """The layout of the runs [first, end) of tokens alone, which rise; a rank has rows of these only."""
+        start = np.maximum(self.source[:, None], first[None, :])
+        count = np.minimum((self.source + self.count)[:, None], end[None, :]) - start
+        piece, run = np.nonzero(count > 0)
+        source, counts, owner = start[piece, run], count[piece, run], self.owner[piece]
+        return replace(
+            self, segment=self.segment[piece], start=self.start[piece] + source - self.source[piece], source=source,
+            count=counts, owner=owner, row=local_rows(owner, counts, self.size),
+        )  # fmt: skip
+
+    def _queries(self) -> npt.NDArray[np.bool_]:
+        """[pieces of keys]: whether their tokens are queries, too, and not kept of slices before."""
+        return self.source >= (self.bounds[self.number] if self.bounds else 0)
 
     def atoms(self, band: Band) -> Atoms:
         start, stop = self.start, self.start + self.count
         first_piece = np.searchsorted(self.segment, np.arange(len(self.tree) + 1))
-        low = np.empty((len(start), self.size), dtype=np.int64)
+        low, queries = np.empty((len(start), self.size), dtype=np.int64), self._queries()
         following, last = np.arange(len(start)) + 1, first_piece[self.tree.ends[self.segment]]
         for rank in range(self.size):
             # All later pieces of the subtree see this one, the lowest position the furthest back.
-            seen_from = _range_min(np.where(self.owner == rank, start, _NEVER), following, last)
+            seen_from = _range_min(np.where(queries & (self.owner == rank), start, _NEVER), following, last)
             nearest = start if band.low is None else np.maximum(seen_from + band.low, start)
             low[:, rank] = np.where(seen_from < _NEVER, np.minimum(nearest, stop), stop)
         cuts = np.sort(np.concatenate([start[:, None], low, stop[:, None]], axis=1), axis=1)
@@ -90,8 +125,13 @@ class TreeLayout(Pieces):
         return tiles
 
     def pairs(self, band: Band) -> float:
-        first, end = self.tree.starts, self.tree.starts + self.tree.lengths
+        first, end = self.start, self.start + self.count
         return float((pairs_before(end, band) - pairs_before(first, band)).sum())
+
+
+def is_sliced(layout: object) -> TypeGuard[TreeLayout]:
+    """Whether it is of a slice."""
+    return isinstance(layout, TreeLayout) and bool(layout.bounds)
 
 
 def _range_min(values: Int64, first: Int64, last: Int64) -> Int64:
@@ -109,23 +149,83 @@ def _range_min(values: Int64, first: Int64, last: Int64) -> Int64:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The segments of a slice, which may begin and end inside of one; see :class:`Tree` for the names."""
+
+    segments: Int64
+    """Their numbers in the tree."""
+    parents: Int64
+    lengths: Int64
+    starts: Int64
+    ends: Int64
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+
+def _part(tree: Tree, first: int, end: int) -> _Part:
+    """That of the tokens [first, end), depth-first."""
+    rows = tree.rows
+    a, b = int(np.searchsorted(rows, first, side="right")) - 1, int(np.searchsorted(rows, end))
+    start, stop = np.maximum(rows[a:b], first), np.minimum(rows[a:b] + tree.lengths[a:b], end)
+    return _Part(
+        segments=np.arange(a, b),
+        parents=np.maximum(tree.parents[a:b] - a, -1),
+        lengths=stop - start,
+        starts=tree.starts[a:b] + start - rows[a:b],
+        ends=np.minimum(tree.ends[a:b], b) - a,
+    )
+
+
 @lru_cache(maxsize=256)
 def tree_layout(tree: Tree, size: int) -> TreeLayout:
     """The layout of a tree over ``size`` ranks; their numbers of tokens differ by at most one."""
-    owner, bounds = _split(tree, size)
+    return _dealt(tree, _part(tree, 0, tree.num_tokens), size)
+
+
+@lru_cache(maxsize=256)
+def slice_layouts(tree: Tree, bounds: tuple[int, ...], number: int, size: int) -> tuple[TreeLayout, TreeLayout]:
+    """The layouts of the queries of a slice, and of the keys up to its end. Pure and local."""
+    part = _part(tree, bounds[number], bounds[number + 1])
+    queries = replace(_dealt(tree, part, size), bounds=bounds, number=number)
+    before = () if number == 0 else (slice_layouts(tree, bounds, number - 1, size)[1],)
+    own = replace(queries, source=queries.source + bounds[number])
+    segment, start, source, count, owner = (
+        np.concatenate([getattr(each, name) for each in (*before, own)])
+        for name in ("segment", "start", "source", "count", "owner")
+    )
+    keys = replace(
+        own, segment=segment, start=start, source=source, count=count, owner=owner, row=local_rows(owner, count, size)
+    )
+    return queries, keys
+
+
+def past_tokens(tree: Tree, cut: int, count: int) -> Int64:
+    """Which tokens before ``cut`` are among the last ``count`` before any token from there on, rising."""
+    firsts = np.append(cut, tree.rows[tree.rows > cut]) if cut < tree.num_tokens else np.zeros(0, dtype=np.int64)
+    previous, found = np.append(tree.previous, -1), [np.zeros(0, dtype=np.int64)]
+    for _ in range(count):
+        firsts = np.unique(previous[firsts])
+        found.append(firsts[(firsts >= 0) & (firsts < cut)])
+    return np.unique(np.concatenate(found))
+
+
+def _dealt(tree: Tree, part: _Part, size: int) -> TreeLayout:
+    owner, bounds = _split(part, size)
     shared, whole = np.flatnonzero(owner == _ALL_RANKS), np.flatnonzero(owner != _ALL_RANKS)
     segment = np.concatenate([whole, np.repeat(shared, 2 * size)])
     inside = np.concatenate([np.zeros_like(whole), bounds[:, :-1].reshape(-1)])
-    count = np.concatenate([tree.lengths[whole], np.diff(bounds, axis=1).reshape(-1)])
+    count = np.concatenate([part.lengths[whole], np.diff(bounds, axis=1).reshape(-1)])
     rank = np.concatenate([owner[whole], np.tile(_zigzag_holders(size), len(shared))])
     order = np.lexsort((inside, segment))
     order = order[count[order] > 0]
     segment, inside, count, rank = segment[order], inside[order], count[order], rank[order]
     return TreeLayout(
         size=size,
-        segment=segment,
-        start=tree.starts[segment] + inside,
-        source=tree.rows[segment] + inside,
+        segment=part.segments[segment],
+        start=part.starts[segment] + inside,
+        source=(np.cumsum(part.lengths) - part.lengths)[segment] + inside,
         count=count,
         owner=rank,
         row=local_rows(rank, count, size),
@@ -138,7 +238,7 @@ def _zigzag_holders(size: int) -> Int64:
     return np.concatenate([np.arange(size), np.arange(size)[::-1]])
 
 
-def _split(tree: Tree, size: int) -> tuple[Int64, Int64]:
+def _split(tree: _Part, size: int) -> tuple[Int64, Int64]:
     """[segments]: the rank that holds the whole segment, or :data:`_ALL_RANKS`; and the bounds of the pieces of the
     latter, [shared segments, 2N + 1]."""
     if size == 1:
@@ -173,7 +273,7 @@ def _squares(start: Int64, length: Int64) -> Int64:
     return length * (2 * start + length)
 
 
-def _deal(tree: Tree, subtrees: list[int], work: Floats, tokens: Floats, size: int) -> Int64:
+def _deal(tree: _Part, subtrees: list[int], work: Floats, tokens: Floats, size: int) -> Int64:
     """The owners of the segments of ``subtrees``, by falling weight to the rank with the least; all ranks share the
     others."""
     owner = np.full(len(tree), _ALL_RANKS, dtype=np.int64)
@@ -187,7 +287,7 @@ def _deal(tree: Tree, subtrees: list[int], work: Floats, tokens: Floats, size: i
     return owner
 
 
-def _piece_bounds(tree: Tree, owner: Int64, size: int) -> Int64 | None:
+def _piece_bounds(tree: _Part, owner: Int64, size: int) -> Int64 | None:
     """The bounds of the shared segments' pieces; those of the longest one make the ranks' tokens equal. None: it is too
     short for that."""
     shared = np.flatnonzero(owner == _ALL_RANKS)
@@ -218,7 +318,7 @@ def _by_rank(owner: Int64, amount: npt.NDArray[Any], size: int) -> npt.NDArray[A
     return total
 
 
-def _excess(tree: Tree, owner: Int64, bounds: Int64, size: int) -> float:
+def _excess(tree: _Part, owner: Int64, bounds: Int64, size: int) -> float:
     """By how much the work of the busiest rank exceeds the mean."""
     shared = owner == _ALL_RANKS
     pieces = _squares(tree.starts[shared, None] + bounds[:, :-1], np.diff(bounds, axis=1))

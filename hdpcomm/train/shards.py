@@ -13,7 +13,6 @@ from torch import Tensor
 from hdpcomm.attention import BalancedPack, SequenceSlice, SlicedSequence, shard
 from hdpcomm.attention import positions as positions_of
 from hdpcomm.attention.layout import sequences_layout
-from hdpcomm.attention.slices import slice_layouts
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.queue import fixed_for_rank
 from hdpcomm.plan.tree import Tree
@@ -182,7 +181,7 @@ def pack_slice(
 
 
 def _spans_of_slice(planned: PlannedSlice, *, rank: int, size: int) -> list[tuple[int, int, int]]:
-    layout = slice_layouts(planned.bounds, planned.number, size)[0]
+    layout = SlicedSequence(planned.bounds).slice(planned.number).layouts(size)[0]
     return [(planned.sequence, span.start, span.stop) for span in layout.own_spans(rank).get(0, [])]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ from hdpcomm.attention.linear.checks import check_linear, layout_of_tokens, summ
 from hdpcomm.attention.linear.nodes import TokenLayout
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.routes import find_atoms
-from hdpcomm.attention.slices import SequenceSlice, SliceLayout, recent_keys
+from hdpcomm.attention.slices import SequenceSlice
 from hdpcomm.attention.tiles import Band
-from hdpcomm.attention.tree_layout import TreeLayout
+from hdpcomm.attention.tree_layout import TreeLayout, is_sliced, past_tokens
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
@@ -53,27 +53,30 @@ class _ConvPlan:
     """In a slice: which of this rank's rows, those of the past first, are in the past of the next slice."""
 
 
-_ConvLayout: TypeAlias = TokenLayout | SliceLayout
-
-
-def _layouts(cu_seqlens: CuSeqlens, comm: Communicator | None, width: int) -> tuple[_ConvLayout, _ConvLayout]:
+def _layouts(cu_seqlens: CuSeqlens, comm: Communicator | None, width: int) -> tuple[TokenLayout, TokenLayout]:
     """The layouts of a call's tokens, and of these and the past that ranks keep of a slice."""
     if not isinstance(cu_seqlens, SequenceSlice):
         layout = layout_of_tokens(cu_seqlens, comm)
         return layout, layout
     queries, keys = cu_seqlens.layouts(1 if comm is None else comm.size)
-    return queries, recent_keys(keys, width - 1)
+    return queries, _recent_keys(keys, width - 1)
 
 
 @lru_cache(maxsize=128)
-def _conv_plan(layout: _ConvLayout, keys: _ConvLayout, rank: int, width: int, device: torch.device) -> _ConvPlan:
+def _recent_keys(keys: TreeLayout, count: int) -> TreeLayout:
+    """The layout of a slice's own tokens, and of those before it that :func:`past_tokens` gives."""
+    first, end = keys.bounds[keys.number : keys.number + 2]
+    past = past_tokens(keys.tree, first, count)
+    return keys.of_tokens(np.append(past, first), np.append(past + 1, end))
+
+
+@lru_cache(maxsize=128)
+def _conv_plan(layout: TokenLayout, keys: TokenLayout, rank: int, width: int, device: torch.device) -> _ConvPlan:
     band = Band(-(width - 1), 0)
     plan = gather_plan(layout, keys, band, rank=rank)
     places = _fetched_places(layout, keys, rank, band)
     source, place, end = [], np.zeros(plan.q_rows, dtype=np.int64), 0
-    segments, pasts = layout.segments(rank), _pasts(layout, rank, width - 1)
-    if isinstance(layout, SliceLayout):
-        segments[:, 1] += layout.bounds[layout.number]
+    segments, pasts = _segments(layout, rank), _pasts(layout, rank, width - 1)
     for (row, first, count), past in zip(segments.tolist(), pasts, strict=True):
         if count:
             source.append(np.where(past < 0, plan.buffer_rows, np.searchsorted(places, past)))
@@ -81,37 +84,40 @@ def _conv_plan(layout: _ConvLayout, keys: _ConvLayout, rank: int, width: int, de
             place[row : row + count] = end + width - 1 + np.arange(count)
             end += width - 1 + count
     rows = np.concatenate(source) if source else np.zeros(0, dtype=np.int64)
-    recent = _recent_rows(keys, rank, width - 1) if isinstance(keys, SliceLayout) else np.zeros(0, dtype=np.int64)
+    recent = _recent_rows(keys, rank, width - 1) if is_sliced(keys) else np.zeros(0, dtype=np.int64)
     return _ConvPlan(plan, *(torch.from_numpy(each).to(device) for each in (rows, place, recent)))
 
 
-def _recent_rows(keys: SliceLayout, rank: int, count: int) -> Int64:
-    """The rows of ``rank`` with the last ``count`` tokens."""
-    low, mine = keys.bounds[keys.number + 1] - count, keys.owner == rank
-    found = [np.arange(n) + a for a, n in zip(keys.start[mine].tolist(), keys.count[mine].tolist(), strict=True)]
-    return np.flatnonzero(np.concatenate(found) >= low) if found else np.zeros(0, dtype=np.int64)
+def _recent_rows(keys: TreeLayout, rank: int, count: int) -> Int64:
+    """The rows of ``rank`` that are in the past of the next slice."""
+    mine = keys.segments(rank)
+    tokens = np.repeat(mine[:, 1] - mine[:, 0], mine[:, 2]) + np.arange(mine[:, 2].sum())
+    return np.flatnonzero(np.isin(tokens, past_tokens(keys.tree, keys.bounds[keys.number + 1], count)))
 
 
-def _fetched_places(layout: _ConvLayout, keys: _ConvLayout, rank: int, band: Band) -> Int64:
-    """[buffer_rows]: the place in the pack, or of a slice in its sequence, of each fetched row, rising."""
+def _segments(layout: TokenLayout, rank: int) -> Int64:
+    """``layout.segments``, with places in the whole pack or tree."""
+    segments = layout.segments(rank)
+    if is_sliced(layout):
+        segments[:, 1] += layout.first_token
+    return segments
+
+
+def _fetched_places(layout: TokenLayout, keys: TokenLayout, rank: int, band: Band) -> Int64:
+    """[buffer_rows]: the place in the whole pack or tree of each fetched row, rising."""
     atoms = find_atoms(layout, keys, band)
     chosen = np.flatnonzero(atoms.needed[:, rank] | (atoms.owner == rank))
     if isinstance(layout, TreeLayout):
         before = layout.tree.rows - layout.tree.starts
-    elif isinstance(layout, SliceLayout):
-        before = np.zeros(1, dtype=np.int64)
     else:
         before = np.cumsum(layout.lengths) - layout.lengths
     first, rows = (before[atoms.sequence] + atoms.start)[chosen], atoms.rows[chosen]
     return np.repeat(first - (np.cumsum(rows) - rows), rows) + np.arange(int(rows.sum()))
 
 
-def _pasts(layout: _ConvLayout, rank: int, count: int) -> Int64:
+def _pasts(layout: TokenLayout, rank: int, count: int) -> Int64:
     """[pieces of the rank, count]: the places of the tokens before each piece, -1 for none."""
-    if isinstance(layout, SliceLayout):
-        past: Int64 = np.maximum(layout.first_positions(rank)[:, None] + np.arange(-count, 0), -1)
-        return past
-    first = layout.segments(rank)[:, 1]
+    first = _segments(layout, rank)[:, 1]
     if not isinstance(layout, TreeLayout):
         before = np.arange(-count, 0)
         return np.where(layout.first_positions(rank)[:, None] + before < 0, -1, first[:, None] + before)

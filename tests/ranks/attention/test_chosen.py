@@ -350,6 +350,29 @@ def test_slices(size, bounds, way, latents):
         assert torch.allclose(got, leaf.grad, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("bounds", [(0, 1, 60, 61, 157), (0, 50, 110, 157), (0, *range(30, 151, 15), 157)])
+def test_slices_of_a_tree(size, bounds):
+    tree = TREES["answers"]
+    q, k, v, index = inputs((tree.num_tokens,))
+    dout = torch.randn(*q.shape[:2], V_DIM, generator=torch.Generator().manual_seed(5)).double()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted = attend(*leaves, choose_in(tree, index, 16), 0.3)
+    wanted.backward(dout)
+    given = dict(zip("qkvabc", (q, k, v, *index), strict=True)) | {"dout": dout}
+
+    def body(comm):
+        def run(part, own):
+            chosen = index_top_k(*own[3:], top_k=16, comm=comm, cu_seqlens=part)
+            return selected_attention(*own[:3], chosen, comm=comm, cu_seqlens=part, scale=0.3)
+
+        return on_slices(run, bounds, given, comm, "again", tree)
+
+    found = whole([[x[:4] for x in rank] for rank in on_ranks(size, body)], bounds, tree)
+    for got, want in zip(found, [wanted, *(x.grad for x in leaves)], strict=True):
+        assert torch.allclose(got, want, rtol=0, atol=1e-10)
+
+
 def test_without_a_communicator():
     q, k, v, index = inputs((20,))
     found = indexed_attention(q, k, v, *index, top_k=3, comm=None, cu_seqlens=[0, 20])

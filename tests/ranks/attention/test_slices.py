@@ -1,6 +1,6 @@
-"""A sequence in slices gives the output and gradients of the whole sequence, computed densely in float64.
+"""A sequence or a tree in slices gives the output and gradients of the whole, computed densely in float64.
 
-HDPCOMM_TEST_SLICES: how many random cases (default 40).
+HDPCOMM_TEST_SLICES: how many random cases of each (default 40).
 """
 
 import os
@@ -11,29 +11,33 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hdpcomm as hdp
-from hdpcomm.attention import SlicedSequence, carry_pack, mla_attention, positions, ring_attention, shard, unshard
-from hdpcomm.attention.slices import slice_layouts
+from hdpcomm.attention import SlicedSequence, Tree, carry_pack, mla_attention, positions, ring_attention, shard, unshard
+from hdpcomm.attention.layout import longest_length
 from hdpcomm.attention.tiles import Band
+from hdpcomm.attention.tree_layout import slice_layouts
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
 from tests.harness.attention_options import with_options
 from tests.harness.attention_oracle import Case, error
 from tests.harness.attention_oracle import plain as plain_attention
-from tests.harness.tree_oracle import RESULTS, TreeCase, expected
+from tests.harness.tree_oracle import RESULTS, TreeCase, expected, random_tree, trajectories
 from tests.ranks.attention.test_mla import dense, tensors
+from tests.ranks.attention.test_tree_mla import wanted as mla_on_tree
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 CASES = int(os.environ.get("HDPCOMM_TEST_SLICES", "40"))
+BRANCHED = [-1, 0, 0, 2, 2, 0, -1, -1, 7], [40, 17, 9, 1, 23, 30, 5, 3, 11]
+SHORT = [-1, 0, 0, 2, 2, -1], [2, 3, 1, 1, 1, 1]
 
 
 def cuts(rng, length, slices):
     return [0, *sorted(rng.sample(range(1, length), slices - 1)), length]
 
 
-def on_slices(run, bounds, inputs, comm, way):
+def on_slices(run, bounds, inputs, comm, way, tree=None):
     """(outputs, gradients of ``inputs``) of each slice on this rank. ``run(part, leaves)``: its forward pass; ``way``:
     all graphs are kept, or slices run again, or are checkpoints."""
-    sliced, place = SlicedSequence(bounds), {"rank": comm.rank, "size": comm.size}
+    sliced, place = SlicedSequence(bounds, tree), {"rank": comm.rank, "size": comm.size}
     outs, leaves, douts = [], [], []
     for n in range(len(sliced)):
         part = sliced.slice(n)
@@ -54,9 +58,9 @@ def on_slices(run, bounds, inputs, comm, way):
     return [[out.detach(), *(x.grad for x in mine)] for out, mine in zip(outs, leaves, strict=True)]
 
 
-def whole(parts, bounds):
-    """From the results of all ranks, by slice, to those of the sequence."""
-    sliced = SlicedSequence(bounds)
+def whole(parts, bounds, tree=None):
+    """From the results of all ranks, by slice, to those of the sequence or tree."""
+    sliced = SlicedSequence(bounds, tree)
     made = [
         [unshard([rank[n][i] for rank in parts], sliced.slice(n)) for n in range(len(sliced))]
         for i in range(len(parts[0][0]))
@@ -67,7 +71,7 @@ def whole(parts, bounds):
 def check(case, bounds, way, sinks=False, want=None):
     given = case.tensors()
     inputs = {name: given[name] for name in ("q", "k", "v", "dout")}
-    case.sinks = sinks
+    case.sinks, tree = sinks, case.tree if len(case.parents) > 1 else None
     shares = []
 
     def main():
@@ -75,11 +79,11 @@ def check(case, bounds, way, sinks=False, want=None):
         own_sinks = given["sinks"].clone().requires_grad_() if sinks else None
         options = with_options(sinks=own_sinks, **case.options)
         run = lambda part, leaves: ring_attention(*leaves, comm=comm, cu_seqlens=part, window=case.window, **options)
-        found = on_slices(run, bounds, inputs, comm, way)
+        found = on_slices(run, bounds, inputs, comm, way, tree)
         shares.append(own_sinks)
         return found
 
-    found = whole(run_threads(main, case.size), bounds)
+    found = whole(run_threads(main, case.size), bounds, tree)
     want = expected(case) if want is None else want
     for name, got in zip(RESULTS, found, strict=True):
         assert got.dtype == case.dtype
@@ -88,21 +92,37 @@ def check(case, bounds, way, sinks=False, want=None):
         assert error(sum(each.grad for each in shares), want["dsinks"]) <= TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("seed", range(CASES))
-def test_random_slices(seed):
-    rng = random.Random(seed)
-    length = rng.choice([9, 40, 97, 300])
+def random_case(rng, size, parents, lengths, seed):
     kv_heads, group = rng.choice([(1, 1), (1, 2), (2, 2), (2, 1), (1, 4)])
-    size = 1 + seed % 4
     heads = kv_heads * group
     variants = ["auto", "ring", "gather"]
     if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
         variants.append("ulysses")
-    case = TreeCase(
-        size, [-1], [length], heads, kv_heads, rng.choice([4, 8, 16]), rng.choice([torch.float64, torch.float32]),
+    return TreeCase(
+        size, parents, lengths, heads, kv_heads, rng.choice([4, 8, 16]), rng.choice([torch.float64, torch.float32]),
         rng.choice([None, None, 1, 7, 50, 400]), seed=seed, options={"variant": rng.choice(variants)},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_random_slices(seed):
+    rng = random.Random(seed)
+    length = rng.choice([9, 40, 97, 300])
+    case = random_case(rng, 1 + seed % 4, [-1], [length], seed)
     bounds = cuts(rng, length, rng.randint(1, min(9, length)))
+    check(case, bounds, rng.choice(["kept", "again", "checkpoint"]), sinks=rng.random() < 0.2)
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_random_slices_of_trees(seed):
+    """Cuts anywhere, or where segments begin."""
+    rng = random.Random(1000 + seed)
+    parents, lengths = random_tree(rng, segments=rng.choice([2, 5, 14]), longest=rng.choice([5, 60]))
+    case, total = random_case(rng, 1 + seed % 4, parents, lengths, seed), sum(lengths)
+    bounds = cuts(rng, total, rng.randint(1, min(9, total)))
+    if rng.random() < 0.3:
+        rows = [sum(lengths[:i]) for i in range(1, len(lengths))]
+        bounds = [0, *sorted(rng.sample(rows, rng.randint(1, len(rows)))), total]
     check(case, bounds, rng.choice(["kept", "again", "checkpoint"]), sinks=rng.random() < 0.2)
 
 
@@ -134,24 +154,32 @@ def test_slices_of_one_token(bounds, size):
     check(TreeCase(size, [-1], [bounds[-1]]), bounds, "kept")
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_token_of_a_tree_is_a_slice(size):
+    check(TreeCase(size, *SHORT), range(10), "kept")
+
+
 @pytest.mark.parametrize("variant", ["ring", "gather", "ulysses", "hybrid"])
 @pytest.mark.parametrize("window", [None, 12])
-def test_every_variant(variant, window):
-    case = TreeCase(4, [-1], [90], heads=4, kv_heads=2, window=window, options={"variant": variant})
-    check(case, [0, 31, 60, 90], "again")
+@pytest.mark.parametrize("tree", [([-1], [90]), BRANCHED], ids=["a sequence", "a tree"])
+def test_every_variant(variant, window, tree):
+    case = TreeCase(4, *tree, heads=4, kv_heads=2, window=window, options={"variant": variant})
+    check(case, [0, 31, 60, sum(tree[1])], "again")
 
 
-def test_one_slice_is_the_sequence_bit_for_bit():
-    case = TreeCase(3, [-1], [100], dtype=torch.float32)
+@pytest.mark.parametrize("tree", [([-1], [100]), BRANCHED], ids=["a sequence", "a tree"])
+def test_one_slice_is_the_whole_bit_for_bit(tree):
+    case = TreeCase(3, *tree, dtype=torch.float32)
+    pack = [0, 100] if len(tree[0]) == 1 else case.tree
     inputs = {name: x for name, x in case.tensors().items() if name != "sinks"}
 
     def main():
         comm = hdp.init()
         run = lambda part, leaves: ring_attention(*leaves, comm=comm, cu_seqlens=part)
-        sliced = on_slices(run, [0, 100], inputs, comm, "kept")[0]
-        mine = {name: shard(x, [0, 100], rank=comm.rank, size=comm.size) for name, x in inputs.items()}
+        sliced = on_slices(run, [0, case.tree.num_tokens], inputs, comm, "kept", case.tree)[0]
+        mine = {name: shard(x, pack, rank=comm.rank, size=comm.size) for name, x in inputs.items()}
         leaves = [mine[name].clone().requires_grad_() for name in ("q", "k", "v")]
-        out = ring_attention(*leaves, comm=comm, cu_seqlens=[0, 100])
+        out = ring_attention(*leaves, comm=comm, cu_seqlens=pack)
         out.backward(mine["dout"])
         return all(torch.equal(a, b) for a, b in zip(sliced, [out, *(x.grad for x in leaves)], strict=True))
 
@@ -161,9 +189,10 @@ def test_one_slice_is_the_sequence_bit_for_bit():
 @pytest.mark.parametrize("send", ["latent", "kv", "auto"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("way", ["kept", "again", "checkpoint"])
-def test_latents_are_kept(send, size, way):
-    bounds, dims = [0, 20, 21, 77, 130], (4, 8, 4, 6, 10)
-    inputs = tensors([130], dims, torch.float64)
+@pytest.mark.parametrize("tree", [None, Tree(*BRANCHED)], ids=["a sequence", "a tree"])
+def test_latents_are_kept(send, size, way, tree):
+    bounds, dims = [0, 20, 21, 77, 139], (4, 8, 4, 6, 10)
+    inputs = tensors([139], dims, torch.float64)
     weights = []
 
     def main():
@@ -171,12 +200,13 @@ def test_latents_are_kept(send, size, way):
         weight = inputs["w_kv"].clone().requires_grad_()
         rows = {name: x for name, x in inputs.items() if name != "w_kv"}
         run = lambda part, leaves: mla_attention(*leaves, weight, comm=comm, cu_seqlens=part, **with_options(send=send))
-        found = on_slices(run, bounds, rows, comm, way)
+        found = on_slices(run, bounds, rows, comm, way, tree)
         weights.append(weight.grad)
         return found
 
-    found = whole(run_threads(main, size), bounds)
-    out, dq, dc, drope, dweight = dense([130], dims, inputs)
+    found = whole(run_threads(main, size), bounds, tree)
+    wanted = dense([139], dims, inputs) if tree is None else mla_on_tree(tree, dims, inputs)
+    out, dq, dc, drope, dweight = wanted
     for got, want in zip([*found, sum(weights)], (out, dq, dc, drope, dweight), strict=True):
         assert error(got, want) <= 1e-10
 
@@ -225,20 +255,42 @@ def test_positions_count_from_the_sequence():
     assert sorted(found.tolist()) == list(range(7, 20))
 
 
+def test_positions_count_from_the_root():
+    part = SlicedSequence([0, 3, 10], Tree([-1, 0, 0, -1], [4, 2, 3, 1])).slice(1)
+    assert unshard([positions(part, rank=rank, size=3) for rank in range(3)], part).tolist() == [3, 4, 5, 4, 5, 6, 0]
+    assert longest_length(part) == 7
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_ranks_have_equal_work_in_each_slice_of_a_tree(seed):
+    """As many tokens, to one; and about as many pairs, where there are enough of them."""
+    rng, size = random.Random(seed), 2 + seed % 3
+    tree = Tree(*random_tree(rng, segments=rng.choice([2, 9, 30]), longest=300))
+    bounds = cuts(rng, tree.num_tokens, rng.randint(1, min(9, tree.num_tokens)))
+    sliced = SlicedSequence(bounds, tree)
+    for number in range(len(sliced)):
+        parts = [positions(sliced.slice(number), rank=rank, size=size) for rank in range(size)]
+        tokens, pairs = [len(each) for each in parts], [int((each + 1).sum()) for each in parts]
+        assert max(tokens) - min(tokens) <= 1
+        assert max(pairs) <= 1.04 * sum(pairs) / size + tree.depth
+
+
 @pytest.mark.parametrize("window", [None, 5, 40])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_each_rank_is_sent_each_key_that_it_needs_once(size, window):
-    """By an independent count over all pairs of tokens."""
-    bounds, band = (0, 30, 31, 90), Band(None if window is None else 1 - window, 0)
+@pytest.mark.parametrize("tree", [([-1], [90]), BRANCHED], ids=["a sequence", "a tree"])
+def test_each_rank_is_sent_each_key_that_it_needs_once(size, window, tree):
+    """By an independent count over all pairs of tokens; keys that no later slice sees go nowhere."""
+    bounds, band = (0, 30, 31, sum(tree[1])), Band(None if window is None else 1 - window, 0)
+    ways = {way[i]: way[: i + 1] for way in trajectories(*tree) for i in range(len(way))}
     for number in range(3):
-        queries, keys = slice_layouts(bounds, number, size)
+        queries, keys = slice_layouts(Tree(*tree), bounds, number, size)
         owner = {}
         for piece in range(len(keys.owner)):
             for at in range(int(keys.count[piece])):
-                owner[int(keys.start[piece]) + at] = int(keys.owner[piece])
+                owner[int(keys.source[piece]) + at] = int(keys.owner[piece])
         needed = set()
         for q in range(bounds[number], bounds[number + 1]):
-            needed |= {(k, owner[q]) for k in range(0 if window is None else max(0, q + 1 - window), q + 1)}
+            needed |= {(k, owner[q]) for k in ways[q][-window if window else None :]}
         wanted = sum(owner[k] != rank for k, rank in needed)
         atoms = keys.atoms(band)
         assert int((atoms.rows * atoms.needed.sum(axis=1)).sum()) == wanted
@@ -251,6 +303,15 @@ def test_errors():
     for bounds in ([], [0], [1, 5], [0, 5, 5], [0, 5, 3]):
         with pytest.raises(InvalidUsage, match="expected rising numbers of tokens"):
             SlicedSequence(bounds)
+    with pytest.raises(
+        InvalidUsage, match=r"a tree of 9 tokens is cut at \[0, 5, 10\]; expected its tokens at the end"
+    ):
+        SlicedSequence([0, 5, 10], Tree([-1, 0], [4, 5]))
+    part = SlicedSequence([0, 5, 9], Tree([-1, 0], [4, 5])).slice(0)
+    q = torch.randn(5, 1, 4)
+    for given in ({"causal": False}, {"options": hdp.attention.AttentionOptions(chunk=3)}):
+        with pytest.raises(InvalidUsage, match="causal=False was given with a slice|chunk=3 was given with a tree"):
+            ring_attention(q, q, q, comm=None, cu_seqlens=part, **given)
     sliced = SlicedSequence([0, 5, 9])
     with pytest.raises(InvalidUsage, match="slice 2 asked of a sequence of 2 slices"):
         sliced.slice(2)
@@ -272,10 +333,11 @@ def test_backward_passes_out_of_order_are_refused():
         out.sum().backward()
 
 
-def test_ranks_that_mean_other_slices_are_told():
+@pytest.mark.parametrize("trees", [(None, None), (Tree([-1, 0, 0], [4, 4, 4]),) * 2])
+def test_ranks_that_mean_other_slices_are_told(trees):
     def main():
         comm = hdp.init()
-        sliced = SlicedSequence([0, 4 + 4 * comm.rank, 12])
+        sliced = SlicedSequence([0, 4 + 4 * comm.rank, 12], trees[comm.rank])
         part = sliced.slice(0)
         q = torch.randn(len(positions(part, rank=comm.rank, size=2)), 1, 4)
         with pytest.raises(Mismatch, match="cut at"):

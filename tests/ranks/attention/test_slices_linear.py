@@ -7,14 +7,16 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import SlicedSequence, delta_rule, short_conv, ssd
+from hdpcomm.attention import SlicedSequence, Tree, delta_rule, short_conv, ssd
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
 from tests.harness.attention_options import with_options
 from tests.harness.attention_oracle import error
+from tests.harness.tree_oracle import random_tree
 from tests.ranks.attention import test_linear as linear
 from tests.ranks.attention import test_short_conv as convolution
 from tests.ranks.attention.test_slices import cuts, on_slices, whole
+from tests.ranks.attention.test_tree_linear import wanted as on_trajectories
 
 DELTA, SSD = (
     {"heads": 4, "key_heads": 2, "dk": 8, "dv": 6},
@@ -22,7 +24,7 @@ DELTA, SSD = (
 )
 
 
-def check(run, inputs, shared, want, bounds, size, way):
+def check(run, inputs, shared, want, bounds, size, way, tree=None):
     """``run(comm, part, leaves, shared)``; ``want``: output, gradients of ``inputs``, then of ``shared``."""
     parameters = []
 
@@ -30,9 +32,9 @@ def check(run, inputs, shared, want, bounds, size, way):
         comm = hdp.init()
         mine = [x.clone().requires_grad_() for x in shared]
         parameters.append(mine)
-        return on_slices(lambda part, leaves: run(comm, part, leaves, mine), bounds, inputs, comm, way)
+        return on_slices(lambda part, leaves: run(comm, part, leaves, mine), bounds, inputs, comm, way, tree)
 
-    found = whole(run_threads(main, size), bounds)
+    found = whole(run_threads(main, size), bounds, tree)
     found += [sum(x.grad for x in each) for each in zip(*parameters, strict=True)]
     for place, (got, expected) in enumerate(zip(found, want, strict=True)):
         assert error(got, expected) <= 1e-10, (place, error(got, expected), bounds)
@@ -62,13 +64,35 @@ def check_ssd(bounds, size, way, *, exchange="auto"):
     check(run, inputs, shared, [out, x, dt, b, c, a, d], bounds, size, way)
 
 
-def check_conv(bounds, size, way, width):
+def check_conv(bounds, size, way, width, tree=None):
     lengths = [bounds[-1]]
     inputs = convolution.tensors(lengths, 5, width, torch.float64)
-    want = convolution.wanted(lengths, inputs)
+    want = convolution.wanted(lengths, inputs) if tree is None else on_trajectories(tree, inputs)
     shared = [inputs.pop("weight"), inputs.pop("bias")]
     run = lambda comm, part, leaves, own: short_conv(leaves[0], own[0], bias=own[1], comm=comm, cu_seqlens=part)
-    check(run, inputs, shared, want, bounds, size, way)
+    check(run, inputs, shared, want, bounds, size, way, tree)
+
+
+def random_tree_slices(seed):
+    """(tree, bounds, ranks, way): cuts anywhere, or where segments begin."""
+    rng = random.Random(2000 + seed)
+    tree = Tree(*random_tree(rng, segments=rng.choice([2, 5, 14]), longest=rng.choice([5, 60])))
+    bounds = cuts(rng, tree.num_tokens, rng.randint(1, min(9, tree.num_tokens)))
+    if rng.random() < 0.3:
+        bounds = [*tree.rows.tolist(), tree.num_tokens]
+    return tree, bounds, 1 + seed % 3, rng.choice(["kept", "again", "checkpoint"])
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_slices_of_trees(seed):
+    tree, bounds, size, way = random_tree_slices(seed)
+    check_conv(bounds, size, way, random.Random(seed).choice([1, 2, 4, 7]), tree)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_token_of_a_tree_is_a_slice(size):
+    tree = Tree([-1, 0, 0, 2, 2, -1], [2, 3, 1, 1, 1, 1])
+    check_conv(range(10), size, "kept", 4, tree)
 
 
 @pytest.mark.parametrize("seed", range(24))
