@@ -145,8 +145,8 @@ class SlicedSequence:
     passes of all but the last under ``torch.no_grad()``, and each again with gradients before its backward pass.
 
     Causal attention and recurrences run so. Every rank of the communicator keeps its rows of keys and values of all
-    slices, and sums of their gradients in float32 (float64), until the backward pass of slice 0; for recurrences rank 0
-    keeps the state before each slice, and of convolutions the ranks keep the last tokens.
+    slices, and sums of their gradients in float32 (float64), until the backward pass of slice 0; for recurrences ranks
+    keep the states that later slices begin with, and for convolutions the tokens before these.
 
     Args:
         bounds: where slices begin, from 0, rising, and the length of the sequence; of a tree, tokens in depth-first

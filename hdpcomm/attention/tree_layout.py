@@ -45,7 +45,7 @@ _NEVER = np.iinfo(np.int64).max // 2
 class TreeLayout(Pieces):
     """Which rank holds which tokens of a tree, or of chunks that see nothing of each other (trees of one segment).
 
-    Of a slice: those of its own tokens, whose rows are numbered from its first one, or of all up to its end.
+    In a slice: which holds its own tokens, whose rows are numbered from its first one, or all up to its end.
     """
 
     tree: Tree

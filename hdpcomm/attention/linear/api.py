@@ -80,8 +80,7 @@ def _arguments(
     options: AttentionOptions,
 ) -> tuple[_Arguments, str, str]:
     """(arguments of :class:`LinearRecurrence`, facts, summary) for tensors that were checked."""
-    sliced = isinstance(cu_seqlens, SequenceSlice)
-    plan = state_plan(layout, sliced=sliced)
+    plan = state_plan(layout, cu_seqlens.layouts(layout.size)[1] if isinstance(cu_seqlens, SequenceSlice) else None)
     chosen = choose_exchange(
         options.exchange, plan, shape=(q.shape[1], q.shape[2], v.shape[2]), delta=beta is not None,
         device=q.device.type, costs=options.costs,
@@ -93,20 +92,19 @@ def _arguments(
     )
     call = LinearCall(plan, comm, chosen, computed_by)
     facts, summary = summary_of(layout, settings)
-    if isinstance(cu_seqlens, SequenceSlice):
-        facts, summary = f"{facts} {cu_seqlens!r}", f"{summary}, {cu_seqlens!r}"
     return (q, k, v, g, beta, call), facts, summary
 
 
 def _recur(arguments: _Arguments, cu_seqlens: CuSeqlens, comm: Communicator | None) -> torch.Tensor:
-    """The output; a slice starts with the state of the one before it."""
+    """The output; a slice starts with the states of those before it."""
     q, k, v, g, beta, call = arguments
     if not isinstance(cu_seqlens, SequenceSlice):
         out, _ = LinearRecurrence.apply(q, k, v, g, beta, None, call)  # type: ignore[no-untyped-call]
         return out  # type: ignore[no-any-return]
+    assert isinstance(call, LinearCall)
     tensors = [x for x in (q, k, v, g, beta) if isinstance(x, torch.Tensor)]
     first, _, values = tensors[:3]
-    shape = 1 if comm is None or comm.rank == 0 else 0, *first.shape[1:], values.shape[2]
+    shape = call.plan.given[0 if comm is None else comm.rank], *first.shape[1:], values.shape[2]
     zero = first.new_zeros(shape, dtype=torch.promote_types(first.dtype, torch.float32))
     carried, (state, q, k, v, g, *rest) = begin_slice(cu_seqlens, zero, *tensors)
     out, final = LinearRecurrence.apply(q, k, v, g, rest[0] if rest else None, state, call)  # type: ignore[no-untyped-call]
@@ -137,8 +135,8 @@ def delta_rule(
     heads]. All are the shard of this rank (:func:`hdpcomm.attention.shard`) of the pack ``cu_seqlens`` [sequences + 1],
     as for :func:`hdpcomm.attention.ring_attention`; or of a :class:`hdpcomm.attention.Tree`, where S before the first
     token of a segment is that after the last one of its parent; or of a slice of a
-    :class:`hdpcomm.attention.SlicedSequence`, where S is that after the slice before. States and all that is computed
-    are float32 (float64 for float64).
+    :class:`hdpcomm.attention.SlicedSequence`, where S is that after the token before it. States and all that is
+    computed are float32 (float64 for float64).
 
     ``backend``: what computes a rank's own runs: ``torch``, ``fla`` (flash-linear-attention, if installed, for 16-bit
     types on CUDA), or ``auto``, the latter where it can. ``options``: ``exchange``, ``costs`` and ``check`` of

@@ -22,9 +22,9 @@ _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def linear_layout(cu_seqlens: CuSeqlens, comm: Communicator | None) -> TokenLayout:
-    """:func:`layout_of_tokens`; of a slice, that of its tokens alone."""
+    """:func:`layout_of_tokens`; of a slice, that of its own tokens."""
     if isinstance(cu_seqlens, SequenceSlice):
-        return layout_of_tokens([0, cu_seqlens.length], comm)
+        return cu_seqlens.layouts(1 if comm is None else comm.size)[0]
     return layout_of_tokens(cu_seqlens, comm)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdpcomm.attention.layout import Layout
-from hdpcomm.attention.tree_layout import TreeLayout
+from hdpcomm.attention.tree_layout import TreeLayout, is_sliced, past_tokens
 
 __all__ = ["Nodes", "TokenLayout", "nodes_of"]
 
@@ -33,11 +33,17 @@ class Nodes:
     """Whether a run of another rank follows, at once or later."""
     level: Int64
     """Runs before it on the way from the root; of runs that carry nothing, only those that carry nothing either."""
+    given: int = 0
+    """So many first ones have no tokens, each for a state that was kept of a slice before; alone in their level."""
+    wanted: int = 0
+    """So many last ones have no tokens, each for a state that is kept for a slice after; alone in theirs, the last."""
 
 
-def nodes_of(layout: TokenLayout) -> Nodes:
-    """The runs of a pack; pure and local."""
-    return _of_tree(layout) if isinstance(layout, TreeLayout) else _of_zigzag(layout)
+def nodes_of(layout: TokenLayout, keys: TreeLayout | None = None) -> Nodes:
+    """The runs of a pack; pure and local. ``keys``: of a slice, the layout of all tokens up to its end."""
+    if not isinstance(layout, TreeLayout):
+        return _of_zigzag(layout)
+    return _of_tree(layout, layout if keys is None else keys)
 
 
 def _of_zigzag(layout: Layout) -> Nodes:
@@ -70,30 +76,43 @@ def _of_zigzag(layout: Layout) -> Nodes:
     )  # fmt: skip
 
 
-def _of_tree(layout: TreeLayout) -> Nodes:
-    """The pieces of the tree; one that alone follows the piece before it, on the same rank, is one run with it."""
-    pieces = np.arange(len(layout.segment))
-    last_piece = np.searchsorted(layout.segment, np.arange(len(layout.tree)), side="right") - 1
-    begins = np.append(True, layout.segment[1:] != layout.segment[:-1])[: len(pieces)]
-    above = layout.tree.parents[layout.segment]
-    before = np.where(begins, np.where(above >= 0, last_piece[above], -1), pieces - 1)
-    followers = np.bincount(before[before >= 0], minlength=len(pieces))
+def _of_tree(layout: TreeLayout, keys: TreeLayout) -> Nodes:
+    """The pieces of the tree; one that alone follows the piece before it, on the same rank, is one run with it.
+
+    In a slice also the states after tokens before its first one, or its end, that later tokens begin with.
+    """
+    tree, first = layout.tree, layout.first_token
+    given = wanted = np.zeros(0, dtype=np.int64)
+    if is_sliced(keys):
+        given, wanted = (past_tokens(tree, cut, 1) for cut in keys.bounds[keys.number : keys.number + 2])
+    pieces, token = np.arange(len(layout.segment)), layout.source + first
+    previous = tree.previous[token]
+    before = np.where(previous >= first, _piece_of(token, previous), -1)
+    followed = np.concatenate([before[before >= 0], _piece_of(token, wanted[wanted >= first])])
     joined = (before == pieces - 1) & (pieces > 0)
-    joined[1:] &= (layout.owner[1:] == layout.owner[:-1]) & (followers[:-1] == 1)
-    first = np.flatnonzero(~joined)
-    node = np.cumsum(~joined) - 1
-    parent = np.where(before[first] >= 0, node[before[first]], -1)
-    owner = layout.owner[first]
-    count = np.bincount(node, weights=layout.count, minlength=len(first)).astype(np.int64)
-    carrier, level = _ways(owner.tolist(), parent.tolist())
-    return Nodes(
-        owner, layout.row[first], count, parent, np.array(carrier, dtype=bool), np.array(level, dtype=np.int64)
-    )
+    joined[1:] &= (layout.owner[1:] == layout.owner[:-1]) & (np.bincount(followed, minlength=len(pieces))[:-1] == 1)
+    heads, run = np.flatnonzero(~joined), np.cumsum(~joined) - 1
+    after = np.concatenate([previous[heads], wanted])  # the token that each run or wanted state follows
+    kept = np.where(after >= 0, np.searchsorted(given, after), -1)
+    parent = np.where(after >= first, len(given) + run[_piece_of(token, after)], kept)
+    parent = np.concatenate([np.full(len(given), -1), parent])
+    holders = (keys.owner[_piece_of(keys.source, tokens)] for tokens in (given, wanted))
+    owner = np.insert(np.concatenate(list(holders)), len(given), layout.owner[heads])
+    count = np.bincount(run, weights=layout.count, minlength=len(heads)).astype(np.int64)
+    row, count = (np.pad(each, (len(given), len(wanted))) for each in (layout.row[heads], count))
+    carrier, level = _ways(owner.tolist(), parent.tolist(), range(len(given), len(given) + len(heads)))
+    return Nodes(owner, row, count, parent, np.array(carrier), np.array(level), len(given), len(wanted))
 
 
-def _ways(owner: list[int], parent: list[int]) -> tuple[list[bool], list[int]]:
-    """(carrier, level) of each run."""
-    carrier, level = [False] * len(owner), [0] * len(owner)
+def _piece_of(start: Int64, tokens: Int64) -> Int64:
+    """The pieces that hold ``tokens``; ``start``: the first token of each, rising."""
+    found: Int64 = np.searchsorted(start, tokens, side="right") - 1
+    return found
+
+
+def _ways(owner: list[int], parent: list[int], runs: range) -> tuple[list[bool], list[int]]:
+    """(carrier, level) of each of the ``runs``, and of the kept states before and behind them."""
+    carrier, level = [node not in runs for node in range(len(owner))], [0] * len(owner)
     for node in range(len(owner) - 1, -1, -1):
         above = parent[node]
         if above >= 0 and (carrier[node] or owner[above] != owner[node]):
@@ -101,4 +120,7 @@ def _ways(owner: list[int], parent: list[int]) -> tuple[list[bool], list[int]]:
     for node, above in enumerate(parent):
         if above >= 0 and carrier[node] == carrier[above]:
             level[node] = level[above] + 1
-    return carrier, level
+        elif runs.start and node in runs and carrier[node]:  # kept states are alone in their level
+            level[node] = 1
+    last = max((level[node] for node in runs if carrier[node]), default=0) + 1
+    return carrier, level[: runs.stop] + [last] * (len(owner) - runs.stop)

@@ -35,6 +35,11 @@ class LinearCall:
     exchange: str
     backend: str
 
+    @property
+    def ends(self) -> tuple[int | None, int | None]:
+        """See :meth:`StatePlan.ends`."""
+        return self.plan.ends(0 if self.comm is None else self.comm.rank)
+
     def parts(self, dk: int) -> tuple[_Runs, ...]:
         return _parts_of(self.plan, 0 if self.comm is None else self.comm.rank, dk)
 
@@ -76,9 +81,11 @@ class _Group:
         dk = inputs.q.shape[2]
         self.transition_shape = (dk, dk) if inputs.beta is not None else (1 if inputs.g.ndim == 2 else dk, 1)
         self.initial: torch.Tensor | None = None
-        """The state that this direction starts with, on rank 0 of a slice; [1, heads, dk, dv]."""
+        """The states that this direction starts with in a slice; [states of the rank, heads, dk, dv]."""
         self.final: torch.Tensor | None = None
-        """That which it ends with."""
+        """Those that it ends with."""
+        self.ends: tuple[int | None, int | None] = (None, None)
+        """The parts that stand for these."""
         self.states: list[torch.Tensor | None] = [None] * len(parts)
         self.transitions: list[torch.Tensor | None] = [None] * len(parts)
 
@@ -110,11 +117,11 @@ class _Forward(_Group):
 
     def run(self, place: int, state: torch.Tensor) -> torch.Tensor:
         self.prepare(place)
-        if place == 0 and self.initial is not None:
+        if place == self.ends[0] and self.initial is not None:
             state = self.initial
         self.states[place] = state
         after = self._scans[place].run(state)
-        if place == len(self._parts) - 1:
+        if place == self.ends[1]:
             self.final = after
         return after
 
@@ -146,10 +153,10 @@ class _Backward(_Group):
 
     def run(self, place: int, state: torch.Tensor) -> torch.Tensor:
         self.prepare(place)
-        if place == len(self._parts) - 1 and self.initial is not None:
+        if place == self.ends[0] and self.initial is not None:
             state = self.initial
         before = self._scans[place].run_backward(state)
-        if place == 0:
+        if place == self.ends[1]:
             self.final = before
         return before
 
@@ -165,18 +172,21 @@ class _Backward(_Group):
         return transition, self._carriers(place).backward_bias(self.zeros(count))
 
 
-def _start(passes: Sequence[_Group], heads: Sequence[slice], initial: torch.Tensor | None) -> None:
-    """Sets what each group starts with; only rank 0 of a slice has a state."""
-    if initial is not None and len(initial):
+def _start(
+    passes: Sequence[_Group], heads: Sequence[slice], initial: torch.Tensor | None, ends: tuple[int | None, int | None]
+) -> None:
+    """Sets what each group starts with in a slice, and the parts that stand for that and for what it ends with."""
+    if initial is not None:
         for group, chosen in zip(passes, heads, strict=True):
-            group.initial = initial[:, chosen].contiguous()
+            group.initial, group.ends = initial[:, chosen].contiguous(), ends
 
 
 def _ended(passes: Sequence[_Group], initial: torch.Tensor | None) -> torch.Tensor | None:
-    """What the groups ended with, in the shape of ``initial``."""
-    if initial is None or not len(initial):
-        return None if initial is None else torch.empty_like(initial)
-    return torch.cat([group.final for group in passes if group.final is not None], dim=1)
+    """What the groups ended with, [states of the rank, ...]; None of whole sequences."""
+    if initial is None:
+        return None
+    found = [group.final for group in passes if group.final is not None]
+    return torch.cat(found, dim=1) if found else initial[:0]
 
 
 def _run_forward(inputs: Inputs, call: LinearCall, initial: torch.Tensor | None) -> tuple[torch.Tensor, list[_Forward]]:
@@ -184,7 +194,7 @@ def _run_forward(inputs: Inputs, call: LinearCall, initial: torch.Tensor | None)
     parts, heads = call.parts(inputs.q.shape[2]), call.groups(inputs)
     out = inputs.v.new_empty(inputs.v.shape)
     passes = [_Forward(call.backend, parts, inputs.heads(each), out[:, each]) for each in heads]
-    _start(passes, heads, initial)
+    _start(passes, heads, initial, call.ends)
     travel(passes, call.comm, call.exchange, call.plan, backward=False)
     return out, passes
 
@@ -207,15 +217,15 @@ def _run_backward(
         own = kept[2 * len(parts) * i : 2 * len(parts) * (i + 1)]
         group.states, group.transitions = list(own[: len(parts)]), list(own[len(parts) :])
         passes.append(group)
-    _start(passes, heads, dfinal)
+    _start(passes, heads, dfinal, call.ends[::-1])
     travel(passes, call.comm, call.exchange, call.plan, backward=True)
     return grads, _ended(passes, dfinal)
 
 
 class LinearRecurrence(torch.autograd.Function):
     """(out, final) = f(q, k, v, g, beta, initial); the local work in float32 (float64), the states that a run starts
-    with are kept. ``initial``, ``final``: the state before and after a slice, [1, heads, dk, dv] on rank 0 and [0, ...]
-    on others; None of whole sequences."""
+    with are kept. ``initial``, ``final``: the states that a slice begins with, and that it keeps for those after it,
+    [states of the rank, heads, dk, dv]; None of whole sequences."""
 
     @staticmethod
     def forward(

@@ -12,7 +12,7 @@ Pure and local: every rank computes the same from the layout, for all ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from hdpcomm.attention.linear.nodes import Nodes, TokenLayout, nodes_of
+from hdpcomm.attention.tree_layout import TreeLayout
 
 __all__ = ["ForestLevel", "Links", "Message", "Part", "RouteStage", "Span", "Stage", "StatePlan", "state_plan"]
 
@@ -129,6 +130,8 @@ class StatePlan:
         slots: for each rank, how many states it holds for others and from others.
         runs: for each rank, (first local row, tokens) of the carriers of each part; None: the part is a forest.
         forests: for each rank, the levels of its forest; empty: it has none.
+        given: for each rank, with how many kept states a slice begins; they are its first part.
+        wanted: for each rank, how many states it keeps of a slice; they are the last part of its carriers.
     """
 
     def __init__(self, nodes: Nodes, size: int) -> None:
@@ -137,6 +140,11 @@ class StatePlan:
         self.slots = edges.slots
         self.runs: list[list[tuple[Int64, Int64] | None]] = [[] for _ in range(size)]
         self.forests: list[tuple[ForestLevel, ...]] = [() for _ in range(size)]
+        first, last = (
+            np.split(nodes.owner, [nodes.given])[0],
+            np.split(nodes.owner, [len(nodes.owner) - nodes.wanted])[1],
+        )
+        self.given, self.wanted = (np.bincount(each, minlength=size).tolist() for each in (first, last))
         self._stages: list[Stage] = []
         self._routes: dict[tuple[int, bool], tuple[RouteStage, ...]] = {}
         for level, groups in _grouped(nodes):
@@ -145,14 +153,14 @@ class StatePlan:
                 parts[rank] = Part(len(self.runs[rank]), len(mine), edges.before(mine, rank), edges.after(mine))
                 self.runs[rank].append((nodes.row[mine], nodes.count[mine]))
             self._stages.append(Stage(parts, edges.messages.get(level, ())))
-        last = {}
+        forests = {}
         for rank in range(size):
             mine = np.flatnonzero(~nodes.carrier & (nodes.owner == rank))
             if len(mine):
                 self.forests[rank], wanted = _forest(nodes, mine)
-                last[rank] = Part(len(self.runs[rank]), len(wanted), edges.at(wanted, rank), _NO_LINKS)
+                forests[rank] = Part(len(self.runs[rank]), len(wanted), edges.at(wanted, rank), _NO_LINKS)
                 self.runs[rank].append(None)
-        self._stages.append(Stage(last, ()))
+        self._stages.append(Stage(forests, ()))
         self.messages = sum(len(stage.messages) for stage in self._stages)
         self._load(nodes)
 
@@ -175,6 +183,11 @@ class StatePlan:
         """States of the largest message between each level and the next."""
         self.carriers = int(np.bincount(nodes.owner[carried], minlength=size).max(initial=0))
         """Most carriers of a rank."""
+
+    def ends(self, rank: int) -> tuple[int | None, int | None]:
+        """The parts of a rank that stand for kept states with which a slice begins, and for those that it keeps."""
+        carriers = sum(runs is not None for runs in self.runs[rank])
+        return (0 if self.given[rank] else None), (carriers - 1 if self.wanted[rank] else None)
 
     def stages(self, *, backward: bool) -> list[Stage]:
         """In the order in which they are taken; in backward, the messages before a level in place of those after it."""
@@ -294,13 +307,10 @@ def _forest(nodes: Nodes, mine: Int64) -> tuple[tuple[ForestLevel, ...], Int64]:
 
 
 @lru_cache(maxsize=128)
-def state_plan(layout: TokenLayout, *, sliced: bool = False) -> StatePlan:
+def state_plan(layout: TokenLayout, keys: TreeLayout | None = None) -> StatePlan:
     """The plan of a pack of sequences or of a tree. Pure and local.
 
-    ``sliced``: of one sequence that is a slice of a longer one; its last run, on rank 0, is a carrier like all others,
-    so that its final state is there.
+    ``keys``: of a slice, the layout of all tokens up to its end. Each state that the slices after it begin with stays
+    on the rank that ends with it.
     """
-    nodes = nodes_of(layout)
-    if sliced:
-        nodes = replace(nodes, carrier=np.ones(len(nodes.owner), dtype=np.bool_), level=np.arange(len(nodes.owner)))
-    return StatePlan(nodes, layout.size)
+    return StatePlan(nodes_of(layout, keys), layout.size)

@@ -303,14 +303,12 @@ def test_errors():
     for bounds in ([], [0], [1, 5], [0, 5, 5], [0, 5, 3]):
         with pytest.raises(InvalidUsage, match="expected rising numbers of tokens"):
             SlicedSequence(bounds)
-    with pytest.raises(
-        InvalidUsage, match=r"a tree of 9 tokens is cut at \[0, 5, 10\]; expected its tokens at the end"
-    ):
+    with pytest.raises(InvalidUsage, match=r"tree of 9 tokens is cut at \[0, 5, 10\]; expected its tokens"):
         SlicedSequence([0, 5, 10], Tree([-1, 0], [4, 5]))
     part = SlicedSequence([0, 5, 9], Tree([-1, 0], [4, 5])).slice(0)
     q = torch.randn(5, 1, 4)
     for given in ({"causal": False}, {"options": hdp.attention.AttentionOptions(chunk=3)}):
-        with pytest.raises(InvalidUsage, match="causal=False was given with a slice|chunk=3 was given with a tree"):
+        with pytest.raises(InvalidUsage, match=r"causal=False was given with a slice|chunk=3 was given with a tree"):
             ring_attention(q, q, q, comm=None, cu_seqlens=part, **given)
     sliced = SlicedSequence([0, 5, 9])
     with pytest.raises(InvalidUsage, match="slice 2 asked of a sequence of 2 slices"):

@@ -40,18 +40,20 @@ def check(run, inputs, shared, want, bounds, size, way, tree=None):
         assert error(got, expected) <= 1e-10, (place, error(got, expected), bounds)
 
 
-def check_delta(bounds, size, way, *, channels=False, exchange="auto"):
+def check_delta(bounds, size, way, tree=None, *, channels=False, exchange="auto"):
     lengths = [bounds[-1]]
     inputs = linear.delta_inputs(lengths, **DELTA, channels=channels)
     options = with_options(exchange=exchange)
     run = lambda comm, part, leaves, _: delta_rule(*leaves, comm=comm, cu_seqlens=part, **options)
-    check(run, inputs, [], linear.wanted(linear.by_token_delta, lengths, inputs, linear.DELTA), bounds, size, way)
+    want = linear.wanted(linear.by_token_delta, lengths, inputs, linear.DELTA) if tree is None else None
+    check(run, inputs, [], want or on_trajectories(tree, inputs), bounds, size, way, tree)
 
 
-def check_ssd(bounds, size, way, *, exchange="auto"):
+def check_ssd(bounds, size, way, tree=None, *, exchange="auto"):
     lengths = [bounds[-1]]
     inputs = linear.ssd_inputs(lengths, **SSD)
-    want = linear.wanted(linear.by_token_ssd, lengths, inputs, linear.SSD)
+    want = linear.wanted(linear.by_token_ssd, lengths, inputs, linear.SSD) if tree is None else None
+    want = want or on_trajectories(tree, inputs)
     out, x, dt, a, b, c, d = want
     shared = [inputs.pop("a"), inputs.pop("d")]
     options = with_options(exchange=exchange)
@@ -61,7 +63,7 @@ def check_ssd(bounds, size, way, *, exchange="auto"):
         a, d = shared
         return ssd(x, dt, a, b, c, d=d, comm=comm, cu_seqlens=part, **options)
 
-    check(run, inputs, shared, [out, x, dt, b, c, a, d], bounds, size, way)
+    check(run, inputs, shared, [out, x, dt, b, c, a, d], bounds, size, way, tree)
 
 
 def check_conv(bounds, size, way, width, tree=None):
@@ -86,13 +88,27 @@ def random_tree_slices(seed):
 @pytest.mark.parametrize("seed", range(24))
 def test_random_slices_of_trees(seed):
     tree, bounds, size, way = random_tree_slices(seed)
-    check_conv(bounds, size, way, random.Random(seed).choice([1, 2, 4, 7]), tree)
+    rng = random.Random(seed)
+    exchange = rng.choice(["auto", "gather", "scan", "pipeline"])
+    check_delta(bounds, size, way, tree, channels=rng.random() < 0.5, exchange=exchange)
+    check_ssd(bounds, size, way, tree, exchange=exchange)
+    check_conv(bounds, size, way, rng.choice([1, 2, 4, 7]), tree)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_token_of_a_tree_is_a_slice(size):
-    tree = Tree([-1, 0, 0, 2, 2, -1], [2, 3, 1, 1, 1, 1])
-    check_conv(range(10), size, "kept", 4, tree)
+    tree, bounds = Tree([-1, 0, 0, 2, 2, -1], [2, 3, 1, 1, 1, 1]), list(range(10))
+    check_delta(bounds, size, "kept", tree)
+    check_ssd(bounds, size, "kept", tree)
+    check_conv(bounds, size, "kept", 4, tree)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "scan", "pipeline"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_exchange_on_a_tree(size, exchange):
+    tree = Tree([-1, 0, 0, 2, 2, 0, -1, -1, 7], [40, 17, 9, 1, 23, 30, 5, 3, 11])
+    for bounds in ([0, 41, 57, 66, 139], [0, 40, 57, 66, 67, 90, 120, 125, 128, 139]):
+        check_delta(bounds, size, "again", tree, exchange=exchange)
 
 
 @pytest.mark.parametrize("seed", range(24))
