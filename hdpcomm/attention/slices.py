@@ -22,7 +22,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.plan.tree import Tree
 
-__all__ = ["CallMark", "SequenceSlice", "SlicedSequence", "check_backward"]
+__all__ = ["CallMark", "SequenceSlice", "SlicedSequence", "check_backward", "is_tree"]
 
 _Made = TypeVar("_Made")
 
@@ -264,3 +264,8 @@ class SequenceSlice:
         rows = end - own, end, last.layouts(size)[1].rows(rank)
         found: tuple[torch.Tensor, ...] = _Keep.apply(self.next_call(_Kept), self.number, rows, *new)  # type: ignore[no-untyped-call]
         return found
+
+
+def is_tree(pack: object) -> bool:
+    """Whether tokens of a pack belong to several sequences: it is a tree, or a slice of one that has branches."""
+    return isinstance(pack, Tree) or (isinstance(pack, SequenceSlice) and pack.sequence.branches)

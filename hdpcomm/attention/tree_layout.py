@@ -166,15 +166,14 @@ class _Part:
 
 def _part(tree: Tree, first: int, end: int) -> _Part:
     """That of the tokens [first, end), depth-first."""
-    rows = tree.rows
-    a, b = int(np.searchsorted(rows, first, side="right")) - 1, int(np.searchsorted(rows, end))
-    start, stop = np.maximum(rows[a:b], first), np.minimum(rows[a:b] + tree.lengths[a:b], end)
+    segments, starts, lengths = tree.span(first, end)
+    number, last = (int(segments[0]), int(segments[-1])) if len(segments) else (0, 0)
     return _Part(
-        segments=np.arange(a, b),
-        parents=np.maximum(tree.parents[a:b] - a, -1),
-        lengths=stop - start,
-        starts=tree.starts[a:b] + start - rows[a:b],
-        ends=np.minimum(tree.ends[a:b], b) - a,
+        segments=segments,
+        parents=np.maximum(tree.parents[segments] - number, -1),
+        lengths=lengths,
+        starts=starts,
+        ends=np.minimum(tree.ends[segments], last + 1) - number,
     )
 
 

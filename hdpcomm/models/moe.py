@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.attention import Tree
 from hdpcomm.attention.layout import CuSeqlens
+from hdpcomm.attention.slices import is_tree
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
 from hdpcomm.models.lean import swiglu
@@ -100,8 +100,8 @@ def expert_blocks(model: nn.Module) -> set[str]:
 
 
 def refuse_trees(packs: Iterable[object]) -> None:
-    """Raises InvalidUsage if any is a tree, for which routers' losses have no meaning. Local."""
-    if any(isinstance(each, Tree) for each in packs):
+    """Raises InvalidUsage if any is a tree, or a slice of one, for which routers' losses have no meaning. Local."""
+    if any(is_tree(each) for each in packs):
         raise InvalidUsage(
             "the losses of routers are means over sequences, and a tree was given, whose tokens belong to several: set "
             "router_aux_loss and router_z_loss of LlamaConfig to 0, or train on plain sequences"

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hdpcomm.attention import SequenceSlice, local_cu_seqlens
 from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
+from hdpcomm.attention.slices import is_tree
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
-from hdpcomm.plan.tree import Tree
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -52,9 +52,9 @@ def router_loss(
             one a sequence, ``by_layer`` for each layer; none where a slice runs again.
         by_layer: the sum over the layers of the losses of each alone, in place of that of their common means.
 
-    Raises: InvalidUsage for a tree.
+    Raises: InvalidUsage for a tree or a slice of one.
     """
-    if isinstance(cu_seqlens, Tree):
+    if is_tree(cu_seqlens):
         raise InvalidUsage(
             "a router's auxiliary loss is a mean over each sequence, and a tree was given, whose tokens belong to "
             "several: set output_router_logits=False in the model's configuration, or train on plain sequences"

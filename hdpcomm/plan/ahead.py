@@ -13,7 +13,7 @@ from typing import TypeAlias
 from hdpcomm.arguments import check_has, check_whole
 from hdpcomm.plan.planner import Planner
 from hdpcomm.plan.step import StepPlan
-from hdpcomm.plan.tree import Tree
+from hdpcomm.plan.tree import Tree, tree_of
 
 __all__ = ["PlanAhead", "PlannedStep"]
 
@@ -25,6 +25,10 @@ class PlannedStep:
     lengths: tuple[int | Tree, ...]
     plan: StepPlan
     waited_s: float
+
+    def tree(self, number: int) -> Tree | None:
+        """The tree that an id of the plan means, or the part of one; see :func:`hdpcomm.plan.tree.tree_of`."""
+        return tree_of(number, self.lengths, self.plan.fragments)
 
 
 _Planned: TypeAlias = "tuple[tuple[int | Tree, ...], StepPlan]"

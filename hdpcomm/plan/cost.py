@@ -155,13 +155,14 @@ class CostModel:
         far, near = np.maximum(stop - self.key_limit, 0.0), np.maximum(start - self.key_limit, 0.0)
         return stop * stop - start * start - self.limited * (far * far - near * near)
 
-    def item_squares(self, item: int | Tree) -> float:
-        """:meth:`squares` of a whole sequence of so many tokens, or of a tree."""
+    def item_squares(self, item: int | Tree, first: int = 0, end: int | None = None) -> float:
+        """:meth:`squares` of a sequence of so many tokens, or of a tree; of its tokens [first, end), depth-first."""
         if isinstance(item, Tree):
-            if not self.limited:
+            if not self.limited and first == 0 and end is None:
                 return item.squares
-            return float(self.squares(1.0 * item.starts + item.lengths, 1.0 * item.starts).sum())
-        return float(self.squares(float(item)))
+            _, starts, lengths = item.span(first, item.num_tokens if end is None else end)
+            return float(self.squares(1.0 * starts + lengths, 1.0 * starts).sum())
+        return float(self.squares(float(item if end is None else end), float(first)))
 
     def seconds(
         self, lengths: Sequence[int], ranks: int = 1, *, one_node: bool = True, one_domain: bool = False

@@ -35,13 +35,15 @@ class SequenceInfo:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFragment:
-    """A slice of a sequence of the step: tokens ``[start, stop)``, alone in a micro-batch.
+    """A slice of a sequence or tree of the step: tokens ``[start, stop)``, alone in a micro-batch.
+
+    Those of a tree are in depth-first order.
 
     The slices of a sequence follow each other on the same ranks, in ring order, with no other micro-batch between: a
     forward pass sees what those before it have kept, and backward passes run from the last slice to the first.
 
     Attributes:
-        sequence: the sequence's position in the planned lengths.
+        sequence: the position of the sequence or tree in the planned lengths, or the id of the part of a tree.
     """
 
     sequence: int
@@ -54,7 +56,7 @@ class PlannedSlice:
     """Which slice of a sequence a micro-batch is.
 
     Attributes:
-        sequence: the sequence's position in the planned lengths.
+        sequence: of its :class:`SequenceFragment`.
         number: 0 for its first slice.
         bounds: where the slices of the sequence begin, and its length.
         rows: of the plan's table, of all slices in order.

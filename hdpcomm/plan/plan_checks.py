@@ -179,7 +179,7 @@ def check_sequences(
     table: PlanTable, fragments: Sequence[TreeFragment | SequenceFragment], lengths: Sequence[int | Tree]
 ) -> None:
     """Raises InvalidUsage unless each sequence of the step appears once with its length, the fragments of a tree that
-    was cut train each of its segments once, and slices are of a sequence of their length."""
+    was cut train each of its segments once, and slices are of a sequence or tree of their length, or part of one."""
     tokens = [item.num_tokens if isinstance(item, Tree) else item for item in lengths]
     trained = [Counter[int]() for _ in lengths] if fragments else []
     sliced: dict[int, int] = {}
@@ -198,7 +198,10 @@ def check_sequences(
         new = zip(fragment.segments, fragment.repeated, strict=True)
         trained[fragment.tree].update(segment for segment, repeated in new if not repeated)
     for sequence, length in sliced.items():
-        if not 0 <= sequence < len(lengths) or lengths[sequence] != length:
+        known = 0 <= sequence < len(tokens)
+        if known and sequence >= len(lengths):
+            known = isinstance(fragments[sequence - len(lengths)], TreeFragment)
+        if not known or tokens[sequence] != length:
             raise InvalidUsage(
                 f"the plan has slices of a sequence {sequence} of {length} tokens, which is not among the "
                 f"{len(lengths)} given items: plan these again"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["TrajectoryTree", "Tree", "TreeFragment", "join_trees", "trees_of_prompts"]
+__all__ = ["TrajectoryTree", "Tree", "TreeFragment", "join_trees", "tree_of", "trees_of_prompts"]
 
 Int64: TypeAlias = "npt.NDArray[np.int64]"
 
@@ -124,6 +124,15 @@ class Tree:
         places: Int64 = first + np.arange(int(lengths.sum()))
         return places
 
+    def span(self, first: int, end: int) -> tuple[Int64, Int64, Int64]:
+        """The segments with tokens of [first, end), depth-first, the position of the first one in each, and how many
+        it has."""
+        rows = self.rows
+        chosen = np.arange(int(np.searchsorted(rows, first, side="right")) - 1, int(np.searchsorted(rows, end)))
+        rows = rows[chosen]
+        start, stop = np.maximum(rows, first), np.minimum(rows + self.lengths[chosen], end)
+        return chosen, self.starts[chosen] + start - rows, stop - start
+
     def part(self, segments: Sequence[int] | Int64) -> Tree:
         """The tree of ``segments``, rising, each with all its ancestors."""
         chosen = np.asarray(segments, dtype=np.int64)
@@ -212,6 +221,20 @@ class TreeFragment:
     tree: int
     segments: tuple[int, ...]
     repeated: tuple[bool, ...]
+
+
+def tree_of(number: int, items: Sequence[int | Tree], fragments: Sequence[object]) -> Tree | None:
+    """The tree that an id of a plan means, or the part of one that a fragment is; ``None``: a plain sequence, or a
+    slice."""
+    if number < len(items):
+        item = items[number]
+        return item if isinstance(item, Tree) else None
+    fragment = fragments[number - len(items)]
+    if not isinstance(fragment, TreeFragment):
+        return None
+    tree = items[fragment.tree]
+    assert isinstance(tree, Tree)  # the plan was checked against the items
+    return tree.part(fragment.segments)
 
 
 def join_trees(trees: Sequence[Tree | int]) -> Tree:

@@ -188,19 +188,25 @@ class LabelTerms:
         return replace(made, label_rows=None if rows is None else rows.to(device))
 
     def pack_slice(
-        self, planned: PlannedSlice, part: SequenceSlice, fetch: Fetch, *, comm: Communicator, device: torch.device
+        self,
+        planned: PlannedSlice,
+        part: SequenceSlice,
+        fragments: Sequence[TreeFragment | SequenceFragment],
+        fetch: Fetch,
+        *,
+        comm: Communicator,
+        device: torch.device,
     ) -> PackedShard:
         """Like :meth:`pack`, for a micro-batch that is the slice ``part``. What counts labels counts those of the
-        whole sequence; its share of the number by which losses are divided comes with the first slice."""
-        source = self._batch.sources[planned.sequence]
-        assert isinstance(source, int)  # trees stay whole
-        whole, read = self._read(source, fetch)
-        rank, size = comm.rank, comm.size
-        tokens = shard(whole[part.start : part.stop], part, rank=rank, size=size)
-        columns = {name: shard(each[part.start : part.stop], part, rank=rank, size=size) for name, each in read.items()}
-        labels = _count(read)
-        mass = self._mass(labels) if rank == 0 and planned.number == 0 else 0.0
-        return self._packed(tokens, columns, {source: labels}, part, comm=comm, device=device, mass=mass)
+        whole sequence or tree; its share of the number by which losses are divided comes with the first slice."""
+        whole = self._part(planned.sequence, fragments, fetch)
+        mine, here, rows = rows_of_shard(part, whole.rows, rank=comm.rank, size=comm.size)
+        chosen = mine if whole.tree is None else here  # a plain sequence has a label for each token, in their order
+        columns = {name: column[chosen] for name, column in whole.columns.items()}
+        first = comm.rank == 0 and planned.number == 0
+        mass = math.fsum(self._mass(each) for each in whole.counts.values()) if first else 0.0
+        made = self._packed(whole.tokens[mine], columns, whole.counts, part, comm=comm, device=device, mass=mass)
+        return made if whole.tree is None else replace(made, label_rows=rows.to(device))
 
     def _packed(
         self,

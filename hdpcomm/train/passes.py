@@ -21,7 +21,7 @@ from hdpcomm.train.label_terms import LabelTerms
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.queue import StepQueue
 from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, no_tokens, pack_shard, pack_slice
-from hdpcomm.train.tree_shards import holds_trees, pack_trees
+from hdpcomm.train.tree_shards import holds_trees, pack_tree_slice, pack_trees
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -271,11 +271,16 @@ def packed_shard(
     """This rank's shard of a micro-batch. Local. ``sliced``: what its model has kept of the slices before it."""
     lengths = step.planned.lengths
     if (planned := step.planned.plan.slices.get(micro_batch.index)) is not None:
-        found = sliced.setdefault(planned.sequence, SlicedSequence(planned.bounds))
+        tree = step.planned.tree(planned.sequence)
+        found = sliced.setdefault(planned.sequence, SlicedSequence(planned.bounds, tree))
+        part, fragments = found.slice(planned.number), step.planned.plan.fragments
         if step.terms is not None:
-            part = found.slice(planned.number)
-            return step.terms.pack_slice(planned, part, step.fetch, comm=comm, device=device)
-        return pack_slice(planned, found, step.fetch, comm=comm, device=device)
+            return step.terms.pack_slice(planned, part, fragments, step.fetch, comm=comm, device=device)
+        if tree is not None:
+            return pack_tree_slice(
+                planned.sequence, part, lengths, fragments, step.fetch, comm=comm, device=device
+            )  # fmt: skip
+        return pack_slice(planned, part, step.fetch, comm=comm, device=device)
     if step.terms is not None:
         return step.terms.pack(micro_batch, step.planned.plan, step.fetch, comm=comm, device=device)
     if holds_trees(micro_batch, lengths):

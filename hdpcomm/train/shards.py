@@ -163,10 +163,9 @@ def pack_shard(
 
 
 def pack_slice(
-    planned: PlannedSlice, sliced: SlicedSequence, fetch: Fetch, *, comm: Communicator, device: torch.device
+    planned: PlannedSlice, part: SequenceSlice, fetch: Fetch, *, comm: Communicator, device: torch.device
 ) -> PackedShard:
-    """Like :func:`pack_shard`, for a micro-batch that is a slice of ``sliced``. Local."""
-    part = sliced.slice(planned.number)
+    """Like :func:`pack_shard`, for a micro-batch that is the slice ``part`` of a plain sequence. Local."""
     where = {"rank": comm.rank, "size": comm.size}
     if isinstance(fetch, FetchParts):
         read = [

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdpcomm.attention import positions, shard
+from hdpcomm.attention import SequenceSlice, positions, shard
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import SequenceFragment, Tree, TreeFragment, join_trees
 from hdpcomm.train.loss import IGNORE
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.plan import MicroBatch
 
-__all__ = ["holds_trees", "pack_trees", "rows_of_shard"]
+__all__ = ["holds_trees", "pack_tree_slice", "pack_trees", "rows_of_shard"]
 
 
 def holds_trees(micro_batch: MicroBatch, items: Sequence[int | Tree]) -> bool:
@@ -53,25 +53,46 @@ def pack_trees(
         trees.append(tree)
         parts.append(replace(part, places=part.places + first))
         first += tree.num_tokens
-    pack = join_trees(trees)
-    tokens, places, labels, weights = (torch.cat([getattr(part, name) for part in parts]) for name in _Losses.__slots__)
+    whole = _Losses(*(torch.cat([getattr(part, name) for part in parts]) for name in _Losses.__slots__))
+    return _packed(join_trees(trees), whole, comm, device)
+
+
+def pack_tree_slice(
+    sequence: int,
+    part: SequenceSlice,
+    items: Sequence[int | Tree],
+    fragments: Sequence[TreeFragment | SequenceFragment],
+    fetch: Fetch,
+    *,
+    comm: Communicator,
+    device: torch.device,
+) -> PackedShard:
+    """Like :func:`pack_trees`, for the slice ``part`` of the tree ``sequence`` of a plan. It has the labels of its own
+    tokens, wherever the tokens are that they come from. Local."""
+    return _packed(part, _fetched(sequence, items, fragments, fetch)[1], comm, device)
+
+
+def _packed(pack: Tree | SequenceSlice, whole: _Losses, comm: Communicator, device: torch.device) -> PackedShard:
+    """``whole``: all of the pack; of a slice, of its whole tree."""
     rank, size = comm.rank, comm.size
-    mine, here, rows = rows_of_shard(pack, places, rank=rank, size=size)
+    mine, here, rows = rows_of_shard(pack, whole.places, rank=rank, size=size)
     return PackedShard(
-        tokens=tokens[mine].to(device),
-        labels=labels[here].to(device),
+        tokens=whole.tokens[mine].to(device),
+        labels=whole.labels[here].to(device),
         positions=positions(pack, rank=rank, size=size, device=device),
         cu_seqlens=pack,
         label_rows=rows.to(device),
-        label_weights=weights[here].to(device),
+        label_weights=whole.weights[here].to(device),
     )
 
 
-def rows_of_shard(pack: Tree, places: Tensor, *, rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def rows_of_shard(pack: Tree | SequenceSlice, places: Tensor, *, rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """(places of the shard's tokens in the pack, which labels are here, the rows of these in the shard); ``places``:
-    those of the labels' tokens. Local."""
-    mine = shard(torch.arange(pack.num_tokens), pack, rank=rank, size=size)
-    row = torch.full((pack.num_tokens,), -1, dtype=torch.int64)
+    those of the labels' tokens. Those of a slice are in its whole tree. Local."""
+    tree, first, end = (pack, 0, None) if isinstance(pack, Tree) else (pack.sequence.tree, pack.start, pack.stop)
+    end, total = tree.num_tokens if end is None else end, tree.num_tokens
+    mine = shard(torch.arange(first, end), pack, rank=rank, size=size)
+    row = torch.full((total,), -1, dtype=torch.int64)
     row[mine] = torch.arange(len(mine))
     here = row[places] >= 0
     return mine, here, row[places[here]]

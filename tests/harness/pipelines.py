@@ -35,7 +35,7 @@ class FixedPlanner(Planner):
         def held(what):
             if isinstance(what, SequenceFragment):
                 return (SequenceInfo(len(lengths) + slices.index(what), what.stop - what.start),)
-            return tuple(SequenceInfo(s, lengths[s]) for s in what)
+            return tuple(SequenceInfo(s, getattr(lengths[s], "num_tokens", lengths[s])) for s in what)
 
         made = tuple(
             MicroBatch(i, tuple(ranks), held(what), self._ratio, 1.0) for i, (ranks, what) in enumerate(self._batches)

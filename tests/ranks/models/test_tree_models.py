@@ -2,6 +2,7 @@
 separate trajectories by transformers' own model."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ import hdpcomm as hdp
 from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
-from hdpcomm.plan import ClusterSpec, CostModel, Planner
+from hdpcomm.plan import ClusterSpec, CostModel, Planner, SequenceFragment
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 
 pytest.importorskip("transformers", minversion="5.23")
 
 from tests.harness.families import VOCABULARY, model_of
+from tests.harness.pipelines import FixedPlanner
 
 FAMILIES = ("deepseek-v3", "deepseek-v32", "qwen3-next", "kimi-linear", "mamba2")
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, ring_step=1e-4)
@@ -103,6 +105,20 @@ def test_all_ranks_share_every_tree_with_recomputation(family, wanted):
     plan = planner.plan([f.tree for f in folded])
     assert any(len(batch.ranks) == 3 for rank in range(3) for batch in plan.for_rank(rank))
     compare(step(family, planner, folded, recompute="full"), wanted[family])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_in_slices(family, recompute, ranks, wanted):
+    folded = fold(*rollouts())
+    big = max(range(len(folded)), key=lambda i: folded[i].tree.num_tokens)
+    tree, everyone = folded[big].tree, tuple(range(ranks))
+    bounds = [0, 20, 21, *tree.rows[2:].tolist(), tree.num_tokens - 1, tree.num_tokens]
+    parts = [(everyone, SequenceFragment(big, a, b)) for a, b in pairwise(bounds)]
+    rest = [((0,), (i,)) for i in range(len(folded)) if i != big]
+    planner = FixedPlanner(ranks, 1, [*parts, *rest])
+    compare(step(family, planner, folded, recompute=recompute), wanted[family])
 
 
 def test_trees_that_are_cut(wanted):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ import hdpcomm as hdp
 from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, adapt
-from hdpcomm.plan import POLICIES, ClusterSpec, CostModel, Planner, Tree
+from hdpcomm.plan import POLICIES, ClusterSpec, CostModel, Planner, SequenceFragment, Tree
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
+from tests.harness.pipelines import FixedPlanner
 from tests.harness.plain_llama import sequence_loss
 
-CONFIG = LlamaConfig(vocabulary=37, layers=2, hidden=32, heads=4, kv_heads=2, ffn=48)
+CONFIG = LlamaConfig(vocabulary=38, layers=2, hidden=32, heads=4, kv_heads=2, ffn=48)
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, ring_step=1e-4)
 LIMIT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -114,6 +116,15 @@ def test_trees_that_are_cut(ranks):
     assert results[0][2].tokens > sum(tree.num_tokens for tree in items)
 
 
+def in_slices(ranks, trees):
+    """Every tree on all ranks, in slices that begin at branches and inside of segments."""
+    everyone, made = tuple(range(ranks)), []
+    for i, tree in enumerate(trees):
+        bounds = sorted({*tree.rows.tolist(), tree.num_tokens // 2, tree.num_tokens})
+        made += [(everyone, SequenceFragment(i, a, b)) for a, b in pairwise(bounds)]
+    return made
+
+
 def huggingface_model(dtype=torch.float32):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -124,8 +135,9 @@ def huggingface_model(dtype=torch.float32):
     return transformers.LlamaForCausalLM(config).to(dtype)
 
 
+@pytest.mark.parametrize("how", ["whole", "slices"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_huggingface_llama_equals_separate_trajectories(ranks):
+def test_a_huggingface_llama_equals_separate_trajectories(ranks, how):
     trajectories, weights = rollouts()
     plain = huggingface_model()
     total = torch.zeros(())
@@ -138,9 +150,12 @@ def test_a_huggingface_llama_equals_separate_trajectories(ranks):
     want = {"model." + name: p.grad for name, p in plain.named_parameters()}
     folded = fold(trajectories, weights)
     models = [adapt(huggingface_model(), check=False) for _ in range(ranks)]
+    planner = Planner(None, ClusterSpec(ranks, -(-180 // ranks)), "balanced", COST)
+    if how == "slices":
+        planner = FixedPlanner(ranks, 1, in_slices(ranks, [f.tree for f in folded]))
     results = step(
         lambda: models.pop(),
-        Planner(None, ClusterSpec(ranks, -(-180 // ranks)), "balanced", COST),
+        planner,
         [f.tree for f in folded],
         lambda i: (folded[i].tokens, folded[i].weights),
     )
