@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <map>
 #include <optional>
 
 #include "base/error.hpp"
@@ -40,13 +41,16 @@ Load makeLoad(const std::vector<int64_t>& lengths) {
   return load;
 }
 
+// (item, rows, starts): the segments of trees that may run in slices.
+using TreeRows = std::vector<std::tuple<int32_t, std::vector<int64_t>, std::vector<int64_t>>>;
+
 // (columns, makespan, lower bound, idle share, seconds that noise adds to the mean makespan,
 // micro-batches that wait in a queue, pools of ranks, the candidate that made the plan, slices as
 // PlanColumns has them). `next_id`: of the first slice.
 py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
                        const std::string& policy, int64_t context, int context_ranks,
                        std::vector<double> squares, const std::vector<int64_t>& ids, bool queue,
-                       int64_t next_id) {
+                       int64_t next_id, const TreeRows& trees) {
   std::optional<PlanColumns> columns;
   double lower_bound = 0;
   double makespan = 0;
@@ -57,7 +61,9 @@ py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
   std::string made_by;
   {
     py::gil_scoped_release release;
-    const Problem problem(std::move(lengths), cost, std::move(squares));
+    std::map<int32_t, planner::Segments> segments;
+    for (const auto& [item, rows, starts] : trees) segments[item] = {rows, starts};
+    const Problem problem(std::move(lengths), cost, std::move(squares), segments);
     lower_bound = planner::lowerBound(problem);
     const PolicyOptions options{context, context_ranks};
     Plan plan = planner::planPolicy(problem, policy, options, lower_bound);
@@ -96,7 +102,8 @@ py::array_t<double> toArray(const std::vector<double>& values) {
   return py::array_t<double>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-// Runs the micro-batches of a table. `squares`: of each of its sequences in turn. `slices`: (row,
+// Runs the micro-batches of a table. `squares`: of each of its sequences and slices in turn.
+// `slices`: (row,
 // first token, token after the last one, whether another one follows) of those that are a slice.
 py::dict simulateToDict(
     const CostModel& cost, const py::tuple& arrays,
@@ -121,13 +128,16 @@ py::dict simulateToDict(
       }
       plan.micro_batches.push_back(std::move(batch));
     }
+    if (squares.size() != lengths.size()) throwInvalidUsage("give squares of all sequences");
     for (const auto& [row, first, end, more] : slices) {
-      if (row >= plan.micro_batches.size() || first < 0 || end <= first) {
+      if (row >= plan.micro_batches.size() || first < 0 || end <= first ||
+          plan.micro_batches[row].sequences.size() != 1) {
         throwInvalidUsage("a slice to simulate is tokens " + std::to_string(first) + " to " +
                           std::to_string(end) + " in micro-batch " + std::to_string(row) +
                           ", which cannot be");
       }
-      plan.micro_batches[row].slice = {first, end, more};
+      MicroBatch& batch = plan.micro_batches[row];
+      batch.slice = {first, end, more, squares[batch.sequences.front()]};
     }
     const Problem problem(std::move(lengths), cost, std::move(squares));
     step = planner::simulate(problem, plan);
@@ -211,7 +221,7 @@ void bindPlanner(py::module_& module) {
   module.def("solve", &solveToTuple, py::arg("cost"), py::arg("lengths"), py::arg("policy"),
              py::arg("context"), py::arg("context_ranks"),
              py::arg("squares") = std::vector<double>(), py::arg("ids") = std::vector<int64_t>(),
-             py::arg("queue") = false, py::arg("next_id") = 0);
+             py::arg("queue") = false, py::arg("next_id") = 0, py::arg("trees") = TreeRows());
   module.def(
       "lower_bound",
       [](const CostModel& cost, std::vector<int64_t> lengths, std::vector<double> squares) {

@@ -58,6 +58,7 @@ def solve(
     ids: Sequence[int] = (),
     queue: bool = False,
     next_id: int = 0,
+    trees: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
 ) -> tuple[Columns, float, float, float, float, int, int, str, list[tuple[int, int, int]]]: ...
 def make_batches(
     table: Columns,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,9 +16,12 @@ from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel
 from hdpcomm.plan.tree import Tree, TreeFragment
 
+if TYPE_CHECKING:
+    from hdpcomm.plan.step import StepPlan
+
 _LONGEST = 2**40  # tokens
 
-__all__ = ["Jobs", "cut_tree", "jobs_of"]
+__all__ = ["Jobs", "cut_tree", "jobs_of", "squares_by_id"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,14 @@ class Jobs:
         squares: sums of squared lengths, of each job; empty if all jobs are plain sequences.
         fragments: of the trees that were cut.
         ids: the id of each job in the plan; empty if they are the positions in ``tokens``.
+        trees: by position, of jobs that are trees.
     """
 
     tokens: list[int]
     squares: list[float]
     fragments: tuple[TreeFragment, ...] = ()
     ids: Sequence[int] = ()
+    trees: Mapping[int, Tree] = field(default_factory=dict)
 
 
 def jobs_of(items: Sequence[int | Tree], cost: CostModel, cluster: ClusterSpec, capacity: int) -> Jobs:
@@ -60,7 +65,18 @@ def jobs_of(items: Sequence[int | Tree], cost: CostModel, cluster: ClusterSpec, 
         squares=[cost.item_squares(part) for part in parts],
         fragments=fragments,
         ids=[*(i for i, _ in whole), *range(len(items), len(items) + len(fragments))] if cut else (),
+        trees={place: part for place, part in enumerate(parts) if isinstance(part, Tree)},
     )
+
+
+def squares_by_id(plan: StepPlan, trees: Mapping[int, Tree], cost: CostModel) -> dict[int, float]:
+    """What attention costs over a token squared, of the trees of a plan, given by id, and of all slices. Local."""
+    found = {number: cost.item_squares(tree) for number, tree in trees.items()}
+    for planned in plan.slices.values():
+        place = plan.table.sequence_bounds[planned.rows[planned.number]]
+        item = trees.get(planned.sequence, planned.bounds[-1])
+        found[int(plan.table.ids[place])] = cost.item_squares(item, planned.start, planned.stop)
+    return found
 
 
 def _tokens(lengths: Sequence[Any]) -> list[int]:

@@ -18,7 +18,7 @@ from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel, MemoryModel, core_cost
-from hdpcomm.plan.fragments import Jobs, jobs_of
+from hdpcomm.plan.fragments import Jobs, jobs_of, squares_by_id
 from hdpcomm.plan.micro_batch import MicroBatch, SequenceFragment, SequenceInfo
 from hdpcomm.plan.pipeline_schedule import PipelineSchedule
 from hdpcomm.plan.specs import ModelSpec
@@ -74,7 +74,7 @@ class Planner:
         queue: sequences that fit one rank wait in a queue (:attr:`StepPlan.queued`) in small micro-batches, from which
             ranks take when they are free, so that a rank that noise hits or that was thought faster does less. A
             step in which that would take longer has none. For ``balanced`` without pipelines and expert ranks.
-        slices: the most slices of tokens that a long sequence may run in, one after the other on the same ranks
+        slices: the most slices of tokens that a long sequence or tree may run in, one after the other on the same ranks
             (:class:`hdpcomm.plan.SequenceFragment`); 1: none. In pipelines where that makes the step shorter. Without a
             pipeline where a sequence fits the ranks no other way: each slice but the last then runs forward twice. For
             ``balanced``.
@@ -287,16 +287,15 @@ class Planner:
         for place, tokens in enumerate(jobs.tokens):
             if tokens <= most:
                 continue
-            plain = not jobs.squares or jobs.squares[place] == self.cost_model.item_squares(tokens)
             room = math.floor(capacity - self.memory.kept * -(-tokens // ranks))
             needed = -(-tokens // (room * ranks)) if room > 0 else MOST_SLICES + 1
-            if not plain or needed > self.slices:
-                what = f"sequence {place} of {tokens} tokens"
+            if needed > self.slices:
+                what = f"{'tree' if place in jobs.trees else 'sequence'} {place} of {tokens} tokens"
                 raise InvalidUsage(
                     f"{what} does not fit {ranks} ranks of {capacity} tokens"
                     + (
                         f" in {self.slices} slices, beside the keys and values of all of it: it needs {needed}"
-                        if plain and needed <= MOST_SLICES
+                        if needed <= MOST_SLICES
                         else ", and not in slices, either"
                     )
                     + ": raise capacity, ranks or slices, or cut the sequence"
@@ -313,6 +312,7 @@ class Planner:
             [jobs.squares[place] for place in others] if jobs.squares else [],
             jobs.fragments,
             [ids[place] for place in others],
+            {number: jobs.trees[place] for number, place in enumerate(others) if place in jobs.trees},
         )
         solved = self._solve(self._core, rest)
         if self._in_waves:
@@ -332,7 +332,8 @@ class Planner:
         solved = solved._replace(
             table=table, slices=slices, lower_bound=max(solved.lower_bound, self._least_mean(jobs))
         )
-        found = self.simulate(self._made(rest, start, solved))
+        plan = self._made(rest, start, solved)
+        found = self.simulate(plan, self._squares_by_id(jobs, plan))
         seconds = np.bincount(found["which"][:, 0], weights=found["times"] @ (-1.0, 1.0), minlength=len(table))
         columns = dict(zip(COLUMNS, table.columns(), strict=True))
         columns["predicted_s"] = np.where(np.arange(len(table)) < len(batches), seconds, table.predicted_s)
@@ -396,7 +397,7 @@ class Planner:
         seconds = []
         for each in (solved, whole):
             plan = self._made(jobs, start, each)
-            found, index = self.simulate(plan), plan.table.index.tolist()
+            found, index = self.simulate(plan, self._squares_by_id(jobs, plan)), plan.table.index.tolist()
             spans = zip(found["which"].tolist(), (found["times"] @ (-1.0, 1.0)).tolist(), strict=True)
             took = {(index[row], kind): span for (row, _, kind), span in spans}
             waves = plan_waves(plan, self.cluster.expert)
@@ -438,8 +439,11 @@ class Planner:
         options = (policy or self.policy, self.context, self.context_ranks)
         queue = self.queue and policy is None
         next_id = max(jobs.ids, default=len(jobs.tokens) - 1) + 1
+        trees = [
+            (place, tree.rows.tolist(), tree.starts.tolist()) for place, tree in jobs.trees.items() if self.slices > 1
+        ]
         found = core.solve(
-            cost, jobs.tokens, *options, squares=jobs.squares, ids=jobs.ids, queue=queue, next_id=next_id
+            cost, jobs.tokens, *options, squares=jobs.squares, ids=jobs.ids, queue=queue, next_id=next_id, trees=trees
         )
         return _Solved(PlanTable(*found[0]), *found[1:])
 
@@ -465,10 +469,13 @@ class Planner:
         """The passes and times of the simulated step (:func:`hdpcomm.sim.simulate_step` makes a report of them).
 
         ``squares``: by id, of trees and fragments (:meth:`CostModel.item_squares`); a sequence that is not in it costs
-        what its length does.
+        what its length does, a slice what one of a plain sequence does.
         """
         table = plan.table
         of_sequences = self.cost_model.squares(table.lengths.astype(np.float64))
+        for each in plan.slices.values():
+            place = table.sequence_bounds[each.rows[each.number]]
+            of_sequences[place] = self.cost_model.item_squares(each.bounds[-1], each.start, each.stop)
         if squares:
             places = np.flatnonzero(np.isin(table.ids, list(squares)))
             of_sequences[places] = [squares[number] for number in table.ids[places].tolist()]
@@ -482,6 +489,11 @@ class Planner:
         worked = sum(float(found[kind].sum()) for kind in kinds)
         devices = self.cluster.ranks * self.cluster.pipeline
         return found | {"makespan": self._on_shared_cores(worked / devices, found["makespan"])}
+
+    def _squares_by_id(self, jobs: Jobs, plan: StepPlan) -> dict[int, float]:
+        """What :meth:`simulate` takes, of the trees among the jobs and their slices."""
+        ids = jobs.ids or range(len(jobs.tokens))
+        return squares_by_id(plan, {ids[place]: tree for place, tree in jobs.trees.items()}, self.cost_model)
 
     def _jobs(self, lengths: Sequence[int | Tree]) -> Jobs:
         return jobs_of(lengths, self.cost_model, self.cluster, self.memory.capacity)

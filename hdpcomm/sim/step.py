@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from hdpcomm.arguments import check_has
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import CostModel, Planner, StepPlan, Tree, TreeFragment
+from hdpcomm.plan.fragments import squares_by_id
+from hdpcomm.plan.tree import tree_of
 from hdpcomm.sim.sync import optimizer_seconds, reduction_seconds
 
 __all__ = ["StepReport", "simulate_step"]
@@ -108,17 +110,9 @@ def simulate_step(
 
 def _squares_by_id(items: Sequence[int | Tree], plan: StepPlan, cost: CostModel) -> dict[int, float]:
     """The sum of squares that tells the cost of attention, of each tree and fragment by its id in the plan."""
-    found = {i: cost.item_squares(item) for i, item in enumerate(items) if isinstance(item, Tree)}
-    for planned in plan.slices.values():
-        place = plan.table.sequence_bounds[planned.rows[planned.number]]
-        found[int(plan.table.ids[place])] = float(cost.squares(float(planned.stop), float(planned.start)))
-    for k, fragment in enumerate(plan.fragments):
-        if not isinstance(fragment, TreeFragment):
-            continue
-        tree = items[fragment.tree]
-        assert isinstance(tree, Tree)  # the plan was validated against the items
-        found[len(items) + k] = cost.item_squares(tree.part(fragment.segments))
-    return found
+    numbers = range(len(items) + len(plan.fragments)) if items else ()
+    trees = ((number, tree_of(number, items, plan.fragments)) for number in numbers)
+    return squares_by_id(plan, {number: tree for number, tree in trees if tree is not None}, cost)
 
 
 def _report(planner: Planner, plan: StepPlan, found: dict[str, Any], squares: float) -> StepReport:

@@ -168,7 +168,10 @@ def simulated(
         np.zeros(len(order)),
         np.zeros(len(order)),
     )
-    found: dict[str, Any] = core.simulate(solver, columns, lengths.astype(np.float64) ** 2, slices)
+    squares = lengths.astype(np.float64) ** 2
+    for number, first, end, _ in slices:
+        squares[columns[3][number]] = float(end**2 - first**2)
+    found: dict[str, Any] = core.simulate(solver, columns, squares, slices)
     return found
 
 

@@ -128,10 +128,8 @@ Work workOf(const Problem& problem, const MicroBatch& batch) noexcept {
   const auto size = static_cast<int64_t>(batch.ranks.size());
   Work work;
   if (batch.slice.some()) {
-    const auto first = static_cast<double>(batch.slice.first);
-    const auto end = static_cast<double>(batch.slice.end);
     const int64_t tokens = batch.slice.end - batch.slice.first;
-    return {{problem.cost().squares(first, end), end - first},
+    return {{batch.slice.squares, static_cast<double>(tokens)},
             (tokens + size - 1) / size,
             batch.slice.first};
   }

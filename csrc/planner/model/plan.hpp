@@ -10,15 +10,16 @@
 
 namespace hdpcomm::planner {
 
-// Tokens [first, end) of the only sequence of a micro-batch; end 0: the sequences are whole. The
-// slices of a sequence follow each other on the same ranks: a forward pass uses what those before
-// it have kept, and backward passes run from the last slice to the first. Without a pipeline each
-// forward pass but the last slice's runs again before its backward pass, so that no activations are
-// held meanwhile.
+// Tokens [first, end) of the only sequence of a micro-batch, of a tree in depth-first order; end 0:
+// the sequences are whole. The slices of a sequence follow each other on the same ranks: a forward
+// pass uses what those before it have kept, and backward passes run from the last slice to the
+// first. Without a pipeline each forward pass but the last slice's runs again before its backward
+// pass, so that no activations are held meanwhile.
 struct Slice {
   int64_t first = 0;
   int64_t end = 0;
-  bool more = false;  // another one follows
+  bool more = false;   // another one follows
+  double squares = 0;  // Problem::squares() of these tokens
 
   bool some() const noexcept { return end > 0; }
 };

@@ -1,6 +1,7 @@
 #include "planner/model/problem.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <string>
 
@@ -30,7 +31,8 @@ constexpr double kLongestS = 1e15;  // of a step: sums and ratios of such times 
 
 }  // namespace
 
-Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vector<double> squares)
+Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vector<double> squares,
+                 const std::map<int32_t, Segments>& trees)
     : lengths_(std::move(lengths)), squares_(std::move(squares)), cost_(cost) {
   if (!squares_.empty() && squares_.size() != lengths_.size()) {
     throwInvalidUsage(std::to_string(squares_.size()) + " squares were given for " +
@@ -55,6 +57,11 @@ Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vecto
                       std::to_string(size) +
                       " ranks: its coefficients are no measured ones; give seconds per token");
   }
+  if (!trees.empty()) {
+    std::map<int32_t, Tree> known;
+    for (const auto& [item, segments] : trees) addTree(item, segments, known);
+    trees_ = std::make_shared<const std::map<int32_t, Tree>>(std::move(known));
+  }
   const auto fitsAlone = [this](int32_t least) { return least <= ranks(); };
   if (std::all_of(min_ranks_.begin(), min_ranks_.end(), fitsAlone)) return;
   for (const int32_t sequence : byLength()) {
@@ -65,11 +72,56 @@ Problem::Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vecto
 Problem Problem::part(const std::vector<int32_t>& sequences, const CostModel& cost) const {
   std::vector<int64_t> lengths;
   std::vector<double> squares;
+  std::map<int32_t, Segments> trees;
   for (const int32_t each : sequences) {
+    if (hasSegments(each)) trees[static_cast<int32_t>(lengths.size())] = trees_->at(each).segments;
     lengths.push_back(lengths_[each]);
     if (hasTrees()) squares.push_back(squares_[each]);
   }
-  return {std::move(lengths), cost, std::move(squares)};
+  return {std::move(lengths), cost, std::move(squares), trees};
+}
+
+Problem Problem::withCosts(const CostModel& cost) const {
+  std::vector<int32_t> all(lengths_.size());
+  std::iota(all.begin(), all.end(), 0);
+  return part(all, cost);
+}
+
+void Problem::addTree(int32_t item, const Segments& segments,
+                      std::map<int32_t, Tree>& trees) const {
+  const auto& [rows, starts] = segments;
+  if (item < 0 || item >= count() || rows.empty() || rows.size() != starts.size() || rows[0] != 0 ||
+      !std::is_sorted(rows.begin(), rows.end(), std::less_equal<>()) ||
+      rows.back() >= lengths_[item]) {
+    throwInvalidUsage("tree " + std::to_string(item) + " has " + std::to_string(rows.size()) +
+                      " rows and " + std::to_string(starts.size()) +
+                      " starts of segments: give its item, and one of each for every segment, rows "
+                      "rising from 0 below its length");
+  }
+  Tree tree{segments, {0.0}};
+  for (size_t i = 0; i + 1 < rows.size(); ++i) {
+    const auto first = static_cast<double>(starts[i]);
+    const auto length = static_cast<double>(rows[i + 1] - rows[i]);
+    tree.squares_before.push_back(tree.squares_before[i] + cost_.squares(first, first + length));
+  }
+  trees.emplace(item, std::move(tree));
+}
+
+double Problem::squaresBefore(const Tree& tree, int64_t token) const {
+  const auto& [rows, starts] = tree.segments;
+  const auto after = std::upper_bound(rows.begin(), rows.end(), token);
+  const auto segment = static_cast<size_t>(after - rows.begin()) - 1;
+  const auto first = static_cast<double>(starts[segment]);
+  const auto inside = static_cast<double>(token - rows[segment]);
+  return tree.squares_before[segment] + cost_.squares(first, first + inside);
+}
+
+double Problem::squares(int32_t sequence, int64_t first, int64_t end) const {
+  if (!hasSegments(sequence)) {
+    return cost_.squares(static_cast<double>(first), static_cast<double>(end));
+  }
+  const Tree& tree = trees_->at(sequence);
+  return squaresBefore(tree, end) - squaresBefore(tree, first);
 }
 
 Problem Problem::withSpeeds(std::vector<double> speeds) const {

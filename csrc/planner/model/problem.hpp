@@ -2,11 +2,19 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <vector>
 
 #include "planner/model/cost_model.hpp"
 
 namespace hdpcomm::planner {
+
+// The segments of a tree, whose tokens are in depth-first order.
+struct Segments {
+  std::vector<int64_t> rows;    // the first token of each
+  std::vector<int64_t> starts;  // its position: the tokens before it on its way from the root
+};
 
 // The sequences of a step on a cluster.
 //
@@ -17,12 +25,14 @@ class Problem {
  public:
   // Raises InvalidUsage for a length below 1 and for a sequence that the cluster cannot hold.
   // `squares`: of each item the square of its length, or of a tree what its attention costs in the
-  // same unit; empty: all are sequences.
-  Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vector<double> squares = {});
+  // same unit; empty: all are sequences. `trees`: the segments of those that may run in slices, by
+  // item.
+  Problem(std::vector<int64_t> lengths, const CostModel& cost, std::vector<double> squares = {},
+          const std::map<int32_t, Segments>& trees = {});
 
   // These of the sequences, and all of them, by other costs. Raise as the constructor does.
   Problem part(const std::vector<int32_t>& sequences, const CostModel& cost) const;
-  Problem withCosts(const CostModel& cost) const { return {lengths_, cost, squares_}; }
+  Problem withCosts(const CostModel& cost) const;
   // The same sequences on ranks of these speeds.
   Problem withSpeeds(std::vector<double> speeds) const;
   // The same sequences, each as a whole.
@@ -41,6 +51,10 @@ class Problem {
     const auto tokens = static_cast<double>(lengths_[sequence]);
     return {squares_.empty() ? tokens * tokens : squares_[sequence], tokens};
   }
+  // Whether it is a tree whose segments are known.
+  bool hasSegments(int32_t sequence) const { return trees_ && trees_->count(sequence) > 0; }
+  // The squares of the tokens [first, end) of a sequence, or of a tree whose segments are known.
+  double squares(int32_t sequence, int64_t first, int64_t end) const;
   // Fewest ranks that hold the sequence and its riders.
   int minRanks(int sequence) const noexcept { return min_ranks_[sequence]; }
   bool rides(int sequence) const noexcept { return !host_.empty() && host_[sequence] >= 0; }
@@ -51,6 +65,13 @@ class Problem {
   std::vector<int32_t> byLength() const;
 
  private:
+  struct Tree {
+    Segments segments;
+    std::vector<double> squares_before;  // of all tokens before each segment
+  };
+
+  void addTree(int32_t item, const Segments& segments, std::map<int32_t, Tree>& trees) const;
+  double squaresBefore(const Tree& tree, int64_t token) const;
   void findHost(int sequence);
   // Fewest ranks that hold these sequences as one micro-batch; above the cluster if none do.
   int minRanks(const std::vector<int32_t>& sequences) const;
@@ -60,6 +81,7 @@ class Problem {
   std::vector<int32_t> min_ranks_;
   std::vector<int32_t> host_;  // the sequence that each one rides on, or -1; empty: none does
   std::vector<int32_t> riders_;
+  std::shared_ptr<const std::map<int32_t, Tree>> trees_;  // none: all sequences are plain, or whole
   CostModel cost_;
 };
 

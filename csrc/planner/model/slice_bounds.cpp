@@ -16,21 +16,24 @@ double timesTheFirst(int count, double growth) noexcept {
 bool sliceable(const Problem& problem, int32_t sequence) {
   const auto length = static_cast<double>(problem.lengths()[sequence]);
   return problem.withRiders(sequence).size() == 1 &&
-         problem.own(sequence).squares == problem.cost().squares(0, length);
+         (problem.hasSegments(sequence) ||
+          problem.own(sequence).squares == problem.cost().squares(0, length));
 }
 
 std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int size, int slices,
                                  double growth) {
   const int64_t length = problem.lengths()[sequence];
   if (slices == 1) return {0, length};
-  // The first x tokens take about a x^2 / d + (h + b / d) x on d ranks.
+  // The first x tokens take about a x^2 / d + (h + b / d) x on d ranks; of a tree, or where keys
+  // are limited, less.
   const CostModel& cost = problem.cost();
   const CostParams& params = cost.params();
   const double square = params.attention / size;
   const double linear = params.piece + params.linear / size;
+  const bool less = params.limited > 0 || problem.hasSegments(sequence);
   const auto work = [&](int64_t tokens) {
     const auto x = static_cast<double>(tokens);
-    if (params.limited > 0) return square * cost.squares(0, x) + linear * x;
+    if (less) return square * problem.squares(sequence, 0, tokens) + linear * x;
     return (square * x + linear) * x;
   };
   const int64_t most = cost.memory().capacity * size;
@@ -43,7 +46,7 @@ std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int s
       // The positive root, in the form that has no difference of near numbers.
       const double below = linear + std::sqrt(linear * linear + 4 * square * wanted);
       if (below > 0) bound = std::llround(2 * wanted / below);
-      if (params.limited > 0) {  // of less than squares; as much work has more tokens
+      if (less) {  // as much work has more tokens
         int64_t high = length;
         while (bound < high) {
           const int64_t middle = bound + (high - bound) / 2;

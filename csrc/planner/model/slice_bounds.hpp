@@ -9,14 +9,15 @@
 namespace hdpcomm::planner {
 
 // Whether a sequence can run in several slices: it has no riders, and all its queries see what is
-// before them.
+// before them; or it is a tree whose segments are known.
 bool sliceable(const Problem& problem, int32_t sequence);
 
 // How many times the first one `count` are together, each of which is `growth` times the one
 // before.
 double timesTheFirst(int count, double growth) noexcept;
 
-// Where so many slices on so many ranks begin, and the length at last. They take about equal time,
+// Where so many slices on so many ranks begin, and the length at last; of a tree, its tokens in
+// depth-first order. They take about equal time,
 // or each `growth` times that of the one before; more of them where memory asks for it.
 std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int size, int slices,
                                  double growth = 1);

@@ -10,6 +10,7 @@
 
 #include "planner/model/cost_model.hpp"
 #include "planner/model/pipeline_ramps.hpp"
+#include "planner/model/slice_bounds.hpp"
 #include "planner/pipeline/height_changes.hpp"
 #include "planner/pipeline/wave_planner.hpp"
 #include "planner/pipeline/wave_shape.hpp"
@@ -48,7 +49,14 @@ class ShapeSearch {
   bool above(double share) const { return best_.makespan >= share * bound_; }
   bool alike() const { return problem_.cost().cluster().speeds.empty(); }
   bool zonesHelped() const { return zones_helped_; }
-  bool sequencesOnly() const { return !problem_.hasTrees() && !problem_.hasRiders(); }
+  // Whether each sequence and tree can run in slices.
+  bool allSliceable() const {
+    if (!problem_.hasTrees() && !problem_.hasRiders()) return true;
+    for (int i = 0; i < problem_.count(); ++i) {
+      if (!sliceable(problem_, i)) return false;
+    }
+    return true;
+  }
   bool inSlices() const { return best_.shape.slices > 1 || best_.shape.every > 1; }
 
   void attemptEqual() { attempt({count_, 0, 0}); }
@@ -523,14 +531,14 @@ constexpr Shapes kShapes[] = {
     {"tuning", [](const ShapeSearch& search) { return search.zonesHelped(); },
      [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses / 2); }},
     {"sliced waves",
-     [](const ShapeSearch& search) { return search.mostSlices() > 1 && search.sequencesOnly(); },
+     [](const ShapeSearch& search) { return search.mostSlices() > 1 && search.allSliceable(); },
      [](ShapeSearch& search) { search.attemptSlicedWaves(); }},
     {"slices", [](const ShapeSearch& search) { return search.mostSlices() > 1; },
      [](ShapeSearch& search) { search.attemptSlices(); }},
     {"descent", kInSlices, [](ShapeSearch& search) { search.descend(); }},
     {"tuning", kInSlices, [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses); }},
     {"sliced levels",
-     [](const ShapeSearch& search) { return search.mostSlices() > 1 && search.sequencesOnly(); },
+     [](const ShapeSearch& search) { return search.mostSlices() > 1 && search.allSliceable(); },
      [](ShapeSearch& search) { search.attemptSlicedLevels(); }},
 };
 

@@ -19,7 +19,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel.tensor import own_part
-from hdpcomm.plan import ClusterSpec, Planner, SequenceFragment, Tree, trees_of_prompts
+from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner, SequenceFragment, Tree, trees_of_prompts
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from tests.harness.mesh_shapes import DENSE
@@ -197,6 +197,28 @@ def test_prompts_that_are_computed_once_in_slices(name, ranks):
         assert float(told[0] / told[1]) == pytest.approx(loss, rel=1e-10)
         for key, gradient in gradients.items():
             assert float((found[key] - gradient).norm()) <= 1e-10 * float(gradient.norm()), key
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 2), (2, 2)])
+def test_plans_of_the_planner(ranks, stages):
+    """Also of trees that were cut into fragments."""
+    kinds = set()
+    for capacity, ring_step in ((180 // ranks, 1e-6), (100 // ranks, 10.0)):
+        cost = CostModel(1e-6, 1e-5, ring_step=ring_step)
+        planner = Planner(None, ClusterSpec(ranks, capacity, pipeline=stages), cost_model=cost, slices=8)
+        plan = planner.plan(ITEMS)
+        kinds |= {each.sequence >= len(ITEMS) for each in plan.slices.values()}
+        check(one_step(planner))
+    assert False in kinds
+    if ranks == 1:
+        assert True in kinds
+
+
+def test_a_tree_that_fits_the_ranks_no_other_way():
+    memory, cost = MemoryModel(30, kept=0.1), CostModel(1e-6, 1e-5)
+    planner = Planner(None, ClusterSpec(2, 30), cost_model=cost, memory=memory, slices=16)
+    assert BIG in {each.sequence for each in planner.plan(ITEMS).slices.values()}
+    check(one_step(planner))
 
 
 @pytest.mark.parametrize("how", ["plain", "recompute", "offload"])

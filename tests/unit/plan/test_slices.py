@@ -1,4 +1,4 @@
-"""Plans whose long sequences run in slices: they can run, none is longer, and the bound is below all of them.
+"""Plans whose long sequences and trees run in slices: they can run, none is longer, and the bound is below all of them.
 
 HDPCOMM_TEST_SLICES_PLANS: how many random steps (default 30).
 """
@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import pytest
 
+from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.program import check_programs, make_programs
 from hdpcomm.plan import (
@@ -27,8 +28,11 @@ from hdpcomm.plan import (
     StepPlan,
     Tree,
 )
+from hdpcomm.plan.cost import core_cost
 from hdpcomm.plan.token_mixing import delta_mixing, softmax_mixing
+from hdpcomm.plan.tree import tree_of
 from hdpcomm.sim import simulate_step
+from tests.harness.tree_oracle import random_tree
 
 STEPS = int(os.environ.get("HDPCOMM_TEST_SLICES_PLANS", "30"))
 COST = CostModel(attention=1e-9, linear=1e-6, fixed=1e-4, ring_step=1e-5, kv_intra=1e-8, kv_inter=4e-8)
@@ -92,30 +96,94 @@ def test_a_step_is_no_longer_and_can_run(seed, chunks):
         assert after.hash == before.hash or after.makespan_s < before.makespan_s
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_trees_stay_whole(seed):
+def step_with_trees(seed):
+    """(planner without slices, items): some trees are cut into fragments, and some are longer than all sequences."""
     rng = random.Random(seed)
     ranks, stages = rng.choice([(4, 2), (8, 4)])
-    items = [rng.randint(1, 500) for _ in range(20)] + [rng.randint(2000, 1000 * ranks) for _ in range(2)]
-    items += [Tree([-1, 0, 0, 0], [rng.randint(100, 600) for _ in range(4)]) for _ in range(4)]  # some are cut
+    items = [rng.randint(1, 500) for _ in range(rng.choice([2, 20]))]
+    items += [rng.randint(2000, 1000 * ranks) for _ in range(rng.randint(0, 2))]
+    items += [Tree([-1, 0, 0, 0], [rng.randint(100, 600) for _ in range(4)]) for _ in range(4)]
+    items.append(Tree(*random_tree(rng, segments=rng.randint(1, 12), longest=rng.choice([200, 600 * ranks // 4]))))
     rng.shuffle(items)
-    planner = Planner(None, ClusterSpec(ranks, 1024, pipeline=stages), cost_model=COST)
+    limit = {"key_limit": 200.0, "limited": 0.5} if rng.random() < 0.3 else {}
+    cost = replace(COST, attention=COST.attention * rng.choice([1, 30]), **limit)
+    split = rng.random() < 0.2
+    cluster = ClusterSpec(ranks, 1024, pipeline=stages, split_backward=split)
+    return Planner(None, cluster, cost_model=cost), items
+
+
+@pytest.mark.parametrize("seed", range(-(-STEPS // 3)))
+def test_a_step_with_trees_is_no_longer_and_can_run(seed):
+    planner, items = step_with_trees(seed)
     sliced = with_slices(planner)
     before, after = planner.plan(items), sliced.plan(items)
     assert after.makespan_s <= before.makespan_s * (1 + 1e-9)
+    assert after.lower_bound_s <= after.makespan_s * (1 + 1e-9)
     after.validate(items, memory=planner.memory)
-    assert not any(isinstance(items[each.sequence], Tree) for each in after.slices.values())
+    for planned in after.slices.values():  # they cover it in order
+        item = tree_of(planned.sequence, items, after.fragments) or items[planned.sequence]
+        assert planned.bounds == tuple(sorted({0, *planned.bounds, _tokens(item)}))
     schedule = sliced.schedule(after)
-    check_programs(make_programs(schedule, after), after, stages=stages)
-    again = pickle.loads(pickle.dumps(after))
-    assert (again, again.slices) == (after, after.slices)
-    alone = Planner(None, ClusterSpec(3, 1024), cost_model=COST, memory=MemoryModel(1024, kept=0.1), slices=16)
-    plan = alone.plan([5000, *items[:3]] if max(map(_tokens, items[:3])) <= 3072 else [5000])
-    assert len(plan.slices) == 2
+    schedule.validate(after)
+    check_programs(make_programs(schedule, after), after, stages=schedule.stages, split=planner.cluster.split_backward)
+    found = simulate_step(sliced, after, items=items)
+    assert found.compute_s == pytest.approx(after.makespan_s, rel=1e-9)
+    for again in (pickle.loads(pickle.dumps(after)), StepPlan.from_json(after.to_json())):
+        assert (again.hash, again.slices) == (after.hash, after.slices)
 
 
 def _tokens(item):
     return item.num_tokens if isinstance(item, Tree) else item
+
+
+def test_trees_and_their_fragments_run_in_slices():
+    """A plan where they do, and about equal time in each, by the area under the tree."""
+    tree = Tree([-1, 0, 0, 2], [4000, 1000, 500, 2500])
+    planner = Planner(None, ClusterSpec(8, 1024, pipeline=4), cost_model=COST, slices=8)
+    plan = planner.plan([tree, 300, 200])
+    bounds = next(iter(plan.slices.values())).bounds
+    areas = [planner.cost_model.item_squares(tree, a, b) for a, b in pairwise(bounds)]
+    assert len(areas) > 2
+    assert sum(areas) == pytest.approx(tree.squares)
+    tokens = [b - a for a, b in pairwise(bounds)]
+    work = [COST.attention * area + COST.linear * count for area, count in zip(areas, tokens, strict=True)]
+    assert max(work) <= 1.02 * min(work)
+    kinds = set()
+    for seed in range(8):
+        planner, items = step_with_trees(seed)
+        plan = with_slices(planner).plan(items)
+        for planned in plan.slices.values():
+            kinds.add("fragment" if planned.sequence >= len(items) else type(items[planned.sequence]))
+    assert kinds >= {Tree, int}
+
+
+def test_a_tree_that_fits_no_other_way():
+    """No rank has room for a way to a leaf, so that there are no fragments, either."""
+    tree, memory = Tree([-1, 0, 0], [5000, 700, 300]), MemoryModel(1024, kept=0.1)
+    planner = Planner(None, ClusterSpec(3, 1024), cost_model=COST, memory=memory, slices=16)
+    items = [400, tree, Tree([-1, 0, 0], [100, 70, 30])]
+    plan = planner.plan(items)
+    plan.validate(items, memory=memory)
+    assert [each.bounds for each in plan.slices.values()] == [(0, 2000, 4000, 6000)] * 3
+    assert simulate_step(planner, plan, items=items).compute_s == pytest.approx(plan.makespan_s)
+    with pytest.raises(InvalidUsage, match="tree 1 of 6000 tokens does not fit 3 ranks of 1024 tokens in 2 slices"):
+        with_slices(planner, 2).plan(items)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "told"),
+    [
+        ((SequenceFragment(0, 0, 4), SequenceFragment(0, 4, 9)), "slices of a sequence 0 of 9 tokens, which is not"),
+        ((SequenceFragment(5, 0, 4), SequenceFragment(5, 4, 12)), "slices of a sequence 5 of 12 tokens, which is not"),
+        ((SequenceFragment(1, 0, 4), SequenceFragment(1, 4, 12)), "slices of a sequence 1 of 12 tokens, which is not"),
+    ],
+)
+def test_slices_of_no_tree_are_refused(fragments, told):
+    """They are of another length, of no sequence, or of a slice."""
+    batches = [MicroBatch(i, (0,), (SequenceInfo(1 + i, f.stop - f.start),), 0.0, 0.0) for i, f in enumerate(fragments)]
+    plan = StepPlan("by hand", 1, tuple(batches), 0.0, 0.0, 0.0, 0.0, fragments=fragments)
+    with pytest.raises(InvalidUsage, match=told):
+        plan.validate([Tree([-1, 0, 0], [5, 4, 3])])
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -148,7 +216,8 @@ def any_sliced_plan(rng, planner, lengths):
     """A plan by hand: whatever groups, sequences in slices of any number; in the memory of its devices."""
     ranks, capacity = planner.cluster.ranks, planner.memory.capacity
     batches, fragments = [], []
-    for sequence, length in rng.sample(list(enumerate(lengths)), len(lengths)):
+    for sequence, item in rng.sample(list(enumerate(lengths)), len(lengths)):
+        length = _tokens(item)
         size = rng.randint(-(-length // capacity), ranks)
         group = tuple(rng.sample(range(ranks), size))
         if rng.random() < 0.5 and length >= 8:
@@ -162,18 +231,30 @@ def any_sliced_plan(rng, planner, lengths):
     return StepPlan("by hand", ranks, tuple(batches), 0.0, 0.0, 0.0, 0.0, fragments=tuple(fragments))
 
 
+def random_step_of_trees(seed):
+    """Trees that are not cut into fragments."""
+    planner, items = step_with_trees(seed)
+    cut = {each.tree for each in planner.plan(items).fragments}
+    return planner, [item for i, item in enumerate(items) if i not in cut]
+
+
 @pytest.mark.parametrize(
-    ("seed", "chunks"), [(seed, 1) for seed in range(STEPS)] + [(seed, 2 + seed % 2) for seed in range(STEPS)]
+    ("kind", "seed"),
+    [
+        *((chunks, seed) for chunks in ("1", "2 or 3") for seed in range(STEPS)),
+        *(("trees", seed) for seed in range(-(-STEPS // 3))),
+    ],
 )
-def test_the_bound_is_below_plans_by_hand(seed, chunks):
+def test_the_bound_is_below_plans_by_hand(kind, seed):
     rng = random.Random(seed)
-    planner, lengths = random_step(seed, chunks)
+    chunks = 1 if kind == "1" else 2 + seed % 2
+    planner, lengths = random_step_of_trees(seed) if kind == "trees" else random_step(seed, chunks)
     sliced = with_slices(planner, 8)
     least = sliced.lower_bound(lengths)
     for _ in range(20):
         plan = any_sliced_plan(rng, planner, lengths)
         plan.validate(lengths)
-        found = simulate_step(sliced, plan)
+        found = simulate_step(sliced, plan, items=lengths)
         assert least <= found.compute_s * (1 + 1e-9)
         schedule = sliced.schedule(plan)
         schedule.validate(plan)
@@ -234,6 +315,15 @@ def test_a_sequence_that_fits_no_other_way():
         with_slices(planner, 2).plan(lengths)
     with pytest.raises(InvalidUsage, match="and not in slices, either"):
         planner.plan([60_000])
+
+
+@pytest.mark.parametrize(
+    "tree", [(0, [1], [0]), (0, [0, 12], [0, 5]), (0, [0, 0], [0, 0]), (0, [0, 5], [0]), (2, [0], [0]), (-1, [0], [0])]
+)
+def test_what_is_no_tree_is_refused(tree):
+    solver = core_cost(COST, MemoryModel(64), ClusterSpec(2, 64, pipeline=2), slices=4)
+    with pytest.raises(InvalidUsage, match="give its item, and one of each for every segment, rows rising from 0"):
+        core.solve(solver, [12, 3], "balanced", 0, 0, squares=[80.0, 9.0], trees=[tree])
 
 
 @pytest.mark.parametrize(
