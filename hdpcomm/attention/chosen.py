@@ -79,7 +79,7 @@ def selected_attention(
         width = check_whole("selected_attention", "v_dim", v_dim, least=1, most=k.shape[-1]) if v is None else v_dim
         if v is not None and v_dim is not None:
             raise InvalidUsage(f"v_dim={v_dim} was given with v; it is for values that are a part of the keys")
-        _check_selected(q, k, k if v is None else v, chosen, layout.rows(rank_in(comm)), k_layout.tokens)
+        _check_selected(q, k, k if v is None else v, chosen, layout.rows(rank_in(comm)), k_layout)
         keys, *more = with_kept(comm, cu_seqlens, *((k,) if v is None else (k, v)))
         values = width if v is None else tuple(v.shape[1:])
         facts = f"{layout.facts[0]} {tuple(k.shape[1:])} {values} {q.dtype} {scale}"
@@ -120,15 +120,19 @@ def indexed_attention(
     return selected_attention(q, k, v, chosen, comm=comm, cu_seqlens=cu_seqlens, scale=scale)
 
 
-def _check_selected(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, rows: int, tokens: int) -> None:
-    """``tokens``: that may be chosen."""
+def _check_selected(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, rows: int, keys: TokenLayout) -> None:
+    """``keys``: that may be chosen."""
     check_qkv(q, k, v, rows)
+    owner = places_of(keys).owner
+    tokens = len(owner)
     if chosen.ndim != 2 or chosen.shape[0] != q.shape[0] or chosen.dtype != torch.int64:
         raise InvalidUsage(f"expected chosen [{q.shape[0]} tokens, k], int64; got {tuple(chosen.shape)} {chosen.dtype}")
     if chosen.numel() and not -1 <= int(chosen.min()) <= int(chosen.max()) < tokens:
         raise InvalidUsage(
             f"chosen has numbers from {int(chosen.min())} to {int(chosen.max())}; the pack has {tokens} tokens"
         )
+    if bool((owner < 0).any()) and bool((owner[chosen[chosen >= 0].cpu()] < 0).any()):
+        raise InvalidUsage("chosen has tokens of other branches, which this slice of a tree does not see")
 
 
 @untraced
@@ -181,7 +185,7 @@ def indexer_loss(
         rows = layout.rows(rank_in(comm))
         check_index(index_q, index_k, weights, rows)
         none = torch.full((rows, 1), -1, dtype=torch.int64)
-        _check_selected(q, k, k, none if chosen is None else chosen, rows, layout.tokens)
+        _check_selected(q, k, k, none if chosen is None else chosen, rows, layout)
         kinds = f"{tuple(k.shape[1:])} {tuple(index_q.shape[1:])} {q.dtype} {index_q.dtype} {scale} {chosen is None}"
         return layout, f"{layout.facts[0]} {kinds}", f"k, index q, types, scale, dense: {kinds}; {layout.facts[1]}"
 

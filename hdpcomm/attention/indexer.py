@@ -56,7 +56,7 @@ class Places:
     """Where the tokens of a pack are.
 
     Attributes:
-        owner, row: of each token of the pack, the rank and its row there.
+        owner, row: of each token of the pack, the rank and its row there; -1 of tokens that a slice does not see.
         tokens: by rank, the tokens of its rows.
         runs: by rank, its rows of each sequence, or of each segment of a tree.
         starts: first token of each sequence or segment.
@@ -89,8 +89,9 @@ class Places:
 @lru_cache(maxsize=64)
 def places_of(layout: TokenLayout) -> Places:
     """Made once a pack. Local."""
-    owner = torch.empty(layout.tokens, dtype=torch.int64)
-    row = torch.empty_like(owner)
+    total = layout.tokens if isinstance(layout, Layout) else int((layout.source + layout.count).max(initial=0))
+    owner = torch.full((total,), -1, dtype=torch.int64)
+    row = torch.zeros_like(owner)
     tokens = []
     for rank in range(layout.size):
         segments = layout.segments(rank)

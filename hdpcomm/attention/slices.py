@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 
-from hdpcomm.attention.tree_layout import TreeLayout, slice_layouts
+from hdpcomm.arguments import check_type
+from hdpcomm.attention.tree_layout import TreeLayout, seen_keys, slice_layouts
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.plan.tree import Tree
@@ -87,8 +89,11 @@ class _Kept:
         self.sums: list[torch.Tensor] = []
         self.next_backward = slices - 1
 
-    def write(self, new: Sequence[torch.Tensor], rows: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
-        """Takes the rows of a slice; gives those up to its end. ``rows``: before it, up to its end, of all slices."""
+    def write(
+        self, new: Sequence[torch.Tensor], rows: tuple[int, int, int], seen: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Takes the rows of a slice; gives those up to its end, or the ``seen`` ones of these. ``rows``: before it, up
+        to its end, of all slices."""
         first, end, total = rows
         if not self.tensors:
             self.tensors = tuple(x.new_empty((total, *x.shape[1:])) for x in new)
@@ -100,41 +105,54 @@ class _Kept:
                     "same layers in every slice"
                 )
             kept.data[first:end] = x.detach()
+        if seen is not None:
+            return tuple(kept.data.index_select(0, seen) for kept in self.tensors)
         # Without their version counter: a later slice writes other rows of the same memory.
         return tuple(kept.data[:end] for kept in self.tensors)
 
-    def backward(self, number: int, grads: Sequence[torch.Tensor], rows: tuple[int, int, int]) -> list[torch.Tensor]:
-        """Adds up the gradients of kept rows; gives those of the slice's own rows."""
+    def backward(
+        self, number: int, grads: Sequence[torch.Tensor], rows: tuple[int, int, int], seen: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Adds up the gradients of kept rows; gives those of the slice's own rows, which are the last ones."""
         check_backward(number, self.next_backward)
         self.next_backward -= 1
         first, end, _ = rows
+        before = first if seen is None else len(seen) - (end - first)
         if not self.sums:
             wide = [torch.promote_types(x.dtype, torch.float32) for x in grads]
             self.sums = [x.new_zeros((first, *x.shape[1:]), dtype=kind) for x, kind in zip(grads, wide, strict=True)]
-            own = [x[first:end] for x in grads]
+            own = [x[before:] for x in grads]
         else:
-            own = [(sums[first:end] + x[first:end]).to(x.dtype) for sums, x in zip(self.sums, grads, strict=True)]
+            own = [(sums[first:end] + x[before:]).to(x.dtype) for sums, x in zip(self.sums, grads, strict=True)]
         for sums, x in zip(self.sums, grads, strict=True):
-            sums[:first] += x[:first]
+            if seen is None:
+                sums[:first] += x[:first]
+            else:
+                sums.index_add_(0, seen[:before], x[:before].to(sums.dtype))
         if first == 0:
             self.tensors, self.sums = (), []
         return own
 
 
 class _Keep(torch.autograd.Function):
-    """From the keys of a slice to those of all slices up to it."""
+    """From the keys of a slice to those that it sees, which earlier slices have kept."""
 
     @staticmethod
     def forward(
-        ctx: Any, kept: _Kept, number: int, rows: tuple[int, int, int], *new: torch.Tensor
+        ctx: Any,
+        kept: _Kept,
+        number: int,
+        rows: tuple[int, int, int],
+        seen: torch.Tensor | None,
+        *new: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.kept, ctx.number, ctx.rows = kept, number, rows
-        return kept.write(new, rows)
+        ctx.kept, ctx.number, ctx.rows, ctx.seen = kept, number, rows, seen
+        return kept.write(new, rows, seen)
 
     @staticmethod
     @without_second_derivative
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, None, *ctx.kept.backward(ctx.number, grads, ctx.rows)
+        return None, None, None, None, *ctx.kept.backward(ctx.number, grads, ctx.rows, ctx.seen)
 
 
 class SlicedSequence:
@@ -154,7 +172,7 @@ class SlicedSequence:
         tree: whose slices they are; ``None``: a plain sequence.
 
     Raises:
-        InvalidUsage: bounds that do not rise from 0, or that do not end with the tokens of the tree.
+        InvalidUsage: bounds that do not rise from 0, or that do not end with the tokens of the tree; what is no tree.
 
     Example:
         >>> sliced = SlicedSequence([0, 4096, 7000, 9000])
@@ -168,6 +186,8 @@ class SlicedSequence:
             raise InvalidUsage(
                 f"a sequence is cut at {list(bounds)!r}; expected rising numbers of tokens, from 0 to its length"
             )
+        if tree is not None:
+            check_type("SlicedSequence", "tree", tree, Tree)
         self.tree = Tree([-1], self.bounds[-1:]) if tree is None else tree
         if self.tree.num_tokens != self.bounds[-1]:
             raise InvalidUsage(
@@ -232,8 +252,9 @@ class SequenceSlice:
         return self.stop - self.start
 
     def layouts(self, size: int) -> tuple[TreeLayout, TreeLayout]:
-        """Those of its queries and of the keys up to its end."""
-        return slice_layouts(self.sequence.tree, self.sequence.bounds, self.number, size)
+        """Those of its queries and of the keys that these see."""
+        queries, keys = slice_layouts(self.sequence.tree, self.sequence.bounds, self.number, size)
+        return queries, seen_keys(keys)
 
     def next_call(self, make: Callable[[int], _Made]) -> _Made:
         """What the next call of this pass has kept, or where layers are computed again, of that; ``make(slices)`` for
@@ -249,21 +270,29 @@ class SequenceSlice:
         return self.sequence._of_call(call, make)
 
     def keep(self, *new: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, ...]:
-        """Keeps what a layer made of this rank's rows, ``[T_local, ...]``; gives the rows up to the end of the slice.
+        """Keeps what a layer made of this rank's rows, ``[T_local, ...]``; gives the rows that the slice sees.
 
         One call of attention, the next one of this pass, or where layers are computed again, of that. Local.
         """
-        queries, keys = self.layouts(size)
+        queries, keys = slice_layouts(self.sequence.tree, self.sequence.bounds, self.number, size)
         own, end = queries.rows(rank), keys.rows(rank)
         if any(x.shape[0] != own for x in new):
             raise InvalidUsage(
                 f"attention was given {[x.shape[0] for x in new]} tokens; of {self!r}, "
                 f"rank {rank} of {size} holds {own}"
             )
-        last = self.sequence.slice(len(self.sequence) - 1)
-        rows = end - own, end, last.layouts(size)[1].rows(rank)
-        found: tuple[torch.Tensor, ...] = _Keep.apply(self.next_call(_Kept), self.number, rows, *new)  # type: ignore[no-untyped-call]
+        whole = slice_layouts(self.sequence.tree, self.sequence.bounds, len(self.sequence) - 1, size)[1]
+        rows = end - own, end, whole.rows(rank)
+        seen = _rows_seen(keys, rank, new[0].device)
+        found: tuple[torch.Tensor, ...] = _Keep.apply(self.next_call(_Kept), self.number, rows, seen, *new)  # type: ignore[no-untyped-call]
         return found
+
+
+@lru_cache(maxsize=64)
+def _rows_seen(keys: TreeLayout, rank: int, device: torch.device) -> torch.Tensor | None:
+    """Which rows of a rank a slice sees, of those up to its end; ``None``: all."""
+    seen = seen_keys(keys)
+    return None if seen is keys else torch.from_numpy(seen.rows_in(keys, rank)).to(device)
 
 
 def is_tree(pack: object) -> bool:

@@ -30,7 +30,7 @@ from hdpcomm.attention.pieces import Pieces, local_rows
 from hdpcomm.attention.tiles import Band, Span, Tile, band_tile, join_tiles, pairs_before, tiles_of
 from hdpcomm.plan.tree import Tree
 
-__all__ = ["TreeLayout", "is_sliced", "past_tokens", "slice_layouts", "tree_layout"]
+__all__ = ["TreeLayout", "is_sliced", "past_tokens", "seen_keys", "slice_layouts", "tree_layout"]
 
 Int64 = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -80,6 +80,15 @@ class TreeLayout(Pieces):
             self, segment=self.segment[piece], start=self.start[piece] + source - self.source[piece], source=source,
             count=counts, owner=owner, row=local_rows(owner, counts, self.size),
         )  # fmt: skip
+
+    def rows_in(self, whole: TreeLayout, rank: int) -> Int64:
+        """[rows of the rank]: where ``whole``, of more tokens on the same ranks, has them, rising."""
+        mine = self.owner == rank
+        source, count = self.source[mine], self.count[mine]
+        piece = np.searchsorted(whole.source, source, side="right") - 1
+        first = whole.row[piece] + source - whole.source[piece]
+        rows: Int64 = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())
+        return rows
 
     def _queries(self) -> npt.NDArray[np.bool_]:
         """[pieces of keys]: whether their tokens are queries, too, and not kept of slices before."""
@@ -198,6 +207,18 @@ def slice_layouts(tree: Tree, bounds: tuple[int, ...], number: int, size: int) -
         own, segment=segment, start=start, source=source, count=count, owner=owner, row=local_rows(owner, count, size)
     )
     return queries, keys
+
+
+@lru_cache(maxsize=256)
+def seen_keys(keys: TreeLayout) -> TreeLayout:
+    """The layout of those keys up to the end of a slice that it sees: its own, and those on the way to its first one.
+    Pure and local."""
+    tree, (first, end) = keys.tree, keys.bounds[keys.number : keys.number + 2]
+    way = np.array(tree.path(int(np.searchsorted(tree.rows, first, side="right")) - 1))
+    start = np.append(tree.rows[way], first)
+    stop = np.append(np.minimum(tree.rows[way] + tree.lengths[way], first), end)
+    seen = keys.of_tokens(start, stop)
+    return keys if seen.tokens == keys.tokens else seen
 
 
 def past_tokens(tree: Tree, cut: int, count: int) -> Int64:

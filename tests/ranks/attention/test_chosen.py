@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import hdpcomm as hdp
 from hdpcomm.attention import (
     BlockMask,
+    SlicedSequence,
     Tree,
     index_top_k,
     indexed_attention,
@@ -371,6 +372,18 @@ def test_slices_of_a_tree(size, bounds):
     found = whole([[x[:4] for x in rank] for rank in on_ranks(size, body)], bounds, tree)
     for got, want in zip(found, [wanted, *(x.grad for x in leaves)], strict=True):
         assert torch.allclose(got, want, rtol=0, atol=1e-10)
+
+
+def test_tokens_of_other_branches_are_refused():
+    """Token 5 is of the first answer, and the slice begins with the second one."""
+    sliced = SlicedSequence([0, 6, 8], Tree([-1, 0, 0], [4, 2, 2]))
+    x = torch.randn(8, 1, 4)
+    rows = torch.arange(6)[:, None]
+    selected_attention(x[:6], x[:6], x[:6], rows.clamp(max=3), comm=None, cu_seqlens=sliced.slice(0))
+    for wrong, told in ((5, "tokens of other branches"), (8, "numbers from 8 to 8; the pack has 8")):
+        chosen = torch.full((2, 1), wrong)
+        with pytest.raises(hdp.InvalidUsage, match=told):
+            selected_attention(x[6:], x[6:], x[6:], chosen, comm=None, cu_seqlens=sliced.slice(1))
 
 
 def test_without_a_communicator():

@@ -14,7 +14,7 @@ import hdpcomm as hdp
 from hdpcomm.attention import SlicedSequence, Tree, carry_pack, mla_attention, positions, ring_attention, shard, unshard
 from hdpcomm.attention.layout import longest_length
 from hdpcomm.attention.tiles import Band
-from hdpcomm.attention.tree_layout import slice_layouts
+from hdpcomm.attention.tree_layout import seen_keys, slice_layouts
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads
 from tests.harness.attention_options import with_options
@@ -291,8 +291,12 @@ def test_each_rank_is_sent_each_key_that_it_needs_once(size, window, tree):
         needed = set()
         for q in range(bounds[number], bounds[number + 1]):
             needed |= {(k, owner[q]) for k in ways[q][-window if window else None :]}
+        seen = seen_keys(keys)
+        runs = zip(seen.source.tolist(), seen.count.tolist(), seen.owner.tolist(), strict=True)
+        held = {k: rank for first, count, rank in runs for k in range(first, first + count)}
+        assert held == {k: owner[k] for q in range(bounds[number], bounds[number + 1]) for k in ways[q]}
         wanted = sum(owner[k] != rank for k, rank in needed)
-        atoms = keys.atoms(band)
+        atoms = seen.atoms(band)
         assert int((atoms.rows * atoms.needed.sum(axis=1)).sum()) == wanted
         assert [queries.rows(rank) for rank in range(size)] == [
             sum(owner[q] == rank for q in range(bounds[number], bounds[number + 1])) for rank in range(size)
@@ -305,6 +309,8 @@ def test_errors():
             SlicedSequence(bounds)
     with pytest.raises(InvalidUsage, match=r"tree of 9 tokens is cut at \[0, 5, 10\]; expected its tokens"):
         SlicedSequence([0, 5, 10], Tree([-1, 0], [4, 5]))
+    with pytest.raises(InvalidUsage, match="SlicedSequence: tree is 10, expected Tree"):
+        SlicedSequence([0, 5, 10], 10)
     part = SlicedSequence([0, 5, 9], Tree([-1, 0], [4, 5])).slice(0)
     q = torch.randn(5, 1, 4)
     for given in ({"causal": False}, {"options": hdp.attention.AttentionOptions(chunk=3)}):
