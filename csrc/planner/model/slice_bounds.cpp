@@ -63,4 +63,10 @@ std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int s
   return bounds;
 }
 
+Slice sliceOf(const Problem& problem, int32_t sequence, const std::vector<int64_t>& bounds,
+              size_t k) {
+  return {bounds[k], bounds[k + 1], k + 2 < bounds.size(),
+          problem.squares(sequence, bounds[k], bounds[k + 1])};
+}
+
 }  // namespace hdpcomm::planner

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 
 namespace hdpcomm::planner {
@@ -21,5 +22,9 @@ double timesTheFirst(int count, double growth) noexcept;
 // or each `growth` times that of the one before; more of them where memory asks for it.
 std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int size, int slices,
                                  double growth = 1);
+
+// Number k of the slices that begin at these bounds.
+Slice sliceOf(const Problem& problem, int32_t sequence, const std::vector<int64_t>& bounds,
+              size_t k);
 
 }  // namespace hdpcomm::planner

@@ -246,7 +246,7 @@ bool Lane::cut(const Run& run, double height, double growth,
   const size_t count = bounds.size() - 1;
   if (count > static_cast<size_t>(most)) return false;
   for (size_t k = 0; k < count; ++k) {
-    batch.slice = {bounds[k], bounds[k + 1], k + 1 < count};
+    batch.slice = sliceOf(problem_, sequence, bounds, k);
     batches.push_back(batch);
   }
   return true;

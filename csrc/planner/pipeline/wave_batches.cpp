@@ -52,8 +52,7 @@ void WavePlanner::take(const Wave& wave, std::vector<int32_t>* packs,
       for (size_t k = 1; k < bounds.size(); ++k) {
         add(first, wide.size, problem_.withRiders(sequence));
         if (bounds.size() == 2) continue;  // a single one
-        batches.back().slice = {bounds[k - 1], bounds[k], k + 1 < bounds.size(),
-                                problem_.squares(sequence, bounds[k - 1], bounds[k])};
+        batches.back().slice = sliceOf(problem_, sequence, bounds, k - 1);
       }
     }
     first += wide.size;

@@ -263,8 +263,7 @@ class Annealer {
         group.slices > 1 ? bounds(group) : std::vector<int64_t>{0, 0};  // of no slice
     for (size_t k = 1; k < cuts.size(); ++k) {
       batch.start = static_cast<double>(batches.size());
-      batch.slice = {cuts[k - 1], cuts[k], k + 1 < cuts.size(),
-                     problem_.squares(group.sequences.front(), cuts[k - 1], cuts[k])};
+      if (group.slices > 1) batch.slice = sliceOf(problem_, group.sequences.front(), cuts, k - 1);
       batches.push_back(batch);
     }
   }
