@@ -132,9 +132,9 @@ Problem Problem::withSpeeds(std::vector<double> speeds) const {
   return other;
 }
 
-Problem Problem::inOneSlice() const {
+Problem Problem::inSlices(int most) const {
   Cluster cluster = cost_.cluster();
-  cluster.slices = 1;
+  cluster.slices = most;
   Problem other = *this;
   other.cost_ = CostModel(cost_.params(), cost_.memory(), cluster);
   return other;

@@ -35,8 +35,8 @@ class Problem {
   Problem withCosts(const CostModel& cost) const;
   // The same sequences on ranks of these speeds.
   Problem withSpeeds(std::vector<double> speeds) const;
-  // The same sequences, each as a whole.
-  Problem inOneSlice() const;
+  // The same sequences in at most so many slices each.
+  Problem inSlices(int most) const;
   // The same sequences in groups of neighbouring ranks (Cluster::neighbours).
   Problem onNeighbours() const;
 

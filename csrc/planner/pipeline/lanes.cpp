@@ -21,6 +21,7 @@ namespace {
 // take so many times longer by one slice in which a pipeline fills and drains.
 constexpr int kRooms[] = {2, 4, 8, 16, 1};
 constexpr double kRamps[] = {1, 2, 0};
+constexpr int kFewSlices = 16;   // of more, sequences run in fewer where keys take long
 constexpr double kRings = 0.25;  // of the slices, that many times keys go round
 constexpr double kHopeless = 2;  // of the limit, for a first form
 constexpr size_t kMostEvened = 6;
@@ -31,7 +32,7 @@ Problem onOneDevice(const Problem& problem, double room, double ramps) {
   Cluster cluster = problem.cost().cluster();
   MemoryParams memory = problem.cost().memory();
   CostParams params = problem.cost().params();
-  const int slices = cluster.mostSlices();
+  const int slices = std::min(cluster.mostSlices(), kFewSlices);
   memory.capacity = static_cast<int64_t>(static_cast<double>(memory.capacity) * room);
   memory.copy = 0;
   for (double* each : {&params.kv_intra, &params.kv_domain, &params.kv_inter, &params.latency_intra,

@@ -16,6 +16,8 @@ namespace {
 
 constexpr double kRefineLimit = 1 << 10;  // sequences x ranks, for local search
 constexpr double kSliceLimit = 1 << 9;    // the same, with slices
+// With more slices allowed the search tries others, which may be worse: it tries these, too.
+constexpr int kUsualSlices = 16;
 
 constexpr Candidate<PlanSearch> kImprovements[] = {
     {"local search", [](const PlanSearch& search) { return search.small(kRefineLimit); },
@@ -33,6 +35,14 @@ constexpr Candidate<PlanSearch> kSliced[] = {
      [](PlanSearch& search) {
        search.take(planLanes(search.problem, search.lower_bound, search.limit()));
      }},
+    {"fewer slices",
+     [](const PlanSearch& search) {
+       return search.cluster().mostSlices() > kUsualSlices && !search.atBound();
+     },
+     [](PlanSearch& search) {
+       search.take(
+           planPipeline(search.problem.inSlices(kUsualSlices), search.options, search.lower_bound));
+     }},
     {"local search with slices",
      [](const PlanSearch& search) {
        return search.cluster().mostSlices() > 1 && !search.atBound() && search.small(kSliceLimit);
@@ -49,7 +59,7 @@ constexpr Candidate<PlanSearch> kSliced[] = {
 Plan planPipeline(const Problem& problem, const PolicyOptions& options, double lower_bound) {
   if (problem.count() == 0) return finishPlan(problem, {});
   const bool slices = problem.cost().cluster().mostSlices() > 1;
-  const double whole = slices ? lowerBound(problem.inOneSlice()) : lower_bound;
+  const double whole = slices ? lowerBound(problem.inSlices(1)) : lower_bound;
   PlanSearch search{problem, options, whole};
   ShapedPlans plans = findShape(problem, whole, lower_bound);
   search.take(std::move(plans.whole));

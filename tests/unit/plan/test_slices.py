@@ -192,6 +192,13 @@ def test_slices_are_taken(chunks):
     assert sum(bool(plan.slices) for plan in found) >= 3
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_more_slices_are_no_worse(seed):
+    planner, lengths = random_step(seed)
+    few, many = (with_slices(planner, most).plan(lengths) for most in (16, 64))
+    assert many.makespan_s <= 1.005 * few.makespan_s
+
+
 def test_a_long_sequence_hides_its_way_through_the_stages():
     """One sequence on all ranks takes p times as long as its passes; in n slices (n + p - 1) / n times."""
     cluster = ClusterSpec(4, 1024, pipeline=4)
