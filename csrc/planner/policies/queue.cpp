@@ -84,7 +84,7 @@ std::vector<Pack> packGuided(const Problem& problem, const std::vector<int32_t>&
   return packs;
 }
 
-// What waits in a queue after what is bound to ranks.
+// What waits in a queue after what is bound to ranks, in its order and priced.
 struct Candidate {
   std::vector<MicroBatch> bound;
   std::vector<int32_t> waiting;
@@ -125,10 +125,11 @@ class Queue {
       MicroBatch batch;
       batch.ranks = {takers[i]};
       batch.sequences = std::move(packs[i].sequences);
+      batch.predicted_s = packs[i].seconds / problem_.cost().cluster().speed(takers[i]);
       batches.push_back(std::move(batch));
     }
     for (size_t i = 0; i < batches.size(); ++i) batches[i].start = static_cast<double>(i);
-    return finishPlan(problem_, std::move(batches));
+    return finishPlan(problem_, std::move(batches), kNever, true);
   }
 
   // Mean makespan over possible steps, in each of which the ranks take from the queue as they are
@@ -258,7 +259,8 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
     const DrawnEnds ends(problem, candidate.bound, draws, best_mean * (1 - kBetter));
     const double least = ends.meanMakespan();  // whatever waits
     if (least >= best_mean * (1 - kBetter)) return;
-    Plan bound_plan = finishPlan(problem, std::move(candidate.bound));
+    Plan bound_plan;
+    bound_plan.micro_batches = std::move(candidate.bound);
     const bool first = best.queued == 0;
     bool better = false;
     for (const double share : kShares) {
