@@ -103,8 +103,8 @@ py::array_t<double> toArray(const std::vector<double>& values) {
 }
 
 // Runs the micro-batches of a table. `squares`: of each of its sequences and slices in turn.
-// `slices`: (row,
-// first token, token after the last one, whether another one follows) of those that are a slice.
+// `slices`: (row, first token, token after the last one, whether another one follows) of those that
+// are a slice.
 py::dict simulateToDict(
     const CostModel& cost, const py::tuple& arrays,
     const py::array_t<double, py::array::c_style | py::array::forcecast>& of_sequences,
@@ -128,7 +128,11 @@ py::dict simulateToDict(
       }
       plan.micro_batches.push_back(std::move(batch));
     }
-    if (squares.size() != lengths.size()) throwInvalidUsage("give squares of all sequences");
+    if (squares.size() != lengths.size()) {
+      throwInvalidUsage(std::to_string(squares.size()) + " squares were given for " +
+                        std::to_string(lengths.size()) +
+                        " sequences and slices to simulate: give one for each");
+    }
     for (const auto& [row, first, end, more] : slices) {
       if (row >= plan.micro_batches.size() || first < 0 || end <= first ||
           plan.micro_batches[row].sequences.size() != 1) {
