@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "planner/bound/covering_program.hpp"
@@ -36,12 +37,12 @@ class Configurations {
               [](const Load& a, const Load& b) { return a.tokens > b.tokens; });
     shortest_ = alike.back();
     // Classes of about equal numbers, each with the shortest length of its own.
-    const size_t most = stages_ > 1 ? kMaxClasses / 2 : kMaxClasses;
+    const size_t most = stages_ > 1 && others_.tokens > 0 ? kMaxClasses / 2 : 128;
     const size_t size = (alike.size() + most - 1) / most;
     for (size_t begin = 0; begin < alike.size();) {
       size_t end = std::min(alike.size(), begin + size);
       while (end < alike.size() && alike[end].tokens == alike[end - 1].tokens) ++end;
-      classes_.push_back({alike[end - 1], static_cast<double>(end - begin), {}, 0});
+      classes_.push_back({alike[end - 1], static_cast<double>(end - begin), {}, {}, 0});
       begin = end;
     }
     count_ = static_cast<double>(alike.size());
@@ -52,7 +53,11 @@ class Configurations {
 
   // The largest time, from `low` on, that is proved to be too short; `low` if none is.
   double improve(double low, const std::function<ConfigurationCharges(double)>& charges) {
-    const auto tooShort = [&](double time) { return prepare(time, charges(time)) && prove(); };
+    if (stages_ == 1 && (ranks_ < 2 || count_ < 2)) return low;
+    const auto tooShort = [&](double time) {
+      const ConfigurationCharges found = charges(time);
+      return !findSizes(time, found) || (prepare(found) && prove());
+    };
     const double least = stages_ > 1 ? 2 * kLeastGain : kLeastGain;
     if (low <= 0 || !tooShort(low * (1 + least))) return low;
     low *= 1 + least;
@@ -78,8 +83,10 @@ class Configurations {
   static constexpr double kLeastGain = 5e-4;
   static constexpr double kFirstGain = 2e-3;
   static constexpr double kMostGain = 1.5;
-  static constexpr int kMaxSteps = 150;
+  static constexpr int kMaxSteps = 600;
+  static constexpr double kNoList = 10;  // times the ranks: cost of what is in no list by itself
   static constexpr size_t kMaxKnots = 14;
+  static constexpr size_t kMaxKnotsAlone = 24;
 
   // What is counted of a micro-batch: on each of its ranks, or its work as a part of a chain of
   // micro-batches that follow each other, of which there are only as many as run side by side.
@@ -94,16 +101,17 @@ class Configurations {
     int last = 1;
     double seconds = 0;
     int together = 1;
-    double way = 0;  // least seconds of the first one's way down a pipeline and the last one's back
+    WayLists::Ends ends = {};  // of a pipeline
   };
 
   struct Class {
     Load load;  // of its shortest sequence
     double count = 0;
     std::vector<Sizes> sizes;
-    double work = 0;   // least rank-seconds
-    size_t knot = 0;   // the last one up to it
-    double share = 0;  // of the next knot in its price
+    std::vector<PassTimes::Job> jobs;  // on all ranges of ranks, for rooms_
+    double work = 0;                   // least rank-seconds
+    size_t knot = 0;                   // the last one up to it
+    double share = 0;                  // of the next knot in its price
   };
 
   // A class whose price is free; those of classes between two knots lie on a line.
@@ -119,18 +127,27 @@ class Configurations {
     size_t size = 0;
   };
 
-  // Finds the sizes that each class may have. False if there is nothing to be gained.
-  bool prepare(double time, const ConfigurationCharges& charges) {
+  // Finds the sizes that each class may have. False if one has none within the time.
+  bool findSizes(double time, const ConfigurationCharges& charges) {
     time_ = time;
     idle_ = charges.idle;
-    if (stages_ == 1 && (ranks_ < 2 || count_ < 2)) return false;
-    others_work_ = others_.tokens > 0 ? leastWork(others_, charges.held) : 0;
-    double work = 0;
+    const std::pair<double, double> rooms{charges.held, charges.sequence};
+    for (Class& each : classes_) {
+      if (rooms != rooms_) each.jobs.clear();
+    }
+    rooms_ = rooms;
     for (Class& each : classes_) {
       findSizes(each, time, charges);
       if (each.sizes.empty()) return false;
-      work += each.work * each.count;
     }
+    return true;
+  }
+
+  // Prepares the lists of these. False if there is nothing to be gained.
+  bool prepare(const ConfigurationCharges& charges) {
+    others_work_ = others_.tokens > 0 ? leastWork(others_, charges.held) : 0;
+    double work = 0;
+    for (const Class& each : classes_) work += each.work * each.count;
     placeKnots();
     placeWays(charges.held);
     const Class& shortest = classes_.back();
@@ -138,7 +155,7 @@ class Configurations {
     for (const Sizes& sizes : shortest.sizes) {
       if (sizes.first == shortest.sizes.front().first) longest = std::max(longest, sizes.seconds);
     }
-    return work >= kLeastShare * (work + others_work_) && longest * kMaxStack >= time;
+    return work >= kLeastShare * (work + others_work_) && longest * kMaxStack >= time_;
   }
 
   // Knots at both ends of each range of classes with the same least size, and between them.
@@ -146,8 +163,9 @@ class Configurations {
     const auto least = [&](size_t at) { return classes_[at].sizes.front().first; };
     size_t ranges = 1;
     for (size_t i = 1; i < classes_.size(); ++i) ranges += least(i) != least(i - 1);
-    const bool cut = 3 * ranges <= kMaxKnots;
-    const size_t stride = std::max<size_t>(1, classes_.size() / (kMaxKnots - 2 * ranges * cut));
+    const size_t most = stages_ > 1 && others_.tokens == 0 ? kMaxKnotsAlone : kMaxKnots;
+    const bool cut = 3 * ranges <= most;
+    const size_t stride = std::max<size_t>(1, classes_.size() / (most - 2 * ranges * cut));
     knots_.clear();
     for (size_t i = 0; i < classes_.size(); ++i) {
       const bool first = i == 0 || (cut && least(i) != least(i - 1));
@@ -180,6 +198,7 @@ class Configurations {
     const double tokens = each.load.tokens;
     const auto least = static_cast<int>(std::ceil(tokens / charges.sequence * (1 - 1e-9)));
     const auto borders = cost_.cluster().largestGroups();
+    size_t range = 0;
     for (int first = std::max(least, 1); first <= ranks_;) {
       int last = first + std::max(0, (first - std::max(64, 2 * least)) / 32);
       for (const int border : borders) {
@@ -188,43 +207,46 @@ class Configurations {
       last = std::min(last, ranks_);
       double seconds = cost_.leastSeconds(each.load, first, last);
       const int most = mostTogether(each.load, first, last, charges.held);
-      const double way = leastWay(each.load, first, last);
-      const auto add = [&](double taken, int together, double idle) {
-        if (taken + idle <= time) addSizes(each, {first, last, taken, together, idle});
+      const auto add = [&](double taken, int together, const WayLists::Ends& ends) {
+        if (taken + ends.only <= time) addSizes(each, {first, last, taken, together, ends});
       };
-      if (most > 0 || stages_ > 1) add(seconds, 1, way);
+      if (stages_ > 1) {
+        if (each.jobs.size() == range) {
+          each.jobs.push_back(PassTimes::inSlices(cost_, each.load, first, last, charges.held));
+        }
+        const PassTimes::Job& job = each.jobs[range++];
+        add(job.passes, 1, {job.first - job.passes, job.last - job.passes, job.only - job.passes});
+      } else if (most > 0) {
+        add(seconds, 1, {});
+      }
       for (int together = 2; together <= most && seconds <= time; ++together) {
         const Load load{each.load.squares * together, tokens * together};
         seconds = cost_.seconds(load, first);
-        add(seconds, together, wayOfWhole(load, first, last));
+        add(seconds, together, waysOfWhole(load, first, last));
       }
       if (most == 0) {  // with others, whose work its waiting may hide
         Load load = each.load;
         if (!othersMayHide(load, first, last, charges.held)) load += shortest_;
         add(std::min(seconds, charges.work(each.load, first) / last), 1,
-            std::max(way, wayOfWhole(load, first, last)));
+            waysOfWhole(load, first, last));
       }
       first = last + 1;
     }
   }
 
-  // The least seconds of the way down and back, for the sequence that makes either one shorter.
-  double leastWay(const Load& load, int first, int last) const {
-    if (stages_ == 1) return 0;
-    double least = std::numeric_limits<double>::infinity();
-    for (const bool backward : {false, true}) {
-      const double share = backward ? 1 - cost_.params().forward : cost_.params().forward;
-      if (share <= 0) continue;
-      least = std::min(least, PassTimes::longest(cost_, load, first, last, backward) / share);
-    }
-    return (stages_ - 1) * least;
-  }
-
-  // The same for a micro-batch that holds all of this load.
-  double wayOfWhole(const Load& load, int first, int last) const {
+  // The ways of a micro-batch that holds all of this load, in one piece.
+  WayLists::Ends waysOfWhole(const Load& load, int first, int last) const {
+    if (stages_ == 1) return {};
     const CostParams& params = cost_.params();
-    return (stages_ - 1) *
-           (cost_.computeSeconds(load, last) + params.fixed + (first - 1) * params.ring_step);
+    const double all =
+        cost_.computeSeconds(load, last) + params.fixed + (first - 1) * params.ring_step;
+    const auto way = [&](double share, bool backward) {
+      const double keys = PassTimes::longest(cost_, load, first, last, backward);
+      return (stages_ - 1) * std::max(share * all, keys);
+    };
+    const double down = way(params.forward, false);
+    const double back = way(1 - params.forward, true);
+    return {down, back, down + back};
   }
 
   // Leaves out what takes more ranks than another one that is no longer and has no longer way.
@@ -235,13 +257,12 @@ class Configurations {
       const std::vector<Sizes>& sizes = classes_[i].sizes;
       const size_t begin = items.size();
       for (size_t k = 0; k < sizes.size(); ++k) {
+        const WayLists::Item own{sizes[k].seconds, sizes[k].ends, i, k};
         const bool worse =
             sizes[k].together == 1 &&
             std::any_of(items.begin() + static_cast<std::ptrdiff_t>(begin), items.end(),
-                        [&](const WayLists::Item& item) {
-                          return item.seconds <= sizes[k].seconds && item.way <= sizes[k].way;
-                        });
-        if (!worse) items.push_back({sizes[k].way, sizes[k].seconds, i, k});
+                        [&](const WayLists::Item& item) { return item.noLongerThan(own); });
+        if (!worse) items.push_back(own);
       }
     }
     const double forward = cost_.params().forward;
@@ -249,7 +270,7 @@ class Configurations {
     if (others_.tokens > 0) {  // the densest ones, in all that a device holds
       most_hidden = leastWork(longest_other_, held) / longest_other_.tokens * stages_ * held;
     }
-    lists_.place(std::move(items), {time_, idle_, std::max(forward, 1 - forward), most_hidden});
+    lists_.place(std::move(items), {time_, idle_, forward, most_hidden, others_.tokens > 0});
   }
 
   static void addSizes(Class& each, const Sizes& sizes) {
@@ -333,9 +354,10 @@ class Configurations {
     if (chained && roomForWork() <= 0) return false;
     std::vector<double> costs;
     for (const Knot& knot : knots_) {
-      double least = std::numeric_limits<double>::infinity();
+      double least = kNoList * ranks_;
       for (const Sizes& sizes : classes_[knot.at].sizes) {
-        const double often = std::max(1.0, std::floor((time_ - sizes.way) / sizes.seconds));
+        const double often = std::floor((time_ - sizes.ends.only) / sizes.seconds);
+        if (often < 1) continue;
         const double cost = chained ? costOf(weights, sizes, often) : sizes.first;
         least = std::min(least, cost / (often * sizes.together));
       }
@@ -482,6 +504,7 @@ class Configurations {
   double others_work_ = 0;
   double time_ = 0;
   double idle_ = 0;
+  std::pair<double, double> rooms_;  // tokens on a rank of a micro-batch, and of a sequence
   WayLists lists_;
   Weights proof_;  // of the last time that was too short
   std::vector<Knot> knots_;

@@ -18,6 +18,15 @@ class PassTimes {
   static double longest(const CostModel& cost, const Load& load, int first, int last,
                         bool backward);
 
+  // A sequence alone on its ranks, in as many slices as end first: its passes, and together with
+  // what a rank is idle for where it runs this one first, last, or no other one.
+  struct Job {
+    double passes, first, last, only;
+  };
+  // The least of each, on `first` to `last` ranks, numbers with one leastScope(), which hold `held`
+  // tokens of a micro-batch each. With one stage on a device.
+  static Job inSlices(const CostModel& cost, const Load& load, int first, int last, double held);
+
   // How many times as long as the slice that begins it a sequence takes, at most, if that alone is
   // what a rank waits for; with one stage on a device, as the longest one.
   static double timesFirstSlice(const Cluster& cluster);

@@ -5,25 +5,36 @@
 
 #include <cstddef>
 #include <functional>
+#include <utility>
 #include <vector>
 
 namespace hdpcomm::planner {
 
 class WayLists {
  public:
+  // Seconds that a rank is idle, or computes more in shorter slices, where an item is the first one
+  // of its list, the last one, or the only one.
+  struct Ends {
+    double first = 0, last = 0, only = 0;
+  };
   struct Item {
-    double way = 0;  // seconds that a list is idle whose ways are no shorter than this
     double seconds = 0;
+    Ends ends;
     size_t in_class = 0;
     size_t size = 0;
-    int cells = 0;  // of the time
+
+    bool noLongerThan(const Item& other) const {
+      return seconds <= other.seconds && ends.first <= other.ends.first &&
+             ends.last <= other.ends.last && ends.only <= other.ends.only;
+    }
   };
   struct Limits {
     double time = 0;
-    double idle = 0;  // seconds of a rank whatever it runs
-    // How much of other micro-batches can run in the ways: a share of them, and seconds.
-    double hidden_share = 1;
+    double idle = 0;     // seconds of a rank whatever it runs
+    double forward = 0;  // share of forward passes
+    // Seconds of other micro-batches that can run in the ways of a list, at most.
     double most_hidden = 0;
+    bool others = false;  // whether a list may begin and end with others
   };
   struct List {
     std::vector<const Item*> items;
@@ -45,22 +56,35 @@ class WayLists {
   struct Kept {
     const Item* item = nullptr;
     double gain = 0;
+    int cells = 0;
   };
 
   double cell() const { return limits_.time / kCells; }
+  int cellsOf(double seconds) const;
+  double wayOf(const Item& item) const;
+  using Order = std::vector<std::pair<int, size_t>>;  // cells of items, rising
+
+  Order orderWith(double Ends::* end) const;
+  // Those that gain more than all before them.
+  std::vector<Kept> rising(const Order& order) const;
+  void mostAlone();
+  void mostBesideOthers(double fill);
   void take(const Kept& kept);
   void note(double way, double fill);
   double mostBeside(double seconds, double way) const;
 
   Limits limits_;
-  std::vector<Item> items_;    // by falling way
+  std::vector<Item> items_;      // by falling way
+  std::vector<double> of_item_;  // their gains
+  // Where a list begins and ends with items: in its middle, and as an end of it.
+  Order middle_, first_, last_, only_;
   std::vector<double> gains_;  // by cells, of the lists of kept_
   std::vector<Kept> kept_;
-  // The best list: of the first ones of kept_, in so many cells.
   double weight_ = 0;
+  // The best list: of the first ones of kept_, in so many cells.
   size_t made_of_ = 0;
   int cells_ = 0;
-  double beside_ = 0;
+  List best_;
 };
 
 }  // namespace hdpcomm::planner
