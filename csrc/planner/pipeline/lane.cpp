@@ -139,6 +139,8 @@ Load Lane::loadOf(const Run& run) const {
 }
 
 double Lane::attempt(const LaneForm& form, double unit) {
+  if (std::find(tried_.begin(), tried_.end(), form) != tried_.end()) return 0;
+  tried_.push_back(form);
   const double height = form.height * unit;
   Plan plan;
   std::vector<Run> runs = ordered(height, form.before);

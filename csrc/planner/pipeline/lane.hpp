@@ -27,6 +27,8 @@ struct LaneForm {
   double before = 0;     // share of what a rank runs by itself that comes before shared sequences
   double growth = 1;     // of slices (slice_bounds.hpp)
   double ends = 0.25;  // height of the first and the last run of a rank, as a share of the others'
+
+  bool operator==(const LaneForm&) const = default;
 };
 
 // Makes micro-batches of a lane's jobs, and finds the form in which they end first. It has numbers
@@ -71,7 +73,7 @@ class Lane {
   Run runOf(std::vector<int32_t> ranks, std::vector<int32_t> sequences) const;
   Load loadOf(const Run& run) const;
 
-  // Keeps the micro-batches of a form if they end earlier than those so far.
+  // Keeps the micro-batches of a form if they end earlier than those so far; 0 if it was tried.
   double attempt(const LaneForm& form, double unit);
 
   // The runs in their order, packs of at most this height.
@@ -93,7 +95,8 @@ class Lane {
   std::vector<int32_t> ranks_;               // by place
   std::vector<Run> shared_;                  // in their order
   std::vector<std::vector<int32_t>> alone_;  // by place: sequences, by falling length
-  LaneForm form_;                            // that ends first so far
+  std::vector<LaneForm> tried_;
+  LaneForm form_;  // that ends first so far
   std::vector<MicroBatch> best_;
   double makespan_ = std::numeric_limits<double>::infinity();
   bool settled_ = false;
