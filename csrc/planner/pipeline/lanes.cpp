@@ -90,63 +90,117 @@ std::vector<Lane> lanesOf(const Problem& problem, const Plan& flat) {
   return lanes;
 }
 
-// Moves one sequence, of place and index `from`, to another lane, if both then end before the first
-// of them did. `passes` is raised by those that it looked at.
-bool move(const Problem& problem, Lane& lane, std::pair<size_t, size_t> from, Lane& other,
-          double unit, double& passes) {
+// One sequence of a lane's jobs.
+struct Entry {
+  int32_t* sequence;
+  double seconds;               // on one rank
+  std::vector<int32_t>* alone;  // that it is in, if it is not shared
+};
+
+std::vector<Entry> entriesOf(const Problem& problem, LaneJobs& jobs) {
+  std::vector<Entry> found;
+  const auto seconds = [&](int32_t sequence) {
+    return problem.cost().seconds(problem.own(sequence), 1);
+  };
+  for (auto& each : jobs.shared) {
+    found.push_back({&each.sequence, seconds(each.sequence), nullptr});
+  }
+  for (std::vector<int32_t>& own : jobs.alone) {
+    for (int32_t& each : own) found.push_back({&each, seconds(each), &own});
+  }
+  return found;
+}
+
+// A sequence of the lane that ends last, number `given`, for another lane, which may give one back.
+struct Exchange {
+  double miss = 0;  // by how much it does not make them end at the same time, in seconds
+  Lane* other = nullptr;
+  size_t given = 0;
+  std::optional<size_t> taken;
+};
+
+// The exchanges of this lane with another one that make them end together, or nearly so.
+void findExchanges(const Problem& problem, const Lane& lane, Lane& other,
+                   std::vector<Exchange>& found) {
   LaneJobs jobs = lane.jobs();
   LaneJobs others = other.jobs();
-  std::vector<int32_t>& own = jobs.alone[from.first];
-  const auto moved = own.begin() + static_cast<std::ptrdiff_t>(from.second);
-  const auto tokens = [&](const std::vector<int32_t>& sequences) {
-    int64_t sum = 0;
-    for (const int32_t each : sequences) sum += problem.lengths()[each];
-    return sum;
+  const double ranks = static_cast<double>(jobs.ranks.size());
+  const double other_ranks = static_cast<double>(others.ranks.size());
+  const double late = lane.makespan() - other.makespan();
+  const double wanted = late / (1 / ranks + 1 / other_ranks);  // seconds of a rank
+  const std::vector<Entry> own = entriesOf(problem, jobs);
+  const std::vector<Entry> theirs = entriesOf(problem, others);
+  const auto consider = [&](size_t given, double seconds, std::optional<size_t> taken) {
+    const double miss = std::abs(seconds - wanted);
+    if (miss < wanted) found.push_back({miss / ranks, &other, given, taken});
   };
-  std::min_element(others.alone.begin(), others.alone.end(), [&](const auto& a, const auto& b) {
-    return tokens(a) < tokens(b);
-  })->push_back(*moved);
-  own.erase(moved);
+  for (size_t i = 0; i < own.size(); ++i) {
+    if (own[i].alone != nullptr) consider(i, own[i].seconds, {});
+    for (size_t k = 0; k < theirs.size(); ++k) consider(i, own[i].seconds - theirs[k].seconds, k);
+  }
+}
+
+// Makes an exchange if both lanes then end before the first of them did. `passes` is raised by
+// those that it looked at.
+bool make(const Problem& problem, Lane& lane, const Exchange& exchange, double unit,
+          double& passes) {
+  LaneJobs jobs = lane.jobs();
+  LaneJobs others = exchange.other->jobs();
+  const Entry given = entriesOf(problem, jobs)[exchange.given];
+  if (exchange.taken) {
+    std::swap(*given.sequence, *entriesOf(problem, others)[*exchange.taken].sequence);
+  } else {
+    const auto tokens = [&](const std::vector<int32_t>& sequences) {
+      int64_t sum = 0;
+      for (const int32_t each : sequences) sum += problem.lengths()[each];
+      return sum;
+    };
+    std::min_element(others.alone.begin(), others.alone.end(), [&](const auto& a, const auto& b) {
+      return tokens(a) < tokens(b);
+    })->push_back(*given.sequence);
+    given.alone->erase(given.alone->begin() + (given.sequence - given.alone->data()));
+  }
   Lane less(problem, std::move(jobs));
   Lane more(problem, std::move(others));
   passes += less.settle(unit, true) + more.settle(unit, true);
   if (std::max(less.makespan(), more.makespan()) >= lane.makespan()) return false;
   lane = std::move(less);
-  other = std::move(more);
+  *exchange.other = std::move(more);
   return true;
 }
 
-// Settles the lane that ends last, and moves sequences from it to the one that ends first, as long
+// Settles the lane that ends last, and exchanges its sequences with lanes that end first, as long
 // as that helps and looks at no more than `most` passes.
 void even(const Problem& problem, std::vector<Lane>& lanes, double unit, double most) {
-  constexpr size_t kTries = 4;
-  const auto earlier = [](const Lane& a, const Lane& b) { return a.makespan() < b.makespan(); };
+  constexpr size_t kOthers = 16;
+  constexpr size_t kTries = 24;
+  const auto earlier = [](const Lane* a, const Lane* b) { return a->makespan() < b->makespan(); };
+  std::vector<Lane*> order;
+  for (Lane& lane : lanes) order.push_back(&lane);
   for (double passes = 0; passes < most;) {
-    Lane& last = *std::max_element(lanes.begin(), lanes.end(), earlier);
+    Lane& last = **std::max_element(order.begin(), order.end(), earlier);
     if (!last.settled()) {
       passes += last.settle(unit, true);
       continue;
     }
-    Lane& first = *std::min_element(lanes.begin(), lanes.end(), earlier);
-    if (&first == &last) return;
-    const double wanted = 0.5 * (last.makespan() - first.makespan());
-    // By how far their times are from that.
-    std::vector<std::pair<double, std::pair<size_t, size_t>>> found;
-    const std::vector<std::vector<int32_t>>& alone = last.jobs().alone;
-    for (size_t place = 0; place < alone.size(); ++place) {
-      for (size_t i = 0; i < alone[place].size(); ++i) {
-        const double seconds = problem.cost().seconds(problem.own(alone[place][i]), 1);
-        found.push_back({std::abs(seconds - wanted), {place, i}});
-      }
-    }
+    const size_t others = std::min(kOthers, order.size() - 1);
+    std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(others),
+                      order.end(), earlier);
+    std::vector<Exchange> found;
+    for (size_t i = 0; i < others; ++i) findExchanges(problem, last, *order[i], found);
+    // Sequences for the first lane before all exchanges.
+    const auto rank = [&](const Exchange& each) {
+      return std::pair{each.taken.has_value() || each.other != order.front(), each.miss};
+    };
     const size_t tries = std::min(found.size(), kTries);
     std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(tries),
-                      found.end());
+                      found.end(),
+                      [&](const Exchange& a, const Exchange& b) { return rank(a) < rank(b); });
     found.resize(tries);
-    const bool moved = std::any_of(found.begin(), found.end(), [&](const auto& each) {
-      return move(problem, last, each.second, first, unit, passes);
+    const bool made = std::any_of(found.begin(), found.end(), [&](const Exchange& each) {
+      return make(problem, last, each, unit, passes);
     });
-    if (!moved) return;
+    if (!made) return;
   }
 }
 
