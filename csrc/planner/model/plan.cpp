@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <map>
 #include <string>
 
 #include "base/error.hpp"
@@ -89,15 +88,17 @@ std::vector<int32_t> followingSlices(const Plan& plan) {
     return {};
   }
   std::vector<int32_t> following(batches.size(), -1);
-  std::map<int32_t, int32_t> last;  // micro-batch by rank
+  int32_t highest = 0;
+  for (const MicroBatch& batch : batches) {
+    highest = std::max(highest, *std::max_element(batch.ranks.begin(), batch.ranks.end()));
+  }
+  std::vector<int32_t> last(static_cast<size_t>(highest) + 1, -1);  // micro-batch by rank
   for (size_t i = 0; i < batches.size(); ++i) {
     const MicroBatch& batch = batches[i];
-    const auto before = last.find(batch.ranks.front());
-    const int32_t previous = before == last.end() ? -1 : before->second;
+    const int32_t previous = last[batch.ranks.front()];
     const bool goes_on = previous >= 0 && batches[previous].slice.more;
     for (const int32_t rank : batch.ranks) {
-      const auto at = last.find(rank);
-      const int32_t own = at == last.end() ? -1 : at->second;
+      const int32_t own = last[rank];
       const bool open = own >= 0 && batches[own].slice.more;
       if (open != goes_on || (goes_on && own != previous)) throwNotTogether(i);
       last[rank] = static_cast<int32_t>(i);
