@@ -5,6 +5,7 @@ HDPCOMM_TEST_SLICES_PLANS: how many random steps (default 30).
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import random
@@ -267,6 +268,48 @@ def test_the_bound_is_below_plans_by_hand(kind, seed):
         schedule.validate(plan)
     split = planner.cluster.split_backward
     check_programs(make_programs(schedule, plan), plan, stages=schedule.stages, split=split)
+
+
+def equal_slices(cost, length, size, count):
+    """Where slices of about equal compute begin on so many ranks, and the length at last."""
+    square, linear = cost.attention / size, cost.piece + cost.linear / size
+    whole = (square * length + linear) * length
+    bounds = [0]
+    for k in range(1, count):
+        wanted = whole * k / count
+        bounds.append(round(2 * wanted / (linear + math.sqrt(linear * linear + 4 * square * wanted))))
+    return [*bounds, length]
+
+
+@pytest.mark.parametrize("seed", range(2 * STEPS))
+def test_the_bound_is_near_slices_of_equal_time(seed):
+    """Sequences of about equal length one after the other on the same ranks, where links bind or not."""
+    rng = random.Random(seed)
+    ranks, stages = rng.choice([(8, 2), (24, 4), (96, 4), (300, 8)])
+    cluster = ClusterSpec(ranks, 1024, ranks_per_node=8, pipeline=stages)
+    kv = rng.choice([0, 1e-8, 1e-7, 1e-6])
+    cost = replace(COST, attention=rng.choice([1e-9, 3e-8]), kv_intra=kv, kv_inter=4 * kv, fixed=rng.choice([0, 1e-3]))
+    planner = Planner(None, cluster, cost_model=cost, slices=8)
+    longest = rng.randint(1024, 1024 * rng.randint(1, ranks))
+    lengths = [round(longest * rng.uniform(0.95, 1)) for _ in range(rng.choice([1, 1, 2, 4]))]
+    most = math.inf
+    for size in {rng.randint(1, ranks) for _ in range(12)} | {1, 2, 4, 8, ranks}:
+        for count in range(1, 9):
+            batches, fragments = [], []
+            for sequence, length in enumerate(lengths):
+                bounds = equal_slices(cost, length, size, count)
+                for first, end in pairwise(bounds):
+                    entry = SequenceInfo(sequence if count == 1 else len(lengths) + len(fragments), end - first)
+                    batches.append(MicroBatch(len(batches), tuple(range(size)), (entry,), 0.0, 0.0))
+                    if count > 1:
+                        fragments.append(SequenceFragment(sequence, first, end))
+            if size * 1024 * stages < longest or max(batch.tokens for batch in batches) > size * 1024:
+                continue
+            plan = StepPlan("by hand", ranks, tuple(batches), 0.0, 0.0, 0.0, 0.0, fragments=tuple(fragments))
+            most = min(most, planner.simulate(plan)["makespan"])
+    found = planner.plan(lengths)
+    assert found.lower_bound_s <= most * (1 + 1e-9)
+    assert len(lengths) > 1 or found.makespan_s <= 1.5 * found.lower_bound_s
 
 
 @pytest.mark.parametrize("seed", range(10 * STEPS))
