@@ -37,7 +37,9 @@ class Configurations {
               [](const Load& a, const Load& b) { return a.tokens > b.tokens; });
     shortest_ = alike.back();
     // Classes of about equal numbers, each with the shortest length of its own.
-    const size_t most = stages_ > 1 && others_.tokens > 0 ? kMaxClasses / 2 : 128;
+    const size_t most = stages_ == 1         ? kMaxClasses
+                        : others_.tokens > 0 ? kMaxClasses / 2
+                                             : 2 * kMaxClasses;
     const size_t size = (alike.size() + most - 1) / most;
     for (size_t begin = 0; begin < alike.size();) {
       size_t end = std::min(alike.size(), begin + size);
@@ -83,7 +85,7 @@ class Configurations {
   static constexpr double kLeastGain = 5e-4;
   static constexpr double kFirstGain = 2e-3;
   static constexpr double kMostGain = 1.5;
-  static constexpr int kMaxSteps = 600;
+  static constexpr int kMaxSteps = 150;
   static constexpr double kNoList = 10;  // times the ranks: cost of what is in no list by itself
   static constexpr size_t kMaxKnots = 14;
   static constexpr size_t kMaxKnotsAlone = 24;
@@ -163,7 +165,7 @@ class Configurations {
     const auto least = [&](size_t at) { return classes_[at].sizes.front().first; };
     size_t ranges = 1;
     for (size_t i = 1; i < classes_.size(); ++i) ranges += least(i) != least(i - 1);
-    const size_t most = stages_ > 1 && others_.tokens == 0 ? kMaxKnotsAlone : kMaxKnots;
+    const size_t most = listsEndWithItems() ? kMaxKnotsAlone : kMaxKnots;
     const bool cut = 3 * ranges <= most;
     const size_t stride = std::max<size_t>(1, classes_.size() / (most - 2 * ranges * cut));
     knots_.clear();
@@ -340,6 +342,9 @@ class Configurations {
     return knots_.size() + (weights.chained == 0 && others_.tokens > 0);
   }
 
+  // Whether a rank of a pipeline begins and ends with one of the long sequences: all are.
+  bool listsEndWithItems() const { return stages_ > 1 && others_.tokens == 0; }
+
   // How many micro-batches with a long sequence can run at a time.
   int chains() const { return ranks_ / classes_.back().sizes.front().first; }
 
@@ -371,7 +376,8 @@ class Configurations {
       costs.push_back(1 / (time_ - idle_));
     }
     CoveringProgram program(demands, costs);
-    for (int step = 0; step < kMaxSteps; ++step) {
+    const int steps = listsEndWithItems() ? 4 * kMaxSteps : kMaxSteps;
+    for (int step = 0; step < steps; ++step) {
       weights.prices = program.prices();
       if (weights.prices.empty()) return false;
       const double excess = excessOf(weights);
