@@ -6,19 +6,10 @@
 
 #include <functional>
 
-#include "planner/model/cost_model.hpp"
+#include "planner/bound/class_sizes.hpp"
 #include "planner/model/problem.hpp"
 
 namespace hdpcomm::planner {
-
-// What is known of plans that end within a time.
-struct ConfigurationCharges {
-  double held = 1;      // most tokens of a micro-batch on a rank
-  double sequence = 1;  // and of a sequence, which in slices is several of them
-  double idle = 0;      // least seconds in which a rank's last stage has nothing to run
-  // Least rank-seconds of a sequence in a micro-batch on so many ranks, alone or with others.
-  std::function<double(const Load&, int)> work;
-};
 
 // The largest time, from `low` on, that is proved to be too short; `low` if none is.
 double raiseByConfigurations(const Problem& problem, double low,
