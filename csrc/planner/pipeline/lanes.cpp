@@ -119,16 +119,15 @@ struct Exchange {
   std::optional<size_t> taken;
 };
 
-// The exchanges of this lane with another one that make them end together, or nearly so.
-void findExchanges(const Problem& problem, const Lane& lane, Lane& other,
-                   std::vector<Exchange>& found) {
-  LaneJobs jobs = lane.jobs();
+// The exchanges of this lane, with its entries `own`, with another one that make them end together,
+// or nearly so.
+void findExchanges(const Problem& problem, const Lane& lane, const std::vector<Entry>& own,
+                   Lane& other, std::vector<Exchange>& found) {
   LaneJobs others = other.jobs();
-  const double ranks = static_cast<double>(jobs.ranks.size());
+  const double ranks = static_cast<double>(lane.jobs().ranks.size());
   const double other_ranks = static_cast<double>(others.ranks.size());
   const double late = lane.makespan() - other.makespan();
   const double wanted = late / (1 / ranks + 1 / other_ranks);  // seconds of a rank
-  const std::vector<Entry> own = entriesOf(problem, jobs);
   const std::vector<Entry> theirs = entriesOf(problem, others);
   const auto consider = [&](size_t given, double seconds, std::optional<size_t> taken) {
     const double miss = std::abs(seconds - wanted);
@@ -162,8 +161,10 @@ bool make(const Problem& problem, Lane& lane, const Exchange& exchange, double u
   }
   Lane less(problem, std::move(jobs));
   Lane more(problem, std::move(others));
-  passes += less.settle(unit, true) + more.settle(unit, true);
-  if (std::max(less.makespan(), more.makespan()) >= lane.makespan()) return false;
+  passes += less.settle(unit, true);
+  if (less.makespan() >= lane.makespan()) return false;
+  passes += more.settle(unit, true);
+  if (more.makespan() >= lane.makespan()) return false;
   lane = std::move(less);
   *exchange.other = std::move(more);
   return true;
@@ -172,7 +173,7 @@ bool make(const Problem& problem, Lane& lane, const Exchange& exchange, double u
 // Settles the lane that ends last, and exchanges its sequences with lanes that end first, as long
 // as that helps and looks at no more than `most` passes.
 void even(const Problem& problem, std::vector<Lane>& lanes, double unit, double most) {
-  constexpr size_t kOthers = 16;
+  constexpr size_t kOthers = 16;  // lanes that exchanges are looked for with
   constexpr size_t kTries = 24;
   const auto earlier = [](const Lane* a, const Lane* b) { return a->makespan() < b->makespan(); };
   std::vector<Lane*> order;
@@ -186,8 +187,10 @@ void even(const Problem& problem, std::vector<Lane>& lanes, double unit, double 
     const size_t others = std::min(kOthers, order.size() - 1);
     std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(others),
                       order.end(), earlier);
+    LaneJobs jobs = last.jobs();
+    const std::vector<Entry> own = entriesOf(problem, jobs);
     std::vector<Exchange> found;
-    for (size_t i = 0; i < others; ++i) findExchanges(problem, last, *order[i], found);
+    for (size_t i = 0; i < others; ++i) findExchanges(problem, last, own, *order[i], found);
     // Sequences for the first lane before all exchanges.
     const auto rank = [&](const Exchange& each) {
       return std::pair{each.taken.has_value() || each.other != order.front(), each.miss};
