@@ -123,15 +123,7 @@ double PassTimes::pass(int ranks, bool backward) const {
 
 double PassTimes::longest(const CostModel& cost, const Load& load, int first, int last,
                           bool backward) {
-  const CostParams& params = cost.params();
-  const double share = backward ? 1 - params.forward : params.forward;
-  double longest = share * cost.computeSeconds(load, last) / cost.cluster().mostSlices();
-  if (first > 1) {  // with the last slice all keys go round
-    const double sent = backward ? 1 - params.forward_transfer : params.forward_transfer;
-    const double step = cost.stepTransfer(load, first, cost.cluster().leastScope(first));
-    longest = std::max(longest, (first - 1) * sent * step);
-  }
-  return longest + share * (params.fixed + (first - 1) * params.ring_step);
+  return Slices(cost, load, first, last).longest(1.0 / cost.cluster().mostSlices(), backward);
 }
 
 PassTimes::Job PassTimes::inSlices(const CostModel& cost, const Load& load, int first, int last,
