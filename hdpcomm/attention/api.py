@@ -16,7 +16,7 @@ from hdpcomm.attention.backends.base import Problem, Score
 from hdpcomm.attention.block_mask import MaskLayout
 from hdpcomm.attention.call_check import agree_on_call, agree_on_result
 from hdpcomm.attention.chunked_layout import chunked_layout, chunked_slice
-from hdpcomm.attention.engine import Call, LatentDims, backward, forward
+from hdpcomm.attention.engine import Call, LatentDims, as_saved, backward, forward
 from hdpcomm.attention.layout import AnyLayout, CuSeqlens, Layout, layout_of
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.pieces import Pieces
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arguments",
+    "Kept",
     "RingAttention",
     "attend",
     "band_under",
@@ -46,6 +47,8 @@ __all__ = [
     "with_kept",
 ]
 
+Kept = Callable[[], tuple[torch.Tensor, ...]]
+"""Gives the keys and values of a slice and those before it in the backward pass. Local."""
 RING_OPTIONS = ("variant", "cu_seqlens_k", "softcap", "sinks", "chunk", "costs", "check")
 """The fields of :class:`AttentionOptions` that softmax attention has."""
 
@@ -62,16 +65,23 @@ class Arguments:
 
 
 class RingAttention(torch.autograd.Function):
-    """One distributed attention; ``k`` and ``v`` are the two tensors of keys and values (:func:`engine.forward`)."""
+    """One distributed attention; ``k`` and ``v`` are the two tensors of keys and values (:func:`engine.forward`).
+    ``kept``: gives these again for the backward pass; ``None``: they are saved."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, call: Call
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        call: Call,
+        kept: Kept | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, saved = forward(q, (k, v), sinks, call)
-        ctx.call, ctx.heads, ctx.kept = call, (q.shape[1], k.shape[1]), []
-        if is_sliced(call.kv_layout):  # in memory that other slices share: nothing for hooks of saved tensors
-            saved[1:3], ctx.kept = [], saved[1:3]
+        ctx.call, ctx.heads, ctx.kept = call, (q.shape[1], k.shape[1]), kept
+        if kept is not None:
+            del saved[1:3]
         ctx.save_for_backward(*saved, sinks)
         ctx.mark_non_differentiable(lse)
         return out, lse.clone()
@@ -79,12 +89,14 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @without_second_derivative
     def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, *saved, sinks = ctx.saved_tensors
-        dq, dk, dv, dsinks = backward(dout, [q, *ctx.kept, *saved], sinks, ctx.call, ctx.heads)
+        *saved, sinks = ctx.saved_tensors
+        if ctx.kept is not None:
+            saved[1:1] = as_saved(ctx.kept(), ctx.call, ctx.heads)
+        dq, dk, dv, dsinks = backward(dout, saved, sinks, ctx.call, ctx.heads)
         dtype = dout.dtype
         if dsinks is not None:
             dsinks = dsinks.to(sinks.dtype)
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks, None
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks, None, None
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
@@ -315,23 +327,23 @@ def attend(
     """:func:`ring_attention`, always with its lse. ``arguments()`` may raise: that is an error on all ranks, too."""
     device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")  # prepare() refuses what is no tensor
 
-    def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], torch.Tensor | None, Call], str, str]:
+    def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], torch.Tensor | None, Call, Kept | None], str, str]:
         checked = arguments()
         sinks = checked.options.sinks
         _check_tensors(q, k, v, sinks)
         if careful:
             for name, x in (("q", q), ("k", k), ("v", v)):
                 check_finite(name, x)
-        keys, values = with_kept(comm, cu_seqlens, _fold(k), _fold(v))
+        (keys, values), kept = with_kept(comm, cu_seqlens, _fold(k), _fold(v))
         folded = _fold(q), keys, values
         call = plan_call(*folded, comm, cu_seqlens, checked)
         facts = _facts(call, q, k, v, sinks) if careful and call.comm is not None else ("", "")
-        return (folded, sinks, call), *facts
+        return (folded, sinks, call, kept), *facts
 
-    folded, sinks, call = agree_on_call(comm, "ring_attention", careful=careful, device=device, prepare=prepare)
+    folded, sinks, call, kept = agree_on_call(comm, "ring_attention", careful=careful, device=device, prepare=prepare)
     batch = q.shape[0] if q.ndim == 4 else 1
     per_head = None if sinks is None else sinks.repeat(batch)
-    out, lse = RingAttention.apply(*folded, per_head, call)  # type: ignore[no-untyped-call]
+    out, lse = RingAttention.apply(*folded, per_head, call, kept)  # type: ignore[no-untyped-call]
     if careful:
         agree_on_result(comm, "ring_attention", device=q.device, error=check_lse(lse))
     if q.ndim == 4:
@@ -340,10 +352,12 @@ def attend(
     return out, lse
 
 
-def with_kept(comm: Communicator | None, cu_seqlens: CuSeqlens, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The new rows; in a slice with what this rank has kept of the slices before it."""
+def with_kept(
+    comm: Communicator | None, cu_seqlens: CuSeqlens, *new: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], Kept | None]:
+    """The new rows; in a slice with what this rank has kept of the slices before it, and what gives them again."""
     if not isinstance(cu_seqlens, SequenceSlice):
-        return new
+        return new, None
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     return cu_seqlens.keep(*new, rank=rank, size=size)
 

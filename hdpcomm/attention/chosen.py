@@ -80,7 +80,7 @@ def selected_attention(
         if v is not None and v_dim is not None:
             raise InvalidUsage(f"v_dim={v_dim} was given with v; it is for values that are a part of the keys")
         _check_selected(q, k, k if v is None else v, chosen, layout.rows(rank_in(comm)), k_layout)
-        keys, *more = with_kept(comm, cu_seqlens, *((k,) if v is None else (k, v)))
+        keys, *more = with_kept(comm, cu_seqlens, *((k,) if v is None else (k, v)))[0]
         values = width if v is None else tuple(v.shape[1:])
         facts = f"{layout.facts[0]} {tuple(k.shape[1:])} {values} {q.dtype} {scale}"
         given = k_layout, keys, more[0] if more else None

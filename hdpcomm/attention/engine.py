@@ -19,7 +19,7 @@ from hdpcomm.attention.tiles import Band
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["Call", "LatentDims", "backward", "forward", "retrace"]
+__all__ = ["Call", "LatentDims", "as_saved", "backward", "forward", "retrace"]
 
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -177,6 +177,15 @@ def forward(
     if exchange is not None:
         out, lse = exchange.give_back_rows(out, lse)
     return out, lse, saved
+
+
+def as_saved(kv: _Pair, call: Call, shapes: tuple[int, int]) -> _Pair:
+    """The tensors of keys and values as :func:`backward` needs them, from the call's inputs. Collective over its ranks
+    if they exchange heads; ``shapes``: heads of q and of k."""
+    place = _place(call)
+    if place.group is None:
+        return kv
+    return _Exchanged(call, place.group, shapes[0], (0, shapes[1])).collect((), kv)[1]
 
 
 def retrace(q: torch.Tensor, kv: _Pair, out: torch.Tensor, lse: torch.Tensor, call: Call) -> list[torch.Tensor]:

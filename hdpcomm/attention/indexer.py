@@ -161,7 +161,7 @@ def index_top_k(
         layouts = layouts_of_tokens(cu_seqlens, comm)
         layout = layouts[0]
         check_index(index_q, index_k, weights, layout.rows(rank_in(comm)))
-        (keys,) = with_kept(comm, cu_seqlens, index_k.contiguous())
+        (keys,), _ = with_kept(comm, cu_seqlens, index_k.contiguous())
         facts = f"{layout.facts[0]} {top_k} {tuple(index_q.shape[1:])} {index_q.dtype}"
         return (*layouts, keys), facts, f"top_k {top_k}, index keys of {index_k.shape[-1]}; {layout.facts[1]}"
 

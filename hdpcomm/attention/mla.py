@@ -15,6 +15,7 @@ import torch
 
 from hdpcomm.attention.api import (
     Arguments,
+    Kept,
     RingAttention,
     band_under,
     check_arguments,
@@ -31,6 +32,7 @@ from hdpcomm.attention.call_check import agree_on_call, agree_on_result
 from hdpcomm.attention.engine import Call, LatentDims
 from hdpcomm.attention.layout import AnyLayout, CuSeqlens
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
+from hdpcomm.attention.slices import SequenceSlice
 from hdpcomm.attention.tiles import Band
 from hdpcomm.attention.variants import AttentionCosts, choose_variant, estimate
 from hdpcomm.comm.untraced import untraced
@@ -138,7 +140,7 @@ def mla_attention(
     careful = careful_of(q, options)
     q, scale = positive_scale(q, scale)
 
-    def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], Call], str, str]:
+    def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], Call, Kept | None], str, str]:
         known = options_of("mla_attention", options, "variant", "send", "costs", "check")
         if known.send not in SENDS:
             raise InvalidUsage(f"send={known.send!r}; expected one of {', '.join(SENDS)}")
@@ -152,31 +154,38 @@ def mla_attention(
             masked=isinstance(layouts[0], MaskLayout), latent_dim=c_kv.shape[1] + rope_dim,
         )  # fmt: skip
         chosen = known.send
+        if chosen == "auto" and isinstance(cu_seqlens, SequenceSlice) and len(cu_seqlens.sequence) > 1:
+            chosen = "latent"  # K and V of all slices before would be held for each of them
         if chosen == "auto":
             band = band_under(layouts[0], arguments)
             chosen = choose_send(known.variant, latent_problem, layouts, band, known.costs)
         if careful:
             for name, x in (("q", q), ("c_kv", c_kv[:, None]), ("k_rope", k_rope[:, None])):
                 check_finite(name, x)
-        c_all, rope_all = with_kept(comm, cu_seqlens, c_kv, k_rope)
-        rows = (q.shape[0], c_all.shape[0])
+        kept: Kept | None = None
         if chosen == "kv":
+            (c_all, rope_all), _ = with_kept(comm, cu_seqlens, c_kv, k_rope)
             problem = replace(latent_problem, latent_dim=0)
-            call = make_call(rows, problem, comm, layouts, arguments)
+            call = make_call((q.shape[0], c_all.shape[0]), problem, comm, layouts, arguments)
             tensors = (q.contiguous(), *_keys_values(c_all, rope_all, w_kv, heads, v_dim))
         else:
-            call = make_call(rows, latent_problem, comm, layouts, arguments, LatentDims(rope_dim, v_dim))
-            latent = torch.cat((c_all, rope_all), dim=1).unsqueeze(1)
-            tensors = (q.contiguous(), latent, w_kv.contiguous().view(heads, -1, w_kv.shape[1]))
+            (latent,), again = with_kept(comm, cu_seqlens, torch.cat((c_kv, k_rope), dim=1).unsqueeze(1))
+            weight = w_kv.contiguous().view(heads, -1, w_kv.shape[1])
+            call = make_call(
+                (q.shape[0], latent.shape[0]), latent_problem, comm, layouts, arguments, LatentDims(rope_dim, v_dim)
+            )
+            tensors = (q.contiguous(), latent, weight)
+            if again is not None:
+                kept = lambda: (*again(), weight.detach())
         settings = (
             f"q {tuple(q.shape[1:])} c_kv {c_kv.shape[1]} k_rope {rope_dim} v {v_dim} {q.dtype} {q.device.type} "
             f"{call.score} send={chosen} gather={call.gather} head_group={call.head_group}"
         )
         pack = call.q_layout.facts
-        return (tensors, call), f"{pack[0]} {settings}", f"{pack[1]}, {settings}"
+        return (tensors, call, kept), f"{pack[0]} {settings}", f"{pack[1]}, {settings}"
 
-    tensors, call = agree_on_call(comm, "mla_attention", careful=careful, device=q.device, prepare=prepare)
-    out, lse = RingAttention.apply(*tensors, None, call)  # type: ignore[no-untyped-call]
+    tensors, call, kept = agree_on_call(comm, "mla_attention", careful=careful, device=q.device, prepare=prepare)
+    out, lse = RingAttention.apply(*tensors, None, call, kept)  # type: ignore[no-untyped-call]
     if careful:
         agree_on_result(comm, "mla_attention", device=q.device, error=check_lse(lse))
     return (out, lse) if return_lse else out

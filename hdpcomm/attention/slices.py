@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 
-from hdpcomm.arguments import check_type
+from hdpcomm.arguments import check_number, check_type
 from hdpcomm.attention.tree_layout import TreeLayout, seen_keys, slice_layouts
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
+from hdpcomm.offload import ActivationOffload
+from hdpcomm.offload.rows import HostRows
 from hdpcomm.plan.tree import Tree
 
 __all__ = ["CallMark", "SequenceSlice", "SlicedSequence", "check_backward", "is_tree"]
@@ -87,72 +90,167 @@ class _Kept:
         self.tensors: tuple[torch.Tensor, ...] = ()
         """``[rows of the rank in all slices, ...]``; those of slices to come are not set."""
         self.sums: list[torch.Tensor] = []
+        self.host: _OnHost | None = None
+        """Instead of both."""
+        self.written = 0
+        """Slices."""
         self.next_backward = slices - 1
+        self._like: list[torch.Tensor] = []
 
-    def write(
-        self, new: Sequence[torch.Tensor], rows: tuple[int, int, int], seen: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        """Takes the rows of a slice; gives those up to its end, or the ``seen`` ones of these. ``rows``: before it, up
-        to its end, of all slices."""
-        first, end, total = rows
+    def write(self, new: Sequence[torch.Tensor], part: _Part) -> tuple[torch.Tensor, ...]:
+        """Takes the rows of a slice; gives those that it sees."""
+        self._check(new, part.number)
+        if self.host is not None:
+            return part.seen_of(self.host.write(new, part))
         if not self.tensors:
-            self.tensors = tuple(x.new_empty((total, *x.shape[1:])) for x in new)
+            self.tensors = tuple(x.new_empty((part.total, *x.shape[1:])) for x in new)
         for kept, x in zip(self.tensors, new, strict=True):
+            kept.data[part.first : part.end] = x.detach()
+        return self.read(part)
+
+    def read(self, part: _Part) -> tuple[torch.Tensor, ...]:
+        """The rows that a slice sees, in its backward pass."""
+        if self.host is not None:
+            return part.seen_of(self.host.read(part))
+        # Without their version counter: a later slice writes other rows of the same memory.
+        return part.seen_of([kept.data[: part.end] for kept in self.tensors])
+
+    def _check(self, new: Sequence[torch.Tensor], number: int) -> None:
+        if number > self.written:
+            raise InvalidUsage(
+                f"attention runs in slice {number} before slice {self.written}: run the forward passes from slice 0 on"
+            )
+        self.written = max(self.written, number + 1)
+        if not self._like:
+            self._like = [x.new_empty((0, *x.shape[1:])) for x in new]
+        for kept, x in zip(self._like, new, strict=True):
             if kept.shape[1:] != x.shape[1:] or kept.dtype != x.dtype or kept.device != x.device:
                 raise InvalidUsage(
                     f"a call of attention was given {tuple(x.shape)} {x.dtype} on {x.device}, and in an earlier slice "
                     f"{tuple(kept.shape)} {kept.dtype} on {kept.device} (number of rows apart): the model must run the "
                     "same layers in every slice"
                 )
-            kept.data[first:end] = x.detach()
-        if seen is not None:
-            return tuple(kept.data.index_select(0, seen) for kept in self.tensors)
-        # Without their version counter: a later slice writes other rows of the same memory.
-        return tuple(kept.data[:end] for kept in self.tensors)
 
-    def backward(
-        self, number: int, grads: Sequence[torch.Tensor], rows: tuple[int, int, int], seen: torch.Tensor | None
-    ) -> list[torch.Tensor]:
+    def backward(self, grads: Sequence[torch.Tensor], part: _Part) -> list[torch.Tensor]:
         """Adds up the gradients of kept rows; gives those of the slice's own rows, which are the last ones."""
-        check_backward(number, self.next_backward)
+        check_backward(part.number, self.next_backward)
         self.next_backward -= 1
-        first, end, _ = rows
+        first, end, seen = part.first, part.end, part.seen
         before = first if seen is None else len(seen) - (end - first)
-        if not self.sums:
+        sums = self.sums if self.host is None else self.host.take_sums(part)
+        if not sums:
             wide = [torch.promote_types(x.dtype, torch.float32) for x in grads]
-            self.sums = [x.new_zeros((first, *x.shape[1:]), dtype=kind) for x, kind in zip(grads, wide, strict=True)]
+            sums = [x.new_zeros((first, *x.shape[1:]), dtype=kind) for x, kind in zip(grads, wide, strict=True)]
             own = [x[before:] for x in grads]
         else:
-            own = [(sums[first:end] + x[before:]).to(x.dtype) for sums, x in zip(self.sums, grads, strict=True)]
-        for sums, x in zip(self.sums, grads, strict=True):
+            own = [(total[first:end] + x[before:]).to(x.dtype) for total, x in zip(sums, grads, strict=True)]
+        for total, x in zip(sums, grads, strict=True):
             if seen is None:
-                sums[:first] += x[:first]
+                total[:first] += x[:first]
             else:
-                sums.index_add_(0, seen[:before], x[:before].to(sums.dtype))
-        if first == 0:
-            self.tensors, self.sums = (), []
+                total.index_add_(0, seen[:before], x[:before].to(total.dtype))
+        if self.host is not None:
+            self.host.keep_sums([total[:first] for total in sums])
+        else:
+            self.tensors, self.sums = (self.tensors, sums) if part.number else ((), [])
         return own
+
+
+class _OnHost:
+    """Where a :class:`_Kept` has its rows if they go to host memory: what a call needs comes while the one before it
+    computes, in forward and in backward passes."""
+
+    def __init__(self, offload: ActivationOffload, ratio: float, calls: list[_OnHost]) -> None:
+        """``calls``: those of the sequence so far; this one is added."""
+        self._rows, self._sums = HostRows(offload, ratio), HostRows(offload, ratio)
+        self._calls, self._place = calls, len(calls)
+        self._present: list[torch.Tensor] | None = None
+        """Rows that were read where a layer was computed again, for its backward pass."""
+        calls.append(self)
+
+    def write(self, new: Sequence[torch.Tensor], part: _Part) -> list[torch.Tensor]:
+        """Takes the rows of a slice, unless it runs again; gives those up to its end."""
+        if _calls.again[-1] is not None:
+            self._present = None
+            self._present = self.read(part)
+            return self._present
+        found = self._rows.read(part.number, part.end) if part.number else []
+        if self._place + 1 < len(self._calls) and part.number:
+            self._calls[self._place + 1]._rows.prefetch(part.number, part.end)
+        if len(self._rows) == part.number:
+            self._rows.add(new)
+        found = found or [x.new_empty((part.end, *x.shape[1:])) for x in new]
+        for whole, x in zip(found, new, strict=True):
+            whole[part.first : part.end] = x.detach()
+        return found
+
+    def read(self, part: _Part) -> list[torch.Tensor]:
+        """The rows up to the end of a slice, in its backward pass."""
+        found, self._present = self._present, None
+        if found is None:
+            found = self._rows.read(part.number + 1, part.end)
+        self._prefetch_sums(part)
+        if self._place:
+            before = self._calls[self._place - 1]
+            if before._present is None:
+                before._rows.prefetch(part.number + 1, part.end)
+            before._prefetch_sums(part)
+        return found
+
+    def _prefetch_sums(self, part: _Part) -> None:
+        if len(self._sums):
+            self._sums.prefetch(1, part.end)
+
+    def take_sums(self, part: _Part) -> list[torch.Tensor]:
+        """The sums up to the end of a slice; none if it is the last one."""
+        if not len(self._sums):
+            return []
+        found = self._sums.read(1, part.end)
+        self._sums.drop_last()
+        return found
+
+    def keep_sums(self, sums: Sequence[torch.Tensor]) -> None:
+        """After the backward pass of the last slice whose rows are kept: these are not needed any more."""
+        self._present = None
+        self._rows.drop_last()
+        if len(self._rows):
+            self._sums.add(sums)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of a slice on a rank.
+
+    Attributes:
+        number: of the slice.
+        first, end: of its own rows, among those of all slices.
+        total: rows of all slices.
+        seen: which rows up to its end it sees; ``None``: all.
+    """
+
+    number: int
+    first: int
+    end: int
+    total: int
+    seen: torch.Tensor | None
+
+    def seen_of(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Of the rows up to its end."""
+        return tuple(rows) if self.seen is None else tuple(x.index_select(0, self.seen) for x in rows)
 
 
 class _Keep(torch.autograd.Function):
     """From the keys of a slice to those that it sees, which earlier slices have kept."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        kept: _Kept,
-        number: int,
-        rows: tuple[int, int, int],
-        seen: torch.Tensor | None,
-        *new: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.kept, ctx.number, ctx.rows, ctx.seen = kept, number, rows, seen
-        return kept.write(new, rows, seen)
+    def forward(ctx: Any, kept: _Kept, part: _Part, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.kept, ctx.part = kept, part
+        return kept.write(new, part)
 
     @staticmethod
     @without_second_derivative
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, None, None, *ctx.kept.backward(ctx.number, grads, ctx.rows, ctx.seen)
+        return None, None, *ctx.kept.backward(grads, ctx.part)
 
 
 class SlicedSequence:
@@ -164,15 +262,20 @@ class SlicedSequence:
 
     Causal attention and recurrences run so. Every rank of the communicator keeps its rows of keys and values of all
     slices, and sums of their gradients in float32 (float64), until the backward pass of slice 0; for recurrences ranks
-    keep the states that later slices begin with, and for convolutions the tokens before these.
+    keep the states that later slices begin with, and for convolutions the tokens before these. With ``offload``, a
+    share of these rows and sums is in host memory but for those of one layer and the next, which come while it computes
+    (after FPDT, arXiv 2408.16978).
 
     Args:
         bounds: where slices begin, from 0, rising, and the length of the sequence; of a tree, tokens in depth-first
             order, the order of its rows.
         tree: whose slices they are; ``None``: a plain sequence.
+        offload: takes keys, values and sums of gradients to host memory; ``None``: they stay on the device.
+        ratio: share of the rows that goes there, 0 to 1; default that of ``offload``.
 
     Raises:
-        InvalidUsage: bounds that do not rise from 0, or that do not end with the tokens of the tree; what is no tree.
+        InvalidUsage: bounds that do not rise from 0, or that do not end with the tokens of the tree; what is no tree or
+            no offload; a ratio out of range.
 
     Example:
         >>> sliced = SlicedSequence([0, 4096, 7000, 9000])
@@ -180,7 +283,14 @@ class SlicedSequence:
         (3, 2904)
     """
 
-    def __init__(self, bounds: Sequence[int], tree: Tree | None = None) -> None:
+    def __init__(
+        self,
+        bounds: Sequence[int],
+        tree: Tree | None = None,
+        *,
+        offload: ActivationOffload | None = None,
+        ratio: float | None = None,
+    ) -> None:
         self.bounds = tuple(int(each) for each in bounds)
         if len(self.bounds) < 2 or self.bounds[0] != 0 or any(a >= b for a, b in pairwise(self.bounds)):
             raise InvalidUsage(
@@ -193,6 +303,13 @@ class SlicedSequence:
             raise InvalidUsage(
                 f"a tree of {self.tree.num_tokens} tokens is cut at {list(bounds)!r}; expected its tokens at the end"
             )
+        if offload is not None:
+            check_type("SlicedSequence", "offload", offload, ActivationOffload)
+            ratio = offload.ratio if ratio is None else ratio
+            check_number("SlicedSequence", "ratio, the share of the rows to offload,", ratio, least=0, most=1)
+        self._offload = offload if ratio else None
+        self._ratio = ratio or 0.0
+        self._on_host: list[_OnHost] = []
         self._kept: list[object] = []
         """By call: what it has kept."""
 
@@ -212,6 +329,11 @@ class SlicedSequence:
         if not 0 <= number < len(self):
             raise InvalidUsage(f"slice {number} asked of a sequence of {len(self)} slices: give 0 to {len(self) - 1}")
         return SequenceSlice(self, number)
+
+    def _place(self, kept: _Kept) -> None:
+        """Where a call is to have what it keeps."""
+        if self._offload is not None and kept.host is None:
+            kept.host = _OnHost(self._offload, self._ratio, self._on_host)
 
     def _of_call(self, number: int, make: Callable[[int], _Made]) -> _Made:
         while len(self._kept) <= number:
@@ -269,8 +391,11 @@ class SequenceSlice:
                 mark.first = call
         return self.sequence._of_call(call, make)
 
-    def keep(self, *new: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, ...]:
-        """Keeps what a layer made of this rank's rows, ``[T_local, ...]``; gives the rows that the slice sees.
+    def keep(
+        self, *new: torch.Tensor, rank: int, size: int
+    ) -> tuple[tuple[torch.Tensor, ...], Callable[[], tuple[torch.Tensor, ...]]]:
+        """Keeps what a layer made of this rank's rows, ``[T_local, ...]``; gives the rows that the slice sees, and what
+        gives them in its backward pass.
 
         One call of attention, the next one of this pass, or where layers are computed again, of that. Local.
         """
@@ -282,10 +407,10 @@ class SequenceSlice:
                 f"rank {rank} of {size} holds {own}"
             )
         whole = slice_layouts(self.sequence.tree, self.sequence.bounds, len(self.sequence) - 1, size)[1]
-        rows = end - own, end, whole.rows(rank)
-        seen = _rows_seen(keys, rank, new[0].device)
-        found: tuple[torch.Tensor, ...] = _Keep.apply(self.next_call(_Kept), self.number, rows, seen, *new)  # type: ignore[no-untyped-call]
-        return found
+        part = _Part(self.number, end - own, end, whole.rows(rank), _rows_seen(keys, rank, new[0].device))
+        kept = self.next_call(_Kept)
+        self.sequence._place(kept)
+        return _Keep.apply(kept, part, *new), partial(kept.read, part)  # type: ignore[no-untyped-call]
 
 
 @lru_cache(maxsize=64)

@@ -102,7 +102,7 @@ class _MicroBatch:
                 record.add_resident(plain)
             return ResidentTensor(plain, self, layer)
         if record is None:
-            record = StorageRecord.start(owner.lane, plain, self._cut(storage.nbytes()))
+            record = StorageRecord.start(owner.lane, plain, storage.nbytes(), self._cut(storage.nbytes()))
             if record is None:
                 return self._refused(plain, layer)
             self._by_storage[storage._cdata] = record
@@ -130,17 +130,13 @@ class _MicroBatch:
         return min(nbytes, max(1, math.ceil(self._ratio * units - 1e-9)) * -(-nbytes // units))
 
     def _refused(self, tensor: torch.Tensor, layer: int) -> ResidentTensor:
-        owner, size = self._owner, self._cut(tensor.untyped_storage().nbytes())
-        if owner.when_full == "keep":
-            owner.refused_bytes += size
-            return ResidentTensor(tensor, self, layer)
-        pool = owner.pool.stats()
-        raise InvalidUsage(
-            f"the pinned pool is full: {bytes_text(size)} are needed for a tensor of shape {tuple(tensor.shape)} in "
-            f"layer {layer} of {len(self._records)} at ratio {self._ratio:.3f}, {bytes_text(pool.in_use)} of "
-            f"{bytes_text(pool.capacity)} are in use and the largest free piece has {bytes_text(pool.largest_free)}; "
-            'make the pool larger, lower the ratio, or give when_full="keep"'
+        size = self._cut(tensor.untyped_storage().nbytes())
+        self._owner.refuse(
+            size,
+            f"a tensor of shape {tuple(tensor.shape)} in layer {layer} of {len(self._records)} at ratio "
+            f"{self._ratio:.3f}",
         )
+        return ResidentTensor(tensor, self, layer)
 
     def _finish_stores(self, layer: int) -> None:
         for record in self._records[layer]:
@@ -311,6 +307,18 @@ class ActivationOffload:
         self.lane.sweep()
         if _in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self.lane.sweep)
+
+    def refuse(self, size: int, what: str) -> None:
+        """The pool has no room of ``size`` bytes for ``what``: raises InvalidUsage, or counts it (``when_full``)."""
+        if self.when_full == "keep":
+            self.refused_bytes += size
+            return
+        pool = self.pool.stats()
+        raise InvalidUsage(
+            f"the pinned pool is full: {bytes_text(size)} are needed for {what}, {bytes_text(pool.in_use)} of "
+            f"{bytes_text(pool.capacity)} are in use and the largest free piece has {bytes_text(pool.largest_free)}; "
+            'make the pool larger, lower the ratio, or give when_full="keep"'
+        )
 
     def stats(self) -> OffloadStats:
         """What was done so far, counted after blocks that nothing needs any more were freed."""

@@ -1,10 +1,10 @@
-"""The objects that autograd keeps in place of saved tensors, and the records of the copies that they share."""
+"""Copies of tensors in host memory, and the objects that autograd keeps in place of saved tensors."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -13,7 +13,9 @@ from hdpcomm._core.offload import CopyEngine
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload.devices import compute_stream
 
-__all__ = ["Lane", "ResidentTensor", "StorageRecord", "StoredTensor", "changed_in_place"]
+__all__ = ["HostCopy", "Lane", "ResidentTensor", "StorageRecord", "StoredTensor", "changed_in_place"]
+
+_Copy = TypeVar("_Copy", bound="HostCopy")
 
 
 class Steps(Protocol):
@@ -23,89 +25,63 @@ class Steps(Protocol):
 
 
 class Lane:
-    """The copy engine and the device that all records of an offload share, and the records to close."""
+    """The copy engine and the device that all copies of an offload share, and those that nothing needs any more."""
 
-    __slots__ = ("device", "engine", "place", "released")
+    __slots__ = ("device", "engine", "place", "released", "storing")
 
     def __init__(self, engine: CopyEngine, device: Device, place: torch.device) -> None:
         self.engine = engine
         self.device = device
         self.place = place
-        self.released: deque[StorageRecord] = deque()
+        self.storing: list[HostCopy] = []
+        """The last copies to the pool that :class:`HostRows` began: what they read is freed when it begins others."""
+        self.released: deque[HostCopy] = deque()
         """One entry for each handle that autograd has dropped. It may drop one at any point, even in other threads,
-        so the record is closed later, by :meth:`sweep`."""
+        so the copy is closed later, by :meth:`sweep`."""
 
     def compute(self) -> int | None:
         """The current compute stream; ``None`` if this thread computes."""
         return compute_stream(self.device)
 
     def sweep(self) -> None:
-        """Frees the pool blocks of records that no autograd graph refers to any more."""
+        """Frees the pool blocks of copies that no autograd graph refers to any more."""
         while True:
             try:
-                record = self.released.popleft()
+                copy = self.released.popleft()
             except IndexError:  # empty, or another thread was faster
                 return
-            record.handles -= 1
-            record.waiting = min(record.waiting, record.handles)
-            if record.handles == 0:
-                record.close()
+            copy.release()
 
 
-class StorageRecord:
-    """One storage whose first ``cut`` bytes are in the pool, or being copied there, while the rest stays on the device.
+class HostCopy:
+    """Bytes of a tensor's storage, from its begin, of which the first ``cut`` are in the pool, or being copied there,
+    while the others stay on the device."""
 
-    All saved tensors that are views of the storage share its record. ``handles`` counts those that are alive, and
-    ``waiting`` those that have not asked for their tensor since the storage was loaded.
-    """
+    __slots__ = ("_kept", "_source", "_target", "_ticket", "cut", "lane", "nbytes", "version")
 
-    __slots__ = (
-        "_arrived",
-        "_kept",
-        "_loaded",
-        "_resident",
-        "_source",
-        "_ticket",
-        "cut",
-        "handles",
-        "lane",
-        "nbytes",
-        "storage",
-        "version",
-        "waiting",
-    )
-
-    def __init__(self, lane: Lane, tensor: torch.Tensor, cut: int, ticket: int) -> None:
+    def __init__(self, lane: Lane, tensor: torch.Tensor, nbytes: int, cut: int, ticket: int) -> None:
         storage = tensor.untyped_storage()
         self.lane = lane
-        self.storage = weakref.ref(storage)
-        self._resident: weakref.ref[torch.Tensor] | None = None
         self.version = tensor._version
-        self.nbytes = storage.nbytes()
+        self.nbytes = nbytes
         self.cut = cut
-        self.handles = self.waiting = 0
         self._ticket = ticket
         self._source: torch.Tensor | None = tensor
-        self._kept = _flat(storage)[cut:].clone() if cut < self.nbytes else None
-        self._loaded: torch.Tensor | None = None
-        self._arrived = False
-        lane.device.annotate_read(storage.data_ptr(), self.nbytes)
+        self._kept = _flat(storage)[cut:nbytes].clone() if cut < nbytes else None
+        self._target: torch.Tensor | None = None
+        """What is being loaded."""
+        lane.device.annotate_read(storage.data_ptr(), nbytes)
 
     @classmethod
-    def start(cls, lane: Lane, tensor: torch.Tensor, cut: int) -> StorageRecord | None:
-        """Starts to copy the first ``cut`` bytes of the tensor's storage; returns ``None`` if the pool is full.
+    def start(cls: type[_Copy], lane: Lane, tensor: torch.Tensor, nbytes: int, cut: int) -> _Copy | None:
+        """Starts to copy the first ``cut`` of ``nbytes`` bytes of the tensor's storage; ``None`` if the pool is full.
 
-        ``tensor`` must be detached; the record holds it until :meth:`finish_store`.
+        ``tensor`` must be detached; the copy holds it until :meth:`finish_store`.
         """
         storage = tensor.untyped_storage()
-        lane.device.annotate_write(storage.data_ptr(), storage.nbytes())
+        lane.device.annotate_write(storage.data_ptr(), nbytes)
         ticket = lane.engine.store(storage.data_ptr(), cut, compute=lane.compute())
-        return cls(lane, tensor, cut, ticket) if ticket else None
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is in the storage of this record and was not changed since it was saved."""
-        storage = self.storage()
-        return storage is not None and tensor._version == self.version and tensor.untyped_storage() is storage
+        return cls(lane, tensor, nbytes, cut, ticket) if ticket else None
 
     def finish_store(self, *, check: bool = True) -> None:
         """Makes the compute stream wait for the copy, then releases the tensor on the device.
@@ -121,17 +97,61 @@ class StorageRecord:
         if check and source._version != self.version:
             raise changed_in_place(source, self.version)
 
+    def load(self, target: torch.Tensor) -> None:
+        """Starts to bring all bytes to ``target``, uint8 ``[nbytes]``; it is held until :meth:`finish_load`."""
+        self.finish_store()
+        self.lane.engine.load(self._ticket, target.data_ptr(), compute=self.lane.compute())
+        self._target = target
+        if self._kept is not None:
+            target[self.cut :].copy_(self._kept)
+            self.lane.device.annotate_write(target.data_ptr() + self.cut, self.nbytes - self.cut)
+
+    def finish_load(self) -> None:
+        """Makes the compute stream wait for what :meth:`load` began, if it did."""
+        if self._target is not None:
+            self.lane.engine.finish_load(self._ticket, compute=self.lane.compute())
+            self._target = None
+
+    def release(self) -> None:
+        """Nothing needs it any more."""
+        self.close()
+
+    def close(self) -> None:
+        """Frees the pool block; nothing refers to the copy any more."""
+        self.finish_store(check=False)
+        self.finish_load()  # it may still write to memory that is released below
+        self._kept = None
+        self.lane.engine.drop(self._ticket)
+
+
+class StorageRecord(HostCopy):
+    """The copy of one whole storage for the saved tensors that are views of it.
+
+    ``handles`` counts those that are alive, and ``waiting`` those that have not asked for their tensor since the
+    storage was loaded.
+    """
+
+    __slots__ = ("_loaded", "_resident", "handles", "storage", "waiting")
+
+    def __init__(self, lane: Lane, tensor: torch.Tensor, nbytes: int, cut: int, ticket: int) -> None:
+        super().__init__(lane, tensor, nbytes, cut, ticket)
+        self.storage = weakref.ref(tensor.untyped_storage())
+        self._resident: weakref.ref[torch.Tensor] | None = None
+        self.handles = self.waiting = 0
+        self._loaded: torch.Tensor | None = None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in the storage of this record and was not changed since it was saved."""
+        storage = self.storage()
+        return storage is not None and tensor._version == self.version and tensor.untyped_storage() is storage
+
     def prefetch(self) -> None:
         """Starts to load the storage, unless it is on the device."""
         if self._loaded is not None or self._source is not None or self._resident_tensor() is not None:
             return
         self.waiting = self.handles
-        target = torch.empty(self.nbytes, dtype=torch.uint8, device=self.lane.place)  # on the compute stream
-        self.lane.engine.load(self._ticket, target.data_ptr(), compute=self.lane.compute())
-        self._loaded, self._arrived = target, False
-        if self._kept is not None:
-            target[self.cut :].copy_(self._kept)
-            self.lane.device.annotate_write(target.data_ptr() + self.cut, self.nbytes - self.cut)
+        self._loaded = torch.empty(self.nbytes, dtype=torch.uint8, device=self.lane.place)  # on the compute stream
+        self.load(self._loaded)
 
     def use(self) -> torch.UntypedStorage:
         """The storage on the device, ready for compute. Each handle calls this once per backward pass."""
@@ -140,9 +160,7 @@ class StorageRecord:
             return present.untyped_storage()
         self.prefetch()
         assert self._loaded is not None
-        if not self._arrived:
-            self.lane.engine.finish_load(self._ticket, compute=self.lane.compute())
-            self._arrived = True
+        self.finish_load()
         storage = self._loaded.untyped_storage()
         self.lane.device.annotate_read(storage.data_ptr(), self.nbytes)
         self.waiting -= 1
@@ -150,14 +168,16 @@ class StorageRecord:
             self._loaded = None  # autograd holds it while it computes
         return storage
 
+    def release(self) -> None:
+        """A handle was dropped."""
+        self.handles -= 1
+        self.waiting = min(self.waiting, self.handles)
+        if self.handles == 0:
+            self.close()
+
     def close(self) -> None:
-        """Frees the pool block; nothing refers to the record any more."""
-        self.finish_store(check=False)
-        if self._loaded is not None and not self._arrived:
-            # The load may still write to the memory that is released below.
-            self.lane.engine.finish_load(self._ticket, compute=self.lane.compute())
-        self._loaded = self._kept = None
-        self.lane.engine.drop(self._ticket)
+        super().close()
+        self._loaded = None
 
     def add_resident(self, tensor: torch.Tensor) -> None:
         """Notes that a resident layer keeps this view of the storage; while it does, no load is needed."""
@@ -221,5 +241,5 @@ def changed_in_place(tensor: torch.Tensor, version: int) -> InvalidUsage:
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage."""
+    """All bytes of a storage, uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -26,7 +26,9 @@ from hdpcomm.train.tree_shards import holds_trees, pack_tree_slice, pack_trees
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
+    from hdpcomm.offload import ActivationOffload
     from hdpcomm.plan import MicroBatch, PlannedStep, StepPlan
+    from hdpcomm.plan.micro_batch import PlannedSlice
 
 __all__ = ["MicroBatchPasses", "Passes", "ReducedGradients", "RunningSlices", "Sliced", "StepInputs", "packed_shard"]
 
@@ -58,6 +60,7 @@ class StepInputs:
         scale: factor of the losses in backward passes.
         gradients: of the backward passes; ``None``: an evaluation, which has none.
         around: (offload ratio, local tokens) of a micro-batch to what surrounds its forward pass.
+        offload: takes what slices keep for later ones to host memory.
         on_pass: called after each pass, or pair of passes, with the index of its micro-batch; ``None``: one without
             tokens, which others needed.
         ends: no other passes of the step follow, so gradients may leave during the last one.
@@ -70,10 +73,16 @@ class StepInputs:
     scale: float = 1.0
     gradients: ReducedGradients | None = None
     around: Callable[[float, int], AbstractContextManager[None]] = lambda *_: nullcontext()
+    offload: ActivationOffload | None = None
     on_pass: Callable[[int | None], object] = lambda _: None
     ends: bool = True
     terms: LabelTerms | None = None
     not_finite: list[int] = field(default_factory=list)
+
+    def sliced_sequence(self, planned: PlannedSlice, ratio: float) -> SlicedSequence:
+        """For the slices of a sequence; ``ratio``: share of what they keep that goes to host memory."""
+        tree = self.planned.tree(planned.sequence)
+        return SlicedSequence(planned.bounds, tree, offload=self.offload, ratio=ratio)
 
     def checked(self, micro_batch: MicroBatch | None, loss: Tensor) -> Tensor:
         """The (summed loss, labels) of a micro-batch, which is noted if the loss is no finite number."""
@@ -272,8 +281,9 @@ def packed_shard(
     lengths = step.planned.lengths
     if (planned := step.planned.plan.slices.get(micro_batch.index)) is not None:
         tree = step.planned.tree(planned.sequence)
-        found = sliced.setdefault(planned.sequence, SlicedSequence(planned.bounds, tree))
-        part, fragments = found.slice(planned.number), step.planned.plan.fragments
+        if planned.sequence not in sliced:
+            sliced[planned.sequence] = step.sliced_sequence(planned, micro_batch.offload_ratio)
+        part, fragments = sliced[planned.sequence].slice(planned.number), step.planned.plan.fragments
         if step.terms is not None:
             return step.terms.pack_slice(planned, part, fragments, step.fetch, comm=comm, device=device)
         if tree is not None:

@@ -275,11 +275,11 @@ class StageRunner:
         pack, planned = self._pack(done.micro_batch), self._planned(done)
         if planned is None:
             return pack
-        sliced = self._sliced.setdefault((planned.sequence, done.stage), self._sliced_sequence(planned))
-        return replace(pack, cu_seqlens=sliced.slice(planned.number))
-
-    def _sliced_sequence(self, planned: PlannedSlice) -> SlicedSequence:
-        return SlicedSequence(planned.bounds, self.step.planned.tree(planned.sequence))
+        key = planned.sequence, done.stage
+        if key not in self._sliced:
+            batch = self._batches[done.micro_batch]
+            self._sliced[key] = self.step.sliced_sequence(planned, 0.0 if batch is None else batch.offload_ratio)
+        return replace(pack, cu_seqlens=self._sliced[key].slice(planned.number))
 
     def _packed(self, batch: MicroBatch | None) -> PackedShard:
         if batch is None:
@@ -291,7 +291,7 @@ class StageRunner:
         lengths = (sequence.length for sequence in batch.sequences)
         pack: Tensor | BalancedPack | SequenceSlice = pack_of(lengths, comm.size, self.step.planned.plan.limit)
         if (planned := self._slices.get(batch.index)) is not None:
-            pack = self._sliced_sequence(planned).slice(planned.number)
+            pack = self.step.sliced_sequence(planned, 0.0).slice(planned.number)
         positions = positions_of(pack, rank=comm.rank, size=comm.size, device=self._device)
         return PackedShard(positions, positions, positions, pack)  # nothing in the middle reads tokens or labels
 

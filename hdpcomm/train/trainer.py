@@ -345,7 +345,9 @@ class Trainer:
         scale = 1.0 / max(1, plan.tokens)
         offloading = OffloadedStep(self.offload, self._memory, self._device)
         first = contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches")
-        inputs = StepInputs(planned, fetch, scale, self.gradients, offloading.micro_batch, self._ends_pass, terms=terms)
+        inputs = StepInputs(
+            planned, fetch, scale, self.gradients, offloading.micro_batch, self.offload, self._ends_pass, terms=terms
+        )
         with self.passes.open(plan):
             with offloading, first, self._weights():
                 loss = self.passes.run(inputs) + told

@@ -16,6 +16,7 @@ from hdpcomm.attention.layout import longest_length
 from hdpcomm.attention.tiles import Band
 from hdpcomm.attention.tree_layout import seen_keys, slice_layouts
 from hdpcomm.errors import InvalidUsage, Mismatch
+from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.testing import run_threads
 from tests.harness.attention_options import with_options
 from tests.harness.attention_oracle import Case, error
@@ -25,6 +26,7 @@ from tests.ranks.attention.test_mla import dense, tensors
 from tests.ranks.attention.test_tree_mla import wanted as mla_on_tree
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+WAYS = ["kept", "again", "checkpoint"]
 CASES = int(os.environ.get("HDPCOMM_TEST_SLICES", "40"))
 BRANCHED = [-1, 0, 0, 2, 2, 0, -1, -1, 7], [40, 17, 9, 1, 23, 30, 5, 3, 11]
 SHORT = [-1, 0, 0, 2, 2, -1], [2, 3, 1, 1, 1, 1]
@@ -34,10 +36,16 @@ def cuts(rng, length, slices):
     return [0, *sorted(rng.sample(range(1, length), slices - 1)), length]
 
 
-def on_slices(run, bounds, inputs, comm, way, tree=None):
+def host_memory():
+    return ActivationOffload(PinnedPool(4 << 20, device="cpu"), [torch.nn.Identity()], min_bytes=1)
+
+
+def on_slices(run, bounds, inputs, comm, way, tree=None, ratio=0.0):
     """(outputs, gradients of ``inputs``) of each slice on this rank. ``run(part, leaves)``: its forward pass; ``way``:
-    all graphs are kept, or slices run again, or are checkpoints."""
-    sliced, place = SlicedSequence(bounds, tree), {"rank": comm.rank, "size": comm.size}
+    all graphs are kept, or slices run again, or are checkpoints; ``ratio``: share of the keys in host memory."""
+    offload = host_memory() if ratio else None
+    sliced = SlicedSequence(bounds, tree, offload=offload, ratio=ratio)
+    place = {"rank": comm.rank, "size": comm.size}
     outs, leaves, douts = [], [], []
     for n in range(len(sliced)):
         part = sliced.slice(n)
@@ -55,6 +63,11 @@ def on_slices(run, bounds, inputs, comm, way, tree=None):
             assert torch.equal(again, outs[n])
             outs[n] = again
         outs[n].backward(douts[n])
+    if offload is not None:
+        stats = offload.stats()
+        assert (stats.held, stats.pool.in_use) == (0, 0)
+        assert stats.loads >= stats.stores
+        assert (stats.stores > 0) == any(len(q) for q, *_ in leaves)
     return [[out.detach(), *(x.grad for x in mine)] for out, mine in zip(outs, leaves, strict=True)]
 
 
@@ -68,7 +81,7 @@ def whole(parts, bounds, tree=None):
     return [torch.cat(each) for each in made]
 
 
-def check(case, bounds, way, sinks=False, want=None):
+def check(case, bounds, way, sinks=False, want=None, ratio=0.0):
     given = case.tensors()
     inputs = {name: given[name] for name in ("q", "k", "v", "dout")}
     case.sinks, tree = sinks, case.tree if len(case.parents) > 1 else None
@@ -79,7 +92,7 @@ def check(case, bounds, way, sinks=False, want=None):
         own_sinks = given["sinks"].clone().requires_grad_() if sinks else None
         options = with_options(sinks=own_sinks, **case.options)
         run = lambda part, leaves: ring_attention(*leaves, comm=comm, cu_seqlens=part, window=case.window, **options)
-        found = on_slices(run, bounds, inputs, comm, way, tree)
+        found = on_slices(run, bounds, inputs, comm, way, tree, ratio)
         shares.append(own_sinks)
         return found
 
@@ -110,7 +123,8 @@ def test_random_slices(seed):
     length = rng.choice([9, 40, 97, 300])
     case = random_case(rng, 1 + seed % 4, [-1], [length], seed)
     bounds = cuts(rng, length, rng.randint(1, min(9, length)))
-    check(case, bounds, rng.choice(["kept", "again", "checkpoint"]), sinks=rng.random() < 0.2)
+    way, sinks = rng.choice(WAYS), rng.random() < 0.2
+    check(case, bounds, way, sinks, ratio=rng.choice([0.0, 0.0, 0.3, 1.0]))
 
 
 @pytest.mark.parametrize("seed", range(CASES))
@@ -123,7 +137,8 @@ def test_random_slices_of_trees(seed):
     if rng.random() < 0.3:
         rows = [sum(lengths[:i]) for i in range(1, len(lengths))]
         bounds = [0, *sorted(rng.sample(rows, rng.randint(1, len(rows)))), total]
-    check(case, bounds, rng.choice(["kept", "again", "checkpoint"]), sinks=rng.random() < 0.2)
+    way, sinks = rng.choice(WAYS), rng.random() < 0.2
+    check(case, bounds, way, sinks, ratio=rng.choice([0.0, 0.0, 0.3, 1.0]))
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -145,7 +160,7 @@ def test_chunks(seed):
     bounds = cuts(rng, length, rng.randint(1, min(9, length)))
     if rng.random() < 0.3:
         bounds = [*range(0, length, chunk), length]
-    check(case, bounds, rng.choice(["kept", "again", "checkpoint"]), want=want)
+    check(case, bounds, rng.choice(WAYS), want=want)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -188,9 +203,10 @@ def test_one_slice_is_the_whole_bit_for_bit(tree):
 
 @pytest.mark.parametrize("send", ["latent", "kv", "auto"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("way", ["kept", "again", "checkpoint"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tree", [None, Tree(*BRANCHED)], ids=["a sequence", "a tree"])
-def test_latents_are_kept(send, size, way, tree):
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_latents_are_kept(send, size, way, tree, ratio):
     bounds, dims = [0, 20, 21, 77, 139], (4, 8, 4, 6, 10)
     inputs = tensors([139], dims, torch.float64)
     weights = []
@@ -200,7 +216,7 @@ def test_latents_are_kept(send, size, way, tree):
         weight = inputs["w_kv"].clone().requires_grad_()
         rows = {name: x for name, x in inputs.items() if name != "w_kv"}
         run = lambda part, leaves: mla_attention(*leaves, weight, comm=comm, cu_seqlens=part, **with_options(send=send))
-        found = on_slices(run, bounds, rows, comm, way, tree)
+        found = on_slices(run, bounds, rows, comm, way, tree, ratio)
         weights.append(weight.grad)
         return found
 
@@ -212,8 +228,9 @@ def test_latents_are_kept(send, size, way, tree):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("way", ["kept", "again", "checkpoint"])
-def test_several_layers_and_two_uses_in_one_graph(size, way):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_several_layers_and_two_uses_in_one_graph(size, way, ratio):
     """Each call of a pass keeps its own keys; checkpoints inside of checkpoints find them again."""
     case = TreeCase(size, [-1], [60])
     inputs = {name: x for name, x in case.tensors().items() if name != "sinks"}
@@ -235,7 +252,7 @@ def test_several_layers_and_two_uses_in_one_graph(size, way):
             attend = lambda q, k, v: ring_attention(q, k, v, comm=comm, cu_seqlens=part)
             return layers(attend, *leaves, way == "checkpoint")
 
-        sliced = on_slices(run, bounds, inputs, comm, way)
+        sliced = on_slices(run, bounds, inputs, comm, way, ratio=ratio)
         mine = {name: shard(x, [0, 60], rank=comm.rank, size=comm.size) for name, x in inputs.items()}
         leaves = [mine[name].clone().requires_grad_() for name in ("q", "k", "v")]
         out = layers(lambda q, k, v: ring_attention(q, k, v, comm=comm, cu_seqlens=[0, 60]), *leaves, False)

@@ -7,6 +7,7 @@ from torch import nn
 
 from hdpcomm._core.device import open_sim
 from hdpcomm._core.offload import CopyEngine
+from hdpcomm.attention import SlicedSequence, ring_attention
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.testing.device_check import check, current_rank, planted_sites
 from tests.harness.native import _testing
@@ -85,6 +86,25 @@ def module_training() -> None:
     offload.lane.sweep()
 
 
+def sliced_training() -> None:
+    """Two layers of attention over a sequence in slices, whose keys and sums of gradients are in the pool."""
+    torch.set_num_threads(1)
+    pool = PinnedPool(1 << 20, device=open_sim(current_rank()))
+    offload = ActivationOffload(pool, [nn.Identity()], min_bytes=1)
+    for ratio in (1.0, 0.5):
+        sliced = SlicedSequence([0, 5, 8, 16], offload=offload, ratio=ratio)
+        outs = []
+        for number in range(3):
+            part = sliced.slice(number)
+            hidden = torch.ones(part.length, 1, 4, requires_grad=True)
+            for _ in range(2):
+                hidden = hidden + ring_attention(hidden, hidden.sin(), hidden.cos(), comm=None, cu_seqlens=part)
+            outs.append(hidden)
+        for out in reversed(outs):
+            out.sum().backward()
+    assert offload.stats().held == 0
+
+
 def test_the_copies_are_ordered_for_200_seeds() -> None:
     check(training, 1, seeds=range(200))
     check(given_up, 1, True, seeds=range(200))
@@ -92,11 +112,12 @@ def test_the_copies_are_ordered_for_200_seeds() -> None:
 
 def test_offloaded_modules_are_ordered() -> None:
     check(module_training, 1, seeds=range(40))
+    check(sliced_training, 1, seeds=range(40))
 
 
 def test_each_wait_that_is_left_out_is_found() -> None:
     needed: dict[tuple[str, str, int], bool] = {}
-    for program, *args in ((training,), (given_up, True), (given_up, False), (module_training,)):
+    for program, *args in ((training,), (given_up, True), (given_up, False), (module_training,), (sliced_training,)):
         for site in planted_sites(program, 1, *args, seeds=range(12), path="csrc/offload"):
             key = (site.call, site.file.rsplit("/", 1)[-1], site.line)
             needed[key] = needed.get(key, False) or bool(site.found)
