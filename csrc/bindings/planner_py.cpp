@@ -185,12 +185,14 @@ void bindPlanner(py::module_& module) {
                       double host_tokens, double copy, int ranks, int ranks_per_node, int pipeline,
                       int chunks, std::vector<double> speeds, int nics, double put_off, bool split,
                       int ring_peers, int ranks_per_domain, double kv_domain, double latency_domain,
-                      int uplinks, double noise, int slices, double key_limit, double limited) {
+                      int uplinks, double noise, int slices, double key_limit, double limited,
+                      double kept_copy, double kept_back, double kept, double kept_offloaded) {
             return CostModel(
                 CostParams{attention, piece, linear, fixed, ring_step, kv_intra, kv_domain,
                            kv_inter, latency_intra, latency_domain, latency_inter, forward,
                            forward_transfer, put_off, noise, key_limit, limited},
-                MemoryParams{capacity, offloadable, host_tokens, copy},
+                MemoryParams{capacity, offloadable, host_tokens, copy, kept_copy, kept_back, kept,
+                             kept_offloaded},
                 Cluster{.ranks = ranks,
                         .ranks_per_node = ranks_per_node,
                         .ranks_per_domain = ranks_per_domain,
@@ -212,7 +214,9 @@ void bindPlanner(py::module_& module) {
           py::arg("nics") = 0, py::arg("put_off") = 0.0, py::arg("split") = false,
           py::arg("ring_peers") = 0, py::arg("ranks_per_domain") = 0, py::arg("kv_domain") = 0.0,
           py::arg("latency_domain") = 0.0, py::arg("uplinks") = 0, py::arg("noise") = 0.0,
-          py::arg("slices") = 1, py::arg("key_limit") = 0.0, py::arg("limited") = 0.0)
+          py::arg("slices") = 1, py::arg("key_limit") = 0.0, py::arg("limited") = 0.0,
+          py::arg("kept_copy") = 0.0, py::arg("kept_back") = 0.0, py::arg("kept") = 0.0,
+          py::arg("kept_offloaded") = 0.0)
       .def(
           "seconds",
           [](const CostModel& cost, const std::vector<int64_t>& lengths, int size, bool one_node,

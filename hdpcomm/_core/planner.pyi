@@ -42,6 +42,10 @@ class CostModel:
         slices: int = 1,
         key_limit: float = 0.0,
         limited: float = 0.0,
+        kept_copy: float = 0.0,
+        kept_back: float = 0.0,
+        kept: float = 0.0,
+        kept_offloaded: float = 0.0,
     ) -> None: ...
     def seconds(self, lengths: Sequence[int], size: int, one_node: bool, one_domain: bool = False) -> float: ...
     def token_limit(self, ratio: float) -> int: ...

@@ -172,7 +172,7 @@ class _OnHost:
         """Takes the rows of a slice, unless it runs again; gives those up to its end."""
         if _calls.again[-1] is not None:
             self._present = None
-            self._present = self.read(part)
+            self._present = self._rows.read(part.number + 1, part.end)
             return self._present
         found = self._rows.read(part.number, part.end) if part.number else []
         if self._place + 1 < len(self._calls) and part.number:
@@ -189,17 +189,11 @@ class _OnHost:
         found, self._present = self._present, None
         if found is None:
             found = self._rows.read(part.number + 1, part.end)
-        self._prefetch_sums(part)
-        if self._place:
-            before = self._calls[self._place - 1]
-            if before._present is None:
-                before._rows.prefetch(part.number + 1, part.end)
-            before._prefetch_sums(part)
-        return found
-
-    def _prefetch_sums(self, part: _Part) -> None:
         if len(self._sums):
             self._sums.prefetch(1, part.end)
+        if self._place and (before := self._calls[self._place - 1])._present is None:
+            before._rows.prefetch(part.number + 1, part.end)
+        return found
 
     def take_sums(self, part: _Part) -> list[torch.Tensor]:
         """The sums up to the end of a slice; none if it is the last one."""
@@ -235,7 +229,7 @@ class _Part:
     seen: torch.Tensor | None
 
     def seen_of(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Of the rows up to its end."""
+        """Those of the rows up to its end that it sees."""
         return tuple(rows) if self.seen is None else tuple(x.index_select(0, self.seen) for x in rows)
 
 

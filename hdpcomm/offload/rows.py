@@ -16,7 +16,7 @@ __all__ = ["HostRows"]
 class HostRows:
     """The rows of some tensors in parts that were added one after the other. Local.
 
-    Of each part the first ``ratio`` x rows are in the pool of ``offload``, the others on the device. Their copies to
+    The first ``ratio`` x rows of each part are in the pool of ``offload``, the others on the device. Their copies to
     the pool end beside what computes until the next rows of any of its :class:`HostRows` are added; those back begin
     with :meth:`prefetch`, or with :meth:`read`.
     """

@@ -437,6 +437,9 @@ class MemoryModel:
             layer, which every pass needs; ``None`` without a model.
         kept: share of a token's bytes that its keys and values take in slices to come, with their gradients in float32;
             1 without a model.
+        kept_offloaded: of these, what stays on the device at an offload ratio of 1.
+        kept_copy_s, kept_back_s: seconds to load a token's keys and values for a forward pass of a slice, and them and
+            their gradients for a backward pass.
     """
 
     capacity: int
@@ -446,12 +449,14 @@ class MemoryModel:
     token_bytes: float | None = None
     state_bytes: float | None = None
     kept: float = 1.0
+    kept_offloaded: float = 1.0
+    kept_copy_s: float = 0.0
+    kept_back_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_whole("MemoryModel", "capacity", self.capacity, least=1, most=MOST_TOKENS)
         check_number("MemoryModel", "offloadable", self.offloadable, least=0, most=1)
-        check_number("MemoryModel", "kept", self.kept, least=0)
-        for name in ("copy_s", "host_tokens"):
+        for name in ("copy_s", "host_tokens", "kept", "kept_offloaded", "kept_copy_s", "kept_back_s"):
             check_number("MemoryModel", name, getattr(self, name), least=0)
 
     def bytes_held(self, tokens: float) -> float | None:
@@ -473,20 +478,55 @@ class MemoryModel:
         step = StepMemory.of(model, states=_state_bytes(model, cluster), layers=layers, tensor=cluster.tensor)
         token_bytes, states = step.line().token, step.states + step.line().fixed
         capacity = cluster.capacity or _derived_capacity(model, cluster, token_bytes, states)
-        kept = model.kept_bytes / cluster.pipeline / cluster.tensor / token_bytes
+        resident = cls(capacity, token_bytes=token_bytes, state_bytes=states)
         if not cluster.offload or layers <= 2:
-            return cls(capacity, token_bytes=token_bytes, state_bytes=states, kept=kept)
+            return resident.with_kept(model, cluster)
         moved = step.offloadable()
         bandwidth = min(device.d2h_bandwidth, device.h2d_bandwidth)
-        return cls(
-            capacity,
+        offloaded = replace(
+            resident,
             offloadable=moved / token_bytes,
             copy_s=moved / bandwidth,
             host_tokens=device.host_bytes / (token_bytes * _sets_held(cluster)),
-            token_bytes=token_bytes,
-            state_bytes=states,
-            kept=kept,
         )
+        return offloaded.with_kept(model, cluster)
+
+    def with_kept(self, model: ModelSpec, cluster: ClusterSpec, token_bytes: float | None = None) -> MemoryModel:
+        """With what slices of ``model`` keep; ``token_bytes``: of one token, default those that this knows.
+
+        On the device they are those of all layers, and of one layer the gradients that a pass finds, piece and sum.
+        With all in host memory there are three sets of one layer: those in use, those that come or leave, and again the
+        gradients that a pass finds.
+        """
+        size = token_bytes or self.token_bytes
+        if not size:
+            raise InvalidUsage("with_kept() needs the bytes of a token: give token_bytes")
+        layers = model.layers / cluster.pipeline
+        narrow, wide = model.dtype_bytes, max(4, model.dtype_bytes)
+        values = model.kept_values(cluster.tensor) / cluster.pipeline
+        both = values * (narrow + wide) / size
+        kept = both * (1 + 1 / layers)
+        if not self.copy_s:
+            return replace(self, kept=kept, kept_offloaded=kept)
+        of_one = self.copy_s / (self.offloadable * size)  # seconds a byte
+        return replace(
+            self,
+            kept=kept,
+            kept_offloaded=min(kept, 3 * both / layers),
+            kept_copy_s=values * narrow * of_one,
+            kept_back_s=values * (narrow + wide) * of_one,
+        )
+
+    def kept_at(self, ratio: float) -> float:
+        """Share of a token's bytes that slices keep on the device at an offload ratio."""
+        return self.kept + ratio * (self.kept_offloaded - self.kept)
+
+    def room_of_slices(self, kept: int, ratio: float) -> int:
+        """The most tokens that a slice may have on a rank which keeps ``kept`` tokens of it and the others."""
+        room = (self.capacity - self.kept_at(ratio) * kept) / (1 - ratio * self.offloadable)
+        if ratio > 0:
+            room = min(room, (self.host_tokens - ratio * self.kept * kept) / (ratio * self.offloadable))
+        return math.floor(room + 1e-6)
 
     def token_limit(self, ratio: float) -> int:
         """The most tokens that a rank can hold at an offload ratio."""
@@ -541,6 +581,10 @@ def core_cost(
         offloadable=memory.offloadable,
         host_tokens=memory.host_tokens,
         copy=memory.copy_s,
+        kept_copy=memory.kept_copy_s,
+        kept_back=memory.kept_back_s,
+        kept=memory.kept,
+        kept_offloaded=memory.kept_offloaded,
         ranks=cluster.ranks,
         ranks_per_node=cluster.node_ranks,
         pipeline=cluster.pipeline,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -278,8 +277,8 @@ class Planner:
             fragments=(*jobs.fragments, *(SequenceFragment(*each) for each in solved.slices)),
         )
 
-    def _too_long(self, jobs: Jobs) -> dict[int, int]:
-        """How many slices the jobs need that fit the ranks no other way, by place."""
+    def _too_long(self, jobs: Jobs) -> dict[int, tuple[int, float]]:
+        """(slices, offload ratio) that the jobs need that fit the ranks no other way, by place."""
         most = self.memory.token_limit(1.0 if self.memory.copy_s else 0.0) * self.cluster.ranks
         if self.slices == 1 or self.cluster.pipeline > 1 or max(jobs.tokens, default=0) <= most:
             return {}
@@ -287,8 +286,11 @@ class Planner:
         for place, tokens in enumerate(jobs.tokens):
             if tokens <= most:
                 continue
-            room = math.floor(capacity - self.memory.kept * -(-tokens // ranks))
-            needed = -(-tokens // (room * ranks)) if room > 0 else MOST_SLICES + 1
+            ways = []
+            for ratio in (0.0, 1.0) if self.memory.copy_s else (0.0,):
+                room = self.memory.room_of_slices(-(-tokens // ranks), ratio)
+                ways.append((-(-tokens // (room * ranks)) if room > 0 else MOST_SLICES + 1, ratio))
+            needed, ratio = next((way for way in ways if way[0] <= self.slices), min(ways))
             if needed > self.slices:
                 what = f"{'tree' if place in jobs.trees else 'sequence'} {place} of {tokens} tokens"
                 raise InvalidUsage(
@@ -300,10 +302,10 @@ class Planner:
                     )
                     + ": raise capacity, ranks or slices, or cut the sequence"
                 )
-            found[place] = needed
+            found[place] = needed, ratio
         return found
 
-    def _plan_in_slices(self, jobs: Jobs, long: Mapping[int, int], start: float) -> StepPlan:
+    def _plan_in_slices(self, jobs: Jobs, long: Mapping[int, tuple[int, float]], start: float) -> StepPlan:
         """The slices of sequences that are too long for all ranks, on all of them, then the plan of the others."""
         ids = jobs.ids or range(len(jobs.tokens))
         others = [place for place in range(len(jobs.tokens)) if place not in long]
@@ -321,13 +323,13 @@ class Planner:
         ranks = tuple(range(self.cluster.ranks))
         batches: list[MicroBatch] = []
         slices = []
-        for place, count in long.items():
+        for place, (count, ratio) in long.items():
             tokens = jobs.tokens[place]
             bounds = [tokens * k // count for k in range(count + 1)]
             for first, end in pairwise(bounds):
                 slices.append((ids[place], first, end))
                 held = (SequenceInfo(next_id + len(batches), end - first),)
-                batches.append(MicroBatch(len(batches), ranks, held, 0.0, 0.0))
+                batches.append(MicroBatch(len(batches), ranks, held, ratio, 0.0))
         table = PlanTable.of(batches).followed_by(solved.table)
         solved = solved._replace(
             table=table, slices=slices, lower_bound=max(solved.lower_bound, self._least_mean(jobs))

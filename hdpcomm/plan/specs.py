@@ -196,12 +196,10 @@ class ModelSpec:
         """:attr:`activation_bytes`, and what is summed in fp32 (fp64 for 8 bytes) on the way to them."""
         return self.activation_bytes + max(4, self.dtype_bytes) * self._mixed("summed") / self.layers
 
-    @property
-    def kept_bytes(self) -> float:
-        """What a token of a slice keeps for later slices, in all layers: keys and values, or the latent, and sums of
-        their gradients in fp32 (fp64 for 8 bytes); and of one layer the gradients that a pass finds, piece and sum."""
-        each = self.dtype_bytes + max(4, self.dtype_bytes)
-        return self._mixed("sent") * each * (1 + 1 / self.layers)
+    def kept_values(self, tensor: int = 1) -> float:
+        """Numbers a token that slices keep for later ones, in all layers, on each of ``tensor`` ranks: keys and values,
+        or the latent, which serves all heads. Their gradients are summed in fp32 (fp64 for 8 bytes)."""
+        return float(sum(each.layers * each.sent / (1 if each.expansion else tensor) for each in self.token_mixing))
 
     @property
     def logits_bytes(self) -> float:

@@ -19,7 +19,8 @@ from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import NewWeights
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.plan import Calibration, CostModel, CostSample, MemoryModel, Planner
+from hdpcomm.plan import Calibration, CostModel, CostSample, MemoryModel, ModelSpec, Planner
+from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS, free_models
 from hdpcomm.run.model import check_model, fewest_layers, model_facts, model_spec, new_part
@@ -44,6 +45,7 @@ __all__ = [
     "measure_costs",
     "measure_offload",
     "same_mesh",
+    "token_bytes",
     "weights_put_off",
 ]
 
@@ -254,8 +256,9 @@ def make_planner(
         return WholeSequencePlanner(cluster, costs.cost_model)
     memory, slices = costs.memory, config.slices if policy == "balanced" else 1
     if slices > 1 and (spec := model_spec(config.model)) is not None:
-        kept = MemoryModel.of(replace(spec, dtype_bytes=config.parameter_dtype.itemsize), cluster).kept
-        memory = replace(memory or MemoryModel(costs.capacity), kept=kept)
+        spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
+        known = memory or MemoryModel(costs.capacity)
+        memory = known.with_kept(spec, cluster, known.token_bytes or token_bytes(spec, config))
     planner = Planner(
         None,
         cluster,
@@ -267,9 +270,16 @@ def make_planner(
         queue=config.queue and policy == "balanced",
         slices=slices,
     )
-    if slices > 1:
+    if slices > 1 or config.offload:
         planner.plan([corpus.longest])  # says so now where it fits in no number of slices
     return planner
+
+
+def token_bytes(spec: ModelSpec, config: RunConfig) -> float:
+    """Bytes that a token takes on the device that recomputes most. Local."""
+    layers = -(-spec.layers // config.pipeline)
+    step = StepMemory.of(spec, states=0.0, layers=layers, tensor=config.tensor)
+    return step.line(min(layers, max(recompute_by_device(config)))).token
 
 
 def weights_put_off(config: RunConfig, measured: float) -> float:

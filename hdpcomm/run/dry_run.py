@@ -12,12 +12,12 @@ from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import Corpus
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import ClusterSpec, Planner
+from hdpcomm.plan import ClusterSpec, MemoryModel, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.plan.presets import NODE_DEVICES
 from hdpcomm.run.batches import batch_sampler
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.costs import make_planner, measure_costs
+from hdpcomm.run.costs import make_planner, measure_costs, token_bytes
 from hdpcomm.run.limits import check_limits
 from hdpcomm.run.memory import (
     MemoryBeside,
@@ -136,12 +136,14 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
     planners = {}
     if spec is not None:
         spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
+        memory = MemoryModel.of(spec, cluster).with_kept(spec, cluster, token_bytes(spec, config))
         planners = {
             policy: Planner(
                 spec,
                 cluster,
                 policy,
                 context=corpus.longest,
+                memory=memory,
                 ring_peers=config.ring_peers,
                 slices=config.slices if policy == "balanced" else 1,
             )

@@ -108,11 +108,12 @@ class OffloadedStep:
         if self._meter is not None:
             self._meter.__exit__(kind, error, trace)
 
-    def micro_batch(self, ratio: float, tokens: int) -> contextlib.AbstractContextManager[None]:
-        """Round the forward pass of a micro-batch with ``tokens`` tokens on this rank."""
+    def micro_batch(self, ratio: float, tokens: int, kept: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Round the forward pass of a micro-batch with ``tokens`` tokens on this rank; ``kept``: of a slice, those of
+        it and all before it."""
         if self._offload is None:
             return contextlib.nullcontext()
-        held = tokens * (1 - ratio * self._memory.offloadable)
+        held = tokens * (1 - ratio * self._memory.offloadable) + self._memory.kept_at(ratio) * kept
         self._ratio = max(self._ratio, ratio)
         self._predicted = max(self._predicted, self._memory.bytes_held(held) or 0.0)
         return self._offload.micro_batch(ratio, tokens=tokens)

@@ -59,7 +59,8 @@ class StepInputs:
         fetch: reads sequences.
         scale: factor of the losses in backward passes.
         gradients: of the backward passes; ``None``: an evaluation, which has none.
-        around: (offload ratio, local tokens) of a micro-batch to what surrounds its forward pass.
+        around: (offload ratio, local tokens) of a micro-batch, and of a slice those of it and all before it, to what
+            surrounds its forward pass.
         offload: takes what slices keep for later ones to host memory.
         on_pass: called after each pass, or pair of passes, with the index of its micro-batch; ``None``: one without
             tokens, which others needed.
@@ -72,7 +73,7 @@ class StepInputs:
     fetch: Fetch
     scale: float = 1.0
     gradients: ReducedGradients | None = None
-    around: Callable[[float, int], AbstractContextManager[None]] = lambda *_: nullcontext()
+    around: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
     offload: ActivationOffload | None = None
     on_pass: Callable[[int | None], object] = lambda _: None
     ends: bool = True
@@ -204,9 +205,10 @@ class MicroBatchPasses:
             return self._pass(empty_shard(self._device), self._alone, step, nullcontext())
         kept = running.packs.pop(micro_batch.index, None)
         packed = self._packed(micro_batch, step, running) if kept is None else kept.again()
-        around = step.around(micro_batch.offload_ratio, packed.tokens.numel())
-        done = self._pass(packed, self._comm(micro_batch), step, around)
         planned = running.planned.get(micro_batch.index)
+        seen = 0 if planned is None else -(-planned.bounds[planned.number + 1] // len(micro_batch.ranks))
+        around = step.around(micro_batch.offload_ratio, packed.tokens.numel(), seen)
+        done = self._pass(packed, self._comm(micro_batch), step, around)
         if planned is not None and (planned.last if step.gradients is None else planned.number == 0):
             del running.sliced[planned.sequence]
         return done

@@ -67,6 +67,10 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
   }
   checkNotNegative(memory.copy, "copy");
   checkNotNegative(memory.host_tokens, "host_tokens");
+  checkNotNegative(memory.kept_copy, "kept_copy");
+  checkNotNegative(memory.kept_back, "kept_back");
+  checkNotNegative(memory.kept, "kept");
+  checkNotNegative(memory.kept_offloaded, "kept_offloaded");
   if (memory.capacity < 1) {
     throwInvalidUsage("capacity is " + std::to_string(memory.capacity) +
                       " tokens, expected at least 1");
@@ -129,9 +133,10 @@ void CostModel::normaliseSpeeds() {
   if (fastest == 1) return;
   for (double& speed : speeds) speed /= fastest;
   CostParams& all = params_;
-  for (double* seconds : {&all.attention, &all.piece, &all.linear, &all.fixed, &all.ring_step,
-                          &all.kv_intra, &all.kv_domain, &all.kv_inter, &all.latency_intra,
-                          &all.latency_domain, &all.latency_inter, &all.put_off, &memory_.copy}) {
+  for (double* seconds :
+       {&all.attention, &all.piece, &all.linear, &all.fixed, &all.ring_step, &all.kv_intra,
+        &all.kv_domain, &all.kv_inter, &all.latency_intra, &all.latency_domain, &all.latency_inter,
+        &all.put_off, &memory_.copy, &memory_.kept_copy, &memory_.kept_back}) {
     *seconds /= fastest;
   }
 }

@@ -38,6 +38,13 @@ struct MemoryParams {
   double offloadable = 0;  // share of a token's bytes that offload can move, in [0, 1)
   double host_tokens = 0;  // tokens whose bytes a rank's host memory has room for
   double copy = 0;         // seconds to copy the offloadable part of a token one way; 0: no offload
+  // Seconds to load the keys and values of a token that slices before have kept, for a forward
+  // pass, and with the sums of their gradients for a backward pass.
+  double kept_copy = 0;
+  double kept_back = 0;
+  // Share of a token's bytes that slices keep on the device, at offload ratios of 0 and 1.
+  double kept = 0;
+  double kept_offloaded = 0;
 };
 
 // What the ranks of a group have in common: its ring is as slow as the slowest link in it.
@@ -188,6 +195,13 @@ class CostModel {
     const double rest = params_.linear * load.tokens / size + params_.fixed;
     return params_.forward * (size * compute + rest + (size - 1) * params_.ring_step) +
            (size - 1) * wait;
+  }
+  // How long the passes of a slice take to load what a share `offload` of `kept` tokens has kept.
+  double forwardLoad(double kept, int size, double offload) const noexcept {
+    return offload * memory_.kept_copy * kept / size;
+  }
+  double backwardLoad(double kept, int size, double offload) const noexcept {
+    return offload * memory_.kept_back * kept / size;
   }
   // The best that any `size` ranks can do: inside one node, or one domain, if they fit into one.
   double seconds(const Load& load, int size) const noexcept {

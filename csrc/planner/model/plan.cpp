@@ -159,12 +159,18 @@ void price(const Problem& problem, MicroBatch& batch, const Work& work) {
   const auto kept = static_cast<double>(kept_tokens);
   const Scope scope = scopeOf(batch.ranks, cost.cluster());
   const double messages = crowding(batch.ranks, cost.cluster());
+  batch.offload = cost.offloadFor(static_cast<double>(held));
   batch.predicted_s = cost.seconds(load, size, scope, messages, kept);
-  if (batch.slice.more && cost.cluster().pipeline == 1) {
-    batch.predicted_s += cost.forwardSeconds(load, size, scope, messages, kept);
+  if (batch.slice.some()) {
+    const double forward = cost.forwardSeconds(load, size, scope, messages, kept);
+    const double to_load = cost.forwardLoad(kept, size, batch.offload);
+    const double backward = batch.predicted_s - forward;
+    batch.predicted_s += std::max(0.0, to_load - forward) +
+                         std::max(0.0, cost.backwardLoad(kept, size, batch.offload) - backward);
+    const bool again = batch.slice.more && cost.cluster().pipeline == 1;
+    if (again) batch.predicted_s += std::max(forward, to_load);
   }
   batch.predicted_s /= slowest(batch.ranks, cost.cluster());
-  batch.offload = cost.offloadFor(static_cast<double>(held));
 }
 
 std::vector<std::vector<int32_t>> packBestFit(const std::vector<int64_t>& lengths,

@@ -26,11 +26,11 @@ PassCosts costsOn(const CostModel& cost, const Group& group, const Work& work, d
   const double transfer = cost.stepTransfer(load, size, scope, messages, kept);
   const double rest =
       params.linear * load.tokens / size + params.fixed + (size - 1) * params.ring_step;
-  const auto pass = [&](double share, double sent, double step_wait) {
+  const auto pass = [&](double share, double sent, double step_wait, double load_kept) {
     const double wait = (size - 1) * step_wait;
     const double parts = chunks * speed;
     PassCosts::Pass result;
-    result.seconds = (share * (size * step + rest) + wait) / parts;
+    result.seconds = std::max(share * (size * step + rest) + wait, load_kept) / parts;
     result.exposed = wait / parts;
     result.compute = share * step / parts;
     result.bytes = sent * cost.kv(scope) * (load.tokens + kept) / size / parts;
@@ -39,9 +39,10 @@ PassCosts costsOn(const CostModel& cost, const Group& group, const Work& work, d
     return result;
   };
   PassCosts result;
-  result.forward = pass(params.forward, params.forward_transfer, cost.forwardWait(step, transfer));
-  result.backward =
-      pass(1 - params.forward, 1 - params.forward_transfer, cost.backwardWait(step, transfer));
+  result.forward = pass(params.forward, params.forward_transfer, cost.forwardWait(step, transfer),
+                        cost.forwardLoad(kept, size, offload));
+  result.backward = pass(1 - params.forward, 1 - params.forward_transfer,
+                         cost.backwardWait(step, transfer), cost.backwardLoad(kept, size, offload));
   if (cost.cluster().split) {
     const double most = std::max(0.0, result.backward.seconds - result.backward.exposed);
     result.weights = std::min(most, params.put_off * load.tokens / size / (chunks * speed));
@@ -64,10 +65,17 @@ PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work&
   const Group group{static_cast<int>(batch.ranks.size()), scopeOf(batch.ranks, cluster),
                     crowding(batch.ranks, cluster), slowest(batch.ranks, cluster)};
   PassCosts result = costsOn(cost, group, work, batch.offload);
-  if (batch.slice.more && cost.cluster().pipeline == 1) {
-    result.backward.seconds += result.forward.seconds;
-    result.backward.exposed += result.forward.exposed;
-    result.resident = 0;  // of the first forward pass
+  if (batch.slice.some() && cluster.pipeline == 1) {
+    if (batch.slice.more) {
+      result.backward.seconds += result.forward.seconds;
+      result.backward.exposed += result.forward.exposed;
+      result.resident = 0;  // of the first forward pass
+    } else {                // with the last slice all slices' keys are there
+      const MemoryParams& memory = cost.memory();
+      const double share = memory.kept + batch.offload * (memory.kept_offloaded - memory.kept);
+      const auto kept = static_cast<double>(batch.slice.end);
+      result.resident += share * kept / group.size;
+    }
   }
   return result;
 }

@@ -194,6 +194,17 @@ def test_a_sequence_that_fits_the_ranks_no_other_way():
     check(run_threads(lambda: plain_step(planner, torch.float64), 2), torch.float64)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_sequence_whose_keys_fit_in_host_memory_alone(recompute):
+    memory = MemoryModel(12, offloadable=0.5, copy_s=1e-9, host_tokens=500, kept=0.3, kept_offloaded=0.05)
+    planner = Planner(None, ClusterSpec(2, 12), cost_model=CostModel(1e-6, 1e-5), memory=memory, slices=8)
+    plan = planner.plan(LENGTHS)
+    assert [each.number for each in plan.slices.values()] == [0, 1, 2, 3]
+    assert all(plan.micro_batches[index].offload_ratio == 1 for index in plan.slices)
+    run = lambda: plain_step(planner, torch.float64, offload=True, recompute=recompute)
+    check(run_threads(run, 2), torch.float64)
+
+
 @pytest.mark.parametrize("how", ["plain", "recompute"])
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
 def test_losses_of_log_probabilities(ranks, stages, how):

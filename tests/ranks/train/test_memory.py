@@ -15,7 +15,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, from_pretrained, set_recompute
 from hdpcomm.models import LlamaConfig as OwnConfig
 from hdpcomm.models.recompute import recomputed_layers
-from hdpcomm.offload import MemoryMeter
+from hdpcomm.offload import ActivationOffload, MemoryMeter, PinnedPool
 from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner, SequenceFragment
 from hdpcomm.plan.memory import Line, StepMemory
 from hdpcomm.run.flops import spec_of
@@ -131,24 +131,28 @@ def test_the_model_is_left_as_it_was():
         profile_memory(model, hdp.init(), adamw, tokens=7)
 
 
-def predicted_in_slices(profile, length, slices, recompute):
+def predicted_in_slices(profile, length, slices, recompute, ratio=0.0):
     """The passes of one slice, and what is kept of all, of the last one no sums. A pass is largest where it would be
     without slices, or later in a layer, in its attention: the MLP's share of it is free by then, and the gradients of
-    all keys before the slice are there as a kernel's piece and as a sum."""
+    all keys before the slice are there as a kernel's piece and as a sum. With a ratio of 1, the keys of a layer come in
+    an MLP while the sums of the one before leave; in attention there are its keys and sums, too."""
     layer, tokens = 2 * OWN.kv_heads * (OWN.hidden // OWN.heads) * 4, length // slices
     later, mlp = length - tokens, 2 * 3 * OWN.ffn * 4
     lines = {name: getattr(profile, name) for name in ("backward", "recomputed")}
     lines = {name: Line(line.fixed + 2 * later * layer, line.token - mlp) for name, line in lines.items()}
     in_attention = replace(profile, forward=Line(0.0, 0.0), logits=0.0, **lines)
-    passes = max(each.peak_bytes(tokens, recompute) for each in (profile, in_attention))
+    passes = [each.peak_bytes(tokens, recompute, ratio) for each in (profile, in_attention)]
     spec = replace(spec_of(OWN), dtype_bytes=4)
-    assert spec.kept_bytes == OWN.layers * 2 * layer + 2 * layer
-    return passes + (length + later) * layer * OWN.layers
+    assert spec.kept_values() * 4 == OWN.layers * layer
+    if ratio:
+        return max(passes[0] + 2 * later * layer, passes[1] + (4 * later - tokens) * layer)
+    return max(passes) + (length + later) * layer * OWN.layers
 
 
 @pytest.mark.parametrize("recompute", [0, 4])
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
 @pytest.mark.parametrize(("length", "slices"), [(750, 3), (750, 5), (3000, 10), (3000, 20), (3000, 40)])
-def test_a_sequence_in_slices(length, slices, recompute):
+def test_a_sequence_in_slices(length, slices, ratio, recompute):
     bounds = [length * k // slices for k in range(slices + 1)]
 
     def main():
@@ -157,12 +161,15 @@ def test_a_sequence_in_slices(length, slices, recompute):
         profile = profile_memory(Llama(OWN), comm, adamw, tokens=256)
         model = Llama(OWN)
         set_recompute(model, recompute)
-        planner = FixedPlanner(1, 1, [((0,), SequenceFragment(0, a, b)) for a, b in pairwise(bounds)])
-        trainer = Trainer(model, adamw(model.parameters()), planner, comm)
+        planner = FixedPlanner(1, 1, [((0,), SequenceFragment(0, a, b)) for a, b in pairwise(bounds)], ratio=ratio)
+        offload = None
+        if ratio:
+            offload = ActivationOffload(PinnedPool(64 << 20, device="cpu"), model, min_bytes=1)
+        trainer = Trainer(model, adamw(model.parameters()), planner, comm, offload=offload)
         for _ in range(2):
             with MemoryMeter("cpu") as meter:
                 trainer.step([length], lambda _: torch.arange(length) % 100)
-        return kept_bytes(trainer) + meter.peak, predicted_in_slices(profile, length, slices, recompute)
+        return kept_bytes(trainer) + meter.peak, predicted_in_slices(profile, length, slices, recompute, ratio)
 
     [(measured, predicted)] = run_threads(main, 1)
     assert measured == pytest.approx(predicted, rel=0.04)

@@ -30,7 +30,7 @@ from hdpcomm.plan import (
     Tree,
 )
 from hdpcomm.plan.cost import core_cost
-from hdpcomm.plan.token_mixing import delta_mixing, softmax_mixing
+from hdpcomm.plan.token_mixing import delta_mixing, latent_mixing, softmax_mixing
 from hdpcomm.plan.tree import tree_of
 from hdpcomm.sim import simulate_step
 from tests.harness.tree_oracle import random_tree
@@ -393,7 +393,7 @@ def test_recurrent_layers_keep_no_keys():
     """Only layers with attention keep keys for later slices: one of four."""
     delta = delta_mixing(4096, key_heads=16, key_dim=128, heads=32, value_dim=128, gates=4096)
     hybrid = replace(MODELS["llama-7b"], mixing=(delta.over(24), softmax_mixing(4096, 32, 8, 128).over(8)))
-    assert hybrid.kept_bytes == 8 * 2 * 1024 * (2 + 4) * (1 + 1 / 32)
+    assert hybrid.kept_values() == 8 * 2 * 1024
     lengths = [30_000, *[2000] * 40]
     for model in (hybrid, replace(hybrid, mixing=(delta.over(32),))):
         planner = Planner(model, ClusterSpec(8, 4096, device="h100", pipeline=4), slices=8)
@@ -403,6 +403,55 @@ def test_recurrent_layers_keep_no_keys():
 
 
 def test_a_models_kept_bytes():
-    """LLaMA-7B in bf16 keeps K and V of 32 layers, 1024 wide, with sums in fp32, and makes a layer's gradients."""
-    assert MODELS["llama-7b"].kept_bytes == 33 * 2 * 1024 * (2 + 4)
-    assert MemoryModel.of(MODELS["llama-7b"], ClusterSpec(8, 8192)).kept == pytest.approx(0.1, rel=0.5)
+    """LLaMA-7B in bf16 keeps K and V of 32 layers, 1024 wide, with sums in fp32, and makes a layer's gradients; in host
+    memory all but three sets of a layer. MLA's latent is the same on all tensor ranks."""
+    model = MODELS["llama-7b"]
+    assert [model.kept_values(tensor) for tensor in (1, 4)] == [32 * 2 * 1024, 8 * 2 * 1024]
+    latent = replace(
+        model,
+        mixing=(latent_mixing(4096, 32, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128).over(32),),
+    )
+    assert latent.kept_values(4) == latent.kept_values() == 32 * (512 + 64)
+    resident, offloaded = (MemoryModel.of(model, ClusterSpec(8, 8192, offload=each)) for each in (False, True))
+    layer = 2 * 1024 * (2 + 4) / resident.token_bytes
+    assert resident.kept == resident.kept_offloaded == offloaded.kept == pytest.approx(33 * layer)
+    assert offloaded.kept_offloaded == pytest.approx(3 * layer)
+    device = ClusterSpec(8, 8192).hardware
+    assert offloaded.kept_copy_s == pytest.approx(32 * 2 * 1024 * 2 / min(device.d2h_bandwidth, device.h2d_bandwidth))
+    assert offloaded.kept_back_s == pytest.approx(3 * offloaded.kept_copy_s)
+
+
+def offloaded(**more):
+    known = {"offloadable": 0.5, "copy_s": 1e-9, "host_tokens": 5000, "kept": 0.3, "kept_offloaded": 0.05} | more
+    return Planner(None, ClusterSpec(2, 1000), cost_model=COST, memory=MemoryModel(1000, **known), slices=8)
+
+
+def test_keys_in_host_memory():
+    """A sequence whose keys do not fit the devices: in as few slices as fit beside one layer's, all in host memory."""
+    lengths = [12_000, 100, 300]
+    plan = offloaded().plan(lengths)
+    # 1000 tokens without what is kept of 6000, at half a token each; and as many as host memory has room for.
+    assert len(plan.slices) == math.ceil(6000 / ((1000 - 0.05 * 6000) / 0.5))
+    assert {plan.micro_batches[index].offload_ratio for index in plan.slices} == {1.0}
+    fewer = offloaded(host_tokens=0.3 * 6000 + 500).plan(lengths)
+    assert len(fewer.slices) == 6
+    assert max(simulate_step(offloaded(), lengths).rank_peak_tokens) == pytest.approx(0.05 * 6000 + 0.5 * 1200)
+    with pytest.raises(InvalidUsage, match=r"sequence 0 of 12000 tokens does not fit .* and not in slices, either"):
+        offloaded(host_tokens=0.3 * 6000).plan(lengths)
+    with pytest.raises(InvalidUsage, match=r"in 8 slices, beside the keys and values of all of it: it needs 12"):
+        offloaded(host_tokens=0.3 * 6000 + 250).plan(lengths)
+
+
+def test_passes_wait_for_keys_that_come_slowly():
+    """Each pass takes at least as long as its loads: two forward passes, but for the last slice, and a backward one."""
+    lengths = [12_000]
+    plan = offloaded().plan(lengths)
+    slow = offloaded(kept_copy_s=1.0, kept_back_s=3.0).plan(lengths)
+    starts = [each.bounds[each.number] // 2 for each in slow.slices.values()]
+    loads = [start * (3 + 2) for start in starts[:-1]] + [starts[-1] * (3 + 1)]
+    predicted = [batch.predicted_s for batch in slow.micro_batches]
+    assert predicted[1:] == pytest.approx(loads[1:], rel=1e-9)
+    assert predicted[0] == pytest.approx(plan.micro_batches[0].predicted_s)
+    assert slow.makespan_s == pytest.approx(sum(predicted))
+    hidden = offloaded(kept_copy_s=1e-12, kept_back_s=1e-12).plan(lengths)
+    assert hidden.makespan_s == plan.makespan_s
