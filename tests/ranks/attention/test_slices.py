@@ -3,6 +3,7 @@
 HDPCOMM_TEST_SLICES: how many random cases of each (default 40).
 """
 
+import gc
 import os
 import random
 
@@ -395,3 +396,50 @@ def test_graphs_of_all_slices_hold_keys_once(kind):
 
     few, many = held(2), held(16)
     assert many <= 1.03 * few
+
+
+def three_slices(offload, ratio=1.0):
+    sliced = SlicedSequence([0, 100, 200, 300], offload=offload, ratio=ratio)
+    for number in range(3):
+        yield lambda number=number: ring_attention(
+            *(torch.randn(100, 2, 8, requires_grad=True) for _ in range(3)), comm=None, cu_seqlens=sliced.slice(number)
+        )
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_pool_without_room_for_keys(graphs):
+    """Two slices fit and the keys of the third; nothing stays behind."""
+    offload = ActivationOffload(PinnedPool(30 << 10, device="cpu"), [torch.nn.Identity()], min_bytes=1)
+    first, second, third = three_slices(offload)
+    with torch.set_grad_enabled(graphs):
+        outs = [first(), second()]
+        with pytest.raises(InvalidUsage, match=r"pool is full: 6.2 KiB are needed for kept rows of shape \(100, 2, 8\)"):
+            third()
+    del outs, first, second, third
+    gc.collect()
+    assert offload.stats().held == 0
+
+    offload = ActivationOffload(
+        PinnedPool(30 << 10, device="cpu"), [torch.nn.Identity()], min_bytes=1, when_full="keep"
+    )
+    outs = [run() for run in three_slices(offload)]
+    for out in reversed(outs):
+        out.sum().backward()
+    stats = offload.stats()
+    assert stats.refused_bytes > 0
+    assert stats.held == 0
+
+
+def test_offload_of_slices_is_checked():
+    offload = host_memory()
+    for given, told in (
+        ({"offload": 3}, "offload"),
+        ({"offload": offload, "ratio": 1.5}, "ratio, the share of the rows"),
+    ):
+        with pytest.raises(InvalidUsage, match=told):
+            SlicedSequence([0, 5, 10], **given)
+    assert SlicedSequence([0, 5, 10], offload=offload)._ratio == offload.ratio == 1.0
+    q = torch.randn(5, 1, 4)
+    part = SlicedSequence([0, 5, 10]).slice(1)
+    with pytest.raises(InvalidUsage, match="runs in slice 1 before slice 0: run the forward passes from slice 0 on"):
+        ring_attention(q, q, q, comm=None, cu_seqlens=part)
