@@ -4,7 +4,8 @@ Steps run in the order of :meth:`Planner.schedule`, which is what the pipeline r
 ``benchmarks/paper.py``, whose ranks are two devices: a device has half of a rank's rates. Tensor and pipeline sizes are
 ours: those that make the paper's number of devices with CP = 256 (2M tokens of 8K a rank).
 
-Usage: ``python benchmarks/paper_pipelines.py [--seeds 5] [--slices] [--json FILE]``. Prints tables of docs/paper.md.
+Usage: ``python benchmarks/paper_pipelines.py [--seeds 5] [--slices] [--json FILE]``. Prints tables of
+docs/paper-pipelines.md.
 """
 
 from __future__ import annotations
@@ -223,10 +224,10 @@ def variants_table(result: dict[str, Any]) -> str:
 
 
 SECTIONS = {
-    "Pipelines: speed-up of balanced HDP, 2M context, 32M tokens": speedups_table,
-    "Pipelines: what the speed-up is made of": parts_table,
-    "Pipelines: other assumptions, GitHub": variants_table,
-    "Pipelines: long sequences in slices": slices_table,
+    "Speed-up of balanced HDP, 2M context, 32M tokens": speedups_table,
+    "What the speed-up is made of": parts_table,
+    "Other assumptions, GitHub": variants_table,
+    "Long sequences in slices": slices_table,
 }
 
 
