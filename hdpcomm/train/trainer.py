@@ -413,7 +413,7 @@ class Trainer:
 
     def _forward(self, planned: PlannedStep, fetch: Fetch, terms: LabelTerms | None) -> Tensor:
         """Forward passes of a plan that all ranks have agreed on; (summed loss, labels) of this rank. Collective."""
-        inputs = StepInputs(planned, fetch, on_pass=lambda _: self.comm.tick(), terms=terms)
+        inputs = StepInputs(planned, fetch, offload=self.offload, on_pass=lambda _: self.comm.tick(), terms=terms)
         with self.passes.open(planned.plan), self._weights():
             total = self.passes.run(inputs)
             self.passes.plan_as_run(planned.plan)
