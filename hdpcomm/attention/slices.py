@@ -11,6 +11,7 @@ sees of those before it lies on the way from the root to its first token. Source
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -160,13 +161,15 @@ class _OnHost:
     """Where a :class:`_Kept` has its rows if they go to host memory: what a call needs comes while the one before it
     computes, in forward and in backward passes."""
 
-    def __init__(self, offload: ActivationOffload, ratio: float, calls: list[_OnHost]) -> None:
-        """``calls``: those of the sequence so far; this one is added."""
+    def __init__(self, offload: ActivationOffload, ratio: float, before: _OnHost | None) -> None:
+        """``before``: that of the call before this one."""
         self._rows, self._sums = HostRows(offload, ratio), HostRows(offload, ratio)
-        self._calls, self._place = calls, len(calls)
+        self._after: _OnHost | None = None
+        self._before = None if before is None else weakref.ref(before)
         self._present: list[torch.Tensor] | None = None
         """Rows that were read where a layer was computed again, for its backward pass."""
-        calls.append(self)
+        if before is not None:
+            before._after = self
 
     def write(self, new: Sequence[torch.Tensor], part: _Part) -> list[torch.Tensor]:
         """Takes the rows of a slice, unless it runs again; gives those up to its end."""
@@ -175,8 +178,8 @@ class _OnHost:
             self._present = self._rows.read(part.number + 1, part.end)
             return self._present
         found = self._rows.read(part.number, part.end) if part.number else []
-        if self._place + 1 < len(self._calls) and part.number:
-            self._calls[self._place + 1]._rows.prefetch(part.number, part.end)
+        if self._after is not None and part.number:
+            self._after._rows.prefetch(part.number, part.end)
         if len(self._rows) == part.number:
             self._rows.add(new)
         found = found or [x.new_empty((part.end, *x.shape[1:])) for x in new]
@@ -191,7 +194,8 @@ class _OnHost:
             found = self._rows.read(part.number + 1, part.end)
         if len(self._sums):
             self._sums.prefetch(1, part.end)
-        if self._place and (before := self._calls[self._place - 1])._present is None:
+        before = None if self._before is None else self._before()
+        if before is not None and before._present is None:
             before._rows.prefetch(part.number + 1, part.end)
         return found
 
@@ -303,7 +307,7 @@ class SlicedSequence:
             check_number("SlicedSequence", "ratio, the share of the rows to offload,", ratio, least=0, most=1)
         self._offload = offload if ratio else None
         self._ratio = ratio or 0.0
-        self._on_host: list[_OnHost] = []
+        self._last_on_host: _OnHost | None = None
         self._kept: list[object] = []
         """By call: what it has kept."""
 
@@ -327,7 +331,7 @@ class SlicedSequence:
     def _place(self, kept: _Kept) -> None:
         """Where a call is to have what it keeps."""
         if self._offload is not None and kept.host is None:
-            kept.host = _OnHost(self._offload, self._ratio, self._on_host)
+            kept.host = self._last_on_host = _OnHost(self._offload, self._ratio, self._last_on_host)
 
     def _of_call(self, number: int, make: Callable[[int], _Made]) -> _Made:
         while len(self._kept) <= number:
