@@ -22,8 +22,15 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.alive = self.peak = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled inside: torch need not guard each operation against that."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
+        if type(results) is torch.Tensor and results.untyped_storage()._cdata in self._known:
+            return results  # a view, or an operation in place, as most are
         given: set[int] | None = None  # storages of the arguments
         for storage in _storages((results,)):
             if storage._cdata in self._known:
