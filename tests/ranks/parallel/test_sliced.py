@@ -24,6 +24,7 @@ from hdpcomm.train.losses import GroupLoss, TokenLoss, sft
 from tests.harness.pipelines import CONFIG, SEED, FixedPlanner, check_gradients, one_step, tokens_of
 
 LIMIT = {torch.float64: 1e-10, torch.float32: 1e-5}
+HOW = ["plain", "fp32", "recompute", "offload", "both", "split"]
 LENGTHS = (110, 1, 7, 33, 2, 18, 40, 5)
 EVEN = dataclasses.replace(CONFIG, vocabulary=62)
 PLANS = int(os.environ.get("HDPCOMM_TEST_SLICED_PLANS", "16"))
@@ -82,20 +83,20 @@ def check(results, dtype, config=CONFIG):
     assert all(r[0] == results[0][0] for r in results)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("how", ["plain", "recompute", "offload", "both"])
+@pytest.mark.parametrize("how", HOW[:-1])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_without_a_pipeline(ranks, how, dtype):
+def test_without_a_pipeline(ranks, how):
+    dtype = torch.float32 if how == "fp32" else torch.float64
     offload, recompute = how in ("offload", "both"), how in ("recompute", "both")
     planner = FixedPlanner(ranks, 1, plan_of(ranks), ratio=0.6 if offload else 0.0)
     more = {"offload": offload, "recompute": "full" if recompute else "none"}
     check(run_threads(lambda: plain_step(planner, dtype, **more), ranks), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("how", ["plain", "recompute", "offload", "both", "split"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 2), (2, 2), (1, 4), (2, 4)])
-def test_in_pipelines(ranks, stages, how, dtype):
+def test_in_pipelines(ranks, stages, how):
+    dtype = torch.float32 if how == "fp32" else torch.float64
     offload, recompute = how in ("offload", "both"), how in ("recompute", "both")
     planner = FixedPlanner(ranks, stages, plan_of(ranks), ratio=0.6 if offload else 0.0, split=how == "split")
     more = {"offload": offload, "recompute": "full" if recompute else "none"}
@@ -103,11 +104,11 @@ def test_in_pipelines(ranks, stages, how, dtype):
     check(run_threads(run, ranks * stages), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("how", ["plain", "recompute", "offload", "both", "split"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("bounds", [(0, 60, 110), (0, 30, 31, 80, 110), (0, 7, 20, 55, 56, 110)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_with_several_stages_on_a_device(ranks, bounds, how, dtype):
+def test_with_several_stages_on_a_device(ranks, bounds, how):
+    dtype = torch.float32 if how == "fp32" else torch.float64
     offload, recompute = how in ("offload", "both"), how in ("recompute", "both")
     ratio, split = 0.6 if offload else 0.0, how == "split"
     planner = FixedPlanner(ranks, 2, plan_of(ranks, bounds), ratio=ratio, chunks=2, split=split)
