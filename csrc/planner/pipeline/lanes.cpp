@@ -25,7 +25,9 @@ constexpr int kFewSlices = 16;   // of more, sequences run in fewer where keys t
 constexpr double kRings = 0.25;  // of the slices, that many times keys go round
 constexpr double kHopeless = 2;  // of the limit, for a first form
 constexpr size_t kMostEvened = 6;
-constexpr double kMostPasses = 1 << 24;  // of ranks and stages, that are looked at
+// How many passes, counted by ranks and stages, are looked at: so many, or so many a device.
+constexpr double kMostPasses = 1 << 24;
+constexpr double kMostOfDevice = 1 << 9;
 
 // The step on ranks that are one device each.
 Problem onOneDevice(const Problem& problem, double room, double ramps) {
@@ -236,13 +238,15 @@ std::optional<Plan> planLanes(const Problem& problem, double lower_bound, double
   const int64_t longest = *std::max_element(problem.lengths().begin(), problem.lengths().end());
   PolicyOptions options;
   options.baselines = false;
+  const double all_passes =
+      std::max(kMostPasses, kMostOfDevice * problem.ranks() * cluster.pipeline);
   double passes = 0;
   std::vector<std::pair<double, std::vector<Lane>>> found;  // by makespan
   for (const int room : kRooms) {
     const auto capacity = static_cast<double>(problem.cost().memory().capacity);
     if (room > most || capacity * room * problem.ranks() < static_cast<double>(longest)) continue;
     for (const double ramps : kRamps) {
-      if (passes > kMostPasses / 2) break;
+      if (passes > all_passes / 2) break;
       const Problem device = onOneDevice(problem, room, ramps);
       std::vector<Lane> lanes = lanesOf(problem, planBalanced(device, options, lowerBound(device)));
       for (Lane& lane : lanes) passes += lane.settle(lower_bound, false);
@@ -256,7 +260,7 @@ std::optional<Plan> planLanes(const Problem& problem, double lower_bound, double
                    [](const auto& a, const auto& b) { return a.first < b.first; });
   if (found.size() > kMostEvened) found.resize(kMostEvened);
   std::vector<MicroBatch> best;
-  const double left = (kMostPasses - passes) / static_cast<double>(found.size());
+  const double left = (all_passes - passes) / static_cast<double>(found.size());
   for (auto& [unused, lanes] : found) {
     even(problem, lanes, lower_bound, limit, left);
     if (latest(lanes) >= limit) continue;
