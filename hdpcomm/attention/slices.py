@@ -110,7 +110,7 @@ class _Kept:
         return self.read(part)
 
     def read(self, part: _Part) -> tuple[torch.Tensor, ...]:
-        """The rows that a slice sees, in its backward pass."""
+        """The rows that a slice sees."""
         if self.host is not None:
             return part.seen_of(self.host.read(part))
         # Without their version counter: a later slice writes other rows of the same memory.

@@ -38,13 +38,11 @@ class HostRows:
         """Parts."""
         return len(self._parts)
 
-    @property
-    def ready(self) -> bool:
-        """Whether what :meth:`prefetch` began was not read yet."""
-        return self._coming is not None
-
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """One more part: ``[rows, ...]`` each, of one number of rows. Raises InvalidUsage: the pool is full."""
+        """One more part: ``[rows, ...]`` each, of one number of rows; nobody may change them in place.
+
+        Raises: InvalidUsage: the pool is full, or a part before this one was changed while its copy read it.
+        """
         lane = self._offload.lane
         lane.sweep()
         for copy in lane.storing:
