@@ -10,6 +10,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm._core.device import cuda_device_count
+from hdpcomm.attention import SlicedSequence
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.offload import ActivationOffload, MemoryMeter, PinnedPool, measure_copies
 from hdpcomm.train import summed_loss
@@ -47,6 +48,23 @@ class Case:
             loss = summed_loss(logits, self.tokens.roll(-1))
         del logits
         loss.backward()
+        return self.found()
+
+    def gradients_in_slices(self, ratio: float) -> list[torch.Tensor]:
+        """What slices keep is in host memory, too."""
+        self.model.zero_grad(set_to_none=True)
+        bounds, labels = range(0, TOKENS + 1, TOKENS // 8), self.tokens.roll(-1)
+        sliced = SlicedSequence(bounds, offload=self.offload, ratio=ratio)
+        losses = []
+        for number, own in enumerate(map(slice, bounds, bounds[1:])):
+            with self.offload.micro_batch(ratio, tokens=TOKENS // 8):
+                part = {"positions": self.places[own], "cu_seqlens": sliced.slice(number)}
+                losses.append(summed_loss(self.model(self.tokens[own], comm=self.comm, **part), labels[own]))
+        for loss in reversed(losses):
+            loss.backward()
+        return self.found()
+
+    def found(self) -> list[torch.Tensor]:
         torch.cuda.synchronize()
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
 
@@ -60,6 +78,20 @@ def test_gradients_of_the_reference_llama_are_the_same_to_the_bit() -> None:
             assert torch.equal(got, wanted)
         assert case.offload.stats().held == 0
         assert case.offload.stats().pool.in_use == 0
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_keys_of_slices_in_host_memory_are_the_same_to_the_bit() -> None:
+    case = Case()
+    expected, peaks = case.gradients_in_slices(0.0), []
+    for ratio in (0.0, 0.5, 1.0):
+        with MemoryMeter("cuda") as meter:
+            found = case.gradients_in_slices(ratio)
+        peaks.append(meter.peak)
+        for got, wanted in zip(found, expected, strict=True):
+            assert torch.equal(got, wanted)
+        assert case.offload.stats().held == 0
+    assert peaks == sorted(peaks, reverse=True)
 
 
 def test_device_memory_falls_by_what_is_offloaded() -> None:
