@@ -506,7 +506,7 @@ class MemoryModel:
         values = model.kept_values(cluster.tensor) / cluster.pipeline
         both = values * (narrow + wide) / size
         kept = both * (1 + 1 / layers)
-        if not self.copy_s:
+        if not self.offloads:
             return replace(self, kept=kept, kept_offloaded=kept)
         of_one = self.copy_s / (self.offloadable * size)  # seconds a byte
         return replace(
@@ -516,6 +516,11 @@ class MemoryModel:
             kept_copy_s=values * narrow * of_one,
             kept_back_s=values * (narrow + wide) * of_one,
         )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything can go to host memory."""
+        return self.copy_s > 0 and self.offloadable > 0
 
     def kept_at(self, ratio: float) -> float:
         """Share of a token's bytes that slices keep on the device at an offload ratio."""

@@ -287,7 +287,7 @@ class Planner:
             if tokens <= most:
                 continue
             ways = []
-            for ratio in (0.0, 1.0) if self.memory.copy_s else (0.0,):
+            for ratio in (0.0, 1.0) if self.memory.offloads else (0.0,):
                 room = self.memory.room_of_slices(-(-tokens // ranks), ratio)
                 ways.append((-(-tokens // (room * ranks)) if room > 0 else MOST_SLICES + 1, ratio))
             needed, ratio = next((way for way in ways if way[0] <= self.slices), min(ways))

@@ -455,3 +455,15 @@ def test_passes_wait_for_keys_that_come_slowly():
     assert slow.makespan_s == pytest.approx(sum(predicted))
     hidden = offloaded(kept_copy_s=1e-12, kept_back_s=1e-12).plan(lengths)
     assert hidden.makespan_s == plan.makespan_s
+
+
+def test_offload_that_moves_nothing_changes_nothing():
+    memory = MemoryModel(1000, copy_s=1e-9, host_tokens=500, token_bytes=1e6)
+    known = memory.with_kept(MODELS["llama-7b"], ClusterSpec(2, 1000))
+    assert (known.kept, known.kept_copy_s) == (known.kept_offloaded, 0.0)
+    planner = Planner(None, ClusterSpec(2, 1000), cost_model=COST, memory=known, slices=64)
+    assert {each.offload_ratio for each in planner.plan([2200]).micro_batches} == {0.0}
+    with pytest.raises(InvalidUsage, match="and not in slices, either"):
+        planner.plan([60_000])
+    with pytest.raises(InvalidUsage, match=r"with_kept\(\) needs the bytes of a token"):
+        MemoryModel(1000).with_kept(MODELS["llama-7b"], ClusterSpec(2, 1000))
