@@ -300,7 +300,9 @@ class Planner:
                         if needed <= MOST_SLICES
                         else ", and not in slices, either"
                     )
-                    + ": raise capacity, ranks or slices, or cut the sequence"
+                    + ": raise capacity, ranks or slices, "
+                    + ("or the host memory" if self.memory.offloads else "plan with offload")
+                    + ", or cut the sequence"
                 )
             found[place] = needed, ratio
         return found

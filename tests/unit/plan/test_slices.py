@@ -15,6 +15,7 @@ from itertools import pairwise
 import pytest
 
 from hdpcomm._core import planner as core
+from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.program import check_programs, make_programs
 from hdpcomm.plan import (
@@ -467,3 +468,17 @@ def test_offload_that_moves_nothing_changes_nothing():
         planner.plan([60_000])
     with pytest.raises(InvalidUsage, match=r"with_kept\(\) needs the bytes of a token"):
         MemoryModel(1000).with_kept(MODELS["llama-7b"], ClusterSpec(2, 1000))
+
+
+def test_policies_that_cannot_hold_a_step_are_left_out(tmp_path, capsys):
+    """Unless they were named: only plans of balanced have slices."""
+    file = tmp_path / "lengths.txt"
+    file.write_text("2000000\n3000\n")
+    step = ["--ranks", "8", "--model", "llama-7b", "--offload", "--slices", "16", "--lengths", str(file)]
+    assert main(["simulate", *step]) == 0
+    out, told = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["policy", "balanced"]
+    assert "naive is left out: sequence 0 of 2000000 tokens needs 35 ranks" in told
+    assert "static is left out" in told
+    assert main(["simulate", *step, "--policy", "balanced,naive"]) != 0
+    assert "needs 35 ranks" in capsys.readouterr().err
