@@ -4,8 +4,9 @@ from hdpcomm.plan.ahead import PlanAhead, PlannedStep
 from hdpcomm.plan.calibration import Calibration
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cluster_file import load_cluster, save_cluster
-from hdpcomm.plan.cost import CostModel, CostSample, MemoryModel
+from hdpcomm.plan.cost import CostModel, CostSample
 from hdpcomm.plan.learn import CostLearner, RankTimes
+from hdpcomm.plan.memory import MemoryModel
 from hdpcomm.plan.model_config import ARCHITECTURES, load_model, model_from_config
 from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 from hdpcomm.plan.planner import POLICIES, Planner

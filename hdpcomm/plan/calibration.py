@@ -10,7 +10,8 @@ from typing import Any
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cluster_file import cluster_from_dict, cluster_to_dict
-from hdpcomm.plan.cost import CostModel, CostSample, MemoryModel
+from hdpcomm.plan.cost import CostModel, CostSample
+from hdpcomm.plan.memory import MemoryModel
 from hdpcomm.plan.specs import ModelSpec
 from hdpcomm.plan.token_mixing import TokenMixing
 

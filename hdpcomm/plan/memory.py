@@ -1,15 +1,17 @@
-"""Device memory of a training step, from its parts: :class:`StepMemory`."""
+"""Device memory of a training step from its parts, and what planners make of it: :class:`StepMemory`,
+:class:`MemoryModel`."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hdpcomm.arguments import size_text
+from hdpcomm.arguments import MOST_TOKENS, check_number, check_whole, size_text
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.specs import ModelSpec
 
-__all__ = ["Line", "StepMemory", "most_in_flight"]
+__all__ = ["Line", "MemoryModel", "StepMemory", "most_in_flight"]
 
 _CHUNK_BYTES = 16 << 20
 """Bytes of logits in a chunk of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
@@ -179,3 +181,146 @@ class StepMemory:
             logits=size * vocabulary,
             chunk=chunk,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """How many tokens a rank can hold (ByteScale, section 5.2), of the parts that :class:`StepMemory` has.
+
+    Attributes:
+        capacity: tokens without offload.
+        offloadable: share of a token's bytes that offload can move: all layers but two.
+        copy_s: seconds to copy that share of one token one way; 0: no offload.
+        host_tokens: tokens that fit into the pinned host memory of a rank.
+        token_bytes: activations of one token; ``None`` without a model.
+        state_bytes: weights, gradients and optimizer on a rank, with the logits of a chunk and the gradient of the last
+            layer, which every pass needs; ``None`` without a model.
+        kept: share of a token's bytes that its keys and values take in slices to come, with their gradients in float32;
+            1 without a model.
+        kept_offloaded: of these, what stays on the device at an offload ratio of 1.
+        kept_copy_s, kept_back_s: seconds to load a token's keys and values for a forward pass of a slice, and them and
+            their gradients for a backward pass.
+    """
+
+    capacity: int
+    offloadable: float = 0.0
+    copy_s: float = 0.0
+    host_tokens: float = 0.0
+    token_bytes: float | None = None
+    state_bytes: float | None = None
+    kept: float = 1.0
+    kept_offloaded: float = 1.0
+    kept_copy_s: float = 0.0
+    kept_back_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_whole("MemoryModel", "capacity", self.capacity, least=1, most=MOST_TOKENS)
+        check_number("MemoryModel", "offloadable", self.offloadable, least=0, most=1)
+        for name in ("copy_s", "host_tokens", "kept", "kept_offloaded", "kept_copy_s", "kept_back_s"):
+            check_number("MemoryModel", name, getattr(self, name), least=0)
+
+    def bytes_held(self, tokens: float) -> float | None:
+        """Bytes in use on the device while it holds the activations of ``tokens`` tokens; ``None`` without a model."""
+        if self.token_bytes is None or self.state_bytes is None:
+            return None
+        return self.state_bytes + tokens * self.token_bytes
+
+    @classmethod
+    def of(cls, model: ModelSpec | None, cluster: ClusterSpec) -> MemoryModel:
+        """Derives the capacity (unless the cluster gives it) and what offload can move, and how fast."""
+        if model is None:
+            if cluster.capacity is None or cluster.offload:
+                what = "offload" if cluster.capacity is not None else "a cluster without a capacity"
+                raise InvalidUsage(f"{what} needs a ModelSpec, to know the bytes of a token: give the model")
+            return cls(cluster.capacity)
+        device = cluster.hardware
+        layers = math.ceil(model.layers / cluster.pipeline)
+        step = StepMemory.of(model, states=_state_bytes(model, cluster), layers=layers, tensor=cluster.tensor)
+        token_bytes, states = step.line().token, step.states + step.line().fixed
+        capacity = cluster.capacity or _derived_capacity(model, cluster, token_bytes, states)
+        resident = cls(capacity, token_bytes=token_bytes, state_bytes=states)
+        if not cluster.offload or layers <= 2:
+            return resident.with_kept(model, cluster)
+        moved = step.offloadable()
+        bandwidth = min(device.d2h_bandwidth, device.h2d_bandwidth)
+        offloaded = replace(
+            resident,
+            offloadable=moved / token_bytes,
+            copy_s=moved / bandwidth,
+            host_tokens=device.host_bytes / (token_bytes * _sets_held(cluster)),
+        )
+        return offloaded.with_kept(model, cluster)
+
+    def with_kept(self, model: ModelSpec, cluster: ClusterSpec, token_bytes: float | None = None) -> MemoryModel:
+        """With what slices of ``model`` keep; ``token_bytes``: of one token, default those that this knows.
+
+        On the device they are those of all layers, and of one layer the gradients that a pass finds, piece and sum.
+        With all in host memory there are three sets of one layer: those in use, those that come or leave, and again the
+        gradients that a pass finds.
+        """
+        size = token_bytes or self.token_bytes
+        if not size:
+            raise InvalidUsage("with_kept() needs the bytes of a token: give token_bytes")
+        layers = model.layers / cluster.pipeline
+        narrow, wide = model.dtype_bytes, max(4, model.dtype_bytes)
+        values = model.kept_values(cluster.tensor) / cluster.pipeline
+        both = values * (narrow + wide) / size
+        kept = both * (1 + 1 / layers)
+        if not self.offloads:
+            return replace(self, kept=kept, kept_offloaded=kept)
+        of_one = self.copy_s / (self.offloadable * (self.token_bytes or size))  # seconds a byte
+        return replace(
+            self,
+            kept=kept,
+            kept_offloaded=min(kept, 3 * both / layers),
+            kept_copy_s=values * narrow * of_one,
+            kept_back_s=values * (narrow + wide) * of_one,
+        )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything can go to host memory."""
+        return self.copy_s > 0 and self.offloadable > 0
+
+    def kept_at(self, ratio: float) -> float:
+        """Share of a token's bytes that slices keep on the device at an offload ratio."""
+        return self.kept + ratio * (self.kept_offloaded - self.kept)
+
+    def room_of_slices(self, kept: int, ratio: float) -> int:
+        """The most tokens that a slice may have on a rank which keeps ``kept`` tokens of it and the others."""
+        room = (self.capacity - self.kept_at(ratio) * kept) / (1 - ratio * self.offloadable)
+        if ratio > 0:
+            room = min(room, (self.host_tokens - ratio * self.kept * kept) / (ratio * self.offloadable))
+        return math.floor(room + 1e-6)
+
+    def token_limit(self, ratio: float) -> int:
+        """The most tokens that a rank can hold at an offload ratio."""
+        if ratio <= 0:
+            return self.capacity
+        limit = min(self.capacity / (1 - ratio * self.offloadable), self.capacity + self.host_tokens)
+        return int(limit + 1e-6)
+
+
+def _state_bytes(model: ModelSpec, cluster: ClusterSpec) -> float:
+    """Bytes of bf16 weights and fp32 gradients, and of a shard of fp32 master weights and two moments (ZeRO-1)."""
+    elsewhere = model.expert_params * (1 - 1 / cluster.expert)  # of a rank's weights and gradients, not of the shards
+    here = (model.params - elsewhere) * (2 + 4) + model.params * 12 / cluster.ranks
+    return here / (cluster.tensor * cluster.pipeline)
+
+
+def _sets_held(cluster: ClusterSpec) -> float:
+    """Micro-batches whose activations the first device of a pipeline holds: under 1F1B as many as there are devices."""
+    return cluster.pipeline if cluster.chunks == 1 else cluster.pipeline + (cluster.pipeline - 1) / cluster.chunks
+
+
+def _derived_capacity(model: ModelSpec, cluster: ClusterSpec, token_bytes: float, states: float) -> int:
+    device = cluster.hardware
+    room = 0.9 * device.memory_bytes - states  # a tenth for buffers and fragmentation
+    capacity = int(room / (token_bytes * _sets_held(cluster)))
+    if capacity < 1:
+        raise InvalidUsage(
+            f"{model.name} takes {states / 1e9:.1f} GB for weights, gradients and optimizer on a rank of "
+            f"{cluster.tensor} x {cluster.pipeline} {device.name} with {device.memory_bytes / 1e9:.0f} GB each, which "
+            f"leaves no room for a token: raise tensor or pipeline"
+        )
+    return capacity

@@ -16,7 +16,7 @@ from hdpcomm.plan.micro_batch import PlannedSlice, SequenceFragment
 from hdpcomm.plan.tree import Tree, TreeFragment
 
 if TYPE_CHECKING:
-    from hdpcomm.plan.cost import MemoryModel
+    from hdpcomm.plan.memory import MemoryModel
     from hdpcomm.plan.micro_batch import MicroBatch
     from hdpcomm.plan.table import PlanTable
 

@@ -16,8 +16,9 @@ from hdpcomm._core import planner as core
 from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
-from hdpcomm.plan.cost import CostModel, MemoryModel, core_cost
+from hdpcomm.plan.cost import CostModel, core_cost
 from hdpcomm.plan.fragments import Jobs, jobs_of, squares_by_id
+from hdpcomm.plan.memory import MemoryModel
 from hdpcomm.plan.micro_batch import MicroBatch, SequenceFragment, SequenceInfo
 from hdpcomm.plan.pipeline_schedule import PipelineSchedule
 from hdpcomm.plan.specs import ModelSpec

@@ -23,7 +23,7 @@ from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.tree import Tree, TreeFragment
 
 if TYPE_CHECKING:
-    from hdpcomm.plan.cost import MemoryModel
+    from hdpcomm.plan.memory import MemoryModel
 
 __all__ = ["MicroBatch", "SequenceFragment", "SequenceInfo", "StepPlan", "format_ranks"]
 
