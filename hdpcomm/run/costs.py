@@ -45,7 +45,6 @@ __all__ = [
     "measure_costs",
     "measure_offload",
     "same_mesh",
-    "token_bytes",
     "weights_put_off",
 ]
 
@@ -258,7 +257,7 @@ def make_planner(
     if slices > 1 and (spec := model_spec(config.model)) is not None:
         spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
         known = memory or MemoryModel(costs.capacity)
-        memory = known.with_kept(spec, cluster, known.token_bytes or token_bytes(spec, config))
+        memory = known.with_kept(spec, cluster, known.token_bytes or _token_bytes(spec, config))
     planner = Planner(
         None,
         cluster,
@@ -275,7 +274,7 @@ def make_planner(
     return planner
 
 
-def token_bytes(spec: ModelSpec, config: RunConfig) -> float:
+def _token_bytes(spec: ModelSpec, config: RunConfig) -> float:
     """Bytes that a token takes on the device that recomputes most. Local."""
     layers = -(-spec.layers // config.pipeline)
     step = StepMemory.of(spec, states=0.0, layers=layers, tensor=config.tensor)

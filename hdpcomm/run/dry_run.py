@@ -17,7 +17,7 @@ from hdpcomm.plan.memory import StepMemory
 from hdpcomm.plan.presets import NODE_DEVICES
 from hdpcomm.run.batches import batch_sampler
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.costs import make_planner, measure_costs, token_bytes
+from hdpcomm.run.costs import make_planner, measure_costs
 from hdpcomm.run.limits import check_limits
 from hdpcomm.run.memory import (
     MemoryBeside,
@@ -136,7 +136,8 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
     planners = {}
     if spec is not None:
         spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
-        memory = MemoryModel.of(spec, cluster).with_kept(spec, cluster, token_bytes(spec, config))
+        token_bytes = min(_token_bytes(devices, recompute_by_device(config)))
+        memory = MemoryModel.of(spec, cluster).with_kept(spec, cluster, token_bytes)
         planners = {
             policy: Planner(
                 spec,
@@ -171,12 +172,17 @@ def _dry_run(
     return DryRun(
         ranks=ranks,
         parameters=sum(p.numel() for p in model_on_meta(config.model).parameters()),
-        token_bytes=max(each.line(count).token for each, count in zip(devices, recompute, strict=True)),
+        token_bytes=max(_token_bytes(devices, recompute)),
         reports=reports,
         memory=memory,
         devices=devices,
         recompute=tuple(recompute),
     )
+
+
+def _token_bytes(devices: Sequence[StepMemory], recompute: Sequence[int]) -> list[float]:
+    """Activations of a token on each device."""
+    return [each.line(count).token for each, count in zip(devices, recompute, strict=True)]
 
 
 def rank_memory(tokens: float, capacity: int, devices: Sequence[StepMemory], recompute: Sequence[int]) -> RankMemory:
