@@ -196,12 +196,13 @@ class CostModel {
     return params_.forward * (size * compute + rest + (size - 1) * params_.ring_step) +
            (size - 1) * wait;
   }
-  // How long the passes of a slice take to load what a share `offload` of `kept` tokens has kept.
+  // How long the passes of a slice take to load what a share `offload` of `kept` tokens has kept. A
+  // share that no offload reaches (offloadFor) loads all.
   double forwardLoad(double kept, int size, double offload) const noexcept {
-    return offload * memory_.kept_copy * kept / size;
+    return std::min(1.0, offload) * memory_.kept_copy * kept / size;
   }
   double backwardLoad(double kept, int size, double offload) const noexcept {
-    return offload * memory_.kept_back * kept / size;
+    return std::min(1.0, offload) * memory_.kept_back * kept / size;
   }
   // The best that any `size` ranks can do: inside one node, or one domain, if they fit into one.
   double seconds(const Load& load, int size) const noexcept {

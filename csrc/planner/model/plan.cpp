@@ -161,13 +161,13 @@ void price(const Problem& problem, MicroBatch& batch, const Work& work) {
   const double messages = crowding(batch.ranks, cost.cluster());
   batch.offload = cost.offloadFor(static_cast<double>(held));
   batch.predicted_s = cost.seconds(load, size, scope, messages, kept);
-  if (batch.slice.some()) {
+  const bool again = batch.slice.more && cost.cluster().pipeline == 1;
+  if (again || (batch.slice.some() && batch.offload > 0)) {
     const double forward = cost.forwardSeconds(load, size, scope, messages, kept);
     const double to_load = cost.forwardLoad(kept, size, batch.offload);
     const double backward = batch.predicted_s - forward;
     batch.predicted_s += std::max(0.0, to_load - forward) +
                          std::max(0.0, cost.backwardLoad(kept, size, batch.offload) - backward);
-    const bool again = batch.slice.more && cost.cluster().pipeline == 1;
     if (again) batch.predicted_s += std::max(forward, to_load);
   }
   batch.predicted_s /= slowest(batch.ranks, cost.cluster());
