@@ -54,7 +54,7 @@ class HostRows:
             lane.storing = _copies(part)
             if len(part) < len(tensors):
                 lane.released.extend(lane.storing)
-        self._like = tuple(x.new_empty((0, *x.shape[1:])) for x in tensors)
+        self._like = self._like or tuple(x.new_empty((0, *x.shape[1:])) for x in tensors)
         self._parts.append(part)
         self._rows.append(tensors[0].shape[0])
 
