@@ -420,6 +420,10 @@ def test_a_models_kept_bytes():
     device = ClusterSpec(8, 8192).hardware
     assert offloaded.kept_copy_s == pytest.approx(32 * 2 * 1024 * 2 / min(device.d2h_bandwidth, device.h2d_bandwidth))
     assert offloaded.kept_back_s == pytest.approx(3 * offloaded.kept_copy_s)
+    # A token of fewer bytes, as with recomputation: a larger share of it is kept, and loads take as long.
+    smaller = offloaded.with_kept(model, ClusterSpec(8, 8192), offloaded.token_bytes / 4)
+    assert smaller.kept == pytest.approx(4 * offloaded.kept)
+    assert smaller.kept_copy_s == pytest.approx(offloaded.kept_copy_s)
 
 
 def offloaded(**more):
