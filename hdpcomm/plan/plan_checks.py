@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hdpcomm.plan.micro_batch import MicroBatch
     from hdpcomm.plan.table import PlanTable
 
-__all__ = ["check_batches", "check_queue", "check_sequences", "check_values", "slices_of"]
+__all__ = ["check_batches", "check_queue", "check_sequences", "check_slices_fit", "check_values", "slices_of"]
 
 _MOST_RANKS = 1 << 24
 _MOST_TOKENS = 1 << 40  # of a sequence, as the planner takes
@@ -173,6 +173,32 @@ def slices_of(table: PlanTable, fragments: Sequence[TreeFragment | SequenceFragm
                 )
             found[index] = PlannedSlice(sequence, number, bounds, own)
     return found
+
+
+def check_slices_fit(table: PlanTable, slices: Mapping[int, PlannedSlice], memory: MemoryModel, pipeline: int) -> None:
+    """Raises InvalidUsage unless memory has room for the slices of each sequence.
+
+    A device of a pipeline holds all of them at a time, at most as much as a full micro-batch for each device; without
+    pipelines a rank holds the activations of one, and what all of them keep.
+    """
+    held, ratios = table.tokens_held(), table.offload_ratio
+    for planned in slices.values():
+        if planned.number:
+            continue
+        rows = list(planned.rows)
+        tokens = held[rows]
+        if pipeline > 1:
+            name, most = "all its slices", float(memory.capacity * pipeline)
+            given = float((tokens * (1 - ratios[rows] * memory.offloadable)).sum())
+        else:
+            name, given, ranks = "a slice", float(tokens.max()), int(table.group_sizes()[rows[0]])
+            kept = -(-planned.bounds[-1] // ranks)
+            most = float(min(memory.room_of_slices(kept, ratio) for ratio in set(ratios[rows].tolist())))
+        if given > most * (1 + 1e-9):
+            raise InvalidUsage(
+                f"sequence {planned.sequence} puts {given:.0f} tokens of {name} on a rank that has room for {most:.0f} "
+                f"(capacity {memory.capacity}, {pipeline} device(s)): give it more ranks"
+            )
 
 
 def check_sequences(

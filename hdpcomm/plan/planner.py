@@ -459,7 +459,8 @@ class Planner:
             waves of, and are not looked at.
         """
         check_type("schedule()", "plan", plan, StepPlan)
-        self._check_fits(plan)
+        self._check_ranks(plan)
+        plan.validate(memory=self.memory)
         found = self.simulate(plan)
         spans, times = found["which"], found["times"]
         index = plan.table.index.astype(np.int32)
@@ -513,16 +514,15 @@ class Planner:
     def validate(self, plan: StepPlan, lengths: Sequence[int | Tree] | None = None) -> None:
         """:meth:`StepPlan.validate` with this planner's memory, number of ranks and of ring peers."""
         check_type("validate()", "plan", plan, StepPlan)
-        self._check_fits(plan, lengths)
+        self._check_ranks(plan)
+        plan.validate(lengths, memory=self.memory, pipeline=self.cluster.pipeline)
         if self.ring_peers is not None and (most := plan.table.most_peers()) > self.ring_peers:
             raise InvalidUsage(
                 f"ranks have up to {most} ring peers in the plan, and ring_peers is {self.ring_peers}: plan again"
             )
 
-    def _check_fits(self, plan: StepPlan, lengths: Sequence[int | Tree] | None = None) -> None:
-        """:meth:`StepPlan.validate` with this planner's memory and number of ranks."""
+    def _check_ranks(self, plan: StepPlan) -> None:
         if plan.num_ranks != self.cluster.ranks:
             raise InvalidUsage(
                 f"the plan is for {plan.num_ranks} ranks, the cluster has {self.cluster.ranks}: plan again"
             )
-        plan.validate(lengths, memory=self.memory)

@@ -17,7 +17,14 @@ from hdpcomm._core import planner as core
 from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.micro_batch import MicroBatch, PlannedSlice, SequenceFragment, SequenceInfo, format_ranks
-from hdpcomm.plan.plan_checks import check_batches, check_queue, check_sequences, check_values, slices_of
+from hdpcomm.plan.plan_checks import (
+    check_batches,
+    check_queue,
+    check_sequences,
+    check_slices_fit,
+    check_values,
+    slices_of,
+)
 from hdpcomm.plan.plan_file import check_plan_suffix, read_plan, read_text, write_file, write_plan
 from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.tree import Tree, TreeFragment
@@ -370,19 +377,29 @@ class StepPlan:
         plan.validate()
         return plan
 
-    def validate(self, lengths: Sequence[int | Tree] | None = None, *, memory: MemoryModel | None = None) -> None:
+    def validate(
+        self,
+        lengths: Sequence[int | Tree] | None = None,
+        *,
+        memory: MemoryModel | None = None,
+        pipeline: int | None = None,
+    ) -> None:
         """Checks that the plan can be run.
 
         Args:
             lengths: the lengths of the step; each sequence has to appear exactly once, with its length.
             memory: what a rank can hold.
+            pipeline: devices of each rank's pipeline; with it and ``memory``, sequences in slices have to fit, of which
+                a rank holds more than one micro-batch at a time.
 
         Raises:
             InvalidUsage: says which micro-batch is wrong, and why.
         """
         check_batches(self.table, self.num_ranks, memory)
         check_queue(self.table, self.num_ranks, self.queued, self.queue_pools)
-        self.slices  # noqa: B018 (checks them)
+        slices = self.slices  # which checks them
+        if memory is not None and pipeline is not None:
+            check_slices_fit(self.table, slices, memory, pipeline)
         if lengths is not None:
             check_sequences(self.table, self.fragments, lengths)
 

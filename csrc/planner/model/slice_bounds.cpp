@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 
 #include "planner/model/cost_model.hpp"
 
@@ -20,10 +21,12 @@ bool sliceable(const Problem& problem, int32_t sequence) {
           problem.own(sequence).squares == problem.cost().squares(0, length));
 }
 
-std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int size, int slices,
-                                 double growth) {
+namespace {
+
+// As memory allows, they take about as long as each other; there may be more than `slices`.
+std::vector<int64_t> boundsByTime(const Problem& problem, int32_t sequence, int size, int slices,
+                                  double growth) {
   const int64_t length = problem.lengths()[sequence];
-  if (slices == 1) return {0, length};
   // The first x tokens take about a x^2 / d + (h + b / d) x on d ranks; of a tree, or where keys
   // are limited, less.
   const CostModel& cost = problem.cost();
@@ -60,6 +63,32 @@ std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int s
     }
     bounds.push_back(std::min({std::max(bound, last + 1), last + most, length}));
   }
+  return bounds;
+}
+
+// Tokens that a rank holds of all slices together.
+int64_t heldOf(const std::vector<int64_t>& bounds, int size) {
+  int64_t held = 0;
+  for (size_t k = 1; k < bounds.size(); ++k) held += (bounds[k] - bounds[k - 1] + size - 1) / size;
+  return held;
+}
+
+}  // namespace
+
+std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int size, int slices,
+                                 double growth) {
+  const int64_t length = problem.lengths()[sequence];
+  if (slices == 1) return {0, length};
+  const Cluster& cluster = problem.cost().cluster();
+  const int64_t most = problem.cost().memory().capacity * cluster.pipeline;
+  if ((length + size - 1) / size > most) return {};
+  std::vector<int64_t> bounds = boundsByTime(problem, sequence, size, slices, growth);
+  if (heldOf(bounds, size) > most) {
+    // With as many tokens on every rank, but for the last one, they hold no more than the whole.
+    for (int64_t& bound : bounds) bound = std::min((bound + size - 1) / size * size, length);
+    bounds.erase(std::unique(bounds.begin(), bounds.end()), bounds.end());
+  }
+  if (std::ssize(bounds) > cluster.mostSlices() + 1) return {};
   return bounds;
 }
 

@@ -18,8 +18,10 @@ bool sliceable(const Problem& problem, int32_t sequence);
 double timesTheFirst(int count, double growth) noexcept;
 
 // Where so many slices on so many ranks begin, and the length at last; of a tree, its tokens in
-// depth-first order. They take about equal time,
-// or each `growth` times that of the one before; more of them where memory asks for it.
+// depth-first order. They take about equal time, or each `growth` times that of the one before;
+// more of them where memory asks for it. Empty where it has no room: a rank holds all slices of a
+// sequence at a time, at most as many tokens as a full micro-batch for each device of its pipeline;
+// or where that is more slices than the cluster allows.
 std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int size, int slices,
                                  double growth = 1);
 

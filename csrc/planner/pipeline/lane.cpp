@@ -245,13 +245,11 @@ bool Lane::cut(const Run& run, double height, double growth,
     return whole;
   }
   const std::vector<int64_t> bounds = sliceBounds(problem_, sequence, size, slices, growth);
-  const size_t count = bounds.size() - 1;
-  if (count > static_cast<size_t>(most)) return false;
-  for (size_t k = 0; k < count; ++k) {
+  for (size_t k = 0; k + 1 < bounds.size(); ++k) {
     batch.slice = sliceOf(problem_, sequence, bounds, k);
     batches.push_back(batch);
   }
-  return true;
+  return !bounds.empty();
 }
 
 }  // namespace hdpcomm::planner

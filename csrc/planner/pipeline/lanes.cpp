@@ -12,7 +12,6 @@
 #include "planner/model/cost_model.hpp"
 #include "planner/pipeline/lane.hpp"
 #include "planner/simulate/finish_plan.hpp"
-#include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -234,7 +233,7 @@ double latest(const std::vector<Lane>& lanes) {
 
 std::optional<Plan> planLanes(const Problem& problem, double lower_bound, double limit) {
   const Cluster& cluster = problem.cost().cluster();
-  const double most = std::min<double>(cluster.mostHeld(), cluster.mostSlices());
+  const int most = std::min(cluster.pipeline, cluster.mostSlices());
   const int64_t longest = *std::max_element(problem.lengths().begin(), problem.lengths().end());
   PolicyOptions options;
   options.baselines = false;
@@ -270,10 +269,7 @@ std::optional<Plan> planLanes(const Problem& problem, double lower_bound, double
   }
   if (best.empty()) return {};
   for (size_t i = 0; i < best.size(); ++i) best[i].start = static_cast<double>(i);
-  Plan plan = finishPlan(problem, std::move(best));
-  // The order of several chunks counts micro-batches.
-  if (cluster.chunks > 1 && !holds(problem, simulate(problem, plan))) return {};
-  return plan;
+  return finishPlan(problem, std::move(best));
 }
 
 }  // namespace hdpcomm::planner

@@ -18,6 +18,7 @@
 #include "planner/search/candidates.hpp"
 #include "planner/simulate/finish_plan.hpp"
 #include "planner/simulate/level_order.hpp"
+#include "planner/simulate/priority_order.hpp"
 #include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {
@@ -364,38 +365,37 @@ class ShapeSearch {
     if (!dealt) return known != nullptr && *known > 0 ? *known : kForever;
     const double makespan = *known = makespanOfDealt(shape, limit);
     if (makespan >= best_.makespan) return makespan;
-    if (!heldInMemory(shape)) return *known = kForever;
     best_ = {shape, waves_.heights(), makespan, waves_.predicted(),
              changing_ ? improvedBy(best_.made_by, trying) : trying};
     return makespan;
   }
 
-  // What follows is of the waves that were dealt.
-  bool heldInMemory(const Shape& shape) const {
-    if (!by_levels_) {
-      return (shape.slices == 1 && shape.every == 1) ||
-             holds(problem_, simulate(problem_, pricedPlan()));
-    }
-    return shape.every == 1 || holds(problem_, simulateLevels(problem_, pricedPlan()));
-  }
-
+  // What follows is of the waves that were dealt. Infinity where memory does not hold them.
   double makespanOfDealt(const Shape& shape, double limit) {
-    if (!by_levels_) return finishPlan(problem_, waves_.plan(), limit).makespan;
-    if (shape.slices == 1 && shape.every == 1) {
+    if (by_levels_ && shape.slices == 1 && shape.every == 1) {
       return makespanByLevels(problem_, waves_.passes(), limit);
     }
-    const Plan plan = pricedPlan();
-    std::vector<PassCosts> costs;
-    costs.reserve(plan.micro_batches.size());
-    for (const MicroBatch& batch : plan.micro_batches) costs.push_back(passCosts(problem_, batch));
-    return makespanByLevels(problem_, plan, costs, limit, shape.every == 1);
+    std::vector<MicroBatch> batches = waves_.plan();
+    if (batches.empty()) return kForever;
+    return by_levels_ ? makespanInSlices(std::move(batches), shape.every == 1, limit)
+                      : finishPlan(problem_, std::move(batches), limit).makespan;
   }
 
-  Plan pricedPlan() const {
+  // By levels, or by priorities, by which memory holds whatever it holds alone.
+  double makespanInSlices(std::vector<MicroBatch> batches, bool gaps, double limit) {
     Plan plan;
-    plan.micro_batches = waves_.plan();
-    for (MicroBatch& batch : plan.micro_batches) price(problem_, batch);
-    return plan;
+    plan.micro_batches = std::move(batches);
+    std::vector<PassCosts> costs;
+    costs.reserve(plan.micro_batches.size());
+    for (MicroBatch& batch : plan.micro_batches) {
+      price(problem_, batch);
+      costs.push_back(passCosts(problem_, batch));
+    }
+    const double makespan = makespanByLevels(problem_, plan, costs, limit, gaps);
+    if (makespan >= limit || holds(problem_, simulateLevels(problem_, plan, true, gaps))) {
+      return makespan;
+    }
+    return makespanByPriorities(problem_, plan, limit);
   }
 
   void changeUp() {

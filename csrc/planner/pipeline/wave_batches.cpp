@@ -23,7 +23,7 @@ std::vector<MicroBatch> WavePlanner::plan() const {
   std::vector<MicroBatch> batches;
   batches.reserve(wide + packs);
   for (const size_t wave : order_.waves()) {
-    take(waves_[wave], sequences.data() + first_of[wave], batches);
+    if (!take(waves_[wave], sequences.data() + first_of[wave], batches)) return {};
   }
   return batches;
 }
@@ -34,7 +34,7 @@ const LevelPasses& WavePlanner::passes() {
   return passes_;
 }
 
-void WavePlanner::take(const Wave& wave, std::vector<int32_t>* packs,
+bool WavePlanner::take(const Wave& wave, std::vector<int32_t>* packs,
                        std::vector<MicroBatch>& batches) const {
   const auto add = [&](int first, int size, std::vector<int32_t> sequences) {
     MicroBatch batch;
@@ -49,6 +49,7 @@ void WavePlanner::take(const Wave& wave, std::vector<int32_t>* packs,
     if (wide.job != Wave::kIdle) {
       const int32_t sequence = jobs_[wide.job].sequence;
       const auto bounds = sliceBounds(problem_, sequence, wide.size, wave.slices);
+      if (bounds.empty()) return false;
       for (size_t k = 1; k < bounds.size(); ++k) {
         add(first, wide.size, problem_.withRiders(sequence));
         if (bounds.size() == 2) continue;  // a single one
@@ -60,6 +61,7 @@ void WavePlanner::take(const Wave& wave, std::vector<int32_t>* packs,
   for (size_t k = 0; k < wave.packs.size(); ++k) {
     if (!packs[k].empty()) add(wave.placeOf(k), 1, std::move(packs[k]));
   }
+  return true;
 }
 
 void WavePlanner::addPasses(const Wave& wave) {

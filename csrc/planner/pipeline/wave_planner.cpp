@@ -248,7 +248,7 @@ std::vector<int> WavePlanner::lowerSizes(int slices, size_t count) {
   while (before.size() < std::min(jobs_.size(), count)) {
     const size_t i = before.size();
     Job& job = jobs_[i];
-    if (job.min_size == 1) break;  // and all shorter ones
+    if (job.load.tokens <= static_cast<double>(capacity)) break;  // and all shorter ones
     before.push_back(job.min_size);
     if (!sliceable(i)) continue;
     const int64_t tokens = problem_.lengths()[job.sequence];

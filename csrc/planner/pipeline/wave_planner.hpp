@@ -61,7 +61,8 @@ class WavePlanner {
   bool deal();
 
   // What was dealt, in the order that drains and fills a pipeline fastest: the micro-batches, or
-  // their passes alone, where no sequence runs in slices.
+  // their passes alone, where no sequence runs in slices. No micro-batches where memory has no room
+  // for the slices.
   std::vector<MicroBatch> plan() const;
   const LevelPasses& passes();
 
@@ -134,8 +135,8 @@ class WavePlanner {
     return wave.turned ? wave.first + wave.last - first - size : first;
   }
 
-  // Adds the micro-batches of a wave; `packs`: of its own.
-  void take(const Wave& wave, std::vector<int32_t>* packs, std::vector<MicroBatch>& batches) const;
+  // Adds the micro-batches of a wave; `packs`: of its own. False where memory has no room for them.
+  bool take(const Wave& wave, std::vector<int32_t>* packs, std::vector<MicroBatch>& batches) const;
   void addPasses(const Wave& wave);
 
   static constexpr double kOfSequence = 30;  // passes, for which a sequence is as much work

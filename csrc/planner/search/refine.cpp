@@ -45,7 +45,9 @@ class Annealer {
 
   // Returns the better of the given plan and the best one found.
   Plan improve(Plan plan) {
-    const Groups best = anneal(groupsOf(plan));
+    Groups best = groupsOf(plan);
+    if (!allFit(best)) return plan;  // it is cut at other places
+    best = anneal(std::move(best));
     std::vector<MicroBatch> batches;
     decode(best, &batches);
     Plan found = finishPlan(problem_, std::move(batches));
@@ -107,8 +109,13 @@ class Annealer {
     }
     const int32_t sequence = group.sequences.front();
     if (group.sequences.size() > 1 || !sliceable(problem_, sequence)) return false;
-    return problem_.lengths()[sequence] >= group.slices &&
-           static_cast<int>(bounds(group).size()) <= most_slices_ + 1;
+    return problem_.lengths()[sequence] >= group.slices && !bounds(group).empty();
+  }
+
+  bool allFit(const Groups& groups) const {
+    return std::all_of(groups.begin(), groups.end(), [this](const Group& group) {
+      return group.slices == 1 || !bounds(group).empty();
+    });
   }
 
   bool mutate(Groups& groups) {
@@ -212,7 +219,7 @@ class Annealer {
   }
 
   // What the search makes smaller: decode()'s score, with a pipeline the simulated makespan and a
-  // small weight on that score. Infinity where a device would hold too many tokens in slices.
+  // small weight on that score.
   double score(const Groups& groups) {
     if (cost_.cluster().pipeline == 1) return decode(groups, nullptr);
     Plan plan;
@@ -226,10 +233,7 @@ class Annealer {
     if (!cut && !cost_.cluster().split) {
       return makespanByLevels(problem_, plan) + kIdleWeight * flat;
     }
-    const SimulatedStep step = simulate(problem_, plan);
-    const double makespan =
-        holds(problem_, step) ? step.makespan : std::numeric_limits<double>::infinity();
-    return makespan + kIdleWeight * flat;
+    return simulate(problem_, plan).makespan + kIdleWeight * flat;
   }
 
   // Places the groups in order, each on the ranks on which it ends first, and returns the score:

@@ -14,14 +14,14 @@ namespace hdpcomm::planner {
 
 namespace {
 
-// The shortest order of those in which no device holds more than it may.
+// By priorities, or by levels where that is shorter and no device holds more than it may. By
+// priorities none does where each sequence fits by itself.
 SimulatedStep simulateSlices(const Problem& problem, const Plan& plan) {
   SimulatedStep best = simulatePriorities(problem, plan);
   if (problem.cost().cluster().pipeline == 1) return best;
   for (const bool gaps : {false, true}) {
     SimulatedStep step = simulateLevels(problem, plan, true, gaps);
-    const bool held = holds(problem, step);
-    if (held != holds(problem, best) ? held : step.makespan < best.makespan) best = std::move(step);
+    if (step.makespan < best.makespan && holds(problem, step)) best = std::move(step);
   }
   return best;
 }

@@ -33,13 +33,16 @@ class SplitOrder {
     }
   }
 
+  // Whether no device held more than it may in the last run.
+  bool held() const { return most_resident_ <= most_held_ * (1 + 1e-9); }
+
   // Runs the forward and backward passes in this order; `record` may be null. Returns the makespan.
   double run(const std::vector<Span>& order, double wait, SimulatedStep* record) {
     const size_t count = static_cast<size_t>(devices_) * ranks_;
     units_.assign(count, Unit{});
     given_.assign(plan_.micro_batches.size(), 0.0);
     wait_ = wait;
-    makespan_ = 0;
+    makespan_ = most_resident_ = 0;
     record_ = record;
     if (record_ != nullptr) record_->begin(ranks_);
     for (const Span& span : order) pass(span);
@@ -142,6 +145,7 @@ class SplitOrder {
       } else {
         ++self.in_flight;
         self.resident += cost.resident;
+        most_resident_ = std::max(most_resident_, self.resident);
       }
       if (record_ == nullptr) continue;
       record_->peak_tokens[rank] = std::max(record_->peak_tokens[rank], self.resident);
@@ -165,26 +169,31 @@ class SplitOrder {
   std::vector<double> given_;  // by micro-batch: when its last pass but those of weights ends
   double wait_ = 0;
   double makespan_ = 0;
+  double most_resident_ = 0;  // tokens on a device
   SimulatedStep* record_ = nullptr;
 };
 
 }  // namespace
 
 SimulatedStep simulateSplit(const Problem& problem, const Plan& plan) {
-  std::vector<SimulatedStep> orders;
+  struct Order {
+    bool by_levels;
+    std::vector<Span> spans;
+  };
+  std::vector<Order> orders;
   for (const bool with_weights : {true, false}) {
-    orders.push_back(simulatePriorities(problem, plan, with_weights));
+    orders.push_back({false, simulatePriorities(problem, plan, with_weights).spans});
     if (problem.cost().cluster().chunks > 1) continue;
-    orders.push_back(simulateLevels(problem, plan, with_weights, true));
+    orders.push_back({true, simulateLevels(problem, plan, with_weights, true).spans});
   }
   SplitOrder split(problem, plan);
-  const SimulatedStep* best = nullptr;
+  const Order* best = nullptr;
   double shortest = std::numeric_limits<double>::infinity();
   double best_wait = 0;
-  for (const SimulatedStep& order : orders) {
+  for (const Order& order : orders) {
     for (const double wait : kWaits) {
       const double makespan = split.run(order.spans, wait, nullptr);
-      if (makespan >= shortest) continue;
+      if (makespan >= shortest || (order.by_levels && !split.held())) continue;
       best = &order;
       shortest = makespan;
       best_wait = wait;
