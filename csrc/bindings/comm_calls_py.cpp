@@ -143,12 +143,13 @@ CollectiveCall collectiveCall(const Communicator& comm, PyObject* const* args, i
                   comm.size());
 }
 
-// What is given back for a started operation; null: it has ended.
-PyObject* start(const Communicator& comm, std::shared_ptr<Work> work) {
-  return py::cast(Handle{comm.sharedWorld(), std::move(work)}).release().ptr();
+// The objects that a collective's arguments name, (x, out).
+py::object buffersOf(PyObject* const* args) {
+  return py::make_tuple(py::handle(args[3]), py::handle(args[4]));
 }
 
-PyObject* run(const Communicator& comm, const CollectiveCall& call, bool in_background) {
+PyObject* run(const Communicator& comm, const CollectiveCall& call, bool in_background,
+              PyObject* const* args) {
   std::shared_ptr<Work> work;
   {
     const py::gil_scoped_release release;
@@ -158,7 +159,8 @@ PyObject* run(const Communicator& comm, const CollectiveCall& call, bool in_back
       comm.collective(call.operands, call.options, 0, kCheckSignals);
     }
   }
-  return in_background ? start(comm, std::move(work)) : nullptr;
+  if (!in_background) return nullptr;
+  return newInFlight<Handle>(buffersOf(args), comm.sharedWorld(), std::move(work));
 }
 
 // collective(arguments of a collective..., async_op) -> the Work, or None: it has ended
@@ -166,7 +168,7 @@ PyObject* collective(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     expect(count, kCollectiveArguments + 1);
     const Communicator& comm = communicator(args[0]);
-    return run(comm, collectiveCall(comm, args), Py_IsTrue(args[9]));
+    return run(comm, collectiveCall(comm, args), Py_IsTrue(args[9]), args);
   });
 }
 
@@ -175,7 +177,7 @@ PyObject* collective(PyObject*, PyObject* const* args, Py_ssize_t count) {
 using Messages = InlineVector<Message, 8>;
 
 PyObject* run(const Communicator& comm, std::span<const Message> sends,
-              std::span<const Message> recvs, bool in_background) {
+              std::span<const Message> recvs, bool in_background, const py::object& buffers) {
   std::shared_ptr<Work> work;
   {
     const py::gil_scoped_release release;
@@ -185,7 +187,8 @@ PyObject* run(const Communicator& comm, std::span<const Message> sends,
       comm.exchange(sends, recvs, 0, kCheckSignals);
     }
   }
-  return in_background ? start(comm, std::move(work)) : nullptr;
+  if (!in_background) return nullptr;
+  return newInFlight<Handle>(buffers, comm.sharedWorld(), std::move(work));
 }
 
 template <typename Name>
@@ -205,7 +208,8 @@ PyObject* pointToPoint(PyObject* const* args, Py_ssize_t count, bool sends) {
         message(args[1], args[2], args[3], !sends, [] { return std::string("x"); });
     const std::span<const Message> one(&only, 1);
     const std::span<const Message> none;
-    return run(comm, sends ? one : none, sends ? none : one, Py_IsTrue(args[4]));
+    return run(comm, sends ? one : none, sends ? none : one, Py_IsTrue(args[4]),
+               py::reinterpret_borrow<py::object>(args[2]));
   });
 }
 
@@ -226,37 +230,39 @@ PyObject* recv(PyObject*, PyObject* const* args, Py_ssize_t count) {
 constexpr const char* kWanted = "sequences of (tensor, peer)";
 
 // Calls `each(message, landing)` for every (tensor, peer) or (tensor, peer, landing place) of a
-// sequence, whose landing place may be null; `name` is the argument that errors name.
+// sequence, whose landing place may be null; `name` is the argument that errors name. The tensors
+// are added to `buffers`: others may change the sequence while the call runs.
 template <typename Each>
 void forMessages(PyObject* describe, PyObject* pairs, bool writable, const char* name, int where,
-                 Each each) {
+                 py::list& buffers, Each each) {
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(pairs); ++i) {
-    PyObject* item = PySequence_Fast_GET_ITEM(pairs, i);
-    py::object sequence;
-    if (!PyTuple_Check(item)) {
-      sequence = py::reinterpret_steal<py::object>(PySequence_Tuple(item));
-      if (!sequence) throwNoMessage(name, i, item);
-      item = sequence.ptr();
+    auto item = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(pairs, i));
+    if (!PyTuple_Check(item.ptr())) {
+      auto sequence = py::reinterpret_steal<py::object>(PySequence_Tuple(item.ptr()));
+      if (!sequence) throwNoMessage(name, i, item.ptr());
+      item = std::move(sequence);
     }
-    const Py_ssize_t size = PyTuple_GET_SIZE(item);
-    if (size != 2 && size != 3) throwNoMessage(name, i, item);
+    const Py_ssize_t size = PyTuple_GET_SIZE(item.ptr());
+    if (size != 2 && size != 3) throwNoMessage(name, i, item.ptr());
+    PyObject* x = PyTuple_GET_ITEM(item.ptr(), 0);
+    buffers.append(py::handle(x));
     const auto named = [&] { return std::string(name) + "[" + std::to_string(i) + "]"; };
-    each(message(describe, PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1), writable, named,
-                 where),
-         size == 3 ? PyTuple_GET_ITEM(item, 2) : nullptr);
+    each(message(describe, x, PyTuple_GET_ITEM(item.ptr(), 1), writable, named, where),
+         size == 3 ? PyTuple_GET_ITEM(item.ptr(), 2) : nullptr);
   }
 }
 
 void addMessages(Messages& messages, PyObject* describe, PyObject* pairs, bool writable,
-                 const char* name) {
+                 const char* name, py::list& buffers) {
   messages.reserve(static_cast<size_t>(PySequence_Fast_GET_SIZE(pairs)));
-  forMessages(describe, pairs, writable, name, kHost, [&](const Message& each, PyObject* landing) {
+  const auto add = [&](const Message& each, PyObject* landing) {
     if (landing != nullptr) {
       throwInvalidUsage(
           "exchange() got a landing place for host memory; only device messages have one");
     }
     messages.push_back(each);
-  });
+  };
+  forMessages(describe, pairs, writable, name, kHost, buffers, add);
 }
 
 // exchange(communicator, describe, sends, recvs, async_op) -> as collective(). Sequences of
@@ -269,11 +275,12 @@ PyObject* exchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const py::object incoming = sequence(args[3], "exchange()", kWanted);
     Messages sends;
     Messages recvs;
-    addMessages(sends, args[1], outgoing.ptr(), false, "sends");
-    addMessages(recvs, args[1], incoming.ptr(), true, "recvs");
+    py::list buffers;
+    addMessages(sends, args[1], outgoing.ptr(), false, "sends", buffers);
+    addMessages(recvs, args[1], incoming.ptr(), true, "recvs", buffers);
     checkOverlaps({sends.begin(), sends.size()}, {recvs.begin(), recvs.size()});
     return run(comm, {sends.begin(), sends.size()}, {recvs.begin(), recvs.size()},
-               Py_IsTrue(args[4]));
+               Py_IsTrue(args[4]), buffers);
   });
 }
 
@@ -297,23 +304,24 @@ uintptr_t streamOf(PyObject* object) {
 // What is given back for an operation; null: the caller's stream waits for its end, and nobody
 // else has to. Where tensors have no streams the host has to.
 PyObject* handOver(const std::shared_ptr<StreamEngine>& engine, std::shared_ptr<StreamWork> work,
-                   bool background) {
+                   bool background, py::object buffers) {
   if (!background && !engine->device()->isSim()) {
     const py::gil_scoped_release release;
     if (!engine->failed(*work)) return nullptr;
   }
-  return py::cast(StreamHandle{engine, std::move(work)}).release().ptr();
+  return newInFlight<StreamHandle>(std::move(buffers), engine, std::move(work));
 }
 
 using StreamMessages = std::vector<StreamEngine::Message>;
 
-void addMessages(StreamMessages& messages, std::vector<Message>& buffers, const Communicator& comm,
-                 PyObject* describe, PyObject* pairs, const char* name, int where) {
+void addMessages(StreamMessages& messages, std::vector<Message>& views, const Communicator& comm,
+                 PyObject* describe, PyObject* pairs, const char* name, int where,
+                 py::list& buffers) {
   const bool received = *name == 'r';
   const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(pairs));
   messages.reserve(count);
-  buffers.reserve(count);
-  forMessages(describe, pairs, received, name, where, [&](const Message& each, PyObject* landing) {
+  views.reserve(count);
+  const auto add = [&](const Message& each, PyObject* landing) {
     const bool lands = landing != nullptr && !Py_IsNone(landing);
     messages.push_back(
         {.peer = comm.globalRank(each.peer, received ? "recv" : "send"),
@@ -321,8 +329,9 @@ void addMessages(StreamMessages& messages, std::vector<Message>& buffers, const 
          .count = each.count,
          .dtype = each.dtype,
          .landing = lands ? static_cast<uint64_t>(integer(landing)) : StreamEngine::kNoLanding});
-    buffers.push_back(each);
-  });
+    views.push_back(each);
+  };
+  forMessages(describe, pairs, received, name, where, buffers, add);
 }
 
 // stream_exchange(engine, communicator, describe, sends, recvs, stream, async_op) -> the
@@ -339,8 +348,9 @@ PyObject* streamExchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
     StreamMessages recvs;
     std::vector<Message> out;
     std::vector<Message> in;
-    addMessages(sends, out, comm, args[2], outgoing.ptr(), "sends", placeOf(*engine));
-    addMessages(recvs, in, comm, args[2], incoming.ptr(), "recvs", placeOf(*engine));
+    py::list buffers;
+    addMessages(sends, out, comm, args[2], outgoing.ptr(), "sends", placeOf(*engine), buffers);
+    addMessages(recvs, in, comm, args[2], incoming.ptr(), "recvs", placeOf(*engine), buffers);
     const Stream stream{streamOf(args[5])};
     const bool background = Py_IsTrue(args[6]);
     std::shared_ptr<StreamWork> work;
@@ -350,7 +360,7 @@ PyObject* streamExchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
       work = engine->exchange(comm.callOfMessages(), comm.sharedRanks(), sends, recvs, stream,
                               background);
     }
-    return handOver(engine, std::move(work), background);
+    return handOver(engine, std::move(work), background, std::move(buffers));
   });
 }
 
@@ -371,7 +381,7 @@ PyObject* streamCollective(PyObject*, PyObject* const* args, Py_ssize_t count) {
       work = engine->collective(plan, comm.sharedRanks(), call.operands.in, call.operands.out,
                                 stream, background);
     }
-    return handOver(engine, std::move(work), background);
+    return handOver(engine, std::move(work), background, buffersOf(args + 1));
   });
 }
 

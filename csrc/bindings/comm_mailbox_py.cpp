@@ -8,18 +8,14 @@ namespace hdpcomm {
 namespace {
 
 // The object that Python holds: the message with its mailbox, so that either may be dropped first.
-struct MailHandle {
+struct MailHandle final : InFlight {
+  MailHandle(py::object buffers, std::shared_ptr<Mailbox> of_mailbox,
+             std::shared_ptr<LabelledWork> started)
+      : InFlight(std::move(buffers)), mailbox(std::move(of_mailbox)), work(std::move(started)) {}
+  bool done() const override { return mailbox->test(*work); }
+
   std::shared_ptr<Mailbox> mailbox;
   std::shared_ptr<LabelledWork> work;
-
-  void wait(double timeout_s) const {
-    const py::gil_scoped_release release;
-    mailbox->wait(*work, timeout_s, kCheckSignals);
-  }
-  bool done() const {
-    const py::gil_scoped_release release;
-    return mailbox->test(*work);
-  }
 };
 
 // One rank, or a sequence of some.
@@ -35,27 +31,28 @@ std::vector<int> ranksOf(PyObject* object) {
   return ranks;
 }
 
-// (mailbox, buffer, rank or ranks, tag, context) -> the message; None, and nothing done, where the
-// buffer is no plain tensor.
+// (mailbox, buffer or its description, rank or ranks, tag, context, owner of the memory) -> the
+// message; None, and nothing done, where the buffer is no plain tensor.
 PyObject* start(PyObject* const* args, Py_ssize_t count, bool send) {
   return guarded([&]() -> PyObject* {
-    expect(count, 5);
+    expect(count, 6);
     const auto mailbox = py::cast<std::shared_ptr<Mailbox>>(py::handle(args[0]));
     TensorView buffer;
     if (!describePlain(args[1], &buffer) && !describeTuple(args[1], &buffer)) return nullptr;
     Message message{buffer.data, buffer.count, buffer.dtype, -1};
     const Label label{integer(args[4]), integer(args[3])};
-    MailHandle handle{mailbox, nullptr};
+    std::shared_ptr<LabelledWork> work;
     if (send) {
       message.peer = static_cast<int>(integer(args[2]));
       const py::gil_scoped_release release;
-      handle.work = mailbox->send(message, label);
+      work = mailbox->send(message, label);
     } else {
       std::vector<int> sources = ranksOf(args[2]);
       const py::gil_scoped_release release;
-      handle.work = mailbox->receive(message, std::move(sources), label);
+      work = mailbox->receive(message, std::move(sources), label);
     }
-    return py::cast(std::move(handle)).release().ptr();
+    return newInFlight<MailHandle>(py::reinterpret_borrow<py::object>(args[5]), mailbox,
+                                   std::move(work));
   });
 }
 
@@ -73,7 +70,12 @@ PyObject* wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     expect(count, 2);
     const double timeout_s = PyFloat_AsDouble(args[1]);
     if (timeout_s == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    py::cast<const MailHandle&>(py::handle(args[0])).wait(timeout_s);
+    auto& mail = py::cast<MailHandle&>(py::handle(args[0]));
+    {
+      const py::gil_scoped_release release;
+      mail.mailbox->wait(*mail.work, timeout_s, kCheckSignals);
+    }
+    mail.releaseBuffers();
     return nullptr;
   });
 }
@@ -90,8 +92,12 @@ PyMethodDef calls[] = {
 void bindMailbox(py::module_& module) {
   py::class_<Mailbox, std::shared_ptr<Mailbox>>(module, "Mailbox")
       .def(py::init<std::shared_ptr<World>>(), py::arg("world"));
-  py::class_<MailHandle>(module, "Mail")
-      .def("done", &MailHandle::done)
+  InFlightClass<MailHandle>(module, "Mail")
+      .def("done",
+           [](const MailHandle& mail) {
+             const py::gil_scoped_release release;
+             return mail.done();
+           })
       .def_property_readonly("receives",
                              [](const MailHandle& mail) { return mail.work->receives(); })
       .def_property_readonly("source", [](const MailHandle& mail) { return mail.work->source(); })

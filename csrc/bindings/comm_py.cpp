@@ -16,20 +16,18 @@ namespace py = pybind11;
 namespace hdpcomm {
 namespace {
 
-void wait(const Handle& handle, double timeout_s, bool quiet) {
-  const py::gil_scoped_release release;
-  if (quiet) handle.work->keepQuiet();
-  handle.world->wait(*handle.work, timeout_s, kCheckSignals);
+void wait(Handle& handle, double timeout_s, bool quiet) {
+  {
+    const py::gil_scoped_release release;
+    if (quiet) handle.work->keepQuiet();
+    handle.world->wait(*handle.work, timeout_s, kCheckSignals);
+  }
+  handle.releaseBuffers();
 }
 
 bool done(const Handle& handle) {
   const py::gil_scoped_release release;
-  return handle.world->test(*handle.work);
-}
-
-bool heard(const Handle& handle) {
-  const py::gil_scoped_release release;
-  return handle.world->heard(*handle.work);
+  return handle.done();
 }
 
 void bindCommunicator(py::module_& module) {
@@ -221,12 +219,26 @@ void bindNames(py::module_& module) {
 
 }  // namespace
 
+// Unheard: no operation has raised an error with the same cause, which is the death of that rank,
+// or the same failure of this rank or another one. Nor is Aborted told, which follows from close()
+// or from an error that was told before.
+std::optional<std::string> Handle::unheardError() const {
+  if (world->heard(*work)) return std::nullopt;
+  try {
+    world->wait(*work, -1.0, {});
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kAborted && error.kind() != ErrorKind::kInvalidUsage)
+      return error.what();
+  } catch (const std::exception&) {  // no memory to tell of it
+  }
+  return std::nullopt;
+}
+
 void bindComm(py::module_& module) {
   module.attr("OUT_OF_STEP_ADVICE") = kOutOfStepAdvice;
-  py::class_<Handle>(module, "Work")
+  InFlightClass<Handle>(module, "Work")
       .def("wait", &wait, py::arg("timeout") = -1.0, py::arg("quiet") = false)
       .def("done", &done)
-      .def("heard", &heard)
       .def("__repr__",
            [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
   bindFlight(module);

@@ -8,6 +8,7 @@
 #include <string>
 #include <tuple>
 
+#include "bindings/in_flight.hpp"
 #include "bindings/rooms.hpp"
 #include "comm/host/operations.hpp"
 #include "comm/stream/stream_engine.hpp"
@@ -16,13 +17,23 @@ namespace hdpcomm {
 
 // What Python holds of a started operation: the work with its world, so that either may be dropped
 // first.
-struct Handle {
+struct Handle final : InFlight {
+  Handle(pybind11::object buffers, std::shared_ptr<World> of_world, std::shared_ptr<Work> started)
+      : InFlight(std::move(buffers)), world(std::move(of_world)), work(std::move(started)) {}
+  bool done() const override { return world->test(*work); }
+  std::optional<std::string> unheardError() const override;
+
   std::shared_ptr<World> world;
   std::shared_ptr<Work> work;
 };
 
-// The same of work of streams.
-struct StreamHandle {
+// Python's handle of work of streams. An error ends its engine for good, so the next call tells it.
+struct StreamHandle final : InFlight {
+  StreamHandle(pybind11::object buffers, std::shared_ptr<StreamEngine> of_engine,
+               std::shared_ptr<StreamWork> started)
+      : InFlight(std::move(buffers)), engine(std::move(of_engine)), work(std::move(started)) {}
+  bool done() const override { return engine->test(*work); }
+
   std::shared_ptr<StreamEngine> engine;
   std::shared_ptr<StreamWork> work;
 };

@@ -21,7 +21,7 @@ void waitOn(const StreamHandle& handle, uintptr_t stream) {
 
 bool ended(const StreamHandle& handle) {
   const py::gil_scoped_release release;
-  return handle.engine->test(*handle.work);
+  return handle.done();
 }
 
 bool failed(const StreamHandle& handle) {
@@ -97,9 +97,10 @@ void bindEngineOptions(py::module_& module) {
 
 void bindStream(py::module_& module) {
   bindEngineOptions(module);
-  py::class_<StreamHandle>(module, "StreamWork")
+  InFlightClass<StreamHandle>(module, "StreamWork")
       .def("wait", &waitFor, py::arg("timeout") = -1.0)
       .def("wait_on", &waitOn, py::arg("stream"))
+      .def("release_buffers", &StreamHandle::releaseBuffers)
       .def("done", &ended)
       .def_property_readonly("failed", &failed)
       .def("__repr__", [](const StreamHandle& handle) {

@@ -19,6 +19,81 @@ Compute computeOf(std::optional<uintptr_t> stream) {
   return stream ? Compute(Stream{*stream}) : Compute();
 }
 
+// Bytes in the pool, or on their way there, with the objects whose memory the copies use: owned
+// from before Python sees the copy until it was finished, so an exception in between (Python runs
+// signal handlers after any call) frees nothing that is in flight.
+class PooledCopy {
+ public:
+  PooledCopy(std::shared_ptr<CopyEngine> engine, CopyEngine::Ticket ticket, py::object source)
+      : engine_(std::move(engine)), ticket_(ticket) {
+    own(std::move(source));
+  }
+  ~PooledCopy() {
+    const py::error_scope raised;  // it may go while an exception unwinds
+    try {
+      if (!dropped_) drop();
+    } catch (const std::exception&) {
+      // A copy that does not end keeps its memory.
+      static_cast<void>(new std::vector<py::object>(std::move(owners_)));
+    }
+    const py::gil_scoped_release release;
+    engine_.reset();
+  }
+  PooledCopy(const PooledCopy&) = delete;
+  PooledCopy& operator=(const PooledCopy&) = delete;
+
+  void finishStore(std::optional<uintptr_t> compute) {
+    {
+      const py::gil_scoped_release release;
+      engine_->finishStore(ticket_, computeOf(compute));
+    }
+    owners_.clear();
+  }
+  void load(uintptr_t target, std::optional<uintptr_t> compute, py::object owner) {
+    own(std::move(owner));
+    const py::gil_scoped_release release;
+    engine_->load(ticket_, reinterpret_cast<void*>(target), computeOf(compute));
+  }
+  void finishLoad(std::optional<uintptr_t> compute) {
+    {
+      const py::gil_scoped_release release;
+      engine_->finishLoad(ticket_, computeOf(compute));
+    }
+    owners_.clear();
+  }
+  void drop() {
+    {
+      const bool in_flight = !owners_.empty();
+      const py::gil_scoped_release release;
+      if (in_flight) engine_->finishLoad(ticket_, Compute());  // the host waits
+      engine_->drop(ticket_);
+    }
+    dropped_ = true;
+    owners_.clear();
+  }
+
+ private:
+  void own(py::object owner) {
+    if (!owner.is_none()) owners_.push_back(std::move(owner));
+  }
+
+  std::shared_ptr<CopyEngine> engine_;
+  CopyEngine::Ticket ticket_;
+  std::vector<py::object> owners_;
+  bool dropped_ = false;
+};
+
+py::object store(const std::shared_ptr<CopyEngine>& engine, uintptr_t source, size_t bytes,
+                 std::optional<uintptr_t> compute, py::object owner) {
+  CopyEngine::Ticket ticket = 0;
+  {
+    const py::gil_scoped_release release;
+    ticket = engine->store(reinterpret_cast<void*>(source), bytes, computeOf(compute));
+  }
+  if (ticket == 0) return py::none();
+  return py::cast(std::make_unique<PooledCopy>(engine, ticket, std::move(owner)));
+}
+
 py::dict poolStats(const PinnedPool& pool) {
   const offload::PoolStats stats = pool.stats();
   py::dict found;
@@ -65,35 +140,17 @@ void bindOffload(py::module_& module) {
            py::arg("chunk_bytes") = offload::PoolOptions{}.chunk_bytes, py::arg("threads") = 0)
       .def("stats", &poolStats)
       .def("reset_peak", &PinnedPool::resetPeak);
-  py::class_<CopyEngine>(module, "CopyEngine", end_unlocked)
+  py::class_<PooledCopy>(module, "PooledCopy")
+      .def("finish_store", &PooledCopy::finishStore, py::kw_only(), py::arg("compute"))
+      .def("load", &PooledCopy::load, py::arg("target"), py::kw_only(), py::arg("compute"),
+           py::arg("owner"))
+      .def("finish_load", &PooledCopy::finishLoad, py::kw_only(), py::arg("compute"))
+      .def("drop", &PooledCopy::drop);
+  py::class_<CopyEngine, std::shared_ptr<CopyEngine>>(module, "CopyEngine", end_unlocked)
       .def(py::init<std::shared_ptr<PinnedPool>, double>(), py::arg("pool"), py::kw_only(),
            py::arg("timeout"), Release())
-      .def(
-          "store",
-          [](CopyEngine& engine, uintptr_t source, size_t bytes, std::optional<uintptr_t> compute) {
-            return engine.store(reinterpret_cast<void*>(source), bytes, computeOf(compute));
-          },
-          py::arg("source"), py::arg("bytes"), py::kw_only(), py::arg("compute"), Release())
-      .def(
-          "finish_store",
-          [](CopyEngine& engine, uint64_t ticket, std::optional<uintptr_t> compute) {
-            engine.finishStore(ticket, computeOf(compute));
-          },
-          py::arg("ticket"), py::kw_only(), py::arg("compute"), Release())
-      .def(
-          "load",
-          [](CopyEngine& engine, uint64_t ticket, uintptr_t target,
-             std::optional<uintptr_t> compute) {
-            engine.load(ticket, reinterpret_cast<void*>(target), computeOf(compute));
-          },
-          py::arg("ticket"), py::arg("target"), py::kw_only(), py::arg("compute"), Release())
-      .def(
-          "finish_load",
-          [](CopyEngine& engine, uint64_t ticket, std::optional<uintptr_t> compute) {
-            engine.finishLoad(ticket, computeOf(compute));
-          },
-          py::arg("ticket"), py::kw_only(), py::arg("compute"), Release())
-      .def("drop", &CopyEngine::drop, py::arg("ticket"), Release())
+      .def("store", &store, py::arg("source"), py::arg("bytes"), py::kw_only(), py::arg("compute"),
+           py::arg("owner"))
       .def("drain", &CopyEngine::drain, py::arg("timeout") = 60.0, Release())
       .def("stats", &copyStats);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,9 +93,9 @@ class Communicator(Membership):
             raise self._self_message("send", dst)
         if profiler._is_profiler_enabled:
             told = operands(peers(self.ranks, self.global_rank, dst), x)
-            return recorded("send", told, (x,), _send, self._core, describe, x, dst, async_op)
+            return recorded("send", told, _send, self._core, describe, x, dst, async_op)
         handle = _send(self._core, describe, x, dst, async_op)
-        return ENDED if handle is None else Work(handle, (x,))
+        return ENDED if handle is None else Work(handle)
 
     def recv(self, x: Any, src: int, *, async_op: bool = False) -> Work:
         """Receives into ``x`` from position ``src``, which calls :meth:`send` (or :meth:`exchange`)."""
@@ -102,9 +103,9 @@ class Communicator(Membership):
             raise self._self_message("recv", src)
         if profiler._is_profiler_enabled:
             told = operands(peers(self.ranks, self.global_rank, src), x)
-            return recorded("recv", told, (x,), _recv, self._core, describe, x, src, async_op)
+            return recorded("recv", told, _recv, self._core, describe, x, src, async_op)
         handle = _recv(self._core, describe, x, src, async_op)
-        return ENDED if handle is None else Work(handle, (x,))
+        return ENDED if handle is None else Work(handle)
 
     def exchange(
         self,
@@ -124,10 +125,12 @@ class Communicator(Membership):
         it (HDPCOMM_NCCL_ONE_SIDED), what two ranks exchange with places in one call they must on both sides.
         """
         if profiler._is_profiler_enabled:
-            told, buffers = messages(self.ranks, sends, recvs), (sends, recvs)
-            return recorded("exchange", told, buffers, _exchange, self._core, describe, sends, recvs, async_op)
+            with contextlib.suppress(TypeError):  # which the core tells
+                sends, recvs = tuple(sends), tuple(recvs)  # iterators are read once
+            told = messages(self.ranks, sends, recvs)
+            return recorded("exchange", told, _exchange, self._core, describe, sends, recvs, async_op)
         handle = _exchange(self._core, describe, sends, recvs, async_op)
-        return ENDED if handle is None else Work(handle, (tuple(sends), tuple(recvs)))
+        return ENDED if handle is None else Work(handle)
 
     def landing_zone(self, x: Any, source: int | None = None) -> LandingZone | None:
         """This rank's landing zone for messages of the kind of ``x``; ``None`` where messages have no landing place.
@@ -310,9 +313,9 @@ class Communicator(Membership):
         """Runs or starts any collective; the core's table of operations says which arguments each takes."""
         if profiler._is_profiler_enabled:
             told, arguments = operands(self.ranks, x, out), (operation, x, out, op, root, algorithm, splits, async_op)
-            return recorded(NAMES[operation], told, (x, out), _collective, self._core, describe, *arguments)
+            return recorded(NAMES[operation], told, _collective, self._core, describe, *arguments)
         handle = _collective(self._core, describe, operation, x, out, op, root, algorithm, splits, async_op)
-        return ENDED if handle is None else Work(handle, (x, out))
+        return ENDED if handle is None else Work(handle)
 
     def _by_streams(self, x: Any) -> bool:
         """Whether operations on a tensor are work of streams."""

@@ -67,8 +67,8 @@ class _ProfiledWork(Work):
 
     __slots__ = ("_name", "_values")
 
-    def __init__(self, handle: Any, buffers: tuple[Any, ...], name: str, values: dict[str, Any]) -> None:
-        super().__init__(handle, buffers)
+    def __init__(self, handle: Any, name: str, values: dict[str, Any]) -> None:
+        super().__init__(handle)
         self._name = name
         self._values = values
 
@@ -82,13 +82,11 @@ def event(name: str, values: dict[str, Any]) -> AbstractContextManager[None]:
     return _event(name, values) if profiler._is_profiler_enabled else _NOTHING
 
 
-def recorded(
-    name: str, values: dict[str, Any], buffers: tuple[Any, ...], call: Callable[..., Any], *arguments: Any
-) -> Work:
+def recorded(name: str, values: dict[str, Any], call: Callable[..., Any], *arguments: Any) -> Work:
     """The work of an operation of the core, which ``call`` runs or starts, with events."""
     with _event(name, values):
         handle = call(*arguments)
-    return ENDED if handle is None else _ProfiledWork(handle, buffers, name, values)
+    return ENDED if handle is None else _ProfiledWork(handle, name, values)
 
 
 def ring_step(direction: str, step: int, steps: int) -> AbstractContextManager[None]:

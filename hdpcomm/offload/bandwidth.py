@@ -68,14 +68,17 @@ class _Measurement:
 
     def rates(self) -> CopyRates:
         out, back, size, stream = self._out.data_ptr(), self._in.data_ptr(), self._size, self._stream
-        ticket = self._engine.store(out, size, compute=self._compute)
-        self._engine.finish_store(ticket, compute=self._compute)
+        stored = self._engine.store(out, size, compute=self._compute, owner=None)
+        assert stored is not None  # the pool has room for three
+        stored.finish_store(compute=self._compute)
 
         def store() -> None:
-            self._engine.drop(self._engine.store(out, size, compute=self._compute))
+            copy = self._engine.store(out, size, compute=self._compute, owner=None)
+            assert copy is not None
+            copy.drop()
 
         def load() -> None:
-            self._engine.load(ticket, back, compute=self._compute)
+            stored.load(back, compute=self._compute, owner=None)
 
         def both() -> None:
             store()
@@ -101,7 +104,7 @@ class _Measurement:
             )
         finally:
             self._wait()
-            self._engine.drop(ticket)
+            stored.drop()
             self._device.free_pinned(self._pinned)
             self._device.destroy_stream(stream)
 

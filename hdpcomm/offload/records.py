@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from hdpcomm._core.device import Device
-from hdpcomm._core.offload import CopyEngine
+from hdpcomm._core.offload import CopyEngine, PooledCopy
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload.devices import compute_stream
 
@@ -57,15 +57,15 @@ class HostCopy:
     """Bytes of a tensor's storage, from its begin, of which the first ``cut`` are in the pool, or being copied there,
     while the others stay on the device."""
 
-    __slots__ = ("_kept", "_source", "_target", "_ticket", "cut", "lane", "nbytes", "version")
+    __slots__ = ("_copy", "_kept", "_source", "_target", "cut", "lane", "nbytes", "version")
 
-    def __init__(self, lane: Lane, tensor: torch.Tensor, nbytes: int, cut: int, ticket: int) -> None:
+    def __init__(self, lane: Lane, tensor: torch.Tensor, nbytes: int, cut: int, copy: PooledCopy) -> None:
         storage = tensor.untyped_storage()
         self.lane = lane
         self.version = tensor._version
         self.nbytes = nbytes
         self.cut = cut
-        self._ticket = ticket
+        self._copy = copy
         self._source: torch.Tensor | None = tensor
         self._kept = _flat(storage)[cut:nbytes].clone() if cut < nbytes else None
         self._target: torch.Tensor | None = None
@@ -80,8 +80,8 @@ class HostCopy:
         """
         storage = tensor.untyped_storage()
         lane.device.annotate_write(storage.data_ptr(), nbytes)
-        ticket = lane.engine.store(storage.data_ptr(), cut, compute=lane.compute())
-        return cls(lane, tensor, nbytes, cut, ticket) if ticket else None
+        copy = lane.engine.store(storage.data_ptr(), cut, compute=lane.compute(), owner=tensor)
+        return None if copy is None else cls(lane, tensor, nbytes, cut, copy)
 
     def finish_store(self, *, check: bool = True) -> None:
         """Makes the compute stream wait for the copy, then releases the tensor on the device.
@@ -91,7 +91,7 @@ class HostCopy:
         source = self._source
         if source is None:
             return
-        self.lane.engine.finish_store(self._ticket, compute=self.lane.compute())
+        self._copy.finish_store(compute=self.lane.compute())
         self._source = None
         self.lane.device.annotate_free(source.untyped_storage().data_ptr(), self.nbytes)
         if check and source._version != self.version:
@@ -100,7 +100,7 @@ class HostCopy:
     def load(self, target: torch.Tensor) -> None:
         """Starts to bring all bytes to ``target``, uint8 ``[nbytes]``; it is held until :meth:`finish_load`."""
         self.finish_store()
-        self.lane.engine.load(self._ticket, target.data_ptr(), compute=self.lane.compute())
+        self._copy.load(target.data_ptr(), compute=self.lane.compute(), owner=target)
         self._target = target
         if self._kept is not None:
             target[self.cut :].copy_(self._kept)
@@ -109,7 +109,7 @@ class HostCopy:
     def finish_load(self) -> None:
         """Makes the compute stream wait for what :meth:`load` began, if it did."""
         if self._target is not None:
-            self.lane.engine.finish_load(self._ticket, compute=self.lane.compute())
+            self._copy.finish_load(compute=self.lane.compute())
             self._target = None
 
     def release(self) -> None:
@@ -121,7 +121,7 @@ class HostCopy:
         self.finish_store(check=False)
         self.finish_load()  # it may still write to memory that is released below
         self._kept = None
-        self.lane.engine.drop(self._ticket)
+        self._copy.drop()
 
 
 class StorageRecord(HostCopy):
@@ -133,8 +133,8 @@ class StorageRecord(HostCopy):
 
     __slots__ = ("_loaded", "_resident", "handles", "storage", "waiting")
 
-    def __init__(self, lane: Lane, tensor: torch.Tensor, nbytes: int, cut: int, ticket: int) -> None:
-        super().__init__(lane, tensor, nbytes, cut, ticket)
+    def __init__(self, lane: Lane, tensor: torch.Tensor, nbytes: int, cut: int, copy: PooledCopy) -> None:
+        super().__init__(lane, tensor, nbytes, cut, copy)
         self.storage = weakref.ref(tensor.untyped_storage())
         self._resident: weakref.ref[torch.Tensor] | None = None
         self.handles = self.waiting = 0
@@ -209,7 +209,8 @@ class StoredTensor:
         return tensor.set_(self._record.use(), self._offset, self._size, self._stride)
 
     def __del__(self) -> None:
-        self._record.lane.released.append(self._record)
+        if hasattr(self, "_record"):  # its __init__ may have been interrupted
+            self._record.lane.released.append(self._record)
 
 
 class ResidentTensor:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hdpcomm import _core
 from hdpcomm.comm.profiling import event, operands, profiler
 from hdpcomm.comm.tensors import describe
-from hdpcomm.comm.work import retain
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.torch_backend.checks import Tensors
 from hdpcomm.torch_backend.errors import translate
@@ -34,13 +33,13 @@ _new_work = dist.Work.__init__
 class MessageWork(BackendWork):
     """A send or a receive that was started."""
 
-    def __init__(self, mail: _core.comm.Mail, group: GroupState, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+    def __init__(self, mail: _core.comm.Mail, group: GroupState, tensor: torch.Tensor) -> None:
         _new_work(self)
         self._parts = ()
         self._mail = mail
         self._group = group
         self._timeout = group.seconds
-        self._buffers = tensor, buffer  # torch's, and the one that the core uses until the message has ended
+        self._tensor = tensor
 
     def wait(self, timeout: datetime.timedelta = _NOT_GIVEN) -> bool:
         if not self._over:
@@ -50,7 +49,7 @@ class MessageWork(BackendWork):
         return True
 
     def join(self, seconds: float) -> None:
-        told = operands(self._group.ranks, self._buffers[0]) if profiler._is_profiler_enabled else {}
+        told = operands(self._group.ranks, self._tensor) if profiler._is_profiler_enabled else {}
         try:
             with event("wait recv" if self._mail.receives else "wait send", told):
                 _mail_wait(self._mail, seconds)
@@ -68,7 +67,7 @@ class MessageWork(BackendWork):
         return self._over
 
     def result(self) -> list[torch.Tensor]:
-        return [self._buffers[0]] if self._mail.receives else []
+        return [self._tensor] if self._mail.receives else []
 
     def source_rank(self) -> int:
         if not self._mail.receives:
@@ -82,10 +81,6 @@ class MessageWork(BackendWork):
             self.complete_future()
         else:
             self._group.engine.complete_alone(self)
-
-    def __del__(self) -> None:
-        if not self._over and not self._mail.done():
-            retain(self._mail, self._buffers)
 
     def finish_with(self, finish: Callable[[], None]) -> None:
         """Has the receive copied to where it belongs at the end."""
@@ -103,19 +98,19 @@ class Messages:
         self._mailbox = state.engine.mailbox
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> BackendWork:
-        tensor = buffer = one(tensors, "send", "tensors")
+        tensor = one(tensors, "send", "tensors")
         if self._by_streams(tensor):
             return self._send_by_stream(tensor, dst, tag)
         peer = self._world_rank(dst, "send")
         try:
-            mail = _mail_send(self._mailbox, tensor, peer, tag, self._state.context)
+            mail = _mail_send(self._mailbox, tensor, peer, tag, self._state.context, tensor)
             if mail is None:
                 buffer = self._state.begin("send", None).source(tensor)
-                mail = _mail_send(self._mailbox, describe(buffer, "tensor"), peer, tag, self._state.context)
+                mail = _mail_send(self._mailbox, describe(buffer, "tensor"), peer, tag, self._state.context, buffer)
         except Error as error:
             raise translate(error) from error.__cause__
         assert mail is not None
-        return self._state.started(MessageWork(mail, self._state, tensor, buffer))
+        return self._state.started(MessageWork(mail, self._state, tensor))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> BackendWork:
         tensor = one(tensors, "recv", "tensors")
@@ -132,18 +127,19 @@ class Messages:
         return self._receive(tensors, others, tag)
 
     def _receive(self, tensors: Tensors, sources: int | tuple[int, ...], tag: int) -> BackendWork:
-        tensor = buffer = one(tensors, "recv", "tensors")
+        tensor = one(tensors, "recv", "tensors")
         operation: Operation | None = None
         try:
-            mail = _mail_receive(self._mailbox, tensor, sources, tag, self._state.context)
+            mail = _mail_receive(self._mailbox, tensor, sources, tag, self._state.context, tensor)
             if mail is None:
                 operation = self._state.begin("recv", None)
                 buffer = operation.target(tensor)
-                mail = _mail_receive(self._mailbox, describe(buffer, "tensor"), sources, tag, self._state.context)
+                described, context = describe(buffer, "tensor"), self._state.context
+                mail = _mail_receive(self._mailbox, described, sources, tag, context, buffer)
         except Error as error:
             raise translate(error) from error.__cause__
         assert mail is not None
-        work = MessageWork(mail, self._state, tensor, buffer)
+        work = MessageWork(mail, self._state, tensor)
         if operation is not None:
             work.finish_with(operation.finish)
         return self._state.started(work)

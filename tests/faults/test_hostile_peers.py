@@ -198,8 +198,8 @@ def test_headers_of_labelled_messages(at: int, value: int) -> None:
     links, comms = framed_pair()
     boxes = [_core.comm.Mailbox(comm._core.world) for comm in comms]
     x, y = torch.ones(4), torch.zeros(4)
-    _core.comm.mail_send(boxes[1], x, 0, 5, 0)
-    receive = _core.comm.mail_receive(boxes[0], y, 1, 5, 0)
+    _core.comm.mail_send(boxes[1], x, 0, 5, 0, x)
+    receive = _core.comm.mail_receive(boxes[0], y, 1, 5, 0, y)
     assert receive is not None
     frame = links[1].next(0)
     assert frame is not None

@@ -23,12 +23,12 @@ LONG_S = 600.0
 
 @contextlib.contextmanager
 def pool_over(transport: str, ranks: int) -> Iterator[RankPool]:
-    """Ranks over ``shm``, the same with ``fragments`` in place of copies between processes, or ``tcp``."""
+    """Ranks over ``shm``, the same with ``fragments`` in place of copies between processes, or another transport."""
     with pytest.MonkeyPatch.context() as patch:
         if transport == "fragments":
             patch.setenv("HDPCOMM_SHM_CMA", "0")
-        if transport == "tcp":
-            patch.setenv("HDPCOMM_TRANSPORT", "tcp")
+        elif transport != "shm":
+            patch.setenv("HDPCOMM_TRANSPORT", transport)
         made = RankPool(ranks)
     yield made
     made.close()

@@ -35,8 +35,8 @@ class DeviceWork(Work):
 
     __slots__ = ("_path", "_stream_work")
 
-    def __init__(self, handle: _core.comm.StreamWork, buffers: tuple[Any, ...], path: DevicePath) -> None:
-        super().__init__(handle, buffers)
+    def __init__(self, handle: _core.comm.StreamWork, path: DevicePath) -> None:
+        super().__init__(handle)
         self._stream_work = handle
         self._path = path
 
@@ -48,7 +48,7 @@ class DeviceWork(Work):
     def wait(self, timeout: float | None = None) -> None:
         """As the class says. Raises: CommTimeout, PeerLost, Mismatch, Aborted."""
         self._path.wait(self._stream_work, None if timeout is None else check_seconds("wait", timeout))
-        self._buffers = ()
+        self._stream_work.release_buffers()
 
     def follow(self) -> None:
         """As ``wait()``, but the tensors stay alive: for a stream that is not the one that frees them."""
@@ -162,6 +162,7 @@ class DeviceCommunicator(Communicator):
     ) -> Work:
         """See :meth:`Communicator.exchange`."""
         try:
+            sends, recvs = tuple(sends), tuple(recvs)  # iterators are read once
             path = self._common_path([self._devices.path(message[0]) for message in (*sends, *recvs)])
         except (TypeError, IndexError):
             path = None  # no (tensor, peer) pairs: the host's side says so
@@ -176,7 +177,7 @@ class DeviceCommunicator(Communicator):
     ) -> Work:
         with event("exchange", messages(self.ranks, sends, recvs) if profiler._is_profiler_enabled else {}):
             handle = path.enqueue(_exchange, self._core, sends, recvs, background=async_op)
-            return ENDED if handle is None else _finish(handle, (tuple(sends), tuple(recvs)), path, async_op)
+            return ENDED if handle is None else _finish(handle, path, async_op)
 
     def _by_streams(self, x: Any) -> bool:
         return self._devices.path(x) is not None
@@ -206,11 +207,11 @@ class DeviceCommunicator(Communicator):
         with event(NAMES[operation], operands(self.ranks, x, out) if profiler._is_profiler_enabled else {}):
             arguments = (operation, x, out, op, root, algorithm, splits)
             handle = path.enqueue(_collective, self._core, *arguments, background=async_op)
-            return ENDED if handle is None else _finish(handle, (x, out), path, async_op)
+            return ENDED if handle is None else _finish(handle, path, async_op)
 
 
-def _finish(handle: _core.comm.StreamWork, buffers: tuple[Any, ...], path: DevicePath, async_op: bool) -> Work:
-    work = DeviceWork(handle, buffers, path)
+def _finish(handle: _core.comm.StreamWork, path: DevicePath, async_op: bool) -> Work:
+    work = DeviceWork(handle, path)
     if async_op:
         return work
     work.wait()  # tensors without streams; or it has failed, and its streams still use the buffers

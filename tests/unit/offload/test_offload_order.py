@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hdpcomm._core.device import open_sim
-from hdpcomm._core.offload import CopyEngine
+from hdpcomm._core.offload import CopyEngine, PooledCopy
 from hdpcomm.attention import SlicedSequence, ring_attention
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.testing.device_check import check, current_rank, planted_sites
@@ -31,24 +31,24 @@ def training() -> None:
     device.fill(weights, 1, bytes=size, stream=compute)
     device.fill(total, 0, bytes=size, stream=compute)
     for step in range(2):
-        tickets: list[int] = []
+        copies: list[PooledCopy] = []
         for layer in range(LAYERS - 1):
             place = memory[layer % 2]
             if layer >= 2:
-                engine.finish_store(tickets[layer - 2], compute=compute)  # its memory is this layer's now
+                copies[layer - 2].finish_store(compute=compute)  # its memory is this layer's now
             device.fill(place, step + layer, bytes=size, stream=compute)
             _testing.accumulate(device, place, weights, count=COUNT, stream=compute)
-            tickets.append(engine.store(place, size, compute=compute))
-            assert tickets[-1]
-        for ticket in tickets:
-            engine.finish_store(ticket, compute=compute)
-        engine.load(tickets[-1], memory[(LAYERS - 2) % 2], compute=compute)
+            copies.append(engine.store(place, size, compute=compute, owner=None))
+            assert copies[-1]
+        for copy in copies:
+            copy.finish_store(compute=compute)
+        copies[-1].load(memory[(LAYERS - 2) % 2], compute=compute, owner=None)
         for layer in reversed(range(LAYERS - 1)):
             if layer:
-                engine.load(tickets[layer - 1], memory[(layer - 1) % 2], compute=compute)
-            engine.finish_load(tickets[layer], compute=compute)
+                copies[layer - 1].load(memory[(layer - 1) % 2], compute=compute, owner=None)
+            copies[layer].finish_load(compute=compute)
             _testing.accumulate(device, total, memory[layer % 2], count=COUNT, stream=compute)
-            engine.drop(tickets[layer])
+            copies[layer].drop()
     device.synchronize_stream(compute)
     del engine, pool
 
@@ -62,12 +62,12 @@ def given_up(again: bool) -> None:
     compute = device.create_stream()
     source, target = device.allocate(size), device.allocate(size)
     device.fill(source, 1, bytes=size, stream=compute)
-    ticket = engine.store(source, size, compute=compute)
-    engine.finish_store(ticket, compute=compute)
-    engine.load(ticket, target, compute=compute)
-    engine.drop(ticket)
+    copy = engine.store(source, size, compute=compute, owner=None)
+    copy.finish_store(compute=compute)
+    copy.load(target, compute=compute, owner=None)
+    copy.drop()
     if again:
-        engine.drop(engine.store(source, size, compute=compute))
+        engine.store(source, size, compute=compute, owner=None).drop()
     del engine, pool
 
 

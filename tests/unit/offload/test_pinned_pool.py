@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdpcomm._core.device import Device, open_sim
-from hdpcomm._core.offload import CopyEngine
+from hdpcomm._core.offload import CopyEngine, PooledCopy
 from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
 from hdpcomm.offload import PinnedPool
 from hdpcomm.offload.host_memory import HostMemory, check_fits, host_memory
@@ -37,21 +37,21 @@ class Bench:
         address = self.device.allocate(count)
         return address, np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
 
-    def stored(self, count: int, value: int) -> int:
-        """The ticket of a finished store of ``count`` bytes of ``value``."""
+    def stored(self, count: int, value: int) -> PooledCopy | None:
+        """A finished store of ``count`` bytes of ``value``."""
         address, _ = self.memory(count)
         self.device.fill(address, value, bytes=count, stream=self.compute)
-        ticket = self.engine.store(address, count, compute=self.compute)
-        if ticket:
-            self.engine.finish_store(ticket, compute=self.compute)
+        copy = self.engine.store(address, count, compute=self.compute, owner=None)
+        if copy:
+            copy.finish_store(compute=self.compute)
             self.device.fill(address, 0xEE, bytes=count, stream=self.compute)  # its next owner
-        return ticket
+        return copy
 
-    def loaded(self, ticket: int, count: int) -> np.ndarray:
+    def loaded(self, copy: PooledCopy, count: int) -> np.ndarray:
         address, found = self.memory(count)
         self.device.fill(address, 0xDD, bytes=count, stream=self.compute)  # its last owner
-        self.engine.load(ticket, address, compute=self.compute)
-        self.engine.finish_load(ticket, compute=self.compute)
+        copy.load(address, compute=self.compute, owner=None)
+        copy.finish_load(compute=self.compute)
         self.device.synchronize_stream(self.compute)
         return found
 
@@ -59,11 +59,11 @@ class Bench:
 def test_what_goes_out_comes_back() -> None:
     bench = Bench(1 << 20)
     sizes = [1, 3, 255, 256, 257, 4096, 100_000, 300_000]
-    tickets = [(bench.stored(size, k + 1), size, k + 1) for k, size in enumerate(sizes)]
-    for ticket, size, value in reversed(tickets):
+    copies = [(bench.stored(size, k + 1), size, k + 1) for k, size in enumerate(sizes)]
+    for copy, size, value in reversed(copies):
         for _ in range(2):  # a second backward pass
-            assert (bench.loaded(ticket, size) == value).all()
-        bench.engine.drop(ticket)
+            assert (bench.loaded(copy, size) == value).all()
+        copy.drop()
     bench.engine.drain()
     stats = bench.engine.stats()
     assert stats["bytes_stored"] == sum(sizes)
@@ -72,12 +72,12 @@ def test_what_goes_out_comes_back() -> None:
     assert bench.pool.stats().in_use == 0
 
 
-def test_an_engine_that_goes_leaves_nothing_in_the_pool() -> None:
-    """A forward pass that failed leaves tickets; the pool may serve others."""
+def test_copies_that_go_leave_nothing_in_the_pool() -> None:
+    """A forward pass that failed leaves copies; the pool may serve others."""
     bench = Bench(1 << 20)
-    assert all(bench.stored(size, 1) for size in (1, 4096, 300_000))
+    copies = [bench.stored(size, 1) for size in (1, 4096, 300_000)]
     assert bench.pool.stats().in_use > 300_000
-    del bench.engine
+    del bench.engine, copies
     assert bench.pool.stats().in_use == 0
     bench.engine = CopyEngine(bench.pool.core, timeout=20.0)
     assert (bench.loaded(bench.stored(900_000, 7), 900_000) == 7).all()
@@ -88,20 +88,20 @@ def test_a_computing_thread_waits_itself() -> None:
     address, memory = bench.memory(200_000)
     for value in range(1, 20):
         memory[:] = value
-        ticket = bench.engine.store(address, len(memory), compute=None)
-        bench.engine.finish_store(ticket, compute=None)
+        copy = bench.engine.store(address, len(memory), compute=None, owner=None)
+        copy.finish_store(compute=None)
         memory[:] = 0
-        bench.engine.load(ticket, address, compute=None)
-        bench.engine.finish_load(ticket, compute=None)
+        copy.load(address, compute=None, owner=None)
+        copy.finish_load(compute=None)
         assert (memory == value).all()
-        bench.engine.drop(ticket)
+        copy.drop()
     assert bench.engine.stats()["host_wait_s"] > 0
 
 
 def test_blocks_have_the_size_that_was_asked_for() -> None:
     bench = Bench(64 * KIB)
-    tickets = [bench.stored(16 * KIB - 200, k) for k in range(4)]  # a power of two each would not leave room
-    assert all(tickets)
+    copies = [bench.stored(16 * KIB - 200, k) for k in range(4)]  # a power of two each would not leave room
+    assert all(copies)
     assert bench.pool.stats().in_use == 64 * KIB
     assert bench.pool.stats().largest_free == 0
 
@@ -109,13 +109,13 @@ def test_blocks_have_the_size_that_was_asked_for() -> None:
 def test_a_block_is_used_again_behind_its_last_copy() -> None:
     """A block whose copies still wait for a flag can be used again: the next copy is queued behind them."""
     bench = Bench(64 * KIB)
-    ticket = bench.stored(60 * KIB, 1)
+    copy = bench.stored(60 * KIB, 1)
     flag = bench.device.allocate_pinned(4096)
     bench.device.store_flag(flag, 0)
     bench.device.wait_value(bench.compute, flag, 1)
     target, found = bench.memory(60 * KIB)
-    bench.engine.load(ticket, target, compute=bench.compute)
-    bench.engine.drop(ticket)
+    copy.load(target, compute=bench.compute, owner=None)
+    copy.drop()
     assert bench.pool.stats().retiring == 60 * KIB
     again = bench.stored(60 * KIB, 2)
     assert again
@@ -128,29 +128,29 @@ def test_a_block_is_used_again_behind_its_last_copy() -> None:
 
 def test_a_full_pool_refuses_and_goes_on() -> None:
     bench = Bench(64 * KIB)
-    ticket = bench.stored(60 * KIB, 1)
-    assert bench.stored(8 * KIB, 2) == 0
+    copy = bench.stored(60 * KIB, 1)
+    assert bench.stored(8 * KIB, 2) is None
     assert bench.pool.stats().refusals == 1
-    bench.engine.drop(ticket)
+    copy.drop()
     assert (bench.loaded(bench.stored(64 * KIB, 3), 64 * KIB) == 3).all()
 
 
 def test_the_order_of_calls_is_checked() -> None:
     bench = Bench(64 * KIB)
     address, _ = bench.memory(KIB)
-    ticket = bench.engine.store(address, KIB, compute=bench.compute)
+    copy = bench.engine.store(address, KIB, compute=bench.compute, owner=None)
     with pytest.raises(InvalidUsage, match="call finish_store first"):
-        bench.engine.load(ticket, address, compute=bench.compute)
-    bench.engine.finish_store(ticket, compute=bench.compute)
-    bench.engine.finish_store(ticket, compute=bench.compute)
-    bench.engine.drop(ticket)
-    for call in (bench.engine.finish_store, bench.engine.finish_load):
+        copy.load(address, compute=bench.compute, owner=None)
+    copy.finish_store(compute=bench.compute)
+    copy.finish_store(compute=bench.compute)
+    copy.drop()
+    for call in (copy.finish_store, copy.finish_load):
         with pytest.raises(InvalidUsage, match="was dropped"):
-            call(ticket, compute=bench.compute)
+            call(compute=bench.compute)
     with pytest.raises(InvalidUsage, match="was dropped"):
-        bench.engine.drop(ticket)
+        copy.drop()
     with pytest.raises(InvalidUsage, match="0 bytes"):
-        bench.engine.store(address, 0, compute=bench.compute)
+        bench.engine.store(address, 0, compute=bench.compute, owner=None)
     with pytest.raises(InvalidUsage, match="timeout is 0"):
         CopyEngine(bench.pool.core, timeout=0)
     assert (bench.loaded(bench.stored(KIB, 5), KIB) == 5).all()
@@ -162,10 +162,10 @@ def test_a_copy_that_does_not_end_keeps_the_memory() -> None:
     bench.device.store_flag(flag, 0)
     bench.device.wait_value(bench.compute, flag, 1)
     address, _ = bench.memory(40 * KIB)
-    bench.engine.store(address, 40 * KIB, compute=bench.compute)
+    copy = bench.engine.store(address, 40 * KIB, compute=bench.compute, owner=None)
     with pytest.raises(CommTimeout):
         bench.engine.drain(0.05)
-    del bench.engine
+    del bench.engine, copy
     pool = bench.pool
     del bench.pool, pool  # the arena stays: this must not crash
     bench.device.store_flag(flag, 1)
@@ -189,20 +189,20 @@ def test_the_arena_is_locked_in_chunks() -> None:
 @given(st.lists(st.tuples(st.integers(1, 20_000), st.booleans(), st.integers(0, 5)), max_size=60))
 def test_blocks_never_overlap_and_all_comes_back(steps: list[tuple[int, bool, int]]) -> None:
     bench = Bench(96 * KIB)
-    held: list[tuple[int, int, int]] = []
+    held: list[tuple[PooledCopy, int, int]] = []
     for number, (size, free, which) in enumerate(steps):
         if free and held:
-            ticket, count, value = held.pop(which % len(held))
-            assert (bench.loaded(ticket, count) == value).all()
-            bench.engine.drop(ticket)
+            copy, count, value = held.pop(which % len(held))
+            assert (bench.loaded(copy, count) == value).all()
+            copy.drop()
         value = number % 200 + 1
-        if ticket := bench.stored(size, value):
-            held.append((ticket, size, value))
+        if copy := bench.stored(size, value):
+            held.append((copy, size, value))
         stats = bench.pool.stats()
         assert stats.in_use == sum(-(-count // 256) * 256 for _, count, _ in held)
-    for ticket, count, value in held:
-        assert (bench.loaded(ticket, count) == value).all()
-        bench.engine.drop(ticket)
+    for copy, count, value in held:
+        assert (bench.loaded(copy, count) == value).all()
+        copy.drop()
     bench.engine.drain()
     assert bench.stored(96 * KIB, 7)  # one piece again
 
@@ -258,7 +258,7 @@ def test_other_threads_run_while_an_engine_ends() -> None:
     flag, (address, _) = bench.device.allocate(4), bench.memory(64)
     bench.device.store_flag(flag, 0)
     bench.device.wait_value(bench.compute, flag, 1)
-    assert bench.engine.store(address, 64, compute=bench.compute)
+    assert bench.engine.store(address, 64, compute=bench.compute, owner=None)
     freed = []
 
     def free_the_copy() -> None:
