@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.attention.api import with_kept
@@ -31,6 +30,7 @@ from hdpcomm.attention.layout import CuSeqlens
 from hdpcomm.attention.slices import SequenceSlice
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -218,7 +218,7 @@ class _Selected(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, came, places, out, lse = ctx.saved_tensors
         dq, d_keys, d_values = _attend_backward(q, *_parts(came, ctx.like), places, out, lse, grad, ctx.scale)
@@ -265,7 +265,7 @@ class _IndexerLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         index_q, index_keys, weights, q, keys = ctx.saved_tensors
         wide = ctx.wide

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.attention.call_check import agree_on_call
@@ -23,6 +22,7 @@ from hdpcomm.attention.indexer import check_qkv, layout_of_pack, places_of, rank
 from hdpcomm.attention.layout import CuSeqlens, Layout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -323,7 +323,7 @@ class _BlockAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, came, out, lse = ctx.saved_tensors
         k, v, rows_of_rank = ctx.like

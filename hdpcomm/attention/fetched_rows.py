@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hdpcomm.attention.indexer import TokenLayout, places_of, rank_in
+from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -84,7 +84,7 @@ class _Fetch(torch.autograd.Function):
         return needed.fetch(own, comm)
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
         return ctx.needed.give_back(wide, ctx.rows, ctx.comm).to(grad.dtype), None, None

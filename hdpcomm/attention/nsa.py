@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.attention.api import ring_attention
@@ -24,6 +23,7 @@ from hdpcomm.attention.indexer import check_qkv, layout_of_pack, places_of, rank
 from hdpcomm.attention.layout import CuSeqlens, Layout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -279,7 +279,7 @@ class _CompressedAttention(torch.autograd.Function):
         return out, chosen
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         q, keys, values, out = ctx.saved_tensors
         wide, groups = ctx.wide, keys.shape[1]

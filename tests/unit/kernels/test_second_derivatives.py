@@ -1,14 +1,23 @@
 """What has no second derivative says so, also where the incoming gradient has no graph of its own."""
 
+import importlib
+import pkgutil
+
 import pytest
 import torch
 
+import hdpcomm
 from hdpcomm.attention import (
+    block_attention,
     delta_rule,
+    index_top_k,
+    indexer_loss,
     mla_attention,
+    moba_attention,
     packed_attention,
     packing,
     ring_attention,
+    selected_attention,
     shard,
     short_conv,
     ssd,
@@ -39,7 +48,28 @@ def packed(x):
         return packed_attention(x, rand(8, 2, 4), rand(8, 2, 4))
 
 
+def selected(x):
+    chosen = torch.zeros(8, 1, dtype=torch.int64)  # the first token of the sequence
+    chosen[5:] = 5
+    return selected_attention(x, rand(8, 2, 4), rand(8, 2, 4), chosen, **PACK)
+
+
+def indexer(x):
+    k, weights = rand(8, 4), rand(8, 2)
+    chosen = index_top_k(x.detach(), k.detach(), weights.detach(), top_k=2, **PACK)
+    return indexer_loss(x, k, weights, rand(8, 2, 4), rand(8, 2, 4), chosen, **PACK)
+
+
+def blocks(x):
+    chosen = torch.zeros(8, 2, 1, dtype=torch.int64)
+    return block_attention(x, rand(8, 2, 4), rand(8, 2, 4), chosen, block=2, **PACK)
+
+
 CALLS = {
+    "selected_attention": (selected, (8, 2, 4)),
+    "indexer_loss": (indexer, (8, 2, 4)),
+    "block_attention": (blocks, (8, 2, 4)),
+    "moba_attention": (lambda x: moba_attention(x, rand(8, 2, 4), rand(8, 2, 4), block=2, top_k=2, **PACK), (8, 2, 4)),
     "ring_attention": (attention, (8, 2, 4)),
     "packed_attention": (packed, (8, 2, 4)),
     "mla_attention": (lambda x: mla_attention(x, rand(8, 6), rand(8, 2), rand(2 * (2 + 4), 6), **PACK), (8, 2, 4)),
@@ -65,6 +95,18 @@ def test_create_graph_is_refused(name):
     with pytest.raises(InvalidUsage, match="first derivatives only: call backward"):
         torch.autograd.grad(call(x).sum(), x, create_graph=True)
     assert torch.autograd.grad(call(x).sum(), x)[0].shape == x.shape
+
+
+def test_every_backward_pass_is_guarded():
+    """Also those of ranks, of stages and of models, which the calls above do not reach."""
+    for module in pkgutil.walk_packages(hdpcomm.__path__, "hdpcomm."):
+        if module.name.split(".")[1] in ("attention", "kernels", "models", "parallel", "train"):
+            importlib.import_module(module.name)
+    functions = [each for each in torch.autograd.Function.__subclasses__() if each.__module__.startswith("hdpcomm.")]
+    assert len(functions) >= 20
+    guard = functions[0].backward.__code__
+    assert guard.co_name == "refusing"
+    assert [f"{each.__module__}.{each.__name__}" for each in functions if each.backward.__code__ is not guard] == []
 
 
 def test_a_compiled_call_is_refused_too():
