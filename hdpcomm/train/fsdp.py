@@ -78,6 +78,9 @@ class FullyShardedParameters:
     def begin_pass(self, chunk: int = 0) -> None:
         """Nothing is to be done before a pass of one micro-batch."""
 
+    def end_pass(self) -> None:
+        """Nor after it."""
+
     def reduce_early(self) -> None:
         """The sums are scattered after the last pass, on all ranks alike."""
 

@@ -114,6 +114,12 @@ class Gradients:
         """A backward pass over a chunk of the model begins. Call before each."""
         self.sums.begin_pass(chunk)
 
+    def end_pass(self) -> None:
+        """The backward pass has ended: what it gave goes on its way before this rank waits for others in a later pass.
+        Call after each."""
+        if isinstance(self.sums, PushedSums):
+            self.sums.end_pass()
+
     def reduce_early(self) -> None:
         """The next backward pass is this rank's last, and communicates nothing: gradients may leave during it. Call
         before it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
@@ -47,6 +47,7 @@ class ReducedGradients(Protocol):
         self, empty_pass: Callable[[], object], order: Callable[[], Sequence[Sequence[int]]], /
     ) -> AbstractContextManager[None]: ...
     def begin_pass(self, chunk: int = 0) -> None: ...
+    def end_pass(self) -> None: ...
     def reduce_early(self) -> None: ...
 
 
@@ -124,11 +125,14 @@ class RunningSlices:
     Attributes:
         sliced: of those that run.
         packs: the shards of slices that will run again, by micro-batch.
+        random: the states of torch's generators before these slices ran, by micro-batch: dropout and noise of routers
+            must be the same when they run again.
     """
 
     planned: Slices
     sliced: Sliced = field(default_factory=Sliced)
     packs: dict[int, PackedShard] = field(default_factory=dict)
+    random: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 class MicroBatchPasses:
@@ -208,7 +212,8 @@ class MicroBatchPasses:
         planned = running.planned.get(micro_batch.index)
         seen = 0 if planned is None else -(-planned.bounds[planned.number + 1] // len(micro_batch.ranks))
         around = step.around(micro_batch.offload_ratio, packed.tokens.numel(), seen)
-        done = self._pass(packed, self._comm(micro_batch), step, around)
+        random = running.random.pop(micro_batch.index, None)
+        done = self._pass(packed, self._comm(micro_batch), step, around, random)
         if planned is not None and (planned.last if step.gradients is None else planned.number == 0):
             del running.sliced[planned.sequence]
         return done
@@ -219,17 +224,24 @@ class MicroBatchPasses:
         packed, comm = empty_shard(self._device), self._alone
         if micro_batch is not None:
             packed = running.packs[micro_batch.index] = self._packed(micro_batch, step, running)
+            running.random[micro_batch.index] = _random_states(self._device)
             comm = self._comm(micro_batch)
         with torch.no_grad(), uncounted(self._loads):
             micro_batch_loss(self._model, packed, comm, self._loss)
 
     def _pass(
-        self, packed: PackedShard, comm: Communicator, step: StepInputs, around: AbstractContextManager[None]
+        self,
+        packed: PackedShard,
+        comm: Communicator,
+        step: StepInputs,
+        around: AbstractContextManager[None],
+        random: list[Tensor] | None = None,
     ) -> Tensor:
-        with around:
+        with around, nullcontext() if random is None else _replaying(random, self._device):
             loss = micro_batch_loss(self._model, packed, comm, self._loss)
         if step.gradients is not None:
             (loss * step.scale).backward()  # type: ignore[no-untyped-call]
+            step.gradients.end_pass()
         return torch.stack((loss.detach().double(), packed.trained.double())).cpu()
 
     def _turns(self, plan: StepPlan, *, training: bool) -> Iterator[tuple[Turn, bool]]:
@@ -258,15 +270,14 @@ class MicroBatchPasses:
             waves = in_turns(make_waves(plan.micro_batches, plan.slices), plan.slices)
         for wave, (batches, keeps) in enumerate(waves):
             began, ran = list(free), set()
-            if keeps:
-                continue  # nothing backward
             for batch in batches:
                 groups = {rank // expert for rank in batch.ranks}
                 ranks = [rank for group in groups for rank in range(group * expert, (group + 1) * expert)]
                 end = max(began[rank] for rank in ranks) + max(batch.predicted_s, _SHORTEST_S)
                 for rank in ranks:
                     free[rank] = max(free[rank], end)
-                ran.update(ranks)
+                if not keeps:  # which has a backward pass
+                    ran.update(ranks)
             ends += [(free[rank], wave, rank) for rank in ran]
         return [[rank for *_, rank in sorted(ends)]]
 
@@ -274,6 +285,22 @@ class MicroBatchPasses:
         """A forward and backward pass over a token without a loss, on this rank alone."""
         loss = micro_batch_loss(self._model, no_tokens(self._device), self._alone, self._loss)
         loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """The states of the generators that a model on the device draws from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+@contextmanager
+def _replaying(states: Sequence[Tensor], device: torch.device) -> Iterator[None]:
+    """Draws as after :func:`_random_states`; afterwards the generators go on where they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(states[0])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], device)
+        yield
 
 
 def packed_shard(

@@ -236,6 +236,8 @@ class StageRunner:
             roots = {root: upstream for root, upstream in roots.items() if root.requires_grad}
             if roots:  # not where all of the first stage is frozen
                 torch.autograd.backward(list(roots), list(roots.values()))
+        if self.step.gradients is not None:
+            self.step.gradients.end_pass()
         if not chunk.first:
             self._given[done] = cast(Tensor, x.grad).contiguous()
         if not any(index == done.micro_batch for index, _ in self._open):

@@ -84,7 +84,7 @@ class PushedSums:
     bucket have one order, the plan's: that in which its backward passes are to end. So sums have the same bits whatever
     the timing, and no rank waits in a circle: an order of ends is one in which every pass of every rank comes after
     those that it needs. Whoever is early has at most ``_AHEAD`` units of gradients waiting; then its backward pass
-    waits, too.
+    waits, too. A pass that has ended leaves none behind (:meth:`end_pass`).
 
     Args:
         units: the layers, and the units of parameters.
@@ -120,8 +120,12 @@ class PushedSums:
         return self._parts[id(bucket)].own
 
     def zero(self) -> None:
-        """Forgets all sums. Local; before the agreement on a step, after which others may add."""
+        """Forgets all sums, and ``.grad`` of every parameter. Local; before the agreement on a step, after which others
+        may add."""
         self._stop()
+        for bucket in (bucket for buckets in self._by_unit.values() for bucket in buckets):
+            for parameter in bucket.parameters:
+                parameter.grad = None
         for parts in self._parts.values():
             parts.own.zero_()  # on a GPU before the agreement, too: the trainer waits for its streams
             assert parts.window is not None
@@ -146,9 +150,19 @@ class PushedSums:
 
     def begin_pass(self, chunk: int) -> None:
         """A backward pass begins, over a chunk of the model."""
-        self._end_pass()
         self._now = _Pass(chunk, self._passes[chunk])
         self._passes[chunk] += 1
+
+    def end_pass(self) -> None:
+        """The backward pass has ended: the gradients of the layers that it ended with leave. Without this they would
+        wait for the next pass, before which the rank may wait for one whose own gradients come after these."""
+        now = self._now
+        if now is None:
+            return
+        for unit in (*reversed(self._units.layers), *self._units.roots):
+            if unit.chunk == now.chunk and id(unit) not in now.pushed:
+                self._push(unit)
+        self._now = None
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """A backward pass has made a gradient."""
@@ -171,7 +185,6 @@ class PushedSums:
     def end(self) -> None:
         """The passes of a step have ended: all gradients of this rank are in their sums then. Raises: what kept one
         from that."""
-        self._end_pass()
         self._put(None)
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -202,15 +215,6 @@ class PushedSums:
             if all(id(p) in now.gradients for p in later.parameters if id(p) in self._trained):
                 self._push(later)
             later = later.after
-
-    def _end_pass(self) -> None:
-        now = self._now
-        if now is None:
-            return
-        for unit in (*reversed(self._units.layers), *self._units.roots):
-            if unit.chunk == now.chunk and id(unit) not in now.pushed:
-                self._push(unit)
-        self._now = None
 
     def _push(self, unit: Unit) -> None:
         now = self._now

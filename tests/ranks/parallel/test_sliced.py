@@ -127,11 +127,22 @@ def test_parts_of_weights(zero):
     )
 
 
-def losses_of(planner, zero):
-    sequences = tokens_of(LENGTHS, CONFIG)
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_leave_before_a_slice_waits_for_others(zero):
+    """Rank 1 has two passes of its own that come after one with rank 0, which then waits for rank 1 in a slice."""
+    both = (1, 0)
+    batches = [(both, (0,)), ((1,), (1,)), ((1,), (2,)), *((both, each) for each in slices(3, (0, 20, 33)))]
+    batches += [((0,), (4, 5, 6, 7))]
+    deep = dataclasses.replace(CONFIG, layers=6)  # more layers than gradients may wait for
+    losses = run_threads(lambda: losses_of(FixedPlanner(2, 1, batches), zero, deep), 2, timeout=20.0)
+    assert losses[0] == losses[1]
+
+
+def losses_of(planner, zero, config=CONFIG):
+    sequences = tokens_of(LENGTHS, config)
     torch.set_num_threads(1)
     with hdp.init() as comm:
-        model = Llama(CONFIG, seed=SEED, dtype=torch.float64)
+        model = Llama(config, seed=SEED, dtype=torch.float64)
         trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), planner, comm, zero=zero)
         return [round(trainer.step(LENGTHS, sequences.__getitem__).loss, 9) for _ in range(3)]
 
@@ -238,6 +249,65 @@ def test_losses_of_whole_sequences(stages, loss):
         assert got[1].keys() == want[1].keys()
         for name, gradient in want[1].items():
             assert float((got[1][name] - gradient).norm()) <= 1e-10 * float(gradient.norm()) + 1e-14, name
+
+
+class Noise(torch.nn.Module):
+    """Dropout that notes what it has drawn, by the tokens that a pass has."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.drawn = inner, []
+
+    def forward(self, x, *args, **more):
+        self.drawn.append(torch.rand(x.shape, dtype=x.dtype))
+        return self.inner(x * self.drawn[-1], *args, **more)
+
+
+class Replayed(Noise):
+    """The same with given draws, row by row of the sequence."""
+
+    def forward(self, x, *args, **more):
+        return self.inner(x * self.drawn[0], *args, **more)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_slice_draws_the_same_numbers_again(recompute):
+    bounds = (0, 30, 31, 80, 110)
+
+    def step(batches, layer):
+        sequences = tokens_of(LENGTHS[:1], CONFIG)
+        torch.manual_seed(5)
+        with hdp.init() as comm:
+            model = Llama(CONFIG, seed=SEED, dtype=torch.float64)
+            set_recompute(model, recompute)
+            model.blocks[1].ffn = layer(model.blocks[1].ffn)
+            trainer = Trainer(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.0),
+                FixedPlanner(1, 1, batches),
+                comm,
+                max_grad_norm=None,
+            )
+            trainer.step(LENGTHS[:1], sequences.__getitem__)
+            after = float(torch.rand(()))
+            return model.blocks[1].ffn.drawn, [p.grad.clone() for p in model.parameters()], after
+
+    drawn, gradients, after = step([((0,), each) for each in slices(0, bounds)], Noise)
+    kept, again = drawn[:3], drawn[3:]
+    ran = list(reversed(again if recompute == "none" else again[::2]))  # a checkpoint computes each once more
+    for first, second in zip(kept, ran, strict=False):
+        assert torch.equal(first, second)
+    assert not any(torch.equal(a[:1], b[:1]) for a, b in pairwise(ran))
+    _, wanted, _ = step([((0,), (0,))], lambda inner: _replayed(inner, ran))
+    for got, want in zip(gradients, wanted, strict=True):
+        assert float((got - want).norm()) <= 1e-10 * float(want.norm())
+    assert after == step([((0,), each) for each in slices(0, bounds)], Noise)[2]
+
+
+def _replayed(inner, draws):
+    layer = Replayed(inner)
+    layer.drawn = [torch.cat([each.flatten(0, -2) for each in draws])]
+    return layer
 
 
 class Parts:
