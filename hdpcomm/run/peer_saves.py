@@ -71,14 +71,16 @@ class KeptCheckpoint:
     def _load_numbers(self, policy: str, own: dict[str, Any]) -> None:
         every = [note["policies"][policy] for note in self._notes()]
         own["num_steps"] = every[0]["num_steps"]
-        for group, saved in zip(own["optimizer"]["param_groups"], every[0]["groups"], strict=True):
-            group.update({key: _alike(value, group.get(key)) for key, value in saved.items()})
+        by_name = {name: saved for note in every for saved in note["groups"] for name in saved["params"]}
+        for group in own["optimizer"]["param_groups"]:
+            saved: dict[str, Any] = next((by_name[name] for name in group["params"] if name in by_name), {})
+            group.update({key: _alike(value, group.get(key)) for key, value in saved.items() if key != "params"})
         plain = {tuple(path): value for note in every for path, value in note["plain"]}
         for path, value in walk_state({"optimizer": {"state": own["optimizer"]["state"]}}):
             if isinstance(value, (Tensor, TensorPart)):
                 continue
             if path not in plain:
-                raise InvalidUsage(f"{self.path}: nobody who lives knows {'.'.join(path)}")
+                raise InvalidUsage(f"{self.path}: no surviving rank holds {'.'.join(path)}")
             own["optimizer"]["state"][path[2]][path[3]] = _alike(plain[path], value)
 
     def _notes(self) -> list[Any]:

@@ -81,15 +81,16 @@ class Masters:
     Args:
         chunks: the model, or its stages, on this rank, with equal parameters on all replicas; frozen ones only change
             their type, and are cut with ``zero=3``.
-        optimizer: over the trained parameters, before its first step; one that updates each element by itself.
+        optimizer: over the trained parameters; one that updates each element by itself. State that it has already goes
+            on, each element's with the element.
         layout, mesh, bucket_bytes: of :class:`hdpcomm.train.Gradients`.
 
     Attributes:
         gradients: of these parameters, summed where the pieces are.
 
     Raises:
-        InvalidUsage: an optimizer that looks at whole matrices or has made steps, parameters that it does not hold,
-            sharded ones (DTensor), another ``dtype`` than float32, float64 and bfloat16.
+        InvalidUsage: an optimizer that looks at whole matrices, parameters that it does not hold, sharded ones
+            (DTensor), another ``dtype`` than float32, float64 and bfloat16.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Masters:
         self.pieces: list[Piece] = []
         self._memories = [self._take_over(bucket, dtype, wide, mesh) for bucket in buckets]
         """The parameters of each bucket, or the part that others pull, and this rank's part in the wide type."""
+        _cut_state(optimizer, self.pieces)
         by_parameter = {id(piece.parameter): piece.master for piece in self.pieces}
         for group in optimizer.param_groups:
             group["params"] = [by_parameter[id(p)] for p in group["params"] if id(p) in by_parameter]
@@ -251,6 +253,22 @@ class Masters:
             work.wait()
 
 
+def _cut_state(optimizer: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+    """Gives the pieces what the optimizer has for their parameters: Adagrad makes its state when it is made."""
+    taken = {piece.parameter: optimizer.state.pop(piece.parameter, {}) for piece in pieces}
+    optimizer.state.clear()  # of parameters of which other ranks have all pieces
+    for piece in pieces:
+        state = {}
+        for key, value in taken[piece.parameter].items():
+            if isinstance(value, Tensor) and value.shape == piece.parameter.shape and value.dim():
+                own = value.flatten()[piece.start : piece.start + piece.master.numel()].view(piece.master.shape)
+                state[key] = own.to(piece.master.dtype if own.is_floating_point() else own.dtype, copy=True)
+            else:
+                state[key] = value
+        if state:
+            optimizer.state[piece.master] = state
+
+
 def _check(
     parameters: list[nn.Parameter],
     optimizer: torch.optim.Optimizer,
@@ -272,8 +290,6 @@ def _check(
             "MatrixOwners has shared the matrices and their state among the ranks already; give zero=0 and dtype=None"
         )
     check_elementwise(optimizer, f"with zero={max(zero, 1)} or dtype=")
-    if optimizer.state:
-        raise InvalidUsage("the optimizer has made steps already; give the trainer a new one")
     if wrong := [type(p).__name__ for p in parameters if type(p.data) is not Tensor]:
         raise InvalidUsage(f"a parameter is a {wrong[0]}; the trainer shards plain tensors itself, without fully_shard")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,24 +62,23 @@ class State:
         found: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}}
         for path, value in self._live():
             _put(found, path, value)
-        own: list[Any] = [self._groups(), list(self._plain())]
+        groups = self._groups()
+        own: list[Any] = [[[_key(group), group["params"]] for group in groups], list(self._plain())]
         comm = self._mesh.comm if self._cut() else self._mesh.pipeline_comm
         everyone = [own] if comm.size == 1 else gather_json(comm, own)
         for _, plain in everyone:
             for path, value in plain:
                 _put(found, path, value)
-        for place, group in enumerate(self._optimizer.param_groups):
-            names = dict.fromkeys(name for groups, _ in everyone for name in groups[place])
-            options = {key: value for key, value in group.items() if key != "params"}
-            found["optimizer"]["param_groups"].append({**options, "params": list(names)})
+        found["optimizer"]["param_groups"] = _merged_groups(groups, [groups for groups, _ in everyone])
         return found
 
     def live(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's own share of :meth:`parts`, and no word to others: tensors and parts, by the names of their paths
-        (:func:`path_name`); and what is none, as JSON: ``groups``, the options of each, and ``plain``. Local."""
+        (:func:`path_name`); and what is none, as JSON: ``groups``, the options of each and the name of its first
+        parameter, and ``plain``. Local."""
         _make_state(self._optimizer)
         tensors = {path_name(path): value for path, value in self._live() if isinstance(value, (Tensor, TensorPart))}
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        groups = [{**group, "params": group["params"][:1]} for group in self._groups()]
         return tensors, {"groups": groups, "plain": [[list(path), value] for path, value in self._plain()]}
 
     def whole(self) -> dict[str, Any]:
@@ -126,8 +127,17 @@ class State:
             for key, value in states.get(placement.trained, {}).items():
                 if not isinstance(value, (Tensor, TensorPart)) and not isinstance(own.get(key), Tensor):
                     own[key] = value
-        for group, saved in zip(self._optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        self._load_groups(state["optimizer"]["param_groups"])
+
+    def _load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the options of each group from that which had its parameters; of a group without any here, from the one
+        in its place."""
+        by_name = {name: group for group in saved for name in group["params"]}
+        for place, (live, own) in enumerate(zip(self._optimizer.param_groups, self._groups(), strict=True)):
+            given = next((by_name[name] for name in own["params"] if name in by_name), None)
+            if given is None and place < len(saved):
+                given = saved[place]
+            live.update({key: value for key, value in (given or {}).items() if key != "params"})
 
     def _live(self) -> Iterator[tuple[Path, Any]]:
         yield from self._live_model()
@@ -196,10 +206,11 @@ class State:
         return part.within(placement.shape, placement.offsets, written=first)
 
     def _cut(self) -> bool:
-        """Whether the replicas have parts of the optimizer's state each."""
-        return self._owners is not None or (
-            self._masters is not None and any(bucket.parts > 1 for bucket in self._masters.gradients.buckets)
-        )
+        """Whether ranks have parts of the optimizer's state, or of weights: with ZeRO-3 one rank alone, too."""
+        if self._masters is None:
+            return self._owners is not None
+        cut = any(bucket.parts > 1 for bucket in self._masters.gradients.buckets)
+        return cut or next(self._masters.parts(), None) is not None
 
     def _optimized(self) -> Iterator[tuple[nn.Parameter, Placement]]:
         """What the optimizer updates on this rank, and where it is in the whole model."""
@@ -216,10 +227,40 @@ class State:
                 if not isinstance(value, Tensor) and not placement.copy:
                     yield ("optimizer", "state", placement.trained, key), value
 
-    def _groups(self) -> list[list[str]]:
-        """The names of the parameters of each group."""
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, with the names of their parameters."""
         names = {id(parameter): placement.trained for parameter, placement in self._optimized()}
-        return [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
+        return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in self._optimizer.param_groups]
+
+
+def _key(group: Mapping[str, Any]) -> str:
+    """The options of a group as JSON."""
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, Tensor) else str(value)
+
+    return json.dumps({key: value for key, value in group.items() if key != "params"}, sort_keys=True, default=plain)
+
+
+def _merged_groups(own: Sequence[dict[str, Any]], everyone: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+    """The groups of the whole model: those of this rank's, then others', with the names of their parameters on all
+    ranks. Groups of two ranks are one where their options are equal, since a stage may lack some.
+
+    Args:
+        everyone: by rank, (:func:`_key`, names) of each group.
+    """
+    names: dict[tuple[str, int], dict[str, None]] = {}
+    for groups in everyone:
+        seen: Counter[str] = Counter()
+        for key, members in groups:
+            names.setdefault((key, seen[key]), {}).update(dict.fromkeys(members))
+            seen[key] += 1
+    merged, seen = [], Counter()
+    for group in own:
+        key = _key(group)
+        merged.append({**group, "params": list(names.pop((key, seen[key])))})
+        seen[key] += 1
+    return merged + [{**json.loads(key), "params": list(members)} for (key, _), members in names.items()]
 
 
 def _whole_tensors(parts: Mapping[str, Any], comm: Communicator) -> Iterator[tuple[Path, Tensor]]:
@@ -304,39 +345,39 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Gives parameters without any the state of one that has made no step. Local.
 
     There is no way to ask an optimizer for it, but a step with a gradient of zero, after which the counts of steps and
-    the parameter are put back. One parameter at a time: nothing is copied for long.
+    the parameter are put back. A shallow copy of the optimizer makes it, so that hooks, schedulers and counters of the
+    program see no step. One parameter at a time: nothing is copied for long.
     """
     if isinstance(optimizer, MatrixOwners):
         for part in optimizer.parts:
             _make_state(part)
         optimizer.link()
         return
-    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    new = [p for p in every if not optimizer.state.get(p)]
-    if not new:
-        return
-    gradients = [p.grad for p in every]
-    decays = [group.get("weight_decay") for group in optimizer.param_groups]
-    for p in every:
-        p.grad = None
     for group in optimizer.param_groups:
-        if "weight_decay" in group:  # some add it to the gradient
-            group["weight_decay"] = 0.0
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    for p in new:
-        before = p.clone()
-        p.grad = torch.zeros_like(p)
-        optimizer.step()
+        for p in group["params"]:
+            if p.requires_grad and not optimizer.state.get(p) and (state := _first_state(optimizer, group, p)):
+                optimizer.state[p] = state
+
+
+def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
+    twin = object.__new__(type(optimizer))
+    twin.__dict__ = {**vars(optimizer), "state": defaultdict(dict), "param_groups": [{**group, "params": [p]}]}
+    twin.__dict__.pop("step", None)  # a scheduler's, which counts
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        twin.__dict__[hooks] = OrderedDict()
+    if "weight_decay" in group:  # some add it to the gradient
+        twin.param_groups[0]["weight_decay"] = 0.0
+    before, gradient = p.clone(), p.grad
+    p.grad = torch.zeros_like(p)
+    try:
+        twin.step()
+    finally:
         p.copy_(before)
-        p.grad = None
-        state = optimizer.state.get(p, {})
-        for key, value in {"step": 0.0, "mu_product": 1.0, "eta": float(rates[id(p)])}.items():  # NAdam, ASGD
-            if isinstance(state.get(key), Tensor):
-                state[key].fill_(value)
-            elif key in state:
-                state[key] = type(state[key])(value)
-    for group, decay in zip(optimizer.param_groups, decays, strict=True):
-        if decay is not None:
-            group["weight_decay"] = decay
-    for p, gradient in zip(every, gradients, strict=True):
         p.grad = gradient
+    state: dict[str, Any] = twin.state.get(p, {})
+    for key, value in {"step": 0.0, "mu_product": 1.0, "eta": float(group.get("lr", 0.0))}.items():  # NAdam, ASGD
+        if isinstance(state.get(key), Tensor):
+            state[key].fill_(value)
+        elif key in state:
+            state[key] = type(state[key])(value)
+    return state

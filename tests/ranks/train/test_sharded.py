@@ -325,8 +325,11 @@ def test_a_loaded_state_gives_the_bits_of_the_run_that_it_was_taken_of(options):
 
 @pytest.mark.parametrize(
     ("ranks", "first", "then"),
-    [((2, 3), {"zero": 1}, {"zero": 1}), ((3, 1), BF16, BF16), ((2, 2), {"zero": 1}, {}), ((2, 3), {}, {"zero": 1})],
-)
+    [
+        ((2, 3), {"zero": 1}, {"zero": 1}), ((3, 1), BF16, BF16), ((2, 2), {"zero": 1}, {}), ((2, 3), {}, {"zero": 1}),
+        ((1, 1), {"zero": 3}, {"zero": 3}), ((1, 2), {"zero": 3}, {}), ((2, 1), {"zero": 3}, {"zero": 3}),
+    ],
+)  # fmt: skip
 def test_a_state_fits_any_number_of_ranks_sharded_or_not(ranks, first, then):
     losses, again = saved_and_loaded(ranks, first, then)
     assert again == pytest.approx(losses, rel=2e-3 if first == BF16 else 1e-5)
@@ -354,10 +357,83 @@ def test_a_state_without_master_weights_is_refused():
 
 
 def with_state(model):
+    """An optimizer that has made steps, of which one parameter has no state."""
     optimizer = optimizer_of(model, 1e-3)
-    model.norm.weight.sum().backward()
+    for number, parameter in enumerate(list(model.parameters())[1:]):
+        places = torch.arange(parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
+        parameter.grad = (places % 7 - 3 + number) / 100
     optimizer.step()
     return optimizer
+
+
+def adagrad(model):
+    return torch.optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)
+
+
+@pytest.mark.parametrize("make", [with_state, adagrad])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_state_that_an_optimizer_has_already_goes_on(make, zero):
+    def main(zero):
+        torch.set_num_threads(1)
+        model = Llama(CONFIG, dtype=torch.float64)
+        trainer = trainer_of(hdp.init(), model=model, optimizer=make(model), zero=zero)
+        return [trainer.step(LENGTHS, functools.partial(fetch, step)).loss for step in range(3)]
+
+    whole = run_threads(main, 1, 0, timeout=60.0)[0]
+    assert run_threads(main, 2, zero, timeout=60.0)[0] == pytest.approx(whole, rel=1e-9)
+
+
+class Counted(torch.optim.AdamW):
+    """Counts the steps of the program."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure)
+
+
+class Plain(torch.optim.Optimizer):
+    """Has no learning rate."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):  # noqa: ARG002
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter].setdefault("sum", torch.zeros_like(parameter)).add_(parameter.grad)
+
+
+def test_a_group_needs_no_learning_rate():
+    model = Llama(CONFIG)
+    with hdp.init() as comm:
+        state = trainer_of(comm, model=model, optimizer=Plain(list(model.parameters()))).state_dict()
+    assert len(state["optimizer"]["state"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_state_makes_no_steps_of_the_program(zero):
+    def main():
+        model = Llama(CONFIG)
+        kind = torch.optim.AdamW if zero else Counted  # ranks cut what is known to update each element by itself
+        optimizer = kind([{"params": list(model.parameters())}])
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+        trainer = trainer_of(hdp.init(), model=model, optimizer=optimizer, zero=zero)
+        hooked = []
+        optimizer.register_step_pre_hook(lambda *_: hooked.append("before"))
+        optimizer.register_step_post_hook(lambda *_: hooked.append("after"))
+        before = [p.clone() for p in model.parameters()]
+        state = trainer.state_dict()
+        assert not hooked
+        assert getattr(optimizer, "steps", 0) == 0
+        assert not getattr(optimizer, "_opt_called", False)
+        assert schedule.last_epoch == 0
+        assert all(torch.equal(a, b) or zero == 3 for a, b in zip(before, model.parameters(), strict=True))
+        return len(state["optimizer"]["state"]), len(before)
+
+    (states, parameters), *_ = run_threads(main, 1, timeout=60.0)
+    assert states == parameters
 
 
 class Own(torch.optim.SGD):
@@ -376,7 +452,6 @@ REFUSED = [
         "2 parameters of the optimizer are none",
     ),
     ({"zero": 1}, lambda model: torch.optim.Adafactor(model.parameters()), "Adafactor may look at more than one"),
-    ({"zero": 1}, with_state, "the optimizer has made steps already"),
     ({"zero": 1}, lambda model: torch.optim.SGD([model.norm.weight], lr=0.1), "optimizer lacks 28 of the model's 29"),
 ]
 
