@@ -60,9 +60,10 @@ class MatrixOwners(torch.optim.Optimizer):
         matrices, others: make the optimizers over lists of parameters. A learning rate that is set on the groups of
             this optimizer is theirs.
 
-    Every rank of the mesh makes one, and calls :meth:`step` alike; :class:`hdpcomm.train.Trainer` does.
+    Every rank of the mesh makes one, which is collective over pipelines, and calls :meth:`step` alike;
+    :class:`hdpcomm.train.Trainer` does.
 
-    Raises: InvalidUsage: the model has no matrices.
+    Raises: InvalidUsage: no stage of the model has matrices.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class MatrixOwners(torch.optim.Optimizer):
     ) -> None:
         module = model if isinstance(model, nn.Module) else model[0] if len(model) == 1 else nn.ModuleList(model)
         chosen, rest = _chosen(module)
-        if not chosen:
+        anywhere = torch.tensor([bool(chosen)], dtype=torch.int32)
+        mesh.pipeline_comm.all_reduce(anywhere, "max")  # a stage may have none
+        if not anywhere:
             raise InvalidUsage(
                 f"{type(module).__name__} has no trained matrices but embeddings and head; use an optimizer that "
                 "updates each element by itself"
@@ -84,7 +87,7 @@ class MatrixOwners(torch.optim.Optimizer):
         self._matrices = _owned(chosen, module, mesh)
         self._owns = {id(matrix.parameter): matrix.master is not None for matrix in self._matrices}
         masters = [matrix.master for matrix in self._matrices if matrix.master is not None]
-        sample = nn.Parameter(chosen[0].new_zeros(1, 1))
+        sample = nn.Parameter(next(module.parameters()).new_zeros(1, 1))
         options = {k: v for k, v in matrices([sample]).param_groups[0].items() if k != "params"}
         self._inner = matrices(masters) if masters else None
         self._others = others(rest) if rest else None

@@ -42,7 +42,7 @@ from hdpcomm.train.passes import MicroBatchPasses, Passes, StepInputs
 from hdpcomm.train.pipeline import PipelinePasses
 from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.pulled_weights import has_part
-from hdpcomm.train.reading import declared
+from hdpcomm.train.reading import declared, vocabulary_of
 from hdpcomm.train.replicas import ChangedBuffers, check_replicas, settings_of
 from hdpcomm.train.shards import Fetch
 from hdpcomm.train.state import State
@@ -157,6 +157,7 @@ class Trainer:
         self._trained = trained_names(self.model)
         self._buffers = ChangedBuffers(self.model)
         self._loads = expert_loads(self.model)
+        self._vocabulary = vocabulary_of(self.model)
         self.optimizer = optimizer
         self.planner = planner
         self.max_grad_norm = max_grad_norm
@@ -254,7 +255,7 @@ class Trainer:
         check_has("step()", "fetch", fetch, "__call__", "a function of a sequence's number")
         with self.comm.liveness_deadlines():
             try:
-                return self._step(lengths, declared(fetch, self.comm), groups, trees)
+                return self._step(lengths, self._declared(fetch), groups, trees)
             except Aborted:
                 self.gradients.drain()  # where it was a reduction that failed first, it has the reason
                 raise
@@ -276,7 +277,7 @@ class Trainer:
         self._refuse_fully_sharded("evaluate()")
         with self.comm.liveness_deadlines():
             planned, batch = self._plan_now(lengths, trees)
-            fetch = declared(fetch, self.comm)
+            fetch = self._declared(fetch)
             self._agree(planned.plan, groups)
             if isinstance(self.loss, GroupLoss):
                 assert batch is not None
@@ -316,7 +317,7 @@ class Trainer:
         with self.comm.liveness_deadlines():
             planned, batch = self._plan_shorter(lengths, trees)
             self._agree(planned.plan, more=(entropy, temperature, root))
-            kept = self._log_probs(planned, batch, declared(fetch, self.comm), entropy=entropy, temperature=temperature)
+            kept = self._log_probs(planned, batch, self._declared(fetch), entropy=entropy, temperature=temperature)
             found = kept.sum(self.comm, root)
         if root not in (None, self.comm.rank):
             return [], [] if entropy else None
@@ -421,6 +422,9 @@ class Trainer:
             self._synchronize()
             self.comm.barrier()  # others may change their parts then
         return total
+
+    def _declared(self, fetch: Fetch) -> Fetch:
+        return declared(fetch, self.comm, self._vocabulary)
 
     def _refuse_fully_sharded(self, call: str) -> None:
         if is_fully_sharded(self.model.parameters()):

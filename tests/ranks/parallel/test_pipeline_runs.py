@@ -14,6 +14,7 @@ from hdpcomm.cli.main import main
 from hdpcomm.data import open_corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.parallel import split_model
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.run import RunConfig, Saving, Watching, dry_run, train
 from hdpcomm.run.model import folder_model
@@ -378,3 +379,41 @@ def test_configurations_that_cannot_be():
         RunConfig(model=LlamaConfig(layers=3), pipeline=2)
     with pytest.raises(InvalidUsage, match=r"slices is 4 and policies is \('static',\), of which only balanced has"):
         RunConfig(policies=("static",), slices=4)
+
+
+def test_stages_with_other_groups_of_the_optimizer():
+    """One has no group without decay; each group of the whole model has the names and options of its parameters."""
+
+    def groups(module, only):
+        named = [(name, p) for name, p in module.named_parameters()]
+        norms = [p for name, p in named if "norm" in name]
+        rest = [p for name, p in named if "norm" not in name]
+        return [{"params": norms + rest}] if only else [{"params": norms, "weight_decay": 0.0}, {"params": rest}]
+
+    def stages():
+        with hdp.init() as comm:
+            mesh = hdp.Mesh(comm, pipeline=2)
+            stage = split_model(Llama(CONFIG, seed=3), 2)[mesh.stage]
+            optimizer = torch.optim.AdamW(groups(stage, mesh.stage == 0), lr=0.01, weight_decay=0.1)
+            planner = Planner(None, ClusterSpec(1, 100, pipeline=2), cost_model=COST)
+            trainer = Trainer(stage, optimizer, planner, mesh)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.5 if group["weight_decay"] else 0.25
+            trainer.step((8, 5), tokens_of((8, 5), CONFIG).__getitem__)
+            return copy.deepcopy(trainer.state_dict())
+
+    def whole(state):
+        with hdp.init() as comm:
+            model = Llama(CONFIG)
+            optimizer = torch.optim.AdamW(groups(model, False), lr=0.01, weight_decay=0.1)
+            trainer = Trainer(model, optimizer, Planner(None, ClusterSpec(1, 100), cost_model=COST), comm)
+            trainer.load_state_dict(state)
+            return [group["lr"] for group in optimizer.param_groups]
+
+    states = run_threads(stages, 2)
+    for state in states:
+        names = {group["lr"]: group["params"] for group in state["optimizer"]["param_groups"]}
+        assert len(names[0.5]) + len(names[0.25]) == len(state["optimizer"]["state"])
+        assert all("blocks.0" not in name for name in names[0.25])
+        assert "norm.weight" in names[0.25]
+    assert run_threads(whole, 1, states[0])[0] == [0.5, 0.5]  # the first norm was in a group with decay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,21 @@ def sequence(step: int, place: int) -> torch.Tensor:
     return torch.randint(0, 48, (LENGTHS[step][place],), generator=generator)
 
 
-def trained(config: LlamaConfig, sizes: dict[str, int], *, resume: Any = None, steps: range = range(3)) -> Any:
+def freeze(model: torch.nn.Module, frozen: str) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and frozen and name.startswith(frozen):
+            parameter.requires_grad_(False)
+
+
+def trained(
+    config: LlamaConfig, sizes: dict[str, int], *, resume: Any = None, steps: range = range(3), frozen: str = ""
+) -> Any:
     """On a rank: the whole state after some steps."""
     torch.set_num_threads(1)
     with hdp.init(timeout=60.0) as comm:
         mesh = hdp.Mesh(comm, **sizes)
         whole = Llama(config, seed=2, dtype=torch.float64)
+        freeze(whole, frozen)
         model: Any = whole
         if mesh.pipeline > 1:
             model = split_model(whole, mesh.pipeline)[mesh.stage]
@@ -71,14 +81,16 @@ def trained(config: LlamaConfig, sizes: dict[str, int], *, resume: Any = None, s
         return trainer.state_dict(), sum(bool(optimizer.owns(p)) for p in model.parameters())
 
 
-def by_hand(config: LlamaConfig) -> dict[str, torch.Tensor]:
+def by_hand(config: LlamaConfig, frozen: str = "") -> dict[str, torch.Tensor]:
     """One process with torch's own optimizers and a loop of its own."""
 
     def rank() -> dict[str, torch.Tensor]:
         with hdp.init() as comm:
             model = Llama(config, seed=2, dtype=torch.float64)
-            matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and n.startswith("blocks")]
-            rest = [p for n, p in model.named_parameters() if not (p.dim() == 2 and n.startswith("blocks"))]
+            freeze(model, frozen)
+            trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+            matrices = [p for n, p in trained if p.dim() == 2 and n.startswith("blocks")]
+            rest = [p for n, p in trained if not (p.dim() == 2 and n.startswith("blocks"))]
             optimizers = [muon(matrices), adamw(rest)]
             for step, lengths in enumerate(LENGTHS):
                 model.zero_grad()
@@ -116,6 +128,12 @@ def test_the_weights_of_one_process(mesh: str, wanted: dict[str, torch.Tensor]) 
     owned = [count for _, count in results]
     assert sum(owned) == 28  # every matrix has one owner
     assert max(owned) - min(owned) <= 3
+
+
+def test_a_stage_without_trained_matrices() -> None:
+    config = dataclasses.replace(CONFIG, layers=2)
+    state, _ = run_threads(lambda: trained(config, {"pipeline": 2}, frozen="blocks.0"), 2)[0]
+    check(state, by_hand(config, frozen="blocks.0"))
 
 
 def test_experts_and_their_routers() -> None:

@@ -380,3 +380,14 @@ def test_ranks_that_update_differently_are_named_in_the_first_step():
         return found, trainer.step(LENGTHS, fetch).tokens
 
     assert on_ranks(3, work) == [([True, True], 44)] * 3
+
+
+@pytest.mark.parametrize("token", [-1, 31])
+def test_tokens_outside_of_the_vocabulary_are_told(token):
+    model = Llama(LlamaConfig(vocabulary=31, layers=1, hidden=16, heads=2, kv_heads=1, ffn=24))
+    planner = Planner(None, ClusterSpec(1, 64), cost_model=CostModel(1e-6, 1e-5))
+    with hdp.init() as comm:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), planner, comm)
+        with pytest.raises(InvalidUsage, match=rf"fetch\(1\) gave the token {token}; .* tokens 0 to 30: use its"):
+            trainer.step((4, 4), lambda i: torch.tensor([1, 2, token if i else 3, 4]))
+        assert trainer.step((4,), lambda _: torch.tensor([1, 2, 3, 4])).tokens == 4
