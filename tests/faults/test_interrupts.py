@@ -172,24 +172,25 @@ def at_instruction(call: Callable[[], object], at: int) -> bool:
 def by_signal(call: Callable[[], object], number: int) -> bool:
     """Whether a timer has interrupted a call."""
 
+    armed = True
+
     def handle(_: int, frame: FrameType | None) -> None:
+        nonlocal armed
         if frame is not None and frame.f_code is Begun.run.__code__:
             signal.setitimer(signal.ITIMER_REAL, 1e-6)
-        else:
+        elif armed:
+            armed = False
             raise Interrupt
 
     before = signal.signal(signal.SIGALRM, handle)
-    stopped = False
     try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 1e-6 + (number * 7919 % 1000) * 3e-8)
-            call()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.setitimer(signal.ITIMER_REAL, 1e-6 + (number * 7919 % 1000) * 3e-8)
+        call()
+        stopped, armed = not armed, False
     except Interrupt:
         stopped = True
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
     return stopped
 
 
