@@ -31,7 +31,8 @@ struct Unit {            // one device of one rank
   size_t next = 0;       // forward passes started
   double in_flight = 0;  // what passes that owe gradients take of its room
   bool running = false;
-  Key choice;                  // the pass that it would run next, if it is idle
+  Key forward, backward;       // the passes that it would run next, if it is idle
+  double free = 0;             // when its last pass ends, in its order
   std::vector<Key> backwards;  // backward passes that may start, in their order: few at a time
   double left = 0;             // seconds of all passes that have not started
   double resident = 0;
@@ -86,6 +87,8 @@ class Simulator {
     queueForwards();
     if (limit_ < kNever) findLeft();
     votes_.assign(count * stages_ * 2, 0);
+    passed_.assign(count, 0);
+    if (!following_.empty()) backward_ends_.assign(count * stages_, 0);
     forwards_done_.assign(count, 0);
     to_host_.assign(units_.size(), 0.0);
     from_host_.assign(units_.size(), 0.0);
@@ -100,7 +103,8 @@ class Simulator {
     size_t done = 0;
     const size_t all = plan_.micro_batches.size() * stages_ * 2;
     while (done < all && !too_late_) {
-      if (events_.empty() && !unblock()) break;
+      if (events_.empty()) chooseAll();
+      if (events_.empty()) break;
       const Event event = events_.top();
       events_.pop();
       if (changed(event)) continue;
@@ -113,7 +117,7 @@ class Simulator {
       throw Error(ErrorKind::kInternal, "the simulation stopped after " + std::to_string(done) +
                                             " passes: the ranks wait for each other");
     }
-    result_.makespan = now_;
+    result_.makespan = chunks_ == 1 || too_late_ ? now_ : makespan_;
     for (int rank = 0; rank < problem_.ranks(); ++rank) {
       for (int device = 0; device < devices_; ++device) {
         result_.peak_tokens[rank] = std::max(result_.peak_tokens[rank], unit(rank, device).peak);
@@ -228,20 +232,13 @@ class Simulator {
     }
   }
 
-  // Several chunks prefer forward passes, as long as few enough are in flight. Ranks of one group
-  // may then wait for each other, one for a forward and one for a backward pass. With backward
-  // passes first nobody does: the first one of all that may start has all of its ranks. Returns
-  // whether that started any.
-  bool unblock() {
-    unblocking_ = true;
-    chooseAll();
-    unblocking_ = false;
-    return !events_.empty();
-  }
-
+  // At the start, and where release() has not found all that wait for each other. As no device runs
+  // anything then, the first backward pass of all that may start has all of its ranks.
   void chooseAll() {
-    for (int rank = 0; rank < problem_.ranks(); ++rank) {
-      for (int device = 0; device < devices_; ++device) choose(rank, device);
+    for (const bool forward : {true, false}) {
+      for (int rank = 0; rank < problem_.ranks(); ++rank) {
+        for (int device = 0; device < devices_; ++device) choose(rank, device, forward);
+      }
     }
   }
 
@@ -254,26 +251,57 @@ class Simulator {
     return votes_[(static_cast<size_t>(key.micro_batch) * stages_ + stage) * 2 + key.forward];
   }
 
-  // Chooses what an idle device would run next. Its vote moves when a better pass becomes possible;
-  // a pass starts once all ranks of its group have voted for it.
-  void choose(int rank, int device) {
+  // Chooses the forward or backward pass that an idle device would run next. Its vote moves when a
+  // better pass becomes possible; a pass starts once all ranks of its group have voted for it.
+  void choose(int rank, int device, bool forward) {
     Unit& self = unit(rank, device);
     if (self.running) return;
     Key best;
-    const std::vector<Key>& queue = queues_[rank];
-    if (self.next < queue.size() && hasRoom(self, device, queue[self.next].micro_batch)) {
-      const Key& next = queue[self.next];
-      if (forwards_done_[next.micro_batch] >= stageOf(next, device)) best = next;
+    if (!forward) {
+      if (!self.backwards.empty() && runsBackward(self, device)) best = self.backwards.front();
+    } else if (chunks_ > 1 || self.backwards.empty()) {
+      const std::vector<Key>& queue = queues_[rank];
+      if (self.next < queue.size() && hasRoom(self, device, queue[self.next].micro_batch)) {
+        const Key& next = queue[self.next];
+        if (forwards_done_[next.micro_batch] >= stageOf(next, device)) best = next;
+      }
     }
-    const bool backward_first = chunks_ == 1 || unblocking_ || best.micro_batch < 0;
-    if (backward_first && !self.backwards.empty()) best = self.backwards.front();
-    if (best == self.choice) return;
-    if (self.choice.micro_batch >= 0) --votes(self.choice, stageOf(self.choice, device));
-    self.choice = best;
+    Key& last = forward ? self.forward : self.backward;
+    if (best == last) return;
+    withdraw(last, device);
+    last = best;
     if (best.micro_batch < 0) return;
     const size_t group = plan_.micro_batches[best.micro_batch].ranks.size();
     const int stage = stageOf(best, device);
     if (++votes(best, stage) == static_cast<int>(group)) start(best, stage);
+  }
+
+  void withdraw(Key& key, int device) {
+    if (key.micro_batch >= 0) --votes(key, stageOf(key, device));
+    key = Key{};
+  }
+
+  // Several chunks prefer forward passes, as long as few enough are in flight: a device waits for
+  // the ranks of its next one while any of these is busy.
+  bool runsBackward(const Unit& self, int device) {
+    if (chunks_ == 1 || self.forward.micro_batch < 0) return true;
+    const std::vector<int32_t>& ranks = plan_.micro_batches[self.forward.micro_batch].ranks;
+    return std::none_of(ranks.begin(), ranks.end(),
+                        [&](int32_t rank) { return unit(rank, device).running; });
+  }
+
+  // A device has become idle and waits: lets those run backward that wait for it with one of its
+  // next forward passes.
+  void release(int32_t rank, int device) {
+    const Unit& self = unit(rank, device);
+    const std::vector<Key>& queue = queues_[rank];
+    const size_t end = std::min(queue.size(), self.next + 4 * static_cast<size_t>(devices_));
+    for (size_t i = self.next; i < end && !self.running; ++i) {
+      if (votes(queue[i], stageOf(queue[i], device)) == 0) continue;
+      for (const int32_t member : plan_.micro_batches[queue[i].micro_batch].ranks) {
+        choose(member, device, false);
+      }
+    }
   }
 
   void start(const Key& key, int stage) {
@@ -281,7 +309,8 @@ class Simulator {
     const PassCosts& cost = costs_[key.micro_batch];
     const PassCosts::Pass& pass = key.forward ? cost.forward : cost.backward;
     const int device = stage % devices_;
-    double end = now_ + pass.seconds;
+    const double now = startInOrder(key, stage);
+    double end = now + pass.seconds;
     double stall = 0;
     double copied = 0;
     const bool shared = sharesLinks(key.micro_batch);
@@ -289,12 +318,12 @@ class Simulator {
     const double way = key.forward
                            ? (stages_ - stage) * pass.seconds + stages_ * cost.backward.seconds
                            : (stage + 1) * pass.seconds;
-    too_late_ = too_late_ || (now_ + way) * (1 - kRounding) > limit_;
+    too_late_ = too_late_ || (now + way) * (1 - kRounding) > limit_;
     std::vector<double>& stream = key.forward ? to_host_ : from_host_;
     if (cost.copy > 0) {
       for (const int32_t rank : batch.ranks) {
         double& free = stream[static_cast<size_t>(rank) * devices_ + device];
-        free = std::max(free, now_) + cost.copy;
+        free = std::max(free, now) + cost.copy;
         copied = std::max(copied, free);
       }
       stall = std::max(0.0, copied - end);
@@ -303,7 +332,9 @@ class Simulator {
     for (const int32_t rank : batch.ranks) {
       Unit& member = unit(rank, device);
       member.running = true;
-      member.choice = Key{};
+      withdraw(member.forward, device);
+      withdraw(member.backward, device);
+      member.free = end;
       if (key.forward) {
         ++member.next;
         if (!goesOn(key.micro_batch)) member.in_flight += taken_[key.micro_batch];
@@ -315,7 +346,7 @@ class Simulator {
       }
       if (limit_ < kNever) {
         const double after = device * rank_times_[rank].backward;
-        too_late_ = too_late_ || (now_ + member.left + after) * (1 - kRounding) > limit_;
+        too_late_ = too_late_ || (now + member.left + after) * (1 - kRounding) > limit_;
         member.left -= pass.seconds;
       }
       if (!record_) continue;
@@ -324,14 +355,35 @@ class Simulator {
       result_.exposed[rank] += pass.exposed;
       result_.stalled[rank] += stall;
     }
-    votes(key, stage) = 0;
+    if (!key.forward && !following_.empty()) backwardEnd(key.micro_batch, stage) = end;
     ++started_;
-    if (record_) result_.spans.push_back({key.micro_batch, stage, !key.forward, now_, end});
+    if (record_) result_.spans.push_back({key.micro_batch, stage, !key.forward, now, end});
+    passed_[key.micro_batch] = end;
+    makespan_ = std::max(makespan_, end);
     if (shared) {
       startShared(key.micro_batch, pass, copied);
     } else {
-      events_.push({end, started_, key.micro_batch, stage, !key.forward});
+      events_.push({now_ + (end - now), started_, key.micro_batch, stage, !key.forward});
     }
+  }
+
+  // When a pass starts in the order that was chosen: when its devices have run what they run before
+  // it, and its inputs are there. With several chunks that may be before now, as a device chooses
+  // later than it could start.
+  double startInOrder(const Key& key, int stage) {
+    if (chunks_ == 1) return now_;
+    double start = passed_[key.micro_batch];
+    if (!key.forward && !following_.empty() && following_[key.micro_batch] >= 0) {
+      start = std::max(start, backwardEnd(following_[key.micro_batch], stage));
+    }
+    for (const int32_t rank : plan_.micro_batches[key.micro_batch].ranks) {
+      start = std::max(start, unit(rank, stage % devices_).free);
+    }
+    return start;
+  }
+
+  double& backwardEnd(int32_t micro_batch, int stage) {
+    return backward_ends_[static_cast<size_t>(micro_batch) * stages_ + stage];
   }
 
   // Pipelines fill their gaps by other orders than this one, in which no pace changes.
@@ -398,7 +450,8 @@ class Simulator {
       if (event.backward) {
         if (!goesOn(event.micro_batch)) member.in_flight -= taken_[event.micro_batch];
         member.resident -= costs_[event.micro_batch].resident;
-        result_.end[rank] = std::max(result_.end[rank], event.time);
+        const double end = chunks_ == 1 ? event.time : member.free;
+        result_.end[rank] = std::max(result_.end[rank], end);
       }
     }
     int wakes = -1;  // stage on which the next pass of this micro-batch may start now
@@ -417,10 +470,18 @@ class Simulator {
         allowBackward(event.micro_batch, wakes);
       }
     }
-    for (const int32_t rank : batch.ranks) {
-      choose(rank, device);
-      if (wakes >= 0 && wakes % devices_ != device) choose(rank, wakes % devices_);
-    }
+    const int other = wakes >= 0 ? wakes % devices_ : device;
+    const auto chooseHere = [&](int32_t rank, bool forward) {
+      choose(rank, device, forward);
+      if (chunks_ == 1 && forward) choose(rank, device, false);
+      if (other == device) return;
+      choose(rank, other, forward);
+      if (chunks_ == 1 && forward) choose(rank, other, false);
+    };
+    for (const int32_t rank : batch.ranks) chooseHere(rank, true);
+    if (chunks_ == 1) return;
+    for (const int32_t rank : batch.ranks) chooseHere(rank, false);
+    for (const int32_t rank : batch.ranks) release(rank, device);
   }
 
   void allowBackward(int32_t micro_batch, int stage) {
@@ -444,7 +505,6 @@ class Simulator {
   const int stages_;   // of the model: stage s is on device s % devices_
   const bool record_;  // more than the makespan
   bool too_late_ = false;
-  bool unblocking_ = false;
   double now_ = 0;
   std::vector<PassCosts> costs_;
   std::vector<int32_t> group_;            // by micro-batch; see queueForwards()
@@ -455,6 +515,9 @@ class Simulator {
   // By micro-batch: slices before and after it, and the lowest stage whose backward pass has ended.
   // Empty where there are no slices.
   std::vector<int32_t> following_, previous_, backward_from_;
+  std::vector<double> passed_;         // by micro-batch: when its last pass so far ends
+  std::vector<double> backward_ends_;  // by micro-batch and stage, where there are slices
+  double makespan_ = 0;                // of passes that no links make slower
   std::vector<double> taken_;       // by micro-batch: of a device's room, while it owes gradients
   bool by_tokens_ = false;          // that is in tokens
   std::vector<int> forwards_done_;  // by micro-batch: stages whose forward pass is done

@@ -149,6 +149,18 @@ def test_steps_take_what_their_order_takes(chunks: int) -> None:
         assert found == pytest.approx(plan.makespan_s, rel=1e-9), seed
 
 
+def test_ranks_do_not_wait_for_each_others_choice() -> None:
+    """In groups of any ranks with several stages on a device, of which one wants to run forward and one backward."""
+    for seed in range(STEPS):
+        rng = random.Random(seed)
+        ranks, pipeline = rng.choice([16, 32, 64]), rng.choice([2, 4])
+        cluster = ClusterSpec(ranks, 8192, ranks_per_node=8, device="h100", pipeline=pipeline, chunks=2)
+        planner = Planner(MODELS["llama-7b"], cluster, "naive")
+        plan = planner.plan([rng.randint(5000, 30_000) for _ in range(2 * ranks)])
+        found = replayed(plan, planner.schedule(plan), seconds_of_passes(planner, plan))
+        assert found == pytest.approx(plan.makespan_s, rel=1e-9), seed
+
+
 def test_slices_without_room_are_refused() -> None:
     """A plan by hand that puts more of a sequence on a rank than its devices hold together."""
     memory = MemoryModel(1000, kept=0.1)
