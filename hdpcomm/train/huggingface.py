@@ -53,8 +53,9 @@ class HybridDataParallel:
     the gradient that of the whole batch on one device. The model is not wrapped in DDP.
 
     A batch is what a collator of transformers gives: rows with an ``attention_mask``, or flattened rows with
-    ``cu_seq_lens_q`` or ``position_ids`` (as of ``DataCollatorWithFlattening``). Evaluation and prediction run on each
-    rank with the attention that the model came with; ``generate()`` does inside of :meth:`original_attention`.
+    ``cu_seq_lens_q`` or ``position_ids`` (as of ``DataCollatorWithFlattening``); what it does not carry, it refuses by
+    name (:mod:`hdpcomm.train.huggingface_keys`). Evaluation and prediction run on each rank with the attention that the
+    model came with; ``generate()`` does inside of :meth:`original_attention`.
 
     With ``transformers.Trainer`` and TRL's ``SFTTrainer``, training does not call ``compute_loss`` of the other base; a
     class of one's own whose loss is the mean of the labelled tokens and adds no more than logs may say so:

@@ -8,10 +8,11 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdpcomm.attention.layout import as_cu_seqlens
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.train.huggingface_keys import check_keys
 from hdpcomm.train.loss import IGNORE
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ class Sequences:
     Attributes:
         lengths: tokens of each.
         tokens: int64 ``[sum(lengths)]``.
-        labels: int64, the same shape: what each token is to predict, -100 for nothing; the last one of a sequence has
-            nothing to predict.
+        labels: int64, the same shape: what each token is to predict, -100 for nothing.
         offsets: where each begins, and the last one ends.
     """
 
@@ -65,49 +65,106 @@ class Sequences:
 def sequences_of(batch: Mapping[str, Any]) -> Sequences:
     """The sequences of a batch without padding. Local.
 
-    ``batch``: ``input_ids`` and ``labels`` (not shifted), both ``[rows, tokens]``; the sequences are its rows, where
-    ``attention_mask`` is not 0, or, of a single row, what ``cu_seq_lens_q`` or the zeros of ``position_ids`` cut it
-    into. Raises InvalidUsage for other batches.
+    ``batch``: ``input_ids`` and ``labels``, both ``[rows, tokens]``; the sequences are its rows, where
+    ``attention_mask`` is not 0, or what ``cu_seq_lens_q`` (of a single row), ``seq_idx`` or ``position_ids`` cut them
+    into. Raises InvalidUsage for other batches, and for keys that :mod:`hdpcomm.train.huggingface_keys` refuses.
     """
+    check_keys(batch)
     tokens, labels = batch.get("input_ids"), batch.get("labels")
     if not isinstance(tokens, Tensor) or not isinstance(labels, Tensor) or tokens.ndim != 2:
         raise InvalidUsage(
             f"a batch has {', '.join(batch)}; input_ids and labels [rows, tokens] were expected: give a collator for "
             "causal language models, such as DataCollatorWithFlattening"
         )
-    if labels.shape != tokens.shape:
-        raise InvalidUsage(
-            f"labels have shape {tuple(labels.shape)} and input_ids {tuple(tokens.shape)}; give equal ones"
-        )
-    tokens, labels = tokens.cpu(), labels.cpu()
-    mask, places, bounds = batch.get("attention_mask"), batch.get("position_ids"), batch.get("cu_seq_lens_q")
-    if bounds is None and places is not None and mask is None and tokens.shape[0] == 1:
-        bounds = [*(places[0] == 0).nonzero().flatten().tolist(), tokens.shape[1]]
-    if bounds is not None:
-        if tokens.shape[0] != 1:
-            raise InvalidUsage(f"cu_seq_lens_q was given with {tokens.shape[0]} rows; flatten the batch to one row")
-        cuts = as_cu_seqlens(bounds, name="cu_seq_lens_q").tolist()
-        if cuts[-1] != tokens.shape[1]:
-            raise InvalidUsage(f"cu_seq_lens_q ends with {cuts[-1]} and the row has {tokens.shape[1]} tokens")
-        rows = [(tokens[0, a:b], labels[0, a:b]) for a, b in pairwise(cuts)]
-    elif mask is not None:
-        if mask.shape != tokens.shape:
-            raise InvalidUsage(
-                f"attention_mask has shape {tuple(mask.shape)} and input_ids {tuple(tokens.shape)}; masks of pairs of "
-                "tokens are not supported"
-            )
-        seen = mask.cpu().bool()
-        rows = [(row[m], label[m]) for row, label, m in zip(tokens, labels, seen, strict=True)]
-    else:
-        rows = list(zip(tokens, labels, strict=True))
-    rows = [(row, label) for row, label in rows if len(row)]
-    if not rows:
+    tokens, targets = tokens.cpu(), _targets(batch, tokens)
+    seen = _seen(batch, tokens, targets)
+    begins = _begins(batch, tokens, seen)
+    if not len(begins):
         raise InvalidUsage("a batch has no token; every rank needs at least one")
-    return Sequences(
-        [len(row) for row, _ in rows],
-        torch.cat([row for row, _ in rows]).long(),
-        torch.cat([torch.cat([label[1:], label.new_full((1,), IGNORE)]) for _, label in rows]).long(),
-    )
+    starts = [*begins.nonzero()[:, 0].tolist(), len(begins)]
+    return Sequences([b - a for a, b in pairwise(starts)], tokens[seen].long(), targets[seen].long())
+
+
+def _of_tokens(batch: Mapping[str, Any], name: str, tokens: Tensor) -> Tensor | None:
+    """An entry of the batch with a number for each token. Raises InvalidUsage for another shape."""
+    value = batch.get(name)
+    if value is not None and value.shape != tokens.shape:
+        raise InvalidUsage(
+            f"{name} has shape {tuple(value.shape)} and input_ids {tuple(tokens.shape)}; give one number for each "
+            "token (masks of pairs of tokens and positions with several axes are not supported)"
+        )
+    return None if value is None else value.cpu()
+
+
+def _targets(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """What each token of a row is to predict, as transformers shifts it: over the ends of sequences, too."""
+    labels, shifted = (_of_tokens(batch, name, tokens) for name in ("labels", "shift_labels"))
+    assert labels is not None
+    return shifted if shifted is not None else nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
+
+
+def _seen(batch: Mapping[str, Any], tokens: Tensor, targets: Tensor) -> Tensor:
+    """Which tokens are no padding. Raises InvalidUsage where hidden ones would change the result."""
+    mask = _of_tokens(batch, "attention_mask", tokens)
+    if mask is None:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    seen = mask.bool()
+    if not torch.equal(seen.to(mask.dtype), mask):
+        raise InvalidUsage("attention_mask has other values than 0 and 1; number the sequences of a row by seq_idx")
+    begins = seen & ~nn.functional.pad(seen, (1, 0))[:, :-1]
+    if (begins.sum(1) > 1).any():
+        raise InvalidUsage(
+            "attention_mask hides tokens between others of a row, which still count in the positions of later ones; "
+            "leave such tokens out of input_ids, or show them and set their labels to -100"
+        )
+    before = nn.functional.pad(begins, (0, 1))[:, 1:]  # transformers has the last padding predict a first token
+    if ((targets != IGNORE) & ~seen & ~before).any():
+        raise InvalidUsage("tokens that attention_mask hides have labels; set the labels of padding to -100")
+    return seen
+
+
+def _begins(batch: Mapping[str, Any], tokens: Tensor, seen: Tensor) -> Tensor:
+    """Which of the tokens that are seen, row after row, begin a sequence. Raises InvalidUsage where entries of the
+    batch disagree, or positions do not count the tokens of a sequence from 0."""
+    rows = torch.arange(len(tokens))[:, None].expand_as(tokens)[seen]
+    new_row = rows.diff(prepend=rows.new_full((1,), -1)) != 0
+    cuts: dict[str, Tensor] = {}
+    if (bounds := batch.get("cu_seq_lens_q")) is not None:
+        cuts["cu_seq_lens_q"] = _cut_at(bounds, tokens)[seen]
+    if (other := batch.get("cu_seq_lens_k")) is not None and (bounds is None or list(other) != list(bounds)):
+        raise InvalidUsage("cu_seq_lens_k differs from cu_seq_lens_q; keys of other tokens are not supported")
+    if (numbers := _of_tokens(batch, "seq_idx", tokens)) is not None:
+        cuts["seq_idx"] = numbers[seen].diff(prepend=numbers.new_zeros(1)) != 0
+    if (places := _of_tokens(batch, "position_ids", tokens)) is not None:
+        places = places[seen]
+        cuts["position_ids"] = places.diff(prepend=places.new_zeros(1)) != 1
+        if (places[cuts["position_ids"] | new_row] != 0).any():
+            raise InvalidUsage(
+                "position_ids are not those of each token in its own sequence, from 0 on; leave them out, or give "
+                "positions that begin again with 0 where a sequence begins"
+            )
+    cuts = {name: cut | new_row for name, cut in cuts.items()}
+    begins = next(iter(cuts.values()), new_row)
+    if any(not torch.equal(cut, begins) for cut in cuts.values()):
+        raise InvalidUsage(f"{' and '.join(cuts)} cut the rows into different sequences; give one of them")
+    if batch.get("attention_mask") is not None and not torch.equal(begins, new_row):
+        raise InvalidUsage(
+            f"{' and '.join(cuts)} cut rows into sequences, and there is an attention_mask, with which transformers "
+            "lets the sequences of a row see each other; leave the mask out"
+        )
+    return begins
+
+
+def _cut_at(bounds: Any, tokens: Tensor) -> Tensor:
+    """Where the sequences of a single row begin."""
+    if tokens.shape[0] != 1:
+        raise InvalidUsage(f"cu_seq_lens_q was given with {tokens.shape[0]} rows; flatten the batch to one row")
+    cuts = as_cu_seqlens(bounds, name="cu_seq_lens_q").tolist()
+    if cuts[-1] != tokens.shape[1]:
+        raise InvalidUsage(f"cu_seq_lens_q ends with {cuts[-1]} and the row has {tokens.shape[1]} tokens")
+    begins = torch.zeros(1, cuts[-1] + 1, dtype=torch.bool)
+    begins[0, cuts] = True
+    return begins[:, :-1]
 
 
 def gather_sequences(own: Sequences, comm: Communicator) -> tuple[Sequences, int]:
