@@ -79,12 +79,12 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 def _config(options: argparse.Namespace) -> RunConfig:
     from hdpcomm.models import LlamaConfig
-    from hdpcomm.run import RunConfig, folder_model
+    from hdpcomm.run import RunConfig, folder_model, model_path
 
     if options.recompute == "auto":
         raise InvalidUsage("--recompute auto depends on what is measured here; give none, full or a number of layers")
     return RunConfig(
-        model=folder_model(options.model)
+        model=folder_model(model_path(options.model))
         if options.model
         else LlamaConfig(
             vocabulary=options.vocabulary,

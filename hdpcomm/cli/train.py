@@ -101,7 +101,7 @@ def _train(parsed: argparse.Namespace) -> int:
     options = resolve_options(given, parsed.config)
     for path in (options.json, options.log, options.trace):
         check_writable(path)
-    options = _resumed_after_restart(options)
+    options = _resumed_after_restart(_with_model_folder(options))
     cores = min(8, max(2, len(os.sched_getaffinity(0))))
     devices = options.pipeline * options.tensor * options.expert
     if options.device is not None:
@@ -129,6 +129,15 @@ def _elsewhere(options: TrainOptions, device: str) -> int:
     if options.eval_fraction is not None:
         corpus, _ = corpus.split(options.eval_fraction, seed=job.config.seed)
     return _report(job, (dry_run_elsewhere(corpus, job.config, options.ranks, device), corpus.summary()))
+
+
+def _with_model_folder(options: TrainOptions) -> TrainOptions:
+    """With the folder of a model that --model names on a hub."""
+    if options.model is None:
+        return options
+    from hdpcomm.run import model_path
+
+    return replace(options, model=model_path(options.model))
 
 
 def _resumed_after_restart(options: TrainOptions) -> TrainOptions:

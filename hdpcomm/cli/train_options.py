@@ -79,8 +79,8 @@ class TrainOptions(TrainingOptions):
         "the start", Path, metavar="FILE",
     )  # fmt: skip
     model: Path | None = option(
-        "model", None, "Hugging Face folder: its weights, or new ones if it has only a config.json; without it, a "
-        "small Llama of the sizes below", Path, metavar="FOLDER",
+        "model", None, "Hugging Face folder or name on the hub: its weights, or new ones if it has only a config.json; "
+        "without it, a small Llama of the sizes below", Path, metavar="FOLDER",
     )  # fmt: skip
     layers: int = option("model", 4, "transformer blocks", count)
     hidden: int = option("model", 32, "width of the residual stream", count)

@@ -11,7 +11,7 @@ from hdpcomm.run.files import RunFiles
 from hdpcomm.run.limits import check_limits
 from hdpcomm.run.loop import train
 from hdpcomm.run.metrics_log import MetricsLog, read_lines, read_metrics
-from hdpcomm.run.model import FolderModel, folder_model
+from hdpcomm.run.model import FolderModel, folder_model, model_path
 from hdpcomm.run.options import RunResult, Saving, Watching
 from hdpcomm.run.schedule import Schedule
 
@@ -36,6 +36,7 @@ __all__ = [
     "evaluate",
     "export_model",
     "folder_model",
+    "model_path",
     "learning_rate",
     "open_checkpoint",
     "read_lines",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ __all__ = [
     "check_model",
     "fewest_layers",
     "folder_model",
+    "model_path",
     "model_facts",
     "model_on_meta",
     "model_spec",
@@ -57,6 +59,39 @@ class FolderModel:
     weights: bool
     digest: str
     lora: LoraOptions | None = None
+
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_NOT_FETCHED = ["*.h5", "*.msgpack", "*.onnx", "*.ot", "*.gguf", "*.pth", "original/*", "onnx/*"]
+"""Files of a hub's repository that are other forms of the weights."""
+
+
+def model_path(given: Path) -> Path:
+    """A model's folder as it was given; of a name on the Hugging Face hub (``Qwen/Qwen3-0.6B``), where there is no such
+    folder, the one that huggingface_hub has fetched it into, or fetches it into now. Local.
+
+    Raises: InvalidUsage: it is a name, and huggingface_hub is missing or does not reach it.
+    """
+    name = str(given)
+    if given.exists() or not _HUB_NAME.fullmatch(name):
+        return given
+    folder = given.name
+    advice = f"`hf download {name} --local-dir {folder}` fetches it where a network is; then give --model {folder}"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise InvalidUsage(
+            f"--model {name} is no folder here, and a name on a hub needs huggingface_hub: pip install "
+            f"'hdpcomm[huggingface]'; {advice}"
+        ) from error
+    try:
+        return Path(snapshot_download(name, ignore_patterns=_NOT_FETCHED))
+    except Exception as error:  # of the network, of the hub, of the cache
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidUsage(
+            f"--model {name} is no folder here, and huggingface_hub does not reach it ({type(error).__name__}: "
+            f"{reason}); {advice}"
+        ) from None
 
 
 def folder_model(folder: Path) -> FolderModel:
