@@ -198,6 +198,11 @@ class AdaptedCausalLM(nn.Module):
         return self.trains_indexers or self.adds_router_loss
 
     @property
+    def takes_trees(self) -> bool:
+        """Whether its attention knows trees: chunks are counted from the first token of a plain sequence."""
+        return "chunked_attention" not in (getattr(self.causal_lm.config.get_text_config(), "layer_types", None) or ())
+
+    @property
     def adds_router_loss(self) -> bool:
         """Whether routers add to the loss."""
         return self._router is not None and self._router.coefficient > 0

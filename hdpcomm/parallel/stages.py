@@ -129,6 +129,11 @@ class Stage(nn.Module):
         return self.model.has_added_losses
 
     @property
+    def takes_trees(self) -> bool:
+        """Whether the model's attention knows trees."""
+        return getattr(self.model, "takes_trees", True)
+
+    @property
     def tied(self) -> nn.Parameter | None:
         """The parameter whose twin is on the other end of the pipeline, or ``None``. Both start equal."""
         if self.tied_names is None or self.first == self.last:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ __all__ = [
     "given_terms",
     "group_terms",
     "kept_terms",
+    "shares_prefixes",
     "shorter_plan",
     "token_terms",
 ]
@@ -98,6 +99,12 @@ class Batch:
     def sequences_of(self, entries: Tensor) -> Tensor:
         """The numbers of the sequences that entries belong to."""
         return torch.searchsorted(self._bounds, entries, right=True) - 1
+
+
+def shares_prefixes(parts: Iterable[object]) -> bool:
+    """Whether models, or stages of one, may compute the shared prefixes of a loss of log-probabilities once: the losses
+    of routers and indexers know no trees, nor does attention with chunks. Local."""
+    return all(not getattr(part, "has_added_losses", False) and getattr(part, "takes_trees", True) for part in parts)
 
 
 def shorter_plan(

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from hdpcomm.plan import CostModel, PlannedStep, Planner, Tree, trees_of_prompts
 from hdpcomm.plan.planner import LONGEST_MEASURED
 from hdpcomm.train.huggingface_batch import Sequences, gather_sequences
-from hdpcomm.train.label_terms import Batch, KeptLogProbs, LabelTerms, given_terms, kept_terms, shorter_plan
+from hdpcomm.train.label_terms import (
+    Batch,
+    KeptLogProbs,
+    LabelTerms,
+    given_terms,
+    kept_terms,
+    shares_prefixes,
+    shorter_plan,
+)
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.passes import MicroBatchPasses, StepInputs
 from hdpcomm.train.plan_check import check_same_plan
@@ -97,7 +105,7 @@ class RowPasses:
         self._passes, self._buffers = MicroBatchPasses(model, mesh), ChangedBuffers(model)
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         self._cluster = mesh.cluster()
-        self._shares = not getattr(model, "has_added_losses", False)  # which know no trees
+        self._shares = shares_prefixes([model])
         self._planner: Planner | None = None
         self._compiled = self._reduced = False
 

@@ -16,7 +16,7 @@ from hdpcomm.arguments import check_has, check_number, check_whole
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Aborted, InvalidUsage
 from hdpcomm.parallel.agreement import share_values
-from hdpcomm.plan import PlannedStep
+from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.activation_profile import OffloadedStep
 from hdpcomm.train.buckets import BUCKET_BYTES
 from hdpcomm.train.dtensor import is_fully_sharded
@@ -31,6 +31,7 @@ from hdpcomm.train.label_terms import (
     given_terms,
     group_terms,
     kept_terms,
+    shares_prefixes,
     shorter_plan,
     token_terms,
 )
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import ActivationOffload
     from hdpcomm.parallel.stages import Stage
-    from hdpcomm.plan import Planner, StepPlan, TrajectoryTree, Tree
+    from hdpcomm.plan import Planner, StepPlan, TrajectoryTree
 
 __all__ = ["Trainer"]
 
@@ -539,11 +540,16 @@ class Trainer:
     def _plan_shorter(
         self, lengths: Sequence[int | Tree] | PlannedStep, trees: Sequence[TrajectoryTree]
     ) -> tuple[PlannedStep, Batch]:
-        """See :func:`hdpcomm.train.label_terms.shorter_plan`; the losses of routers know no trees."""
-        routers = any(getattr(each, "has_added_losses", False) for each in (*self.stages, self.model))
-        return shorter_plan(self._planned, lengths, trees, shares=not routers)
+        """See :func:`hdpcomm.train.label_terms.shorter_plan`."""
+        return shorter_plan(self._planned, lengths, trees, shares=shares_prefixes((*self.stages, self.model)))
 
     def _planned(self, lengths: Sequence[int | Tree]) -> PlannedStep:
+        takes_trees = all(getattr(part, "takes_trees", True) for part in (*self.stages, self.model))
+        if not takes_trees and any(isinstance(length, Tree) for length in lengths):
+            raise InvalidUsage(
+                "a tree was given, and the model has layers with chunks of attention, which know no trees; give its "
+                "sequences"
+            )
         started = time.perf_counter()
         plan = self.planner.plan(lengths)
         return PlannedStep(tuple(lengths), plan, time.perf_counter() - started)

@@ -10,7 +10,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import ClusterSpec, Planner, trees_of_prompts
+from hdpcomm.plan import ClusterSpec, Planner, Tree, trees_of_prompts
 from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE, GroupLoss, Trainer, rollout
 from hdpcomm.train.losses import dpo, grpo
@@ -31,6 +31,16 @@ CONFIGS = {
     "qwen3, tied": lambda: transformers.Qwen3Config(**SMALL, tie_word_embeddings=True),
     "gemma 2, soft cap": lambda: transformers.Gemma2Config(**SMALL, final_logit_softcapping=5.0, sliding_window=8),
     "granite, scaled": lambda: transformers.GraniteConfig(**SMALL, logits_scaling=3.0),
+    "llama 4, chunks, which know no trees": lambda: transformers.Llama4TextConfig(
+        **SMALL,
+        intermediate_size_mlp=40,
+        num_local_experts=2,
+        attention_chunk_size=8,
+        interleave_moe_layer_step=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
 }
 
 
@@ -168,6 +178,15 @@ def test_two_epochs_over_one_batch_and_gradients_that_go_on():
 
     for found in run_threads(rank, 2):
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def test_trees_of_a_model_with_chunks_are_refused_before_the_step():
+    model = hdp.adapt(copy.deepcopy(drawn("llama 4, chunks, which know no trees")))
+    with hdp.init() as comm:
+        planner = Planner(None, ClusterSpec(1, 64), cost_model=COST)
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), planner, comm)
+        with pytest.raises(InvalidUsage, match="chunks of attention, which know no trees; give its sequences"):
+            trainer.step([Tree([-1, 0, 0], [4, 3, 5])], lambda _: pytest.fail("nothing is fetched"))
 
 
 def test_adapters_that_drop_out_are_refused_for_groups():
