@@ -43,6 +43,7 @@ from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage, first_line
 from hdpcomm.models import adapt
+from hdpcomm.models.self_check import is_random
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.run.checkpoints import CheckpointFolder
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
@@ -129,6 +130,11 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         wide = PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32") if trains else dtype
         self.module = self._read_model(wide)
         self._adapted = adapt(self.module)
+        if is_random(self._adapted):
+            raise _unsupported(
+                "dropout or noise (two forward passes in training mode differ)",
+                "log-probabilities and gradients must see the same model: set the probabilities to 0",
+            )
         share_values(self.comm, (*self.module.parameters(), *self.module.buffers()))
         self._layout = layout_of(self._adapted, mesh)
         if trains:
@@ -150,11 +156,6 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
             self.model_config.local_path, dtype=dtype, config=config, attn_implementation=attention,
             trust_remote_code=self.model_config.trust_remote_code,
         )  # fmt: skip
-        dropped = [name for name, each in module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0]
-        if dropped:
-            raise _unsupported(
-                f"dropout ({dropped[0]})", "log-probabilities and gradients must see the same model: set it to 0"
-            )
         if self.model_config.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         return module.to(self._device, dtype)

@@ -15,6 +15,7 @@ from hdpcomm.attention import packing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
 from hdpcomm.models.recompute import set_recompute
+from hdpcomm.models.self_check import check_takes_tokens
 from hdpcomm.models.weights import making
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def adapt(
         z_loss, chunk_tokens: of the loss of a causal LM; see :func:`hdpcomm.kernels.linear_cross_entropy`.
         check: runs a causal LM on a few tokens, as a pack and sequence by sequence with the attention that it came
             with, and refuses it if the logits differ: something else than attention looks at other tokens, or attention
-            is not what transformers tells of it.
+            is not what transformers tells of it. Another module, if it does not name ``comm``, must make logits of
+            tokens.
         indexer_loss: factor of the loss of each layer's indexer (:func:`hdpcomm.attention.indexer_loss`), which each
             labelled token adds; 0: indexers do not learn. They learn from it alone, and nothing else does.
         indexer_stage: ``"sparse"``: over the keys that were chosen; ``"dense"``: the warm-up, in which attention is
@@ -84,8 +86,8 @@ def adapt(
 
     Local. Raises:
         InvalidUsage: what cannot be made right, by name: dropout in attention, layers that are neither full nor sliding
-            attention nor a known linear layer (gated delta rule, KDA, Mamba-2), prompt tuning, a model that fails the
-            check.
+            attention nor a known linear layer (gated delta rule, KDA, Mamba-2), prompt tuning, models that take images,
+            video or sound, a model that fails the check.
 
     Example:
         >>> import torch
@@ -114,6 +116,8 @@ def adapt(
             )
         named = inspect.signature(model.forward).parameters
         adapted = model if all(name in named for name in _PLACES) else AdaptedModule(model)
+        if check and "comm" not in named:
+            check_takes_tokens(adapted, model)
     set_recompute(adapted, recompute)
     return adapted
 

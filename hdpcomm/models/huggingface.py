@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ _REFUSED_SETTINGS = {
     "z_loss_coefficient": "its loss has a term over all tokens, labelled or not, that does not add up over ranks "
     "(z_loss= of adapt() has one over the labelled tokens)",
 }
+_MEDIA = re.compile(r"pixel|image|video|audio|speech|input_features|input_values")
+"""Names of arguments of forward passes that are no text."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
@@ -275,10 +278,11 @@ def enable(model: Any, *, check: bool = True) -> None:
     ``model.set_attn_implementation("sdpa")`` undoes it.
 
     ``check``: runs the model on a few tokens, as a pack and sequence by sequence with the attention that it came with,
-    its windows made short meanwhile, and refuses it if its outputs differ, as :func:`hdpcomm.models.adapt` does.
+    its windows made short meanwhile, and refuses it if its outputs differ, as :func:`hdpcomm.models.adapt` does, or if
+    its loss is not the sum over the labels divided by ``num_items_in_batch``.
 
     Local. Raises InvalidUsage where transformers is missing or too old, or the model does not take attention functions,
-    has dropout in its attention, has layers that packs do not know, or fails the check.
+    takes images, video or sound, has dropout in its attention, has layers that packs do not know, or fails the check.
     """
     undo = set_attention(model)
     try:
@@ -306,6 +310,7 @@ def set_attention(model: Any) -> Callable[[], None]:
         ) from error
     if not callable(getattr(model, "set_attn_implementation", None)):
         raise InvalidUsage(f"{type(model).__name__} is not a transformers model with selectable attention")
+    _refuse_media(model)
     config = model.config.get_text_config()
     for name in _DROPOUTS:
         if dropout := getattr(model.config, name, 0.0) or getattr(config, name, 0.0):
@@ -347,6 +352,15 @@ def _own_configuration(model: Any) -> None:
         for name, value in list(vars(module).items()):
             if type(value).__module__.startswith("transformers") and hasattr(value, "get_text_config"):
                 setattr(module, name, copies.get(id(value), value))
+
+
+def _refuse_media(model: Any) -> None:
+    media = [name for name in inspect.signature(model.forward).parameters if _MEDIA.search(name)]
+    if media:
+        raise InvalidUsage(
+            f"{type(model).__name__} takes more than text ({', '.join(media)}), which packs do not carry; give the "
+            "causal LM of its text alone, if it has one"
+        )
 
 
 def _refuse_layers(config: Any, model: Any) -> None:

@@ -28,6 +28,7 @@ from hdpcomm.comm import init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
+from hdpcomm.models.self_check import is_random
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.plan import CostModel, PlannedStep
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
@@ -101,6 +102,11 @@ class HybridDataParallel:
         """The loss is one of TRL's, made of log-probabilities."""
         self._attention = this.model.config._attn_implementation
         self._adapted = adapt(this.model)
+        if self._of_log_probs and is_random(self._adapted):
+            raise InvalidUsage(
+                "Trainer: two forward passes of the model in training mode differ (dropout, or noise in its routers), "
+                "and log-probabilities and gradients must see the same model; set the probabilities to 0"
+            )
         self._own_attention = cast(Any, self._adapted).causal_lm.config._attn_implementation
 
     # --- what transformers.Trainer calls -----------------------------------------------------------------------------
@@ -329,7 +335,6 @@ def _refuse(trainer: Any) -> bool:
         "the auxiliary loss of routers": of_log_probs and getattr(trainer, "aux_loss_enabled", False),
         "use_weighting=True": of_log_probs and getattr(trainer, "use_weighting", False),
         "cast_lm_head_to_fp32=True": of_log_probs and getattr(args, "cast_lm_head_to_fp32", False),
-        "dropout": of_log_probs and any(isinstance(m, nn.Dropout) and m.p > 0 for m in trainer.model.modules()),
     }
     for name, given in wrong.items():
         if given:

@@ -14,6 +14,7 @@ from hdpcomm.comm.mesh import Mesh
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage, NotFinite
 from hdpcomm.models.expert_group import ExpertGroup
+from hdpcomm.models.self_check import CHECKED_TOKENS, is_random
 from hdpcomm.models.tensor_group import TensorGroup
 from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, checked_stages
 from hdpcomm.parallel.stages import Stage
@@ -230,11 +231,14 @@ def check_log_prob_loss(loss: Any, model: nn.Module, stages: Sequence[Stage]) ->
             "else than the labels; train without (output_router_logits=False, indexer_loss=0), or with a TokenLoss "
             'per="tokens"'
         )
-    dropouts = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
-    if isinstance(loss, GroupLoss) and dropouts:
+    if isinstance(loss, GroupLoss) and (
+        any(is_random(stage, None if stage.first else stage.boundary(CHECKED_TOKENS)) for stage in stages)
+        if stages
+        else is_random(model)
+    ):
         raise InvalidUsage(
-            f"{len(dropouts)} layers drop out at random (as {dropouts[0]}), and a GroupLoss needs two forward passes "
-            "that see the same model; set their p to 0"
+            "two forward passes of the model in training mode differ (dropout, or noise in its routers), and a "
+            "GroupLoss needs two that see the same model; set the probabilities in its configuration to 0"
         )
 
 

@@ -92,6 +92,18 @@ def test_recomputation_on_a_thread_that_never_saw_the_pack():
         torch.testing.assert_close(other.grad, one.grad)
 
 
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.Linear(4, 4), "Linear does not make logits .* of int64 tokens .*RuntimeError"),
+        (nn.Sequential(nn.Embedding(8, 4), nn.LSTM(4, 8)), r"\(it gave tuple\)"),
+    ],
+)
+def test_modules_that_make_no_logits_of_tokens_are_refused(module, reason):
+    with pytest.raises(InvalidUsage, match=reason):
+        adapt(module)
+
+
 def test_ones_own_checkpoints_carry_the_pack():
     layer = Layer()
     x = torch.randn(9, 16, requires_grad=True)

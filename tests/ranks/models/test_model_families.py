@@ -11,10 +11,11 @@ from hdpcomm.attention import packing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
 from hdpcomm.models.huggingface import enable
+from hdpcomm.models.self_check import check_same_logits, is_random
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
-from tests.harness.families import model_of  # noqa: E402
+from tests.harness.families import SIZE, config_of, model_of  # noqa: E402
 
 DOORS = [adapt, enable]
 
@@ -98,6 +99,64 @@ def test_the_tool_tells_what_is_wrong(tool):
         page.split()
     )
     assert "- two: encoder and decoder" in page
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_models_that_take_images_are_refused(door):
+    text = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision)
+    with pytest.raises(InvalidUsage, match=r"takes more than text \(pixel_values, .*give the causal LM of its text"):
+        door(transformers.Qwen2_5_VLForConditionalGeneration(config))
+
+
+def test_a_loss_that_is_a_mean_of_its_own_is_refused_by_enable():
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "max_target_positions": 64}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(vocab_size=97, d_model=32, encoder_layers=1, **sizes, **tokens)
+    with pytest.raises(InvalidUsage, match=r"WhisperForCausalLM gives the loss .*it is a mean of its own"):
+        enable(transformers.WhisperForCausalLM(config))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_scores_of_indexers_that_tie_are_told(door):
+    with pytest.raises(InvalidUsage, match=r"only where its indexers choose some of the keys .*torch\.topk"):
+        door(model_of("deepseek-v32", index_n_heads=2))
+
+
+def test_a_model_of_float64_may_have_layers_of_float32():
+    """The gated delta rule of Qwen3-Next: its logits are off by 1e-7 to 1.1e-5."""
+    model, logits = model_of("llama").double(), torch.linspace(1.0, 2.0, 97, dtype=torch.float64)
+    check_same_logits(model, logits * (1 + 1.1e-5), logits, "a model")
+    with pytest.raises(InvalidUsage, match="a model gives other logits than whole"):
+        check_same_logits(model, logits * (1 + 1.1e-3), logits, "a model")
+
+
+OPT = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 48}
+
+
+@pytest.mark.parametrize(
+    ("config", "random"),
+    [
+        (config_of("llama"), False),
+        (config_of("mixtral"), False),
+        (config_of("mixtral", router_jitter_noise=0.01), True),
+        (transformers.SeedOssConfig(**SIZE, residual_dropout=0.1), True),
+        (transformers.OPTConfig(**OPT, word_embed_proj_dim=32, attention_dropout=0.0, dropout=0.1), True),
+        # draws a number in each layer, for nothing
+        (transformers.OPTConfig(**OPT, word_embed_proj_dim=32, attention_dropout=0.0, dropout=0.0), False),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
+)
+def test_forward_passes_that_differ(config, random):
+    """None of them has an nn.Dropout."""
+    model = adapt(transformers.AutoModelForCausalLM.from_config(config))
+    model.causal_lm.model.eval()
+    before = torch.get_rng_state()
+    assert is_random(model) is random
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (model.training, model.causal_lm.model.training) == (True, False)
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -361,11 +361,13 @@ def test_losses_are_checked():
 
 
 def test_layers_that_drop_out_and_routers_with_losses_are_refused():
-    def dropping():
-        return torch.nn.Sequential(Llama(DENSE, dtype=torch.float64), torch.nn.Dropout(0.1))
+    class Dropping(Llama):
+        def run_layers(self, *args, **places):
+            hidden, added = super().run_layers(*args, **places)
+            return torch.nn.functional.dropout(hidden, 0.1, self.training), added
 
-    with pytest.raises(InvalidUsage, match="drop out at random"):
-        one_rank(dpo(), model=dropping)
+    with pytest.raises(InvalidUsage, match="two forward passes of the model in training mode differ"):
+        one_rank(dpo(), model=lambda: Dropping(DENSE, dtype=torch.float64))
     balanced = LlamaConfig(**{**dataclasses.asdict(EXPERTS), "router_aux_loss": 0.1})
     with pytest.raises(InvalidUsage, match="routers or indexers add a loss for each label"):
         one_rank(grpo(), model=lambda: Llama(balanced, dtype=torch.float64))

@@ -198,5 +198,5 @@ def test_adapters_that_drop_out_are_refused_for_groups():
         adapted = hdp.adapt(model)
         Trainer(adapted, optimizer, planner, comm, loss=grpo())
         for loss in (dpo(), GroupLoss(lambda log_probs, _: log_probs[0].sum())):
-            with pytest.raises(InvalidUsage, match="drop out at random"):
+            with pytest.raises(InvalidUsage, match="two forward passes of the model"):
                 Trainer(adapted, copy.copy(optimizer), planner, comm, loss=loss)
