@@ -228,3 +228,16 @@ def test_what_needs_logits_is_refused(tmp_path: Path, kind: Any, changed: dict[s
             trainer_of(kind, str(tmp_path / "run"), changed)
     finally:
         leave()
+
+
+def test_a_model_that_drops_out_is_refused(tmp_path: Path) -> None:
+    """TRL's ``disable_dropout`` looks for ``nn.Dropout``, which this one has none of."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    config = transformers.SeedOssConfig(**sizes, **heads, residual_dropout=0.1, attention_dropout=0.0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    try:
+        with pytest.raises(InvalidUsage, match="two forward passes of the model in training mode differ"):
+            trainer_of(PlannedDPO, str(tmp_path / "run"), {})
+    finally:
+        leave()

@@ -93,6 +93,18 @@ def add(rows, comm, ends, rows_of=rows_of, trees=0):
     return scored.values.detach()
 
 
+def test_a_model_that_takes_no_trees_runs_without():
+    values, _ = expected(1, 1, answers_of)
+    with hdp.init() as comm:
+        model = Llama(DENSE, seed=SEED, dtype=torch.float64)
+        model.takes_trees = False
+        rows = RowPasses(model, Mesh(comm, placement=[0]), None, str, cost_model=COST)
+        with torch.no_grad():
+            scored = rows.score(answers_of(0), temperature=TEMPERATURE, entropy=True)
+    assert not any(isinstance(item, Tree) for item in scored.planned.lengths)
+    torch.testing.assert_close(scored.values, values[0], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["whole", "shared"])
 @pytest.mark.parametrize(("ranks", "capacity", "steps"), [(1, None, 1), (2, None, 2), (3, 64, 1), (2, 40, 2)])
 def test_values_and_gradients_are_those_of_plain_code(ranks, capacity, steps, kind):
