@@ -117,7 +117,7 @@ class Simulator {
       throw Error(ErrorKind::kInternal, "the simulation stopped after " + std::to_string(done) +
                                             " passes: the ranks wait for each other");
     }
-    result_.makespan = chunks_ == 1 || too_late_ ? now_ : makespan_;
+    result_.finish(chunks_ == 1 || too_late_ ? now_ : makespan_);
     for (int rank = 0; rank < problem_.ranks(); ++rank) {
       for (int device = 0; device < devices_; ++device) {
         result_.peak_tokens[rank] = std::max(result_.peak_tokens[rank], unit(rank, device).peak);
