@@ -500,10 +500,7 @@ Problem withoutWeights(const Problem& problem) {
   return problem.withCosts(CostModel(params, problem.cost().memory(), problem.cost().cluster()));
 }
 
-}  // namespace
-
-double lowerBound(const Problem& problem) {
-  if (problem.count() == 0) return 0.0;
+double boundOfAll(const Problem& problem) {
   Load longest;  // offload's ratio grows with the length
   longest.add(*std::max_element(problem.lengths().begin(), problem.lengths().end()));
   const double max_offload = problem.cost().maxOffload(longest);
@@ -512,6 +509,39 @@ double lowerBound(const Problem& problem) {
     return Bound(problem, 0.0, max_offload).solve();
   }
   return Bound(withoutWeights(problem), put_off, max_offload).solve();
+}
+
+// The largest bound of the longest sequences alone, some numbers of them, if it is above `least`:
+// beside slices short ones may fill more idle time, as far as is known, than they take.
+double boundOfLongest(const Problem& problem, double least) {
+  const CostModel& cost = problem.cost();
+  const std::vector<int32_t> order = problem.byLength();
+  std::vector<int32_t> part;
+  double seconds = 0;  // of these one after the other on all ranks: no less than their bound
+  double longest = 0;
+  for (size_t count = 1; count < order.size(); count *= 2) {
+    while (part.size() < count) {
+      const int32_t sequence = order[part.size()];
+      const Load load = problem.own(sequence);
+      const int size =
+          cost.fastestSize(load, std::min(problem.minRanks(sequence), problem.ranks()));
+      const double own = cost.seconds(load, size) / cost.cluster().slowest(0, problem.ranks());
+      longest = std::max(longest, own);
+      seconds += own;
+      part.push_back(sequence);
+    }
+    if (seconds + (cost.cluster().pipeline - 1) * longest <= least) continue;
+    least = std::max(least, boundOfAll(problem.part(part, cost)));
+  }
+  return least;
+}
+
+}  // namespace
+
+double lowerBound(const Problem& problem) {
+  if (problem.count() == 0) return 0.0;
+  const double bound = boundOfAll(problem);
+  return problem.cost().cluster().mostSlices() > 1 ? boundOfLongest(problem, bound) : bound;
 }
 
 }  // namespace hdpcomm::planner

@@ -188,6 +188,18 @@ def test_slices_of_no_tree_are_refused(fragments, told):
         plan.validate([Tree([-1, 0, 0], [5, 4, 3])])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_is_no_less_than_that_of_the_longest_alone(seed):
+    rng = random.Random(seed)
+    cluster = ClusterSpec(32, 8192, ranks_per_node=8, device="h100", pipeline=4)
+    planner = Planner(MODELS["llama-7b"], cluster, slices=16)
+    lengths = [int(rng.uniform(0.5, 0.95) * 2**18) for _ in range(2)]
+    lengths += [min(65_536, int(rng.lognormvariate(8.5, 1.2)) + 1) for _ in range(160)]
+    longest, bound = sorted(lengths, reverse=True), planner.lower_bound(lengths)
+    for count in (1, 2, 4, 64):
+        assert planner.lower_bound(longest[:count]) <= bound * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_slices_are_taken(chunks):
     found = [with_slices(planner).plan(lengths) for planner, lengths in (random_step(i, chunks) for i in range(12))]
