@@ -25,7 +25,7 @@ from hdpcomm.plan.specs import ModelSpec
 from hdpcomm.plan.step import StepPlan
 from hdpcomm.plan.table import COLUMNS, PlanTable
 from hdpcomm.plan.tree import Tree
-from hdpcomm.plan.waves import in_waves, plan_waves, sorted_for_waves, wave_times
+from hdpcomm.plan.waves import in_waves, plan_waves, sorted_for_waves, wave_times_in_order
 
 __all__ = ["LONGEST_MEASURED", "POLICIES", "Planner"]
 
@@ -258,6 +258,8 @@ class Planner:
                 if plain.expected < solved.expected:  # heuristics may find a better plan with fewer choices
                     solved = plain._replace(made_by=f"{plain.made_by}, without offload")
         solved = self._shorter_waves(jobs, solved, start)
+        if self._spare:
+            solved = self._priced_on_cores(solved)
         return self._made(jobs, start, solved._replace(lower_bound=lower_bound))
 
     def _made(self, jobs: Jobs, start: float, solved: _Solved) -> StepPlan:
@@ -360,15 +362,16 @@ class Planner:
         costs = [self._core] if self._without_offload is None else [self._core, self._without_offload]
         for policy, cost in [("balanced", None), *product(("naive", "static"), costs)]:
             with contextlib.suppress(InvalidUsage):  # a mesh may not hold what the balanced plan does
-                solved = balanced if cost is None else self._solve(cost, jobs, policy)
-                seconds = np.repeat(solved.table.predicted_s, solved.table.group_sizes())
-                busy = np.bincount(solved.table.ranks, weights=seconds, minlength=self.cluster.ranks).tolist()
-                mean = sum(busy) / len(busy)
-                found.append((self._on_shared_cores(mean, solved.makespan), mean, solved))
-        makespan, mean, best = min(found, key=lambda one: one[0])
-        idle_share = 1 - mean / makespan if makespan else 0.0
-        found_best = best._replace(makespan=makespan, lower_bound=lower_bound, idle_share=idle_share, noise_s=0.0)
-        return self._made(jobs, start, found_best)
+                found.append(self._priced_on_cores(balanced if cost is None else self._solve(cost, jobs, policy)))
+        best = min(found, key=lambda solved: solved.makespan)
+        return self._made(jobs, start, best._replace(lower_bound=lower_bound))
+
+    def _priced_on_cores(self, solved: _Solved) -> _Solved:
+        """The same plan with the time that it takes on shared cores."""
+        seconds = np.repeat(solved.table.predicted_s, solved.table.group_sizes())
+        mean = float(seconds.sum()) / self.cluster.ranks
+        makespan = self._on_shared_cores(mean, solved.makespan)
+        return solved._replace(makespan=makespan, idle_share=1 - mean / makespan if makespan else 0.0, noise_s=0.0)
 
     def _on_shared_cores(self, mean: float, makespan: float) -> float:
         """Seconds of a step: ``mean`` is the work of its devices, ``makespan`` what it takes if each is as slow as
@@ -383,15 +386,17 @@ class Planner:
         for policy in (None, *others):
             with contextlib.suppress(InvalidUsage):  # a mesh may not hold what the balanced plan does
                 solved = balanced if policy is None else self._solve(self._core, jobs, policy)
-                batches = solved.table.micro_batches()
-                for made, order in ((batches, ""), (sorted_for_waves(batches), ", longest first")):
-                    waves = wave_times(made, [each.predicted_s for each in made], self.cost_model, self.cluster)
-                    mean = sum(waves.rank_busy) / self.cluster.ranks
-                    makespan = self._on_shared_cores(mean, waves.makespan_s)
-                    found.append((makespan, mean, made, solved.made_by + order))
-        makespan, mean, best, made_by = min(found, key=lambda one: one[0])
+                table = solved.table
+                for longest_first in (False, True):
+                    order = np.argsort(-table.predicted_s, kind="stable") if longest_first else np.arange(len(table))
+                    end, mean = wave_times_in_order(table, order, self.cost_model, self.cluster)
+                    found.append((self._on_shared_cores(mean, end), mean, solved, longest_first))
+        makespan, mean, best, longest_first = min(found, key=lambda one: one[0])
+        table, made_by = best.table, best.made_by
+        if longest_first:
+            table, made_by = PlanTable.of(sorted_for_waves(table.micro_batches())), f"{made_by}, longest first"
         idle_share = 1 - mean / makespan if makespan else 0.0
-        return _Solved(PlanTable.of(best), makespan, self._bound_in_waves(jobs), idle_share, 0.0, made_by=made_by)
+        return _Solved(table, makespan, self._bound_in_waves(jobs), idle_share, 0.0, made_by=made_by)
 
     def _shorter_waves(self, jobs: Jobs, solved: _Solved, start: float) -> _Solved:
         """The plan; where it has slices and ranks share experts, one without if its waves end earlier: ranks that wait

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel
 from hdpcomm.plan.micro_batch import MicroBatch, PlannedSlice, SequenceFragment, SequenceInfo
 from hdpcomm.plan.pipeline_schedule import PipelineSchedule
 from hdpcomm.plan.step import StepPlan
+from hdpcomm.plan.table import PlanTable
 
 __all__ = [
     "PlannedWaves",
@@ -26,6 +28,7 @@ __all__ = [
     "plan_waves",
     "sorted_for_waves",
     "wave_times",
+    "wave_times_in_order",
 ]
 
 Slices: TypeAlias = Mapping[int, PlannedSlice]
@@ -144,36 +147,108 @@ def wave_times(
         seconds: what each micro-batch would take if all ranks of its groups had as much to do; of slices that run
             forward twice, both times.
     """
-    experts, size = min(costs.experts, costs.linear) * cluster.expert_imbalance, cluster.expert
-    place = {batch.index: i for i, batch in enumerate(batches)}
-    times = WaveTimes([0.0] * len(batches), [0.0] * len(batches), [0.0] * cluster.ranks, [0.0] * cluster.ranks)
+    place = {batch.index: row for row, batch in enumerate(batches)}
+    forward_only = [row for row, batch in enumerate(batches) if batch.index in slices and not slices[batch.index].last]
+    clock = _WaveClock(PlanTable.of(batches), seconds, costs, cluster, forward_only)
     for wave, keeps in in_turns(make_waves(batches, slices), slices):
-        share = costs.forward if keeps else 1.0  # of what a micro-batch takes that runs forward once
-        for joined, groups in _joined(wave, size):
-            ranks = [rank for group in groups for rank in range(group * size, (group + 1) * size)]
-            rows = dict.fromkeys(groups, 0.0)
-            alone = {}
-            for batch in joined:
-                for rank in batch.ranks:
-                    rows[rank // size] += batch.tokens / len(batch.ranks)
-                twice = costs.forward if batch.index in slices and not slices[batch.index].last else 0.0
-                once = seconds[place[batch.index]] / (1 + twice)
-                alone[batch.index] = share * max(0.0, once - experts * batch.tokens / len(batch.ranks))
-            shared = {group: share * experts * tokens / size for group, tokens in rows.items()}
-            start = max(times.rank_end[rank] for rank in ranks)
-            end = start + max(alone.values()) + max(shared.values())
-            for rank in ranks:
-                times.rank_end[rank] = end
-                times.rank_busy[rank] += shared[rank // size]
-            for batch in joined:
-                at = place[batch.index]
-                if keeps:
-                    times.kept_s[at] = start, end
-                else:
-                    times.start_s[at], times.end_s[at] = start, end
-                for rank in batch.ranks:
-                    times.rank_busy[rank] += alone[batch.index]
-    return times
+        clock.run(np.array([place[batch.index] for batch in wave]), keeps)
+    return clock.times()
+
+
+def wave_times_in_order(
+    table: PlanTable, order: NDArray[np.int64], costs: CostModel, cluster: ClusterSpec
+) -> tuple[float, float]:
+    """Makespan and a rank's mean work, in seconds, of micro-batches without slices whose rows run in this order. Local."""
+    clock = _WaveClock(table, table.predicted_s, costs, cluster)
+    last, waves = [0] * cluster.ranks, list[list[int]]()
+    ranks, bounds = table.ranks.tolist(), table.rank_bounds.tolist()
+    for row in order.tolist():
+        group = ranks[bounds[row] : bounds[row + 1]]
+        wave = last[group[0]] if len(group) == 1 else max(last[rank] for rank in group)
+        for rank in group:
+            last[rank] = wave + 1
+        if wave == len(waves):
+            waves.append([])
+        waves[wave].append(row)
+    for rows in waves:
+        clock.run(np.array(rows), False)
+    return float(clock.rank_end.max()), float(clock.rank_busy.mean())
+
+
+class _WaveClock:
+    """Runs waves one after the other, all micro-batches of a wave at once."""
+
+    def __init__(
+        self,
+        table: PlanTable,
+        seconds: Sequence[float] | NDArray[np.float64],
+        costs: CostModel,
+        cluster: ClusterSpec,
+        forward_only: Sequence[int] = (),
+    ) -> None:
+        self._table, self._size, self._forward = table, cluster.expert, costs.forward
+        self._experts = min(costs.experts, costs.linear) * cluster.expert_imbalance
+        self._held = table.tokens() / table.group_sizes()
+        once = np.array(seconds, dtype=np.float64)
+        once[list(forward_only)] /= 1 + costs.forward
+        self._alone = np.maximum(0.0, once - self._experts * self._held)
+        self._start, self._end = np.zeros(len(table)), np.zeros(len(table))
+        self._kept: dict[int, tuple[float, float]] = {}
+        self.rank_end, self.rank_busy = np.zeros(cluster.ranks), np.zeros(cluster.ranks)
+
+    def run(self, rows: NDArray[np.int64], keeps: bool) -> None:
+        """``keeps``: forward only, for what later slices use."""
+        table, size = self._table, self._size
+        counts = np.diff(table.rank_bounds)[rows]
+        places = np.repeat(table.rank_bounds[rows] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        ranks, which = table.ranks[places], np.repeat(np.arange(len(rows)), counts)
+        groups, count = ranks // size, len(self.rank_end) // size
+        part = _joined_groups(groups, which, count)
+        share = self._forward if keeps else 1.0
+        tokens = np.bincount(groups, weights=self._held[rows][which], minlength=count)
+        shared, alone = share * self._experts * tokens / size, share * self._alone[rows]
+        present = np.flatnonzero(np.bincount(groups, minlength=count))
+        own = part[groups[np.searchsorted(which, np.arange(len(rows)))]]  # of each row
+        ends = self.rank_end.reshape(count, size)
+        start, longest, most_shared = np.zeros(count), np.zeros(count), np.zeros(count)
+        np.maximum.at(start, part[present], ends[present].max(1))
+        np.maximum.at(longest, own, alone)
+        np.maximum.at(most_shared, part[present], shared[present])
+        end = start + longest + most_shared
+        ends[present] = end[part[present], None]
+        self.rank_busy.reshape(count, size)[present] += shared[present, None]
+        np.add.at(self.rank_busy, ranks, alone[which])
+        if keeps:
+            self._kept |= dict(
+                zip(rows.tolist(), zip(start[own].tolist(), end[own].tolist(), strict=True), strict=True)
+            )
+        else:
+            self._start[rows], self._end[rows] = start[own], end[own]
+
+    def times(self) -> WaveTimes:
+        ends, busy = self.rank_end.tolist(), self.rank_busy.tolist()
+        return WaveTimes(self._start.tolist(), self._end.tolist(), ends, busy, self._kept)
+
+
+def _joined_groups(groups: NDArray[np.int32], which: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """For each group of ranks that share experts one of those that micro-batches of a wave join it with.
+
+    ``groups``, ``which``: of each rank of the micro-batches in turn its group, and which micro-batch it is of.
+    """
+    part = np.arange(count)
+    crossing = np.flatnonzero((np.diff(groups) != 0) & (np.diff(which) == 0))
+    if not len(crossing):
+        return part
+    of = part.tolist()
+
+    def root(group: int) -> int:
+        while of[group] != group:
+            of[group] = group = of[of[group]]
+        return group
+
+    for a, b in zip(groups[crossing].tolist(), groups[crossing + 1].tolist(), strict=True):
+        of[root(a)] = root(b)
+    return np.array([root(group) for group in range(count)])
 
 
 def in_waves(
@@ -202,18 +277,17 @@ def in_waves(
 
 def _joined(wave: Sequence[MicroBatch], size: int) -> Iterator[tuple[list[MicroBatch], list[int]]]:
     """The micro-batches of a wave that wait for each other, with the numbers of their expert groups."""
-    parts: list[tuple[list[MicroBatch], set[int]]] = []
+    table = PlanTable.of(wave)
+    groups, which = table.ranks // size, table.rows_of_ranks()
+    part = _joined_groups(groups, which, int(groups.max()) + 1)
+    joined: dict[int, tuple[list[MicroBatch], set[int]]] = {}
     for batch in wave:
-        groups, own = {rank // size for rank in batch.ranks}, [batch]
-        apart = []
-        for others, theirs in parts:
-            if groups.isdisjoint(theirs):
-                apart.append((others, theirs))
-            else:
-                own, groups = [*others, *own], groups | theirs
-        parts = [*apart, (own, groups)]
-    for own, groups in parts:
-        yield own, sorted(groups)
+        own = {rank // size for rank in batch.ranks}
+        batches, theirs = joined.setdefault(int(part[batch.ranks[0] // size]), ([], set()))
+        batches.append(batch)
+        theirs |= own
+    for batches, theirs in joined.values():
+        yield batches, sorted(theirs)
 
 
 @dataclass(frozen=True, slots=True)
