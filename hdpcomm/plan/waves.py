@@ -158,7 +158,7 @@ def wave_times(
 def wave_times_in_order(
     table: PlanTable, order: NDArray[np.int64], costs: CostModel, cluster: ClusterSpec
 ) -> tuple[float, float]:
-    """Makespan and a rank's mean work, in seconds, of micro-batches without slices whose rows run in this order. Local."""
+    """Makespan and a rank's mean work, in seconds, of micro-batches without slices in an order of their rows. Local."""
     clock = _WaveClock(table, table.predicted_s, costs, cluster)
     last, waves = [0] * cluster.ranks, list[list[int]]()
     ranks, bounds = table.ranks.tolist(), table.rank_bounds.tolist()
