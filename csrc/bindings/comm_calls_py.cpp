@@ -152,7 +152,7 @@ PyObject* run(const Communicator& comm, const CollectiveCall& call, bool in_back
               PyObject* const* args) {
   std::shared_ptr<Work> work;
   {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     if (in_background) {
       work = comm.startCollective(call.operands, call.options);
     } else {
@@ -180,7 +180,7 @@ PyObject* run(const Communicator& comm, std::span<const Message> sends,
               std::span<const Message> recvs, bool in_background, const py::object& buffers) {
   std::shared_ptr<Work> work;
   {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     if (in_background) {
       work = comm.startExchange(sends, recvs);
     } else {
@@ -306,7 +306,7 @@ uintptr_t streamOf(PyObject* object) {
 PyObject* handOver(const std::shared_ptr<StreamEngine>& engine, std::shared_ptr<StreamWork> work,
                    bool background, py::object buffers) {
   if (!background && !engine->device()->isSim()) {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     if (!engine->failed(*work)) return nullptr;
   }
   return newInFlight<StreamHandle>(std::move(buffers), engine, std::move(work));
@@ -355,7 +355,7 @@ PyObject* streamExchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const bool background = Py_IsTrue(args[6]);
     std::shared_ptr<StreamWork> work;
     {
-      const py::gil_scoped_release release;
+      const GilRelease release;
       checkOverlaps(out, in);
       work = engine->exchange(comm.callOfMessages(), comm.sharedRanks(), sends, recvs, stream,
                               background);
@@ -375,7 +375,7 @@ PyObject* streamCollective(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const bool background = Py_IsTrue(args[kCollectiveArguments + 2]);
     std::shared_ptr<StreamWork> work;
     {
-      const py::gil_scoped_release release;
+      const GilRelease release;
       const CollectivePlan plan =
           comm.plan(call.operands, call.options, engine->planning(comm.ranks()));
       work = engine->collective(plan, comm.sharedRanks(), call.operands.in, call.operands.out,

@@ -16,7 +16,7 @@ PyObject* fetchAdd(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const int64_t amount = integer(args[1]);
     std::optional<uint32_t> before = counter.fetchAddHere(amount);
     if (!before) {
-      const py::gil_scoped_release release;
+      const GilRelease release;
       before = counter.fetchAdd(amount, kCheckSignals);
     }
     return PyLong_FromUnsignedLong(*before);
@@ -31,7 +31,7 @@ PyMethodDef calls[] = {
 }  // namespace
 
 void bindCounter(py::module_& module) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<GilRelease>;
   py::class_<SharedCounter, std::shared_ptr<SharedCounter>>(
       module, "SharedCounter", py::release_gil_before_calling_cpp_dtor())
       .def_property_readonly("word", &SharedCounter::word)

@@ -14,7 +14,7 @@ namespace {
 
 std::shared_ptr<World> joinShmWorld(const std::shared_ptr<ShmSegment>& segment, int rank,
                                     double timeout_s, double joining_s, std::vector<int> pids) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   auto transport = makeShmTransport(segment, rank);
   shmWaitAllReady(*transport, {joining_s, std::move(pids), checkSignals});
   return std::make_shared<World>(std::move(transport), timeout_s);
@@ -25,7 +25,7 @@ std::shared_ptr<World> joinHosts(const std::shared_ptr<ShmSegment>& segment,
                                  const std::shared_ptr<FrameLink>& link,
                                  const std::vector<int>& host_of_rank, const std::string& name,
                                  double timeout_s, double joining_s, std::vector<int> pids) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   const int rank = link->rank();
   std::vector<int> members;
   std::vector<int> route;
@@ -98,7 +98,7 @@ void bindJoining(py::module_& module) {
       "close_worlds",
       [](const py::str& reason) {
         const std::string text = givenText(reason);
-        const py::gil_scoped_release release;
+        const GilRelease release;
         openWorlds().close(text);
       },
       py::arg("reason"));

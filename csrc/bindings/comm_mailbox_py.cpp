@@ -44,11 +44,11 @@ PyObject* start(PyObject* const* args, Py_ssize_t count, bool send) {
     std::shared_ptr<LabelledWork> work;
     if (send) {
       message.peer = static_cast<int>(integer(args[2]));
-      const py::gil_scoped_release release;
+      const GilRelease release;
       work = mailbox->send(message, label);
     } else {
       std::vector<int> sources = ranksOf(args[2]);
-      const py::gil_scoped_release release;
+      const GilRelease release;
       work = mailbox->receive(message, std::move(sources), label);
     }
     return newInFlight<MailHandle>(py::reinterpret_borrow<py::object>(args[5]), mailbox,
@@ -72,7 +72,7 @@ PyObject* wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (timeout_s == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
     auto& mail = py::cast<MailHandle&>(py::handle(args[0]));
     {
-      const py::gil_scoped_release release;
+      const GilRelease release;
       mail.mailbox->wait(*mail.work, timeout_s, kCheckSignals);
     }
     mail.releaseBuffers();
@@ -95,7 +95,7 @@ void bindMailbox(py::module_& module) {
   InFlightClass<MailHandle>(module, "Mail")
       .def("done",
            [](const MailHandle& mail) {
-             const py::gil_scoped_release release;
+             const GilRelease release;
              return mail.done();
            })
       .def_property_readonly("receives",

@@ -18,7 +18,7 @@ namespace {
 
 void wait(Handle& handle, double timeout_s, bool quiet) {
   {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     if (quiet) handle.work->keepQuiet();
     handle.world->wait(*handle.work, timeout_s, kCheckSignals);
   }
@@ -26,7 +26,7 @@ void wait(Handle& handle, double timeout_s, bool quiet) {
 }
 
 bool done(const Handle& handle) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   return handle.done();
 }
 
@@ -40,12 +40,12 @@ void bindCommunicator(py::module_& module) {
       .def(
           "waited_s",
           [](const Communicator& comm) { return comm.world().waitedSeconds(comm.sharedRanks()); },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<GilRelease>())
       .def_property_readonly("world", &Communicator::sharedWorld)
       .def(
           "resync",
           [](const Communicator& c, double timeout_s, bool quiet) {
-            const py::gil_scoped_release release;
+            const GilRelease release;
             c.resync(timeout_s, kCheckSignals, quiet);
           },
           py::arg("timeout"), py::arg("quiet") = false);
@@ -70,7 +70,7 @@ std::vector<int> nodesOf(const World& world) {
 std::optional<Block> allocate(World& world, size_t bytes) {
   std::shared_ptr<std::byte> data;
   {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     data = world.allocate(bytes);
   }
   if (!data) return std::nullopt;
@@ -93,7 +93,7 @@ void bindWorld(py::module_& module) {
           "communicator",
           [](const std::shared_ptr<World>& world) { return std::make_shared<Communicator>(world); })
       // The world's lock may be held while another thread copies or waits for a copy.
-      .def("stats", &World::stats, py::call_guard<py::gil_scoped_release>())
+      .def("stats", &World::stats, py::call_guard<GilRelease>())
       .def("allocate", &allocate, py::arg("bytes"))
       .def(
           "set_costs",
@@ -111,19 +111,17 @@ void bindWorld(py::module_& module) {
           },
           py::arg("node_of_rank"), py::arg("remote_costs"))
       .def("nodes", &nodesOf)
-      .def("has_left", &hasLeft, py::arg("rank"), py::call_guard<py::gil_scoped_release>())
-      .def("go_by_liveness", &World::goByLiveness, py::arg("on"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("tick", &World::tick, py::call_guard<py::gil_scoped_release>())
+      .def("has_left", &hasLeft, py::arg("rank"), py::call_guard<GilRelease>())
+      .def("go_by_liveness", &World::goByLiveness, py::arg("on"), py::call_guard<GilRelease>())
+      .def("tick", &World::tick, py::call_guard<GilRelease>())
       .def("begin_activity", &World::beginActivity, py::arg("what"), py::arg("limit_s"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("end_activity", &World::endActivity, py::arg("activity"),
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<GilRelease>())
+      .def("end_activity", &World::endActivity, py::arg("activity"), py::call_guard<GilRelease>())
       .def(
           "abort",
           [](World& world, const py::str& reason) {
             const std::string text = givenText(reason);
-            const py::gil_scoped_release release;
+            const GilRelease release;
             world.abort(text);
           },
           py::arg("reason"))
@@ -131,7 +129,7 @@ void bindWorld(py::module_& module) {
           "close",
           [](World& world, const py::str& reason) {
             const std::string text = givenText(reason);
-            const py::gil_scoped_release release;
+            const GilRelease release;
             world.close(text);
           },
           py::arg("reason"));
@@ -172,7 +170,7 @@ void bindFlight(py::module_& module) {
   py::class_<FlightSource>(module, "FlightSource")
       .def("read",
            [](const FlightSource& source) {
-             const py::gil_scoped_release release;
+             const GilRelease release;
              return source.read();
            })
       .def_property_readonly("gone", [](const FlightSource& source) { return source.gone(); });
@@ -241,6 +239,7 @@ void bindComm(py::module_& module) {
       .def("done", &done)
       .def("__repr__",
            [](const Handle& handle) { return "<Work " + handle.work->describeCall() + ">"; });
+  module.def("free_ended", &sweepLetGo);
   bindFlight(module);
   bindCalls(module);
   bindTensors(module);

@@ -10,22 +10,22 @@ namespace hdpcomm {
 namespace {
 
 void waitFor(const StreamHandle& handle, double timeout_s) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   handle.engine->waitFor(handle.work, timeout_s, checkSignals);
 }
 
 void waitOn(const StreamHandle& handle, uintptr_t stream) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   handle.engine->waitOn(*handle.work, Stream{stream});
 }
 
 bool ended(const StreamHandle& handle) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   return handle.done();
 }
 
 bool failed(const StreamHandle& handle) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   return handle.engine->failed(*handle.work);
 }
 
@@ -106,7 +106,7 @@ void bindStream(py::module_& module) {
       .def("__repr__", [](const StreamHandle& handle) {
         return "<Work " + describe(handle.work->call()) + ">";
       });
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<GilRelease>;
   py::class_<StreamEngine, std::shared_ptr<StreamEngine>>(module, "StreamEngine",
                                                           py::release_gil_before_calling_cpp_dtor())
       .def_static(
@@ -155,7 +155,7 @@ void bindStream(py::module_& module) {
       .def(
           "synchronize",
           [](StreamEngine& engine, double timeout_s) {
-            const py::gil_scoped_release release;
+            const GilRelease release;
             engine.waitForAll(timeout_s, checkSignals);
           },
           py::arg("timeout"))

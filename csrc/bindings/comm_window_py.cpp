@@ -7,7 +7,7 @@ namespace py = pybind11;
 namespace hdpcomm {
 
 void bindWindow(py::module_& module) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<GilRelease>;
   py::class_<Window, std::shared_ptr<Window>>(module, "Window",
                                               py::release_gil_before_calling_cpp_dtor())
       .def(py::init<const Communicator&, size_t, size_t>(), py::arg("comm"), py::arg("words"),

@@ -8,7 +8,7 @@ namespace py = pybind11;
 
 namespace hdpcomm {
 
-using Release = py::call_guard<py::gil_scoped_release>;
+using Release = py::call_guard<GilRelease>;
 
 void bindDeviceCheck(py::module_& module) {
   py::class_<CheckedOp>(module, "CheckedOp")

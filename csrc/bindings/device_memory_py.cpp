@@ -80,7 +80,7 @@ void bindDeviceMemory(py::module_& module) {
           "mapped",
           [](const DevicePtr& device, const py::bytes& handle, size_t bytes) {
             const MemoryHandle found = handleOf(handle);
-            const py::gil_scoped_release release;
+            const GilRelease release;
             return std::make_unique<Memory>(device, found, bytes);
           },
           py::arg("device"), py::arg("handle"), py::arg("bytes"))

@@ -18,7 +18,7 @@ namespace hdpcomm {
 namespace {
 
 using Address = uintptr_t;
-using Release = py::call_guard<py::gil_scoped_release>;
+using Release = py::call_guard<GilRelease>;
 
 template <typename T = void>
 T* pointer(Address address) {
@@ -68,7 +68,7 @@ void bindMemory(Class& device) {
           [](DeviceApi& d, Address memory) {
             MemoryHandle handle;
             {
-              const py::gil_scoped_release release;
+              const GilRelease release;
               handle = d.exportMemory(pointer(memory));
             }
             return py::bytes(reinterpret_cast<const char*>(handle.bytes), MemoryHandle::kBytes);
@@ -78,7 +78,7 @@ void bindMemory(Class& device) {
           "import_memory",
           [](DeviceApi& d, const py::bytes& bytes) {
             const MemoryHandle handle = handleOf(bytes);
-            const py::gil_scoped_release release;
+            const GilRelease release;
             return address(d.importMemory(handle));
           },
           py::arg("handle"))

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include "bindings/rooms.hpp"
 #include "device/device_api.hpp"
 
 namespace hdpcomm {
@@ -15,7 +16,7 @@ namespace hdpcomm {
 template <typename Call>
 auto atSite(Call call) {
   const Site site = callSite();
-  const pybind11::gil_scoped_release release;
+  const GilRelease release;
   return call(site);
 }
 

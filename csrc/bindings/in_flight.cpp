@@ -2,6 +2,8 @@
 
 #include <deque>
 
+#include "bindings/rooms.hpp"
+
 namespace py = pybind11;
 
 namespace hdpcomm {
@@ -16,17 +18,9 @@ std::deque<Owned>& letGo() {
   return *operations;
 }
 
-bool finalizing() {
-#if PY_VERSION_HEX >= 0x030d0000
-  return Py_IsFinalizing() != 0;
-#else
-  return _Py_IsFinalizing() != 0;
-#endif
-}
-
 // One whose end cannot be known (in a forked child, say) counts as under way.
 bool ended(const InFlight& operation) noexcept {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   try {
     return operation.done();
   } catch (...) {
@@ -38,7 +32,7 @@ bool ended(const InFlight& operation) noexcept {
 void report(const InFlight& operation) {
   std::optional<std::string> error;
   {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     error = operation.unheardError();
   }
   if (!error) return;
@@ -49,7 +43,7 @@ void report(const InFlight& operation) {
 void end(Owned operation) {
   if (!ended(*operation)) {
     letGo().push_back(std::move(operation));
-  } else if (!finalizing()) {
+  } else if (!interpreterEnds()) {
     report(*operation);
   }
 }

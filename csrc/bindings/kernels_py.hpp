@@ -23,13 +23,13 @@ void bindKernelsCrossEntropy(pybind11::module_& module);
 // and `stream`, without the GIL.
 #ifdef HDPCOMM_WITH_CUDA
 #define HDP_RUN_KERNEL(name, args, ...)                                              \
-  const pybind11::gil_scoped_release hdp_release;                                    \
+  const GilRelease hdp_release;                                                      \
   if (cuda) return ::hdpcomm::kernels::name##Cuda(args, ::hdpcomm::pointer(stream)); \
   ::hdpcomm::kernels::name##Cpu(args __VA_OPT__(, ) __VA_ARGS__)
 #else
-#define HDP_RUN_KERNEL(name, args, ...)           \
-  const pybind11::gil_scoped_release hdp_release; \
-  if (cuda) ::hdpcomm::throwNoCuda();             \
-  static_cast<void>(stream);                      \
+#define HDP_RUN_KERNEL(name, args, ...) \
+  const GilRelease hdp_release;         \
+  if (cuda) ::hdpcomm::throwNoCuda();   \
+  static_cast<void>(stream);            \
   ::hdpcomm::kernels::name##Cpu(args __VA_OPT__(, ) __VA_ARGS__)
 #endif

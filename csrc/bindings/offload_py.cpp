@@ -13,7 +13,7 @@ namespace {
 using offload::Compute;
 using offload::CopyEngine;
 using offload::PinnedPool;
-using Release = py::call_guard<py::gil_scoped_release>;
+using Release = py::call_guard<GilRelease>;
 
 Compute computeOf(std::optional<uintptr_t> stream) {
   return stream ? Compute(Stream{*stream}) : Compute();
@@ -36,7 +36,7 @@ class PooledCopy {
       // A copy that does not end keeps its memory.
       static_cast<void>(new std::vector<py::object>(std::move(owners_)));
     }
-    const py::gil_scoped_release release;
+    const GilRelease release;
     engine_.reset();
   }
   PooledCopy(const PooledCopy&) = delete;
@@ -44,19 +44,19 @@ class PooledCopy {
 
   void finishStore(std::optional<uintptr_t> compute) {
     {
-      const py::gil_scoped_release release;
+      const GilRelease release;
       engine_->finishStore(ticket_, computeOf(compute));
     }
     owners_.clear();
   }
   void load(uintptr_t target, std::optional<uintptr_t> compute, py::object owner) {
     own(std::move(owner));
-    const py::gil_scoped_release release;
+    const GilRelease release;
     engine_->load(ticket_, reinterpret_cast<void*>(target), computeOf(compute));
   }
   void finishLoad(std::optional<uintptr_t> compute) {
     {
-      const py::gil_scoped_release release;
+      const GilRelease release;
       engine_->finishLoad(ticket_, computeOf(compute));
     }
     owners_.clear();
@@ -64,7 +64,7 @@ class PooledCopy {
   void drop() {
     {
       const bool in_flight = !owners_.empty();
-      const py::gil_scoped_release release;
+      const GilRelease release;
       if (in_flight) engine_->finishLoad(ticket_, Compute());  // the host waits
       engine_->drop(ticket_);
     }
@@ -87,7 +87,7 @@ py::object store(const std::shared_ptr<CopyEngine>& engine, uintptr_t source, si
                  std::optional<uintptr_t> compute, py::object owner) {
   CopyEngine::Ticket ticket = 0;
   {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     ticket = engine->store(reinterpret_cast<void*>(source), bytes, computeOf(compute));
   }
   if (ticket == 0) return py::none();
@@ -132,7 +132,7 @@ void bindOffload(py::module_& module) {
                        int threads) {
              // Not Release(): pybind11 enters what a factory returned into its map of instances
              // under the guards of the call, and other threads would change that map meanwhile.
-             const py::gil_scoped_release release;
+             const GilRelease release;
              return std::make_shared<PinnedPool>(
                  std::move(device), offload::PoolOptions{bytes, numa_node, chunk_bytes, threads});
            }),

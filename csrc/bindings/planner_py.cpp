@@ -60,7 +60,7 @@ py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
   int pools = 1;
   std::string made_by;
   {
-    py::gil_scoped_release release;
+    GilRelease release;
     std::map<int32_t, planner::Segments> segments;
     for (const auto& [item, rows, starts] : trees) segments[item] = {rows, starts};
     const Problem problem(std::move(lengths), cost, std::move(squares), segments);
@@ -113,7 +113,7 @@ py::dict simulateToDict(
   std::vector<double> squares(of_sequences.data(), of_sequences.data() + of_sequences.size());
   planner::SimulatedStep step;
   {
-    py::gil_scoped_release release;
+    GilRelease release;
     std::vector<int64_t> lengths;
     Plan plan;
     for (size_t row = 0; row < table.size(); ++row) {
@@ -233,7 +233,7 @@ void bindPlanner(py::module_& module) {
   module.def(
       "lower_bound",
       [](const CostModel& cost, std::vector<int64_t> lengths, std::vector<double> squares) {
-        py::gil_scoped_release release;
+        GilRelease release;
         return planner::lowerBound(Problem(std::move(lengths), cost, std::move(squares)));
       },
       py::arg("cost"), py::arg("lengths"), py::arg("squares") = std::vector<double>());

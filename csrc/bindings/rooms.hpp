@@ -3,10 +3,37 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <unistd.h>
 
 #include "base/error.hpp"
 
 namespace hdpcomm {
+
+// Whether the interpreter ends: a thread that takes the GIL from then on is ended by Python.
+inline bool interpreterEnds() noexcept {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Runs code without the GIL. In place of pybind11's, whose destructor ends the process
+// (std::terminate) where Python ends a daemon thread that comes back from a call while the
+// interpreter ends: such a thread sleeps for the rest of the process.
+class GilRelease {
+ public:
+  GilRelease() : state_(PyEval_SaveThread()) {}
+  ~GilRelease() noexcept(false) {
+    while (interpreterEnds() && ::getpid() != ::gettid()) ::pause();  // not the main thread
+    PyEval_RestoreThread(state_);
+  }
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
 
 // Sets the Python exception (hdpcomm.errors) of an error of the core.
 void setPythonError(const Error& error) noexcept;

@@ -34,7 +34,7 @@ void bindFrames(py::module_& module) {
       .def_property_readonly("bulk_bytes", &Frame::bulkBytes)
       .def_property_readonly("more", &Frame::more)
       .def("expect_bulk", &Frame::expectBulk);
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<GilRelease>;
   py::class_<FrameLink, std::shared_ptr<FrameLink>>(module, "FrameLink")
       .def(py::init<int, int>(), py::arg("rank"), py::arg("size"))
       .def_property_readonly("rank", &FrameLink::rank)
@@ -54,7 +54,7 @@ void bindFrames(py::module_& module) {
 }
 
 void bindSocketCarrier(py::module_& module) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<GilRelease>;
   py::class_<SocketCarrier, std::shared_ptr<SocketCarrier>>(module, "SocketCarrier")
       .def(py::init<std::shared_ptr<FrameLink>, double>(), py::arg("link"), py::arg("grace_s"))
       .def("wanted", &SocketCarrier::wanted, Unlocked())

@@ -8,6 +8,7 @@
 
 #include "base/error.hpp"
 #include "bindings/device_py.hpp"
+#include "bindings/rooms.hpp"
 #include "device/cuda/driver.hpp"
 #include "device/simulated/wait.hpp"
 #include "kernels/reduce.hpp"
@@ -21,7 +22,7 @@ namespace {
 
 using Address = uintptr_t;
 using Flags = std::vector<std::pair<Address, uint32_t>>;
-using Unlocked = py::call_guard<py::gil_scoped_release>;
+using Unlocked = py::call_guard<GilRelease>;
 
 // dst[i] += src[i], uint32_t modulo 2^32: its sums show whether it ran before or after something.
 KernelLaunch accumulateKernel(Address dst, Address src, size_t count) {

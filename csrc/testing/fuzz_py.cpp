@@ -10,6 +10,7 @@
 
 #include "base/error.hpp"
 #include "base/fd.hpp"
+#include "bindings/rooms.hpp"
 #include "testing/fuzz.hpp"
 #include "testing/module.hpp"
 
@@ -92,7 +93,7 @@ std::pair<uint64_t, std::vector<py::bytes>> fuzz(const std::string& name,
   std::vector<FuzzInput> corpus;
   uint64_t cases = 0;
   {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     std::mt19937_64 random(seed);
     Running running(running_file);
     std::set<std::string> seen;

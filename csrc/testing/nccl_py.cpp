@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "bindings/rooms.hpp"
 #include "testing/fake_nccl.hpp"
 #include "testing/module.hpp"
 #include "testing/requests.hpp"
@@ -150,7 +151,7 @@ void bindFake(py::module_& module) {
                           fake.stream(rank)};
           },
           py::arg("rank"), py::arg("timeout") = 1.0, py::arg("nodes") = std::vector<int>{})
-      .def("run", &FakeNccl::run, py::arg("seed"), py::call_guard<py::gil_scoped_release>());
+      .def("run", &FakeNccl::run, py::arg("seed"), py::call_guard<GilRelease>());
 }
 
 }  // namespace
@@ -170,7 +171,7 @@ void bindNccl(py::module_& module) {
       "try_nccl",
       [](const std::shared_ptr<NcclApi>& library, double timeout_s) {
         const NcclUniqueId id = newId(*library);
-        const py::gil_scoped_release release;
+        const GilRelease release;
         NcclWorld(library, id, 0, 1, timeout_s).retire();
       },
       py::arg("library"), py::arg("timeout"));

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "bindings/rooms.hpp"
 #include "collective/cost.hpp"
 #include "collective/peer_reads.hpp"
 #include "testing/module.hpp"
@@ -105,7 +106,7 @@ void bindChecking(py::module_& module) {
           request.nodes = nodes;
           checked.push_back({std::move(request), ranks, in_place});
         }
-        const py::gil_scoped_release release;
+        const GilRelease release;
         return checkOperations(num_ranks, checked, seed, static_cast<Fault>(fault));
       },
       py::arg("num_ranks"), py::arg("operations"), py::arg("seed") = 0, py::arg("fault") = 0);

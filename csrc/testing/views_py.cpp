@@ -1,6 +1,7 @@
 // Values of the core that the product does not ask for, and tests compare.
 #include <pybind11/stl.h>
 
+#include "bindings/rooms.hpp"
 #include "comm/stream/stream_engine.hpp"
 #include "device/simulated/device_check.hpp"
 #include "planner/model/cost_model.hpp"
@@ -14,7 +15,7 @@ namespace py = pybind11;
 namespace hdpcomm::testing {
 
 void bindViews(py::module_& module) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using Unlocked = py::call_guard<GilRelease>;
   module.attr("FRAME_HEAD_BYTES") = kFrameHeadBytes;
   module.attr("FRAME_MAGIC") = framed::kMagic;
   // Where the channel of an ordered pair of ranks lies in a segment.

@@ -37,6 +37,8 @@ class Work:
     def wait(self, timeout: float = -1.0, quiet: bool = False) -> None: ...  # the program is not told of an error
     def done(self) -> bool: ...
 
+def free_ended() -> None: ...  # buffers of operations that were let go of and have ended since
+
 class Block: ...  # has the buffer protocol
 
 class World:

@@ -150,6 +150,7 @@ class Membership:
     def close(self) -> None:
         """Leaves the world, for this communicator and all its subsets. Local; ranks that still wait get PeerLost."""
         self._core.world.close("")
+        _core.comm.free_ended()
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -158,3 +159,4 @@ class Membership:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._core.world.close("" if error is None else f"{type(error).__name__}: {error}")
+        _core.comm.free_ended()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.comm import work as works
+from hdpcomm import _core
 from hdpcomm.comm.machine import joining_on
 from tests.faults.test_device_errors import arenas
 from tests.harness.fakes import FakeMachine
@@ -47,7 +49,7 @@ def message() -> tuple[torch.Tensor, weakref.ref[Memory]]:
 def is_freed(memory: weakref.ref[Memory]) -> bool:
     """Whether the memory has gone, once everybody who may let go of it has looked whether it can."""
     gc.collect()
-    works._sweep()
+    _core.comm.free_ended()
     return memory() is None
 
 
@@ -71,7 +73,7 @@ def held_sender(comm: hdp.Communicator, beside: hdp.Communicator, ending: str) -
 def ends_while_a_stream_is_held(ending: str) -> None:
     beside = hdp.init(transport="shm", timeout=LONG_S)
     gc.collect()
-    works._sweep()
+    _core.comm.free_ended()
     comm = sim()
     before = arenas() - 1
     beside.barrier()
@@ -126,3 +128,29 @@ def fails_in_the_middle() -> None:
 
 def test_an_operation_that_fails_in_the_middle_keeps_its_tensors(ranks: Any) -> None:
     ranks(2, fails_in_the_middle)
+
+
+AT_THE_END = """
+import torch
+
+import hdpcomm as hdp
+from hdpcomm.testing import run_threads
+
+
+def rank():
+    comm = hdp.init(timeout=600.0)
+    comm.recv(torch.zeros(3), 1 - comm.rank)  # nobody sends
+
+
+try:
+    run_threads(rank, 2, transport="sim", timeout=0.5)
+except hdp.Error as error:
+    print(type(error).__name__)
+"""
+
+
+def test_a_program_ends_while_daemon_threads_wait_in_the_core() -> None:
+    """Python ends threads that come back to it while the interpreter ends, which must not end the process first."""
+    result = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=100)
+    assert (result.returncode, result.stdout) == (0, "CommTimeout\n"), result.stderr[-2000:]
+    assert "terminate called" not in result.stderr
