@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hdpcomm.core_path import add_core
 from hdpcomm.errors import Aborted, CommTimeout, DeviceError, Error, InvalidUsage, Mismatch, NotFinite, PeerLost
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from hdpcomm.train import Trainer
 
 __version__ = "0.1.0"
+add_core(__path__, __version__)
 
 # Loaded on first use: planning and the command line do without torch, whose import takes seconds.
 _ROOMS = (

@@ -20,8 +20,7 @@ def folder(top: Path, core: bool, version: str = hdpcomm.__version__) -> Path:
     package = top / "hdpcomm"
     (package / "_core").mkdir(parents=True)
     for name in ("__init__.py", "core_path.py", "errors.py"):
-        text = (HERE / name).read_text()
-        (package / name).write_text(text.replace(f'__version__ = "{hdpcomm.__version__}"', f'__version__ = "{version}"'))
+        (package / name).write_text((HERE / name).read_text().replace(f'"{hdpcomm.__version__}"', f'"{version}"'))
     if core:
         for path in HERE.glob("_core.*"):
             shutil.copy(path, package)
