@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm.secret import Secret
     from hdpcomm.data import Corpus, CorpusSummary, DocumentStream
     from hdpcomm.models import LlamaConfig
+    from hdpcomm.plan import Calibration
     from hdpcomm.run import DryRun, FolderModel, Loading, RunConfig, RunResult
     from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
@@ -455,9 +456,14 @@ def _trained(
     def open_files() -> str:
         nonlocal files
         files = stack.enter_context(RunFiles(out, log=options.log, trackers=options.trackers, config=_plain(resolved)))
+        return ""
+
+    def accepted(costs: Calibration) -> None:
+        assert files is not None  # on rank 0
         if out is not None and not job.attempt:
             save_config(out, resolved)
-        return ""
+        files.started(corpus)
+        files.costs(costs)
 
     with ExitStack() as stack:
         on_rank_0(comm, open_files)
@@ -467,10 +473,9 @@ def _trained(
             print(f"hdpcomm train: {changed_options(resolved)}", file=sys.stderr, flush=True)
         trace = stack.enter_context(TraceFile(options.trace))
         progress = stack.enter_context(Progress(job.config))
-        files.started(corpus)
         watching = replace(
             watching,
-            on_costs=files.costs,
+            on_costs=accepted,
             on_step=_both(files.step, progress.step),
             on_evaluation=_both(files.evaluation, progress.evaluation),
             on_timeline=_both(files.timeline, trace.add),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,11 +32,12 @@ __all__ = ["RunFiles", "locked_folder"]
 @contextmanager
 def locked_folder(out: Path) -> Iterator[None]:
     """Makes the folder of a run if need be, and keeps other runs out of it: by a lock on ``RUN/.lock``, which the
-    system frees when this process ends, however it does. Local; one process of a run calls it.
+    system frees when this process ends, however it does. A new folder in which nothing was written goes at the end.
+    Local; one process of a run calls it.
 
     Raises: InvalidUsage if another run has it, whose process, host and start are told, or if it cannot be written.
     """
-    path = out / ".lock"
+    path, new = out / ".lock", not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
         while True:
@@ -64,6 +66,9 @@ def locked_folder(out: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+            if new:
+                with suppress(OSError):  # it holds something
+                    out.rmdir()
 
 
 class RunFiles:
@@ -93,9 +98,15 @@ class RunFiles:
         paths = [path for path in (log, out and out / "metrics.jsonl") if path is not None]
         self._metrics = [self._stack.enter_context(MetricsLog(path)) for path in paths]
         self._lines = {} if out is None else {name: self._open(out, name) for name in ("evaluations", "timeline")}
-        self._trackers: list[Tracker] = [] if out is None else open_trackers(trackers, out, dict(config or {}))
-        for tracker in self._trackers:
+        self._open_trackers = partial(open_trackers, trackers, out, dict(config or {})) if out is not None else list
+
+    @cached_property
+    def _trackers(self) -> list[Tracker]:
+        """Opened by the first that is told to them: a run that is refused writes nothing."""
+        trackers: list[Tracker] = self._open_trackers()
+        for tracker in trackers:
             self._stack.callback(tracker.close)
+        return trackers
 
     def _open(self, out: Path, name: str) -> JsonLines:
         lines: JsonLines = self._stack.enter_context(JsonLines(out / f"{name}.jsonl"))

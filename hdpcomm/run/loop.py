@@ -6,7 +6,7 @@ import secrets
 import sys
 import time
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -103,6 +103,7 @@ def train(
         stopping = stack.enter_context(StopRequest()) if saving is not None else None
         options = saving, held_out, watching or Watching(), loading or Loading()
         run = _begun(comm, corpus, config, *options, stack)
+        run.accept()
         run.advance(stopping)
         if export is not None:
             run.export(export)
@@ -185,8 +186,6 @@ class _Run:
         self.costs = measure_costs(comm, config, longest=corpus.longest, capacity=capacity, found=found)
         free_models()  # that were measured
         planners = {policy: make_planner(comm, corpus, config, self.costs, policy) for policy in config.policies}
-        if watching.on_costs is not None:
-            watching.on_costs(calibration_of_run(config, planners[config.policies[0]], self.costs, comm.transport))
         self.batches = self._batches(loading, found)
         stack.callback(self.batches.close)
         # From here on, so that the first step's plan is made while the models are.
@@ -212,6 +211,12 @@ class _Run:
         }
         self.leave: list[int] = []
         """Positions of ranks that have to go after this step."""
+
+    def accept(self) -> None:
+        """Tells what the plans are made from: nothing speaks against the run, which may write from here on."""
+        if self.watching.on_costs is not None:
+            planner = self.trainers[self.config.policies[0]].planner
+            self.watching.on_costs(calibration_of_run(self.config, planner, self.costs, self.comm.transport))
 
     def load(self) -> None:
         """Reads the checkpoint to go on from, if there is one. Raises: InvalidUsage, on all ranks: it does not fit."""
@@ -502,6 +507,8 @@ def _end_of_saving(folder: CheckpointFolder, error: object, *_: object) -> None:
         _warn_of_disk(folder)
     else:
         folder.give_up()
+        with suppress(OSError):  # of a run that was refused nothing stays
+            folder.path.rmdir()
 
 
 def _warn_of_disk(folder: CheckpointFolder) -> None:

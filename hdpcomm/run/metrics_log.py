@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,15 +17,12 @@ __all__ = ["JsonLines", "MetricsLog", "read_lines", "read_metrics"]
 
 
 class JsonLines:
-    """Appends JSON objects to a file, a line each, at once. What a killed process left without its end is set apart."""
+    """Appends JSON objects to a file, a line each, at once; the first one makes the file. What a killed process left
+    without its end is set apart."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        cut = path.exists() and path.is_file() and _is_cut(path)
-        # Without a buffer: what could not be written must not be tried again when the file is closed.
-        self._file = path.open("ab", buffering=0)
-        if cut:
-            self._write(b"\n")
+        self._file: FileIO | None = None
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Appends a line. Raises: Error if the file cannot be written."""
@@ -32,13 +30,18 @@ class JsonLines:
 
     def _write(self, data: bytes) -> None:
         try:
+            if self._file is None:
+                data = (b"\n" if self.path.is_file() and _is_cut(self.path) else b"") + data
+                # Without a buffer: what could not be written must not be tried again when the file is closed.
+                self._file = self.path.open("ab", buffering=0)
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
             raise Error(f"{self.path}: cannot be written ({error.strerror}); make room or give another file") from error
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> Any:
         return self

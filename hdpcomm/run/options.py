@@ -55,7 +55,8 @@ class Watching:
         timelines: whether timelines are collected; equal on every rank.
         trace: collects the timeline of each of the first 50 steps of the call, with the messages of its rings; equal
             on every rank.
-        on_costs: what the first policy's plans are made from, before the first step.
+        on_costs: what the first policy's plans are made from, before the first step, when nothing speaks against the
+            run any more.
     """
 
     on_step: Callable[[str, StepMetrics, Mapping[str, float]], None] | None = None

@@ -315,3 +315,31 @@ def test_transformers_opens_the_exported_model(data: str, tmp_path: Path, tied: 
         check_export(folder)
     with pytest.raises(InvalidUsage, match="the weights have no blocks"):
         export_llama(config, {"embedding.weight": torch.zeros(256, 16)}, tmp_path / "other")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        ("run", ("--resume", "auto", "--seed", "5")),
+        ("run", ("--resume", "auto", "--context", "200")),
+        ("new", ("--resume", "nothere")),
+        ("new", ("--resume", "{run}/checkpoints/step-4", "--hidden", "32")),
+    ],
+)
+def test_a_refused_run_writes_nothing(
+    data: str, whole: Path, tmp_path: Path, where: str, options: tuple[str, ...]
+) -> None:
+    run = begun(whole, tmp_path / "run", 4)
+    for name in ("config.yaml", "lengths.json", "calibration.json"):
+        (run / name).write_text("of the run before")
+    before = contents(tmp_path)
+    given = [option.format(run=run) for option in options]
+    done = run_python(command(data, tmp_path / where, *given), timeout=100)
+    assert done.returncode != 0
+    assert "hdpcomm: error: " in done.stderr
+    assert contents(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
