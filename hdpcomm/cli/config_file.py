@@ -12,6 +12,7 @@ from typing import Any
 
 from hdpcomm.cli.train_options import TrainOptions, add_options, check_effects
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text
 
 __all__ = ["read_config", "resolve_options"]
 
@@ -43,7 +44,7 @@ def read_config(config: Path | str) -> dict[str, Any]:
     add_options(parser)
     where = f"--config {config}" if isinstance(config, Path) else "the options of the run"
     try:
-        content = yaml.safe_load(config.read_text() if isinstance(config, Path) else config)
+        content = yaml.safe_load(read_text(config) if isinstance(config, Path) else config)
         if not isinstance(content, dict):
             raise TypeError("this file holds no options; give a line 'name: value' for each")
         several = {each.name for each in fields(TrainOptions) if isinstance(each.default, tuple)}

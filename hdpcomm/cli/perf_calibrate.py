@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hdpcomm.cli.output import check_writable
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text
 
 __all__ = ["USED", "calibrate"]
 
@@ -65,8 +66,8 @@ def _check_costs(path: Path) -> None:
     if not path.is_file():
         return
     try:
-        known = json.loads(path.read_text())
-    except ValueError as error:
+        known = json.loads(read_text(path))
+    except (OSError, ValueError) as error:
         raise InvalidUsage(f"{path}: is no file of --calibrate ({error}); give another file or remove it") from error
     if not isinstance(known, dict):
         raise InvalidUsage(f"{path}: is no file of --calibrate; give another file or remove it")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hdpcomm.cli.output import check_writable, write_json
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text
 from hdpcomm.options import count, positive, seed, share, slices
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def read_profile(path: str) -> CostModel:
     from hdpcomm.plan import CostModel, CostSample
 
     try:
-        text = Path(path).read_text()
+        text = read_text(Path(path))
         data = json.loads(text)
     except (OSError, ValueError, RecursionError, OverflowError) as error:
         raise InvalidUsage(f"cannot read the profile {path}: {error}") from error

@@ -27,7 +27,7 @@ from hdpcomm.cli.train_options import (
     dump_options,
 )
 from hdpcomm.errors import Error, InvalidUsage, Mismatch, first_line, out_of_memory
-from hdpcomm.files import write_whole
+from hdpcomm.files import write_own
 from hdpcomm.options import TrainingOptions
 
 if TYPE_CHECKING:
@@ -497,7 +497,7 @@ def _plain(options: TrainOptions) -> dict[str, object]:
 
 def save_config(out: Path, options: TrainOptions) -> None:
     """``config.yaml`` of a run: its options as resolved, as ``--config`` takes them."""
-    write_whole(out / "config.yaml", dump_options(options).encode())
+    write_own(out / "config.yaml", dump_options(options))
 
 
 def _start_ranks(job: _Job, ranks: int) -> tuple[RunResult | DryRun, CorpusSummary]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text, user_folder, write_whole
 from hdpcomm.plan.nccl_costs import link_costs as nccl_link_costs
 from hdpcomm.plan.presets import DEVICES
 
@@ -57,7 +57,7 @@ def costs_path() -> Path:
     """``HDPCOMM_COSTS``, or ``costs.json`` in the user's cache folder (``XDG_CACHE_HOME``)."""
     if named := _core.settings().costs:
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hdpcomm" / "costs.json"
+    return user_folder("XDG_CACHE_HOME", ".cache") / "costs.json"
 
 
 def load_costs(transport: str) -> dict[str, float]:
@@ -69,7 +69,7 @@ def load_costs(transport: str) -> dict[str, float]:
     """
     path = costs_path()
     try:
-        text = path.read_text()
+        text = read_text(path)
     except FileNotFoundError:
         if _core.settings().costs:
             raise InvalidUsage(f"HDPCOMM_COSTS={path}: there is no such file; unset it, or calibrate into it") from None
@@ -95,11 +95,9 @@ def save_costs(transport: str, costs: dict[str, float], path: Path | None = None
     if unknown:
         raise InvalidUsage(f"costs {sorted(unknown)} are unknown; known are: {', '.join(known)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    everything = json.loads(path.read_text()) if path.exists() else {}
+    everything = json.loads(read_text(path)) if path.exists() else {}
     everything[transport] = everything.get(transport, {}) | costs  # what was not measured now stays
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(everything, indent=1))
-    temporary.replace(path)
+    write_whole(path, json.dumps(everything, indent=1).encode())
     return path
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import temporary_folder
 
 __all__ = ["MAC_BYTES", "NONCE_BYTES", "SAME_SECRET", "Secret", "job_secret", "new_secret"]
 
@@ -115,7 +116,7 @@ def _folders() -> Iterator[Path]:
     with contextlib.suppress(RuntimeError, OSError):  # no home
         if Path.home().stat().st_uid == os.geteuid():  # under sudo it may be another user's
             yield Path.home() / ".local" / "state" / "hdpcomm"
-    yield Path(tempfile.gettempdir(), f"hdpcomm-{os.geteuid()}")
+    yield temporary_folder()
 
 
 def _others_write(folder: Path) -> bool:

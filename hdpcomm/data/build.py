@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import threading
 import time
@@ -23,6 +22,7 @@ from hdpcomm.data.records import Fields, Unit, records
 from hdpcomm.data.store_writer import PartWriter, partial_of, publish
 from hdpcomm.data.token_store import TokenStore, open_store
 from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.files import user_folder
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -35,7 +35,7 @@ _STALE_S = 86400.0  # after which what a killed process left is removed
 
 def cache_folder() -> Path:
     """Where indexes are kept unless the caller says: ``hdpcomm/data`` in the user's cache (``XDG_CACHE_HOME``)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hdpcomm" / "data"
+    return user_folder("XDG_CACHE_HOME", ".cache") / "data"
 
 
 def store_key(files: Sequence[Path], encoder: Encoder, fields: Fields) -> str:

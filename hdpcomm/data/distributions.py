@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text
 
 __all__ = ["DISTRIBUTIONS", "read_lengths", "sample_lengths"]
 
@@ -110,7 +111,7 @@ def read_lengths(path: str | Path) -> list[int]:
     if Path(path).exists() and not Path(path).is_file():
         raise InvalidUsage(f"{path} is no file, expected one with numbers of tokens separated by white space")
     try:
-        words = Path(path).read_text().split()
+        words = read_text(Path(path), most=1 << 30).split()
     except (OSError, ValueError) as error:
         raise InvalidUsage(f"cannot read lengths from {path}: {error}") from error
     lengths = []

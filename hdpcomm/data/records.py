@@ -12,6 +12,7 @@ from typing import Any
 
 from hdpcomm.data.text import check_text, text_files
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text
 
 __all__ = ["Fields", "Unit", "input_files", "is_text", "json_record", "records", "records_with", "units_of"]
 
@@ -85,7 +86,7 @@ def is_text(path: Path) -> bool:
 def _is_dataset(path: Path) -> bool:
     if (path / "dataset_dict.json").is_file():
         try:
-            splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+            splits = json.loads(read_text(path / "dataset_dict.json"))["splits"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             splits = []
         names = ", ".join(str(path / str(name)) for name in splits) or f"a folder below {path}"

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hdpcomm.data.token_store import BLOCK_BYTES, FORMAT, KIND, META, fingerprint_of, token_dtype
+from hdpcomm.data.token_store import BLOCK_BYTES, FORMAT, KIND, META, token_dtype
+from hdpcomm.files import fingerprint
 
 __all__ = ["PartWriter", "partial_of", "publish"]
 
@@ -120,7 +121,7 @@ def publish(partial: Path, final: Path, *, parts: int, facts: dict[str, Any]) ->
     documents = rows[np.argsort(rows[:, 0], kind="stable"), 1:]
     np.save(partial / "documents.npy", documents)
     np.save(partial / "checksums.npy", np.concatenate(sums) if sums else np.zeros(0, dtype=np.uint32))
-    tables_on_disk = {name: fingerprint_of(partial / name) for name in ("documents.npy", "checksums.npy")}
+    tables_on_disk = {name: fingerprint(partial / name) for name in ("documents.npy", "checksums.npy")}
     meta = {"kind": KIND, "format": FORMAT, **facts, "tables": tables_on_disk, "parts": sizes}
     with (partial / META).open("w") as file:
         json.dump(meta, file, indent=1)

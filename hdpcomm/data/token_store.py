@@ -10,6 +10,7 @@ and no token that was changed on the disk is ever trained on.
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import fingerprint, open_regular, read_text
 
-__all__ = ["BLOCK_BYTES", "FORMAT", "META", "TokenStore", "fingerprint_of", "is_store", "open_store", "token_dtype"]
+__all__ = ["BLOCK_BYTES", "FORMAT", "META", "TokenStore", "is_store", "open_store", "token_dtype"]
 
 FORMAT = 1
 META = "meta.json"
@@ -149,23 +151,24 @@ def open_store(path: Path) -> TokenStore:
 
 def _open(path: Path, meta: Mapping[str, Any]) -> TokenStore:
     for name, expected in meta["tables"].items():
-        if fingerprint_of(path / name) != expected:
+        if fingerprint(path / name, expected or []) != expected:
             raise _damaged(path, f"{name} is not as it was written")
     documents = np.load(path / "documents.npy", mmap_mode="r")
-    sums = np.load(path / "checksums.npy")
+    sums = np.load(path / "checksums.npy", mmap_mode="r")
     dtype = token_dtype(meta["vocabulary"])
     parts: dict[str, npt.NDArray[Any]] = {}
     checksums: dict[str, npt.NDArray[np.uint32]] = {}
     first = 0
     for name, size in meta["parts"].items():
-        found = (path / name).stat().st_size
-        if found != size:
+        with open_regular(path / name) as file:
+            found = os.fstat(file.fileno()).st_size
+        if found != size or Path(name).name != name:
             raise _damaged(path, f"{name} has {found:,} bytes, expected {size:,}")
         parts[name] = np.memmap(path / name, mode="r", dtype=dtype if name.startswith("tokens") else np.uint8)
         blocks = -(-size // BLOCK_BYTES)
         checksums[name] = sums[first : first + blocks]
         first += blocks
-    if documents.ndim != 2 or documents.shape[1] != 4 or first != len(sums):
+    if documents.dtype != np.int64 or documents.ndim != 2 or documents.shape[1] != 4 or first != len(sums):
         raise _damaged(path, "its tables do not fit each other")
     return TokenStore(
         path=path,
@@ -180,19 +183,9 @@ def _open(path: Path, meta: Mapping[str, Any]) -> TokenStore:
 
 
 def _meta(path: Path) -> dict[str, Any]:
-    content = json.loads((path / META).read_text())
+    content = json.loads(read_text(path / META))
     return content if isinstance(content, dict) else {}
 
 
 def _damaged(path: Path, what: str) -> InvalidUsage:
     return InvalidUsage(f"{path}: damaged ({what}); delete this folder and build it again")
-
-
-def fingerprint_of(path: Path) -> list[int]:
-    """Bytes of a file, and their CRC-32."""
-    size = checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            size += len(chunk)
-            checksum = zlib.crc32(chunk, checksum)
-    return [size, checksum]

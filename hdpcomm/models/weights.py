@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
 from hdpcomm.models.llama import Llama, initial_value, seed_of
 from hdpcomm.models.lora_names import base_name, first_value, is_adapter
@@ -255,7 +256,7 @@ class _Files:
             ("pytorch_model.bin", "pytorch_model.bin.index.json"),
         ):
             if (folder / index).is_file():
-                files = {folder / name for name in json.loads((folder / index).read_text())["weight_map"].values()}
+                files = {folder / name for name in json.loads(read_text(folder / index))["weight_map"].values()}
             elif (folder / plain).is_file():
                 files = {folder / plain}
             else:

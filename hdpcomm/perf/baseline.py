@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.records import time_key
 from hdpcomm.perf.results import Report, Side
@@ -48,7 +49,7 @@ def parse_percent(text: str) -> float:
 def read(path: Path) -> dict[str, Any]:
     """The content of an older run's file. Raises InvalidUsage for a file that -J did not write."""
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidUsage(f"--baseline {path}: cannot be read: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("results"), list):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text, write_whole
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cluster_file import cluster_from_dict, cluster_to_dict
 from hdpcomm.plan.cost import CostModel, CostSample
@@ -96,7 +97,11 @@ class Calibration:
         return replace(self, cluster=cluster)
 
     def save(self, path: Path) -> None:
-        """Writes one JSON object."""
+        """Writes :meth:`to_json`. Raises: OSError."""
+        write_whole(path, self.to_json().encode())
+
+    def to_json(self) -> str:
+        """One JSON object, in lines."""
         content = {
             "schema": _SCHEMA,
             "facts": self.facts,
@@ -109,13 +114,13 @@ class Calibration:
             "optimizer_s": self.optimizer_s,
             "samples": [asdict(sample) for sample in self.samples],
         }
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        return json.dumps(content, indent=1) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
         """Reads what :meth:`save` wrote. Raises: InvalidUsage for a file that cannot be read or is none."""
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(read_text(path))
             if not isinstance(content, dict) or content.get("schema") != _SCHEMA:
                 raise ValueError(f"its schema is not {_SCHEMA!r}")
             model, processor = content["model"], content.get("processor_model")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text, write_whole
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.specs import DeviceSpec
 
@@ -29,7 +30,7 @@ def cluster_from_dict(content: dict[str, Any]) -> ClusterSpec:
 
 def save_cluster(cluster: ClusterSpec, path: Path) -> None:
     """Writes a cluster and the figures of its device as JSON."""
-    path.write_text(json.dumps(cluster_to_dict(cluster), indent=1) + "\n")
+    write_whole(path, (json.dumps(cluster_to_dict(cluster), indent=1) + "\n").encode())
 
 
 def load_cluster(path: Path) -> ClusterSpec:
@@ -38,7 +39,7 @@ def load_cluster(path: Path) -> ClusterSpec:
     Raises: InvalidUsage for a file that cannot be read or holds no cluster.
     """
     try:
-        return cluster_from_dict(json.loads(path.read_text()))
+        return cluster_from_dict(json.loads(read_text(path)))
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise InvalidUsage(
             f"{path} holds no cluster ({type(error).__name__}: {error}); write one with hdpcomm doctor --topology "

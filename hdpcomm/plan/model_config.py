@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text
 from hdpcomm.plan.specs import ModelSpec
 from hdpcomm.plan.token_mixing import (
     TokenMixing,
@@ -283,7 +284,7 @@ def load_model(path: str | Path) -> ModelSpec:
     """:func:`model_from_config` of a ``config.json``, or of the one in a folder. Raises InvalidUsage."""
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidUsage(f"cannot read the model {file}: {error}") from error
     if not isinstance(values, dict):

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hdpcomm import files
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.files import write_whole
+from hdpcomm.files import open_regular, write_whole
 from hdpcomm.plan.micro_batch import SequenceFragment
 from hdpcomm.plan.plan_checks import check_values
 from hdpcomm.plan.table import COLUMNS, PlanTable
@@ -25,6 +26,7 @@ from hdpcomm.plan.tree import TreeFragment
 __all__ = ["check_plan_suffix", "read_plan", "read_text", "write_file", "write_plan"]
 
 _SUFFIXES = (".json", ".safetensors")
+_PLAN_BYTES = 1 << 31  # the most that is read
 _FORMAT, _VERSION = "hdpcomm.plan", "2"
 _TEXTS = ("format", "version", "policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share")
 # Values that files may lack, and what they are there.
@@ -56,7 +58,7 @@ def write_file(path: Path, content: bytes) -> None:
 def read_text(path: Path) -> str:
     """The text of a file. Raises: InvalidUsage if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return files.read_text(path, most=_PLAN_BYTES)
     except (OSError, ValueError) as error:
         raise InvalidUsage(f"cannot read the plan {path}: {error}") from error
 
@@ -88,8 +90,7 @@ def read_plan(path: Path) -> tuple[PlanTable, dict[str, Any], tuple[TreeFragment
     from safetensors import SafetensorError, safe_open
 
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is no plain file")
+        open_regular(path, most=_PLAN_BYTES).close()
         with safe_open(path, "np") as file:
             metadata = file.metadata() or {}
             written = metadata.get("format"), metadata.get("version")

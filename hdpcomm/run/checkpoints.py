@@ -19,7 +19,6 @@ import re
 import shutil
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.errors import Error, InvalidUsage, first_line
-from hdpcomm.files import open_regular
+from hdpcomm.files import fingerprint, read_text
 from hdpcomm.train.tensor_part import TensorPart
 
 if TYPE_CHECKING:
@@ -178,12 +177,12 @@ class CheckpointFolder:
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             write_tensors(unfinished, state)
-            files = {path.name: _fingerprint(path) for path in sorted(unfinished.glob("*.distcp"))}
+            files = {path.name: fingerprint(path) for path in sorted(unfinished.glob("*.distcp"))}
             if parts:
                 for part in parts:
                     files |= self._wait_for(part)
                 join_files(unfinished, parts)
-            files[METADATA] = _fingerprint(unfinished / METADATA)
+            files[METADATA] = fingerprint(unfinished / METADATA)
             noted = {"format": FORMAT, "step": step, **facts, "files": files}
             _write_synced(unfinished / _META, json.dumps(noted | {_CHECKSUM: _checksum(noted)}, indent=1))
             self._publish(unfinished, self.path / f"step-{step}")
@@ -203,7 +202,7 @@ class CheckpointFolder:
             shutil.rmtree(left, ignore_errors=True)
         try:
             write_tensors(part, state, rank=self._rank)
-            text = json.dumps({path.name: _fingerprint(path) for path in part.glob("*.distcp")})
+            text = json.dumps({path.name: fingerprint(path) for path in part.glob("*.distcp")})
             _write_synced(part / f".{_META}", text)
             (part / f".{_META}").rename(part / _META)  # now it is whole
         except BaseException as failure:
@@ -233,7 +232,7 @@ class CheckpointFolder:
                     "a sharded optimizer or a mesh write to this folder, so it must be the same one on all hosts)"
                 )
             time.sleep(_POLL_S)
-        files: dict[str, list[int]] = json.loads((part / _META).read_text())
+        files: dict[str, list[int]] = json.loads(read_text(part / _META))
         return files
 
     def _publish(self, unfinished: Path, final: Path) -> None:
@@ -291,8 +290,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise InvalidUsage(f"{path}: no such checkpoint; give a folder step-N, or the folder of the run")
     try:
-        with open_regular(path / _META) as meta:
-            facts = json.loads(meta.read().decode())
+        facts = json.loads(read_text(path / _META))
     except FileNotFoundError:
         raise InvalidUsage(f"{path}: no checkpoint of hdpcomm ({_META} is missing)") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -312,7 +310,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     for name, expected in facts["files"].items():
         file = path / Path(name).name
         try:
-            found = _fingerprint(file)
+            found = fingerprint(file, expected or [])
         except (OSError, ValueError) as error:
             told = error.strerror if isinstance(error, OSError) else error
             raise InvalidUsage(f"{path}: damaged ({name!a}: {told}); use another checkpoint") from None
@@ -336,16 +334,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return (isinstance(error, OSError) and error.strerror) or first_line(error)
-
-
-def _fingerprint(path: Path) -> list[int]:
-    """Bytes of a file, and their CRC-32."""
-    size = checksum = 0
-    with open_regular(path) as file:
-        while chunk := file.read(_CHUNK):
-            size += len(chunk)
-            checksum = zlib.crc32(chunk, checksum)
-    return [size, checksum]
 
 
 def _bytes_in(folder: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -19,7 +20,7 @@ import numpy as np
 
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.files import file_error, write_whole
+from hdpcomm.files import open_own, write_own
 from hdpcomm.plan import Calibration
 from hdpcomm.run.evaluation import Evaluation
 from hdpcomm.run.metrics_log import JsonLines, MetricsLog
@@ -41,12 +42,12 @@ def locked_folder(out: Path) -> Iterator[None]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         while True:
-            file = path.open("a+")
+            file = open_own(path)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
-                holder = file.read(1000).strip() or "a process that has just begun"
+                holder = file.read(1000).decode(errors="replace").strip() or "a process that has just begun"
                 file.close()
                 raise InvalidUsage(
                     f"--out {out} is in use by another run ({holder}); wait for its end, or give another folder"
@@ -56,10 +57,9 @@ def locked_folder(out: Path) -> Iterator[None]:
                     break
             file.close()  # a run that ended meanwhile has removed it
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%F %T}\n")
-        file.flush()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%F %T}\n".encode())
     except OSError as error:
-        told = error.strerror or error
+        told = f"{path.name}: {error.strerror}" if error.errno == errno.EINVAL else error.strerror or error
         raise InvalidUsage(f"--out {out} cannot be written ({told}); give a folder that can") from error
     with file:
         try:
@@ -96,7 +96,7 @@ class RunFiles:
         if out is not None:
             self._stack.enter_context(locked_folder(out))
         paths = [path for path in (log, out and out / "metrics.jsonl") if path is not None]
-        self._metrics = [self._stack.enter_context(MetricsLog(path)) for path in paths]
+        self._metrics = [self._stack.enter_context(MetricsLog(path, own=path is not log)) for path in paths]
         self._lines = {} if out is None else {name: self._open(out, name) for name in ("evaluations", "timeline")}
         self._open_trackers = partial(open_trackers, trackers, out, dict(config or {})) if out is not None else list
 
@@ -109,7 +109,7 @@ class RunFiles:
         return trackers
 
     def _open(self, out: Path, name: str) -> JsonLines:
-        lines: JsonLines = self._stack.enter_context(JsonLines(out / f"{name}.jsonl"))
+        lines: JsonLines = self._stack.enter_context(JsonLines(out / f"{name}.jsonl", own=True))
         return lines
 
     def started(self, corpus: Corpus | DocumentStream) -> None:
@@ -124,16 +124,12 @@ class RunFiles:
             for total in [corpus.lengths[octaves == octave].sum()]
         ]
         content = {**asdict(corpus.summary()), "octaves": rows}
-        write_whole(self._out / "lengths.json", (json.dumps(content, indent=1) + "\n").encode())
+        write_own(self._out / "lengths.json", json.dumps(content, indent=1) + "\n")
 
     def costs(self, found: Calibration) -> None:
         """Notes in ``calibration.json`` what the run plans with, for ``simulate --like``."""
         if self._out is not None:
-            path = self._out / "calibration.json"
-            try:
-                found.save(path)
-            except OSError as error:
-                raise file_error(error, str(path)) from error
+            write_own(self._out / "calibration.json", found.to_json())
 
     def step(self, policy: str, metrics: StepMetrics, costs: Mapping[str, float]) -> None:
         """Appends a step. Raises: Error if a file cannot be written."""

@@ -25,7 +25,7 @@ from hdpcomm.comm.secret import Secret, new_secret
 from hdpcomm.comm.store_server import JobStoreServer
 from hdpcomm.data.agree import from_rank
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage, PeerLost, plain_text
-from hdpcomm.files import open_regular
+from hdpcomm.files import read_text
 
 if TYPE_CHECKING:
     from hdpcomm.comm.communicator import Communicator
@@ -176,8 +176,7 @@ def enter(
 def _door_at(where: Path | str, secret: Secret) -> _Door:
     address: str = where if isinstance(where, str) else ""
     if isinstance(where, Path):
-        with open_regular(where) as file:
-            address = json.loads(file.read().decode())
+        address = json.loads(read_text(where))
     host, _, port = address.rpartition(":")
     return _Door(host, int(port), secret)
 

@@ -11,17 +11,26 @@ from types import TracebackType
 from typing import Any
 
 from hdpcomm.errors import Error
+from hdpcomm.files import TEXT_BYTES, check_own, open_own, open_regular
 from hdpcomm.train import StepMetrics
 
 __all__ = ["JsonLines", "MetricsLog", "read_lines", "read_metrics"]
 
 
+_MOST = 1 << 32  # bytes of a file of lines that is read
+
+
 class JsonLines:
     """Appends JSON objects to a file, a line each, at once; the first one makes the file. What a killed process left
-    without its end is set apart."""
+    without its end is set apart.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    own: it is of a run's folder, see :func:`hdpcomm.files.open_own`; else it may be a pipe as well. Raises: OSError.
+    """
+
+    def __init__(self, path: Path, *, own: bool = False) -> None:
+        self.path, self._own = path, own
+        if own:
+            check_own(path)
         self._file: FileIO | None = None
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -33,7 +42,7 @@ class JsonLines:
             if self._file is None:
                 data = (b"\n" if self.path.is_file() and _is_cut(self.path) else b"") + data
                 # Without a buffer: what could not be written must not be tried again when the file is closed.
-                self._file = self.path.open("ab", buffering=0)
+                self._file = open_own(self.path) if self._own else self.path.open("ab", buffering=0)
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
@@ -61,7 +70,7 @@ class MetricsLog(JsonLines):
 
 
 def _is_cut(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = file.seek(0, 2)
         if not size:
             return False
@@ -72,13 +81,14 @@ def _is_cut(path: Path) -> bool:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines; lines that were cut or are something else are left out."""
     rows = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+    with open_regular(path, most=_MOST) as file:
+        while line := file.readline(TEXT_BYTES):
+            try:
+                row = json.loads(line.decode(errors="replace"))
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
     return rows
 
 

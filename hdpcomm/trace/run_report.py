@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text
 from hdpcomm.run import read_lines, read_metrics
 from hdpcomm.trace.run_figures import SHARES, curves, lengths, step_gantt, time_shares
 
@@ -56,7 +57,7 @@ def run_report(run: Path) -> str:
         parts.append(_section(f"Step {row['step']} under {policy}", step_gantt(row), _gantt_note(row)))
     parts += _lengths(run / "lengths.json")
     if (run / "config.yaml").is_file():
-        text = html.escape((run / "config.yaml").read_text(errors="replace"))
+        text = html.escape(read_text(run / "config.yaml", errors="replace"))
         parts.append(f"<h2>Configuration</h2><pre>{text}</pre>")
     title = html.escape(run.resolve().name)
     return (
@@ -206,7 +207,7 @@ def _gantt_note(row: Row) -> str:
 
 def _lengths(path: Path) -> list[str]:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_text(path))
         return [_section("Lengths", lengths(found["octaves"]), str(found["text"]))]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # of an older run, or cut short: the rest of the page is as good without

@@ -303,6 +303,7 @@ def test_two_runs_in_one_folder(good: Path, tmp_path: Path, capfd: pytest.Captur
     with pytest.raises(KeyError), RunFiles(run):
         raise KeyError
     assert not (run / ".lock").exists()
+    run.mkdir(exist_ok=True)
     (run / ".lock").write_text("process 1 on a host that was switched off")  # the lock of a dead process is free
     with (
         RunFiles(run),
@@ -321,16 +322,47 @@ def test_a_folder_that_cannot_be_written(good: Path, tmp_path: Path, capfd: pyte
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "lengths.json", "metrics.jsonl", "calibration.json", "timeline.jsonl"])
-def test_a_full_disk(name: str, good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk(
+    name: str, good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each file that a run writes, on a device that has no room."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).symlink_to("/dev/full")
+    opened = os.fdopen
+
+    def onto_full_device(descriptor: int, mode: str, *more: Any, **options: Any) -> Any:
+        if mode != "rb" and name in os.readlink(f"/proc/self/fd/{descriptor}"):
+            with open("/dev/full", "wb") as full:
+                os.dup2(full.fileno(), descriptor)
+        return opened(descriptor, mode, *more, **options)
+
+    monkeypatch.setattr(os, "fdopen", onto_full_device)
     assert (
         main(["train", "--data", str(good / "a.txt"), *SMALL[:-1], "3", *LIMITS, "--out", str(tmp_path / "run")]) == 1
     )
     said = capfd.readouterr().err
     assert re.search(rf"hdpcomm: error: .*{name}: .*No space left on device.*; make room", said), said
     assert "internal error" not in said
+
+
+OWN = (".lock", "config.yaml", "lengths.json", "calibration.json", "metrics.jsonl", "timeline.jsonl")
+
+
+@pytest.mark.parametrize("plant", ["link", "second name", "pipe"])
+@pytest.mark.parametrize("name", [*OWN, "evaluations.jsonl"])
+def test_a_run_writes_in_its_folder_only(
+    name: str, plant: str, good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A folder from somewhere else whose files lead out of it: nothing behind them is changed."""
+    outside, own = tmp_path / "profile", tmp_path / "run" / name
+    outside.write_text("alias x=y\n")
+    own.parent.mkdir()
+    if plant == "pipe":
+        os.mkfifo(own)
+    else:
+        (own.symlink_to if plant == "link" else own.hardlink_to)(outside)
+    message = told(["--data", str(good / "a.txt"), "--out", str(own.parent)], capfd)
+    assert name in message
+    assert "a link, pipe or device where a file of the run belongs; remove it" in message
+    assert outside.read_text() == "alias x=y\n"
 
 
 def test_a_checkpoint_that_finds_no_room(

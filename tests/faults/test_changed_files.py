@@ -26,10 +26,11 @@ from hdpcomm.comm.costs import load_costs, save_costs
 from hdpcomm.data import open_corpus, open_store
 from hdpcomm.data.distributions import read_lengths
 from hdpcomm.perf import baseline
-from hdpcomm.plan import ClusterSpec, CostModel, Planner, StepPlan
+from hdpcomm.plan import Calibration, ClusterSpec, CostModel, Planner, StepPlan
 from hdpcomm.plan.cluster_file import cluster_to_dict, load_cluster
 from hdpcomm.plan.model_config import load_model
 from hdpcomm.run.checkpoints import CheckpointFolder, open_checkpoint
+from hdpcomm.run.metrics_log import read_lines
 
 CASES = int(os.environ.get("HDPCOMM_PARSER_CASES", "300"))
 LENGTHS = [5000, 900, 400, 50, 50]
@@ -187,6 +188,43 @@ def changed(content: bytes, form: str, draw: random.Random) -> bytes:
     for _ in range(draw.randint(1, 3)):
         value = change_value(value, draw) if isinstance(value, (dict, list)) and value else draw.choice(STRANGE)
     return json.dumps(value).encode()
+
+
+def lines(content: object) -> Callable[[Path], Path]:
+    return written(json.dumps(content) + "\n")
+
+
+FILES = KINDS | {
+    "calibration": Kind(written({}), Calibration.load),
+    "plan": Kind(written(a_plan().to_json(), "plan.json"), StepPlan.load),
+    "metrics": Kind(lines({"step": 1}), read_lines),
+    "documents": Kind(lambda f: write_store(f).with_name("documents.npy"), lambda path: open_store(path.parent)),
+    "checksums": Kind(lambda f: write_store(f).with_name("checksums.npy"), lambda path: open_store(path.parent)),
+    "tokens": Kind(lambda f: write_store(f).with_name("tokens-0.bin"), lambda path: open_store(path.parent)),
+    "weights": Kind(
+        lambda f: next(write_checkpoint(f).parent.glob("*.distcp")), lambda path: open_checkpoint(path.parent)
+    ),
+}
+del FILES["cost model"]
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_files_that_never_end(kind: str, tmp_path: Path) -> None:
+    """A pipe, an endless device and a file of 1 TB in the place of each are refused at once."""
+    given = FILES[kind]
+    path = given.write(tmp_path)
+    for plant in (os.mkfifo, lambda place: place.symlink_to("/dev/zero"), sparse):
+        path.unlink()
+        plant(path)
+        if plant is sparse and kind == "records":
+            continue  # data may be of any size
+        with pytest.raises((hdp.InvalidUsage, OSError)):
+            given.read(path)
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
 
 
 @pytest.mark.parametrize("kind", KINDS)

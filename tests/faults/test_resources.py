@@ -22,6 +22,8 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.comm.costs import costs_path, load_costs
+from hdpcomm.data.build import cache_folder
 from hdpcomm.run.metrics_log import JsonLines
 from hdpcomm.testing import spawn
 from tests.harness.fault_cases import LONG_S, still_works, until, wait_for
@@ -191,3 +193,23 @@ def test_a_program_that_ends_with_a_work_says_nothing() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_a_container_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No HOME and no such user: caches are in the user's folder of the temporary one, unless it is another user's."""
+
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    for name in ("HOME", "XDG_CACHE_HOME", "HDPCOMM_COSTS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own = tmp_path / f"hdpcomm-{os.geteuid()}"
+    assert (costs_path(), cache_folder()) == (own / "costs.json", own / "data")
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert load_costs("shm")
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    with pytest.raises(hdp.InvalidUsage, match="is another user's, and there is no home to write to; set XDG_CACHE_H"):
+        costs_path()
