@@ -222,7 +222,10 @@ class TrainingOptions:
         num_bytes, metavar="SIZE",
     )  # fmt: skip
     steps: int = option("training", 10, "optimizer steps", count)
-    lr: float = option("training", 1e-2, "highest learning rate", positive)
+    lr: float | None = option(
+        "training", None, "highest learning rate; by default 2e-4 with --lora, 2e-5 for other weights of --model, and "
+        "from nothing 0.01 up to a width of 128, falling with the width", positive,
+    )  # fmt: skip
     weight_decay: float = option("training", 0.1, "of matrices, where the optimizer has one", share)
     optimizer: str = option("training", "AdamW", "by its name in torch.optim, or module:Class", str, metavar="NAME")
     optimizer_options: tuple[str, ...] = option(

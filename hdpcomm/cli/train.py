@@ -438,7 +438,7 @@ def _trained(
     from hdpcomm.trace import TraceFile
 
     options, out = job.options, job.options.out
-    resolved = replace(options, capacity=job.config.capacity, ranks=comm.size)
+    resolved = replace(options, capacity=job.config.capacity, ranks=comm.size, lr=job.config.highest_lr)
     saving = None
     if out is not None:
         every = options.save_every or 0

@@ -441,7 +441,7 @@ def to_json(corpus: CorpusSummary, config: RunConfig, result: RunResult) -> dict
             "capacity": config.capacity,
             "tokens_per_step": config.tokens_per_step,
             "seed": config.seed,
-            "learning_rate": config.lr,
+            "learning_rate": config.highest_lr,
             "max_grad_norm": config.max_grad_norm,
             "offload_bytes": config.offload,
         },

@@ -12,7 +12,7 @@ from hdpcomm.models import LlamaConfig
 from hdpcomm.options import LoraOptions, TrainingOptions
 from hdpcomm.parallel.tensor_plans import check_sizes
 from hdpcomm.plan import POLICIES, Calibration
-from hdpcomm.run.model import FolderModel
+from hdpcomm.run.model import FolderModel, model_spec
 from hdpcomm.run.optimizers import check_optimizer
 from hdpcomm.run.schedule import Schedule
 
@@ -63,6 +63,22 @@ class RunConfig(TrainingOptions):
         """As large as what is on one device of a pipeline: some of the layers, with embedding and head; not cut for
         tensor ranks."""
         return replace(self.model, layers=self.model.layers // self.pipeline)
+
+    @property
+    def highest_lr(self) -> float:
+        """The learning rate: ``lr``, or one for what is trained.
+
+        That of a model from nothing is 1.28 / width, as Llama 1 had it (3e-4 at 4,096, 1.5e-4 at 8,192; Touvron et al.,
+        arXiv 2302.13971, table 2), and at most 0.01.
+        """
+        if self.lr is not None:
+            return self.lr
+        if isinstance(self.model, FolderModel) and self.model.lora is not None:
+            return 2e-4
+        if isinstance(self.model, FolderModel) and self.model.weights:
+            return 2e-5
+        spec = model_spec(self.model)
+        return 3e-4 if spec is None else min(0.01, 1.28 / spec.hidden)
 
     def __post_init__(self) -> None:
         for name in ("steps", "capacity", "tokens_per_step"):
@@ -116,7 +132,7 @@ class RunConfig(TrainingOptions):
             raise InvalidUsage(
                 f"recompute is {self.recompute!r}; give 'none', 'full' or a number of layers from 0 to {layers}"
             )
-        if self.lr <= 0 or self.weight_decay < 0 or self.eval_every < 0:
+        if self.highest_lr <= 0 or self.weight_decay < 0 or self.eval_every < 0:
             raise InvalidUsage(
                 f"lr is {self.lr}, weight_decay {self.weight_decay} and eval_every "
                 f"{self.eval_every}; give a rate above 0, and the others not below 0"
@@ -213,4 +229,4 @@ class RunConfig(TrainingOptions):
 
 def learning_rate(config: RunConfig, step: int) -> float:
     """The learning rate of a step."""
-    return config.lr * config.schedule.factor(step, config.steps)
+    return config.highest_lr * config.schedule.factor(step, config.steps)

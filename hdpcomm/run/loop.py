@@ -91,6 +91,7 @@ def train(
         Error: of the step, see :meth:`hdpcomm.train.Trainer.step`; a checkpoint cannot be written.
     """
     comm = by_host(comm, domains_of(comm))
+    config = replace(config, lr=config.highest_lr)
     check_limits(corpus, config, ranks=comm.size)
     if config.evict_slower and (saving is None or saving.peers is None):
         raise InvalidUsage(

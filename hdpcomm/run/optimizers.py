@@ -73,7 +73,8 @@ def _made(
     if _is_for_matrices(made):
         options = {"weight_decay": config.weight_decay, **options}
     try:
-        optimizer: torch.optim.Optimizer = made(groups, lr=config.lr, **options)
+        lr = 0.01 if config.lr is None else config.lr  # a run sets it before each step
+        optimizer: torch.optim.Optimizer = made(groups, lr=lr, **options)
     except (TypeError, ValueError) as error:
         raise InvalidUsage(
             f"--optimizer {config.optimizer} cannot be made over this model with {options}: {error}"

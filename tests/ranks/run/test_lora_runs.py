@@ -118,7 +118,7 @@ def test_a_run_goes_on_and_another_begins_with_it(ranks, data, folder, plain, tm
 
 
 def test_a_run_without_adapters_is_gone_on_with_by_some(ranks, data, folder, tmp_path) -> None:
-    common = {"model": folder_model(folder), "steps": 2}
+    common = {"model": folder_model(folder), "steps": 2, "lr": 0.01}
     before = ranks(2, run_rank_with, data, common | {"out": str(tmp_path / "run")})
     begins = {"init_from": tmp_path / "run/step-2", "lora": LORA, "pipeline": 2}
     after = ranks(2, run_rank_with, data, common | begins)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.run import RunConfig, Schedule, learning_rate
+from hdpcomm.models import LlamaConfig
+from hdpcomm.run import FolderModel, RunConfig, Schedule, learning_rate
 from hdpcomm.run.schedule import SCHEDULES
 
 
@@ -57,3 +59,24 @@ def test_the_default_rises_over_a_tenth_and_falls_to_a_tenth() -> None:
 def test_wrong_schedules(wrong: tuple[object, ...]) -> None:
     with pytest.raises(InvalidUsage, match=r"schedule is|warmup is|floor is"):
         Schedule(*wrong)  # type: ignore[arg-type]
+
+
+FOLDER = FolderModel(Path("model"), "LlamaForCausalLM", layers=2, vocabulary=64, weights=True, digest="")
+
+
+@pytest.mark.parametrize(
+    ("model", "lr"),
+    [
+        (LlamaConfig(hidden=32), 0.01),
+        (LlamaConfig(hidden=128), 0.01),
+        (LlamaConfig(hidden=4096, heads=32, kv_heads=32), 3.125e-4),
+        (FOLDER, 2e-5),
+    ],
+)
+def test_the_learning_rate_follows_what_is_trained(model: LlamaConfig | FolderModel, lr: float) -> None:
+    assert RunConfig(model=model).highest_lr == pytest.approx(lr)
+    assert RunConfig(model=model, lr=0.5).highest_lr == 0.5
+
+
+def test_adapters_learn_faster_than_whole_weights() -> None:
+    assert RunConfig(model=FOLDER, lora="r=4,alpha=8,targets=q_proj").highest_lr == 2e-4
