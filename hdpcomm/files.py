@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import stat
 import tempfile
 import zlib
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +24,7 @@ __all__ = [
     "check_own",
     "file_error",
     "fingerprint",
+    "json_checksum",
     "open_own",
     "open_regular",
     "read_text",
@@ -70,6 +74,11 @@ def read_text(path: Path, *, most: int = TEXT_BYTES, errors: str = "strict") -> 
     """The text of a file that :func:`open_regular` takes. Raises: OSError, UnicodeDecodeError."""
     with open_regular(path, most=most) as file:
         return file.read(most).decode(errors=errors)
+
+
+def json_checksum(facts: Mapping[str, Any]) -> str:
+    """SHA-256 of what a JSON file says, however it is spaced."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def fingerprint(path: Path, known: Any = None) -> list[int]:

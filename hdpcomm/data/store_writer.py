@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hdpcomm.data.token_store import BLOCK_BYTES, FORMAT, KIND, META, token_dtype
-from hdpcomm.files import fingerprint
+from hdpcomm.data.token_store import BLOCK_BYTES, CHECKSUM, FORMAT, KIND, META, TABLES, token_dtype
+from hdpcomm.files import fingerprint, json_checksum
 
 __all__ = ["PartWriter", "partial_of", "publish"]
 
@@ -121,10 +121,10 @@ def publish(partial: Path, final: Path, *, parts: int, facts: dict[str, Any]) ->
     documents = rows[np.argsort(rows[:, 0], kind="stable"), 1:]
     np.save(partial / "documents.npy", documents)
     np.save(partial / "checksums.npy", np.concatenate(sums) if sums else np.zeros(0, dtype=np.uint32))
-    tables_on_disk = {name: fingerprint(partial / name) for name in ("documents.npy", "checksums.npy")}
+    tables_on_disk = {name: fingerprint(partial / name) for name in TABLES}
     meta = {"kind": KIND, "format": FORMAT, **facts, "tables": tables_on_disk, "parts": sizes}
     with (partial / META).open("w") as file:
-        json.dump(meta, file, indent=1)
+        json.dump(meta | {CHECKSUM: json_checksum(meta)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _rename(partial, final)

@@ -21,14 +21,18 @@ import numpy as np
 import numpy.typing as npt
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.files import fingerprint, open_regular, read_text
+from hdpcomm.files import fingerprint, json_checksum, open_regular, read_text
 
 __all__ = ["BLOCK_BYTES", "FORMAT", "META", "TokenStore", "is_store", "open_store", "token_dtype"]
 
-FORMAT = 1
+FORMAT = 2
+WITHOUT_CHECKSUM = 1
+"""The format before, which is read, too."""
+CHECKSUM = "sha256"
 META = "meta.json"
 BLOCK_BYTES = 1 << 18
 KIND = "hdpcomm tokens"
+TABLES = ("documents.npy", "checksums.npy")
 Index = npt.NDArray[np.int64]
 
 
@@ -38,9 +42,11 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
 
 
 def is_store(path: Path) -> bool:
-    """Whether ``path`` is a folder that names itself a store; not looked into further."""
+    """Whether ``path`` is a folder that names itself a store, or has the files of one; not looked into further."""
     try:
-        return path.is_dir() and _meta(path).get("kind") == KIND
+        if not (path / META).is_file():
+            return False
+        return all((path / name).is_file() for name in TABLES) or _meta(path).get("kind") == KIND
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -139,10 +145,13 @@ def open_store(path: Path) -> TokenStore:
         raise _damaged(path, f"{META}: {error}") from None
     if meta.get("kind") != KIND:
         raise InvalidUsage(f"{path}: holds no tokens of hdpcomm; make a store with hdpcomm data build")
-    if meta.get("format") != FORMAT:
+    checksum = meta.pop(CHECKSUM, None)
+    if meta.get("format") not in (WITHOUT_CHECKSUM, FORMAT) or isinstance(meta["format"], bool):
         raise InvalidUsage(
             f"{path}: has format {meta.get('format')}, and this hdpcomm reads format {FORMAT}; build it again"
         )
+    if checksum != (None if meta["format"] == WITHOUT_CHECKSUM else json_checksum(meta)):
+        raise _damaged(path, f"{META} does not have the checksum that it names")
     try:
         return _open(path, meta)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -12,7 +12,6 @@ one, from which the process that writes the rest takes it before it renames.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.errors import Error, InvalidUsage, first_line
-from hdpcomm.files import fingerprint, read_text
+from hdpcomm.files import fingerprint, json_checksum, read_text
 from hdpcomm.train.tensor_part import TensorPart
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ class CheckpointFolder:
                 join_files(unfinished, parts)
             files[METADATA] = fingerprint(unfinished / METADATA)
             noted = {"format": FORMAT, "step": step, **facts, "files": files}
-            _write_synced(unfinished / _META, json.dumps(noted | {_CHECKSUM: _checksum(noted)}, indent=1))
+            _write_synced(unfinished / _META, json.dumps(noted | {_CHECKSUM: json_checksum(noted)}, indent=1))
             self._publish(unfinished, self.path / f"step-{step}")
             for old in self.steps()[self.keep :]:
                 shutil.rmtree(self.path / f"step-{old}", ignore_errors=True)
@@ -300,7 +299,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     checksum = facts.pop(_CHECKSUM, None)
     if facts.get("format") not in (_WITHOUT_CHECKSUM, FORMAT) or isinstance(facts["format"], bool):
         raise InvalidUsage(f"{path}: has format {facts.get('format')!a}, and this hdpcomm reads format {FORMAT}")
-    if checksum != (None if facts["format"] == _WITHOUT_CHECKSUM else _checksum(facts)):
+    if checksum != (None if facts["format"] == _WITHOUT_CHECKSUM else json_checksum(facts)):
         raise InvalidUsage(
             f"{path}: damaged ({_META} does not have the checksum that it names); use another checkpoint"
         )
@@ -320,11 +319,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 "another checkpoint"
             )
     return Checkpoint(path, step, facts)
-
-
-def _checksum(facts: Mapping[str, Any]) -> str:
-    """SHA-256 of what ``meta.json`` says, however it is spaced."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _reason(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ import pytest
 
 import hdpcomm as hdp
 from hdpcomm.data import BatchReader, build_data, is_indexed, open_corpus, open_store
-from hdpcomm.data.token_store import BLOCK_BYTES
+from hdpcomm.data.token_store import BLOCK_BYTES, is_store
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
 
@@ -222,3 +223,30 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     write_lines(path, 5)
     with pytest.raises(InvalidUsage, match=r"cannot be made \(Not a directory\); give a folder .* \(--data-cache"):
         open_corpus([path], context=9, cache=path / "below")
+
+
+def test_no_bit_of_meta_json_has_another_meaning(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", 20)
+    out = tmp_path / "store"
+    right = documents(build_data([tmp_path / "a.jsonl"], out))
+    meta = out / "meta.json"
+    data = meta.read_bytes()
+    for place in range(len(data)):
+        for bit in range(8):
+            meta.write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+            assert is_store(out)
+            with contextlib.suppress(InvalidUsage):
+                assert documents(open_store(out)) == right  # the bit was one of a space
+
+
+def test_stores_without_a_checksum_still_open(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", 20)
+    out = tmp_path / "store"
+    right = documents(build_data([tmp_path / "a.jsonl"], out))
+    meta = json.loads((out / "meta.json").read_text())
+    del meta["sha256"]
+    (out / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(InvalidUsage, match="does not have the checksum"):
+        open_store(out)
+    (out / "meta.json").write_text(json.dumps(meta | {"format": 1}))
+    assert documents(open_store(out)) == right
