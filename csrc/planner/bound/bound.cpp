@@ -519,7 +519,7 @@ double boundOfLongest(const Problem& problem, double least) {
   std::vector<int32_t> part;
   double seconds = 0;  // of these one after the other on all ranks: no less than their bound
   double longest = 0;
-  for (size_t count = 1; count < order.size(); count *= 2) {
+  for (size_t count = 1; 4 * count <= order.size(); count *= 2) {
     while (part.size() < count) {
       const int32_t sequence = order[part.size()];
       const Load load = problem.own(sequence);

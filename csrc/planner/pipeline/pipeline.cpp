@@ -8,6 +8,7 @@
 #include "planner/pipeline/lanes.hpp"
 #include "planner/pipeline/shape_search.hpp"
 #include "planner/search/candidates.hpp"
+#include "planner/search/copied_part.hpp"
 #include "planner/search/refine.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
@@ -16,6 +17,10 @@ namespace {
 
 constexpr double kRefineLimit = 1 << 10;  // sequences x ranks, for local search
 constexpr double kSliceLimit = 1 << 9;    // the same, with slices
+// Larger clusters with slices are planned in parts of so many ranks; their bounds may be that far
+// above that of all.
+constexpr int kRanksOfPart[] = {1 << 8};
+constexpr double kFair = 0.02;
 // With more slices allowed the search tries others, which may be worse: it tries these, too.
 constexpr int kUsualSlices = 16;
 
@@ -60,6 +65,15 @@ Plan planPipeline(const Problem& problem, const PolicyOptions& options, double l
   if (problem.count() == 0) return finishPlan(problem, {});
   const bool slices = problem.cost().cluster().mostSlices() > 1;
   const double whole = slices ? lowerBound(problem.inSlices(1)) : lower_bound;
+  if (slices) {
+    auto copies = planCopiedPart(
+        problem, lower_bound, kFair, kRanksOfPart,
+        [&](const Problem& part, double bound) { return planPipeline(part, options, bound); });
+    if (copies) {
+      Plan plan = planPipeline(problem.inSlices(1), options, whole);
+      return plan.makespan <= copies->makespan ? plan : std::move(*copies);
+    }
+  }
   PlanSearch search{problem, options, whole};
   ShapedPlans plans = findShape(problem, whole, lower_bound);
   search.take(std::move(plans.whole));

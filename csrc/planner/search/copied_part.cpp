@@ -7,14 +7,12 @@
 
 #include "planner/bound/bound.hpp"
 #include "planner/model/cost_model.hpp"
+#include "planner/model/slice_bounds.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
 namespace hdpcomm::planner {
 namespace {
 
-// How far a part's bound may lie above that of all. It does by 0.0003 at most for lengths without a
-// long tail, and by 0.009 for those of byted, whose longest ones are few.
-constexpr double kFair = 0.001;
 constexpr double kNear = 0.004;  // to the bound, where no other part is tried
 
 // How many equal parts of whole nodes and domains.
@@ -44,7 +42,16 @@ std::optional<Problem> firstPart(const Problem& problem, const std::vector<int32
                       CostModel(problem.cost().params(), problem.cost().memory(), cluster));
 }
 
-// None where memory has no room for a copy.
+// The same slice of a sequence that is about as long, no longer, or the rest of it.
+Slice copyOf(const Problem& problem, int32_t sequence, const Slice& slice) {
+  const int64_t length = problem.lengths()[sequence];
+  if (slice.first == 0 && slice.end >= length) return {};
+  const int64_t end = std::min(slice.end, length);
+  return {slice.first, end, slice.more && end < length,
+          problem.squares(sequence, slice.first, end)};
+}
+
+// None where memory has no room for a copy, or a sequence cannot run in slices as another one does.
 std::optional<Plan> copied(const Problem& problem, const std::vector<int32_t>& order, int parts,
                            const Plan& first) {
   std::vector<MicroBatch> batches;
@@ -57,13 +64,17 @@ std::optional<Plan> copied(const Problem& problem, const std::vector<int32_t>& o
       own.sequences.reserve(batch.sequences.size());
       for (const int32_t place : batch.sequences) {
         const size_t at = static_cast<size_t>(place) * parts + copy;
-        if (at >= order.size()) continue;
+        if (at >= order.size() || problem.lengths()[order[at]] <= batch.slice.first) continue;
         own.sequences.push_back(order[at]);
         load += problem.own(order[at]);
       }
       if (own.sequences.empty()) continue;
       // A shorter sequence hides fewer copies to host memory.
       if (batch.offload > 0 && !fits(problem, load, own.sequences, size)) return {};
+      if (batch.slice.some()) {
+        if (!sliceable(problem, own.sequences.front())) return {};
+        own.slice = copyOf(problem, own.sequences.front(), batch.slice);
+      }
       own.ranks = batch.ranks;
       for (int32_t& rank : own.ranks) rank += copy * (problem.ranks() / parts);
       own.start = static_cast<double>(batches.size());
@@ -77,7 +88,7 @@ std::optional<Plan> copied(const Problem& problem, const std::vector<int32_t>& o
 
 }  // namespace
 
-std::optional<Plan> planCopiedPart(const Problem& problem, double bound,
+std::optional<Plan> planCopiedPart(const Problem& problem, double bound, double fair,
                                    std::span<const int> ranks_of_parts,
                                    const std::function<Plan(const Problem&, double)>& plan_part) {
   const std::vector<int32_t> order = problem.byLength();
@@ -89,7 +100,7 @@ std::optional<Plan> planCopiedPart(const Problem& problem, double bound,
     const std::optional<Problem> part = firstPart(problem, order, tried);
     if (!part) continue;
     const double part_bound = lowerBound(*part);
-    if (part_bound > bound * (1 + kFair)) continue;
+    if (part_bound > bound * (1 + fair)) continue;
     Plan plan = plan_part(*part, part_bound);
     if (parts > 1 && plan.makespan >= best.makespan) continue;
     best = std::move(plan);

@@ -15,8 +15,8 @@ namespace hdpcomm::planner {
 // Copies of the best `plan_part(part, its bound)` of all sizes of parts, whole nodes and domains of
 // so many ranks at least. A part has the longest one of the sequences that run at the same place of
 // all parts, so its plan takes longest. None where ranks have different speeds, and where no part
-// is a fair one: its bound is above `bound`, that of the problem.
-std::optional<Plan> planCopiedPart(const Problem& problem, double bound,
+// is a fair one: its bound is above `bound`, that of the problem, by more than the share `fair`.
+std::optional<Plan> planCopiedPart(const Problem& problem, double bound, double fair,
                                    std::span<const int> ranks_of_parts,
                                    const std::function<Plan(const Problem&, double)>& plan_part);
 

@@ -26,6 +26,20 @@ SimulatedStep simulateSlices(const Problem& problem, const Plan& plan) {
   return best;
 }
 
+// Its makespan, of which one is recorded only where memory may not hold it.
+double makespanOfSlices(const Problem& problem, const Plan& plan,
+                        const std::vector<PassCosts>& costs) {
+  double best = makespanByPriorities(problem, plan);
+  if (problem.cost().cluster().pipeline == 1) return best;
+  for (const bool gaps : {false, true}) {
+    const double makespan = makespanByLevels(problem, plan, costs, best, gaps);
+    if (makespan < best && holds(problem, simulateLevels(problem, plan, true, gaps))) {
+      best = makespan;
+    }
+  }
+  return best;
+}
+
 bool hasSlices(const Plan& plan) {
   return std::any_of(plan.micro_batches.begin(), plan.micro_batches.end(),
                      [](const MicroBatch& batch) { return batch.slice.some(); });
@@ -53,15 +67,16 @@ SimulatedStep simulate(const Problem& problem, const Plan& plan) {
 
 double simulatedMakespan(const Problem& problem, const Plan& plan, double limit) {
   const Cluster& cluster = problem.cost().cluster();
-  if (cluster.pipeline > 1 && limit < std::numeric_limits<double>::infinity()) {
-    std::vector<PassCosts> costs;
+  const bool slices = hasSlices(plan);
+  std::vector<PassCosts> costs;
+  if (cluster.pipeline > 1 && (slices || limit < std::numeric_limits<double>::infinity())) {
     for (const MicroBatch& batch : plan.micro_batches) costs.push_back(passCosts(problem, batch));
     const double least = leastMakespan(problem, rankTimes(problem, plan, costs));
     if (least >= limit) return least;
   }
   if (cluster.split) return simulate(problem, plan).makespan;
   if (cluster.chunks > 1) return makespanByPriorities(problem, plan, limit);
-  if (hasSlices(plan)) return simulate(problem, plan).makespan;
+  if (slices) return makespanOfSlices(problem, plan, costs);
   if (cluster.pipeline == 1) return makespanByPriorities(problem, plan, limit);
   const double by_levels = makespanByLevels(problem, plan);
   return std::min(by_levels, makespanByPriorities(problem, plan, std::min(by_levels, limit)));

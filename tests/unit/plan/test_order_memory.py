@@ -174,3 +174,17 @@ def test_slices_without_room_are_refused() -> None:
                 planner.validate(plan, [2400])
         else:
             planner.validate(plan, [2400])
+
+
+def test_large_clusters_copy_the_plan_of_a_part() -> None:
+    """Slices of a copy are those of the part, the last one shorter: they hold no more, and end no later."""
+    rng = random.Random(1)
+    cluster = ClusterSpec(512, 1024, ranks_per_node=8, pipeline=4)
+    planner = Planner(None, cluster, cost_model=CostModel(attention=1e-8, linear=1e-3), slices=4)
+    lengths = [rng.randint(40_000, 41_000) for _ in range(64)]
+    plan = planner.plan(lengths)
+    planner.validate(plan, lengths)
+    assert plan.slices
+    assert plan.made_by.endswith(" + copies")
+    assert most_held(planner, plan, planner.schedule(plan)) <= 4 * 1024
+    assert plan.lower_bound_s <= plan.makespan_s == pytest.approx(planner.simulate(plan)["makespan"])
