@@ -40,7 +40,14 @@ from hdpcomm.run.optimizers import is_for_matrices, new_optimizer
 from hdpcomm.run.options import RunResult, Saving, Watching
 from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 from hdpcomm.run.pipelines import mesh_of, new_trainer, stage_recompute
-from hdpcomm.run.resuming import agreed_checkpoint, check_same_run, config_facts, data_facts, gather_generators
+from hdpcomm.run.resuming import (
+    agreed_checkpoint,
+    check_same_data,
+    check_same_run,
+    config_facts,
+    data_facts,
+    gather_generators,
+)
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
 from hdpcomm.run.step_times import PlanLearning, SlowRanks
 from hdpcomm.run.stopping import StopRequest
@@ -128,6 +135,7 @@ def _begun(
         found = None if saving is None else _found(comm, saving, before)
         if refused and found is None:
             raise InvalidUsage(refused[0])
+        check_same_data(comm, corpus, found)
         if found is not None:
             check_same_run(found, corpus, config)
         with ExitStack() as attempt:

@@ -13,8 +13,9 @@ import torch
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.data import Corpus, DocumentStream
-from hdpcomm.data.agree import on_rank_0
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.data.agree import gather_json, on_rank_0
+from hdpcomm.data.content import content_digest
+from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.plan import CostModel, MemoryModel
 from hdpcomm.run.checkpoints import Checkpoint, newest_checkpoint, open_checkpoint
 from hdpcomm.run.config import RunConfig
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "agreed_checkpoint",
+    "check_same_data",
     "check_same_run",
     "config_facts",
     "data_facts",
@@ -136,11 +138,38 @@ def check_same_run(found: Checkpoint | KeptCheckpoint, corpus: Corpus | Document
                 "with another --out"
             )
     saved_on, data = found.facts.get("data"), data_facts(corpus)
+    if isinstance(saved_on, Mapping) and "content" not in saved_on:  # of an older checkpoint
+        saved_on = {**saved_on, "content": data["content"]}
     if saved_on != data:
         raise InvalidUsage(
             f"{found.path} was saved on other data ({saved_on}) than this run's ({data}); give the same --data, "
             "--tokenizer and --context (and --loader), or start anew with another --out"
         )
+
+
+def check_same_data(
+    comm: Communicator, corpus: Corpus | DocumentStream, found: Checkpoint | KeptCheckpoint | None
+) -> None:
+    """That all ranks read the same bytes: those that the checkpoint was saved on, or else rank 0's. Collective.
+
+    Raises: Mismatch, on all ranks, with those that read others (``unlike``).
+    """
+    try:
+        own = content_digest(corpus)
+    except InvalidUsage as failure:
+        own = str(failure)
+    everyone = gather_json(comm, own)
+    saved_on = None if found is None else found.facts.get("data")
+    saved = saved_on.get("content") if isinstance(saved_on, Mapping) else None
+    right = saved if saved in everyone else everyone[0]
+    if odd := [comm.ranks[place] for place, each in enumerate(everyone) if each != right]:
+        error = Mismatch(
+            f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} read other data than this run's "
+            f"({everyone[comm.ranks.index(odd[0])]} where {right} was expected); give all ranks the same files",
+            rank=comm.global_rank,
+        )
+        error.unlike = tuple(odd)
+        raise error
 
 
 def config_facts(config: RunConfig) -> dict[str, Any]:
@@ -156,9 +185,10 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
 def data_facts(corpus: Corpus | DocumentStream) -> dict[str, Any]:
     """What a checkpoint notes of the data: enough to see that its batches are the same."""
     if isinstance(corpus, DocumentStream):
-        return corpus.facts
+        return corpus.facts | {"content": content_digest(corpus)}
     digest = hashlib.sha256(corpus.sequences.tobytes()).hexdigest()[:16]
     facts = {"sequences": len(corpus), "tokens": corpus.num_tokens, "context": corpus.context, "places": digest}
+    facts["content"] = content_digest(corpus)
     if corpus.weights:
         facts["weights"] = list(corpus.weights)
     return facts | {"encoder": corpus.encoder}

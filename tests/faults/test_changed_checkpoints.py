@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 import hdpcomm as hdp
 from hdpcomm.data import open_corpus
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.run import RunConfig, RunResult, Saving, train
 from hdpcomm.run.checkpoints import CheckpointFolder, newest_checkpoint, open_checkpoint
@@ -394,3 +394,34 @@ def test_a_run_goes_on_from_the_older_checkpoint(
     change(step, torch.load(tmp_path / "content.pt", weights_only=False))
     with pytest.raises(InvalidUsage, match=told):  # asked for by its name, it is not passed
         run_threads(trained, 2, folder / "a.txt", tmp_path / "run", 3, str(step), timeout=100.0)
+
+
+def on_other_data(folder: Path, rank_of_others: int, resume: bool) -> RunResult | str:
+    """A run of two ranks, of which one finds other bytes of the same length."""
+    model = LlamaConfig(layers=1, hidden=8, heads=1, kv_heads=1, ffn=8)
+    config = RunConfig(model=model, steps=4, capacity=64, tokens_per_step=128)
+    saving = Saving(folder / "run/checkpoints", resume="auto" if resume else None)
+    with hdp.init() as comm:
+        name = "b.txt" if comm.rank == rank_of_others or rank_of_others < 0 else "a.txt"
+        try:
+            return train(comm, open_corpus([folder / name], context=64), config, saving=saving)
+        except Error as error:
+            return f"{type(error).__name__} {getattr(error, 'unlike', ())}: {error}"
+
+
+def test_other_data_of_the_same_lengths_are_noticed(run_of_two_steps: tuple[Path, float], tmp_path: Path) -> None:
+    """By ranks among each other, and by a run that goes on; a checkpoint that notes no digest still goes on."""
+    folder = tmp_path / "runs"
+    shutil.copytree(run_of_two_steps[0], folder)
+    (folder / "b.txt").write_text("some text " * 39 + "some test ")
+    for odd, resume in ((0, True), (1, True), (1, False)):
+        for told in run_threads(on_other_data, 2, folder, odd, resume, timeout=100.0):
+            assert re.match(rf"Mismatch \({odd},\): .*rank {odd} read other data than this run's", told)
+    for told in run_threads(on_other_data, 2, folder, -1, True, timeout=100.0):
+        assert re.match("InvalidUsage .* was saved on other data .*content", told)
+    step = folder / "run/checkpoints/step-2"
+    data = json.loads((step / "meta.json").read_text())["data"]
+    del data["content"]
+    with_facts(data=data)(step, {})
+    for told in run_threads(on_other_data, 2, folder, -1, True, timeout=100.0):
+        assert isinstance(told, RunResult), told
