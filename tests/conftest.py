@@ -92,6 +92,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(text[:6000])
 
 
+# Ranks of tests outnumber the cores, and who yields beside other tests waits for their time slices: beside two busy
+# processes the collectives of tests/ranks/nccl/test_paths.py take ten times as long as alone, sleeping four times.
+os.environ.setdefault("HDPCOMM_YIELD_US", "0")
+
 # What the user of this machine has calibrated chooses no algorithm of a test.
 os.environ["HDPCOMM_COSTS"] = str(TESTS / "no_costs.json")
 
