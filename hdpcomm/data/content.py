@@ -21,8 +21,11 @@ _SAMPLE_BYTES = 4096
 
 @lru_cache(maxsize=2)
 def content_digest(data: Corpus | DocumentStream) -> str:
-    """A digest of the sizes of files and :data:`_SAMPLES` samples, evenly spaced over all of them; for a store of tokens
-    of the checksums of all its blocks. Local; made once for each corpus. Raises: InvalidUsage if a file cannot be read."""
+    """A digest of the sizes of files and :data:`_SAMPLES` samples, evenly spaced over all of them; for a store of
+    tokens of the checksums of all its blocks. Local; made once for each corpus.
+
+    Raises: InvalidUsage if a file cannot be read.
+    """
     digest = hashlib.sha256()
     if isinstance(data, DocumentStream):
         _add_files(digest, sorted({Path(unit.path) for block in data.blocks for unit in block}))
