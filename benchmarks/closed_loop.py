@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.plan import MODELS, ClusterSpec, CostLearner, CostModel, Planner, RankTimes, StepPlan
+from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.plan.queue import as_run
 
 CAPACITY = 8192

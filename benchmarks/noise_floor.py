@@ -23,8 +23,8 @@ import numpy as np
 from closed_loop import CAPACITY, NODE, NOISE, TOKENS_PER_RANK, TrueRanks
 from numpy.typing import NDArray
 
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, Planner
+from hdpcomm.plan.distributions import sample_lengths
 
 RANKS = 256
 CONTEXTS = (8192, 32_768, 131_072, 524_288)

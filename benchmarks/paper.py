@@ -19,7 +19,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.plan import (
     DEVICES,
     MODELS,
@@ -32,6 +31,7 @@ from hdpcomm.plan import (
     SequenceInfo,
     StepPlan,
 )
+from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.sim import simulate_step
 
 K, M = 2**10, 2**20

@@ -21,8 +21,8 @@ from typing import Any
 
 from paper import CAPACITY, CONTEXTS, DEVICE, TOKENS, M, cost_model, deciles, table
 
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, DeviceSpec, MicroBatch, Planner, SequenceInfo, StepPlan
+from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.sim import simulate_step
 
 RANKS, TENSOR = 256, 8

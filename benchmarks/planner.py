@@ -16,8 +16,8 @@ import time
 from datetime import date
 from pathlib import Path
 
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, Planner
+from hdpcomm.plan.distributions import sample_lengths
 
 COSTS = ("compute", "h100", "offload")
 MILLION = 2**20

@@ -27,9 +27,9 @@ from typing import Any
 
 from planner import CAPACITY, COSTS, MILLION, make_planner
 
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import Planner
+from hdpcomm.plan.distributions import sample_lengths
 
 FAMILIES = ("byted", "github", "lognormal", "long", "bimodal", "equal", "middle")
 STAGES = (1, 4, 8)

@@ -24,8 +24,8 @@ from typing import Any
 from planner import CAPACITY, MILLION, make_planner
 from planner_families import lengths_of
 
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, Planner
+from hdpcomm.plan.distributions import sample_lengths
 
 KINDS = ("one stage", "4 stages", "8 stages", "speeds", "noise", "queue")
 PIPELINES = ("lognormal", "long", "bimodal", "equal", "middle")

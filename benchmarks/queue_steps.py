@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 import hdpcomm as hdp
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, Planner
+from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.testing import spawn
 from hdpcomm.train import Trainer
 

@@ -34,8 +34,8 @@ CONTEXT = 2 << 20
 
 def case(distribution: str, ranks: int, repeat: int) -> dict[str, float]:
     """Plans one step several times."""
-    from hdpcomm.data.distributions import sample_lengths
     from hdpcomm.plan import MODELS, ClusterSpec, Planner
+    from hdpcomm.plan.distributions import sample_lengths
 
     lengths = sample_lengths(distribution, tokens=ranks * TOKENS, context=CONTEXT, seed=0)
     cluster = ClusterSpec(ranks=ranks, capacity=8192, ranks_per_node=8)

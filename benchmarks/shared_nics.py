@@ -17,8 +17,8 @@ import sys
 from datetime import date
 from pathlib import Path
 
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.plan import MODELS, ClusterSpec, Planner, StepPlan
+from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.sim import simulate_step
 
 HOST = 8

@@ -33,10 +33,10 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm import Mesh
 from hdpcomm.comm.launch import run_ranks
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.parallel import split_model
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, ModelSpec, Pass, Planner, StepPlan
+from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.train import Trainer
 
 SMALL = CostModel(attention=5e-8, linear=2e-5, fixed=3e-3)  # of a stage of benchmarks/meshes.py on a CPU core

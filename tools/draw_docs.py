@@ -48,8 +48,8 @@ def box(axes: Any, x: float, y: float, w: float, h: float, text: str, colour: st
 
 def plan() -> None:
     """The batch of the first page under two policies, drawn by the product."""
-    from hdpcomm.data.distributions import sample_lengths
     from hdpcomm.plan import MODELS, ClusterSpec, Planner
+    from hdpcomm.plan.distributions import sample_lengths
     from hdpcomm.trace import plot_plans
 
     lengths = sample_lengths("byted", tokens=1 << 20, context=128 << 10, seed=3)

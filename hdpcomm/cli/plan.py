@@ -379,7 +379,7 @@ def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -
 
 def draw_lengths(options: argparse.Namespace, *, step: int = 0) -> list[int]:
     """The lengths of a step, from the options of :func:`add_step_options` after :func:`make_planners`."""
-    from hdpcomm.data.distributions import read_lengths, sample_lengths
+    from hdpcomm.plan.distributions import read_lengths, sample_lengths
 
     if options.lengths:
         return read_lengths(options.lengths)

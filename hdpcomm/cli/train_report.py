@@ -350,8 +350,8 @@ def _against_ddp(config: RunConfig, result: RunResult) -> str:
 
 def cluster_text() -> str:
     """Balanced against static on a simulated cluster, in one line."""
-    from hdpcomm.data.distributions import sample_lengths
     from hdpcomm.plan import MODELS, ClusterSpec, Planner
+    from hdpcomm.plan.distributions import sample_lengths
     from hdpcomm.sim import simulate_step
 
     ranks, capacity, context, tokens = 256, 8192, 262_144, 32 << 20

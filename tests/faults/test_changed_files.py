@@ -24,10 +24,10 @@ from hdpcomm.cli.config_file import read_config
 from hdpcomm.cli.plan import read_profile
 from hdpcomm.comm.costs import load_costs, save_costs
 from hdpcomm.data import open_corpus, open_store
-from hdpcomm.data.distributions import read_lengths
 from hdpcomm.perf import baseline
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, Planner, StepPlan
 from hdpcomm.plan.cluster_file import cluster_to_dict, load_cluster
+from hdpcomm.plan.distributions import read_lengths
 from hdpcomm.plan.model_config import load_model
 from hdpcomm.run.checkpoints import CheckpointFolder, open_checkpoint
 from hdpcomm.run.metrics_log import read_lines

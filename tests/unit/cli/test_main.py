@@ -90,6 +90,18 @@ def test_help_is_0_and_the_commands_import_no_torch(arguments):
     assert done.stdout.startswith(f"hdpcomm {__version__}" if arguments == ["--version"] else "usage: hdpcomm")
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_planning_imports_no_torch(command):
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from hdpcomm.cli.main import main\n"
+        f"sys.exit(main(['{command}', '--ranks', '4', '--model', 'llama-7b', '--tokens', '100K']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "balanced" in done.stdout
+
+
 def test_commands_that_are_there_are_listed_and_others_are_not(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])

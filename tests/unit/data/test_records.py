@@ -14,8 +14,8 @@ import pytest
 
 from hdpcomm.data import build_data, encoder_of, open_corpus
 from hdpcomm.data.chat import assistant_spans
-from hdpcomm.data.distributions import read_lengths, sample_lengths
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.distributions import read_lengths, sample_lengths
 from tests.harness.tokenizers import save_tokenizer
 
 TEXTS = ["short", "é" * 40, "x" * 500, "last"]

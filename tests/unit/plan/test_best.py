@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner
+from hdpcomm.plan.distributions import sample_lengths
 
 CASES = int(os.environ.get("HDPCOMM_PLAN_CASES", "250"))
 OTHERS = ("pow2", "static", "naive")

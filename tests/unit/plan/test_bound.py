@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.plan import (
     MODELS,
     ClusterSpec,
@@ -19,6 +18,7 @@ from hdpcomm.plan import (
     StepPlan,
 )
 from hdpcomm.plan.cost import core_cost
+from hdpcomm.plan.distributions import sample_lengths
 from tests.harness.native import _testing
 
 

@@ -10,9 +10,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, CostLearner, CostModel, Planner, RankTimes, StepPlan, Tree
+from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.plan.robust import fit_robust, folded_sum, weighted_median
 
 RANKS = 16

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hdpcomm.cli.main import main
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, Calibration, ClusterSpec, CostModel, MemoryModel, Planner, StepPlan
+from hdpcomm.plan.distributions import sample_lengths
 
 CLUSTER = ClusterSpec(32, 8192, ranks_per_node=8)
 COST = CostModel.analytic(MODELS["llama-7b"], CLUSTER)

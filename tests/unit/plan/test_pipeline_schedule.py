@@ -175,7 +175,7 @@ def test_a_wrong_schedule_is_refused() -> None:
 
 def test_pipelines_beat_a_static_mesh_and_aligned_groups() -> None:
     """Llama-70B on 64 ranks of 8 x 4 devices; also at the context that one rank in four holds."""
-    from hdpcomm.data.distributions import sample_lengths
+    from hdpcomm.plan.distributions import sample_lengths
 
     for context in (2**17, 2**19):
         lengths = sample_lengths("byted", tokens=2**23, context=context, seed=0)
@@ -192,7 +192,7 @@ def test_pipelines_beat_a_static_mesh_and_aligned_groups() -> None:
 @pytest.mark.parametrize("stages", [4, 8])
 @pytest.mark.parametrize("distribution", ["byted", "github"])
 def test_pipelines_end_near_the_bound(distribution: str, stages: int) -> None:
-    from hdpcomm.data.distributions import sample_lengths
+    from hdpcomm.plan.distributions import sample_lengths
 
     lengths = sample_lengths(distribution, tokens=2**25, context=2**21, seed=0)
     gaps = []

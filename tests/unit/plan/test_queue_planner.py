@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdpcomm.cli.main import main
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner, StepPlan, Tree
+from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.plan.queue import as_run, fixed_for_rank, pool_rows
 
 CLUSTER = ClusterSpec(32, 8192, ranks_per_node=8)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hdpcomm.cli.main import main
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner, StepPlan, load_cluster, save_cluster
 from hdpcomm.plan.cost import core_cost
+from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.sim import simulate_step
 
 COST = CostModel(1e-9, 1e-5, fixed=1e-4, ring_step=1e-5, kv_intra=1e-7, kv_inter=1e-6)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hdpcomm.data.distributions import sample_lengths
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, Planner
+from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.sim import simulate_stream
 from hdpcomm.trace import plot_plans, write_plan_trace, write_stream_trace
 from hdpcomm.trace.gantt import _pipeline_raster

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hdpcomm.data.distributions import read_lengths, sample_lengths
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.distributions import read_lengths, sample_lengths
 
 K = 1024
 M = 1024 * 1024
