@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from hdpcomm.arguments import check_type
 from hdpcomm.attention import packing
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
 from hdpcomm.models.recompute import set_recompute
 from hdpcomm.models.self_check import check_takes_tokens
@@ -21,7 +23,7 @@ from hdpcomm.models.weights import making
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["AdaptedModule", "adapt", "from_pretrained"]
+__all__ = ["AdaptedModule", "adapt", "check_config", "from_pretrained"]
 
 _PLACES = ("positions", "cu_seqlens", "comm")
 
@@ -159,6 +161,7 @@ def from_pretrained(
                 f"{folder} is no folder with a config.json; give the folder of a model (as save_pretrained writes it) "
                 "or a configuration object of transformers"
             )
+        check_config(folder)
         try:
             with making:
                 model = AutoModelForCausalLM.from_pretrained(
@@ -171,3 +174,22 @@ def from_pretrained(
     )
     assert isinstance(adapted, AdaptedCausalLM)
     return adapted
+
+
+def check_config(folder: Path) -> None:
+    """Looks at a folder's ``config.json`` before transformers does, which loads kernels that it names, and runs them.
+
+    Raises: InvalidUsage.
+    """
+    path = folder / "config.json"
+    try:
+        content = json.loads(read_text(path))
+        if not isinstance(content, dict):
+            raise TypeError("no object")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise InvalidUsage(f"{path} is no model that transformers knows: {error}") from None
+    parts = [content, *(each for each in content.values() if isinstance(each, dict))]
+    for name in ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation"):
+        for part in parts:
+            if "/" in str(part.get(name, "")):
+                raise InvalidUsage(f"{path}: {name} is {part[name]!a}, which would load code; take it out")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.files import read_text
+from hdpcomm.files import open_regular, read_text
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
 from hdpcomm.models.llama import Llama, initial_value, seed_of
 from hdpcomm.models.lora_names import base_name, first_value, is_adapter
@@ -283,10 +283,14 @@ class _Files:
     def _open(self, file: Path) -> Any:
         if file not in self._opened:
             try:
+                open_regular(file).close()
                 if file.suffix == ".safetensors":
                     self._opened[file] = importlib.import_module("safetensors").safe_open(file, framework="pt")
                 else:
-                    self._opened[file] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+                    found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+                    if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
+                        raise TypeError("no tensors by name")
+                    self._opened[file] = found
             except Exception as error:  # each has kinds of its own for a damaged file
                 # torch's own text says how to let such a file run code.
                 text = " ".join(str(error).split())[:300] if file.suffix == ".safetensors" else "no plain tensors"

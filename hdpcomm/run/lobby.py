@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import tempfile
 import time
@@ -101,7 +102,7 @@ class Lobby:
         found = []
         for name, facts in self._server.values(f"{_ASKS}/").items():
             number = name.rpartition("/")[2]
-            if number in self._known or self._server.has_left(int(number)):
+            if not re.fullmatch("[0-9]{1,10}", number) or number in self._known or self._server.has_left(int(number)):
                 continue
             if facts.decode(errors="replace") != self._facts:
                 self._known.add(number)

@@ -17,6 +17,7 @@ from torch import nn
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, Weights, from_pretrained, set_recompute
+from hdpcomm.models.adapt import check_config
 from hdpcomm.models.lora import add_lora
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.options import LoraOptions
@@ -110,6 +111,7 @@ def folder_model(folder: Path) -> FolderModel:
     )
 
 
+_MOST_LAYERS = 10_000
 _NOT_SHAPE = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
@@ -121,13 +123,21 @@ def read_config(folder: Path) -> Any:
         )
     try:
         from transformers import AutoConfig
+        from transformers.activations import ACT2FN
     except ImportError as error:
         raise InvalidUsage("--model needs transformers; install it with pip install 'hdpcomm[huggingface]'") from error
+    check_config(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config()
         if text.num_hidden_layers < 1 or text.vocab_size < 1:
             raise ValueError("it has no layers or no vocabulary")
+        if text.num_hidden_layers > _MOST_LAYERS:
+            raise ValueError(f"it has {text.num_hidden_layers:,} layers, and at most {_MOST_LAYERS:,} are made")
+        if (getattr(text, "head_dim", None) or 1) < 1:
+            raise ValueError(f"head_dim is {text.head_dim}")
+        if text.to_dict().get("hidden_act") not in (None, *ACT2FN):
+            raise ValueError(f"hidden_act {text.hidden_act!a} is unknown")
     except Exception as error:  # transformers raises many kinds for what a config.json may hold
         reason = " ".join(str(error).split())[:300]
         raise InvalidUsage(f"{folder}/config.json is no model that transformers knows: {reason}") from None

@@ -212,6 +212,11 @@ def plant(folder: Path) -> None:
     torch.save({"lm_head.weight": Payload(folder.with_name("ran"))}, folder / "pytorch_model.bin")
 
 
+def listed(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save([torch.zeros(2)], folder / "pytorch_model.bin")
+
+
 MODEL: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config.json": (changed("config.json", None), "is no folder with a config.json"),
     "no JSON": (changed("config.json", "{"), "config.json is no model that transformers knows"),
@@ -221,6 +226,11 @@ MODEL: dict[str, tuple[Callable[[Path], None], str]] = {
         "the data has tokens up to 255 (byte)",
     ),
     "no layers": (config_with(num_hidden_layers=0), "config.json is no model that transformers knows"),
+    "a million layers": (config_with(num_hidden_layers=10**6), "it has 1,000,000 layers"),
+    "an unknown activation": (config_with(hidden_act="best"), "hidden_act 'best' is unknown"),
+    "negative heads": (config_with(head_dim=-1), "head_dim is -1"),
+    "kernels of a hub": (config_with(_attn_implementation="org/kernel"), "would load code; take it out"),
+    "a list of weights": (listed, "pytorch_model.bin cannot be read as a model's weights (no plain tensors)"),
     "cut weights": (cut, "model.safetensors cannot be read as a model's weights"),
     "weights that run code": (plant, "pytorch_model.bin cannot be read as a model's weights (no plain tensors)"),
     "weights of another size": (

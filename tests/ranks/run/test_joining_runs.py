@@ -250,3 +250,15 @@ def test_who_came_is_known_by_the_address_that_others_reach(monkeypatch: pytest.
     monkeypatch.setattr(lobby, "_known_as", None)
     with pytest.raises(hdp.Error, match="no way from this host to the address of its own name a-name-without"):
         lobby._served(Secret("of the job, and long"))
+
+
+def test_who_asks_without_a_number_is_passed_over(tmp_path: Path) -> None:
+    lobby = Lobby(tmp_path / "lobby.json", job_secret(), "facts")
+    store = _door_at(tmp_path / "lobby.json", job_secret()).open(7, 10.0)
+    try:
+        for number in ("x", "7", "", "9" * 5000):
+            store.set(f"asks/{number}", "facts")
+        assert lobby.waiting() == ["7"]
+    finally:
+        store.close()
+        lobby.close()
