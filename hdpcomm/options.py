@@ -35,9 +35,11 @@ class BadOption(argparse.ArgumentTypeError, ValueError):
 
 
 def count(text: str) -> int:
-    """argparse type: a whole number of at least 1, such as ``8192``, ``8,192``, ``8k`` (of 1024) or ``2M``."""
-    units = {"k": 1024, "m": 1024**2, "g": 1024**3}
+    """argparse type: a whole number of at least 1, such as ``8192``, ``8,192``, ``1e3``, ``8k`` (of 1024) or ``2M``."""
+    units = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
     digits = str(text).replace(",", "").strip().lower()[:400]
+    if scientific := re.fullmatch(r"(\d+)e(\d{1,2})", digits):
+        digits = scientific[1] + "0" * int(scientific[2])
     unit = units.get(digits[-1:], 1)
     try:
         value = int(digits[:-1] if unit > 1 else digits) * unit

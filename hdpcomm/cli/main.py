@@ -66,8 +66,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if re.match(r"argument [^-]\S*: invalid choice", message) and (strange := self._unknown_option()):
             message = f"unrecognized arguments: {strange}"  # whose value was taken for the name of an operation
-        self.print_usage(sys.stderr)
-        self.exit(BAD_USAGE, f"{self.prog}: error: {message}{self._suggestion(message)}\n")
+        told = f"{self.prog}: error: {message}{self._suggestion(message)}\n"
+        self.exit(BAD_USAGE, f"usage: {self.prog} ... ({self.prog} --help lists all options)\n{told}")
 
     def _unknown_option(self) -> str | None:
         """The first option that was given to a command and that it does not have."""

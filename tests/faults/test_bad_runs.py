@@ -90,7 +90,7 @@ def told(arguments: list[str], capfd: pytest.CaptureFixture[str], without: Colle
 CONFIG = {
     "stpes: 3": "Option 'stpes' is not accepted; did you mean steps?",
     "steps: 0": "0 is below 1; at least 1 was expected",
-    "steps: 1e99": "is not a whole number",
+    "steps: 1e99": "is above 2^53",
     "policy: best": "'best' not among choices",
     "lr: .nan": "is not a finite number above 0",
     "compare: balanced": "--compare balanced is the policy of the run itself",

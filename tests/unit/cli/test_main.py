@@ -75,6 +75,7 @@ def test_bad_usage_is_6(arguments, capsys):
     assert caught.value.code == 6
     told = capsys.readouterr().err
     assert told.startswith("usage: hdpcomm")
+    assert len(told.splitlines()) == 2  # however many options there are
     assert "error: " in told
 
 
@@ -140,7 +141,10 @@ def test_a_reader_that_leaves_is_no_error():
     assert told == b""
 
 
-@pytest.mark.parametrize(("text", "value"), [("7", 7), ("8,192", 8192), ("8_192", 8192), ("8k", 8192), ("2M", 1 << 21)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("7", 7), ("8,192", 8192), ("8_192", 8192), ("8k", 8192), ("2M", 1 << 21), ("1e3", 1000), ("1T", 1 << 40)],
+)
 def test_count(text, value):
     assert count(text) == value
 
