@@ -13,6 +13,7 @@ from hdpcomm.train.shards import Fetch, FetchAhead, FetchParts
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.train.layout import Layout
 
 __all__ = ["declared", "vocabulary_of"]
 
@@ -64,11 +65,11 @@ def declared(fetch: Fetch, comm: Communicator, vocabulary: int | None) -> Fetch:
     return (_DeclaredParts if isinstance(fetch, FetchParts) else _Declared)(fetch, comm, vocabulary)
 
 
-def vocabulary_of(model: nn.Module) -> int | None:
-    """Rows of the model's embedding of tokens, where it has one by a name that is known. Local."""
+def vocabulary_of(model: nn.Module, layout: Layout) -> int | None:
+    """Rows of the whole model's embedding of tokens, where this rank has it under a name that is known. Local."""
     for module in model.modules():
         for name in ("embedding", "embed_tokens", "wte"):
             embedding = getattr(module, name, None)
             if isinstance(embedding, nn.Embedding):
-                return embedding.num_embeddings
+                return layout.of(embedding.weight).shape[0]
     return None

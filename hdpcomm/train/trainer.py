@@ -158,7 +158,6 @@ class Trainer:
         self._trained = trained_names(self.model)
         self._buffers = ChangedBuffers(self.model)
         self._loads = expert_loads(self.model)
-        self._vocabulary = vocabulary_of(self.model)
         self.optimizer = optimizer
         self.planner = planner
         self.max_grad_norm = max_grad_norm
@@ -189,6 +188,7 @@ class Trainer:
         )
         self._memory = planner.memory
         self.layout = layout_of(self.model, mesh)
+        self._vocabulary = vocabulary_of(self.model, self.layout)
         self.gradients: Gradients | FullyShardedParameters
         self.masters: Masters | None = None
         """What the optimizer updates in place of the parameters, with ``zero=1`` or ``dtype``."""
