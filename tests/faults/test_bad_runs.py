@@ -388,7 +388,7 @@ def test_a_checkpoint_that_finds_no_room(
     assert re.search(
         "hdpcomm: error: a checkpoint could not be written to .*: File too large; make room there", said
     ), said
-    assert list((tmp_path / "run/checkpoints").iterdir()) == []
+    assert not (tmp_path / "run/checkpoints").exists()
 
 
 def limited(call: Callable[..., Any], most: int) -> Callable[..., Any]:
