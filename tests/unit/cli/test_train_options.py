@@ -120,7 +120,7 @@ def test_bad_files(content: str, tmp_path: Path) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
-    for path, told in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "Is a directory")):
+    for path, told in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "a folder, pipe, socket or device")):
         with pytest.raises(InvalidUsage, match=f"--config {path}: {told}"):
             read_options(["--config", str(path)])
 
