@@ -59,8 +59,8 @@ def check_logits(adapted: Any) -> None:
 
 
 def check_outputs(model: Any) -> None:
-    """The same for a transformers model by itself: its logits and the loss that it makes of them, or its last hidden
-    states where it has no head."""
+    """Compares a transformers model on a pack with itself on each sequence: its logits and the loss that it makes of
+    them, or its last hidden states where it has no head."""
     if _on_meta(model):
         return
     with _short_windows(model):
@@ -105,7 +105,7 @@ def check_takes_tokens(adapted: nn.Module, model: nn.Module) -> None:
 
 
 def is_random(model: nn.Module, hidden: Tensor | None = None) -> bool:
-    """Does the model give other outputs each time that it trains, as with dropout or noise in its routers?
+    """Whether forward passes in training mode differ, as with dropout or noise in routers.
 
     Two forward passes on a few tokens in training mode, with other random numbers, tell. Random state, modes and
     buffers are as before afterwards. Local; collective over the ranks that share the model's layers or experts.

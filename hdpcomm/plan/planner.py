@@ -367,7 +367,7 @@ class Planner:
         return self._made(jobs, start, best._replace(lower_bound=lower_bound))
 
     def _priced_on_cores(self, solved: _Solved) -> _Solved:
-        """The same plan with the time that it takes on shared cores."""
+        """Reprices a solved plan for ranks that share cores."""
         seconds = np.repeat(solved.table.predicted_s, solved.table.group_sizes())
         mean = float(seconds.sum()) / self.cluster.ranks
         makespan = self._on_shared_cores(mean, solved.makespan)

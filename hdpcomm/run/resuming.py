@@ -150,7 +150,7 @@ def check_same_run(found: Checkpoint | KeptCheckpoint, corpus: Corpus | Document
 def check_same_data(
     comm: Communicator, corpus: Corpus | DocumentStream, found: Checkpoint | KeptCheckpoint | None
 ) -> None:
-    """That all ranks read the same bytes: those that the checkpoint was saved on, or else rank 0's. Collective.
+    """Compares digests of the data on all ranks with the checkpoint's, or else with rank 0's. Collective.
 
     Raises: Mismatch, on all ranks, with those that read others (``unlike``).
     """

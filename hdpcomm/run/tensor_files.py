@@ -245,8 +245,8 @@ class _Slice(io.RawIOBase):
 
 
 def _check_entry(stream: io.RawIOBase, length: int) -> None:
-    """That a value of a checkpoint, as torch.save wrote it, is no larger than the file. Raises: ValueError and what
-    zipfile and pickle raise."""
+    """Checks that a value of a checkpoint, as torch.save wrote it, is no larger than the file. Raises: ValueError, and
+    errors of zipfile and pickle."""
     with zipfile.ZipFile(cast(IO[bytes], stream)) as entry:
         infos = entry.infolist()
         if any(info.compress_type != zipfile.ZIP_STORED for info in infos) or sum(i.file_size for i in infos) > length:

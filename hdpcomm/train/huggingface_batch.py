@@ -97,7 +97,7 @@ def _of_tokens(batch: Mapping[str, Any], name: str, tokens: Tensor) -> Tensor | 
 
 
 def _targets(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """What each token of a row is to predict, as transformers shifts it: over the ends of sequences, too."""
+    """Labels of a row shifted by one, as transformers does it: over the ends of sequences, too."""
     labels, shifted = (_of_tokens(batch, name, tokens) for name in ("labels", "shift_labels"))
     assert labels is not None
     return shifted if shifted is not None else nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]

@@ -1,4 +1,4 @@
-"""What becomes of each key of a batch in planned training; docs/how-to/hugging-face.md shows the table."""
+"""Keys of a batch of transformers: carried, without effect, or refused; docs/how-to/hugging-face.md shows the table."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def test_losses_of_whole_sequences(stages, loss):
 
 
 class Noise(torch.nn.Module):
-    """Dropout that notes what it has drawn, by the tokens that a pass has."""
+    """Dropout that notes its draws, pass by pass."""
 
     def __init__(self, inner):
         super().__init__()
@@ -264,7 +264,7 @@ class Noise(torch.nn.Module):
 
 
 class Replayed(Noise):
-    """The same with given draws, row by row of the sequence."""
+    """Noise of given draws, row by row of the sequence."""
 
     def forward(self, x, *args, **more):
         return self.inner(x * self.drawn[0], *args, **more)

@@ -1,4 +1,4 @@
-"""What devices hold, and when passes run, counted from the order of a plan's schedule alone.
+"""Memory of devices and times of passes, counted from the order of a plan's schedule alone.
 
 HDPCOMM_TEST_SLICES_PLANS: three times as many as the random steps of each kind (default 30).
 """
