@@ -243,24 +243,26 @@ def _key(group: Mapping[str, Any]) -> str:
 
 
 def _merged_groups(own: Sequence[dict[str, Any]], everyone: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """The groups of the whole model: those of this rank's, then others', with the names of their parameters on all
-    ranks. Groups of two ranks are one where their options are equal, since a stage may lack some.
+    """The groups of the whole model, in one order on all ranks, with the names of their parameters. Groups of two ranks
+    are one where their options are equal, since a stage may lack some.
 
     Args:
         everyone: by rank, (:func:`_key`, names) of each group.
     """
     names: dict[tuple[str, int], dict[str, None]] = {}
     for groups in everyone:
-        seen: Counter[str] = Counter()
-        for key, members in groups:
-            names.setdefault((key, seen[key]), {}).update(dict.fromkeys(members))
-            seen[key] += 1
-    merged, seen = [], Counter()
-    for group in own:
-        key = _key(group)
-        merged.append({**group, "params": list(names.pop((key, seen[key])))})
+        for place, members in zip(_places(key for key, _ in groups), (each for _, each in groups), strict=True):
+            names.setdefault(place, {}).update(dict.fromkeys(members))
+    here = dict(zip(_places(map(_key, own)), own, strict=True))
+    return [{**here.get(place, json.loads(place[0])), "params": list(members)} for place, members in names.items()]
+
+
+def _places(keys: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Each key with the number of equal ones before it."""
+    seen: Counter[str] = Counter()
+    for key in keys:
+        yield key, seen[key]
         seen[key] += 1
-    return merged + [{**json.loads(key), "params": list(members)} for (key, _), members in names.items()]
 
 
 def _whole_tensors(parts: Mapping[str, Any], comm: Communicator) -> Iterator[tuple[Path, Tensor]]:
