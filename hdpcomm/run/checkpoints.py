@@ -113,6 +113,7 @@ class CheckpointFolder:
         self._rank, self._writers, self._session = rank, writers, session
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._unjoined: Path | None = None
         self._patience_s = _PATIENCE_S
         self._giving_up = False
         try:
@@ -197,8 +198,11 @@ class CheckpointFolder:
         from hdpcomm.run.tensor_files import write_tensors
 
         part = self._part(step, self._rank)
-        for left in self.path.glob(f".step-*.{self._session}.{self._rank}"):  # which the first writer did without
-            shutil.rmtree(left, ignore_errors=True)
+        # The first writer may still be joining the part before this one. It has done without those before that.
+        for left in self.path.glob(f".step-*.{self._session}.{self._rank}"):
+            if left != self._unjoined:
+                shutil.rmtree(left, ignore_errors=True)
+        self._unjoined = part
         try:
             write_tensors(part, state, rank=self._rank)
             text = json.dumps({path.name: fingerprint(path) for path in part.glob("*.distcp")})

@@ -379,6 +379,5 @@ def test_sizes_and_gates():
         nsa_attention(q, k, v, torch.rand(9, HEADS, 3), comm=None, cu_seqlens=[0, 9], compress=same)
     q.requires_grad_()
     out = moba_attention(q, k, v, block=4, top_k=2, comm=None, cu_seqlens=[0, 9])
-    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    with pytest.raises(InvalidUsage, match="create_graph"):
+        torch.autograd.grad(out.square().sum(), q, create_graph=True)

@@ -83,6 +83,19 @@ def test_other_ranks_read_what_they_need(tmp_path: Path, writers: int, readers: 
         assert torch.equal(plain["parts"][str(place)], expected)
 
 
+def test_a_writer_may_be_one_checkpoint_ahead(tmp_path: Path) -> None:
+    """The first writer, whose disk is slow, joins a part while the one who wrote it writes the next. Older parts go."""
+    folders = [CheckpointFolder(tmp_path, keep=2, rank=rank, writers=2, session="s") for rank in range(2)]
+    for step in (1, 2, 3):
+        folders[1].save(step, states(2, seed=1)[1], {})
+        folders[1].wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step-2.s.1", ".step-3.s.1"]
+    for step in (2, 3):
+        folders[0].save(step, states(2, seed=1)[0], {})
+    folders[0].wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
+
+
 def test_a_part_of_another_shape_does_not_fit(tmp_path: Path) -> None:
     saved(tmp_path, 2, seed=3)
     with pytest.raises(InvalidUsage, match=r"does not fit this run .*Size mismatch"):
