@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from hdpcomm.parallel.stages import Stage
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["check_same_mesh", "check_same_stages", "checked_stages", "share_values"]
+__all__ = ["check_same_mesh", "check_same_stages", "check_same_trained", "checked_stages", "share_values"]
 
 
 def checked_stages(given: Stage | Sequence[Stage], mesh: Mesh) -> list[Stage]:
@@ -43,10 +44,7 @@ def check_same_mesh(mesh: Mesh, model: str) -> None:
 
     Raises: Mismatch on every rank, naming the ranks with another one.
     """
-    facts = f"{mesh.pipeline} {mesh.tensor} {mesh.expert} {mesh.positions.tolist()} {model}"
-    digest = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "big")
-    digests = torch.empty(mesh.comm.size, dtype=torch.int64)
-    mesh.comm.all_gather(digests, torch.tensor([digest], dtype=torch.int64))
+    digest, digests = _digests(f"{mesh.pipeline} {mesh.tensor} {mesh.expert} {mesh.positions.tolist()} {model}", mesh)
     others = [mesh.comm.ranks[at] for at in range(mesh.comm.size) if digests[at] != digest]
     if others:
         raise _mismatch(
@@ -74,6 +72,44 @@ def check_same_stages(stages: Sequence[Stage], mesh: Mesh) -> None:
             "give split_model the same arguments on all ranks",
             mesh,
         )
+
+
+def check_same_trained(trained: Collection[str], mesh: Mesh) -> None:
+    """Compares the names of the trained parameters of all ranks with the same stage. Collective over the mesh.
+
+    Raises:
+        Mismatch: on every rank, naming the ranks that train others.
+        InvalidUsage: on every rank, where a stage has none.
+    """
+    nothing = _digest("")
+    _, digests = _digests("\n".join(sorted(trained)), mesh)
+    for stage, positions in enumerate(mesh.positions.flatten(1).tolist()):
+        found = {position: int(digests[position]) for position in positions}
+        usual, _ = Counter(found.values()).most_common(1)[0]
+        if others := [mesh.comm.ranks[position] for position in positions if found[position] != usual]:
+            raise _mismatch(
+                f"the ranks {others} train other parameters than the other ranks of their stage; freeze the same ones "
+                "(requires_grad) on all ranks",
+                mesh,
+            )
+        if usual == nothing:
+            where = f"stage {stage}" if mesh.pipeline > 1 else "the model"
+            raise InvalidUsage(
+                f"{where} has no parameter with requires_grad; there is nothing to train"
+                + (" on its ranks; train something of each stage, or without a pipeline" if mesh.pipeline > 1 else "")
+            )
+
+
+def _digests(facts: str, mesh: Mesh) -> tuple[int, Tensor]:
+    """The digest of ``facts``, and int64 ``[ranks]``, those of all ranks. Collective over the mesh."""
+    digest = _digest(facts)
+    digests = torch.empty(mesh.comm.size, dtype=torch.int64)
+    mesh.comm.all_gather(digests, torch.tensor([digest], dtype=torch.int64))
+    return digest, digests
+
+
+def _digest(facts: str) -> int:
+    return int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "big")
 
 
 def _mismatch(message: str, mesh: Mesh) -> Mismatch:

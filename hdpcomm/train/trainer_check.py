@@ -16,7 +16,7 @@ from hdpcomm.errors import InvalidUsage, NotFinite
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.self_check import CHECKED_TOKENS, is_random
 from hdpcomm.models.tensor_group import TensorGroup
-from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, checked_stages
+from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, check_same_trained, checked_stages
 from hdpcomm.parallel.stages import Stage
 from hdpcomm.train.dtensor import is_fully_sharded
 from hdpcomm.train.losses import GroupLoss, TokenLoss
@@ -176,6 +176,7 @@ def check_model(
         check_same_stages(stages, mesh)
     else:
         check_same_mesh(mesh, str([(name, tuple(p.shape)) for name, p in module.named_parameters()]))
+    check_same_trained(trained_names(module), mesh)
     return module, stages
 
 

@@ -357,6 +357,22 @@ def test_ranks_with_other_meshes_or_cuts_are_told():
     assert all("which do not follow each other" in each for each in errors_of(other_cut))
 
 
+def test_ranks_that_train_other_parameters_are_told():
+    def frozen(*wanted):
+        def attempt(comm):
+            stage = split_model(Llama(CONFIG), 2)[comm.rank // 2]
+            for name, parameter in stage.named_parameters():
+                parameter.requires_grad_(comm.rank not in wanted or (len(wanted) == 1 and "norm" in name))
+            make(comm, stage=stage)
+
+        return attempt
+
+    told = errors_of(frozen(3))
+    assert all(each.startswith("Mismatch: the ranks [3] train other parameters than the other ranks") for each in told)
+    told = errors_of(frozen(0, 1))
+    assert all(each.startswith("InvalidUsage: stage 0 has no parameter with requires_grad") for each in told)
+
+
 @pytest.mark.parametrize(
     ("stages", "layers", "message"),
     [
