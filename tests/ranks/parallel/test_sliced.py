@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -21,7 +22,7 @@ from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner, SequenceF
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from hdpcomm.train.losses import GroupLoss, TokenLoss, sft
-from tests.harness.pipelines import CONFIG, SEED, FixedPlanner, check_gradients, one_step, tokens_of
+from tests.harness.pipelines import CONFIG, SEED, FixedPlanner, check_gradients, one_step, tokens_of, trainer_of
 
 LIMIT = {torch.float64: 1e-10, torch.float32: 1e-5}
 HOW = ["plain", "fp32", "recompute", "offload", "both", "split"]
@@ -134,7 +135,7 @@ def test_gradients_leave_before_a_slice_waits_for_others(zero):
     batches = [(both, (0,)), ((1,), (1,)), ((1,), (2,)), *((both, each) for each in slices(3, (0, 20, 33)))]
     batches += [((0,), (4, 5, 6, 7))]
     deep = dataclasses.replace(CONFIG, layers=6)  # more layers than gradients may wait for
-    losses = run_threads(lambda: losses_of(FixedPlanner(2, 1, batches), zero, deep), 2, timeout=20.0)
+    losses = run_threads(lambda: losses_of(FixedPlanner(2, 1, batches), zero, deep), 2)
     assert losses[0] == losses[1]
 
 
@@ -142,8 +143,11 @@ def losses_of(planner, zero, config=CONFIG):
     sequences = tokens_of(LENGTHS, config)
     torch.set_num_threads(1)
     with hdp.init() as comm:
-        model = Llama(config, seed=SEED, dtype=torch.float64)
-        trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), planner, comm, zero=zero)
+        if planner.cluster.pipeline == planner.cluster.tensor == 1:
+            model = Llama(config, seed=SEED, dtype=torch.float64)
+            trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-2), planner, comm, zero=zero)
+        else:
+            trainer = trainer_of(comm, planner, config, torch.float64, lr=0.3, zero=zero)
         return [round(trainer.step(LENGTHS, sequences.__getitem__).loss, 9) for _ in range(3)]
 
 
@@ -186,6 +190,19 @@ def test_random_plans(seed):
         more = {"recompute": recompute}
         results = run_threads(lambda: one_step(planner, EVEN, torch.float64, LENGTHS, **more), ranks * stages * tensor)
     check(results, torch.float64, CONFIG if stages == tensor == 1 else EVEN)
+
+
+@pytest.mark.parametrize("seed", range(PLANS // 2))
+def test_random_plans_with_parts_of_weights(seed):
+    """With more layers than gradients may wait for."""
+    ranks, stages, tensor, batches = any_plan(seed, known=2 + seed % 2)
+    planner = FixedPlanner(ranks, stages, batches, tensor=tensor, chunks=1 + (stages == 2 and seed % 2))
+    deep = dataclasses.replace(EVEN, layers=8)
+    whole, *parts = (
+        run_threads(partial(losses_of, planner, zero, deep), ranks * stages * tensor, timeout=60.0)
+        for zero in (0, 2, 3)
+    )
+    assert parts == [whole, whole]
 
 
 @pytest.mark.parametrize("how", ["plain", "split"])
