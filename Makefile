@@ -1,4 +1,5 @@
-# make train: install and train on this machine. make test: install what the tests need, too, lint and run the tests.
+# make train: install and train on this machine. make test: install what the tests need, too, lint and run the quicker
+# tests of every room. make test-all: all tests.
 PYTHON ?= python3
 # Many tests wait for deadlines: two cores have time for three. More, and deadlines that are not under test may pass.
 TEST_PROCESSES ?= 3
@@ -15,7 +16,7 @@ export CMAKE_ARGS
 # The core is compiled while pip waits for the network and the disk, and while the linters run.
 MAKEFLAGS += -j2
 
-.PHONY: train test lint format docs build clients wheels ray asan tsan fuzz clean
+.PHONY: train test test-rest test-all unit times lint format docs build clients wheels ray asan tsan fuzz clean
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
 	rm -rf build/first-run
@@ -23,9 +24,27 @@ train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
 	@printf 'the steps as planned and as measured, in pictures: '
 	@$(BIN)/hdpcomm report build/first-run
 
+PYTEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
 test: lint $(DEVELOPER)
+	$(PYTEST) tests --part first
+
+# What `make test` leaves out; CI runs it after that.
+test-rest: $(DEVELOPER)
 	.ci/spills
-	$(BIN)/python -m pytest tests -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) tests --part rest
+
+test-all: lint $(DEVELOPER)
+	.ci/spills
+	$(PYTEST) tests
+
+# What needs no ranks.
+unit: $(DEVELOPER)
+	$(PYTEST) tests/unit --part first
+
+# Measures the files of tests again, where all pass and nothing else runs.
+times: $(DEVELOPER)
+	$(PYTEST) tests --write-times
 
 lint: $(VENV)/.packages-for-tests
 	$(BIN)/ruff check .

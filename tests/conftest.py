@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from hypothesis import HealthCheck, settings
 
 from hdpcomm.testing import RankPool
 from tests.harness.frozen import freeze
-from tests.harness.order import longest_first
+from tests.harness.order import PARTS, longest_first, write_times
 from tests.harness.patience import PATIENCE, be_patient
 from tests.harness.warm_python import PRELOAD
 
@@ -30,8 +31,27 @@ torch.set_num_threads(1)
 TESTS = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    longest_first(items)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", choices=PARTS, default="all", help="first: what `make test` runs; rest: what it leaves out"
+    )
+    parser.addoption("--write-times", action="store_true", help="write tests/times.txt, where all tests pass")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    longest_first(config, items)
+
+
+_times: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _times[report.nodeid.split("::")[0].removeprefix("tests/")] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if session.config.getoption("write_times") and exitstatus == 0 and "PYTEST_XDIST_WORKER" not in os.environ:
+        write_times(_times)
 
 
 def pytest_runtest_setup() -> None:

@@ -1,8 +1,9 @@
-"""The order of the test files, and which of them run side by side; measured on two cores.
+"""The order of the test files, which of them run side by side, and which `make test` runs.
 
-Files that compute come longest first: a long one at the end would leave the other processes of pytest-xdist without
-work. Files that mostly wait for deadlines and for the deaths of ranks are run by one process at a time, beside two that
-compute: three of them together would leave the cores idle, and three that compute make each other wait.
+tests/times.txt has the seconds of each file, as `pytest tests --write-times` measured them. Files come longest first: a
+long one at the end would leave the other processes of pytest-xdist without work. Files that mostly wait for deadlines
+and for the deaths of ranks are run by one process at a time, beside two that compute: three of them together would
+leave the cores idle, and three that compute make each other wait.
 """
 
 from __future__ import annotations
@@ -11,107 +12,53 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["longest_first", "waits"]
+__all__ = ["FIRST_SHARE", "PARTS", "first_files", "longest_first", "read_times", "waits", "write_times"]
 
-LONGEST = (
-    "ranks/run/test_dry_run.py",
-    "ranks/parallel/test_sliced_experts.py",
-    "ranks/run/test_elastic.py",
-    "ranks/run/test_zero_runs.py",
-    "ranks/parallel/test_pipeline_runs.py",
-    "ranks/parallel/test_sliced.py",
-    "ranks/run/test_joining_runs.py",
-    "ranks/parallel/test_sharded_mesh.py",
-    "ranks/train/test_memory.py",
-    "ranks/run/test_resume.py",
-    "unit/plan/test_slices.py",
-    "ranks/run/test_lora_runs.py",
-    "ranks/run/test_first_weights.py",
-    "ranks/parallel/test_sliced_trees.py",
-    "ranks/train/test_not_finite.py",
-    "ranks/run/test_deaths_at_moments.py",
-    "ranks/train/test_log_prob_losses.py",
-    "ranks/scale/test_hosts.py",
-    "ranks/parallel/test_pipeline.py",
-    "ranks/train/test_sharded.py",
-    "ranks/models/test_hybrid.py",
-    "unit/kernels/test_small_messages_emulated.py",
-    "ranks/parallel/test_mesh_memory.py",
-    "ranks/nccl/test_paths.py",
-    "unit/kernels/test_kernels_emulated.py",
-    "ranks/test_examples.py",
-    "ranks/train/test_train_command.py",
-    "ranks/attention/test_slices.py",
-    "faults/test_texts.py",
-    "ranks/attention/test_slices_linear.py",
-    "ranks/parallel/test_mesh_checkpoints.py",
-    "ranks/train/test_host_reads.py",
-    "ranks/parallel/test_pipeline_huggingface.py",
-    "ranks/train/test_zero.py",
-    "ranks/run/test_learning.py",
-    "ranks/train/test_huggingface_trl.py",
-    "ranks/models/test_gradient_checkpointing.py",
-    "ranks/parallel/test_expert_runs.py",
-    "unit/cli/test_without_drawing.py",
-    "ranks/models/test_tree_models.py",
-    "unit/test_readme.py",
-    "ranks/attention/test_chosen.py",
-    "unit/plan/test_optimum.py",
-    "unit/test_docs_site.py",
-    "ranks/parallel/test_expert.py",
-    "ranks/parallel/test_materialize.py",
-    "ranks/models/test_indexer_training.py",
-    "ranks/comm/test_collectives.py",
-    "unit/nccl/test_fake.py",
-    "unit/plan/test_key_limit.py",
-    "ranks/parallel/test_split_backward.py",
-    "ranks/train/test_huggingface_options.py",
-    "ranks/models/test_adapt.py",
-    "ranks/scale/test_torch_faults.py",
-    "ranks/scale/test_torch_transport.py",
-    "ranks/train/test_huggingface_restarts.py",
-    "ranks/train/test_matrix_owners.py",
-    "ranks/run/test_loader_runs.py",
-    "faults/test_live_loop_deaths.py",
-    "ranks/attention/test_attention_exact.py",
-)
-WAITING = (
-    "faults/test_after_errors.py",
-    "faults/test_paths_errors.py",
-    "faults/test_nccl_errors.py",
-    "faults/test_liveness.py",
-    "faults/test_counter_faults.py",
-    "faults/test_device_liveness.py",
-    "faults/test_fuzz.py",
-    "faults/test_desync.py",
-    "faults/test_who_may_join.py",
-    "faults/test_train_kill.py",
-    "faults/test_reshard_deaths.py",
-    "faults/test_teardown.py",
-    "faults/test_reasons.py",
-    "faults/test_resources.py",
-    "faults/test_bad_arguments.py",
-    "faults/test_bad_runs.py",
-    "faults/test_one_sided_errors.py",
-    "faults/test_joining.py",
-    "faults/test_hostile_peers.py",
-    "faults/test_comm_errors.py",
-    "faults/test_faults_benchmark.py",
-    "faults/test_device_errors.py",
-    "faults/test_shrink.py",
-    "faults/test_unattended.py",
-    "faults/test_stopped.py",
-    "faults/test_processes.py",
-    "unit/test_gpu_command.py",
-)
+PARTS = ("first", "rest", "all")
+FIRST_SHARE = 0.25
+"""What the first part may take of the time of all files."""
+
 _TESTS = Path(__file__).parents[1]
+_TIMES = _TESTS / "times.txt"
 
 
-def longest_first(items: list[pytest.Item]) -> None:
-    """Sorts the tests by their files; those that are not named here come last, as they were collected."""
-    places = {_TESTS / name: place for place, name in enumerate((*LONGEST, *WAITING))}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+def read_times() -> dict[str, float]:
+    """Seconds by file, as ``unit/test_suite.py``."""
+    rows = (line.split() for line in _TIMES.read_text().splitlines() if not line.startswith("#"))
+    return {name: float(seconds) for seconds, name in rows}
+
+
+def write_times(times: dict[str, float]) -> None:
+    rows = sorted(((seconds, name) for name, seconds in times.items()), reverse=True)
+    lines = ["# Seconds of each test file; written by: make times", *(f"{s:.1f} {name}" for s, name in rows)]
+    _TIMES.write_text("\n".join(lines) + "\n")
+
+
+def first_files(times: dict[str, float]) -> set[str]:
+    """The quickest file of each folder, and the quickest of all, as long as they take a small share of the time."""
+    ascending = sorted(times, key=lambda name: (times[name], name))
+    by_folder = {Path(name).parent: name for name in reversed(ascending)}
+    first, left = set(by_folder.values()), FIRST_SHARE * sum(times.values())
+    left -= sum(times[name] for name in first)
+    for name in ascending:
+        if name not in first and (left := left - times[name]) >= 0:
+            first.add(name)
+    return first
+
+
+def longest_first(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sorts the tests by their files, and leaves out those that are not of the wanted part. A file that was not
+    measured is of the first part."""
+    times, part = read_times(), config.getoption("part")
+    names = {item.path: item.path.relative_to(_TESTS).as_posix() for item in items if _TESTS in item.path.parents}
+    if part != "all":
+        rest = times.keys() - first_files(times)
+        left_out = [item for item in items if (names.get(item.path) in rest) == (part == "first")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if (names.get(item.path) in rest) == (part == "rest")]
+    items.sort(key=lambda item: -times.get(names.get(item.path, ""), 0.0))
 
 
 def waits(file: str) -> bool:
-    return file.endswith(WAITING)
+    """Whether a file's tests wait most of their time: those of faults do, and one that starts commands for a GPU."""
+    return "faults/" in file or file.endswith("unit/test_gpu_command.py")

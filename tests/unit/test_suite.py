@@ -15,15 +15,21 @@ from typing import Any
 
 import pytest
 
-from tests.harness.order import LONGEST, WAITING, waits
+from tests.harness.order import FIRST_SHARE, first_files, read_times, waits
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_files_that_have_a_place_are_there(pytestconfig: pytest.Config) -> None:
-    names = [*LONGEST, *WAITING]
-    assert [name for name in names if not (pytestconfig.rootpath / "tests" / name).is_file()] == []
-    assert len(set(names)) == len(names)
+def test_the_files_that_were_measured_are_there() -> None:
+    """A file that is gone would be counted; `make times` measures anew."""
+    assert [name for name in read_times() if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_the_first_part_has_files_of_every_folder() -> None:
+    times = read_times()
+    first = first_files(times)
+    assert {Path(name).parent for name in first} == {Path(name).parent for name in times}
+    assert sum(times[name] for name in first) <= FIRST_SHARE * sum(times.values())
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "examples", "tools"])
@@ -64,8 +70,8 @@ class Node:
 def test_one_process_at_a_time_waits(seed: int) -> None:
     scheduling = pytest.importorskip("tests.harness.scheduling", reason="needs pytest-xdist")
     draw = random.Random(seed)
-    waiting = [name for name in WAITING[:6] for _ in range(draw.randint(1, 5))]
-    computing = [name for name in LONGEST[:20] for _ in range(draw.randint(1, 5))]
+    waiting = [f"faults/test_{name}.py" for name in "abcdef" for _ in range(draw.randint(1, 5))]
+    computing = [f"unit/test_{number}.py" for number in range(20) for _ in range(draw.randint(1, 5))]
     items = [f"tests/{name}::test_{place}" for place, name in enumerate([*computing, *waiting])]
     config: Any = SimpleNamespace(getvalue=lambda _: ["popen"] * 3, option=SimpleNamespace(loadscopereorder=False))
     dealt = scheduling.OneWaits(config)
