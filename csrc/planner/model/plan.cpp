@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 #include <string>
 
 #include "base/error.hpp"
@@ -112,6 +113,24 @@ std::vector<int32_t> followingSlices(const Plan& plan) {
     following[previous] = static_cast<int32_t>(i);
   }
   return following;
+}
+
+std::vector<int32_t> joinedRanks(const Plan& plan, int ranks) {
+  std::vector<int32_t> lowest(ranks);
+  std::iota(lowest.begin(), lowest.end(), 0);
+  const auto find = [&](int32_t rank) {
+    while (lowest[rank] != rank) rank = lowest[rank] = lowest[lowest[rank]];
+    return rank;
+  };
+  for (const MicroBatch& batch : plan.micro_batches) {
+    for (const int32_t rank : batch.ranks) {
+      const int32_t a = find(rank);
+      const int32_t b = find(batch.ranks.front());
+      lowest[std::max(a, b)] = std::min(a, b);
+    }
+  }
+  for (int32_t rank = 0; rank < ranks; ++rank) lowest[rank] = find(rank);
+  return lowest;
 }
 
 Scope scopeOf(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept {

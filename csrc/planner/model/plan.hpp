@@ -45,6 +45,9 @@ struct Plan {
 // slice. Raises InvalidUsage where slices do not follow each other on the same ranks.
 std::vector<int32_t> followingSlices(const Plan& plan);
 
+// Which ranks are joined by micro-batches, directly or by others: by rank, the lowest of them.
+std::vector<int32_t> joinedRanks(const Plan& plan, int ranks);
+
 Scope scopeOf(const std::vector<int32_t>& ranks, const Cluster& cluster) noexcept;
 
 // Speed of the slowest of these ranks.

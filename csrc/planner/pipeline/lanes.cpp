@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -47,27 +46,8 @@ Problem onOneDevice(const Problem& problem, double room, double ramps) {
   return problem.withCosts(CostModel(params, memory, cluster));
 }
 
-// Which ranks are joined by micro-batches, directly or by others: by rank, the lowest of them.
-std::vector<int32_t> joined(const Plan& plan, int ranks) {
-  std::vector<int32_t> lowest(ranks);
-  std::iota(lowest.begin(), lowest.end(), 0);
-  const auto find = [&](int32_t rank) {
-    while (lowest[rank] != rank) rank = lowest[rank] = lowest[lowest[rank]];
-    return rank;
-  };
-  for (const MicroBatch& batch : plan.micro_batches) {
-    for (const int32_t rank : batch.ranks) {
-      const int32_t a = find(rank);
-      const int32_t b = find(batch.ranks.front());
-      lowest[std::max(a, b)] = std::min(a, b);
-    }
-  }
-  for (int32_t rank = 0; rank < ranks; ++rank) lowest[rank] = find(rank);
-  return lowest;
-}
-
 std::vector<Lane> lanesOf(const Problem& problem, const Plan& flat) {
-  const std::vector<int32_t> lowest = joined(flat, problem.ranks());
+  const std::vector<int32_t> lowest = joinedRanks(flat, problem.ranks());
   std::vector<LaneJobs> jobs(problem.ranks());
   for (int32_t rank = 0; rank < problem.ranks(); ++rank) {
     jobs[lowest[rank]].ranks.push_back(rank);

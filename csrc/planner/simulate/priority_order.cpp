@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <queue>
 #include <string>
 #include <vector>
@@ -99,25 +100,20 @@ class Simulator {
   }
 
   SimulatedStep run() {
-    chooseAll();
     size_t done = 0;
-    const size_t all = plan_.micro_batches.size() * stages_ * 2;
-    while (done < all && !too_late_) {
-      if (events_.empty()) chooseAll();
-      if (events_.empty()) break;
-      const Event event = events_.top();
-      events_.pop();
-      if (changed(event)) continue;
-      now_ = event.time;
-      finish(event);
-      ++done;
+    double latest = 0;
+    for (const std::vector<int32_t>& ranks : parts()) {
+      now_ = 0;
+      done += runPart(ranks);
+      latest = std::max(latest, too_late_ ? limit_ : now_);
+      if (too_late_) break;
     }
-    if (too_late_) now_ = std::max(now_, limit_);
+    const size_t all = plan_.micro_batches.size() * stages_ * 2;
     if (done != all && !too_late_) {
       throw Error(ErrorKind::kInternal, "the simulation stopped after " + std::to_string(done) +
                                             " passes: the ranks wait for each other");
     }
-    result_.finish(chunks_ == 1 || too_late_ ? now_ : makespan_);
+    result_.finish(chunks_ == 1 || too_late_ ? latest : makespan_);
     for (int rank = 0; rank < problem_.ranks(); ++rank) {
       for (int device = 0; device < devices_; ++device) {
         result_.peak_tokens[rank] = std::max(result_.peak_tokens[rank], unit(rank, device).peak);
@@ -127,6 +123,37 @@ class Simulator {
   }
 
  private:
+  // Ranks that share no micro-batch with others run by themselves: few of them, and few events.
+  // With one stage all together, as their rings may share links.
+  std::vector<std::vector<int32_t>> parts() const {
+    if (stages_ == 1) {
+      std::vector<int32_t> all(problem_.ranks());
+      std::iota(all.begin(), all.end(), 0);
+      return {std::move(all)};
+    }
+    const std::vector<int32_t> lowest = joinedRanks(plan_, problem_.ranks());
+    std::vector<std::vector<int32_t>> found(problem_.ranks());
+    for (int32_t rank = 0; rank < problem_.ranks(); ++rank) found[lowest[rank]].push_back(rank);
+    return found;
+  }
+
+  // Returns how many passes have ended.
+  size_t runPart(const std::vector<int32_t>& ranks) {
+    size_t done = 0;
+    chooseAll(ranks);
+    while (!too_late_) {
+      if (events_.empty()) chooseAll(ranks);
+      if (events_.empty()) break;
+      const Event event = events_.top();
+      events_.pop();
+      if (changed(event)) continue;
+      now_ = event.time;
+      finish(event);
+      ++done;
+    }
+    return done;
+  }
+
   // The order of the forward passes on each device: by micro-batch; with several chunks, groups of
   // at most as many micro-batches of a rank as there are devices go through the first chunk, then
   // through the second one, and so on. A micro-batch is in the same group on all of its ranks, and
@@ -234,9 +261,9 @@ class Simulator {
 
   // At the start, and where release() has not found all that wait for each other. As no device runs
   // anything then, the first backward pass of all that may start has all of its ranks.
-  void chooseAll() {
+  void chooseAll(const std::vector<int32_t>& ranks) {
     for (const bool forward : {true, false}) {
-      for (int rank = 0; rank < problem_.ranks(); ++rank) {
+      for (const int32_t rank : ranks) {
         for (int device = 0; device < devices_; ++device) choose(rank, device, forward);
       }
     }
