@@ -82,8 +82,9 @@ class Bound {
     }
   }
 
-  double solve() const {
-    double low = std::max(slowest_ * alone_, workAlone() / ranks_ + filling_);
+  // `known`: a bound that is to be raised.
+  double solve(double known) const {
+    double low = std::max({known, slowest_ * alone_, workAlone() / ranks_ + filling_});
     double high = low;
     while (!possible(high)) {
       low = high;
@@ -500,15 +501,16 @@ Problem withoutWeights(const Problem& problem) {
   return problem.withCosts(CostModel(params, problem.cost().memory(), problem.cost().cluster()));
 }
 
-double boundOfAll(const Problem& problem) {
+// `known`: a bound that is to be raised.
+double boundOfAll(const Problem& problem, double known = 0) {
   Load longest;  // offload's ratio grows with the length
   longest.add(*std::max_element(problem.lengths().begin(), problem.lengths().end()));
   const double max_offload = problem.cost().maxOffload(longest);
   const double put_off = problem.cost().params().put_off;
   if (!problem.cost().cluster().split || put_off <= 0) {
-    return Bound(problem, 0.0, max_offload).solve();
+    return Bound(problem, 0.0, max_offload).solve(known);
   }
-  return Bound(withoutWeights(problem), put_off, max_offload).solve();
+  return Bound(withoutWeights(problem), put_off, max_offload).solve(known);
 }
 
 // The largest bound of the longest sequences alone, some numbers of them, if it is above `least`:
@@ -531,7 +533,7 @@ double boundOfLongest(const Problem& problem, double least) {
       part.push_back(sequence);
     }
     if (seconds + (cost.cluster().pipeline - 1) * longest <= least) continue;
-    least = std::max(least, boundOfAll(problem.part(part, cost)));
+    least = boundOfAll(problem.part(part, cost), least);
   }
   return least;
 }

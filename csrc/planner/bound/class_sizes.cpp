@@ -70,7 +70,8 @@ double ClassSizes::leastWork(const Load& load, double held) const {
 
 void ClassSizes::findOf(Class& each, double time, const ConfigurationCharges& charges) {
   each.sizes.clear();
-  each.work = std::numeric_limits<double>::infinity();
+  constexpr double never = std::numeric_limits<double>::infinity();
+  each.work = never;
   const double tokens = each.load.tokens;
   const auto least = static_cast<int>(std::ceil(tokens / charges.sequence * (1 - 1e-9)));
   const auto borders = cost_.cluster().largestGroups();
@@ -84,13 +85,20 @@ void ClassSizes::findOf(Class& each, double time, const ConfigurationCharges& ch
     double seconds = cost_.leastSeconds(each.load, first, last);
     const int most = mostTogether(each.load, first, last, charges.held);
     const auto add = [&](double taken, int together, const WayLists::Ends& ends) {
-      if (taken + ends.only > time) return;
+      if (taken > time || taken + ends.only > time) return;
       each.sizes.push_back({first, last, taken, together, ends});
       each.work = std::min(each.work, first * taken / together);
     };
     if (stages_ > 1) {
       if (each.jobs.size() == range) {
-        each.jobs.push_back(PassTimes::inSlices(cost_, each.load, first, last, charges.held));
+        const auto least_job = PassTimes::leastInSlices(cost_, each.load, first, last);
+        // More ranks than another one that ends no later are in no list.
+        const bool worse =
+            std::any_of(each.jobs.begin(), each.jobs.end(),
+                        [&](const PassTimes::Job& fewer) { return fewer.noLongerThan(least_job); });
+        each.jobs.push_back(worse
+                                ? PassTimes::Job{never, never, never, never}
+                                : PassTimes::inSlices(cost_, each.load, first, last, charges.held));
       }
       const PassTimes::Job& job = each.jobs[range++];
       add(job.passes, 1, {job.first - job.passes, job.last - job.passes, job.only - job.passes});

@@ -160,6 +160,20 @@ PassTimes::Job PassTimes::inSlices(const CostModel& cost, const Load& load, int 
   return job;
 }
 
+PassTimes::Job PassTimes::leastInSlices(const CostModel& cost, const Load& load, int first,
+                                        int last) {
+  const Slices slices(cost, load, first, last);
+  const double passes = cost.leastSeconds(load, first, last);
+  const double share = 1.0 / cost.cluster().mostSlices();
+  const auto along = [&](bool backward) {
+    return (cost.cluster().pipeline - 1) *
+           std::min(slices.longest(share, backward), slices.longest(1, backward));
+  };
+  const double way = along(false);
+  const double back = along(true);
+  return {passes, passes + way, passes + back, passes + way + back};
+}
+
 double PassTimes::timesFirstSlice(const Cluster& cluster) {
   if (cluster.pipeline == 1) return 1;
   return timesTheFirst(cluster.mostSlices(), 1 + (cluster.chunks - 1.0) / (cluster.pipeline - 1));
