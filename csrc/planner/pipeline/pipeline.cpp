@@ -70,6 +70,7 @@ Plan planPipeline(const Problem& problem, const PolicyOptions& options, double l
         problem, lower_bound, kFair, kRanksOfPart,
         [&](const Problem& part, double bound) { return planPipeline(part, options, bound); });
     if (copies) {
+      if (copies->makespan <= whole) return std::move(*copies);
       Plan plan = planPipeline(problem.inSlices(1), options, whole);
       return plan.makespan <= copies->makespan ? plan : std::move(*copies);
     }
