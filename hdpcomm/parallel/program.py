@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import StepPlan
+from hdpcomm.plan import MemoryModel, StepPlan
 from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
+from hdpcomm.plan.waves import PlannedWaves, plan_waves
 
 __all__ = ["Action", "check_programs", "make_program", "make_programs"]
 
@@ -78,7 +79,15 @@ def make_programs(schedule: PipelineSchedule, plan: StepPlan) -> dict[tuple[int,
     }
 
 
-def check_programs(programs: Programs, plan: StepPlan, *, stages: int, split: bool = False) -> None:
+def check_programs(
+    programs: Programs,
+    plan: StepPlan,
+    *,
+    stages: int,
+    split: bool = False,
+    memory: MemoryModel | None = None,
+    waves: PlannedWaves | None = None,
+) -> None:
     """Proves that programs run to their end: runs them symbolically, with messages that block until both sides have
     come to them, and passes that wait for all ranks of their micro-batch. Local.
 
@@ -87,12 +96,45 @@ def check_programs(programs: Programs, plan: StepPlan, *, stages: int, split: bo
     Args:
         stages: of the model; stage s runs on device s modulo the devices of a pipeline.
         split: backward passes are split; then each device also computes the gradients of weights of its own.
+        memory: checks that devices never hold more activations than they have room for.
+        waves: where ``plan`` is of these (:func:`hdpcomm.plan.waves.plan_waves`), for what each rank runs in them.
 
     Raises:
         InvalidUsage: devices wait for each other in a circle (says for what), a pass runs before what it needs, a
-            message has no counterpart, or a pass is missing or doubled.
+            message has no counterpart, a pass is missing or doubled, or a device holds too much.
     """
     _SymbolicRun(programs, plan, stages, split).finish()
+    if memory is not None:
+        _check_memory(programs, waves or plan_waves(plan, 1), memory, stages // _devices(programs), split)
+
+
+def _devices(programs: Programs) -> int:
+    """Devices of each rank's pipeline."""
+    return 1 + max((stage for _, stage in programs), default=0)
+
+
+def _check_memory(programs: Programs, waves: PlannedWaves, memory: MemoryModel, chunks: int, split: bool) -> None:
+    """Counts the tokens of each device, which a micro-batch takes from its forward pass to its last one."""
+    devices = _devices(programs)
+    room = memory.capacity * (devices + (devices - 1) / chunks if chunks > 1 else devices)
+    tokens = {
+        (rank, number): (1 - batch.offload_ratio * memory.offloadable) * batch.tokens_held / chunks
+        for rank in {rank for rank, _ in programs}
+        for number, batch in waves.of_rank(rank).items()
+        if batch is not None
+    }
+    for (rank, stage), program in programs.items():
+        held = 0.0
+        for action in program:
+            done = action.done
+            if action.kind != RUN or (split and done.backward and not done.weights):
+                continue
+            held += (-1 if done.backward else 1) * tokens.get((rank, done.micro_batch), 0.0)
+            if held > room * (1 + 1e-9):
+                raise InvalidUsage(
+                    f"rank {rank}, stage {stage} holds {held:.0f} tokens after {action}, and has room for {room:.0f} "
+                    f"(capacity {memory.capacity}, {devices} device(s)): plan again"
+                )
 
 
 class _SymbolicRun:
@@ -100,7 +142,7 @@ class _SymbolicRun:
 
     def __init__(self, programs: Programs, plan: StepPlan, stages: int, split: bool) -> None:
         self.programs, self.stages, self.split = programs, stages, split
-        self.devices = 1 + max((stage for _, stage in programs), default=0)
+        self.devices = _devices(programs)
         self.groups = {batch.index: batch.ranks for batch in plan.micro_batches}
         self.beside = {
             (index, backward): int(plan.table.index[each.rows[other]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,17 @@ from hypothesis import strategies as st
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel import Action, check_programs, make_program, make_programs
-from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Pass, PipelineSchedule, Planner, SequenceInfo, StepPlan
+from hdpcomm.plan import (
+    ClusterSpec,
+    CostModel,
+    MemoryModel,
+    MicroBatch,
+    Pass,
+    PipelineSchedule,
+    Planner,
+    SequenceInfo,
+    StepPlan,
+)
 
 COST = CostModel(1e-9, 1e-6, 1e-4, kv_intra=1e-6, kv_inter=5e-6)
 EXAMPLES = int(os.environ.get("HDPCOMM_TEST_PIPELINE_PLANS", "12"))
@@ -134,6 +145,22 @@ def test_what_is_wrong_is_said(change, message):
     programs = make_programs(planner_of(1, 2).schedule(TWO), TWO)
     with pytest.raises(InvalidUsage, match=message):
         check_programs(programs | change(programs), TWO, stages=2)
+
+
+def test_more_than_devices_have_room_for_is_refused():
+    """All forward passes before the first backward pass: three micro-batches where two have room."""
+    plan = plan_of(1, [((0,), 800)] * 3)
+    passes = [(i, stage, 0) for i in range(3) for stage in range(2)]
+    passes += [(i, stage, 1) for i in range(3) for stage in (1, 0)]
+    programs = make_programs(PipelineSchedule(2, np.array(passes, dtype=np.int32)), plan)
+    check_programs(programs, plan, stages=2)
+    told = r"rank 0, stage 0 holds 2400 tokens after run forward pass of micro-batch 2, stage 0, and has room for 2000"
+    with pytest.raises(InvalidUsage, match=told):
+        check_programs(programs, plan, stages=2, memory=MemoryModel(1000))
+    planner = planner_of(1, 2)
+    check_programs(make_programs(planner.schedule(plan), plan), plan, stages=2, memory=planner.memory)
+    less = replace(plan, micro_batches=tuple(replace(batch, offload_ratio=0.5) for batch in plan.micro_batches))
+    check_programs(programs, less, stages=2, memory=MemoryModel(1000, offloadable=0.5, copy_s=1.0, host_tokens=1000))
 
 
 def test_every_swap_of_passes_that_breaks_an_order_is_refused():

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.parallel import check_programs, make_programs
 from hdpcomm.plan import (
     MODELS,
     ClusterSpec,
@@ -27,7 +28,7 @@ from hdpcomm.plan import (
     StepPlan,
 )
 from hdpcomm.plan.token_mixing import latent_mixing
-from hdpcomm.plan.waves import plan_waves
+from hdpcomm.plan.waves import PlannedWaves, plan_waves
 
 STEPS = -(-int(os.environ.get("HDPCOMM_TEST_SLICES_PLANS", "30")) // 3)
 COST = CostModel(attention=1e-9, linear=1e-6, fixed=1e-4, ring_step=1e-5, kv_intra=1e-8, kv_inter=4e-8)
@@ -73,16 +74,19 @@ def random_step(seed: int, chunks: int = 1) -> tuple[Planner, list[int]]:
     return planner, random_lengths(rng, cluster.capacity, ranks)
 
 
-def most_held(planner: Planner, plan: StepPlan, schedule: PipelineSchedule) -> float:
+def most_held(planner: Planner, waves: PlannedWaves, schedule: PipelineSchedule) -> float:
     """The most tokens that a device of a rank holds at a time: from the forward pass of a micro-batch to its last."""
+    own = [waves.of_rank(rank) for rank in range(planner.cluster.ranks)]
     held: dict[tuple[int, int], float] = defaultdict(float)
-    most, batches = 0.0, {batch.index: batch for batch in plan.micro_batches}
+    most, batches = 0.0, {batch.index: batch for batch in waves.plan.micro_batches}
     alone = [-1] * len(schedule.passes) if schedule.alone is None else schedule.alone.tolist()
     for (index, stage, kind), rank in zip(schedule.passes.tolist(), alone, strict=True):
-        batch, device = batches[index], stage % schedule.devices
-        tokens = sum(-(-each.length // len(batch.ranks)) for each in batch.sequences) / schedule.chunks
-        tokens *= 1 - batch.offload_ratio * planner.memory.offloadable
-        for member in batch.ranks if kind == 0 or not schedule.split else [rank][: kind == 2]:
+        for member in batches[index].ranks if kind == 0 or not schedule.split else [rank][: kind == 2]:
+            batch, device = own[member][index], stage % schedule.devices
+            if batch is None:  # ranks that share experts run passes without tokens
+                continue
+            tokens = sum(-(-each.length // len(batch.ranks)) for each in batch.sequences) / schedule.chunks
+            tokens *= 1 - batch.offload_ratio * planner.memory.offloadable
             held[member, device] += -tokens if kind else tokens
             most = max(most, held[member, device])
     return most
@@ -118,7 +122,8 @@ def seconds_of_passes(planner: Planner, plan: StepPlan) -> dict[tuple[int, int, 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_devices_hold_what_they_have_room_for(chunks: int) -> None:
-    """In any step with slices; and the bound is below the plan, and none has more slices than are allowed."""
+    """In any step with slices, by this count and that of programs; and the bound is below the plan, and none has more
+    slices than are allowed."""
     sliced = 0
     for seed in sorted({*range(STEPS), 84, 103}):  # in the last two, lanes would exchange what ranks cannot hold
         planner, lengths = random_step(seed, chunks)
@@ -128,9 +133,10 @@ def test_devices_hold_what_they_have_room_for(chunks: int) -> None:
         waves = plan_waves(plan, cluster.expert)
         schedule = planner.schedule(waves.plan)
         schedule.validate(waves.plan)
-        if cluster.expert == 1:
-            held = most_held(planner, plan, schedule)
-            assert held <= most * planner.memory.capacity * (1 + 1e-9), (seed, planner.cluster, lengths)
+        held, programs = most_held(planner, waves, schedule), make_programs(schedule, waves.plan)
+        known = {"split": cluster.split_backward, "memory": planner.memory, "waves": waves}
+        check_programs(programs, waves.plan, stages=schedule.stages, **known)
+        assert held <= most * planner.memory.capacity * (1 + 1e-9), (seed, planner.cluster, lengths)
         assert plan.lower_bound_s <= plan.makespan_s * (1 + 1e-9), (seed, planner.cluster, lengths)
         assert max((len(each.rows) for each in plan.slices.values()), default=1) <= planner.slices, seed
         sliced += bool(plan.slices)
@@ -186,5 +192,5 @@ def test_large_clusters_copy_the_plan_of_a_part() -> None:
     planner.validate(plan, lengths)
     assert plan.slices
     assert plan.made_by.endswith(" + copies")
-    assert most_held(planner, plan, planner.schedule(plan)) <= 4 * 1024
+    assert most_held(planner, plan_waves(plan, 1), planner.schedule(plan)) <= 4 * 1024
     assert plan.lower_bound_s <= plan.makespan_s == pytest.approx(planner.simulate(plan)["makespan"])

@@ -90,7 +90,7 @@ def test_a_step_is_no_longer_and_can_run(seed, chunks):
     schedule = sliced.schedule(after)
     schedule.validate(after)
     split = planner.cluster.split_backward
-    check_programs(make_programs(schedule, after), after, stages=schedule.stages, split=split)
+    check_programs(make_programs(schedule, after), after, stages=schedule.stages, split=split, memory=planner.memory)
     found = simulate_step(sliced, after)
     assert abs(found.compute_s - after.makespan_s) <= 1e-9 * after.makespan_s
     assert found.rank_peak_tokens.max() <= most_held(planner.cluster) * planner.memory.capacity * (1 + 1e-9)
@@ -197,7 +197,7 @@ def test_the_bound_is_no_less_than_that_of_the_longest_alone(seed):
     lengths += [min(65_536, int(rng.lognormvariate(8.5, 1.2)) + 1) for _ in range(160)]
     longest, bound = sorted(lengths, reverse=True), planner.lower_bound(lengths)
     for count in (1, 2, 4, 32):
-        assert planner.lower_bound(longest[:count]) <= bound * (1 + 1e-9)
+        assert planner.lower_bound(longest[:count]) <= bound * (1 + 1e-6)  # by which each may be too low
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -354,7 +354,7 @@ def test_no_device_waits_for_ever(seed):
     plan = StepPlan("by hand", ranks, made, 0.0, 0.0, 0.0, 0.0, fragments=tuple(fragments))
     schedule = planner.schedule(plan)
     schedule.validate(plan)
-    check_programs(make_programs(schedule, plan), plan, stages=schedule.stages, split=split)
+    check_programs(make_programs(schedule, plan), plan, stages=schedule.stages, split=split, memory=planner.memory)
     found = planner.simulate(plan)
     assert found["peak_tokens"].max() <= most_held(cluster) * capacity * (1 + 1e-9)
     assert planner.lower_bound(lengths) <= found["makespan"] * (1 + 1e-9)
