@@ -124,9 +124,9 @@ def step_of(make: Callable[[], nn.Module], dtype: torch.dtype | None) -> list[tu
         for _ in range(2):  # the first one makes the optimizer's state
             with MemoryMeter("cpu") as meter:
                 trainer.step(lengths, lambda place: torch.arange(lengths[place]) % 100)
-        gradients = trainer.gradients
+        gradients = trainer.runner.gradients
         kept = [*model.parameters(), *model.buffers(), gradients.sums.flat]
-        kept += [] if trainer.masters is None else [piece.master for piece in trainer.masters.pieces]
+        kept += [] if trainer.runner.masters is None else [piece.master for piece in trainer.runner.masters.pieces]
         kept += [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         states = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
         found.append((recompute, sum(states.values()) + meter.peak, profile.peak_bytes(sum(lengths), recompute)))

@@ -54,10 +54,10 @@ def measure(tokens: int, steps: int) -> dict[str, Any]:
             planner = Planner(None, ClusterSpec(comm.size, capacity=tokens), "naive", cost)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             trainer = trainers[name] = Trainer(model, optimizer, planner, comm, zero=1, bucket_bytes=BUCKET_BYTES)
-            gradients = trainer.gradients
+            gradients = trainer.runner.gradients
             if name == "after":
                 gradients.reduce_early = _nothing  # type: ignore[method-assign]
-            for owner, method in ((trainer.passes, "run"), (gradients, "reduce")):
+            for owner, method in ((trainer.runner.passes, "run"), (gradients, "reduce")):
                 setattr(owner, method, _noting_end(getattr(owner, method), times[name]))
         losses: dict[str, list[float]] = {name: [] for name in trainers}
         took: dict[str, list[float]] = {name: [] for name in trainers}

@@ -114,7 +114,7 @@ def compared(corpus: Corpus, steps: int, tokens: int) -> list[Row]:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
             trainer = Trainer(model, adamw(model), whole, comm)
-            trainer.passes = LockstepPasses(model, trainer.mesh)
+            trainer.runner.passes = LockstepPasses(model, trainer.mesh)
             return trainer
 
         ddp = Llama(MODEL)

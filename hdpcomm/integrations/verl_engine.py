@@ -52,8 +52,10 @@ from hdpcomm.train.huggingface_batch import Sequences
 from hdpcomm.train.layout import Layout, layout_of
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.masters import Masters
+from hdpcomm.train.passes import MicroBatchPasses
 from hdpcomm.train.replicas import settings_of
 from hdpcomm.train.row_passes import RowPasses
+from hdpcomm.train.runner import Runner
 from hdpcomm.train.state import State
 
 __all__ = ["HdpEngine", "HdpEngineConfig"]
@@ -112,6 +114,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         self.lr_scheduler: Any = None
         self._masters: Masters | None = None
         self._rows: RowPasses
+        self._runner: Runner
         self._adapted: nn.Module
         self._layout: Layout
         self._mesh: Mesh
@@ -147,7 +150,9 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
                 zero=1, dtype=None if dtype == wide else dtype, bucket_bytes=BUCKET_BYTES,
             )  # fmt: skip
         gradients = None if self._masters is None else self._masters.gradients
-        self._rows = RowPasses(self._adapted, mesh, gradients, self._settings)
+        passes = MicroBatchPasses(self._adapted, mesh)
+        self._runner = Runner(self._adapted, mesh, passes, gradients, self._masters)
+        self._rows = RowPasses(self._adapted, mesh, self._runner, self._settings)
 
     def _read_model(self, dtype: torch.dtype) -> nn.Module:
         config = copy.deepcopy(self.model_config.hf_config)  # the attention of this one is changed
@@ -292,21 +297,18 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
 
     def optimizer_zero_grad(self) -> None:
         """Local."""
-        self._rows.zero()
+        self._runner.zero()
 
     def optimizer_step(self) -> float:
         """Reduces and clips the gradients and updates the weights, unless their norm, which it returns, is not finite.
         Collective."""
-        masters, optimizer = self._masters, self.optimizer
-        assert masters is not None
-        assert optimizer is not None
+        runner = self._runner
+        assert self.optimizer is not None
         with self.comm.liveness_deadlines():
-            self._rows.reduce()
-            norm = masters.gradients.clip_(self.optimizer_config.clip_grad)
+            runner.reduce()
+            norm = runner.clip(self.optimizer_config.clip_grad)
             if norm < float("inf"):
-                masters.finish()
-                optimizer.step()
-                masters.publish()
+                runner.update(self.optimizer)
             else:
                 _log.warning("grad_norm is %s: no parameter was updated", norm)
         return norm

@@ -333,7 +333,7 @@ class _Run:
         costs, times = step_costs(
             trainer.timeline.spans, ran, self.comm, seconds=metrics.seconds, spec=self.spec,
             stall_s=stall_s, cost_model=trainer.planner.cost_model,
-            mesh=trainer.mesh if self.config.on_mesh else None, stage_bytes=trainer.passes.bytes_sent,
+            mesh=trainer.mesh if self.config.on_mesh else None, stage_bytes=trainer.runner.passes.bytes_sent,
             loading=self.batches.costs(step, taken - planned.waited_s, taken),
         )  # fmt: skip
         if policy in self.slow:

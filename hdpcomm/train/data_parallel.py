@@ -24,6 +24,7 @@ from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceIn
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.layout import layout_of
 from hdpcomm.train.passes import MicroBatchPasses, RunningSlices, StepInputs
+from hdpcomm.train.runner import Runner
 from hdpcomm.train.shards import no_tokens
 from hdpcomm.train.trainer import Trainer
 
@@ -171,7 +172,6 @@ def data_parallel_trainer(
     alone = Mesh(cast("Communicator", comm.subset([comm.rank])))
     # DDP adds up, in place: each rank has all sums
     gradients = Gradients.whole(model.parameters(), layout_of(model, alone), alone)
-    trainer.gradients = gradients
-    reduced = sum(p.nbytes for p in gradients.parameters)
-    trainer.passes = DistributedPasses(model, trainer.mesh, group, reduced)
+    passes = DistributedPasses(model, trainer.mesh, group, sum(p.nbytes for p in gradients.parameters))
+    trainer.runner = Runner(model, trainer.mesh, passes, gradients)
     return trainer

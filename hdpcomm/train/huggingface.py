@@ -36,8 +36,10 @@ from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.huggingface_batch import Sequences, gather_sequences, sequences_of
 from hdpcomm.train.huggingface_log_probs import ComputedLoss, LogProbModel
 from hdpcomm.train.layout import layout_of
+from hdpcomm.train.passes import MicroBatchPasses
 from hdpcomm.train.replicas import settings_of
 from hdpcomm.train.row_passes import RowPasses
+from hdpcomm.train.runner import Runner
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -91,8 +93,8 @@ class HybridDataParallel:
         self._counts: Counter[str] = Counter()
         self._comm: Communicator | None = None
         self._evaluates = False
-        self._made: tuple[RowPasses, Gradients] | None = None
-        """What runs the passes of a step, and their gradients; made when the model is prepared."""
+        self._made: tuple[RowPasses, Runner] | None = None
+        """Plans of rows, and what runs them; made when the model is prepared."""
         self._begins = True
         """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
         super().__init__(*args, **kwargs)
@@ -125,11 +127,14 @@ class HybridDataParallel:
         gradients = Gradients.whole(model.parameters(), layout_of(model, mesh), mesh)
         if self._made is not None:
             self._limits["cost_model"] = self._made[0].cost_model
+        runner = Runner(
+            self._adapted, mesh, MicroBatchPasses(self._adapted, mesh), gradients, within=self._planned_attention
+        )
         passes = RowPasses(
-            self._adapted, mesh, gradients, self._settings, **self._limits,
-            opened=self._planned_attention, around=lambda: cast(Any, self).compute_loss_context_manager(),
+            self._adapted, mesh, runner, self._settings, **self._limits,
+            around=lambda: cast(Any, self).compute_loss_context_manager(),
         )  # fmt: skip
-        self._made, self._begins = (passes, gradients), True
+        self._made, self._begins = (passes, runner), True
         return prepared
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,9 +262,9 @@ class HybridDataParallel:
     def _begin(self) -> tuple[RowPasses, bool]:
         """Before the passes of a batch: what runs them, and whether they end the step."""
         assert self._made is not None
-        passes, _ = self._made
+        passes, runner = self._made
         if self._begins:
-            passes.zero()
+            runner.zero()
         self._begins = ends = bool(cast(Any, self).accelerator.sync_gradients)
         return passes, ends
 
@@ -277,10 +282,10 @@ class HybridDataParallel:
     def _train(self, planned: PlannedStep, batch: Sequences, *, ends: bool, **more: Any) -> Tensor:
         """See :meth:`hdpcomm.train.row_passes.RowPasses.train`; with ``ends``, parameters have their gradients then."""
         assert self._made is not None
-        passes, gradients = self._made
+        passes, runner = self._made
         share = passes.train(planned, batch, ends=ends, **more)
         if ends:
-            gradients.finish()
+            runner.finish()
         self._counts.update(tokens=sum(batch.lengths), micro_batches=len(planned.plan.micro_batches), batches=1)
         return share
 

@@ -30,19 +30,15 @@ from hdpcomm.train.label_terms import (
     shorter_plan,
 )
 from hdpcomm.train.loss import IGNORE
-from hdpcomm.train.passes import MicroBatchPasses, StepInputs
-from hdpcomm.train.plan_check import check_same_plan
+from hdpcomm.train.passes import StepInputs
 from hdpcomm.train.profile import profile_cost_model
-from hdpcomm.train.replicas import ChangedBuffers
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.train.gradients import Gradients
+    from hdpcomm.train.runner import Runner
 
 __all__ = ["RowPasses", "ScoredRows"]
-
-_FIRST = "runs its first micro-batches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,46 +71,34 @@ class ScoredRows:
 
 
 class RowPasses:
-    """Plans, and runs passes of a model that is whole on each rank; called by all ranks alike.
+    """Plans for the rows of all ranks, and runs passes of them; called by all ranks alike.
 
     Args:
         model: in the form of :func:`hdpcomm.models.adapt`, with equal values on all ranks.
-        gradients: of the backward passes; ``None``: there are none.
+        runner: of passes of the model.
         settings: gives what ranks must have alike to update alike (:func:`hdpcomm.train.replicas.settings_of`).
         capacity: most tokens of a rank in a micro-batch; ``None``: the even share of each batch.
         cost_model: what plans go by; ``None``: measured with the first batch.
-        opened: around all passes; ``around``: around the forward pass of each micro-batch.
+        around: around the forward pass of each micro-batch.
     """
 
     def __init__(
         self,
         model: nn.Module,
         mesh: Mesh,
-        gradients: Gradients | None,
+        runner: Runner,
         settings: Callable[[], str],
         *,
         capacity: int | None = None,
         cost_model: CostModel | None = None,
-        opened: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.comm, self.capacity, self.cost_model = mesh.comm, capacity, cost_model
-        self._model, self._gradients, self._settings, self._opened, self._around = (
-            model, gradients, settings, opened, around,
-        )  # fmt: skip
-        self._passes, self._buffers = MicroBatchPasses(model, mesh), ChangedBuffers(model)
+        self._model, self._runner, self._settings, self._around = model, runner, settings, around
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         self._cluster = mesh.cluster()
         self._shares = shares_prefixes([model])
         self._planner: Planner | None = None
-        self._compiled = self._reduced = False
-
-    def zero(self) -> None:
-        """A step begins: forgets all gradients. Local; before the ranks agree on a plan."""
-        assert self._gradients is not None
-        self._gradients.zero()
-        self._buffers.begin()
-        self._reduced = False
 
     def plan(self, lengths: list[int]) -> PlannedStep:
         """A plan for the rows of all ranks, on which they have agreed. Collective.
@@ -124,18 +108,18 @@ class RowPasses:
         return self._agreed(self._planned(lengths, lengths))
 
     def _agreed(self, planned: PlannedStep) -> PlannedStep:
-        check_same_plan(planned.plan, self.comm, settings=self._settings())
+        self._runner.agree(planned.plan, self._settings())
         return planned
 
     def _planned(self, items: Sequence[int | Tree], lengths: list[int]) -> PlannedStep:
         """A plan for rows, or trees of rows, of these lengths. Collective where costs are to be measured."""
         ranks = self.comm.size
         if self.cost_model is None:
-            with self._opened(), torch.enable_grad():
+            with self._runner.weights(), torch.enable_grad():
                 longest = min(LONGEST_MEASURED, max(lengths))
                 self.cost_model = profile_cost_model(self._model, self.comm, longest=longest)
-            if self._gradients is not None:
-                self._gradients.zero()  # of what was measured
+            if self._runner.gradients is not None:
+                self._runner.gradients.zero()  # of what was measured
         capacity = self.capacity
         if capacity is None:
             capacity = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
@@ -154,8 +138,7 @@ class RowPasses:
         planned, labels = shorter_plan(lambda items: self._planned(items, lengths), lengths, trees, shares=self._shares)
         self._agreed(planned)
         kept = KeptLogProbs(labels, self._like, entropy=entropy, temperature=temperature)
-        with self._opened(), self._first():
-            self._passes.run(self._inputs(planned, batch, terms=kept_terms(kept, labels)))
+        self._runner.forward(self._inputs(planned, batch, terms=kept_terms(kept, labels)))
         entries = first + (own.labels != IGNORE).nonzero()[:, 0]
         values = kept.sum(self.comm)[:, entries].requires_grad_(torch.is_grad_enabled())
         return ScoredRows(batch, planned, labels, entries, values, temperature)
@@ -171,37 +154,16 @@ class RowPasses:
     ) -> Tensor:
         """Forward and backward passes of a batch, whose gradients are added to those that there are; its loss, times
         ``scale``. With ``ends``, the gradients of the step are reduced, to their sum over the ranks. Collective."""
-        gradients, buffers = self._gradients, self._buffers
-        assert gradients is not None
-        with self._opened(), self._first():
-            loss, _ = self._passes.run(
-                self._inputs(planned, batch, scale=scale, gradients=gradients, ends=ends, terms=terms)
-            )
-        self._compiled = True
+        runner = self._runner
+        total, _ = runner.train(
+            self._inputs(planned, batch, scale=scale, gradients=runner.gradients, ends=ends, terms=terms)
+        )
         if ends:
-            gradients.start()
-        told = torch.stack((loss, torch.tensor(len(buffers.changed()))))
-        self.comm.all_reduce(told)
-        total, changed = told
-        if changed and self.comm.size > 1:
-            buffers.refuse(self.comm)
-        if ends:
-            self.reduce()
-        share: Tensor = total * scale
-        return share.float()
-
-    def reduce(self) -> None:
-        """Reduces the gradients of the step, if its passes have not done so. Collective."""
-        assert self._gradients is not None
-        if not self._reduced:
-            self._gradients.reduce(1.0)
-        self._reduced = True
+            runner.reduce()
+        return torch.tensor(total * scale)
 
     def _inputs(self, planned: PlannedStep, batch: Sequences, **more: object) -> StepInputs:
         return StepInputs(
             planned, batch.fetch, around=lambda *_: self._around(), on_pass=lambda _: self.comm.tick(),
             **more,  # type: ignore[arg-type]
         )  # fmt: skip
-
-    def _first(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._compiled else self.comm.busy(_FIRST)

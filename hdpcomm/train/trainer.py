@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,10 +39,10 @@ from hdpcomm.train.masters import Masters
 from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.passes import MicroBatchPasses, Passes, StepInputs
 from hdpcomm.train.pipeline import PipelinePasses
-from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.pulled_weights import has_part
 from hdpcomm.train.reading import declared, vocabulary_of
-from hdpcomm.train.replicas import ChangedBuffers, check_replicas, settings_of
+from hdpcomm.train.replicas import check_replicas, settings_of
+from hdpcomm.train.runner import Runner
 from hdpcomm.train.shards import Fetch
 from hdpcomm.train.state import State
 from hdpcomm.train.timeline import Timeline
@@ -156,16 +154,11 @@ class Trainer:
         parameters = list(self.model.parameters())
         self._device = trained_parameters(parameters)[0].device
         self._trained = trained_names(self.model)
-        self._buffers = ChangedBuffers(self.model)
         self._loads = expert_loads(self.model)
         self.optimizer = optimizer
         self.planner = planner
         self.max_grad_norm = max_grad_norm
         self.num_steps = 0
-        self._compiled = False
-        """Whether a step has made what kernels and compilers make at their first call."""
-        self.ran: StepPlan | None = None
-        """The plan of the last step as it ran: micro-batches of its queue with the ranks that have taken them."""
         check_log_prob_loss(loss, self.model, self.stages)
         if offload is None and planner.memory.offloadable:
             raise InvalidUsage(
@@ -175,7 +168,7 @@ class Trainer:
         self.offload = offload
         self.loss = loss
         of_logits = None if isinstance(loss, (TokenLoss, GroupLoss)) else loss
-        self.passes: Passes = (
+        passes: Passes = (
             PipelinePasses(self.stages, mesh, planner, of_logits)
             if self.stages
             else MicroBatchPasses(self.model, mesh, of_logits)
@@ -184,14 +177,11 @@ class Trainer:
         self.timeline = Timeline(
             self.comm,
             lambda: 0.0 if offload is None else offload.stats().host_wait_s,
-            lambda: (0.0, 0.0) if (trainer := own()) is None else trainer.passes.waited_s(),
+            lambda: (0.0, 0.0) if (trainer := own()) is None else trainer.runner.passes.waited_s(),
         )
         self._memory = planner.memory
         self.layout = layout_of(self.model, mesh)
         self._vocabulary = vocabulary_of(self.model, self.layout)
-        self.gradients: Gradients | FullyShardedParameters
-        self.masters: Masters | None = None
-        """What the optimizer updates in place of the parameters, with ``zero=1`` or ``dtype``."""
         if is_fully_sharded(parameters):
             if zero or dtype is not None:
                 raise InvalidUsage(
@@ -200,18 +190,20 @@ class Trainer:
                 )
             if isinstance(loss, GroupLoss):
                 self._refuse_fully_sharded("a GroupLoss")
-            self.gradients = FullyShardedParameters(self.model, self.comm)
+            self.runner = Runner(self.model, mesh, passes, FullyShardedParameters(self.model, self.comm))
             return
         self._same_start()
+        masters = None
         if zero or dtype is not None:
-            self.masters = Masters(
+            masters = Masters(
                 self.stages or [self.model], optimizer, self.layout, mesh,
                 zero=zero, dtype=dtype, bucket_bytes=bucket_bytes,
             )  # fmt: skip
-            self.masters.same_start()
-            self.gradients = self.masters.gradients
+            masters.same_start()
+            gradients = masters.gradients
         else:
-            self.gradients = Gradients.whole(parameters, self.layout, mesh, bucket_bytes=bucket_bytes)
+            gradients = Gradients.whole(parameters, self.layout, mesh, bucket_bytes=bucket_bytes)
+        self.runner = Runner(self.model, mesh, passes, gradients, masters)
 
     def step(
         self,
@@ -258,7 +250,7 @@ class Trainer:
             try:
                 return self._step(lengths, self._declared(fetch), groups, trees)
             except Aborted:
-                self.gradients.drain()  # where it was a reduction that failed first, it has the reason
+                self.runner.drain()  # where it was a reduction that failed first, it has the reason
                 raise
 
     def evaluate(
@@ -336,45 +328,29 @@ class Trainer:
         counts = self.comm.stats()
         planned, batch = self._plan_now(lengths, trees)
         started, processor = time.perf_counter() - planned.waited_s, time.process_time()
-        plan = planned.plan
-        self.gradients.zero()  # from the agreement on, others may add to the sums here
+        plan, runner = planned.plan, self.runner
+        runner.zero()
         self._agree(plan, groups)
-        terms, told = self._terms(planned, batch, fetch, groups)
+        terms, known = self._terms(planned, batch, fetch, groups)
         self.timeline.begin()
-        self._buffers.begin()
         for load in self._loads:
             load.reset()
         scale = 1.0 / max(1, plan.tokens)
         offloading = OffloadedStep(self.offload, self._memory, self._device)
-        first = contextlib.nullcontext() if self._compiled else self.comm.busy("runs its first micro-batches")
         inputs = StepInputs(
-            planned, fetch, scale, self.gradients, offloading.micro_batch, self.offload, self._ends_pass, terms=terms
+            planned, fetch, scale, runner.gradients, offloading.micro_batch, self.offload, self._ends_pass, terms=terms
         )
-        with self.passes.open(plan):
-            with offloading, first, self._weights():
-                loss = self.passes.run(inputs) + told
-            self._compiled = True
-            self.gradients.start()
-            self._synchronize()
-            told = torch.cat((loss, torch.tensor([float(len(self._buffers.changed()))])))
-            self.comm.all_reduce(told)  # also the point at which ranks that had less to do wait for the others
-            self.timeline.end("wait for others")
-            self.ran = self.passes.plan_as_run(plan)
-        total, labels, changed = told.tolist()
-        if changed and self.comm.size > 1:
-            self._buffers.refuse(self.comm)
+        total, labels = runner.train(inputs, known, offloading)
+        self.timeline.end("wait for others")
         mean = self._mean(total, labels)
-        self.gradients.reduce(1.0 / (scale * labels))
-        grad_norm = self.gradients.clip_(self.max_grad_norm)
-        (self.masters or self.gradients).finish()
+        runner.reduce(1.0 / (scale * labels))
+        grad_norm = runner.clip(self.max_grad_norm)
         check_finite(mean, grad_norm, plan, inputs.not_finite, self.mesh, self.num_steps)
         self.timeline.end("gradients")
-        self.optimizer.step()
-        if self.masters is not None:
-            self.masters.publish()
-        self._synchronize()
+        runner.update(self.optimizer)
+        runner.synchronize()
         self.timeline.end("optimizer")
-        sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"] + self.passes.bytes_elsewhere
+        sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"] + runner.passes.bytes_elsewhere
         idle = sum(span.idle_s for span in self.timeline.spans)
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
@@ -415,14 +391,9 @@ class Trainer:
 
     def _forward(self, planned: PlannedStep, fetch: Fetch, terms: LabelTerms | None) -> Tensor:
         """Forward passes of a plan that all ranks have agreed on; (summed loss, labels) of this rank. Collective."""
-        inputs = StepInputs(planned, fetch, offload=self.offload, on_pass=lambda _: self.comm.tick(), terms=terms)
-        with self.passes.open(planned.plan), self._weights():
-            total = self.passes.run(inputs)
-            self.passes.plan_as_run(planned.plan)
-        if self.masters is not None and self.masters.pulled:
-            self._synchronize()
-            self.comm.barrier()  # others may change their parts then
-        return total
+        return self.runner.forward(
+            StepInputs(planned, fetch, offload=self.offload, on_pass=lambda _: self.comm.tick(), terms=terms)
+        )
 
     def _declared(self, fetch: Fetch) -> Fetch:
         return declared(fetch, self.comm, self._vocabulary)
@@ -433,10 +404,6 @@ class Trainer:
                 f"{call} of a model that fully_shard has sharded: its forward passes are collective, and ranks have "
                 "other numbers of them; run the model on batches of your own, as many on each rank"
             )
-
-    def _weights(self) -> AbstractContextManager[None]:
-        """Round passes."""
-        return contextlib.nullcontext() if self.masters is None else self.masters.open()
 
     def _ends_pass(self, index: int | None) -> None:
         if index is None:
@@ -450,7 +417,8 @@ class Trainer:
 
         Raises: Mismatch: names the ranks, and a tensor that differs.
         """
-        parts = {} if self.masters is None else {id(each.parameter): each for each in self.masters.parts()}
+        masters = self.runner.masters
+        parts = {} if masters is None else {id(each.parameter): each for each in masters.parts()}
         by_ranks: dict[tuple[int, ...], tuple[Communicator, dict[str, Tensor]]] = {
             self.mesh.hdp_comm.ranks: (self.mesh.hdp_comm, {})
         }
@@ -504,25 +472,25 @@ class Trainer:
         self.num_steps = int(state["num_steps"])
 
     @property
+    def ran(self) -> StepPlan | None:
+        """The plan of the last step as it ran: micro-batches of its queue with the ranks that have taken them."""
+        return self.runner.ran
+
+    @property
     def _state(self) -> State:
-        return State(self.model, self.optimizer, self.layout, self.mesh, self.masters)
+        return State(self.model, self.optimizer, self.layout, self.mesh, self.runner.masters)
 
     def _agree(self, plan: StepPlan, groups: Sequence[Hashable] | None = None, more: object = None) -> None:
         """Raises unless all ranks are about to run the same step. Collective."""
         if groups is not None and not isinstance(self.loss, GroupLoss):
             raise InvalidUsage("groups are of a GroupLoss, and the trainer's loss is none; leave them out")
-        if self.masters is not None and self.masters.shared:
-            self._synchronize()  # from the agreement on, others pull this rank's parts and add to them
-        order = self.passes.agree(plan)
-        alike = self.mesh.positions.flatten(1).tolist()  # stages may have other groups of parameters
         told = (
             self.max_grad_norm,
             name_of_loss(self.loss),
             None if groups is None else checked_groups(groups, len(groups)),
             more,
         )
-        settings = settings_of(self.optimizer, told)
-        check_same_plan(plan, self.comm, more=order, settings=settings, alike=alike)
+        self.runner.agree(plan, settings_of(self.optimizer, told))
 
     def _plan_now(
         self, lengths: Sequence[int | Tree] | PlannedStep, trees: Sequence[TrajectoryTree]
@@ -589,7 +557,7 @@ class Trainer:
             processor_s=rows[:, 3].max().item(),
             sequences_on_ranks=plan.sequences_on_ranks(),
             queued=plan.queued,
-            moved=_moved(plan, self.ran),
+            moved=_moved(plan, self.runner.ran),
         )
 
     def _same_start(self) -> None:
@@ -601,10 +569,6 @@ class Trainer:
             share_values(holders.replicas, [tensor])
             if holders.ends is not None:
                 share_values(holders.ends, [tensor])
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def _moved(plan: StepPlan, ran: StepPlan | None) -> int:

@@ -27,12 +27,12 @@ TOKENS = 300
 
 
 def masters_of(trainer):
-    return [] if trainer.masters is None else [piece.master for piece in trainer.masters.pieces]
+    return [] if trainer.runner.masters is None else [piece.master for piece in trainer.runner.masters.pieces]
 
 
 def kept_bytes(trainer):
     """Bytes of all that a trainer keeps between steps; shared storages count once."""
-    tensors = [*trainer.model.parameters(), *trainer.model.buffers(), trainer.gradients.sums.flat]
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers(), trainer.runner.gradients.sums.flat]
     tensors += masters_of(trainer)
     if isinstance(trainer.optimizer, MatrixOwners):
         tensors += [p for part in trainer.optimizer.parts for group in part.param_groups for p in group["params"]]

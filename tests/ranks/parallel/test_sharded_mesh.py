@@ -182,7 +182,7 @@ def test_sums_of_tensor_ranks_start_while_later_buckets_are_reduced():
     def rank():
         with hdp.init() as comm:
             trainer = trainer_of(comm, SHAPES["hdp 2 tp 2"], zero=1, bucket_bytes=64)
-            gradients = trainer.gradients
+            gradients = trainer.runner.gradients
             events = of_ranks.setdefault(comm.rank, [])
 
             for place, bucket in enumerate(gradients.buckets):

@@ -42,12 +42,12 @@ def adamw(parameters):
 
 
 def masters_of(trainer):
-    return [] if trainer.masters is None else [piece.master for piece in trainer.masters.pieces]
+    return [] if trainer.runner.masters is None else [piece.master for piece in trainer.runner.masters.pieces]
 
 
 def kept_bytes(trainer):
     """Bytes of all that a trainer keeps between steps; shared storages count once."""
-    gradients = trainer.gradients
+    gradients = trainer.runner.gradients
     tensors = [
         *trainer.model.parameters(),
         *trainer.model.buffers(),

@@ -18,7 +18,9 @@ from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.huggingface_batch import Sequences
 from hdpcomm.train.layout import layout_of
 from hdpcomm.train.masters import Masters
+from hdpcomm.train.passes import MicroBatchPasses
 from hdpcomm.train.row_passes import RowPasses
+from hdpcomm.train.runner import Runner
 from tests.harness.mesh_shapes import DENSE
 from tests.harness.pipelines import COST, SEED
 from tests.harness.plain_losses import log_probs_of
@@ -81,7 +83,8 @@ def passes_of(comm, kind, capacity, cost=COST):
     if kind == "shared":
         masters = Masters([model], optimizer, layout, mesh, zero=1, dtype=None, bucket_bytes=1 << 12)
     gradients = masters.gradients if masters else Gradients.whole(model.parameters(), layout, mesh)
-    return model, masters, gradients, RowPasses(model, mesh, gradients, str, capacity=capacity, cost_model=cost)
+    runner = Runner(model, mesh, MicroBatchPasses(model, mesh), gradients, masters)
+    return model, optimizer, runner, RowPasses(model, mesh, runner, str, capacity=capacity, cost_model=cost)
 
 
 def add(rows, comm, ends, rows_of=rows_of, trees=0):
@@ -98,7 +101,8 @@ def test_a_model_that_takes_no_trees_runs_without():
     with hdp.init() as comm:
         model = Llama(DENSE, seed=SEED, dtype=torch.float64)
         model.takes_trees = False
-        rows = RowPasses(model, Mesh(comm, placement=[0]), None, str, cost_model=COST)
+        mesh = Mesh(comm, placement=[0])
+        rows = RowPasses(model, mesh, Runner(model, mesh, MicroBatchPasses(model, mesh), None), str, cost_model=COST)
         with torch.no_grad():
             scored = rows.score(answers_of(0), temperature=TEMPERATURE, entropy=True)
     assert not any(isinstance(item, Tree) for item in scored.planned.lengths)
@@ -113,21 +117,15 @@ def test_values_and_gradients_are_those_of_plain_code(ranks, capacity, steps, ki
     def rank():
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            model, masters, sums, rows = passes_of(comm, kind, capacity)
-            rows.zero()
+            model, optimizer, runner, rows = passes_of(comm, kind, capacity)
+            runner.zero()
             for place in range(steps):
                 found = add(rows, comm, ends=place == steps - 1 and steps > 1)
-            rows.reduce()
+            runner.reduce()
             torch.testing.assert_close(found, values[comm.rank], rtol=1e-12, atol=1e-12)
-            norm = sums.clip_(None)
-            if masters is None:
-                sums.finish()
-                return norm, {name: p.grad.clone() for name, p in model.named_parameters()}
+            norm = runner.clip(None)
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
-            masters.finish()
-            for piece in masters.pieces:
-                piece.master.data -= piece.master.grad
-            masters.publish()
+            runner.update(optimizer)  # by the gradients
             return norm, {name: before[name] - p.detach() for name, p in model.named_parameters()}
 
     total = torch.stack([g.norm() for g in gradients.values()]).norm()
@@ -144,12 +142,12 @@ def test_prompts_of_several_ranks_are_computed_once(ranks, capacity):
     def rank():
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            model, _, sums, rows = passes_of(comm, "whole", capacity)
-            rows.zero()
+            model, _, runner, rows = passes_of(comm, "whole", capacity)
+            runner.zero()
             found = add(rows, comm, False, answers_of, trees=1 if ranks == 1 else 2)
-            rows.reduce()
+            runner.reduce()
             torch.testing.assert_close(found, values[comm.rank], rtol=1e-12, atol=1e-12)
-            sums.finish()
+            runner.finish()
             return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     for found in run_threads(rank, ranks):
@@ -161,11 +159,11 @@ def test_costs_that_are_measured_leave_no_gradients():
     def rank():
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            _, _, sums, rows = passes_of(comm, "whole", None, cost=None)
-            rows.zero()
+            _, _, runner, rows = passes_of(comm, "whole", None, cost=None)
+            runner.zero()
             rows.plan([9, 5])
-            rows.reduce()
-            return sums.clip_(None)
+            runner.reduce()
+            return runner.clip(None)
 
     assert run_threads(rank, 2) == [0.0, 0.0]
 
@@ -176,7 +174,8 @@ def test_ranks_that_ask_for_other_things_are_told():
         with hdp.init() as comm:
             model = Llama(DENSE, seed=SEED, dtype=torch.float64)
             mesh = Mesh(comm, placement=range(comm.size))
-            rows = RowPasses(model, mesh, None, lambda: f"temperature {comm.rank}", cost_model=COST)
+            runner = Runner(model, mesh, MicroBatchPasses(model, mesh), None)
+            rows = RowPasses(model, mesh, runner, lambda: f"temperature {comm.rank}", cost_model=COST)
             with contextlib.suppress(Mismatch):
                 rows.score(rows_of(comm.rank), temperature=1.0, entropy=False)
                 return False

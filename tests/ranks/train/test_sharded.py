@@ -137,8 +137,8 @@ def test_what_a_rank_keeps(dtype, zero, ranks):
         trainer = trainer_of(hdp.init(), zero=zero, dtype=dtype)
         trainer.step(LENGTHS, functools.partial(fetch, 0))
         state = sum(x.numel() * x.element_size() for entry in trainer.optimizer.state.values() for x in entry.values())
-        masters = 0 if trainer.masters is None else trainer.masters.master_bytes
-        return trainer.model.num_parameters(), state, trainer.gradients, masters
+        masters = 0 if trainer.runner.masters is None else trainer.runner.masters.master_bytes
+        return trainer.model.num_parameters(), state, trainer.runner.gradients, masters
 
     results = run_threads(main, ranks, timeout=60.0)
     for parameters, state, gradients, masters in results:
@@ -158,7 +158,7 @@ def test_what_a_rank_keeps(dtype, zero, ranks):
 def noted_events(trainer):
     """When reductions start, among what the backward pass computes."""
     events = []
-    for place, bucket in enumerate(trainer.gradients.buckets):
+    for place, bucket in enumerate(trainer.runner.gradients.buckets):
         comm = NotedComm(bucket.holders.replicas, events, started=f"bucket {place}")
         bucket.sharding = replace(bucket.sharding, owners=comm)
     trainer.model.embedding.weight.register_hook(lambda _: events.append("embedding"))
@@ -174,7 +174,7 @@ def test_reductions_start_while_the_last_backward_runs():
         trainer.step(lengths, lambda i: torch.arange(lengths[i]) % 31)  # counts how often a pass reaches a parameter
         events = noted_events(trainer)
         trainer.step(lengths, lambda i: torch.arange(lengths[i]) % 31)
-        return events, len(trainer.gradients.buckets)
+        return events, len(trainer.runner.gradients.buckets)
 
     for events, buckets in run_threads(main, 2, [9, 9], 20, timeout=60.0):
         assert [e for e in events if e != "embedding"] == [f"bucket {i}" for i in range(buckets)]

@@ -128,7 +128,7 @@ def test_labels_of_ones_own():
             labels[: LENGTHS[i] // 2] = IGNORE  # as in fine-tuning: no loss on the prompt
             return fetch(i), labels
 
-        return trainer.step(LENGTHS, masked).loss, trainer.gradients.sums.flat.clone()
+        return trainer.step(LENGTHS, masked).loss, trainer.runner.gradients.sums.flat.clone()
 
     one, many = on_ranks(1, work, capacity=64, lr=0.0)[0], on_ranks(3, work, lr=0.0)[0]
     assert many[0] == pytest.approx(one[0], rel=1e-6)
@@ -178,7 +178,7 @@ def test_parameters_frozen_or_unfrozen_later_are_refused(freeze, options):
 
 def test_gradients_are_clipped_by_the_global_norm():
     def work(_, trainer):
-        return trainer.step(LENGTHS, fetch).grad_norm, float(trainer.gradients.sums.flat.norm())
+        return trainer.step(LENGTHS, fetch).grad_norm, float(trainer.runner.gradients.sums.flat.norm())
 
     for before, after in on_ranks(2, work, max_grad_norm=1e-3):
         assert before > 1e-2
@@ -260,7 +260,7 @@ def test_bf16_is_near_fp32():
             model = Llama(CONFIG, dtype=dtype)
             planner = Planner(None, ClusterSpec(comm.size, 16), "balanced", COST)
             trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), planner, comm, max_grad_norm=None)
-            return trainer.step(LENGTHS, fetch).loss, trainer.gradients.sums.flat.clone()
+            return trainer.step(LENGTHS, fetch).loss, trainer.runner.gradients.sums.flat.clone()
 
     (loss, grads), (low_loss, low_grads) = (
         run_threads(rank, 3, dtype, timeout=30.0)[0] for dtype in (torch.float32, torch.bfloat16)

@@ -127,7 +127,7 @@ def gradients_of(trainers):
     found = {}
     for trainer in trainers:
         names = {id(p): name for name, p in trainer.model.named_parameters()}
-        for piece in trainer.masters.pieces:
+        for piece in trainer.runner.masters.pieces:
             whole = found.setdefault(
                 names[id(piece.parameter)], torch.full((piece.parameter.numel(),), float("nan")).double()
             )
@@ -307,7 +307,7 @@ def test_a_parameter_has_no_values_between_steps():
         assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == kept
         with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
             model.norm.weight.mul_(2)
-        own = sum(each.values.numel() for each in trainer.masters.parts())
+        own = sum(each.values.numel() for each in trainer.runner.masters.parts())
         return kept, own, sum(p.numel() for p in model.parameters())
 
     results = run_threads(rank, 3, timeout=60.0)
