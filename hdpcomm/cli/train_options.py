@@ -241,24 +241,30 @@ def _ordered() -> list[Field[Any]]:
 
 
 def dump_options(options: TrainOptions) -> str:
-    """YAML that ``--config`` takes: every option of the run as resolved."""
+    """YAML that ``--config`` takes: every option of the run as resolved, but for those that the others leave without
+    effect."""
     import yaml
 
-    content = {
+    idle = {name for names, has_effect, _ in _NEEDS if not has_effect(options) for name in names.split()}
+    content = {name: value for name, value in _plain(options).items() if name not in idle}
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def _plain(options: TrainOptions) -> dict[str, Any]:
+    """Values of the options that a file may give, in types of YAML."""
+    return {
         name: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
         for name, value in ((each.name, getattr(options, each.name)) for each in _ordered())
         if name not in _ONE_CALL and value not in (None, ())
     }
-    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def changed_options(options: TrainOptions) -> str:
     """One line with the options that are not as they are by default."""
     import yaml
 
-    plain = yaml.safe_load(dump_options(options))
-    defaults = yaml.safe_load(dump_options(TrainOptions()))
-    changed = {name: value for name, value in plain.items() if defaults.get(name) != value}
+    defaults = _plain(TrainOptions())
+    changed = {name: value for name, value in _plain(options).items() if defaults.get(name) != value}
     return str(
         yaml.safe_dump(changed, default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True)
     ).strip()

@@ -6,21 +6,24 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hdpcomm.arguments import size_text
 from hdpcomm.data import CorpusSummary
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import DEVICES
 from hdpcomm.run import DryRun, Evaluation, FolderModel, RunConfig, RunResult
 from hdpcomm.run.model import model_facts
 from hdpcomm.run.pipelines import recompute_by_device
+from hdpcomm.trace.run_report import long_steps_text
 from hdpcomm.train import StepMetrics, totals
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from hdpcomm.sim import StepReport
 
 __all__ = ["Progress", "cluster_text", "print_dry_run", "print_report", "to_json"]
 
@@ -150,13 +153,14 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
     console.print(
         f"{_model_text(config)} of {found.parameters:,} parameters on {_ranks_text(found.ranks)}; nothing was trained"
     )
-    _print_devices(console, config, found)
+    _print_devices(console, config, found)  # what does not fit has no time
     if not found.reports:
         console.print("this model is no plain decoder, so what its steps take is not known without running it")
         return
     costs = "with the costs measured here" if found.elsewhere is None else f"on {found.elsewhere}s (preset)"
     steps = _table(f"the first {len(found.reports[config.policies[0]])} steps, simulated {costs}")
-    for name in ("policy", "seconds/step", "tokens/s", "micro-batches", "longest on", "idle", "exposed"):
+    mfu = ("MFU",) if found.elsewhere is not None else ()
+    for name in ("policy", "seconds/step", "tokens/s", *mfu, "micro-batches", "longest on", "idle", "exposed"):
         steps.add_column(name, justify="left" if name == "policy" else "right")
     for policy, reports in found.reports.items():
         count = len(reports)
@@ -165,13 +169,18 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
         steps.add_row(
             policy,
             f"{seconds / count:.3f}",
-            f"{sum(report.plan.tokens for report in reports) / seconds:,.0f}",
+            f"{_tokens_per_s(reports):,.0f}",
+            *(f"{sum((report.mfu or 0.0) * report.step_s for report in reports) / seconds:.0%}" for _ in mfu),
             f"{len(groups) / count:.1f}",
             _ranks_text(max(groups)),
             f"{sum(report.idle_share for report in reports) / count:.0%}",
             f"{sum(report.exposed_share for report in reports) / count:.0%}",
         )
     console.print(steps)
+    total = config.steps * config.tokens_per_step
+    rates = {policy: _tokens_per_s(reports) for policy, reports in found.reports.items()}
+    hours = ", ".join(f"{total / rate / 3600:,.3g} hours under {policy}" for policy, rate in rates.items())
+    console.print(f"{total:,} tokens, in {config.steps:,} steps, take {hours}")
     if found.elsewhere is not None and found.ranks > _MOST_ROWS:
         return
     for policy, ranks in found.memory.items():
@@ -188,8 +197,12 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
 _MOST_ROWS = 64
 
 
+def _tokens_per_s(reports: Sequence[StepReport]) -> float:
+    return sum(report.plan.tokens for report in reports) / sum(report.step_s for report in reports)
+
+
 def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
-    """The memory of a full device by its parts."""
+    """The memory of a full device by its parts. Raises: InvalidUsage: there is not so much."""
     devices = "device" if len(found.devices) == 1 else "device of each pipeline stage"
     table = _table(f"memory of a {devices} with {config.capacity:,} tokens at once")
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "together")
@@ -222,9 +235,13 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
         most += beside.device
     if found.elsewhere is not None:
         room = DEVICES[found.elsewhere].memory_bytes
-        fits = "fits into" if most <= room else "does not fit into"
         taken = f"the fullest device takes {size_text(most)} with messages"
-        console.print(f"{taken}, which {fits} the {size_text(room)} of {found.elsewhere}")
+        if most > room:
+            raise InvalidUsage(
+                f"{taken}, which does not fit into the {size_text(room)} of {found.elsewhere}: give more ranks, a lower "
+                "--capacity, --recompute full, --zero, --tensor or --pipeline, or --offload"
+            )
+        console.print(f"{taken}, which fits into the {size_text(room)} of {found.elsewhere}")
 
 
 def _memory_text(config: RunConfig, result: RunResult) -> str:
@@ -260,7 +277,7 @@ def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
             table.add_row(*("..." for _ in names))
             continue
         table.add_row(
-            str(step.step),
+            str(step.step + 1),
             f"{step.loss:.3f}",
             f"{step.tokens:,}",
             f"{step.tokens / step.seconds:,.0f}",
@@ -287,7 +304,7 @@ def _policies_table(result: RunResult) -> Table:
             f"{total.seconds / total.steps:.2f}",
             ", ".join(f"{count:,} on {ranks}" for ranks, count in total.sequences_on_ranks.items()),
             size_text(total.bytes_sent / total.steps),
-            "" if policy == "ddp" else f"{total.idle_share:.0%}",  # DDP waits inside the backward pass
+            f"{total.idle_share:.0%}",
         )
     return table
 
@@ -332,20 +349,16 @@ def _against_ddp(config: RunConfig, result: RunResult) -> str:
         return "Against DDP there is nothing to gain while each rank holds the longest sequence whole."
     (memory,), (recompute,) = predict_memory(config, result.ranks), recompute_by_device(config)
     whole, share = (size_text(memory.activation_bytes(tokens, recompute)) for tokens in (longest, config.capacity))
-    ratios: dict[bool, list[float]] = {True: [], False: []}
-    for step, other in _both_took(own, ddp):
-        ratios[step.longest > config.capacity].append(other.seconds / step.seconds)
-    if not ratios[True]:
-        return ""
-    text = (
+    took = _both_took(own, ddp)
+    ratios = {step.step: other.seconds / step.seconds for step, other in took}
+    text = long_steps_text(
+        config.policies[0], "DDP", ratios, {step.step: step.longest for step, _ in took}, config.capacity
+    )
+    return text and (
         f"DDP needs memory for the longest sequence on a single rank: {longest:,} tokens instead of "
         f"{config.capacity:,}, {whole} of activations instead of {share} (predicted). It gives all ranks as many "
-        "tokens, and they wait for the one that has a long sequence: in steps with one of more than "
-        f"{config.capacity:,} tokens DDP took {median(ratios[True]):.2f} times as long as {config.policies[0]}"
+        f"tokens, and they wait for the one that has a long sequence. {text}"
     )
-    if ratios[False]:
-        text += f", in the others, where there is nothing to gain, {median(ratios[False]):.2f} times"
-    return f"{text} (medians)."
 
 
 def cluster_text() -> str:
@@ -395,12 +408,11 @@ def _ranks_text(fewest: int, most: int = 0) -> str:
 def _verdict(policy: str, rival: str, result: RunResult) -> str:
     own, other = totals(result.steps[policy]), totals(result.steps[rival])
     name = {"static": "the static mesh", "ddp": "torch's DDP"}.get(rival, rival)
-    parts = [f"{policy} against {name}: {own.tokens_per_s / other.tokens_per_s:.2f}x the tokens/s"]
-    if rival != "ddp":
-        parts.append(f"idle {own.idle_share:.0%} instead of {other.idle_share:.0%}")
-    parts.append(
-        f"{size_text(own.bytes_sent / own.steps)} sent a step instead of {size_text(other.bytes_sent / other.steps)}"
-    )
+    parts = [
+        f"{policy} against {name}: {own.tokens_per_s / other.tokens_per_s:.2f}x the tokens/s",
+        f"idle {own.idle_share:.0%} instead of {other.idle_share:.0%}",
+        f"{size_text(own.bytes_sent / own.steps)} sent a step instead of {size_text(other.bytes_sent / other.steps)}",
+    ]
     gaps = [abs(a.loss - b.loss) for a, b in _both_took(result.steps[policy], result.steps[rival])]
     parts += [f"losses equal within {max(gaps):.1g}"] if gaps else []
     text = ", ".join(parts) + "."

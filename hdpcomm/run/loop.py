@@ -332,8 +332,8 @@ class _Run:
         stall_s, self.stalled[policy] = waited - self.stalled[policy], waited
         costs, times = step_costs(
             trainer.timeline.spans, ran, self.comm, seconds=metrics.seconds, spec=self.spec,
-            stall_s=stall_s, cost_model=trainer.planner.cost_model,
-            mesh=trainer.mesh if self.config.on_mesh else None, stage_bytes=trainer.runner.passes.bytes_sent,
+            stall_s=stall_s, cost_model=trainer.planner.cost_model, passes=trainer.runner.passes,
+            mesh=trainer.mesh if self.config.on_mesh else None,
             loading=self.batches.costs(step, taken - planned.waited_s, taken),
         )  # fmt: skip
         if policy in self.slow:

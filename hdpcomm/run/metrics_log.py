@@ -93,6 +93,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a run in order; of one that stands there twice, the later line counts. Cut lines are left out."""
+    """The steps of a run in order, policies as they took turns; of one that stands there twice, the later line counts.
+    Cut lines are left out."""
     steps = {(str(row.get("policy")), row["step"]): row for row in read_lines(path)}
-    return sorted(steps.values(), key=lambda row: (row["step"], str(row.get("policy"))))
+    return sorted(steps.values(), key=lambda row: int(row["step"]))

@@ -21,6 +21,7 @@ from hdpcomm.train.timeline import Span
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Mesh
     from hdpcomm.plan import ModelSpec
+    from hdpcomm.train.passes import Passes
 
 __all__ = ["memory_bytes", "other_policies", "planned_rows", "step_costs", "timeline_row"]
 
@@ -34,8 +35,8 @@ def step_costs(
     spec: ModelSpec | None,
     stall_s: float,
     cost_model: CostModel,
+    passes: Passes,
     mesh: Mesh | None = None,
-    stage_bytes: int = 0,
     loading: LoadingCosts | None = None,
 ) -> tuple[dict[str, float], StepTimes]:
     """Figures of a step beside those of StepMetrics, and what it took on each rank; equal on all ranks. Collective over
@@ -46,23 +47,24 @@ def step_costs(
     ``ranks``: how many there were;
     ``ring_bytes``, ``gradient_bytes``: sent by all ranks together;
     ``device_bytes``: most memory of a rank; ``mfu``: model FLOPs over the peak, only where both are known;
-    ``stage_bytes``: between the stages of pipelines, only on a ``mesh``, where this rank's are given;
+    ``stage_bytes``: between the stages of pipelines, and ``pipeline``, ``tensor``, ``expert``, only on a ``mesh``;
     ``measured_s``: until the last rank had done its micro-batches, which is what ``predicted_s`` promises;
     ``passes_processor_s``: processor time of all ranks together up to there (on a GPU that of launches);
     ``loader_stall_s``, ``loader_bytes``, ``loader_ready``, ``loader_restarts``: of the loader service, if there is one:
     seconds that a rank waited for it, bytes that came to all ranks, fewest steps that were ready, servers that were
     started again;
-    ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.run.step_times.slowest_rank`; on a mesh the HDP rank.
+    ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.run.step_times.slowest_rank`; on a mesh the HDP rank; not of
+    DDP.
     """
     groups = dict(zip(plan.table.index.tolist(), plan.table.group_sizes().tolist(), strict=True))
     compute = optimizer = processor = 0.0
     idle, exposed = sum(span.idle_s for span in spans), sum(span.exposed_s for span in spans)
-    ring_bytes = gradient_bytes = 0
-    passes = max(place for place, span in enumerate(spans) if span.phase == "wait for others")  # come before
+    ring_bytes, gradient_bytes = 0, passes.bytes_elsewhere
+    passed = max(place for place, span in enumerate(spans) if span.phase == "wait for others")  # come before
     for place, span in enumerate(spans):
-        if place <= passes:
+        if place <= passed:
             processor += span.processor_s
-        if place >= passes:  # reductions begin while others still run their micro-batches
+        if place >= passed:  # reductions begin while others still run their micro-batches
             optimizer += span.busy_s
             gradient_bytes += span.bytes_sent
             continue
@@ -71,8 +73,8 @@ def step_costs(
             ring_bytes += span.bytes_sent
         else:  # buckets of gradients that leave while the last micro-batch runs
             gradient_bytes += span.bytes_sent
-    ring_bytes = max(0, ring_bytes - stage_bytes)
-    own = [exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, stage_bytes, processor]
+    ring_bytes = max(0, ring_bytes - passes.bytes_sent)
+    own = [exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, passes.bytes_sent, processor]
     own.append(memory_bytes(comm.device))
     told = times_of(spans, plan, comm.rank if mesh is None else mesh.hdp_rank)
     loaded = [] if loading is None else [loading.stall_s, loading.nbytes, loading.ready, loading.restarts]
@@ -105,7 +107,9 @@ def step_costs(
         costs["loader_ready"], costs["loader_restarts"] = load_rows[:, 2].min().item(), load_rows[:, 3].max().item()
     if mesh is not None:
         costs["stage_bytes"] = between
-    costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(times.speeds)
+        costs |= {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "expert": mesh.expert}
+    if plan.policy != "ddp":  # whose ranks have other sequences, so what the costs are wrong by would be a rank's speed
+        costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(times.speeds)
     peak = device_peak_flops(comm.device)
     if spec is not None and peak is not None and seconds:
         lengths = plan.sequences()[0].astype(float)

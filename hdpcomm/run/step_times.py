@@ -42,7 +42,7 @@ def times_of(spans: Sequence[Span], plan: StepPlan, rank: int) -> list[float]:
             continue
         end = max(end, span.end_s)
         if (place := places.get(span.index)) is not None:
-            compute[place] += max(0.0, span.end_s - span.start_s - span.wait_s - span.stall_s + span.shared_s)
+            compute[place] += span.busy_s + span.shared_s
             waits[place] += max(0.0, span.wait_s - span.shared_s - span.apart_s)
     return [*compute, *waits, end]
 

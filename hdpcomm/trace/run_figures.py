@@ -35,11 +35,11 @@ def curves(by_policy: Mapping[str, Rows], evaluations: Mapping[str, Rows]) -> st
     axes = figure.subplots(2, 2).reshape(-1)
     for colour, (policy, rows) in zip(_COLOURS * 9, by_policy.items(), strict=False):
         rows = rows[:: -(-len(rows) // _POINTS)]
-        steps = [row["step"] for row in rows]
+        steps = [row["step"] + 1 for row in rows]
         axes[0].plot(steps, [row["loss"] for row in rows], color=colour, label=policy, linewidth=1.3)
         held_out = evaluations.get(policy, ())
         if held_out:
-            places = [row["step"] - 1 for row in held_out]
+            places = [row["step"] for row in held_out]
             axes[0].plot(
                 places, [row["loss"] for row in held_out], "o", color=colour, markersize=4, label=f"{policy}, held out"
             )
@@ -81,7 +81,7 @@ def step_gantt(row: Mapping[str, Any]) -> str:
         for span in told["spans"]:
             index, start, stop = span["index"], span["start_s"], span["end_s"]
             if index in longest:
-                busy = max(start, stop - span["wait_s"])
+                busy = max(start, stop - max(span["wait_s"], span.get("apart_s", 0.0)))
                 _bar(measured, rank, start, busy, shade(longest[index]), names[index], end)
                 _bar(measured, rank, busy, stop, shade(longest[index]), "", end, waiting=True)
             else:
@@ -194,6 +194,6 @@ def _svg(figure: Figure) -> str:
 
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg")
+        figure.savefig(buffer, format="svg", transparent=True)
     text = buffer.getvalue()
     return text[text.index("<svg") :]

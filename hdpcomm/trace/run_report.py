@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +15,10 @@ from hdpcomm.files import read_text
 from hdpcomm.run import read_lines, read_metrics
 from hdpcomm.trace.run_figures import SHARES, curves, lengths, step_gantt, time_shares
 
-__all__ = ["run_report"]
+__all__ = ["long_steps_text", "run_report"]
 
 Row = Mapping[str, Any]
+_MESH = ("ranks", "pipeline", "tensor", "expert")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a202c; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0.2rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
@@ -24,8 +26,12 @@ p.note { color: #4a5568; font-size: 0.9rem; max-width: 110ch; }
 table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 0.25rem 0.8rem; border-bottom: 1px solid #e2e8f0; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
-.scroll { overflow-x: auto; } svg { width: 100%; height: auto; }
+.scroll { overflow-x: auto; } svg { width: 100%; min-width: 46rem; height: auto; }
 pre { background: #f7fafc; padding: 1rem; overflow-x: auto; font-size: 0.8rem; }
+@media (prefers-color-scheme: dark) {
+  body { background: #14181f; color: #e2e8f0; } p.note { color: #a0aec0; } pre { background: #1f2630; }
+  th, td { border-color: #2d3748; } svg { filter: invert(0.9) hue-rotate(180deg); }
+}
 """
 
 
@@ -46,15 +52,16 @@ def run_report(run: Path) -> str:
         raise InvalidUsage(f"{run}: no step was done yet; look again when {run}/metrics.jsonl has a line")
     by_policy = _by_policy(metrics)
     evaluations = _by_policy(_lines(run / "evaluations.jsonl"))
-    timelines = {policy: rows[-1] for policy, rows in _by_policy(_lines(run / "timeline.jsonl")).items()}
+    timelines = _drawn(_by_policy(_lines(run / "timeline.jsonl")))
     parts = [_head(run, by_policy)]
     parts.append(_section("Curves", curves(by_policy, evaluations)))
-    parts.append(_section("Policies side by side", _policies(by_policy, timelines)))
+    parts.append(_section("Policies side by side", _policies(by_policy, timelines), _long_steps(run, by_policy)))
     told = "".join(tell(by_policy) for tell in (_slow_ranks, _noise, _queue))
     parts.append(_section("Plans against the clock", _clock(by_policy), told))
     parts.append(_section("Where the time went", time_shares({p: _shares(rows) for p, rows in by_policy.items()})))
-    for policy, row in timelines.items():
-        parts.append(_section(f"Step {row['step']} under {policy}", step_gantt(row), _gantt_note(row)))
+    for place, (policy, row) in enumerate(timelines.items()):
+        about = "" if place else "Of the traced steps, the plan matters most in this one, by the run's own costs. "
+        parts.append(_section(f"Step {row['step'] + 1} under {policy}", step_gantt(row), about + _gantt_note(row)))
     parts += _lengths(run / "lengths.json")
     if (run / "config.yaml").is_file():
         text = html.escape(read_text(run / "config.yaml", errors="replace"))
@@ -83,14 +90,77 @@ def _by_policy(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
+def _drawn(timelines: Mapping[str, Sequence[Row]]) -> dict[str, Row]:
+    """By policy, the step in which the first policy's plan matters most by the run's own costs: in which the others
+    would take longest, as shares of its time."""
+    first, *others = [{row["step"]: row for row in rows} for rows in timelines.values()] or [{}]
+
+    def gain(step: int) -> float:
+        rivals = [own[step]["predicted_s"] for own in others if step in own]
+        rivals += [each["makespan_s"] for each in first[step].get("policies", {}).values()]
+        return max(rivals, default=0.0) / (first[step]["predicted_s"] or 1.0)
+
+    best = max(first, key=gain, default=None)
+    return {policy: row for policy, rows in timelines.items() for row in rows if row["step"] == best}
+
+
+def long_steps_text(policy: str, rival: str, ratios: Mapping[int, float], longest: Mapping[int, int], room: int) -> str:
+    """How much longer a rival takes in steps with a sequence that one rank does not hold, and in the others.
+
+    Args:
+        ratios: by step, the rival's time over the policy's.
+        longest: by step, tokens of its longest sequence.
+        room: tokens that a rank holds.
+    """
+    long, short = ([ratios[step] for step in ratios if (longest[step] > room) is above] for above in (True, False))
+    if not long:
+        return ""
+    text = (
+        f"In steps with a sequence of more than the {room:,} tokens that a rank holds {rival} took {median(long):.2f} "
+        f"times as long as {policy}"
+    )
+    return f"{text}, in the others {median(short):.2f} times (medians)." if short else f"{text} (median)."
+
+
+def _long_steps(run: Path, by_policy: Mapping[str, Sequence[Row]]) -> str:
+    """:func:`long_steps_text` for each policy beside the first."""
+    try:
+        room = int(json.loads(read_text(run / "calibration.json"))["memory"]["capacity"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # of an older run
+    (policy, own), *rivals = ((policy, {row["step"]: row for row in rows}) for policy, rows in by_policy.items())
+    longest = {step: row.get("longest", 0) for step, row in own.items() if row["seconds"]}
+    return " ".join(
+        long_steps_text(
+            policy,
+            rival,
+            {step: rows[step]["seconds"] / own[step]["seconds"] for step in longest if step in rows},
+            longest,
+            room,
+        )
+        for rival, rows in rivals
+    )
+
+
 def _head(run: Path, by_policy: Mapping[str, Sequence[Row]]) -> str:
     first = next(iter(by_policy.values()))
     tokens, seconds = sum(row["tokens"] for row in first), sum(row["seconds"] for row in first)
     return (
         f"<h1>{html.escape(run.resolve().name)}</h1><p class=note>{len(first):,} steps, {tokens:,} tokens in "
-        f"{seconds:,.1f} s; loss {first[0]['loss']:.4f} at step {first[0]['step']}, {first[-1]['loss']:.4f} at step "
-        f"{first[-1]['step']}.</p>"
+        f"{seconds:,.1f} s; loss {first[0]['loss']:.4f} at step {first[0]['step'] + 1}, {first[-1]['loss']:.4f} at "
+        f"step {first[-1]['step'] + 1}.{_mesh_changes(first)}</p>"
     )
+
+
+def _mesh_changes(rows: Sequence[Row]) -> str:
+    """Where a run went on with other ranks, or with another mesh of them."""
+    meshes = [(row["step"], ", ".join(f"{name} {row[name]:.0f}" for name in _MESH if name in row)) for row in rows]
+    changes = [
+        f" From step {step + 1} on: {mesh} (before: {last})."
+        for (_, last), (step, mesh) in itertools.pairwise(meshes)
+        if mesh != last
+    ]
+    return "".join(changes)
 
 
 def _section(title: str, content: str, note: str = "") -> str:
@@ -117,13 +187,13 @@ def _policies(by_policy: Mapping[str, Sequence[Row]], timelines: Mapping[str, Ro
             )
         )
     tables = [_table(names, rows)]
-    for row in list(timelines.values())[-1:]:
+    for row in list(timelines.values())[:1]:
         predicted = [
             (policy, f"{each['makespan_s']:.4f}", f"{each['idle_share']:.1%}", f"{each['micro_batches']:,}")
             for policy, each in row.get("policies", {}).items()
         ]
         if predicted:
-            note = f"Step {row['step']} as each policy would plan it, predicted by the run's own costs:"
+            note = f"Step {row['step'] + 1} as each policy would plan it, predicted by the run's own costs:"
             heads = ("policy", "seconds", "idle", "micro-batches")
             tables.append(f"<p class=note>{note}</p>{_table(heads, predicted)}")
     return "".join(tables)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -137,6 +138,25 @@ class DistributedPasses(MicroBatchPasses):
         self._wrapped.takes_labels = getattr(model, "takes_labels", False)  # type: ignore[assignment]
         size = mesh.comm.size
         self.bytes_elsewhere = 2 * (size - 1) * gradient_bytes // size  # a ring sends 2 (n - 1) / n of it
+        self._is_last = False
+        self._computed = self._waited_s = 0.0
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        register_multi_grad_hook(trained, self._first_gradient, mode="any")
+
+    def _first_gradient(self, _: Tensor) -> None:
+        """Has the engine call back at the end of the backward pass. What DDP calls then, to wait for the sums of the
+        gradients, comes after it: DDP asks for that at the last gradient."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._note_computed)
+
+    def _note_computed(self) -> None:
+        if self._is_last and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._computed = time.perf_counter()
+
+    def waited_s(self) -> tuple[float, float]:
+        """See :class:`hdpcomm.train.passes.Passes`: seconds after the last backward pass of each step, until DDP had
+        the gradients of the ranks that had more to do, and their sums."""
+        return 0.0, self._waited_s
 
     def run(self, step: StepInputs) -> Tensor:
         """See :class:`hdpcomm.train.passes.Passes`."""
@@ -147,10 +167,17 @@ class DistributedPasses(MicroBatchPasses):
         """This rank's own, of which DDP reduces behind the last; a rank without any runs a pass over nothing."""
         own: Sequence[MicroBatch | None] = plan.for_rank(self._mesh.hdp_rank) or (None,)
         for place, micro_batch in enumerate(own):
-            with nullcontext() if place == len(own) - 1 else self._wrapped.no_sync():
+            self._is_last = place == len(own) - 1
+            with nullcontext() if self._is_last else self._wrapped.no_sync():
                 yield Turn(micro_batch), False
 
     def _run(self, micro_batch: MicroBatch | None, step: StepInputs, running: RunningSlices) -> Tensor:
+        loss = self._own_or_nothing(micro_batch, step, running)
+        if step.gradients is not None and self._is_last:
+            self._waited_s += time.perf_counter() - self._computed
+        return loss
+
+    def _own_or_nothing(self, micro_batch: MicroBatch | None, step: StepInputs, running: RunningSlices) -> Tensor:
         if micro_batch is None:
             return self._pass(no_tokens(self._device), self._alone, step, nullcontext())
         return super()._run(micro_batch, step, running)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -228,6 +229,31 @@ def test_a_report_of_a_run_that_was_cut_short(run: Path, tmp_path: Path) -> None
     page = run_report(tmp_path)
     assert "Curves" in page
     assert "Lengths" not in page
+
+
+def _step(step: int, policy: str, longest: int, seconds: float, **more: float) -> str:
+    row = {"step": step, "policy": policy, "longest": longest, "seconds": seconds, "predicted_s": seconds}
+    return json.dumps(row | {"loss": 1.0, "tokens": 9, "grad_norm": 1.0, "ranks": 4} | more) + "\n"
+
+
+def test_the_report_shows_the_step_in_which_the_plan_matters(tmp_path: Path) -> None:
+    """And how the policies differ in steps with a long sequence, and where a run went on with another mesh."""
+    gains = {0: 1.0, 1: 3.0, 2: 2.0, 3: 0.9}
+    metrics, timeline = "", ""
+    for step, gain in gains.items():
+        longest, mesh = 10 if gain <= 1 else 90, {"pipeline": 2} if step == 3 else {}
+        metrics += _step(step, "naive", longest, 1.0, **mesh) + _step(step, "ddp", longest, gain)
+        for policy, seconds in (("naive", 1.0), ("ddp", gain)):
+            batch = {"index": 0, "ranks": [0], "lengths": [longest], "start_s": 0.0, "end_s": seconds}
+            row = {"planned": [batch], "measured": [{"spans": []}], "policies": {}}
+            timeline += _step(step, policy, longest, seconds, ranks=1, **row)
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    (tmp_path / "timeline.jsonl").write_text(timeline)
+    (tmp_path / "calibration.json").write_text(json.dumps({"memory": {"capacity": 50}}))
+    page = run_report(tmp_path)
+    assert re.findall("Step (.) under ([a-z]+)", page) == [("2", "naive"), ("2", "ddp")]
+    assert "50 tokens that a rank holds ddp took 2.50 times as long as naive, in the others 0.95 times" in page
+    assert "From step 4 on: ranks 4, pipeline 2 (before: ranks 4)" in page
 
 
 def test_a_dry_run_trains_nothing(data: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

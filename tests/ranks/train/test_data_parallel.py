@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +48,26 @@ def test_the_losses_of_the_hybrid_trainer(ranks, size, lengths):
         assert ddp[-1] < ddp[0]
         assert last.sequences_on_ranks == {1: len(lengths)}
         assert last.bytes_sent > 2 * (size - 1) * 4 * Llama(CONFIG).num_parameters()
+
+
+def idle_of_one_that_waits(lengths):
+    comm = hdp.init()
+    model = Llama(CONFIG)
+    if comm.rank == 0:
+        model.register_forward_hook(lambda *_: time.sleep(0.3))
+    planner = WholeSequencePlanner(ClusterSpec(comm.size, capacity=40), COST)
+    with gloo_group(comm) as group:
+        trainer = data_parallel_trainer(model, torch.optim.SGD(model.parameters()), planner, comm, group)
+        for _ in range(2):
+            trainer.step(lengths, lambda i: torch.arange(lengths[i]))
+    spans = trainer.timeline.spans
+    return sum(span.idle_s for span in spans), sum(span.busy_s for span in spans)
+
+
+def test_waiting_for_the_gradients_of_others_is_idle(ranks):
+    (_, worked), (waited, _) = ranks(2, idle_of_one_that_waits, (9, 8))
+    assert worked > 0.3
+    assert waited > 0.2
 
 
 def in_torch_s_group(other):

@@ -14,6 +14,7 @@ import pytest
 from hdpcomm.arguments import size_text
 from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.trace.run_report import run_report
 from tests.harness.warm_python import Python, run_python
 
 SMALL = ["--layers", "1", "--hidden", "16", "--heads", "2", "--kv-heads", "1", "--ffn", "24", "--steps", "3"]
@@ -38,9 +39,9 @@ def no_world(monkeypatch):
 
 def test_trains_and_compares(folder, tmp_path):
     """As a user starts it, from a new interpreter."""
-    path, log = tmp_path / "out.json", tmp_path / "log.jsonl"
-    options = ["--ranks", "2", "--capacity", "150", "--compare", "static", "ddp"]
-    options += ["--json", str(path), "--log", str(log)]
+    path, log, run = tmp_path / "out.json", tmp_path / "log.jsonl", tmp_path / "run"
+    options = ["--ranks", "2", "--capacity", "150", "--compare", "static", "ddp", "--out", str(run)]
+    options += ["--trackers", "none", "--json", str(path), "--log", str(log)]
     command = [sys.executable, "-m", "hdpcomm.cli.main", "train", "--data", folder, *SMALL, *LIMITS, *options]
     told = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     # No progress bar where stderr is no terminal, but a line a step.
@@ -75,9 +76,12 @@ def test_trains_and_compares(folder, tmp_path):
     ratios = {True: [], False: []}
     for step, other in zip(result["steps"], ddp["steps"], strict=True):
         ratios[step["longest"] > 150].append(other["seconds"] / step["seconds"])
-    for long, words in ((True, "DDP took {:.2f} times as long as balanced"), (False, "nothing to gain, {:.2f} times")):
+    page = run_report(run)
+    for long, text in ((True, "took {:.2f} times as long as balanced"), (False, "others {:.2f} times (medians)")):
         if ratios[long]:
-            assert words.format(statistics.median(ratios[long])) in " ".join(told.stdout.split())
+            words = text.format(statistics.median(ratios[long]))
+            assert words in " ".join(told.stdout.split())
+            assert words in page
     assert ratios[True]
     for step in result["steps"]:
         sequences = {int(ranks): count for ranks, count in step["sequences_on_ranks"].items()}
@@ -95,6 +99,10 @@ def test_trains_and_compares(folder, tmp_path):
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [(line["policy"], line["step"]) for line in lines] == [(p, s) for s in range(3) for p in POLICIES]
     assert [line["loss"] for line in lines[::3]] == [step["loss"] for step in result["steps"]]
+    for line in lines[2::3]:  # DDP's own messages and waiting, which the communicator does not see
+        assert line["bytes_sent"] - 200 < line["gradient_bytes"] <= line["bytes_sent"]
+        assert line["idle_s"] > 0
+        assert "slowest_rank" not in line
 
 
 def test_memory_savers(folder, tmp_path, capfd):
