@@ -8,6 +8,7 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from hdpcomm.arguments import size_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import write_whole
 
@@ -32,6 +33,8 @@ def ranks_here(asked: int | None, *, default: int) -> tuple[int | None, int]:
     from hdpcomm.comm.launchers import joined, rank_and_size
 
     if not joined():
+        if asked is not None:
+            _check_room(asked)
         return None, asked or default
     rank, size = rank_and_size()
     if asked not in (None, size):
@@ -39,6 +42,23 @@ def ranks_here(asked: int | None, *, default: int) -> tuple[int | None, int]:
             f"--ranks {asked} was given, but the launcher started {size} ranks; leave --ranks out or make them equal"
         )
     return rank, size
+
+
+_RANK_BYTES = 200 << 20
+"""What a process with torch takes at least."""
+
+
+def _check_room(ranks: int) -> None:
+    """Raises InvalidUsage where this machine has no memory for the processes of so many ranks and their messages."""
+    from hdpcomm._core.transport import segment_bytes
+
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = ranks * _RANK_BYTES + segment_bytes(ranks)
+    if needed > room:
+        raise InvalidUsage(
+            f"--ranks {ranks} take {size_text(needed)} at least, and this machine has {size_text(room)}; give fewer, or "
+            "name the device that the ranks are, as in hdpcomm train --dry-run --device h100"
+        )
 
 
 def check_writable(path: Path | None) -> None:

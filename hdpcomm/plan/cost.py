@@ -249,6 +249,25 @@ class CostModel:
             limited=limited,
         )
 
+    def with_recompute(self, share: float, outside: float = 0.0) -> CostModel:
+        """Where ``share`` of the layers run forward again in the backward pass, messages of their rings included.
+
+        outside: of ``linear``, the share that is outside of layers and runs once: embedding and head.
+        """
+        again, transfer = 1 + share * self.forward, 1 + share * self.forward_transfer
+        scores, linear = 1 + share / _ATTENTION_PASSES, 1 + share * self.forward * (1 - outside)
+        times = {"attention": scores, "piece": scores, "fixed": again, "ring_step": 1 + share / 2, "experts": again}
+        times |= dict.fromkeys(("kv_intra", "kv_inter", "latency_intra", "latency_inter"), transfer)
+        times |= {name: transfer for name in ("kv_domain", "latency_domain") if getattr(self, name) is not None}
+        return replace(
+            self,
+            linear=self.linear * linear,
+            forward=self.forward / again,
+            forward_transfer=self.forward_transfer / transfer,
+            weights=self.weights / linear,
+            **{name: getattr(self, name) * factor for name, factor in times.items()},
+        )
+
     @classmethod
     def fit(cls, samples: Iterable[CostSample | tuple[int, Sequence[int], float]]) -> CostModel:
         """Fits the coefficients to measured micro-batches: least squares of relative errors, none negative.

@@ -10,10 +10,12 @@ which are usual sustained rates; links one way: NVLink 4 at 370 of 450 GB/s, NVL
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hdpcomm.plan.nccl_costs import message_latency_s
 from hdpcomm.plan.specs import DeviceSpec, ModelSpec
 
-__all__ = ["DEVICES", "MODELS", "NODE_DEVICES"]
+__all__ = ["DEVICES", "MODELS", "NODE_DEVICES", "device_in"]
 
 NODE_DEVICES = 8
 """Devices of a host."""
@@ -86,3 +88,16 @@ DEVICES: dict[str, DeviceSpec] = {
         ),
     )
 }
+
+_FLOAT32 = {"a100": 19.5e12, "h100": 66.9e12, "h200": 66.9e12}
+"""Peaks of the data sheet without tensor cores, which torch leaves alone in float32 unless it is told otherwise."""
+
+
+def device_in(name: str, dtype_bytes: float) -> DeviceSpec | str:
+    """The preset with the rates of matrix products in elements of so many bytes; of an unknown device its name."""
+    if dtype_bytes < 4 or name not in _FLOAT32:
+        return DEVICES.get(name, name)
+    device = DEVICES[name]
+    slower = _FLOAT32[name] / device.peak_flops
+    rates = {rate: getattr(device, rate) * slower for rate in ("linear_flops", "attention_flops")}
+    return replace(device, peak_flops=_FLOAT32[name], **rates)

@@ -12,9 +12,9 @@ from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import Corpus
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import ClusterSpec, MemoryModel, Planner
+from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
 from hdpcomm.plan.memory import StepMemory
-from hdpcomm.plan.presets import NODE_DEVICES
+from hdpcomm.plan.presets import NODE_DEVICES, device_in
 from hdpcomm.run.batches import batch_sampler
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import make_planner, measure_costs
@@ -101,7 +101,7 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
     """The same for ranks that are not here, of a kind of device (``hdpcomm.plan.DEVICES``): nothing is measured and
     nothing allocated, so models and ranks may be of any number. Local.
 
-    Steps are simulated with the device's preset, for models that it can be told (:func:`hdpcomm.run.model.model_spec`).
+    Steps are simulated with the device's preset, in the run's type and with its recomputation, for models that it can be told (:func:`hdpcomm.run.model.model_spec`).
 
     Raises: InvalidUsage as :func:`hdpcomm.run.train`; the ranks cannot be such a mesh, or the device is not known.
     """
@@ -117,7 +117,7 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
         chunks=config.chunks,
         split_backward=config.split_backward,
         offload=config.offload > 0,
-        device=device,
+        device=device_in(device, config.parameter_dtype.itemsize),
         **sizes,
     )
     alone = cluster.ranks > 1 and cluster.ranks_per_node == 1
@@ -136,13 +136,18 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
     planners = {}
     if spec is not None:
         spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
-        token_bytes = min(_token_bytes(devices, recompute_by_device(config)))
+        recompute = recompute_by_device(config)
+        token_bytes = min(_token_bytes(devices, recompute))
+        share = max(count / memory.layers for count, memory in zip(recompute, devices, strict=True))
+        head = 2 * spec.hidden * spec.vocab / spec.linear_flops_per_token
+        costs = CostModel.analytic(spec, cluster).with_recompute(share, head)
         memory = MemoryModel.of(spec, cluster).with_kept(spec, cluster, token_bytes)
         planners = {
             policy: Planner(
                 spec,
                 cluster,
                 policy,
+                costs,
                 context=corpus.longest,
                 memory=memory,
                 ring_peers=config.ring_peers,

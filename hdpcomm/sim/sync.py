@@ -7,7 +7,6 @@ from hdpcomm.plan import ClusterSpec, ModelSpec
 __all__ = ["optimizer_seconds", "reduction_seconds"]
 
 _GRADIENT_BYTES = 4  # fp32, reduce-scattered over all ranks
-_WEIGHT_BYTES = 2  # bf16, gathered back
 _OPTIMIZER_BYTES = 28  # read weight, gradient and two moments, write the weight and the moments; fp32
 
 
@@ -19,7 +18,7 @@ def reduction_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
     (``ClusterSpec.ranks_per_domain``, whose ranks share its ``uplinks``). Nothing is hidden behind compute.
     """
     device = cluster.hardware
-    volume = model.params / (cluster.tensor * cluster.pipeline) * (_GRADIENT_BYTES + _WEIGHT_BYTES)
+    volume = model.params / (cluster.tensor * cluster.pipeline) * (_GRADIENT_BYTES + model.dtype_bytes)  # weights are gathered back
     local = cluster.node_ranks
     near = cluster.domain_ranks // local if cluster.ranks_per_domain else 1  # nodes of a domain
     far = -(-cluster.ranks // (near * local))

@@ -251,9 +251,35 @@ class TestTheCommand:
         row = next(line.split() for line in capfd.readouterr().out.splitlines() if line.split()[:1] == ["0"])
         assert 0 < int(row[1]) <= 8
 
+    def test_times_follow_recomputation_type_and_mesh(self, data: str, capfd: pytest.CaptureFixture[str]) -> None:
+        size = ["--hidden", "2048", "--ffn", "8192", "--heads", "16", "--capacity", "8192", "--tokens-per-step", "512K"]
+        given = ["--dry-run", "--device", "h100", "--ranks", "8", "--zero", "1"]
+
+        def seconds(*options: str) -> float:
+            assert self.run(data, *size, *given, *options) == 0
+            told = capfd.readouterr().out
+            assert f"{10 * (1 << 19):,} tokens, in 10 steps, take" in " ".join(told.split())
+            assert "MFU" in told
+            return float(next(line.split()[1] for line in told.splitlines() if line.split()[:1] == ["balanced"]))
+
+        plain = seconds("--dtype", "bf16")
+        assert seconds("--dtype", "bf16", "--recompute", "4") == pytest.approx(plain * (1 + 1 / 6), rel=0.05)
+        assert seconds("--dtype", "bf16", "--recompute", "full") == pytest.approx(plain * 4 / 3, rel=0.05)
+        assert seconds("--dtype", "fp32") > 8 * plain  # without tensor cores
+        assert seconds("--dtype", "bf16", "--tensor", "2") > plain
+
+    def test_what_does_not_fit_has_no_time(self, data: str, capfd: pytest.CaptureFixture[str]) -> None:
+        given = ["--dry-run", "--device", "h100", "--ranks", "8", "--hidden", "16384", "--ffn", "65536"]
+        assert self.run(data, *given) == 6
+        told = capfd.readouterr()
+        assert "does not fit into the 80.0 GB of h100: give more ranks" in told.err
+        assert "together" in told.out
+        assert "tokens/s" not in told.out
+
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
+            (["--ranks", "4096", "--dry-run"], "or name the device that the ranks are, as in hdpcomm train --dry-run"),
             (["--device", "h100", "--ranks", "8"], "--device was given without --dry-run and --ranks"),
             (["--dry-run", "--device", "h100"], "--device was given without --dry-run and --ranks"),
             (["--dry-run", "--device", "tpu", "--ranks", "8"], "unknown device 'tpu', expected one of"),
