@@ -17,6 +17,7 @@ __all__ = [
     "check_type",
     "check_whole",
     "parse_size",
+    "ranks_text",
     "size_text",
 ]
 
@@ -102,3 +103,8 @@ def parse_size(text: str) -> int:
     if value != int(value):
         raise InvalidUsage(f"{text!r} is {value} bytes; give a whole number of bytes")
     return int(value)
+
+
+def ranks_text(ranks: int) -> str:
+    """A number of ranks, as in a sentence."""
+    return f"{ranks:,} rank{'' if ranks == 1 else 's'}"

@@ -182,7 +182,10 @@ class TrainingOptions:
     ``hdpcomm train`` alike; the helps of the fields say what they are. In a program ``recompute`` may also be a number
     of layers for each stage of a pipeline."""
 
-    tokens_per_step: int = option("data", 65536, "most tokens of a step over all ranks", count, metavar="TOKENS")
+    tokens_per_step: int = option(
+        "data", 65536, "most tokens of a step over all ranks; by default --context, if that is more", count,
+        metavar="TOKENS",
+    )  # fmt: skip
     seed: int = option("data", 0, "seed of the shuffle and of the weights", seed)
     pipeline: int = option(
         "ranks", 1, "stages of a pipeline: so many ranks hold the layers of the model together, and work as one; "

@@ -31,6 +31,8 @@ def resolve_options(given: Mapping[str, Any], config: Path | str | None = None) 
     found |= spelled
     values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in found.items()}
     options = replace(TrainOptions(), **values)
+    if "tokens_per_step" not in values:
+        options = replace(options, tokens_per_step=max(options.tokens_per_step, options.context))
     check_effects(options, spelled)
     return options
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hdpcomm.cli.output import ranks_here
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.options import count
 
 __all__ = ["add_parser", "data_progress"]
@@ -142,7 +143,13 @@ def _build(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     from hdpcomm.data import open_store
+    from hdpcomm.data.token_store import is_store
 
+    if options.path.is_dir() and not is_store(options.path) and not (options.path / "meta.json").exists():
+        raise InvalidUsage(
+            f"{options.path}: no folder of hdpcomm data build; make one of these files by hdpcomm data build "
+            f"{options.path} --out FOLDER, and check that, or train on them as they are"
+        )
     store = open_store(options.path)
     print(f"{options.path}: {store.check():,} bytes are as they were written")
     return 0

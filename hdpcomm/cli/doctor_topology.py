@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hdpcomm.arguments import ranks_text
 from hdpcomm.cli.output import check_writable, ranks_here, write_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.options import count
@@ -69,7 +70,8 @@ def _on_rank() -> Topology | None:
 
 
 def _lines(topology: Topology) -> list[str]:
-    lines = [f"{topology.ranks} ranks on {len(topology.hosts)} hosts, transport {topology.transport}"]
+    hosts = len(topology.hosts)
+    lines = [f"{ranks_text(topology.ranks)} on {hosts} host{'' if hosts == 1 else 's'}, transport {topology.transport}"]
     for host in topology.hosts:
         links = ", ".join(f"{name} {speed:g} Gbit/s" if speed else name for name, speed in host.links) or "none found"
         gpus = ", ".join(host.gpus) or "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -17,6 +18,7 @@ TRANSPORTS = ("auto", "shm", "tcp", "torch", "sim", "cuda", "nccl", "cuda+nccl")
 
 __all__ = [
     "TRANSPORTS",
+    "check_drawing",
     "check_writable",
     "ranks_here",
     "refuse_others",
@@ -56,8 +58,8 @@ def _check_room(ranks: int) -> None:
     needed = ranks * _RANK_BYTES + segment_bytes(ranks)
     if needed > room:
         raise InvalidUsage(
-            f"--ranks {ranks} take {size_text(needed)} at least, and this machine has {size_text(room)}; give fewer, or "
-            "name the device that the ranks are, as in hdpcomm train --dry-run --device h100"
+            f"--ranks {ranks} take {size_text(needed)} at least, and this machine has {size_text(room)}; give fewer, "
+            "or name the device that the ranks are, as in hdpcomm train --dry-run --device h100"
         )
 
 
@@ -71,6 +73,12 @@ def check_writable(path: Path | None) -> None:
         raise InvalidUsage(f"{path}: the folder {path.parent} does not exist; make it or give another file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InvalidUsage(f"{path}: may not be written by this user; give another file")
+
+
+def check_drawing(what: str) -> None:
+    """Raises InvalidUsage where matplotlib is missing. what: that draws with it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidUsage(f"{what} draws with matplotlib; pip install 'hdpcomm[plot]'")
 
 
 def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace, used: Collection[str], why: str) -> None:

@@ -13,7 +13,7 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdpcomm.cli.output import check_writable, write_json
+from hdpcomm.cli.output import check_drawing, check_writable, write_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text
 from hdpcomm.options import count, positive, seed, share, slices
@@ -186,6 +186,7 @@ KNOWN_BY_CALIBRATION = {
     "domain_bandwidth": None,
     "uplinks": None,
 }
+_KNOWN_BY_LENGTHS = {"distribution": "byted", "tokens": 32 << 20, "context": None, "seed": 0}
 _CONTEXT = 2 << 20
 
 
@@ -243,6 +244,13 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
     """A planner for each policy, from the options of :func:`add_step_options`; chooses ``context`` where it is open."""
     from hdpcomm.plan import ClusterSpec, Planner, load_cluster
 
+    if options.lengths:
+        refuse_given(options, _KNOWN_BY_LENGTHS, "--lengths, whose file")
+    if options.ranks_per_node and options.ranks and options.ranks % min(options.ranks, options.ranks_per_node):
+        raise InvalidUsage(
+            f"--ranks-per-node {options.ranks_per_node} was given with --ranks {options.ranks}, which do not fill such "
+            "nodes: give a number of ranks that divides the others"
+        )
     if options.calibration is not None:
         return _calibrated_planners(options, policies)
     options.ranks = options.ranks or _RANKS
@@ -263,6 +271,7 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         device=measured.device if measured else options.cluster,
     )
     cluster = _with_domains(options, cluster, measured)
+    _check_size(options, model, cluster)
     cost = read_profile(options.profile) if options.profile else None
     if options.noise is not None:
         cost = replace(cost or Planner(model, cluster).cost_model, noise=options.noise)
@@ -283,6 +292,23 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
         )
         for policy in policies
     ]
+
+
+def _check_size(options: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> None:
+    """Raises InvalidUsage for what the model or the device has not."""
+    from hdpcomm.plan.memory import StepMemory
+
+    if options.expert > 1 and model.experts == 1:
+        raise InvalidUsage(f"--expert {options.expert} was given and {model.name} has no experts; leave it out")
+    layers = math.ceil(model.layers / cluster.pipeline)
+    memory = StepMemory.of(model, states=0.0, layers=layers, tensor=cluster.tensor)
+    most = memory.capacity(cluster.hardware.memory_bytes, layers, 1.0 if cluster.offload else 0.0)
+    if options.capacity and options.capacity > most:
+        raise InvalidUsage(
+            f"--capacity {options.capacity} is more than the {most:,} tokens of {model.name} that a rank of "
+            f"{cluster.hardware.name} can hold, even with all layers recomputed and nothing else in its memory; give "
+            "less"
+        )
 
 
 def _sliced(options: argparse.Namespace, policies: Sequence[str]) -> dict[str, int]:
@@ -403,6 +429,8 @@ def _compare(plans: Sequence[StepPlan]) -> str:
 def _plan(options: argparse.Namespace) -> int:
     for path in (options.plot, options.html, options.trace, options.json, options.out):
         check_writable(path)
+    if options.plot:
+        check_drawing("--plot")
     if options.out:
         from hdpcomm.plan.plan_file import check_plan_suffix
 

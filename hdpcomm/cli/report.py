@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 
-from hdpcomm.cli.output import check_writable, write_text
+from hdpcomm.cli.output import check_drawing, check_writable, write_text
 
 __all__ = ["add_parser"]
 
@@ -26,12 +25,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _report(options: argparse.Namespace) -> int:
-    from hdpcomm.errors import InvalidUsage
     from hdpcomm.trace.run_report import run_report
 
     check_writable(options.out)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidUsage("hdpcomm report draws with matplotlib; pip install 'hdpcomm[plot]'")
+    check_drawing("hdpcomm report")
     page = run_report(options.run)
     path = options.out or options.run / "report.html"
     write_text(path, page)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hdpcomm.cli.output import check_writable, write_json
+from hdpcomm.cli.output import check_drawing, check_writable, write_json
 from hdpcomm.cli.plan import add_step_options, draw_lengths, make_planners, refuse_given
 from hdpcomm.cli.similar_run import SimilarRun
 from hdpcomm.errors import InvalidUsage
@@ -73,6 +73,8 @@ def _simulate(options: argparse.Namespace) -> int:
 
     for path in (options.plot, options.trace, options.json):
         check_writable(path)
+    if options.plot:
+        check_drawing("--plot")
     if options.plan is not None:
         return _simulate_plan(options)
     run = None if options.like is None else SimilarRun(options)

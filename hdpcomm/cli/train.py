@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
+from hdpcomm.arguments import ranks_text
 from hdpcomm.cli.config_file import resolve_options
 from hdpcomm.cli.output import check_writable, ranks_here, write_json
 from hdpcomm.cli.train_data import TrainData, train_data
@@ -389,7 +390,6 @@ def _newest_on_disk(living: Communicator, job: _Job) -> str | None:
 
 
 def _goes_on(active: int, living: int, resume: str | KeptCheckpoint | None) -> str:
-    ranks = f"{active} ranks" if active > 1 else "1 rank"
     spares = f" ({living - active} spare)" if living > active else ""
     if resume is None:
         place = "step 0, since there is no checkpoint yet"
@@ -397,7 +397,7 @@ def _goes_on(active: int, living: int, resume: str | KeptCheckpoint | None) -> s
         place = resume if isinstance(resume, str) else str(resume.path)
     in_memory = resume is not None and not isinstance(resume, str)
     lost = "" if in_memory else "; what other ranks kept in memory is lost, too"
-    return f"hdpcomm: going on with {ranks}{spares} from {place}{lost}"
+    return f"hdpcomm: going on with {ranks_text(active)}{spares} from {place}{lost}"
 
 
 def _run(

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from hdpcomm.arguments import size_text
+from hdpcomm.arguments import ranks_text, size_text
 from hdpcomm.data import CorpusSummary
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import DEVICES
@@ -168,7 +168,7 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
         groups = [len(batch.ranks) for report in reports for batch in report.plan.micro_batches]
         steps.add_row(
             policy,
-            f"{seconds / count:.3f}",
+            f"{seconds / count:.4g}",
             f"{_tokens_per_s(reports):,.0f}",
             *(f"{sum((report.mfu or 0.0) * report.step_s for report in reports) / seconds:.0%}" for _ in mfu),
             f"{len(groups) / count:.1f}",
@@ -238,8 +238,8 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
         taken = f"the fullest device takes {size_text(most)} with messages"
         if most > room:
             raise InvalidUsage(
-                f"{taken}, which does not fit into the {size_text(room)} of {found.elsewhere}: give more ranks, a lower "
-                "--capacity, --recompute full, --zero, --tensor or --pipeline, or --offload"
+                f"{taken}, which does not fit into the {size_text(room)} of {found.elsewhere}: give more ranks, a "
+                "lower --capacity, --recompute full, --zero, --tensor or --pipeline, or --offload"
             )
         console.print(f"{taken}, which fits into the {size_text(room)} of {found.elsewhere}")
 
@@ -402,7 +402,7 @@ def _offload_table(result: RunResult) -> Table:
 
 def _ranks_text(fewest: int, most: int = 0) -> str:
     most = max(fewest, most)
-    return f"{fewest}-{most} ranks" if fewest < most else f"{most} rank{'' if most == 1 else 's'}"
+    return f"{fewest}-{most} ranks" if fewest < most else ranks_text(most)
 
 
 def _verdict(policy: str, rival: str, result: RunResult) -> str:
@@ -419,8 +419,8 @@ def _verdict(policy: str, rival: str, result: RunResult) -> str:
     cores = len(os.sched_getaffinity(0))
     if cores < result.ranks:
         text += (
-            f"\n{result.ranks} ranks share {cores} cores here: a rank that waits leaves its core to another, so idle "
-            "time costs less than with a device for each. The busiest rank of a step took "
+            f"\n{ranks_text(result.ranks)} share {cores} cores here: a rank that waits leaves its core to another, "
+            "so idle time costs less than with a device for each. The busiest rank of a step took "
             f"{own.processor_s / own.steps:.2f} s of processor time, {other.processor_s / other.steps:.2f} s with "
             f"{name}: with one core for each rank and no cost of messages, that is "
             f"{other.processor_s / own.processor_s:.2f}x the tokens/s."

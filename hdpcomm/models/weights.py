@@ -256,7 +256,7 @@ class _Files:
             ("pytorch_model.bin", "pytorch_model.bin.index.json"),
         ):
             if (folder / index).is_file():
-                files = {folder / name for name in json.loads(read_text(folder / index))["weight_map"].values()}
+                files = _listed(folder / index)
             elif (folder / plain).is_file():
                 files = {folder / plain}
             else:
@@ -296,6 +296,18 @@ class _Files:
                 text = " ".join(str(error).split())[:300] if file.suffix == ".safetensors" else "no plain tensors"
                 raise InvalidUsage(f"{file} cannot be read as a model's weights ({text})") from error
         return self._opened[file]
+
+
+def _listed(index: Path) -> set[Path]:
+    """The files that an index names. Raises: InvalidUsage: it is damaged, or one of them is outside of its folder."""
+    try:
+        names = {Path(name) for name in json.loads(read_text(index))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidUsage(f"{index}: no index of a model's weights ({type(error).__name__}: {error!s:.100})") from None
+    for name in names:
+        if name.is_absolute() or ".." in name.parts:
+            raise InvalidUsage(f"{index}: names {name}, which is outside of this folder; fetch the model again")
+    return {index.parent / name for name in names}
 
 
 def _sources(causal_lm: Any, files: _Files) -> dict[str, _Source]:

@@ -28,8 +28,8 @@ COLUMNS = (
     "root",
     "placement",
     "time_us",
-    "algbw_gbps",
-    "busbw_gbps",
+    "algbw_gb_s",
+    "busbw_gb_s",
     "wrong",
     "min_us",
     "max_us",
@@ -45,7 +45,7 @@ COLUMNS = (
 """The columns of a record. ``ranks``: as 0-1-2; bandwidths in GB/s (1e9); ``ratio``: a peer's time over hdpcomm's."""
 
 _STATS = ("min_us", "max_us", "avg_us", "p50_us", "p95_us", "p99_us", "stdev_us", "cv_pct")
-JSON_VERSION = 3
+JSON_VERSION = 4
 
 
 def records(row: Row, config: PerfConfig, report: Report) -> list[dict[str, Any]]:
@@ -68,8 +68,8 @@ def records(row: Row, config: PerfConfig, report: Report) -> list[dict[str, Any]
             "root": row.root,
             "placement": placement,
             "time_us": side.time_us,
-            "algbw_gbps": side.algbw,
-            "busbw_gbps": side.busbw,
+            "algbw_gb_s": side.algbw,
+            "busbw_gb_s": side.busbw,
             "wrong": side.wrong,
             "create_us": side.details.get("create_us"),
         }

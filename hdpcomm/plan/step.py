@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdpcomm._core import planner as core
-from hdpcomm.arguments import check_whole
+from hdpcomm.arguments import check_whole, ranks_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.micro_batch import MicroBatch, PlannedSlice, SequenceFragment, SequenceInfo, format_ranks
 from hdpcomm.plan.plan_checks import (
@@ -258,15 +258,16 @@ class StepPlan:
         counts = np.diff(self._rows_by_rank()[1])
         tokens = table.tokens()
         ring_tokens = int(((table.group_sizes() - 1) * tokens).sum())
+        widest = ranks_text(int(table.group_sizes().max(initial=0)))
         noise = f" and {self.noise_s:.3g} s of noise" if self.noise_s else ""
         made_by = f" by {self.made_by}" if self.made_by not in ("", self.policy) else ""
         lines = [
-            f"policy {self.policy} on {self.num_ranks} ranks: {self.tokens:,} tokens in {len(table)} "
+            f"policy {self.policy} on {ranks_text(self.num_ranks)}: {self.tokens:,} tokens in {len(table)} "
             f"micro-batches, {counts.min()} to {counts.max()} a rank",
             f"predicted {self.makespan_s:.6g} s{noise}, lower bound {self.lower_bound_s:.6g} s "
             f"(gap {100 * self.gap:.2f}%), idle {100 * self.idle_share:.2f}%, "
             f"planned in {1e3 * self.planning_s:.1f} ms{made_by}",
-            f"widest group {table.group_sizes().max(initial=0)} ranks, at most {table.most_peers()} ring peers a rank, "
+            f"widest group {widest}, at most {table.most_peers()} ring peers a rank, "
             f"KV of {ring_tokens:,} tokens passed on per layer and pass",
         ]
         rows = range(len(table))

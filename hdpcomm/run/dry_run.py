@@ -101,7 +101,8 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
     """The same for ranks that are not here, of a kind of device (``hdpcomm.plan.DEVICES``): nothing is measured and
     nothing allocated, so models and ranks may be of any number. Local.
 
-    Steps are simulated with the device's preset, in the run's type and with its recomputation, for models that it can be told (:func:`hdpcomm.run.model.model_spec`).
+    Steps are simulated with the device's preset, in the run's type and with its recomputation, for models that it can
+    be told (:func:`hdpcomm.run.model.model_spec`).
 
     Raises: InvalidUsage as :func:`hdpcomm.run.train`; the ranks cannot be such a mesh, or the device is not known.
     """

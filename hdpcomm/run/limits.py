@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hdpcomm.arguments import ranks_text
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.loader import check_budget
 from hdpcomm.errors import InvalidUsage
@@ -29,9 +30,9 @@ def check_limits(corpus: Corpus | DocumentStream, config: RunConfig, *, ranks: i
     in_slices = config.slices > 1 and config.pipeline == 1
     if longest > room and not config.offload and not in_slices:  # else the planner knows, once it is measured
         raise InvalidUsage(
-            f"the longest sequence has {longest:,} tokens, and {ranks} ranks with a capacity of {config.capacity:,} "
-            f"tokens hold {room:,}; raise --capacity to at least {-(-longest // ranks):,} or --ranks to "
-            f"{-(-longest // config.capacity) * devices:,}, or lower --context to {room:,}"
+            f"the longest sequence has {longest:,} tokens, and {ranks_text(ranks)} with a capacity of "
+            f"{config.capacity:,} tokens hold {room:,}; raise --capacity to at least {-(-longest // ranks):,} or "
+            f"--ranks to {-(-longest // config.capacity) * devices:,}, or lower --context to {room:,}"
             + (", or give --slices auto" if config.slices == config.pipeline == 1 else "")
         )
     if corpus.vocabulary > config.model.vocabulary:

@@ -332,7 +332,11 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # As torch's, which unpickles with any globals.
-        found, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
+        name = read_item.dest_index.fqn
+        try:
+            found = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:  # whose text says how to let it run code
+            raise ValueError(f"{name} holds more than numbers, texts and tensors") from None
         if not _alike(found, self.state_dict[name]):
             raise ValueError(f"{name} is {found!a:.100} where {self.state_dict[name]!a:.100} is")
         set_element(self.original_state_dict, self.mappings[name], found)

@@ -18,7 +18,8 @@ def reduction_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
     (``ClusterSpec.ranks_per_domain``, whose ranks share its ``uplinks``). Nothing is hidden behind compute.
     """
     device = cluster.hardware
-    volume = model.params / (cluster.tensor * cluster.pipeline) * (_GRADIENT_BYTES + model.dtype_bytes)  # weights are gathered back
+    volume = model.params / (cluster.tensor * cluster.pipeline)
+    volume *= _GRADIENT_BYTES + model.dtype_bytes  # weights are gathered back
     local = cluster.node_ranks
     near = cluster.domain_ranks // local if cluster.ranks_per_domain else 1  # nodes of a domain
     far = -(-cluster.ranks // (near * local))

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hdpcomm.arguments import ranks_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text
 from hdpcomm.run import read_lines, read_metrics
@@ -270,7 +271,7 @@ def _shares(rows: Sequence[Row]) -> dict[str, float]:
 def _gantt_note(row: Row) -> str:
     sequences = sum(len(batch["lengths"]) for batch in row["planned"])
     return (
-        f"{sequences:,} sequences in {len(row['planned']):,} micro-batches on {row['ranks']} ranks; predicted "
+        f"{sequences:,} sequences in {len(row['planned']):,} micro-batches on {ranks_text(row['ranks'])}; predicted "
         f"{row['predicted_s']:.4f} s for forward and backward, measured {row['seconds']:.4f} s with the optimizer."
     )
 

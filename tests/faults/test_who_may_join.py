@@ -475,6 +475,21 @@ def test_signed_values() -> None:
         signed(inner, seconds=0.05).get("a")
 
 
+def test_a_store_that_has_gone_is_told_in_a_sentence() -> None:
+    """torchrun's agent has ended."""
+
+    class Gone(dist.HashStore):  # type: ignore[misc, name-defined]
+        def _raise(self, *_: object) -> None:
+            raise dist.DistNetworkError("Broken pipe")
+
+        set = check = add = _raise
+
+    store = signed(Gone())
+    for call in (lambda: store.set("b", "1"), lambda: store.check(["a"]), lambda: store.add("n", 1)):
+        with pytest.raises(hdp.Error, match=r"rank 0 lost the job's store .*Start the job again"):
+            call()
+
+
 def test_a_forged_value_is_as_if_it_were_not_there() -> None:
     inner = dist.HashStore()
     store = signed(inner)

@@ -6,12 +6,14 @@ import importlib
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hdpcomm.cli.main import main
 from hdpcomm.testing import spawn
 
 TOP = Path(__file__).resolve().parents[2]
@@ -85,6 +87,27 @@ def run_as_printed(code: str) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: f"{each[0]}-{each[1]}")
 def test_examples_run(example: tuple[str, int, str]) -> None:
     spawn(run_as_printed, 2, example[2])
+
+
+# What planning prints follows from the command alone: what docs show of it is compared.
+SHOWN = r"^\$ hdpcomm ((?:[^\n]*\\\n)*[^\n]*)\n((?:(?!\$|```)[^\n]*\n)+)"
+TRANSCRIPTS = [
+    (page.relative_to(DOCS).as_posix(), command.replace("\\\n", " "), shown)
+    for page in sorted(DOCS.rglob("*.md"))
+    for command, shown in re.findall(SHOWN, page.read_text(), re.M)
+    if command.startswith("plan ") and "..." not in command and "costs.json" not in command
+]
+
+
+@pytest.mark.parametrize(("page", "command", "shown"), TRANSCRIPTS, ids=[each[0] for each in TRANSCRIPTS])
+def test_transcripts_are_what_commands_print(
+    page: str, command: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(shlex.split(command))
+    told = capsys.readouterr()
+    printed = " ".join((told.out + told.err).split())
+    for part in shown.split("...\n"):  # what is left out
+        assert " ".join(part.split()) in printed, page
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (DOCS / "pictures").iterdir()))

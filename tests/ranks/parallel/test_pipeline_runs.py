@@ -219,7 +219,7 @@ def test_a_dry_run_plans_pipelines(data):
         (["--offload", "64M"], "a stage has 2 layers, of which the last two always stay.*give at least 6 layers"),
         (["--chunks", "2", "--layers", "6"], "6 layers cannot be cut into 4 stages of as many layers each"),
         (["--tensor", "2"], "2 ranks cannot be pipelines of 2 stages with 2 tensor ranks each"),
-        (["--context", "5000", "--capacity", "1000"], "1 ranks with a capacity of 1,000 .*or --ranks to 2"),
+        (["--context", "5000", "--capacity", "1000"], "1 rank with a capacity of 1,000 .*or --ranks to 2"),
     ],
 )
 def test_the_command_refuses_by_name(data, capfd, monkeypatch, options, message):

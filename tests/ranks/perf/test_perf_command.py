@@ -57,7 +57,7 @@ def test_table_and_file(tmp_path: Path) -> None:
         "version", "start_time", "args", "env", "nccl_version", "config", "results", "out_of_bounds",
         "average_bus_bandwidth", "errors", "end_time",
     }  # fmt: skip
-    assert document["version"] == 3
+    assert document["version"] == 4
     assert "HDPCOMM_LIVENESS_S=0.3" in document["env"]
     assert "s3cret" not in path.read_text()
     assert [device["rank"] for device in document["config"]["devices"]] == [0, 1]

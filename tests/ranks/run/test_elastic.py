@@ -306,7 +306,7 @@ def test_a_rank_and_its_keeper_that_die_together_cost_more(data: str, tmp_path: 
 def test_what_does_not_fit_the_others_is_an_error(data: str, tmp_path: Path) -> None:
     """Two ranks hold together what one does not; a stage of a pipeline is no mesh. Who dies wrote the files."""
     for options, told in (
-        (["--capacity", "150"], "the longest sequence has 300 tokens, and 1 ranks with a capacity of 150"),
+        (["--capacity", "150"], "the longest sequence has 300 tokens, and 1 rank with a capacity of 150"),
         (["--pipeline", "2"], "too few ranks are left (1): pipeline 2 x tensor 1 x expert 1 needs 2"),
     ):
         out = tmp_path / options[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 
 from hdpcomm.cli.main import main
 from hdpcomm.data import FolderEncoder, open_corpus
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.weights import _Files
 from hdpcomm.run import folder_model, read_metrics
 from tests.harness.tokenizers import save_tokenizer
 from tests.harness.warm_python import Python
@@ -86,3 +89,18 @@ def test_weights_of_the_folder_are_used(folder: Path, tmp_path: Path, capfd: pyt
     # Without a tokenizer of its own, a model is trained on bytes.
     assert main(["train", "--model", str(source), *common, "--json", str(out)]) == 0
     assert open_corpus([text], context=64).encoder == "bytes"
+
+
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [
+        ({"weight_map": {"a": "../elsewhere.safetensors"}}, "names ../elsewhere.safetensors, which is outside"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "names /etc/passwd, which is outside of this folder"),
+        ({"weight_map": ["a"]}, "no index of a model's weights"),
+        ([], "no index of a model's weights"),
+    ],
+)
+def test_an_index_that_leads_elsewhere_is_refused(index: object, told: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InvalidUsage, match=re.escape(told)):
+        _Files(tmp_path)

@@ -37,6 +37,7 @@ BAD = {
     "build {lines} --out {lines}": "is there already; give another folder",
     "build /no/such --out {out}": "/no/such: no such file or folder",
     "build {lines} --out {out} --tokenizer /no/such": "/no/such: no such folder",
+    "check {lines.parent}": "no folder of hdpcomm data build; make one of these files by hdpcomm data build",
     "check {lines}": "damaged (meta.json: [Errno 20] Not a directory",
 }
 

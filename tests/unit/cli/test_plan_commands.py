@@ -55,6 +55,12 @@ def test_plan_of_given_lengths_and_profile(tmp_path: Path, capsys: pytest.Captur
         (["--capacity", "1K"], "raise capacity to at least 4096"),
         (["--profile", "/no/file"], "cannot read the profile"),
         (["--json", "/no/folder/x"], "does not exist"),
+        (["--capacity", "1G"], "even with all layers recomputed"),
+        (["--expert", "4"], "llama-7b has no experts"),
+        (["--ranks-per-node", "3"], "do not fill such nodes"),
+        (["--lengths", "a.txt"], "--tokens 524288 was given with --lengths, whose file says what it is"),
+        (["--lengths", "a.txt", "--tokens", "32M"], "--context 65536 was given with --lengths"),
+        (["--lengths", "a.txt", "--tokens", "32M", "--seed", "1"], "was given with --lengths"),
     ],
 )
 def test_bad_options_end_with_6(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,19 @@ def test_no_file(tmp_path: Path) -> None:
             read_options(["--config", str(path)])
 
 
+def test_steps_hold_the_longest_sequence_by_default() -> None:
+    assert read_options(["--context", "128K"]).tokens_per_step == 128 << 10
+    assert read_options(["--context", "8K"]).tokens_per_step == TrainOptions().tokens_per_step
+    assert read_options(["--context", "128K", "--tokens-per-step", "1K"]).tokens_per_step == 1024
+
+
+def test_options_without_effect_are_not_saved() -> None:
+    saved = dump_options(TrainOptions(model=Path("tiny"), schedule="cosine"))
+    assert "model: tiny" in saved
+    for name in ("layers", "hidden", "top_k", "decay", "prefetch"):
+        assert f"\n{name}:" not in saved
+
+
 def test_what_is_told_of_a_run() -> None:
     assert changed_options(TrainOptions(steps=3, data=("a b",), ranks=2)) == "{data: [a b], ranks: 2, steps: 3}"
 

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, CostModel, CostSample, MemoryModel, ModelSpec
+from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, CostModel, CostSample, DeviceSpec, MemoryModel, ModelSpec
 from hdpcomm.plan.cost import core_cost
+from hdpcomm.plan.presets import device_in
 from tests.harness.native import _testing
 
 
@@ -146,3 +147,24 @@ def test_presets_price_and_fit(model: str, device: str) -> None:
     assert memory.capacity > 1000
     assert 0 < memory.offloadable < 1
     assert cost.seconds([8192]) < cost.seconds([65536], 8) < cost.seconds([65536])
+
+
+def test_recomputed_layers_run_forward_again() -> None:
+    """Three passes of matrix products become four, and the messages of the forward pass go again."""
+    cost = CostModel(3.5e-9, 3e-6, fixed=3e-3, kv_inter=4e-9, forward_transfer=1 / 4, weights=1 / 3)
+    full, half = cost.with_recompute(1.0), cost.with_recompute(0.5)
+    assert (full.attention, full.linear, full.fixed) == pytest.approx((4.5e-9, 4e-6, 4e-3), rel=1e-9, abs=0)
+    assert half.linear == pytest.approx(3.5e-6)
+    assert full.kv_inter == pytest.approx(5e-9, abs=0)
+    assert (full.forward, full.weights) == pytest.approx((1 / 4, 1 / 4))
+    assert cost.with_recompute(1.0, outside=0.5).linear == pytest.approx(3.5e-6)
+    assert cost.with_recompute(0.0) == cost
+
+
+def test_matrix_products_in_float32_take_longer() -> None:
+    narrow, wide = (device_in("h100", size) for size in (2, 4))
+    assert narrow == DEVICES["h100"]
+    assert isinstance(narrow, DeviceSpec)
+    assert isinstance(wide, DeviceSpec)
+    assert narrow.linear_flops / wide.linear_flops == pytest.approx(989 / 66.9)
+    assert device_in("tpu", 4) == "tpu"
