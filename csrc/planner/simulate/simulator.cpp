@@ -74,7 +74,7 @@ double simulatedMakespan(const Problem& problem, const Plan& plan, double limit)
     const double least = leastMakespan(problem, rankTimes(problem, plan, costs));
     if (least >= limit) return least;
   }
-  if (cluster.split) return simulate(problem, plan).makespan;
+  if (cluster.split) return makespanOfSplit(problem, plan, limit);
   if (cluster.chunks > 1) return makespanByPriorities(problem, plan, limit);
   if (slices) return makespanOfSlices(problem, plan, costs);
   if (cluster.pipeline == 1) return makespanByPriorities(problem, plan, limit);

@@ -18,6 +18,8 @@ namespace {
 // late what comes next, and less leaves the device idle. Below 0: it does not put them off.
 constexpr double kWaits[] = {-1, 1e-9, 0.25, 0.5, 0.75, 1};
 
+constexpr double kForever = std::numeric_limits<double>::infinity();
+
 class SplitOrder {
  public:
   SplitOrder(const Problem& problem, const Plan& plan)
@@ -27,25 +29,35 @@ class SplitOrder {
         most_(mostInFlight(problem.cost().cluster(), 0)),
         most_held_(problem.cost().cluster().mostHeld() *
                    static_cast<double>(problem.cost().memory().capacity)) {
+    left_.assign(ranks_, 0.0);
     for (const MicroBatch& batch : plan.micro_batches) {
       costs_.push_back(inputCosts(problem, batch));
       slices_ = slices_ || batch.slice.some();
+      const PassCosts& cost = costs_.back();
+      const double seconds = cost.forward.seconds + cost.backward.seconds + cost.weights;
+      for (const int32_t rank : batch.ranks) {
+        left_[rank] += problem.cost().cluster().chunks * seconds;
+      }
     }
   }
 
   // Whether no device held more than it may in the last run.
   bool held() const { return most_resident_ <= most_held_ * (1 + 1e-9); }
 
-  // Runs the forward and backward passes in this order; `record` may be null. Returns the makespan.
-  double run(const std::vector<Span>& order, double wait, SimulatedStep* record) {
+  // Runs the forward and backward passes in this order; `record` may be null. Returns the makespan,
+  // or infinity as soon as it is certain not to be below `limit`.
+  double run(const std::vector<Span>& order, double wait, double limit, SimulatedStep* record) {
     const size_t count = static_cast<size_t>(devices_) * ranks_;
     units_.assign(count, Unit{});
+    for (size_t i = 0; i < count; ++i) units_[i].left = left_[i % ranks_];
     given_.assign(plan_.micro_batches.size(), 0.0);
     wait_ = wait;
     makespan_ = most_resident_ = 0;
     record_ = record;
     if (record_ != nullptr) record_->begin(ranks_);
-    for (const Span& span : order) pass(span);
+    for (const Span& span : order) {
+      if (leastAfter(span) * (1 - kRounding) >= limit) return kForever;
+    }
     for (int device = 0; device < devices_; ++device) {
       for (int32_t rank = 0; rank < ranks_; ++rank) {
         while (!unit(rank, device).owed.empty()) computeWeights(rank, device);
@@ -61,6 +73,7 @@ class SplitOrder {
     double to_host = 0;  // when its copy streams are free
     double from_host = 0;
     double resident = 0;                           // tokens
+    double left = 0;                               // seconds of what it has yet to run
     int in_flight = 0;                             // micro-batches whose gradients are not complete
     std::deque<std::pair<int32_t, int32_t>> owed;  // (micro-batch, stage): gradients of weights
   };
@@ -76,6 +89,7 @@ class SplitOrder {
     const PassCosts& cost = costs_[index];
     const double start = self.free;
     self.free += cost.weights;
+    self.left -= cost.weights;
     self.resident -= cost.resident;
     --self.in_flight;
     makespan_ = std::max(makespan_, self.free);
@@ -115,7 +129,8 @@ class SplitOrder {
     }
   }
 
-  void pass(const Span& span) {
+  // Runs it; returns the seconds that the step takes at least.
+  double leastAfter(const Span& span) {
     const MicroBatch& batch = plan_.micro_batches[span.micro_batch];
     const PassCosts& cost = costs_[span.micro_batch];
     const PassCosts::Pass& part = span.backward ? cost.backward : cost.forward;
@@ -137,9 +152,12 @@ class SplitOrder {
     }
     given_[span.micro_batch] = end;
     makespan_ = std::max(makespan_, end);
+    double least = makespan_;
     for (const int32_t rank : batch.ranks) {
       Unit& self = unit(rank, device);
       self.free = end;
+      self.left -= part.seconds;
+      least = std::max(least, end + self.left);
       if (span.backward) {
         self.owed.emplace_back(span.micro_batch, span.stage);
       } else {
@@ -156,7 +174,10 @@ class SplitOrder {
     if (record_ != nullptr) {
       record_->spans.push_back({span.micro_batch, span.stage, span.backward, start, end});
     }
+    return least;
   }
+
+  static constexpr double kRounding = 1e-9;  // of sums
 
   const Plan& plan_;
   const int devices_;
@@ -165,6 +186,7 @@ class SplitOrder {
   const double most_held_;  // tokens of these
   bool slices_ = false;     // whether there are any
   std::vector<PassCosts> costs_;
+  std::vector<double> left_;  // by rank: what each of its devices runs
   std::vector<Unit> units_;
   std::vector<double> given_;  // by micro-batch: when its last pass but those of weights ends
   double wait_ = 0;
@@ -173,9 +195,8 @@ class SplitOrder {
   SimulatedStep* record_ = nullptr;
 };
 
-}  // namespace
-
-SimulatedStep simulateSplit(const Problem& problem, const Plan& plan) {
+// The best of some orders. Nothing is recorded where it is certain not to end before `limit`.
+SimulatedStep simulateBest(const Problem& problem, const Plan& plan, double limit, bool record) {
   struct Order {
     bool by_levels;
     std::vector<Span> spans;
@@ -188,20 +209,30 @@ SimulatedStep simulateSplit(const Problem& problem, const Plan& plan) {
   }
   SplitOrder split(problem, plan);
   const Order* best = nullptr;
-  double shortest = std::numeric_limits<double>::infinity();
+  SimulatedStep step;
+  step.makespan = limit;
   double best_wait = 0;
   for (const Order& order : orders) {
     for (const double wait : kWaits) {
-      const double makespan = split.run(order.spans, wait, nullptr);
-      if (makespan >= shortest || (order.by_levels && !split.held())) continue;
+      const double makespan = split.run(order.spans, wait, step.makespan, nullptr);
+      if (makespan >= step.makespan || (order.by_levels && !split.held())) continue;
       best = &order;
-      shortest = makespan;
+      step.makespan = makespan;
       best_wait = wait;
     }
   }
-  SimulatedStep step;
-  split.run(best->spans, best_wait, &step);
+  if (record && best != nullptr) split.run(best->spans, best_wait, kForever, &step);
   return step;
+}
+
+}  // namespace
+
+SimulatedStep simulateSplit(const Problem& problem, const Plan& plan) {
+  return simulateBest(problem, plan, kForever, true);
+}
+
+double makespanOfSplit(const Problem& problem, const Plan& plan, double limit) {
+  return simulateBest(problem, plan, limit, false).makespan;
 }
 
 }  // namespace hdpcomm::planner

@@ -14,4 +14,7 @@ namespace hdpcomm::planner {
 // The shortest of a few such orders; never longer than 1F1B with whole backward passes.
 SimulatedStep simulateSplit(const Problem& problem, const Plan& plan);
 
+// Its makespan alone; `limit` where it is certain not to be below that.
+double makespanOfSplit(const Problem& problem, const Plan& plan, double limit);
+
 }  // namespace hdpcomm::planner
