@@ -6,6 +6,7 @@ Nothing is written into docs/. Every public name of ``hdpcomm`` and of its rooms
 from __future__ import annotations
 
 import argparse
+import html
 import importlib
 import re
 import sys
@@ -53,9 +54,9 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def on_page_content(html: str, **_: Any) -> str:
+def on_page_content(content: str, **_: Any) -> str:
     """Docstrings mark names as Sphinx does, :meth:`wait`, which Markdown does not know."""
-    return re.sub(r":(?:class|func|meth|mod|attr|data|exc):(?=<code>)", "", html).replace(
+    return re.sub(r":(?:class|func|meth|mod|attr|data|exc):(?=<code>)", "", content).replace(
         "<code>~hdpcomm.", "<code>hdpcomm."
     )
 
@@ -81,7 +82,12 @@ def _commands(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.Argum
 
 
 def _usage(title: str, parser: argparse.ArgumentParser) -> str:
-    return f"## {title}\n\n```text\n{parser.format_help()}```\n"
+    """As printed, with an anchor at each option: ``#hdpcomm-train--out``."""
+    name = title.replace(" ", "-")
+    text = re.sub(
+        r"^  (?=(?:-\w[^-\n]*)?(--[\w-]+))", rf'  <a id="{name}\1"></a>', html.escape(parser.format_help()), flags=re.M
+    )
+    return f"## {title}\n\n<pre><code>{text}</code></pre>\n"
 
 
 def api_pages() -> dict[str, str]:

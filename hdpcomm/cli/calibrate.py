@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,13 @@ def _calibrate(options: argparse.Namespace) -> int:
     check_writable(options.out)
     config = _config(options)
     rank, ranks = ranks_here(options.ranks, default=2)
+    if not rank:
+        print(
+            f"hdpcomm: measures links, micro-batches of up to {config.capacity:,} tokens a rank, copies and the "
+            "optimizer; takes about as long as 20 of these micro-batches",
+            file=sys.stderr,
+            flush=True,
+        )
     found = (
         _on_rank(config, options.transport)
         if rank is not None

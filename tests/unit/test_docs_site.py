@@ -65,6 +65,8 @@ def test_every_command_is_there(site: Path) -> None:
     page = (site / "reference/commands.html").read_text()
     for command in ("hdpcomm train", "hdpcomm perf", "hdpcomm plan", "hdpcomm simulate", "hdpcomm doctor"):
         assert f">{command}<" in page
+    for option in ("hdpcomm-train--out", "hdpcomm-plan--lengths", "hdpcomm-data-build--tokenizer"):
+        assert page.count(f'id="{option}"') == 1
 
 
 EXAMPLES = [

@@ -115,7 +115,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setenv("WORLD_SIZE", "1")
     file, data = tmp_path / "calibration.json", tmp_path / "text.txt"
     assert main(["calibrate", "--out", str(file), *SIZES]) == 0
-    told = capsys.readouterr().out
+    told, err = capsys.readouterr()
+    assert err.startswith("hdpcomm: measures links, micro-batches of up to")
     assert "ranks: 1, 1 a host" in told
     assert "predicted against measured, " in told
     assert Calibration.load(file).facts["model"]["hidden"] == 16
