@@ -190,7 +190,7 @@ def test_slices_of_no_tree_are_refused(fragments, told):
 
 @pytest.mark.parametrize("seed", [1, 7])
 def test_the_bound_is_no_less_than_that_of_the_longest_alone(seed):
-    """Of books beside short files: all sequences together prove 21% and 15% less than the longest 4 and 2 alone."""
+    """Books beside short files: all sequences together prove 21% and 15% less than the longest 4 and 2 alone."""
     rng = random.Random(seed)
     lengths = [rng.lognormvariate(*rng.choice([(7.3, 1.4)] * 9 + [(11.6, 0.7)])) for _ in range(70)]
     longest = sorted((min(2**18, 1 + int(length)) for length in lengths), reverse=True)
