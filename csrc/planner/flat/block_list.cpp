@@ -74,9 +74,11 @@ BlockList::Iterator BlockList::find(const Block& block) const {
   const auto before = [](const Block& a, const Block& b) {
     return a.ready != b.ready ? a.ready < b.ready : a.order < b.order;
   };
-  const auto last = std::lower_bound(last_ready_.begin(), last_ready_.end(), block.ready);
-  auto which = static_cast<size_t>(last - last_ready_.begin());
-  while (before(chunks_[which]->items[chunks_[which]->count - 1], block)) ++which;
+  const auto chunk =
+      std::partition_point(chunks_.begin(), chunks_.end(), [&](const std::unique_ptr<Chunk>& each) {
+        return before(each->items[each->count - 1], block);
+      });
+  const auto which = static_cast<size_t>(chunk - chunks_.begin());
   const Block* const begin = chunks_[which]->items;
   const Block* const place = std::lower_bound(begin, begin + chunks_[which]->count, block, before);
   return {this, which, static_cast<int>(place - begin)};
