@@ -5,7 +5,8 @@ Costs are those of ``benchmarks/planner.py``: ``compute`` alone, ``h100`` with l
 ``python benchmarks/planner_families.py --families byted,equal --stages 1,8 --ranks 32,256 --json FILE``.
 Prints the table of docs/planner-figures.md; the whole takes about half an hour. With ``--slices 16`` that of
 docs/slices.md: steps of pipelines with and without slices of long sequences, and a table of gaps to their bound;
-``--chunks 2``: with so many stages on each device, and a table of what these gain.
+``--chunks 2``: with so many stages on each device, and a table of what these gain. ``--unseen``: gaps and processor
+time of lengths that no part of the planner was made for, for one stage, 4 stages, and 4 with 16 slices.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from hdpcomm.plan import Planner
 from hdpcomm.plan.distributions import sample_lengths
 
 FAMILIES = ("byted", "github", "lognormal", "long", "bimodal", "equal", "middle")
+UNSEEN = (
+    *(f"pareto {index}" for index in (0.9, 1.2, 1.8)),
+    *("web", "books and code", "RL", "agents", "two lengths", "staircase", "one giant", "6K to 24K"),
+)
 STAGES = (1, 4, 8)
 RANKS = (32, 256, 1024, 4096, 16384)
 LARGE = 1024  # ranks, above which there are a quarter of the seeds
@@ -57,6 +62,63 @@ def lengths_of(name: str, ranks: int, seed: int) -> list[int]:
         lengths.append(int((100_000 if long else 2_000) * rng.uniform(0.95, 1.05)))
         tokens -= lengths[-1]
     return lengths
+
+
+def unseen_length(name: str, context: int, rng: random.Random, number: int) -> float:
+    """One of a step, the ``number``-th: mixtures of log-normal lengths, and others."""
+    if name.startswith("pareto"):
+        return 200 * rng.paretovariate(float(name.split()[1]))
+    # Shares, medians and spreads: pages, a few of them long; books beside files of code; answers with tails as heavy
+    # as those of chains of thought; turns of agents beside whole histories.
+    mixtures = {
+        "web": [(0.97, 700, 1.1), (0.03, 20_000, 1.0)],
+        "books and code": [(0.1, 110_000, 0.7), (0.9, 1500, 1.4)],
+        "RL": [(0.7, 2000, 0.6), (0.3, 9000, 1.2)],
+        "agents": [(0.6, 6000, 0.5), (0.4, 50_000, 0.6)],
+    }
+    if parts := mixtures.get(name):
+        _, median, spread = rng.choices(parts, [share for share, _, _ in parts])[0]
+        return rng.lognormvariate(math.log(median), spread)
+    if name == "two lengths":
+        return rng.choice([3000, 48_000])
+    if name == "staircase":
+        return 4096 * (1 + number % 16)
+    if name == "one giant":
+        return context if number == 0 else rng.uniform(500, 2000)
+    return rng.uniform(6000, 24_000)
+
+
+def unseen_lengths(name: str, ranks: int, seed: int) -> list[int]:
+    """One step, about four times what the ranks hold."""
+    rng = random.Random(f"{name} {seed}")
+    context, tokens = min(2 * MILLION, CAPACITY * ranks), 4 * CAPACITY * ranks
+    lengths: list[int] = []
+    while tokens > 0:
+        lengths.append(max(1, min(context, int(unseen_length(name, context, rng, len(lengths))))))
+        tokens -= lengths[-1]
+    return lengths
+
+
+def unseen_table(ranks: list[int], rows: dict[str, list[float]]) -> Iterator[str]:
+    """A line for each family and kind of pipeline; a cell for each number of ranks: gap in percent, seconds. Adds what
+    is not in ``rows``."""
+    yield "| stages | lengths | " + " | ".join(f"{count:,} ranks" for count in ranks) + " |"
+    yield "|" + "---|" * (2 + len(ranks))
+    for (stages, slices), name in itertools.product(((1, 1), (4, 1), (4, 16)), UNSEEN):
+        kind = f"{stages}, {slices} slices" if slices > 1 else str(stages)
+        cells = []
+        for count in ranks:
+            if (key := f"{kind} | {name} | {count}") not in rows:
+                made = make_planner("h100", count, stages)
+                planner = Planner(made.model, made.cluster, cost_model=made.cost_model, slices=slices)
+                lengths = unseen_lengths(name, count, 0)
+                started = time.process_time()
+                plan = planner.plan(lengths)
+                seconds = time.process_time() - started
+                planner.validate(plan, lengths)
+                rows[key] = [plan.makespan_s / plan.lower_bound_s, seconds]
+            cells.append(f"{gap(rows[key][0])} ({rows[key][1]:.2f} s)")
+        yield f"| {kind} | {name} | {' | '.join(cells)} |"
 
 
 def measure(cost: str, name: str, stages: int, ranks: int, seeds: int) -> dict[str, Any]:
@@ -175,7 +237,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="written; its other rows are kept")
     parser.add_argument("--slices", type=int, metavar="N", help="instead: what up to N slices of a sequence gain")
     parser.add_argument("--chunks", type=int, default=1, metavar="V", help="with --slices: stages on each device")
+    parser.add_argument("--unseen", action="store_true", help="instead: other lengths, on any --ranks")
     options = parser.parse_args()
+    if options.unseen:
+        rows = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else {}
+        for line in unseen_table([int(each) for each in options.ranks.split(",")], rows):
+            print(line, flush=True)
+            if options.json:
+                about = {"date": date.today().isoformat(), "machine": platform.processor() or platform.machine()}
+                options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        return
     chosen = {}
     for name, values in choices.items():
         given = getattr(options, name).split(",")
