@@ -1,4 +1,8 @@
 #include <pybind11/stl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <exception>
 
 #include "base/dtype.hpp"
 #include "base/error.hpp"
@@ -47,6 +51,18 @@ void makePythonError(const Error& error) {
   PyErr_SetObject(cls.ptr(), instance.ptr());
 }
 
+// The interpreter's end cuts off a thread that comes back into it, by pthread_exit. Where that
+// meets a noexcept function of others' bindings, it is std::terminate, and the process has SIGABRT
+// in place of its exit code. From this call on such a thread waits for the end of the process.
+void outlastLateThreads() {
+  static std::terminate_handler usual = nullptr;
+  usual = std::set_terminate([] {
+    const bool main_thread = ::syscall(SYS_gettid) == ::getpid();
+    while (!main_thread && std::current_exception() == nullptr) ::pause();
+    usual();
+  });
+}
+
 }  // namespace
 
 // Its callers are C functions of Python, which nothing may leave.
@@ -85,6 +101,7 @@ void bindBase(py::module_& module) {
 #endif
     return info;
   });
+  module.def("outlast_late_threads", outlastLateThreads);
   bindSettings(module);
   py::dict dtypes;
   for (int i = 0; i < kNumDTypes; ++i) dtypes[dtypeName(static_cast<DType>(i))] = i;

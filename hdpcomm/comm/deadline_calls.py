@@ -13,6 +13,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from hdpcomm import _core
+
 __all__ = ["CallThread"]
 
 _LAST_S = 2.0  # for late calls, at the end of the process
@@ -65,6 +67,8 @@ def _join_left() -> None:
     for thread in _left:
         with contextlib.suppress(RuntimeError):
             thread.join(max(0.0, limit - time.monotonic()))
+    if any(thread.is_alive() for thread in _left):
+        _core.outlast_late_threads()
 
 
 atexit.register(_join_left)

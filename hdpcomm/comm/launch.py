@@ -279,7 +279,7 @@ def _rank_main(pipe: multiprocessing.connection.Connection, environment: dict[st
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_end_with_parent, args=(parent.sentinel, folder), daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
     while True:
         try:
             job = pipe.recv_bytes()
@@ -298,9 +298,13 @@ def _rank_main(pipe: multiprocessing.connection.Connection, environment: dict[st
         del answer
 
 
-def _end_with_parent(sentinel: int, folder: str) -> None:
-    """Ends this rank when its launcher has ended; a killed one has left the fork server's socket in its folder."""
-    multiprocessing.connection.wait([sentinel])
+def _end_with_parent(parent: Any, folder: str) -> None:
+    """Ends this rank when its launcher has ended; a killed one has left the fork server's socket in its folder. Where
+    a signal has ended the fork server only, the launcher removes its folder itself."""
+    multiprocessing.connection.wait([parent.sentinel])
+    with contextlib.suppress(OSError):  # a process that is not there, or a folder
+        if Path(f"/proc/{parent.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+            os._exit(1)
     with contextlib.suppress(OSError):
         for socket in Path(folder).glob("listener-*"):
             socket.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hdpcomm.comm.deadline_calls import CallThread
 from hdpcomm.comm.secret import MAC_BYTES, Secret
-from hdpcomm.errors import CommTimeout, Error, first_line
+from hdpcomm.errors import CommTimeout, Error, PeerLost, first_line
 
 __all__ = ["SignedStore", "TorchStorePort", "connect_to_agent"]
 
@@ -157,12 +157,12 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
         except Error:
             raise
         except dist.DistError as error:
-            raise Error(
-                f"rank {self._rank} lost the job's store ({first_line(error)}); has its process (torchrun's agent, or "
-                "rank 0) ended? Start the job again",
+            raise PeerLost(
+                f"rank {self._rank} lost the job's store ({first_line(error)}): its process (torchrun's agent, or rank "
+                "0) has ended; start the job again",
                 rank=self._rank,
                 op="init",
-            ) from None
+            ) from error
         except TimeoutError:
             raise CommTimeout(
                 f"rank {self._rank} got no answer of the job's store in time; is its process (torchrun's agent, or "

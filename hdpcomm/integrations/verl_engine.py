@@ -396,8 +396,10 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
             try:
                 extra = torch.load(path, weights_only=True)
             except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+                # torch's own text says how to let such a file run code.
+                told = "no plain values" if isinstance(error, pickle.UnpicklingError) else first_line(error)
                 raise InvalidUsage(
-                    f"{path}: {first_line(error)}; rank {self.rank} expected what strategy=hdpcomm has saved: take "
+                    f"{path}: {told}; rank {self.rank} expected what strategy=hdpcomm has saved: take "
                     "another checkpoint, or leave 'extra' out of checkpoint.load_contents"
                 ) from None
             self.lr_scheduler.load_state_dict(extra["lr_scheduler"])

@@ -18,7 +18,7 @@ from hdpcomm.files import read_text
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
 from hdpcomm.models.recompute import set_recompute
 from hdpcomm.models.self_check import check_takes_tokens
-from hdpcomm.models.weights import making
+from hdpcomm.models.weights import making, weight_files
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -162,6 +162,7 @@ def from_pretrained(
                 "or a configuration object of transformers"
             )
         check_config(folder)
+        weight_files(folder)
         try:
             with making:
                 model = AutoModelForCausalLM.from_pretrained(

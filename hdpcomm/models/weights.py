@@ -27,7 +27,7 @@ from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
 from hdpcomm.models.llama import Llama, initial_value, seed_of
 from hdpcomm.models.lora_names import base_name, first_value, is_adapter
 
-__all__ = ["FolderWeights", "NewWeights", "Weights", "by_tensor", "making", "own_pages"]
+__all__ = ["FolderWeights", "NewWeights", "Weights", "by_tensor", "making", "own_pages", "weight_files"]
 
 making = threading.Lock()
 """While transformers makes, fills or loads a model it changes its own class, torch's default dtype and the random state
@@ -246,27 +246,31 @@ def own_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype).view(tuple(shape))
 
 
+def weight_files(folder: Path) -> set[Path]:
+    """The files with the weights of a folder as transformers writes it. Local.
+
+    Raises: InvalidUsage: there are none, or of :func:`_listed`.
+    """
+    for plain in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{plain}.index.json"
+        if not index.is_file():
+            if (folder / plain).is_file():
+                return {folder / plain}
+            continue
+        return _listed(index)
+    raise InvalidUsage(
+        f"{folder} has no weights: model.safetensors or pytorch_model.bin, or several files and their index, were "
+        "expected"
+    )
+
+
 class _Files:
     """The tensors of a folder by name; nothing is read before :meth:`read`."""
 
     def __init__(self, folder: Path) -> None:
         self._opened: dict[Path, Any] = {}
-        for plain, index in (
-            ("model.safetensors", "model.safetensors.index.json"),
-            ("pytorch_model.bin", "pytorch_model.bin.index.json"),
-        ):
-            if (folder / index).is_file():
-                files = _listed(folder / index)
-            elif (folder / plain).is_file():
-                files = {folder / plain}
-            else:
-                continue
-            self._file_of = {name: file for file in sorted(files) for name in self._open(file).keys()}  # noqa: SIM118
-            return
-        raise InvalidUsage(
-            f"{folder} has no weights: model.safetensors or pytorch_model.bin, or several files and their index, were "
-            "expected"
-        )
+        files = weight_files(folder)
+        self._file_of = {name: file for file in sorted(files) for name in self._open(file).keys()}  # noqa: SIM118
 
     def names(self) -> list[str]:
         return list(self._file_of)

@@ -217,6 +217,11 @@ def listed(folder: Path) -> None:
     torch.save([torch.zeros(2)], folder / "pytorch_model.bin")
 
 
+def index_of(*files: object) -> Callable[[Path], None]:
+    weight_map = dict(zip(("lm_head.weight", "model.norm.weight"), files, strict=False))
+    return changed("model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
+
+
 MODEL: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config.json": (changed("config.json", None), "is no folder with a config.json"),
     "no JSON": (changed("config.json", "{"), "config.json is no model that transformers knows"),
@@ -233,6 +238,12 @@ MODEL: dict[str, tuple[Callable[[Path], None], str]] = {
     "a list of weights": (listed, "pytorch_model.bin cannot be read as a model's weights (no plain tensors)"),
     "cut weights": (cut, "model.safetensors cannot be read as a model's weights"),
     "weights that run code": (plant, "pytorch_model.bin cannot be read as a model's weights (no plain tensors)"),
+    "weights of another folder": (
+        index_of("model.safetensors", "../other.safetensors"),
+        "index.json: names ../other.safetensors, which is outside of this folder",
+    ),
+    "weights by number": (index_of(5), "index.json: no index of a model's weights"),
+    "an index of nothing": (changed("model.safetensors.index.json", "[]"), "no index of a model's weights"),
     "weights of another size": (
         config_with(hidden_size=16, head_dim=16),
         "the files and the configuration are of two models",

@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.joining import Joining, wait_for_all
 from hdpcomm.comm.secret import Secret
 from hdpcomm.comm.store_server import JobStoreServer
+from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.testing import spawn
 
 OURS = Secret("the secret of this job")
@@ -375,3 +377,43 @@ def test_a_store_that_is_lost_is_said() -> None:
     del store
     with pytest.raises(hdp.Error, match=r"rank 1 lost the job's store in init.*did rank 0 end"):
         wait_for_all(client, ["a/1"], time.monotonic() + LONG_S, LONG_S, 1)
+
+
+def test_a_store_of_a_launcher_that_is_lost_is_said() -> None:
+    """Also at a second init(): no error of torch."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=datetime.timedelta(seconds=5))
+    client = SignedStore(dist.TCPStore("127.0.0.1", store.port), OURS, 1, seconds=LONG_S)
+    client.add("inits/1", 1)
+    del store
+    with pytest.raises(hdp.PeerLost, match=r"rank 1 lost the job's store .*torchrun's agent, or rank 0\) has ended"):
+        client.add("inits/1", 1)
+
+
+LATE = """
+import os, time
+import hdpcomm as hdp
+from hdpcomm.comm import deadline_calls
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(6)  # the interpreter ends, and the late thread comes back from torch
+
+slow, deadline_calls._LAST_S = Slow(), 0.0
+try:
+    hdp.init("shm", timeout=0.5)
+except hdp.CommTimeout:
+    print("told", flush=True)
+raise SystemExit(5)
+"""
+
+
+def test_a_late_call_of_torch_leaves_the_exit_code() -> None:
+    """Python ends such a thread inside of torch's bindings, which was SIGABRT (134)."""
+    places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens
+        places |= {"MASTER_PORT": str(unused.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        done = subprocess.run(
+            [sys.executable, "-c", LATE], env={**os.environ, **places}, capture_output=True, text=True
+        )
+    assert (done.returncode, done.stdout) == (5, "told\n"), done.stderr

@@ -152,6 +152,48 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path, short_folder: Path) ->
     assert until(lambda: not list(temporary.glob("pymp-*")))
 
 
+WITHOUT_SERVER = """
+import multiprocessing.forkserver, os, signal, threading, time
+from pathlib import Path
+from hdpcomm.testing import spawn
+from tests.faults.test_resources import stays_until_told
+
+folder = Path({folder!r})
+
+def end_server():
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(0.05)
+    os.kill(multiprocessing.forkserver._forkserver._forkserver_pid, signal.SIGTERM)
+    (folder / "go").touch()
+
+if __name__ == "__main__":
+    threading.Thread(target=end_server, daemon=True).start()
+    print(spawn(stays_until_told, 2, str(folder), timeout=60.0))
+"""
+
+
+def stays_until_told(folder: str) -> int:
+    with hdp.init("shm", timeout=LONG_S) as comm:
+        comm.barrier()
+        Path(folder, f"rank {comm.rank}").touch()
+        wait_for(Path(folder, "go"))
+        return comm.rank
+
+
+def test_a_launcher_without_its_fork_server_ends_in_good_order(tmp_path: Path, short_folder: Path) -> None:
+    """A signal to a whole group ends the fork server first. The launcher takes its ranks for ended then, and removes
+    its folder, which they have left to it."""
+    marks, script = tmp_path / "marks", tmp_path / "launcher.py"
+    marks.mkdir()
+    script.write_text(WITHOUT_SERVER.format(folder=str(marks)))
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "TMPDIR": str(short_folder), "PYTHONPATH": root}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")
+    assert until(lambda: not list(short_folder.glob("pymp-*")))
+
+
 def test_a_log_on_a_full_disk() -> None:
     with (
         JsonLines(Path("/dev/full")) as log,

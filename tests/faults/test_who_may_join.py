@@ -486,7 +486,7 @@ def test_a_store_that_has_gone_is_told_in_a_sentence() -> None:
 
     store = signed(Gone())
     for call in (lambda: store.set("b", "1"), lambda: store.check(["a"]), lambda: store.add("n", 1)):
-        with pytest.raises(hdp.Error, match=r"rank 0 lost the job's store .*Start the job again"):
+        with pytest.raises(hdp.PeerLost, match=r"rank 0 lost the job's store .*start the job again"):
             call()
 
 
