@@ -42,7 +42,7 @@ test-all: lint $(DEVELOPER)
 unit: $(DEVELOPER)
 	$(PYTEST) tests/unit --part first
 
-# Measures the files of tests again, where all pass and nothing else runs.
+# Measures the files of tests again; where nothing else runs.
 times: $(DEVELOPER)
 	$(PYTEST) tests --write-times
 

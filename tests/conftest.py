@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part", choices=PARTS, default="all", help="first: what `make test` runs; rest: what it leaves out"
     )
-    parser.addoption("--write-times", action="store_true", help="write tests/times.txt, where all tests pass")
+    parser.addoption("--write-times", action="store_true", help="write tests/times.txt")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -49,8 +49,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _times[report.nodeid.split("::")[0].removeprefix("tests/")] += report.duration
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if session.config.getoption("write_times") and exitstatus == 0 and "PYTEST_XDIST_WORKER" not in os.environ:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("write_times") and "PYTEST_XDIST_WORKER" not in os.environ:
         write_times(_times)
 
 

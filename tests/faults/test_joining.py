@@ -33,7 +33,6 @@ from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.joining import Joining, wait_for_all
 from hdpcomm.comm.secret import Secret
 from hdpcomm.comm.store_server import JobStoreServer
-from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.testing import spawn
 
 OURS = Secret("the secret of this job")
@@ -377,16 +376,6 @@ def test_a_store_that_is_lost_is_said() -> None:
     del store
     with pytest.raises(hdp.Error, match=r"rank 1 lost the job's store in init.*did rank 0 end"):
         wait_for_all(client, ["a/1"], time.monotonic() + LONG_S, LONG_S, 1)
-
-
-def test_a_store_of_a_launcher_that_is_lost_is_said() -> None:
-    """Also at a second init(): no error of torch."""
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=datetime.timedelta(seconds=5))
-    client = SignedStore(dist.TCPStore("127.0.0.1", store.port), OURS, 1, seconds=LONG_S)
-    client.add("inits/1", 1)
-    del store
-    with pytest.raises(hdp.PeerLost, match=r"rank 1 lost the job's store .*torchrun's agent, or rank 0\) has ended"):
-        client.add("inits/1", 1)
 
 
 LATE = """
