@@ -38,7 +38,7 @@ def plain_text(text: str | bytes) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What the error says first, or its type."""
+    """First line of an error's text, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

@@ -132,7 +132,7 @@ def slower(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
-    """What LoRA adds to a model, as ``--lora`` has it: ``r=16,alpha=32,targets=q_proj+v_proj``.
+    """Options of LoRA, as ``--lora`` has them: ``r=16,alpha=32,targets=q_proj+v_proj``.
 
     Attributes:
         rank: columns of the small matrices.
@@ -178,7 +178,7 @@ def option(group: str, default: Any, help: str, type: Callable[[str], Any] | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """What a training run can be told by a program (:class:`hdpcomm.run.RunConfig`) and on the command line of
+    """Options of a training run, of a program (:class:`hdpcomm.run.RunConfig`) and on the command line of
     ``hdpcomm train`` alike; the helps of the fields say what they are. In a program ``recompute`` may also be a number
     of layers for each stage of a pipeline."""
 

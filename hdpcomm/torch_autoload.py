@@ -1,4 +1,4 @@
-"""What ``import torch`` calls where hdpcomm is installed: the entry point ``hdpcomm`` of the group ``torch.backends``.
+"""Called by ``import torch`` where hdpcomm is installed: the entry point ``hdpcomm`` of the group ``torch.backends``.
 
 It registers the name ``hdpcomm`` with torch.distributed, and the backend itself is imported with the first group, so
 that programs that do without hardly pay for it. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns it off; then ``import

@@ -77,7 +77,7 @@ def agree_on_call(
     device: torch.device,
     prepare: Callable[[], tuple[_T, str, str]],
 ) -> _T:
-    """What ``prepare`` returns first; its other results are facts and a summary for :func:`agree`.
+    """Returns ``prepare``'s first result; its other results are facts and a summary for :func:`agree`.
 
     An InvalidUsage of ``prepare`` is one on all ranks if they are ``careful``, else on this one. Collective over
     ``comm`` if ``careful``.

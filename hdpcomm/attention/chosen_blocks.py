@@ -240,7 +240,7 @@ class _Tile(NamedTuple):
 
 
 class _Tiles:
-    """What the queries of a rank look at, a block and a head of the choice at a time."""
+    """Key blocks that a rank's queries attend to, a block and a head of the choice at a time."""
 
     def __init__(self, chosen: Tensor, layout: Layout, rank: int, block: int, heads: tuple[int, int]) -> None:
         blocks, self._heads = pack_blocks(layout, rank, block), heads

@@ -46,7 +46,7 @@ def chunked_layout(layout: Layout, chunk: int) -> TreeLayout:
 
 @lru_cache(maxsize=256)
 def chunked_slice(layout: TreeLayout, chunk: int) -> TreeLayout:
-    """The same of the layouts of a slice of a plain sequence: of its queries, or of the keys up to its end. Local."""
+    """Chunked layout of a slice of a plain sequence: of its queries, or of the keys up to its end. Local."""
     edges = np.arange(0, layout.tree.num_tokens, chunk)
     first, end = layout.start[0], layout.start[-1] + layout.count[-1]
     start = np.unique(np.concatenate([layout.start, edges[(edges > first) & (edges < end)]]))

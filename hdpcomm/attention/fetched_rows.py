@@ -47,13 +47,13 @@ class Needed:
 
 
 def needed_tokens(tokens: Tensor, layout: TokenLayout, comm: Communicator | None) -> Needed:
-    """What these tokens of a pack, which rise, take. Collective."""
+    """Rows that fetching these tokens of a pack, in rising order, takes. Collective."""
     places = places_of(layout)
     return needed_rows(tokens, places.owner, places.row, comm)
 
 
 def needed_rows(wanted: Tensor, owner: Tensor, row: Tensor, comm: Communicator | None) -> Needed:
-    """What this rank needs of rows that lie on the ranks. Collective: ranks tell each other what they need.
+    """Rows that this rank fetches from each rank. Collective: ranks tell each other what they need.
 
     Args:
         wanted: numbers, which rise.

@@ -34,7 +34,7 @@ _MAX_GROUPS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatherPlan:
-    """What one rank sends, receives and computes in a gather."""
+    """Sends, receives and tiles of one rank in a gather."""
 
     rank: int
     size: int

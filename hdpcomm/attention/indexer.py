@@ -46,7 +46,7 @@ _BLOCK = 512
 """Queries, and keys, that are scored at a time."""
 _LOW = (1 << 32) - 1
 _LOWEST = (-8388608) ^ 0x7FFFFFFF
-"""What the bits of -inf become."""
+"""Sort key of -inf."""
 _NONE = 1 << 62
 """Number of a key that is none; behind all others."""
 
@@ -117,7 +117,7 @@ def layout_of_pack(cu_seqlens: CuSeqlens, comm: Communicator | None) -> Layout:
 
 
 def layouts_of_tokens(cu_seqlens: CuSeqlens, comm: Communicator | None) -> tuple[TokenLayout, TokenLayout]:
-    """Those of queries and of keys, which differ in a slice. Raises: InvalidUsage for a mask."""
+    """Layouts of queries and of keys, which differ in a slice. Raises: InvalidUsage for a mask."""
     size = 1 if comm is None else comm.size
     if isinstance(cu_seqlens, SequenceSlice):
         return cu_seqlens.layouts(size)
@@ -216,7 +216,7 @@ class _Best:
 
 
 class _Packed:
-    """The same of fp32 scores: score and token as one whole number, of which no two are equal, so that one ``topk``
+    """Sort key of fp32 scores: score and token as one whole number, of which no two are equal, so that one ``topk``
     does. The bits of a float rise with it, but for negative ones, whose other bits are turned; low tokens are last."""
 
     def __init__(self, queries: int, count: int, device: torch.device) -> None:

@@ -217,7 +217,7 @@ def _seen(layout: Layout, rank: int, every: _Compressions, sizes: NSABlocks) -> 
 
 
 class _Views:
-    """What the queries of a rank see of the compressed blocks, some queries at a time."""
+    """Compressed blocks that a rank's queries see, some queries at a time."""
 
     def __init__(self, layout: Layout, rank: int, sizes: NSABlocks, numbers: Tensor) -> None:
         self.sizes = sizes

@@ -172,8 +172,8 @@ def _drop_packs_of_ended_worlds() -> None:
 
 
 def _apart(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What an operator returns may share no memory with what it got (dv of a sequence of one token is dout), nor among
-    itself."""
+    """Copies results that share memory: an operator's may share none with what it got (dv of a sequence of one token is
+    dout), nor among itself."""
     seen = {x.untyped_storage().data_ptr() for x in given}
     results = []
     for x in made:

@@ -1,4 +1,4 @@
-"""What travels as the keys and values of a pack: K and V themselves, or the latent of MLA, which each rank expands.
+"""Messages with the keys and values of a pack: K and V themselves, or the latent of MLA, which each rank expands.
 
 A row (one token) travels as one vector, so the rings and gathers that move it need not know what it holds. In backward
 the gradients of the rows travel in the same form. Source of the latent: DeepSeek-V2 (arXiv 2405.04434) section 2.1.
@@ -45,7 +45,7 @@ class Payload(Protocol):
         """The gradients of the two tensors that the payload was made of, from those of this rank's own rows."""
 
     def heads(self, chosen: slice) -> Payload:
-        """The same rows with some of the kv heads."""
+        """These rows with some of the kv heads only."""
 
     def join(self, parts: Sequence[_Pair]) -> _Pair:
         """The gradients of :meth:`split` from those of choices of heads that follow each other."""

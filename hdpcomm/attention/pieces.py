@@ -99,7 +99,7 @@ class Pieces(ABC):
 
     @abstractmethod
     def tiles(self, rank: int, k_spans: dict[int, list[Span]], band: Band) -> list[Tile]:
-        """What the queries of ``rank`` see of the keys ``k_spans`` (by segment), each pair once."""
+        """Tiles of the queries of ``rank`` and the keys ``k_spans`` (by segment), each pair once."""
 
     @abstractmethod
     def pairs(self, band: Band) -> float:

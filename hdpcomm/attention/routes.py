@@ -96,7 +96,8 @@ class RingMessage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """What a rank does in one step. KV *due* at step t is posted before the work of step t - 1, gradients before t."""
+    """Sends, receives and tiles of a rank in one step. KV *due* at step t is posted before the work of step t - 1,
+    gradients before t."""
 
     source: int
     kv_rows: int
@@ -233,7 +234,7 @@ def own_spans(layout: AnyLayout, rank: int) -> dict[int, list[Span]]:
 def rank_tiles(
     q_layout: AnyLayout, kv_layout: AnyLayout, band: Band, rank: int, k_spans: dict[int, list[Span]]
 ) -> tuple[Tile, ...]:
-    """What the queries of ``rank`` see of the keys ``k_spans`` (by sequence) of a buffer."""
+    """Tiles of the queries of ``rank`` and the keys ``k_spans`` (by sequence) of a buffer."""
     if isinstance(q_layout, Pieces):
         return tuple(q_layout.tiles(rank, k_spans, band))
     assert not isinstance(kv_layout, Pieces)

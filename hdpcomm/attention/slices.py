@@ -47,8 +47,8 @@ _calls = _Calls()
 
 
 class CallMark:
-    """Round the forward pass of an activation checkpoint: calls of attention have the same numbers when they are made
-    again inside :attr:`again`. Both may be entered again and again."""
+    """Context of the forward pass of an activation checkpoint: calls of attention have the same numbers when they are
+    made again inside :attr:`again`. Both may be entered again and again."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -63,7 +63,7 @@ class CallMark:
 
 
 class _Again:
-    """Round what a checkpoint computes again, on any thread."""
+    """Context of a recomputed forward pass, on any thread."""
 
     def __init__(self, mark: CallMark) -> None:
         self._mark = mark
@@ -85,7 +85,7 @@ def check_backward(number: int, expected: int) -> None:
 
 
 class _Kept:
-    """What one call of attention has kept of the slices that ran, and the gradients of it that later slices found."""
+    """KV that one attention call has kept of earlier slices, and its gradients from later ones."""
 
     def __init__(self, slices: int) -> None:
         self.tensors: tuple[torch.Tensor, ...] = ()
@@ -233,7 +233,7 @@ class _Part:
     seen: torch.Tensor | None
 
     def seen_of(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Those of the rows up to its end that it sees."""
+        """Rows that this slice attends to, among those up to its end."""
         return tuple(rows) if self.seen is None else tuple(x.index_select(0, self.seen) for x in rows)
 
 
@@ -372,13 +372,13 @@ class SequenceSlice:
         return self.stop - self.start
 
     def layouts(self, size: int) -> tuple[TreeLayout, TreeLayout]:
-        """Those of its queries and of the keys that these see."""
+        """Layouts of its queries and of the keys that these see."""
         queries, keys = slice_layouts(self.sequence.tree, self.sequence.bounds, self.number, size)
         return queries, seen_keys(keys)
 
     def next_call(self, make: Callable[[int], _Made]) -> _Made:
-        """What the next call of this pass has kept, or where layers are computed again, of that; ``make(slices)`` for
-        the first slice. Local."""
+        """KV kept for the next attention call of this pass; under recomputation, for the replayed one; ``make(slices)``
+        for the first slice. Local."""
         call = _calls.again[-1]
         if call is None:
             call, self._made = self._made, self._made + 1

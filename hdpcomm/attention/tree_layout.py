@@ -174,7 +174,7 @@ class _Part:
 
 
 def _part(tree: Tree, first: int, end: int) -> _Part:
-    """That of the tokens [first, end), depth-first."""
+    """Part of a tree with the tokens [first, end), depth-first."""
     segments, starts, lengths = tree.span(first, end)
     number, last = (int(segments[0]), int(segments[-1])) if len(segments) else (0, 0)
     return _Part(

@@ -20,7 +20,7 @@ _LONGEST = 600  # characters of a message
 
 
 def resolve_options(given: Mapping[str, Any], config: Path | str | None = None) -> TrainOptions:
-    """What was given on the command line, over what ``config`` says, a file or its text, over the defaults.
+    """Options of the command line, over those of ``config``, a file or its text, over the defaults.
 
     Raises: InvalidUsage, in one line, if the file cannot be read, has an unknown name or a wrong value, or if an option
         would change nothing beside the others.

@@ -83,7 +83,7 @@ def run_rank(job: _Job) -> str:
 
 
 def data_progress(wanted: bool) -> AbstractContextManager[Callable[[int, int], None] | None]:
-    """What ``on_progress`` takes while it is entered; ``None`` unless wanted."""
+    """A function for ``on_progress`` while it is entered; ``None`` unless wanted."""
     return DataProgress() if wanted else nullcontext()
 
 

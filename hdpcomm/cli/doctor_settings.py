@@ -53,7 +53,7 @@ def _nearest(name: str, known: list[str]) -> str | None:
 def settings_lines(
     variables: list[dict[str, Any]], unknown: list[dict[str, str | None]], *, everything: bool
 ) -> list[str]:
-    """What the report says: what differs from its default, or ``everything``; and what is unknown."""
+    """Lines of the report: settings that differ from their defaults, or ``everything``; and what is unknown."""
     lines = []
     shown = [row for row in variables if everything or row["value"] != row["default"]]
     for row in shown:

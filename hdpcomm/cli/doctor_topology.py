@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["TOPOLOGY_OPTIONS", "add_topology_options", "show_topology"]
 
 TOPOLOGY_OPTIONS = ("ranks", "cluster", "device")
-"""What means nothing without ``--topology``; ``None`` where it was not given."""
+"""Options without effect unless ``--topology`` is given; ``None`` where it was not given."""
 
 
 def add_topology_options(parser: argparse.ArgumentParser) -> None:

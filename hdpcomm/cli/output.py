@@ -14,7 +14,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import write_whole
 
 TRANSPORTS = ("auto", "shm", "tcp", "torch", "sim", "cuda", "nccl", "cuda+nccl")
-"""Those of :func:`hdpcomm.init`, for parsers, which import no torch."""
+"""Transports of :func:`hdpcomm.init`, for parsers, which import no torch."""
 
 __all__ = [
     "TRANSPORTS",
@@ -47,7 +47,7 @@ def ranks_here(asked: int | None, *, default: int) -> tuple[int | None, int]:
 
 
 _RANK_BYTES = 200 << 20
-"""What a process with torch takes at least."""
+"""Least memory of a process with torch."""
 
 
 def _check_room(ranks: int) -> None:

@@ -47,7 +47,7 @@ P = ParamSpec("P")
 LOBBY = "lobby.json"
 """In the folder of a run: where newcomers wait."""
 _PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")
-"""What every rank needs and takes seconds to import; AdamW wants the first."""
+"""Modules that every rank needs and that take seconds to import; AdamW wants the first."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -180,7 +180,8 @@ def _job(options: TrainOptions, ranks: int) -> _Job:
 
 
 def job_of(options: TrainOptions, ranks: int) -> _Job:
-    """What the options say is done, without a look at the data. Raises: InvalidUsage if they contradict each other."""
+    """The job that the options describe, without a look at the data. Raises: InvalidUsage if they contradict each
+    other."""
     from hdpcomm.comm.launchers import agent_restarts
     from hdpcomm.comm.secret import job_secret
     from hdpcomm.plan import Calibration
@@ -339,7 +340,7 @@ def _run_elastic(
 
 
 def _version() -> str:
-    """What ranks of a run have alike, for those that want to join it: the options they get from it."""
+    """Options that all ranks of a run share, for those that want to join it: the options they get from it."""
     import hdpcomm
 
     return f"hdpcomm {hdpcomm.__version__}"

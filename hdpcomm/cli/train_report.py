@@ -122,7 +122,7 @@ def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) ->
 
 
 def _queue_text(steps: list[StepMetrics]) -> str:
-    """What the queue of the balanced plans was good for."""
+    """Gain from the queue of the balanced plans."""
     queued, moved = sum(step.queued for step in steps), sum(step.moved for step in steps)
     if not queued:
         return (
@@ -245,7 +245,7 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
 
 
 def _memory_text(config: RunConfig, result: RunResult) -> str:
-    """What the memory model has chosen; of a pipeline, on the device that is fullest."""
+    """The choice of the memory model; of a pipeline, on the device that is fullest."""
     ratio = 1.0 if config.offload else 0.0
     by_device = recompute_by_device(replace(config, recompute=result.recompute, memory=0))
     taken, states = max(
@@ -314,7 +314,7 @@ def _name(policy: str, widest: int, ranks: int) -> str:
 
 
 def _compared(config: RunConfig, result: RunResult) -> str:
-    """What the rows of the table are, and where one policy can gain on another."""
+    """Explains the rows of the table, and where one policy can gain on another."""
     texts = {
         "balanced": "balanced: each sequence on as many ranks as the planner says",
         "naive": "naive: the paper's Algorithm 1",

@@ -59,7 +59,7 @@ class AbsentRanks:
         return ENDED
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, **_: Any) -> Work:
-        """What the others say of themselves is what this rank says."""
+        """Fills all parts with this rank's own."""
         if not out.is_meta:
             out.view(self.size, -1).copy_(x.reshape(1, -1).expand(self.size, -1))
         return ENDED

@@ -71,7 +71,7 @@ def own_address(store: Any) -> str:
 
 
 def listening_address(store: Any) -> str:
-    """That of the interface of ``GLOO_SOCKET_IFNAME`` (the first, if it names several), or else :func:`own_address`.
+    """Address of the interface of ``GLOO_SOCKET_IFNAME`` (the first, if it names several), or else :func:`own_address`.
 
     Raises: Error, if there is no such interface, or it has no address.
     """

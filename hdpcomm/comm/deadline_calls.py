@@ -31,7 +31,7 @@ class CallThread:
         self._worker: threading.Thread
 
     def __call__(self, call: Callable[[], _T], seconds: float) -> _T:
-        """What ``call`` returns or raises. Raises: TimeoutError past ``seconds``; KeyboardInterrupt at once."""
+        """Returns or raises as ``call`` does. Raises: TimeoutError past ``seconds``; KeyboardInterrupt at once."""
         calls = self._calls
         if calls is None:
             calls = self._calls = SimpleQueue()

@@ -44,7 +44,7 @@ class _Worlds:
             self.joined += [(rank, size, number, backend, source) for backend, source in sources]
 
     def ranks(self) -> list[int]:
-        """Those that have a world; several where ranks are threads."""
+        """Ranks that have a world; several where ranks are threads."""
         with self.lock:
             return sorted({rank for rank, _, _, _, source in self.joined if not source.gone})
 

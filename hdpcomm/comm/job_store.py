@@ -135,7 +135,7 @@ class JobStore(dist.Store):  # type: ignore[misc, name-defined]
 
     @property
     def secret(self) -> Secret:
-        """That of the job."""
+        """The job's secret."""
         return self._secret
 
     @property

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """What a rank joins a world with.
+    """Arguments of a rank that joins a world.
 
     Attributes:
         store: key-value store of the job; the world's keys begin with ``prefix``.
@@ -75,7 +75,7 @@ class Joining:
 
     @contextlib.contextmanager
     def reading(self, key: str) -> Iterator[None]:
-        """What values of ``key`` that no rank writes do to the block is an Error that names the key."""
+        """Turns errors of the block, which values of ``key`` that no rank writes cause, into an Error with the key."""
         try:
             yield
         except Error:

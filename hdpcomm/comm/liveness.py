@@ -1,4 +1,4 @@
-"""What a rank declares so that the others know whether it lives, and deadlines that follow it. All of it is local."""
+"""Heartbeats of ranks, and deadlines that follow them. All of it is local."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank asks about the machine that it joins a world on."""
+"""Facts of the machine on which a rank joins a world."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _Self = TypeVar("_Self", bound="Membership")
 
 @untraced
 class Membership:
-    """What a :class:`Communicator` is, without the operations on it."""
+    """Ranks and facts of a :class:`Communicator`, without its operations."""
 
     __slots__ = ("_core", "_ranks", "rank", "size")
 

@@ -32,7 +32,7 @@ def _event(name: str, values: dict[str, Any]) -> AbstractContextManager[None]:
 
 
 def _bytes_of(tensor: Any) -> int:
-    """Those of a tensor of torch or numpy; others, and ``None``, count 0."""
+    """Bytes of a tensor of torch or numpy; others, and ``None``, count 0."""
     return int(getattr(tensor, "nbytes", 0))
 
 
@@ -44,12 +44,12 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def operands(ranks: Sequence[int], *tensors: Any) -> dict[str, Any]:
-    """What an event tells of a collective or a message: the bytes of its largest operand."""
+    """Event fields of a collective or a message: the bytes of its largest operand."""
     return {"bytes": max(map(_bytes_of, tensors), default=0), "ranks": _ranks_text(ranks)}
 
 
 def messages(ranks: Sequence[int], sends: Any, recvs: Any) -> dict[str, Any]:
-    """What an event tells of an exchange of (tensor, peer, ...); what is no such list the core refuses afterwards."""
+    """Event fields of an exchange of (tensor, peer, ...); what is no such list the core refuses afterwards."""
     values: dict[str, Any] = {"ranks": _ranks_text(ranks)}
     with contextlib.suppress(TypeError, IndexError):
         values |= {"sent": sum(_bytes_of(x[0]) for x in sends), "received": sum(_bytes_of(x[0]) for x in recvs)}

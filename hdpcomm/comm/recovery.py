@@ -1,4 +1,4 @@
-"""What the living ranks of a communicator agree on after errors: who they are, and whether all gave a flag.
+"""Agreement of the living ranks of a communicator after errors: who they are, and whether all gave a flag.
 
 In rounds. A rank brings itself into step with all members that it believes to live (``resync()``), and exchanges with
 each of them whom it believes to live. If all believe the same, they tell each other that they know, and that is the

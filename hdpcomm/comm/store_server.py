@@ -129,11 +129,11 @@ class JobStoreServer:
 
     @property
     def port(self) -> int:
-        """That it serves at, over TCP."""
+        """TCP port."""
         return int(self._listener.getsockname()[1])
 
     def values(self, prefix: str) -> dict[str, bytes]:
-        """What is there under keys that begin so. Any thread."""
+        """Values of the keys that begin so. Any thread."""
         with self._lock:
             return {key.decode(): value for key, value in self._data.items() if key.startswith(prefix.encode())}
 

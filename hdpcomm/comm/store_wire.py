@@ -95,7 +95,7 @@ def resolve(host: str, port: int, seconds: float) -> list[Any]:
 
 
 class _Holder(Protocol):
-    """What holds descriptors of connections."""
+    """Holds descriptors of connections."""
 
     def forget(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What crosses to the core of a tensor: address, element count, element type. No copy is ever made."""
+"""Passes tensors to the core: address, element count, element type. No copy is ever made."""
 
 from __future__ import annotations
 

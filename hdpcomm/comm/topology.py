@@ -1,4 +1,4 @@
-"""What a world runs on: its hosts, their devices and links, and what messages cost inside and between hosts."""
+"""The topology of a world: its hosts, their devices and links, and what messages cost inside and between hosts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """What messages cost one way between ranks of one host, or of two; medians over the pairs that were measured, from
+    """Costs of messages one way between ranks of one host, or of two; medians over the pairs that were measured, from
     device memory to device memory where the communicator has devices.
 
     Attributes:
@@ -195,7 +195,8 @@ def host_order(comm: Communicator, domains: Sequence[int] | None = None) -> list
 
 
 def by_host(comm: Communicator, domains: Sequence[int] | None = None) -> Communicator:
-    """The same ranks, those of a host side by side, whatever order the launcher dealt them in; rank 0 stays rank 0.
+    """A communicator of the same ranks, those of a host side by side, whatever order the launcher dealt them in; rank 0
+    stays rank 0.
 
     Plans give neighbouring ranks to a sequence, so a trainer that plans over this communicator sends least between
     hosts; :func:`node_block` of it is the planner's ``ranks_per_node``. Local.

@@ -95,7 +95,7 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
 
     @property
     def secret(self) -> Secret:
-        """That of the job."""
+        """The job's secret."""
         return self._secret
 
     def show_secret(self) -> None:
@@ -103,7 +103,7 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
         self._call(lambda: self.inner.set(f"{_SHOWN_KEY}/{self._rank}", self._shown))
 
     def with_another_secret(self, ranks: Iterable[str]) -> list[str]:
-        """Those of the ranks that showed another secret. Anybody may have written that: it is for messages only."""
+        """Ranks that showed another secret. Anybody may have written that: it is for messages only."""
         keys = {rank: f"{_SHOWN_KEY}/{rank}" for rank in ranks}
 
         def ask() -> list[str]:

@@ -20,7 +20,7 @@ Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 
 def _skipping() -> Callable[[types.CodeType], None] | None:
-    """What keeps the compiler from code and all that it calls; None: this torch has no such thing."""
+    """A function that keeps the compiler from code and all that it calls; None: this torch has no such thing."""
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if not hasattr(frames, "set_code_exec_strategy"):
         return None

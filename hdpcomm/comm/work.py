@@ -1,4 +1,4 @@
-"""What a started operation returns."""
+"""Handles of started operations."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def raise_together(comm: Communicator | None, error: Error | None, *, order: int
 
 
 def on_rank_0(comm: Communicator | None, fn: Callable[[], str]) -> str:
-    """What ``fn()`` returns on rank 0, on every rank; it is called there only. Collective. Raises what it raises."""
+    """Result of rank 0's ``fn()``, on every rank; it is called there only. Collective. Raises what it raises."""
     text, error = "", cast("Error | None", None)
     if comm is None or comm.rank == 0:
         try:
@@ -67,7 +67,7 @@ def on_rank_0(comm: Communicator | None, fn: Callable[[], str]) -> str:
 
 
 def gather_json(comm: Communicator, own: Any) -> list[Any]:
-    """What each rank gives, on every rank. Collective over ``comm``."""
+    """Gathers a value of each rank, on every rank. Collective over ``comm``."""
     data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     sizes = torch.empty(comm.size, dtype=torch.int64)
     comm.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))

@@ -212,7 +212,7 @@ class Corpus:
         return replace(self, sequences=self.sequences[~held]), replace(self, sequences=self.sequences[held])
 
     def summary(self) -> CorpusSummary:
-        """What is said of this corpus after a run."""
+        """Facts of this corpus for the report of a run."""
         return CorpusSummary(
             name=self.name,
             context=self.context,
@@ -258,7 +258,7 @@ class CorpusSummary:
 
 @dataclass(frozen=True, slots=True)
 class BatchReader:
-    """What :meth:`hdpcomm.train.Trainer.step` fetches with: the sequences of a batch, whole or in parts.
+    """``fetch`` for :meth:`hdpcomm.train.Trainer.step`: the sequences of a batch, whole or in parts.
 
     Attributes:
         ids: numbers of the sequences in the corpus.

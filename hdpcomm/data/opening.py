@@ -135,7 +135,7 @@ def build_data(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What stands behind a path: ``text``, ``store`` or ``build``."""
+    """Kind of data behind a path: ``text``, ``store`` or ``build``."""
 
     kind: str
     name: str

@@ -43,7 +43,7 @@ class Unit:
     start: int
     stop: int
     size: int
-    """What it counts for in progress bars: bytes, or rows of a dataset."""
+    """Weight in progress bars: bytes, or rows of a dataset."""
 
 
 def input_files(path: Path) -> list[Path]:

@@ -191,7 +191,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         return self.rank
 
     def get_data_parallel_group(self) -> Any:
-        """That of all ranks."""
+        """Group of all ranks."""
         return dist.group.WORLD
 
     def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
@@ -257,7 +257,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
     def _losses(
         self, micro_batches: list[Any], every: Tensor, loss_function: Callable[..., Any] | None, *, keeps: bool
     ) -> list[dict[str, Any]]:
-        """What verl's FSDP engine gives for each micro-batch; leaves the derivatives in ``every``."""
+        """Outputs for each micro-batch, as of verl's FSDP engine; leaves the derivatives in ``every``."""
         found, first = [], 0
         for each in micro_batches:
             each = each.to(self._device)
@@ -445,7 +445,7 @@ def _world() -> Communicator:
 
 
 class _Mode(BaseEngineCtx):  # type: ignore[misc]
-    """Round the batches of an engine."""
+    """Context of an engine's batches."""
 
     def __enter__(self) -> None:
         super().__enter__()

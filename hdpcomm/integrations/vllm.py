@@ -41,7 +41,7 @@ _STAGE_BYTES = 1 << 30
 
 
 class SyncClient(Protocol):
-    """What vLLM calls ``VLLMWeightSyncClient``: its HTTP routes, an actor of Ray, or an engine in this process."""
+    """vLLM's ``VLLMWeightSyncClient``: its HTTP routes, an actor of Ray, or an engine in this process."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Every worker gets it; returns when all have it carried out."""
@@ -269,7 +269,7 @@ def register() -> None:
 
 
 def _shapes_of(source: Mapping[str, TensorPart | Tensor], comm: Communicator) -> dict[str, list[int]]:
-    """Those of all ranks' tensors, layer by layer. Collective. Raises: InvalidUsage: one is not floating point."""
+    """Shapes of all ranks' tensors, layer by layer. Collective. Raises: InvalidUsage: one is not floating point."""
     other = [
         f"{name} ({tensor.dtype})"
         for name, part in source.items()

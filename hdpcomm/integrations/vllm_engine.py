@@ -25,7 +25,7 @@ __all__ = ["WeightReceiver"]
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What :class:`hdpcomm.integrations.vllm.WeightSender` tells each worker."""
+    """Facts that :class:`hdpcomm.integrations.vllm.WeightSender` sends each worker."""
 
     place: dict[str, Any]
     trainers: int

@@ -28,7 +28,7 @@ class VocabularyShard:
     comm: Communicator | None
 
     def shape(self, rows: Tensor) -> tuple[int, int, int, int, int, int]:
-        """What the kernels want to know of ``rows: [tokens, columns]``."""
+        """Sizes for the kernels of ``rows: [tokens, columns]``."""
         return (*rows.shape, rows.stride(0), self.first, self.total, self.ignore_index)
 
     def gather(self, stats: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class LossOptions:
 
 
 class LabelLoss(Protocol):
-    """What the loss of a label is, as a function of its log-probability; in place of ``weights``.
+    """Loss of a label as a function of its log-probability; in place of ``weights``.
 
     Attributes:
         temperature: divides the logits; see :class:`LossOptions`.

@@ -57,7 +57,7 @@ def inner_causal_lm(model: nn.Module) -> Any | None:
 
 
 class AdaptedCausalLM(nn.Module):
-    """What :func:`hdpcomm.models.adapt` makes of a causal LM of transformers.
+    """A causal LM of transformers in the form of :func:`hdpcomm.models.adapt`.
 
     Attributes:
         model: the model as it was given, trained in place; ``model.save_pretrained(folder)`` exports it.
@@ -151,7 +151,7 @@ class AdaptedCausalLM(nn.Module):
     def run_layers(
         self, x: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator | None
     ) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
-        """What the decoder gives for tokens, or for hidden states in the place of their embeddings: ``[tokens,
+        """Output of the decoder for tokens, or for hidden states in the place of their embeddings: ``[tokens,
         width]``; and for :meth:`added_losses` each router's logits ``[tokens, experts]`` and each indexer's losses
         ``[tokens]``. Blocks of tensor ranks. Collective over ``comm``."""
         count = positions.shape[0]
@@ -219,7 +219,7 @@ class AdaptedCausalLM(nn.Module):
         cu_seqlens: CuSeqlens,
         comm: Communicator | None,
     ) -> Tensor:
-        """What routers and indexers add to the loss, from what :meth:`run_layers` gave; see
+        """Losses of routers and indexers, from the outputs of :meth:`run_layers`; see
         :func:`hdpcomm.models.router_loss.router_loss` and :func:`hdpcomm.attention.indexer_loss`. Collective over
         ``comm``."""
         router_logits, index_losses = added
@@ -262,7 +262,7 @@ class AdaptedCausalLM(nn.Module):
         )  # fmt: skip
 
     def _loss_of_any_head(self, hidden: Tensor, labels: Tensor, weights: Tensor | LabelLoss | None) -> Tensor:
-        """The same for a head that is more than a matrix, as one that LoRA changes: its chunks are computed again in
+        """Loss with a head that is more than a matrix, as one that LoRA changes: its chunks are computed again in
         the backward pass."""
         chunk = self.chunk_tokens or max(256, hidden.shape[-1])
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -292,7 +292,7 @@ class AdaptedCausalLM(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Router:
-    """What the auxiliary loss of a mixture of experts needs to know."""
+    """Inputs of the auxiliary loss of a mixture of experts."""
 
     coefficient: float
     top_k: int

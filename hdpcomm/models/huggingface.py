@@ -73,7 +73,8 @@ def _attention(
     hdpcomm_pack: Pack | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: query [batch, heads, tokens, dim] -> (out [batch, tokens, heads, dim], None)."""
+    """Attention function for transformers: query [batch, heads, tokens, dim] -> (out [batch, tokens, heads, dim],
+    None)."""
     if attention_mask is not None and not isinstance(attention_mask, _Mask):
         raise InvalidUsage(
             "an attention mask was given; packs have none: pass attention_mask=None (a model that makes masks of its "
@@ -164,7 +165,7 @@ def decoder_of(causal_lm: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """What a layer's mask shows of its own sequence, in place of a mask: many layers tell their window by it only."""
+    """The window of a layer, in place of a mask: many layers tell their window by it only."""
 
     causal: bool
     window: int | tuple[int, int] | None
@@ -226,7 +227,7 @@ def _mask(
     config: Any = None,
     **__: Any,
 ) -> _Mask | None:
-    """What transformers calls for a mask: padding would be lost in silence, windows go along to the attention."""
+    """Mask function for transformers: padding would be lost in silence, windows go along to the attention."""
     if attention_mask is not None and not attention_mask.is_meta and not bool(attention_mask.all()):
         raise InvalidUsage(
             "attention_mask hides tokens (padding?); pack the sequences without padding and pass cu_seqlens instead"

@@ -56,7 +56,7 @@ class _Indexer:
         self.layer, self.mask = layer, mask
         self.training: IndexerTraining | None = None
         self.given: tuple[Tensor, Tensor, Tensor] | None = None
-        """What the last call has scored with, where it learns: queries, keys, weights of heads."""
+        """Inputs of the last call, where it learns: queries, keys, weights of heads."""
         source = inspect.getsource(type(layer).forward)
         name = next(each for each in _ROTARY if each in source)
         self.rotary: Callable[..., tuple[Tensor, Tensor]] = getattr(sys.modules[type(layer).__module__], name)

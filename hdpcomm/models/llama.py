@@ -192,7 +192,7 @@ def run_blocks(
     cu_seqlens: CuSeqlens,
     comm: Communicator,
 ) -> tuple[Tensor, list[Tensor]]:
-    """What the last block gives, and the router's logits of each block that has one. Collective over ``comm``."""
+    """Output of the last block, and the router's logits of each block that has one. Collective over ``comm``."""
     router_logits: list[Tensor] = []
     for block in blocks:
         out: Tensor | tuple[Tensor, Tensor] = block(x, tables, cu_seqlens, comm)
@@ -303,7 +303,7 @@ class Llama(nn.Module):
     def run_layers(
         self, x: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
     ) -> tuple[Tensor, list[Tensor]]:
-        """What the last block gives for tokens, or for the hidden states of a stage before, and the router's logits of
+        """Output of the last block for tokens, or for the hidden states of a stage before, and the router's logits of
         each block that has one. Collective over ``comm``."""
         if not x.is_floating_point():
             x = self.embedding(x)
@@ -338,7 +338,7 @@ class Llama(nn.Module):
     def added_losses(
         self, router_logits: Sequence[Tensor], labels: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
     ) -> Tensor:
-        """What the routers of the layers that are here add to the loss; see :func:`hdpcomm.models.moe.router_losses`.
+        """Losses of the routers of this stage's layers; see :func:`hdpcomm.models.moe.router_losses`.
         Collective over ``comm``."""
         config = self.config
         if self.tensor is not None:

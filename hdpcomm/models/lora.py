@@ -53,7 +53,7 @@ def adapted_linear(module: nn.Module) -> AdaptedLinear | None:
 
 
 def add_lora(adapted: AdaptedCausalLM, lora: LoraOptions, *, check: bool = True) -> AdaptedCausalLM:
-    """The same model with adapters, which alone are trained. Local.
+    """Adds adapters to the model, which alone are trained. Local.
 
     Args:
         adapted: is changed, and not used any more.

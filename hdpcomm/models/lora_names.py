@@ -21,7 +21,7 @@ def base_name(name: str) -> str:
 
 
 def first_value(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """What an adapter begins with, fp32 in host memory: the product of both matrices is 0. Local."""
+    """Initial value of an adapter, fp32 in host memory: the product of both matrices is 0. Local."""
     if ".lora_B." in name or ".lora_embedding_A." in name:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(seed)

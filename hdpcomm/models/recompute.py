@@ -55,7 +55,8 @@ class _Both:
 
 
 def _carry() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What a layer's forward pass and its recomputation run in: one pack, and one routing of each layer of experts."""
+    """Contexts of a layer's forward pass and of its recomputation: one pack, and one routing of each layer of
+    experts."""
     (first, again), routings = carry_pack(), Routings()
     return _Both(first, routings.forward()), _Both(again, routings.again())
 
@@ -67,7 +68,7 @@ _LOST = (
 
 
 class _Carried:
-    """What a checkpoint calls: the first call is the forward pass, each later one computes it again."""
+    """The function that a checkpoint calls: the first call is the forward pass, each later one computes it again."""
 
     def __init__(self, forward: Callable[..., Any], found_reentrant: Callable[[bool], None]) -> None:
         self._forward = forward
@@ -111,7 +112,7 @@ class _CarryingCheckpoint:
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
         self.reentrant = False
-        """That of the last call with a pack."""
+        """Mode of the last call with a pack."""
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or find_pack() is None:

@@ -110,7 +110,7 @@ def _slopes(stats: Tensor, rows: Tensor, experts: int) -> Tensor:
 
 
 class _Counted:
-    """What a loss of routers knows of the slices of a sequence that ran: counts of all ranks, and sums of probabilities
+    """Statistics of the slices of a sequence for a loss of routers: counts of all ranks, and sums of probabilities
     of this one."""
 
     def __init__(self, slices: int) -> None:
@@ -118,7 +118,7 @@ class _Counted:
         self.sums: list[Tensor | None] = [None] * slices
 
     def slopes(self, rows: Tensor, experts: int) -> Tensor:
-        """Those of the whole sequence.
+        """Gradients by the whole sequence.
 
         Raises: InvalidUsage: a slice has not run.
         """

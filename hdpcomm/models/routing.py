@@ -123,7 +123,7 @@ class _Block:
 
 
 def kept_routing(routing: Routing) -> Routing:
-    """The same; inside a block that will be recomputed it is kept, with experts as small numbers. Local."""
+    """Returns the routing; inside a block that will be recomputed it is kept, with experts as small numbers. Local."""
     place = _current.place
     if place is not None and not place.again:
         small = next(t for t in (torch.uint8, torch.int16, torch.int64) if routing.experts <= torch.iinfo(t).max + 1)

@@ -29,11 +29,11 @@ __all__ = [
 _CU_SEQLENS = (0, 7, 8, 13)
 CHECKED_TOKENS = _CU_SEQLENS[-1]
 _SHORT = 3
-"""What the windows of a model, and other lengths that it goes by, are during the check, so that sequences of a few
+"""Length of a model's windows and chunks during the check, so that sequences of a few
 tokens are longer than any."""
 _WINDOWS = re.compile(r"(window|window_size|attention_window\w*|attention_chunk_size|local_attention|floor_scale)$")
 _CHOICES = re.compile(r"index_topk$")
-"""The same of keys that are chosen; only where rounding chooses no others."""
+"""Names of numbers of chosen keys, which are small then, too; only where rounding chooses no others."""
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Models that are float64 but for norms, gates and states, which compute in float32, are off by 1e-7 to 1.1e-5."""
 _LOW_TOLERANCE = 0.1
@@ -220,7 +220,7 @@ def _output(model: Any, tokens: Tensor, **options: Tensor) -> Tensor:
 
 @contextmanager
 def _refusing_on_errors(model: nn.Module) -> Iterator[None]:
-    """What a model raises on a few tokens is told as the reason why it is refused."""
+    """Refuses a model for what it raises on a few tokens."""
     try:
         yield
     except Error:
@@ -292,7 +292,7 @@ def _relative(found: Tensor, wanted: Tensor) -> float:
 
 
 def _limit(model: nn.Module) -> float:
-    """That of the narrowest type in which the model computes; its logits may be wider."""
+    """Tolerance of the narrowest type in which the model computes; its logits may be wider."""
     types = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return max((_TOLERANCE.get(dtype, _LOW_TOLERANCE) for dtype in types), default=_TOLERANCE[torch.float32])
 

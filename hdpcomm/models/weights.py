@@ -37,7 +37,7 @@ had no tied weights."""
 _SMALL = 1 << 16
 """Elements of a tensor that a constructor may fill."""
 _UNTOUCHED = -12345.0
-"""What a tensor holds before its model's initialisation, to see whether that leaves it out."""
+"""Value of a tensor before its model's initialisation, to see whether that leaves it out."""
 
 
 class Weights(Protocol):
@@ -98,7 +98,7 @@ class NewWeights:
         return self._from_constructor(name) if value.numel() and bool((value == _UNTOUCHED).all()) else value
 
     def _from_constructor(self, name: str) -> Tensor:
-        """What the constructors of transformers' modules leave in a small tensor: slopes, masks, factors."""
+        """Value of a small tensor as constructors of transformers' modules leave it: slopes, masks, factors."""
         if self._constructed is None:
             causal_lm: Any = inner_causal_lm(self.model)
             kind, config = type(causal_lm), copy.deepcopy(causal_lm.config)
@@ -128,7 +128,7 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 class FolderWeights:
-    """Those of a folder as ``save_pretrained`` writes it: each is read when it is asked for, by its place in the
+    """Weights of a folder as ``save_pretrained`` writes it: each is read when it is asked for, by its place in the
     files, and put together as transformers does where the folder has a tensor for each expert.
 
     Args:

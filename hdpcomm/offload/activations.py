@@ -29,7 +29,7 @@ _MAX_STORAGE_RATIO = 16
 
 @dataclass(frozen=True, slots=True)
 class OffloadStats:
-    """What an :class:`ActivationOffload` has done so far, in bytes and tensors.
+    """Counters of an :class:`ActivationOffload`, in bytes and tensors.
 
     Attributes:
         stored_bytes, loaded_bytes: bytes copied to and from host memory.
@@ -321,7 +321,7 @@ class ActivationOffload:
         )
 
     def stats(self) -> OffloadStats:
-        """What was done so far, counted after blocks that nothing needs any more were freed."""
+        """Counters so far, after blocks that nothing needs any more were freed."""
         self.lane.sweep()
         found = self.lane.engine.stats()
         return OffloadStats(

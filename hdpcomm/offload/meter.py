@@ -85,7 +85,7 @@ class MemoryMeter:
 
     @property
     def in_use(self) -> int:
-        """What is in use now, inside of the ``with``."""
+        """Bytes in use now, inside of the ``with``."""
         if self._mode is not None:
             return self._mode.alive
         return torch.cuda.memory_allocated(self._device) - self._before

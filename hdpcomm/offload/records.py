@@ -69,7 +69,7 @@ class HostCopy:
         self._source: torch.Tensor | None = tensor
         self._kept = _flat(storage)[cut:nbytes].clone() if cut < nbytes else None
         self._target: torch.Tensor | None = None
-        """What is being loaded."""
+        """The tensor that is being loaded."""
         lane.device.annotate_read(storage.data_ptr(), nbytes)
 
     @classmethod

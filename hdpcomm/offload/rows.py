@@ -96,7 +96,7 @@ class HostRows:
         return found
 
     def _kept(self, x: torch.Tensor) -> HostCopy | torch.Tensor:
-        """What keeps a tensor: a copy in the pool that has begun, or itself."""
+        """Holder of a tensor: a copy in the pool that has begun, or itself."""
         owner, rows = self._offload, x.shape[0]
         if x.nbytes < max(1, owner.min_bytes):
             return x.clone()

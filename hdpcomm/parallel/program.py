@@ -1,4 +1,5 @@
-"""What each device of the pipelines does in a step, in order, made from a :class:`hdpcomm.plan.PipelineSchedule`.
+"""Programs of the devices of pipelines: the actions of a step in order, made from a
+:class:`hdpcomm.plan.PipelineSchedule`.
 
 The schedule is one global order of passes, in which messages have their places too: where the pass that produces one
 has ended. Both sender and receiver take it there. So every device follows one global order of passes, rings and
@@ -42,7 +43,7 @@ class Action:
 
 
 def make_program(schedule: PipelineSchedule, plan: StepPlan, rank: int, stage: int) -> tuple[Action, ...]:
-    """What the device of one stage of one HDP rank does. Local.
+    """Program of the device of one stage of one HDP rank. Local.
 
     Raises: InvalidUsage if there is no such rank or stage.
     """

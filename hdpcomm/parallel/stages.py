@@ -83,7 +83,7 @@ class Stage(nn.Module):
 
     @property
     def config(self) -> Any:
-        """That of the whole model."""
+        """Configuration of the whole model."""
         return self.model.config if isinstance(self.model, Llama) else self.model.causal_lm.config
 
     @property
@@ -177,7 +177,7 @@ class Stage(nn.Module):
     def _run_layers(
         self, x: Tensor, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
     ) -> tuple[Tensor, Any]:
-        """What the layers make of hidden states, whatever the model does to them before its first and after its last
+        """Runs the layers on hidden states, whatever the model does to them before its first and after its last
         layer: that is for the first and the last stage."""
         before, after = self._edges
         there: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens, "comm": comm}
@@ -409,7 +409,7 @@ class _LayerAfter(AbsentLayer):
         self._taken: Tensor | None = None
 
     def take(self) -> Tensor:
-        """What came since the last call: ``[rows, width]``."""
+        """Rows since the last call: ``[rows, width]``."""
         taken, self._taken = self._taken, None
         assert taken is not None  # the model has run
         return taken.flatten(0, -2)

@@ -67,7 +67,8 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """What :func:`hdpcomm.parallel.tensor_parallel` cuts. The embedding and the head are cut by the vocabulary."""
+    """Parameters that :func:`hdpcomm.parallel.tensor_parallel` cuts. The embedding and the head are cut by the
+    vocabulary."""
 
     regions: tuple[Region, ...]
     embedding: nn.Embedding | None

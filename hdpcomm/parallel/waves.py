@@ -15,7 +15,7 @@ __all__ = ["Turn", "waves_of"]
 
 
 class Turn(NamedTuple):
-    """What a rank runs at a time.
+    """A micro-batch of a rank in a wave.
 
     Attributes:
         batch: ``None``: passes without tokens, since others need this rank's experts.
@@ -27,7 +27,7 @@ class Turn(NamedTuple):
 
 
 def waves_of(plan: StepPlan, rank: int, group: Collection[int], *, training: bool = True) -> list[Turn]:
-    """What ``rank`` runs, wave by wave. Local.
+    """Turns of ``rank``, wave by wave. Local.
 
     Each micro-batch has a wave, after those of all earlier micro-batches of its ranks, so that a rank has at most one
     in a wave and keeps the plan's order. In a wave the ranks of a group that have a micro-batch need all others of the

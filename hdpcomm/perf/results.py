@@ -85,7 +85,7 @@ class Row:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What rows of two runs must have in common to be compared."""
+        """Key by which rows of two runs are compared."""
         return (self.op, self.ranks, self.size, self.type, self.redop, self.root)
 
     def sides(self) -> list[tuple[str, Side]]:

@@ -1,4 +1,4 @@
-"""What a model costs on a cluster, as measured, in one file: :class:`Calibration`."""
+"""Measured costs of a model on a cluster, in one file: :class:`Calibration`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Calibration:
         ]
 
     def with_capacity(self, capacity: int) -> Calibration:
-        """The same for ranks that hold ``capacity`` tokens without offload."""
+        """This calibration for ranks that hold ``capacity`` tokens without offload."""
         return replace(
             self,
             cluster=replace(self.cluster, capacity=capacity),
@@ -71,8 +71,8 @@ class Calibration:
     def with_ranks(
         self, ranks: int, ranks_per_node: int | None = None, ranks_per_domain: int | None = None
     ) -> Calibration:
-        """The same for another number of ranks of this kind, on hosts and in domains of as many ranks as before unless
-        these are given; without domains where hosts do not fill them.
+        """This calibration for another number of ranks of this kind, on hosts and in domains of as many ranks as before
+        unless these are given; without domains where hosts do not fill them.
 
         Ranks that shared processors do so in the same proportion. Raises: InvalidUsage for more than one host where
         the links between hosts were not measured.

@@ -114,7 +114,7 @@ class ClusterSpec:
             )
 
     def with_speeds(self, speeds: tuple[float, ...] | None) -> ClusterSpec:
-        """The same ranks with these speeds."""
+        """This cluster with these speeds of its ranks."""
         return replace(self, speeds=speeds)
 
     @property

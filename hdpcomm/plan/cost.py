@@ -1,4 +1,4 @@
-"""What a micro-batch costs (:class:`CostModel`) and what a rank may hold (:class:`MemoryModel`)."""
+"""Costs of micro-batches: :class:`CostModel`."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class CostModel:
         return (float(self.key_limit), float(self.limited)) if self.limited else (0.0, 0.0)
 
     def squares(self, stop: Any, start: Any = 0.0) -> Any:
-        """What the queries at ``start`` to ``stop`` of a sequence cost over what a token squared costs; numbers or
+        """Attention costs of the queries at ``start`` to ``stop`` of a sequence, in squared tokens; numbers or
         arrays. ``stop^2 - start^2``, less where layers choose their keys."""
         if not self.limited:
             return stop * stop - start * start
@@ -420,7 +420,7 @@ def _shared_seconds(measured: Sequence[CostSample], beside: Sequence[CostSample]
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What the layers of one device send: numbers a token, numbers of states, and the layers that do so in every ring
+    """Messages of the layers of one device: numbers a token, numbers of states, and the layers that do so in every ring
     step. Attention in windows sends to the neighbours of a cut alone, which is left out."""
 
     tokens: float

@@ -26,7 +26,7 @@ __all__ = ["Jobs", "cut_tree", "jobs_of", "squares_by_id"]
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """What the solver places: the sequences and trees of a step, and the fragments in the place of trees that were cut.
+    """Jobs of the solver: the sequences and trees of a step, and the fragments in the place of trees that were cut.
 
     Attributes:
         tokens: of each job.
@@ -70,7 +70,7 @@ def jobs_of(items: Sequence[int | Tree], cost: CostModel, cluster: ClusterSpec, 
 
 
 def squares_by_id(plan: StepPlan, trees: Mapping[int, Tree], cost: CostModel) -> dict[int, float]:
-    """What attention costs over a token squared, of the trees of a plan, given by id, and of all slices. Local."""
+    """Attention costs in squared tokens, of the trees of a plan, given by id, and of all slices. Local."""
     found = {number: cost.item_squares(tree) for number, tree in trees.items()}
     for planned in plan.slices.values():
         place = plan.table.sequence_bounds[planned.rows[planned.number]]

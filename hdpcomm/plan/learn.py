@@ -38,7 +38,7 @@ _COEFFICIENTS = ("attention", "linear", "fixed", "piece", "ring_step")
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """What one rank measured in a step, a figure for each of its micro-batches in the order of
+    """Measurements of one rank in a step, a figure for each of its micro-batches in the order of
     :meth:`StepPlan.for_rank`.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What a group of ranks runs together: :class:`MicroBatch` and its sequences."""
+"""The unit that a group of ranks runs together: :class:`MicroBatch` and its sequences."""
 
 from __future__ import annotations
 

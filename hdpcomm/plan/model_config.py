@@ -196,7 +196,7 @@ def _of_mamba2(config: _Config, _: str) -> list[TokenMixing]:
 
 
 def _of_types(types: list[str], known: Mapping[str, Callable[[], TokenMixing]]) -> list[TokenMixing]:
-    """What mixes tokens in each layer, by its type."""
+    """Token mixing of each layer, by its type."""
     for layer_type in types:
         if layer_type not in known:
             raise InvalidUsage(f"a layer is of the type {layer_type!r}, expected one of {', '.join(known)}")

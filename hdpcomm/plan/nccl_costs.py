@@ -1,4 +1,4 @@
-"""What NCCL's messages cost, for the device presets and the collectives.
+"""Costs of NCCL's messages, for the device presets and the collectives.
 
 A single message (a step of a schedule is one group, and so one kernel) costs the latency with which NCCL's own model
 starts a ring, plus one hop over its kind of link, both for the protocol of large messages (Simple). Source: NCCL,

@@ -86,7 +86,7 @@ class PipelineSchedule:
         return np.arange(1, len(self.passes) + 1) if self.handed is None else self.handed
 
     def for_stage(self, plan: StepPlan, rank: int, stage: int) -> tuple[Pass, ...]:
-        """What one stage of one rank runs, in order.
+        """Passes of one stage of one rank, in order.
 
         Raises: InvalidUsage if there is no such rank or stage.
         """

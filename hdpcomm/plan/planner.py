@@ -36,7 +36,7 @@ LONGEST_MEASURED = 512
 
 
 class _Solved(NamedTuple):
-    """What the solver found; see :class:`StepPlan`."""
+    """Results of the solver; see :class:`StepPlan`."""
 
     table: PlanTable
     makespan: float
@@ -419,7 +419,7 @@ class Planner:
         return max((1 - self._spare) * bound, self._least_mean(jobs)) if self._spare else bound
 
     def _least_mean(self, jobs: Jobs) -> float:
-        """What the ranks have to do at least, without what micro-batches cost beside their sequences: the mean."""
+        """Least work of the ranks, without the fixed costs of micro-batches: the mean."""
         cost = self.cost_model
         squares = sum(jobs.squares or [float(tokens) ** 2 for tokens in jobs.tokens])
         return (cost.attention * squares + (cost.linear + cost.piece) * sum(jobs.tokens)) / self.cluster.ranks
@@ -502,7 +502,7 @@ class Planner:
         return found | {"makespan": self._on_shared_cores(worked / devices, found["makespan"])}
 
     def _squares_by_id(self, jobs: Jobs, plan: StepPlan) -> dict[int, float]:
-        """What :meth:`simulate` takes, of the trees among the jobs and their slices."""
+        """Attention costs for :meth:`simulate`, of the trees among the jobs and their slices."""
         ids = jobs.ids or range(len(jobs.tokens))
         return squares_by_id(plan, {ids[place]: tree for place, tree in jobs.trees.items()}, self.cost_model)
 

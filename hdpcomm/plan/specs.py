@@ -1,4 +1,4 @@
-"""What is trained, and on which device: :class:`ModelSpec` and :class:`DeviceSpec`."""
+"""The model and the device: :class:`ModelSpec` and :class:`DeviceSpec`."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class StepPlan:
         return StepPlan.of_table(table, fragments=self.fragments, **{name: getattr(self, name) for name in _VALUES})
 
     def micro_batch(self, row: int) -> MicroBatch:
-        """That of a row of :attr:`table`; makes no others."""
+        """The micro-batch of a row of :attr:`table`; makes no others."""
         return self._batch(range(len(self.table))[row])
 
     def for_rank(self, rank: int, *, rows: int | None = None) -> tuple[MicroBatch, ...]:
@@ -307,7 +307,7 @@ class StepPlan:
         }
 
     def _rare_values(self) -> dict[str, int | float]:
-        """What files have of a queue and of a limit of keys: nothing where there is none."""
+        """Values of a queue and of a limit of keys for files: nothing where there is none."""
         names = (*(_QUEUE_VALUES if self.queued else ()), *(_LIMIT_VALUES if self.limited else ()))
         return {name: getattr(self, name) for name in names}
 

@@ -14,7 +14,7 @@ _CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class TokenMixing:
-    """What mixes tokens in some of a model's layers: softmax attention, full or in a window, or a recurrence.
+    """Token mixing in some of a model's layers: softmax attention, full or in a window, or a recurrence.
 
     Attributes:
         kind: ``full``, ``window``, ``latent`` (multi-head latent attention), ``indexed`` (keys chosen by an indexer)
@@ -57,7 +57,7 @@ class TokenMixing:
             )
 
     def over(self, layers: int) -> TokenMixing:
-        """The same in another number of layers."""
+        """This mixing in another number of layers."""
         return replace(self, layers=layers)
 
     @property

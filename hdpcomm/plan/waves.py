@@ -94,7 +94,7 @@ def in_turns(waves: Sequence[list[MicroBatch]], slices: Slices) -> list[tuple[li
 
 
 def sorted_for_waves(batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
-    """The same micro-batches, the longest first, so that those of a wave take about as long."""
+    """Sorts micro-batches, the longest first, so that those of a wave take about as long."""
     order = sorted(batches, key=lambda batch: -batch.predicted_s)
     return tuple(replace(batch, index=place) for place, batch in enumerate(order))
 
@@ -258,7 +258,7 @@ def in_waves(
     cluster: ClusterSpec,
     slices: Slices = _NONE,
 ) -> dict[str, Any]:
-    """What the simulator of the core says of a step without waves, moved to when its waves run."""
+    """The simulation of a step without waves, moved to when its waves run."""
     which, times = found["which"], found["times"]
     took = np.zeros((len(batches), 2))
     took[which[:, 0], which[:, 2]] = times[:, 1] - times[:, 0]
@@ -292,7 +292,7 @@ def _joined(wave: Sequence[MicroBatch], size: int) -> Iterator[tuple[list[MicroB
 
 @dataclass(frozen=True, slots=True)
 class PlannedWaves:
-    """What pipelines make a schedule for in place of a plan: its waves.
+    """Waves of a plan, which pipelines schedule in its place.
 
     Attributes:
         plan: micro-batch i is wave i, on all ranks of the expert groups that take part in it: these run its passes at

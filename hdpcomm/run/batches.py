@@ -44,7 +44,7 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class LoadingCosts:
-    """What loading has cost this rank in a step.
+    """Costs of loading on this rank in a step.
 
     Attributes:
         stall_s: seconds in which the step waited for lengths or tokens.
@@ -60,7 +60,7 @@ class LoadingCosts:
 
 
 class Batches(Protocol):
-    """What a run needs of its data, step by step."""
+    """Data of a run, step by step."""
 
     def lengths(self) -> Iterator[Sequence[int]]:
         """Lengths of each step's sequences, for the thread of a policy's plans."""
@@ -69,19 +69,19 @@ class Batches(Protocol):
         """Told each plan as soon as it is made, in the order of the steps."""
 
     def fetch(self, step: int, policy: str) -> FetchParts:
-        """What the trainer reads the sequences of a step with."""
+        """Reader of the sequences of a step, for the trainer."""
 
     def names(self, step: int, sequences: Sequence[int]) -> list[str]:
         """Where sequences of a step come from, by their numbers in it; without numbers all of them."""
 
     def costs(self, step: int, since: float, until: float) -> LoadingCosts | None:
-        """What the policy's step has cost, which waited for its plan in that span of ``time.perf_counter()``."""
+        """Loading costs of the policy's step, which waited for its plan in that span of ``time.perf_counter()``."""
 
     def done(self, steps: int) -> None:
         """So many steps have been trained by all policies."""
 
     def state(self, steps: int) -> dict[str, Any] | None:
-        """What a checkpoint after so many steps notes."""
+        """State of the data for a checkpoint after so many steps."""
 
     def stop(self) -> None:
         """Ends what waits in other threads."""

@@ -1,4 +1,4 @@
-"""What a model costs on these ranks, measured once for planner, simulator and runs: :func:`calibrate`."""
+"""Measures the costs of a model on these ranks once, for planner, simulator and runs: :func:`calibrate`."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _reason(error: BaseException) -> str:
-    """What torch says, without the traceback that it puts into its message."""
+    """Reason of an error of torch, without the traceback in its text."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     if isinstance(error, CheckpointException) and error.failures:
@@ -351,7 +351,7 @@ def _write_synced(path: Path, text: str) -> None:
 
 
 def _own_parts(value: Mapping[str, Any], copy: bool) -> dict[str, Any]:
-    """The same structure with the parts of tensors only."""
+    """Structure with the parts of tensors only."""
     found: dict[str, Any] = {}
     for key, each in value.items():
         if isinstance(each, TensorPart):
@@ -363,7 +363,7 @@ def _own_parts(value: Mapping[str, Any], copy: bool) -> dict[str, Any]:
 
 
 def _own(value: Any, copy: bool) -> Any:
-    """The same structure without the parts that other writers write; ``copy``: with tensors of its own, in host
+    """Structure without the parts that other writers write; ``copy``: with tensors of its own, in host
     memory."""
     if isinstance(value, TensorPart):
         return value.copy() if copy else value

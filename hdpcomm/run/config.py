@@ -1,4 +1,4 @@
-"""What a training run is made of: the model, the batches, the policy of its plans, and the optimizer's schedule."""
+"""Configuration of a training run: the model, the batches, the policy of its plans, and the optimizer's schedule."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hdpcomm.run.schedule import Schedule
 __all__ = ["BASELINES", "RunConfig", "learning_rate"]
 
 BASELINES = ("ddp",)
-"""What else a run can be compared with: torch's DistributedDataParallel over gloo."""
+"""Baselines that are no policies: torch's DistributedDataParallel over gloo."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig(TrainingOptions):
-    """What to train and how.
+    """The model of a run, and how it is trained.
 
     Attributes:
         policies: of plans; or ``ddp``, torch's DistributedDataParallel over gloo on packs of whole sequences. Each

@@ -1,4 +1,4 @@
-"""What steps cost on this machine: measured once, when a run starts."""
+"""Costs of steps on this machine, measured once, when a run starts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _ONE_DEVICE = {"pipeline": 1, "chunks": 1, "tensor": 1, "expert": 1}
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the planner has to know.
+    """Inputs of the planner.
 
     Attributes:
         capacity: tokens that a rank holds without offload.
@@ -141,7 +141,7 @@ def measure_costs(
 
 
 def _of_more_layers(one: CostSample, two: CostSample, times: float) -> CostSample:
-    """What was measured of some layers, and of twice as many, for ``times`` as many."""
+    """Extrapolates samples of some layers, and of twice as many, to ``times`` as many."""
     more = {
         name: max(0.0, getattr(one, name) + (times - 1) * (getattr(two, name) - getattr(one, name)))
         for name in ("seconds", "processor_s", "weights_s")
@@ -175,7 +175,8 @@ def _sharing_s(comm: Communicator, config: RunConfig, mesh: Mesh) -> float:
 def measure_offload(
     comm: Communicator, config: RunConfig, model: torch.nn.Module, pool: PinnedPool, capacity: int
 ) -> MemoryModel:
-    """What offload into ``pool`` moves and how fast, for ranks that hold ``capacity`` tokens without it. Collective."""
+    """Measures the bytes and the speed of offload into ``pool``, for ranks that hold ``capacity`` tokens without it.
+    Collective."""
     offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
     profile = profile_activations(model, offload, comm, tokens=max(2, min(config.capacity, PROFILE_TOKENS // 8)))
     return profile.memory_model(capacity, config.offload)
@@ -202,7 +203,7 @@ def _calibrated(
 
 
 def calibration_facts(config: RunConfig) -> dict[str, Any]:
-    """What a calibration and a run must have in common."""
+    """Facts that a calibration and a run must have in common."""
     recompute = config.recompute
     if isinstance(recompute, int):
         recompute = {0: "none", config.model.layers: "full"}.get(recompute, recompute)
@@ -211,7 +212,7 @@ def calibration_facts(config: RunConfig) -> dict[str, Any]:
 
 
 def calibration_of_run(config: RunConfig, planner: Planner, costs: Costs, transport: str) -> Calibration:
-    """What the plans of a run are made from, as ``simulate --like`` takes it. Local.
+    """Calibration of a run's plans, as ``simulate --like`` takes it. Local.
 
     The model is left out: a run's own steps tell what follows their passes.
     """

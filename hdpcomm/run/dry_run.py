@@ -98,7 +98,7 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig, *, elastic: b
 
 
 def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str) -> DryRun:
-    """The same for ranks that are not here, of a kind of device (``hdpcomm.plan.DEVICES``): nothing is measured and
+    """A dry run for ranks that are not here, of a kind of device (``hdpcomm.plan.DEVICES``): nothing is measured and
     nothing allocated, so models and ranks may be of any number. Local.
 
     Steps are simulated with the device's preset, in the run's type and with its recomputation, for models that it can

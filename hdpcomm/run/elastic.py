@@ -21,9 +21,9 @@ __all__ = ["NewcomersWait", "TooSlow", "active_ranks", "lead_spares", "run_with_
 
 T = TypeVar("T")
 _OVER, _LOAD, _GROW = range(3)
-"""What spares are told."""
+"""Messages to spare ranks."""
 _FOR_EVER_S = 1e7
-"""What a spare rank waits for the run: deaths end the wait, and so do ranks that begin again."""
+"""Seconds that a spare rank waits for the run: deaths end the wait, and so do ranks that begin again."""
 
 
 class NewcomersWait(Exception):
@@ -59,9 +59,9 @@ def run_with_survivors(
     grow: Callable[[Communicator], Communicator] = lambda living: living,
     came: bool = False,
 ) -> T:
-    """What ``attempt(comm)`` returns. When ranks die, or newcomers wait, the others call ``on_change`` and ``attempt``
-    again, on the communicator of those that are there then, also where a death comes in ``on_change``. Collective over
-    ``comm``.
+    """Runs ``attempt(comm)`` and returns its result. When ranks die, or newcomers wait, the others call ``on_change``
+    and ``attempt`` again, on the communicator of those that are there then, also where a death comes in ``on_change``.
+    Collective over ``comm``.
 
     Args:
         attempt: goes on from a checkpoint, and keeps nothing of the attempt before.

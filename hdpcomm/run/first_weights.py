@@ -66,7 +66,7 @@ class FirstWeights:
 
 
 class CheckpointWeights:
-    """Those of the first policy's model in a checkpoint of a run, in the widest type that it holds.
+    """Weights of the first policy's model in a checkpoint of a run, in the widest type that it holds.
 
     Args:
         whole: the model that begins with them, on any device; its tensors have the names and shapes of the other one's.

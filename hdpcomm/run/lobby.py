@@ -195,7 +195,7 @@ def _place_in(store: JobStore, number: int, facts: str, until: float) -> Any:
 
 
 def _next_lobby(where: Path | str, secret: Secret, number: int) -> JobStore:
-    """That which another rank opens when the first one has died. Raises: PeerLost: none does."""
+    """The lobby that another rank opens when the first one has died. Raises: PeerLost: none does."""
     until = time.monotonic() + _GROWING_S
     while isinstance(where, Path) and where.exists() and time.monotonic() < until:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, CommTimeout):

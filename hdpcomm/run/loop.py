@@ -155,7 +155,7 @@ def _begun(
 
 
 def _found(comm: Communicator, saving: Saving, before: int | None) -> Checkpoint | KeptCheckpoint | None:
-    """What to go on from; ``before``: of fewer steps than what did not fit."""
+    """Checkpoint to go on from; ``before``: of fewer steps than what did not fit."""
     if not isinstance(saving.resume, KeptCheckpoint):
         return agreed_checkpoint(comm, saving.folder, saving.resume, before=before)
     return saving.resume if before is None else agreed_checkpoint(comm, saving.folder, "auto", before=before)
@@ -435,7 +435,7 @@ class _Run:
             raise NewcomersWait
 
     def _facts(self) -> dict[str, Any]:
-        """What stands beside the tensors of a checkpoint."""
+        """Facts beside the tensors of a checkpoint."""
         memory, processor = self.costs.memory, self.costs.processor_model
         return {
             "ranks": self.comm.size,

@@ -1,4 +1,4 @@
-"""What a step takes of the devices of a run, and how many layers to recompute so that it fits."""
+"""Memory of a step on the devices of a run, and how many layers to recompute so that it fits."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MemoryBeside:
 
 
 def memory_beside(config: RunConfig, ranks_on_host: int, *, on_devices: bool, elastic_ranks: int = 0) -> MemoryBeside:
-    """The same of each of so many ranks of a host, by the settings (``HDPCOMM_*``) here. Local.
+    """Memory beside the model of each of so many ranks of a host, by the settings (``HDPCOMM_*``) here. Local.
 
     Args:
         elastic_ranks: ranks of a run that goes on when some die; 0: it does not.
@@ -191,7 +191,7 @@ def _by_stage(by_device: Sequence[int], config: RunConfig) -> tuple[int, ...]:
 
 
 def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, ...]:
-    """What a step of the run's model takes on each device of a pipeline, or on each rank where there is none, whatever
+    """Measures the memory of a step on each device of a pipeline, or on each rank where there is none, whatever
     is recomputed: the most among the ranks that have the same layers; equal on every rank. Collective.
 
     With ``zero=3``, where a rank may have no room for the whole model, it is predicted (:func:`predict_memory`)."""
@@ -213,7 +213,8 @@ same buffers."""
 
 
 def predict_memory(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> tuple[StepMemory, ...]:
-    """The same for ``ranks`` ranks that are not here. Local; allocates nothing, so models and ranks may be any number.
+    """Predicts the memory of a step for ``ranks`` ranks that are not here. Local; allocates nothing, so models and
+    ranks may be any number.
 
     Experts get equal numbers of tokens.
 

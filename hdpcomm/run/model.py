@@ -150,7 +150,7 @@ def model_spec(model: LlamaConfig | FolderModel) -> ModelSpec | None:
 
 
 def model_facts(model: LlamaConfig | FolderModel) -> dict[str, Any]:
-    """What a checkpoint notes of the model, and compares when a run goes on."""
+    """Facts of the model for checkpoints, compared when a run goes on."""
     if isinstance(model, FolderModel):
         lora = {} if model.lora is None else {"lora": str(model.lora)}
         return {"architecture": model.architecture, "config": model.digest, **lora}

@@ -23,7 +23,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "AdamW": {"betas": (0.9, 0.95)},
     "Muon": {"adjust_lr_fn": "match_rms_adamw"},  # one learning rate for both
 }
-"""What language models are trained with, where torch has other defaults."""
+"""Defaults of language models, where torch has others."""
 _OURS = ("params", "lr", "weight_decay")
 
 
@@ -40,13 +40,13 @@ def new_optimizer(config: TrainingOptions, model: nn.Module, mesh: Mesh) -> torc
 
 
 def matrix_optimizer(config: TrainingOptions, matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """That of whole matrices, if the run has one. Local; raises as :func:`new_optimizer`."""
+    """Optimizer of whole matrices, if the run has one. Local; raises as :func:`new_optimizer`."""
     made, options = _resolved(config)
     return _made(config, made, [{"params": matrices}], options)
 
 
 def elementwise_optimizer(config: TrainingOptions, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """That of all parameters which are no matrices for Muon. Local; raises as :func:`new_optimizer`."""
+    """Optimizer of all parameters which are no matrices for Muon. Local; raises as :func:`new_optimizer`."""
     made, options = _resolved(config)
     if _is_for_matrices(made):
         made, options = torch.optim.AdamW, dict(_DEFAULTS["AdamW"])

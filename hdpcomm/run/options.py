@@ -1,4 +1,4 @@
-"""What a run is asked to keep and to tell, and what it gives back."""
+"""Options of a run for saving and messages, and its results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """What a run tells while it runs. Functions are called on the rank that gave them, as things are done.
+    """Callbacks of a run. Functions are called on the rank that gave them, as things are done.
 
     Attributes:
         on_step: (policy, metrics, costs of :func:`hdpcomm.run.step_record.step_costs`) after every step.

@@ -29,7 +29,7 @@ _GENERATORS = "generators"
 
 @dataclass(frozen=True, slots=True)
 class KeptCheckpoint:
-    """What :class:`hdpcomm.run.checkpoints.Checkpoint` is, of a state that ranks hold together.
+    """As :class:`hdpcomm.run.checkpoints.Checkpoint`, of a state that ranks hold together.
 
     Attributes:
         living: the communicator of all that hold parts of it.
@@ -42,7 +42,7 @@ class KeptCheckpoint:
 
     @property
     def path(self) -> Path:
-        """What messages call it."""
+        """Name for messages."""
         return Path(f"step-{self.step} in the ranks' memory")
 
     @property
@@ -153,7 +153,7 @@ class PeerSaves:
             self.lobby = None
 
     def newest(self, living: Communicator) -> KeptCheckpoint | None:
-        """What the ranks that live hold together. Collective over ``living``. Raises: PeerLost."""
+        """The newest state that the living ranks hold together. Collective over ``living``. Raises: PeerLost."""
         told = gather_json(living, [self._attempt, list(self._copies)])
         self._attempt = max(attempt for attempt, _ in told)  # newcomers begin to count here
         attempts = {each for _, own in told for each in own}
@@ -166,7 +166,7 @@ class PeerSaves:
 def _live(
     comm: Communicator, trainers: Mapping[str, Trainer]
 ) -> tuple[dict[str, Tensor | TensorPart], dict[str, dict[str, Any]]]:
-    """What this rank holds of all policies, and the numbers of each beside it. Local."""
+    """State of all policies on this rank, and the numbers of each beside it. Local."""
     tensors: dict[str, Tensor | TensorPart] = {}
     numbers = {}
     for policy, trainer in trainers.items():

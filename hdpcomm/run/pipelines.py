@@ -58,7 +58,7 @@ def new_trainer(
 
 
 def stage_recompute(config: RunConfig) -> list[str | int]:
-    """What each stage of the model gives to :func:`hdpcomm.models.set_recompute`; one value without pipelines."""
+    """Argument of :func:`hdpcomm.models.set_recompute` for each stage; one value without pipelines."""
     stages = config.pipeline * config.chunks
     if isinstance(config.recompute, str):
         return [config.recompute] * stages
@@ -69,7 +69,8 @@ def stage_recompute(config: RunConfig) -> list[str | int]:
 
 
 def device_recompute(config: RunConfig) -> str | int:
-    """The same for the layers on the device of a pipeline that recomputes most."""
+    """Argument of :func:`hdpcomm.models.set_recompute` for the layers on the device of a pipeline that recomputes
+    most."""
     if isinstance(config.recompute, str):
         return config.recompute
     return max(recompute_by_device(config))

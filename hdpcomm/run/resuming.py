@@ -36,9 +36,9 @@ __all__ = [
 ]
 
 _SAME = ("model", "policies", "tokens_per_step", "seed", "offload", "dtype")
-"""What a run that goes on must be told as it was."""
+"""Options that a run which goes on must have as before."""
 _DEFAULTS: Mapping[str, Any] = {"optimizer": "AdamW", "optimizer_options": []}
-"""The same, of which older checkpoints note nothing, and what it was then."""
+"""More of these, with their values in older checkpoints, which note none."""
 
 
 def agreed_checkpoint(
@@ -84,7 +84,7 @@ def _find(folder: Path, resume: str, before: int | None) -> str:
 
 
 def _check_facts(found: Checkpoint) -> None:
-    """That what a run reads from ``meta.json`` is what a run writes there. Raises: InvalidUsage."""
+    """Validates ``meta.json``. Raises: InvalidUsage."""
     facts = found.facts
     if not set(_SAME) <= set(saved_config(found)):
         raise InvalidUsage(f"{found.path}: holds no run of hdpcomm train; give another checkpoint")
@@ -125,7 +125,7 @@ def saved_config(found: Checkpoint | KeptCheckpoint) -> Mapping[str, Any]:
 
 
 def check_same_run(found: Checkpoint | KeptCheckpoint, corpus: Corpus | DocumentStream, config: RunConfig) -> None:
-    """What must be as it was, so that the checkpoint's step means the same batches and the same model.
+    """Checks that the checkpoint's step means the same batches and the same model as here.
 
     Raises: InvalidUsage with what was saved and what is wanted.
     """
@@ -183,7 +183,7 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
 
 
 def data_facts(corpus: Corpus | DocumentStream) -> dict[str, Any]:
-    """What a checkpoint notes of the data: enough to see that its batches are the same."""
+    """Facts of the data for checkpoints: enough to see that its batches are the same."""
     if isinstance(corpus, DocumentStream):
         return corpus.facts | {"content": content_digest(corpus)}
     digest = hashlib.sha256(corpus.sequences.tobytes()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What a step took on all ranks: where the time and the bytes went, and the spans of a step that is looked at."""
+"""Record of a step on all ranks: where the time and the bytes went, and the spans of a step that is looked at."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def planned_rows(plan: StepPlan) -> list[dict[str, Any]]:
 
 
 def other_policies(planner: Planner, lengths: Sequence[int | Tree]) -> dict[str, dict[str, float]]:
-    """What each policy predicts for a step under the same costs; those that cannot plan it are left out. Local."""
+    """Prediction of each policy for a step under the same costs; those that cannot plan it are left out. Local."""
     found = {}
     for policy in ("balanced", "naive", "static"):
         with contextlib.suppress(InvalidUsage):

@@ -1,4 +1,4 @@
-"""What each micro-batch of a step took on each of its ranks, and the plans that follow from it."""
+"""Times of each micro-batch of a step on each of its ranks, and the plans that follow from it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def slowest_rank(speeds: Mapping[int, float]) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a step took on all ranks.
+    """Times of a step on all ranks.
 
     Attributes:
         ranks: of the plan.
@@ -172,7 +172,7 @@ class PlanLearning:
         return slowest, speeds[slowest]
 
     def to_dict(self) -> dict[str, Any]:
-        """What was learned, for a checkpoint."""
+        """Learned costs, for a checkpoint."""
         return {"cost_model": asdict(self._learner.cost_model), "speeds": self._learner.speeds}
 
 

@@ -9,7 +9,7 @@ __all__ = ["processor_seconds"]
 
 
 def processor_seconds(plan: StepPlan, costs: CostModel, cluster: ClusterSpec) -> float:
-    """What forward and backward of a plan without trees take of the processors of all ranks together. Local.
+    """Processor seconds of all ranks together for forward and backward of a plan without trees. Local.
 
     Other than the time of a step, it does not depend on who waits for whom, or shares processors with whom.
 

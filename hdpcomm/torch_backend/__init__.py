@@ -96,7 +96,7 @@ def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
 
 
 def create_group(options: Any, _backend_options: Any) -> HdpProcessGroup:
-    """What torch.distributed calls on every member of a new group."""
+    """Makes the backend of a new group; torch.distributed calls it on every member."""
     seconds = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group)
     world = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""What all groups of one world share: the communicator of its ranks, the mailbox, and one thread for futures."""
+"""State that all groups of one world share: the communicator of its ranks, the mailbox, and one thread for futures."""
 
 from __future__ import annotations
 

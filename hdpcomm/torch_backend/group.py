@@ -112,7 +112,7 @@ class HdpProcessGroup(dist.ProcessGroup):
         self.engine.abort("abort() of a process group")
 
     def shutdown(self) -> None:
-        """What ``destroy_process_group`` calls. The world ends with the group that began it. Local."""
+        """Ends the group, for ``destroy_process_group``. The world ends with the group that began it. Local."""
         if self._owner:
             self.engine.close()
 

@@ -56,11 +56,11 @@ class Operation:
         self._copied: list[torch.Tensor] = []  # what they read and write
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for an input: contiguous, without autograd, of a type that the core carries."""
+        """Stand-in of an input: contiguous, without autograd, of a type that the core carries."""
         return tensor if _is_plain(tensor) else self._carrier(self._plain(tensor).contiguous())
 
     def target(self, tensor: torch.Tensor, *, read: bool = False) -> torch.Tensor:
-        """What stands for an output, copied there at the end unless it is its memory. ``read``: also an input."""
+        """Stand-in of an output, copied there at the end unless it is its memory. ``read``: also an input."""
         if _is_plain(tensor):
             return tensor
         plain = self._plain(tensor)

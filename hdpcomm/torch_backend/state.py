@@ -1,4 +1,4 @@
-"""What the operations of one group share: its ranks, its time limit, and how an operation begins and ends."""
+"""State that the operations of one group share: its ranks, its time limit, and how an operation begins and ends."""
 
 from __future__ import annotations
 

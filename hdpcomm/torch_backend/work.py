@@ -1,4 +1,4 @@
-"""What an operation of the backend returns: a torch ``Work`` over hdpcomm's works, with a future on demand."""
+"""Handles of the backend's operations: a torch ``Work`` over hdpcomm's works, with a future on demand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _new_work = dist.Work.__init__
 
 
 class Part(Protocol):
-    """What a BackendWork waits for: a Work of hdpcomm."""
+    """Part of a BackendWork: a Work of hdpcomm."""
 
     on_stream: bool
 

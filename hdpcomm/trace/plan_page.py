@@ -23,7 +23,7 @@ _PIXELS_A_ROW = 18
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """What a device, or neighbouring ranks, run at a time. ``row``: the middle of the bar; ``rows``: its height."""
+    """Bar of a device, or of neighbouring ranks. ``row``: the middle of the bar; ``rows``: its height."""
 
     plan: StepPlan
     batch: MicroBatch

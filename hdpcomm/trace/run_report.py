@@ -201,7 +201,7 @@ def _policies(by_policy: Mapping[str, Sequence[Row]], timelines: Mapping[str, Ro
 
 
 def _clock(by_policy: Mapping[str, Sequence[Row]]) -> str:
-    """What plans promised of forward and backward over what these took, early and late."""
+    """Predicted over measured seconds of forward and backward, early and late."""
     rows = []
     for policy, steps in by_policy.items():
         ratios = [
@@ -238,7 +238,7 @@ def _slow_ranks(by_policy: Mapping[str, Sequence[Row]]) -> str:
 
 
 def _noise(by_policy: Mapping[str, Sequence[Row]]) -> str:
-    """What the last step's plan knew of chance."""
+    """The model of noise in the last step's plan."""
     last = {policy: steps[-1].get("noise") for policy, steps in by_policy.items() if steps}
     told = [f"{noise:.1%} under {policy}" for policy, noise in last.items() if isinstance(noise, (int, float))]
     return f" Micro-batches took longer or shorter by chance (standard deviation): {', '.join(told)}." if told else ""

@@ -109,8 +109,8 @@ class OffloadedStep:
             self._meter.__exit__(kind, error, trace)
 
     def micro_batch(self, ratio: float, tokens: int, kept: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Round the forward pass of a micro-batch with ``tokens`` tokens on this rank; ``kept``: of a slice, those of
-        it and all before it."""
+        """Context of the forward pass of a micro-batch with ``tokens`` tokens on this rank; ``kept``: of a slice, those
+        of it and all before it."""
         if self._offload is None:
             return contextlib.nullcontext()
         held = tokens * (1 - ratio * self._memory.offloadable) + self._memory.kept_at(ratio) * kept

@@ -52,8 +52,8 @@ class Sharding:
 
     @classmethod
     def of(cls, replicas: Communicator, zero: int) -> Sharding:
-        """That of ZeRO's stages (Rajbhandari et al., arXiv 1910.02054): 1 cuts among all replicas, 2 and 3 among those
-        of a host, where each reads and writes the memory of the others. Local.
+        """Sharding of ZeRO's stages (Rajbhandari et al., arXiv 1910.02054): 1 cuts among all replicas, 2 and 3 among
+        those of a host, where each reads and writes the memory of the others. Local.
 
         Raises: InvalidUsage: hosts have other numbers of replicas.
         """

@@ -1,4 +1,4 @@
-"""What hybrid data parallelism is compared with: torch's DistributedDataParallel over gloo, on whole sequences."""
+"""The baseline: torch's DistributedDataParallel over gloo, on whole sequences."""
 
 from __future__ import annotations
 

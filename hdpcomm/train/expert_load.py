@@ -20,13 +20,13 @@ __all__ = ["add_expert_load", "expert_loads", "uncounted"]
 
 
 def expert_loads(model: nn.Module) -> list[ExpertLoad]:
-    """Those of the model's layers with experts. Local."""
+    """Loads of the model's layers with experts. Local."""
     return [load for module in model.modules() if isinstance(load := getattr(module, "load", None), ExpertLoad)]
 
 
 @contextmanager
 def uncounted(loads: Sequence[ExpertLoad]) -> Iterator[None]:
-    """Round passes that will run again. Local."""
+    """Context of passes that will run again. Local."""
     for load in loads:
         load.counts = False
     try:

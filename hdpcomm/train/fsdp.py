@@ -63,7 +63,7 @@ class FullyShardedParameters:
 
     @contextmanager
     def passes(self, scatter: Callable[[], object], _: object) -> Iterator[None]:
-        """Round the passes of a step, of which there may be none on a rank. Collective, at both ends.
+        """Context of the passes of a step, of which there may be none on a rank. Collective, at both ends.
 
         Args:
             scatter: a forward and backward pass that adds nothing and communicates nothing, the same on all ranks.

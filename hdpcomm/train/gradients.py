@@ -67,8 +67,8 @@ class Gradients:
     def whole(
         cls, parameters: Iterable[nn.Parameter], layout: Layout, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES
     ) -> Gradients:
-        """Those of the parameters with ``requires_grad``, each once, whole on each rank, in buckets of at least so many
-        bytes, but for the last ones. Local.
+        """Gradients of the parameters with ``requires_grad``, each once, whole on each rank, in buckets of at least so
+        many bytes, but for the last ones. Local.
 
         Raises: InvalidUsage: of :func:`trained_parameters`.
         """
@@ -91,8 +91,8 @@ class Gradients:
 
     @contextlib.contextmanager
     def passes(self, _: Callable[[], object], order: Callable[[], Sequence[Sequence[int]]]) -> Iterator[None]:
-        """Round the passes of a step. Gradients that come outside of it are not taken: the parameters may have another
-        trainer by then.
+        """Context of the passes of a step. Gradients that come outside of it are not taken: the parameters may have
+        another trainer by then.
 
         Args:
             order: for each chunk of the model on this rank, the HDP ranks in the order in which their backward passes
@@ -246,7 +246,7 @@ class _Use:
             self._used.update(zip(keys, (flags != 0).tolist(), strict=True))
 
     def take(self) -> list[tuple[Work, Tensor]]:
-        """What is under way, with the flags of each group of parameters, to be waited for by the caller."""
+        """Reductions under way, with the flags of each group of parameters, to be waited for by the caller."""
         works, self._works = self._works, []
         return works
 
@@ -255,7 +255,7 @@ class _Use:
 
 
 def trained_parameters(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those with ``requires_grad``, each once.
+    """Parameters with ``requires_grad``, each once.
 
     Raises:
         InvalidUsage: nothing to train, several devices, a parameter that is not a plain real floating-point tensor.

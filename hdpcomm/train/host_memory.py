@@ -1,4 +1,4 @@
-"""What ranks of a host have parts of, in memory that all of them map: :class:`HostMemory`."""
+"""Shards of the ranks of a host, in memory that all of them map: :class:`HostMemory`."""
 
 from __future__ import annotations
 

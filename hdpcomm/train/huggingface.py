@@ -48,7 +48,7 @@ __all__ = ["HybridDataParallel", "Trainer"]
 
 
 class HybridDataParallel:
-    """What turns a subclass of ``transformers.Trainer`` into one that plans; name it first among the bases.
+    """Turns a subclass of ``transformers.Trainer`` into one that plans; name it first among the bases.
 
     A training step takes the batches of all ranks together as one global batch: padding is dropped, ranks tell each
     other their tokens, all make the same plan, and each runs its micro-batches over the ranks that the plan gives them.

@@ -1,4 +1,4 @@
-"""What stands in for the model where TRL computes a loss: it gives log-probabilities that planned passes have made.
+"""Stand-in for the model where TRL computes a loss: it gives log-probabilities that planned passes have made.
 
 TRL's trainers of preferences and policies call ``model(input_ids=, attention_mask=, labels=, fused_lm_head=True)`` and
 compute their losses, whatever these are, from ``log_probs`` and ``entropy`` of what it gives
@@ -65,7 +65,7 @@ class LogProbModel:
     def __init__(self, passes: RowPasses, temperature: float) -> None:
         self._passes, self._temperature = passes, temperature
         self.calls: list[ScoredRows] = []
-        """Those whose results the loss may have gradients by."""
+        """Calls by whose results the loss may have gradients."""
 
     def __call__(self, **arguments: Any) -> Any:
         """An object with what TRL reads: ``log_probs``, ``entropy``, ``label_mask``; what it only logs is 0."""

@@ -138,7 +138,7 @@ def shorter_plan(
 
 
 class LabelTerms:
-    """What the labels of a step have for a loss. Local.
+    """Losses of the labels of a step, for each shard. Local.
 
     Args:
         batch: the plan's items must be its items.
@@ -297,7 +297,7 @@ class LabelTerms:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one sequence of a micro-batch brings.
+    """Labels of one sequence of a micro-batch.
 
     Attributes:
         tokens: of it, or of its tree.

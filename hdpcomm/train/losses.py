@@ -78,13 +78,13 @@ class TokenLoss:
             check_number("TokenLoss", "per", self.per, above=0)
 
     def factor(self, labels: int) -> float:
-        """What each loss of a sequence with so many labels is multiplied with."""
+        """Factor of each loss of a sequence with so many labels."""
         if self.per == "tokens":
             return 1.0
         return 1.0 / max(1, labels) if self.per == "sequences" else 1.0 / float(self.per)
 
     def mass(self, labels: int) -> float:
-        """What a sequence with so many labels adds to the number by which the sum is divided."""
+        """Share of a sequence with so many labels in the divisor of the sum."""
         return labels if self.per == "tokens" else 1.0
 
 
@@ -128,7 +128,7 @@ def _check(loss: TokenLoss | GroupLoss) -> None:
 
 
 def name_of_loss(loss: Any) -> str:
-    """What a loss does, as text that is the same on all ranks which do the same. Local."""
+    """Name of a loss, equal on all ranks with the same one. Local."""
     if not isinstance(loss, (TokenLoss, GroupLoss)):
         return "" if loss is None else _name_of(loss)
     settings = [loss.temperature] + ([loss.per, loss.entropy] if isinstance(loss, TokenLoss) else [])
@@ -144,7 +144,7 @@ def _name_of(function: Any) -> str:
 
 
 def rollout(prompt: Any, answer: Any, **columns: Any) -> dict[str, Tensor]:
-    """What ``fetch`` gives of a prompt and its answer: the answer's tokens are the labels. Local.
+    """Result of ``fetch`` for a prompt and its answer: the answer's tokens are the labels. Local.
 
     Args:
         prompt: tokens, at least one.

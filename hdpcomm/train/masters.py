@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OwnPart:
-    """What a rank has of a parameter that has no values between its uses.
+    """A rank's shard of a parameter that has no values between its uses.
 
     Attributes:
         start: its first element in the parameter, in row-major order.
@@ -194,7 +194,7 @@ class Masters:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Round the passes of a step, or of an evaluation, which find the weights there. Local; as
+        """Context of the passes of a step, or of an evaluation, which find the weights there. Local; as
         :meth:`hdpcomm.train.pulled_weights.PulledWeights.open`."""
         around = (self._units, self._weights)
         with ExitStack() as stack:
@@ -204,7 +204,7 @@ class Masters:
             yield
 
     def parts(self) -> Iterator[OwnPart]:
-        """What this rank has of each parameter that has no values between its uses."""
+        """This rank's shards of the parameters that have no values between their uses."""
         if self._weights is None:
             return
         for bucket in (*self.gradients.buckets, *self._frozen):

@@ -97,7 +97,7 @@ def materialize(model: nn.Module, mesh: Mesh, weights: Weights, *, zero: int = 0
     _replace(model, made)
     ranges = _own_ranges(model, mesh) if zero == 3 else {}
     own: dict[str, dict[_Part, list[Tensor]]] = {}
-    """What this rank holds of each tensor, and the memory for it, which is there before any other memory comes and goes
+    """Memory for this rank's parts of each tensor, which is there before any other memory comes and goes
     and would leave gaps."""
     for tensor in made.values():
         if (placement := placements.get(id(tensor))) is None:

@@ -106,7 +106,7 @@ class MatrixOwners(torch.optim.Optimizer):
 
     @property
     def others(self) -> torch.optim.Optimizer | None:
-        """That of the other parameters, of which each rank updates what it holds."""
+        """Optimizer of the other parameters, of which each rank updates its own."""
         return self._others
 
     def owns(self, parameter: Tensor) -> bool | None:
@@ -190,7 +190,7 @@ class MatrixOwners(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class MatrixMemory:
-    """What :class:`MatrixOwners` takes for its matrices on the rank that owns most.
+    """Memory of :class:`MatrixOwners` for matrices, on the rank that owns most.
 
     Attributes:
         parameters: by their ids, those matrices; the other optimizer has no state of them.
@@ -205,7 +205,7 @@ class MatrixMemory:
 
 @torch.no_grad()
 def matrix_memory(model: nn.Module, mesh: Mesh, matrices: MakeOptimizer, *, replicas: int) -> MatrixMemory:
-    """The same, before there is one. Local.
+    """Predicts the memory of :class:`MatrixOwners`. Local.
 
     Args:
         model: cut for the mesh, on any device.

@@ -307,8 +307,8 @@ def _state_bytes(
     dtype: torch.dtype | None,
     matrices: MatrixMemory | None,
 ) -> tuple[float, float, float, float]:
-    """What a trainer keeps between steps: weights, gradients, and masters with the optimizer's state; and the most that
-    its optimizer's step adds.
+    """Bytes that a trainer keeps between steps: weights, gradients, and masters with the optimizer's state; and the
+    most that its optimizer's step adds.
 
     Args:
         ranks: among which ``zero`` cuts; what belongs to experts among those that hold the same ones.

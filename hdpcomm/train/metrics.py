@@ -1,4 +1,4 @@
-"""What is known of a training step after it."""
+"""Metrics of a training step."""
 
 from __future__ import annotations
 

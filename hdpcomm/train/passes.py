@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 __all__ = ["MicroBatchPasses", "Passes", "ReducedGradients", "RunningSlices", "Sliced", "StepInputs", "packed_shard"]
 
 Sliced = dict[int, SlicedSequence]
-"""What a model has kept of the slices that ran, by sequence."""
+"""State that a model has kept of earlier slices, by sequence."""
 Loss = Callable[..., Tensor]
 
 _SHORTEST_S = 1e-9
-"""What a micro-batch takes that a plan predicts no time for: its ranks end it after those before it."""
+"""Seconds of a micro-batch that a plan predicts no time for: its ranks end it after those before it."""
 
 
 class ReducedGradients(Protocol):
-    """What passes tell of the gradients that they make: :class:`hdpcomm.train.Gradients`."""
+    """Events of passes for the reduction of gradients: :class:`hdpcomm.train.Gradients`."""
 
     def passes(
         self, empty_pass: Callable[[], object], order: Callable[[], Sequence[Sequence[int]]], /
@@ -53,7 +53,7 @@ class ReducedGradients(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a step runs.
+    """Inputs of the passes of a step.
 
     Attributes:
         planned: the plan, on which all ranks have agreed, and its lengths.
@@ -105,7 +105,7 @@ class Passes(Protocol):
         """Gets ready for a plan; gives what else its passes follow, which must be the same on all ranks. Local."""
 
     def open(self, plan: StepPlan) -> AbstractContextManager[object]:
-        """Round a step from its passes to the agreement on its loss. Collective."""
+        """Context of a step from its passes to the agreement on its loss. Collective."""
 
     def run(self, step: StepInputs) -> Tensor:
         """Runs this rank's passes; (summed loss, labels) of those whose last layers are here, fp64 ``[2]``."""
@@ -245,7 +245,7 @@ class MicroBatchPasses:
         return torch.stack((loss.detach().double(), packed.trained.double())).cpu()
 
     def _turns(self, plan: StepPlan, *, training: bool) -> Iterator[tuple[Turn, bool]]:
-        """What this rank runs; and whether it is the last one and communicates nothing: with a queue, nobody knows that
+        """Turns of this rank, and whether one is the last and communicates nothing: with a queue, nobody knows that
         before."""
         mesh, queue = self._mesh, self._queue
         if mesh.expert > 1:

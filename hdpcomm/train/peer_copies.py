@@ -97,7 +97,7 @@ class _Segment:
 
 @dataclass(slots=True)
 class _Slot:
-    """What a rank keeps of one step.
+    """Copies of one step on a rank.
 
     Attributes:
         local: what it copies of its own.

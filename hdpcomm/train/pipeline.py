@@ -56,7 +56,7 @@ class PipelinePasses:
         self.bytes_sent = 0
         self._planned: tuple[PipelineSchedule, PlannedWaves] | None = None
         self._weights: WeightGradients | None = None
-        """What split backward passes leave for later."""
+        """Weight gradients that split backward passes leave for later."""
         if planner.cluster.split_backward:
             self._weights = WeightGradients()
             self._weights.watch(block for stage in stages for block in stage.blocks)
@@ -160,7 +160,7 @@ class StageRunner:
         """By micro-batch and stage: input and output of the forward pass, and its routers' losses, until its backward
         pass has run."""
         self._given: dict[Pass, Tensor] = {}
-        """What passes here gave for a stage beside them."""
+        """Outputs of passes for a stage on the same device."""
         self._received: dict[Pass, tuple[Tensor, Work]] = {}
         self._sends: list[Work] = []
 
@@ -247,7 +247,7 @@ class StageRunner:
             del self._sliced[planned.sequence, done.stage]
 
     def _take(self, needed: Pass) -> Tensor:
-        """What a pass gave for this device, when it is there."""
+        """Output of a pass for this device, when it is there."""
         if needed in self._given:  # by another stage on this device
             return self._given.pop(needed)
         buffer, work = self._received.pop(needed)

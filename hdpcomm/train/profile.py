@@ -171,7 +171,7 @@ def weights_share(samples: Iterable[CostSample], costs: CostModel) -> float:
 
 
 def processor_costs(samples: Iterable[CostSample]) -> CostModel | None:
-    """What a micro-batch takes of the processors of each of its ranks, by measurements that tell it; else ``None``.
+    """Fits processor seconds of a micro-batch on each of its ranks to measurements that have them; else ``None``.
 
     Ranks that wait take next to nothing: they sleep, after less than a millisecond.
     """

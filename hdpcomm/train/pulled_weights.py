@@ -93,8 +93,8 @@ class PulledWeights:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Round the passes of a step, or of an evaluation. Local; all ranks must have agreed on what they run since the
-        weights have last changed, and must be through before they change."""
+        """Context of the passes of a step, or of an evaluation. Local; all ranks must have agreed on what they run
+        since the weights have last changed, and must be through before they change."""
         self._open = True
         try:
             for root in self._units.roots:

@@ -169,7 +169,7 @@ def raise_unlike(
 
 
 def settings_of(optimizer: torch.optim.Optimizer, more: object = None) -> str:
-    """What an optimizer does to its parameters, as text: its class, and the options of each group. Local."""
+    """Settings of an optimizer, as text: its class, and the options of each group. Local."""
     groups: list[dict[str, Any]] = [
         {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups

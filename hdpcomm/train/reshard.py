@@ -96,7 +96,7 @@ def _at(side: Mapping[int, list[list[_Move]]], peer: int, number: int) -> list[_
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """What is under way with a peer; ``buffer``: for the moves that come."""
+    """Message under way with a peer; ``buffer``: for the moves that come."""
 
     work: Work
     buffer: Tensor
@@ -105,7 +105,8 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """What :meth:`Reshard.start` has begun: messages, values that stay on the rank, and what went wrong already."""
+    """Work that :meth:`Reshard.start` has begun: messages, values that stay on the rank, and what went wrong
+    already."""
 
     messages: list[_Message]
     kept: list[tuple[_Move, Tensor]]

@@ -185,8 +185,9 @@ def _spans_of_slice(planned: PlannedSlice, *, rank: int, size: int) -> list[tupl
 
 
 def parts_of_rank(plan: StepPlan, rank: int) -> list[tuple[int, int, int]]:
-    """What :func:`pack_shard` will fetch for all micro-batches that a plan binds to a rank: (place, first token, token
-    after the last) of parts of plain sequences. Which ones it takes from the queue, nobody knows before. Local."""
+    """Parts that :func:`pack_shard` will fetch for all micro-batches that a plan binds to a rank: (place, first token,
+    token after the last) of parts of plain sequences. Which ones it takes from the queue, nobody knows before.
+    Local."""
     found = []
     for micro_batch in fixed_for_rank(plan, rank):
         if (planned := plan.slices.get(micro_batch.index)) is not None:

@@ -24,7 +24,7 @@ class Started(Protocol):
     """Work that :meth:`SideWork.start` has begun."""
 
     def wait(self) -> None:
-        """What the caller computes from now on comes after it. Raises: what the work has raised."""
+        """Orders what the caller computes from now on after it. Raises: what the work has raised."""
         ...
 
 
@@ -36,7 +36,7 @@ class SideWork(Protocol):
         ...
 
     def mark(self) -> Any:
-        """What the caller has computed so far, for :meth:`run_after`."""
+        """Marks what the caller has computed so far, for :meth:`run_after`."""
         ...
 
     def run_after(self, mark: Any, work: Work) -> None:
@@ -121,7 +121,7 @@ class SideStream:
 
 
 def side_work(comm: Communicator) -> SideWork:
-    """What suits the device of a communicator. Local."""
+    """Side work for the device of a communicator. Local."""
     if isinstance(comm, DeviceCommunicator) and comm.device.type == "cuda":
         return SideStream(comm)
     return SideThread()

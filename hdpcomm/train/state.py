@@ -1,4 +1,4 @@
-"""What a trainer holds, as checkpoints hold it: by the names of the whole model, for any other mesh."""
+"""State of a trainer for checkpoints: by the names of the whole model, for any other mesh."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class State:
         return tensors, {"groups": groups, "plain": [[list(path), value] for path, value in self._plain()]}
 
     def whole(self) -> dict[str, Any]:
-        """The same with whole tensors, equal on every rank; those that are whole on this rank anyway are the live ones.
+        """State with whole tensors, equal on every rank; those that are whole on this rank anyway are the live ones.
         Collective over the mesh, if ranks have parts of the model or of the optimizer's state."""
         parts = self.parts()
         if not self._whole or self._cut():
@@ -179,7 +179,7 @@ class State:
 
     @staticmethod
     def _range(placement: Placement, own: OwnPart) -> TensorPart:
-        """What this rank has of a parameter that has no values here (ZeRO-3)."""
+        """This rank's shard of a parameter that has no values here (ZeRO-3)."""
         part = TensorPart.of_range(own.parameter.shape, own.start, own.values)
         written = placement.holders.first and own.sharding.first
         return part.within(placement.shape, placement.offsets, written=written)
@@ -213,7 +213,7 @@ class State:
         return cut or next(self._masters.parts(), None) is not None
 
     def _optimized(self) -> Iterator[tuple[nn.Parameter, Placement]]:
-        """What the optimizer updates on this rank, and where it is in the whole model."""
+        """Parameters that the optimizer updates on this rank, and their places in the whole model."""
         if self._masters is None:
             for group in self._optimizer.param_groups:
                 yield from ((p, self._layout.of(p)) for p in group["params"])
@@ -221,7 +221,7 @@ class State:
             yield from ((piece.master, self._layout.of(piece.parameter)) for piece in self._masters.pieces)
 
     def _plain(self) -> Iterator[tuple[Path, Any]]:
-        """What of the optimizer's state is no tensor."""
+        """Non-tensor state of the optimizer."""
         for parameter, placement in self._optimized():
             for key, value in self._optimizer.state[parameter].items():
                 if not isinstance(value, Tensor) and not placement.copy:

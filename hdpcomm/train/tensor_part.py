@@ -48,7 +48,7 @@ class TensorPart:
         return cls(shape, parts)
 
     def within(self, shape: Sequence[int], offsets: Sequence[int], *, written: bool) -> TensorPart:
-        """The same elements, where this one's whole tensor is itself a box of one of ``shape``, from ``offsets`` on."""
+        """These elements, where this one's whole tensor is itself a box of one of ``shape``, from ``offsets`` on."""
         moved = (([a + b for a, b in zip(place, offsets, strict=True)], tensor) for place, tensor in self._boxes)
         return TensorPart(shape, moved, written=written)
 
@@ -62,7 +62,7 @@ class TensorPart:
         return self._boxes
 
     def copy(self) -> TensorPart:
-        """The same part with memory of its own, in host memory."""
+        """This part with memory of its own, in host memory."""
         copies = ((place, tensor.detach().to("cpu", copy=True)) for place, tensor in self._boxes)
         return TensorPart(self._shape, copies, written=self.written)
 

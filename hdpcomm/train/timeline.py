@@ -1,4 +1,4 @@
-"""What a rank did when during its last step."""
+"""Timeline of a rank's last step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Span:
 
     @property
     def busy_s(self) -> float:
-        """What is left: seconds of compute, or of the optimizer."""
+        """Seconds of compute, or of the optimizer."""
         return max(0.0, self.end_s - self.start_s - self.idle_s - self.exposed_s - self.stall_s)
 
 

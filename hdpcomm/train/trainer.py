@@ -359,7 +359,7 @@ class Trainer:
     def _terms(
         self, planned: PlannedStep, batch: Batch | None, fetch: Fetch, groups: Sequence[Hashable] | None
     ) -> tuple[LabelTerms | None, Tensor]:
-        """What the labels' losses are, and (loss, count) of what this rank knows of them before the step's passes."""
+        """The labels' losses, and (loss, count) that this rank knows before the step's passes."""
         nothing = torch.zeros(2, dtype=torch.float64)
         if batch is None:
             return None, nothing
@@ -381,7 +381,8 @@ class Trainer:
     def _log_probs(
         self, planned: PlannedStep, batch: Batch, fetch: Fetch, *, entropy: bool, temperature: float
     ) -> KeptLogProbs:
-        """Those of the labels whose last layers are on this rank. Collective, after the agreement on the plan."""
+        """Log-probabilities of the labels whose last layers are on this rank. Collective, after the agreement on the
+        plan."""
         like = next(parameter for parameter in self.model.parameters() if parameter.is_floating_point())
         kept = KeptLogProbs(batch, like, entropy=entropy, temperature=temperature)
         self._forward(planned, fetch, kept_terms(kept, batch))
@@ -452,7 +453,7 @@ class Trainer:
         return {**self._state.parts(), "num_steps": self.num_steps}
 
     def live_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What this rank holds of :meth:`checkpoint_state`: its live tensors by name, and the numbers beside them as
+        """This rank's part of :meth:`checkpoint_state`: its live tensors by name, and the numbers beside them as
         JSON. Copies in other ranks' memory (:class:`hdpcomm.train.peer_copies.PeerCopies`) are made from it. Local."""
         tensors, numbers = self._state.live()
         return tensors, {**numbers, "num_steps": self.num_steps}

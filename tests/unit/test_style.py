@@ -1,4 +1,4 @@
-"""`.ci/style` on this tree, and on small trees with a sentence that begins with "Of", or with many parameters."""
+"""`.ci/style` on this tree, and on small trees with a sentence that begins with "Of", a docstring, or parameters."""
 
 from __future__ import annotations
 
@@ -69,6 +69,19 @@ def test_a_sentence_that_begins_with_of_is_named(
     first, last = done.stdout.splitlines()
     assert first.startswith(f'{file}:{line}: a sentence begins with "Of": "Of ')
     assert last == "5 files: 1 places"
+
+
+@pytest.mark.parametrize(
+    "text", ["What it has.", "That of the job.", "Those of a rank.", "Round passes.", "The same rows."]
+)
+def test_a_docstring_that_points_at_nothing_is_named(
+    planted: Callable[..., subprocess.CompletedProcess[str]], text: str
+) -> None:
+    done = planted({"hdpcomm/a.py": f'def f():\n    """{text}"""\n', "tests/a.py": f'"""{text}"""\n'})
+    assert done.returncode == 1
+    first, last = done.stdout.splitlines()
+    assert first.startswith('hdpcomm/a.py:2: a docstring begins with "')
+    assert last == "6 files: 1 places"
 
 
 @pytest.mark.parametrize(

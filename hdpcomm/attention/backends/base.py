@@ -30,7 +30,7 @@ class Problem:
     masked: bool = False
     """Whether tiles have masks of one's own (:class:`hdpcomm.attention.BlockMask`)."""
     v_head_dim: int | None = None
-    """That of V, where it differs from that of q and k."""
+    """Head dimension of V, where it differs from that of q and k."""
     latent_dim: int = 0
     """Values of a row of MLA's latent, where it travels in place of K and V."""
 
@@ -201,7 +201,7 @@ class GradSum:
 
 
 Grads = tuple[GradSum, GradSum, GradSum]
-"""Those of queries, keys and values."""
+"""Sums for queries, keys and values."""
 
 
 class Backend(Protocol):

@@ -1,4 +1,4 @@
-"""What a layer hands from one slice of a sequence to the next: the state that a slice ends with. Local.
+"""States that a layer hands from one slice of a sequence to the next: the state that a slice ends with. Local.
 
 In a tree those after all tokens that a later slice goes on from. Forward passes write the states before the next slice;
 backward passes, from the last slice to the first, take up the gradient that the slice after them found for them. See

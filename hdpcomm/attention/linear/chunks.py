@@ -1,4 +1,4 @@
-"""What a chunk of tokens does, apart from the state that it starts with; and the gradients of that.
+"""The transition of a chunk of tokens, without its initial state, and its gradients.
 
 With the state S before the chunk, a chunk's outputs and the state after it are
 

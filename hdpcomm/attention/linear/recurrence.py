@@ -83,7 +83,7 @@ class _Group:
         self.initial: torch.Tensor | None = None
         """The states that this direction starts with in a slice; [states of the rank, heads, dk, dv]."""
         self.final: torch.Tensor | None = None
-        """Those that it ends with."""
+        """Final states."""
         self.ends: tuple[int | None, int | None] = (None, None)
         """The parts that stand for these."""
         self.states: list[torch.Tensor | None] = [None] * len(parts)
@@ -182,7 +182,7 @@ def _start(
 
 
 def _ended(passes: Sequence[_Group], initial: torch.Tensor | None) -> torch.Tensor | None:
-    """What the groups ended with, [states of the rank, ...]; None of whole sequences."""
+    """Final states of the groups, [states of the rank, ...]; None of whole sequences."""
     if initial is None:
         return None
     found = [group.final for group in passes if group.final is not None]

@@ -27,7 +27,7 @@ class Inputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in, and the type of states."""
+        """Type of the computation and of the states."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def state_shape(self, runs: int) -> tuple[int, int, int, int]:

@@ -165,7 +165,7 @@ class StatePlan:
         self._load(nodes)
 
     def _load(self, nodes: Nodes) -> None:
-        """What the choice of the exchange depends on."""
+        """Loads that the choice of the exchange depends on."""
         size, carried = self.size, nodes.carrier
         of_rank = np.bincount(nodes.owner, weights=nodes.count, minlength=size)
         of_carriers = np.bincount(nodes.owner[carried], weights=nodes.count[carried], minlength=size)
@@ -258,7 +258,7 @@ class _Edges:
 
     @cached_property
     def messages(self) -> dict[int, tuple[Message, ...]]:
-        """What is sent after each level, by (source, target)."""
+        """Messages after each level, by (source, target)."""
         away = np.flatnonzero(self.source != self.target)
         order = away[np.lexsort((self._slot[away], self.target[away], self.source[away], self.level[away]))]
         pairs = np.stack([self.level[order], self.source[order], self.target[order]], axis=1)

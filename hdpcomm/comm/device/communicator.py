@@ -55,7 +55,7 @@ class DeviceWork(Work):
         self._path.wait(self._stream_work, None)
 
     def mark(self) -> StreamMark:
-        """What the current stream holds now, to be waited for like a work. Local."""
+        """Marks the end of the current stream's queue, to be waited for like a work. Local."""
         return self._path.mark()
 
 
@@ -132,7 +132,7 @@ class DeviceCommunicator(Communicator):
         self._devices.engine.synchronize(-1.0 if timeout is None else timeout)
 
     def mark(self) -> StreamMark:
-        """What torch's current stream holds now, to be waited for like a work. Local."""
+        """Marks the end of torch's current stream, to be waited for like a work. Local."""
         return self._devices.mark()
 
     def send(self, x: Any, dst: int, *, async_op: bool = False) -> Work:

@@ -12,7 +12,7 @@ __all__ = ["describe", "library_candidates", "load"]
 
 
 def library_candidates() -> list[str]:
-    """What to open, in order: paths of files that exist, then the name that the system's loader knows."""
+    """Libraries to open, in order: paths of files that exist, then the name that the system's loader knows."""
     named = _core.settings().nccl
     if named:
         return [named]

@@ -75,7 +75,7 @@ class DevicePath:
             handle.wait_on(self._tensors.stream())
 
     def mark(self) -> StreamMark:
-        """What the current stream holds now."""
+        """Marks the end of the current stream's queue."""
         return StreamMark(self._engine.device, self._tensors)
 
 
@@ -102,7 +102,7 @@ class Devices:
         return self._zones.get(address)
 
     def mark(self) -> StreamMark:
-        """What torch's current stream holds now."""
+        """Marks the end of torch's current stream."""
         return self._path.mark()
 
     @property

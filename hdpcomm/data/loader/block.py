@@ -106,7 +106,7 @@ class TokenBlock:
 
 
 def payloads_of(payloads: Sequence[Payload], start: int, stop: int) -> tuple[Payload, ...]:
-    """Those that tokens ``start`` to ``stop`` stand for, some of them at least."""
+    """Payloads of the tokens ``start`` to ``stop``, some of them at least."""
     return tuple(each for each in payloads if each.first < stop and start < each.first + each.tokens)
 
 

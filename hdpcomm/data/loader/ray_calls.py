@@ -14,7 +14,7 @@ _ROUND_S = 0.2  # between two looks whether the service was stopped
 
 
 def get(answer: Any, deadline_s: float, *, what: str, stopped: threading.Event | None = None) -> Any:
-    """What an actor answers. Waits, while Ray starts a dead one again.
+    """Answer of an actor. Waits, while Ray starts a dead one again.
 
     Raises: Error that the actor raised; CommTimeout; Aborted when ``stopped`` is set meanwhile.
     """

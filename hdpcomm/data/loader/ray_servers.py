@@ -129,7 +129,7 @@ class RayServers:
         self._connected = False
 
     def _end_servers(self, ray: Any) -> None:
-        """Those that live leave before: the cluster may end with this process."""
+        """Lets living servers leave first: the cluster may end with this process."""
         started = time.monotonic()
         while self._size > 1 and time.monotonic() - started < _LEAVE_S:
             if get(self._scheduler.left.remote(), _LEAVE_S, what="the scheduler of the loader") >= self._size - 1:

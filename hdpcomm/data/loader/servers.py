@@ -45,7 +45,7 @@ SamplerOf = Callable[[LengthsOf, Want], StreamSampler]
 
 
 class Servers(Protocol):
-    """What a :class:`LoaderService` needs of its servers; its threads call :meth:`next_batch` and :meth:`read`."""
+    """Servers of a :class:`LoaderService`; its threads call :meth:`next_batch` and :meth:`read`."""
 
     @property
     def restarts(self) -> int:

@@ -35,7 +35,7 @@ Part = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """What this rank's loader has done since the last :meth:`LoaderService.take_stats`.
+    """Counters of this rank's loader since the last :meth:`LoaderService.take_stats`.
 
     Attributes:
         wait_s: seconds in which the step waited for tokens (:class:`StepReader`).
@@ -183,7 +183,7 @@ class LoaderService:
         )
 
     def reader(self, step: int, tag: str = "") -> StepReader:
-        """What :meth:`hdpcomm.train.Trainer.step` fetches with. ``tag``: see :meth:`prefetch`."""
+        """``fetch`` for :meth:`hdpcomm.train.Trainer.step`. ``tag``: see :meth:`prefetch`."""
         return StepReader(self, self.batch(step), tag)
 
     def prefetch(self, step: int, parts: Sequence[Part], tag: str = "") -> None:
@@ -233,7 +233,7 @@ class LoaderService:
         return max(0.0, min(until, ended) - max(since, begun))
 
     def take_stats(self) -> LoaderStats:
-        """What was done since the last call."""
+        """Counters since the last call."""
         with self._changed:
             ready = sum(step >= self._done for step in self._ready)
             stats = LoaderStats(self._wait_s, self._bytes, ready, self._servers.restarts)

@@ -75,7 +75,7 @@ class DocumentStream:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint notes: equal facts mean the same sequences in the same blocks."""
+        """Facts for a checkpoint: equal ones mean the same sequences in the same blocks."""
         places = [[[unit.kind, str(unit.path), unit.start, unit.stop] for unit in block] for block in self.blocks]
         digest = hashlib.sha256(
             json.dumps([places, asdict(self.fields), self.payload and asdict(self.payload)]).encode(
@@ -113,7 +113,7 @@ class DocumentStream:
                 )
 
     def summary(self) -> CorpusSummary:
-        """What is said of this data after a run."""
+        """Facts of this data for the report of a run."""
         size = sum(size for size, _ in self.files.values())
         text = (
             f"{self.name}: {len(self.files):,} files with {size:,} bytes, made into {self.encoder_name} tokens while "
