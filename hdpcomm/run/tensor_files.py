@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -57,7 +57,7 @@ def write_tensors(folder: Path, state: dict[str, Any], *, rank: int = 0) -> None
 
 
 class TensorFiles:
-    """What :func:`write_tensors` has written, for one or several reads. Local.
+    """Files of :func:`write_tensors`, for one or several reads. Local.
 
     Attributes:
         kinds: shape and type by name, as ``policies.balanced.model.embedding.weight``.
@@ -113,7 +113,7 @@ def _check_whole(metadata: Metadata) -> None:
 
 
 def _check_kinds(state: Mapping[str, Any], metadata: Metadata) -> None:
-    """What torch does not check: that tensors are read where tensors are, of the same type and whole. torch converts
+    """Checks what torch does not: that tensors are read where tensors are, of the same type and whole. torch converts
     one of another type, and leaves what no chunk covers as it was, both in silence.
 
     Raises: ValueError, Error.
@@ -278,6 +278,12 @@ class _Reader(FileSystemReader):
         _check_entry(_Slice(file, sinfo.offset, sinfo.length), sinfo.length)
         found: IO[bytes] = super()._slice_file(file, sinfo)
         return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        try:
+            return super().read_data(plan, planner)
+        except pickle.UnpicklingError:  # whose text says how to let it run code
+            raise ValueError("a tensor of it holds more than its numbers") from None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         self._known = metadata = self._known or self._checked_metadata()
