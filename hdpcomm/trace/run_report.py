@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from hdpcomm.arguments import ranks_text
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.files import read_text
 from hdpcomm.run import read_lines, read_metrics
 from hdpcomm.trace.run_figures import SHARES, curves, lengths, step_gantt, time_shares
@@ -40,8 +40,20 @@ def run_report(run: Path) -> str:
     """The page of the run in folder ``run``: curves, a step as planned and as measured, lengths, where the time went,
     policies side by side, and the configuration. Local.
 
-    Raises: InvalidUsage if there is no run, or one without a step.
+    Raises: InvalidUsage if there is no run, one without a step, or values in its files that no run writes.
     """
+    try:
+        return _page(run)
+    except Error:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise InvalidUsage(
+            f"{run}: a file of this run has values that no run writes ({type(error).__name__}: {error!s:.100}); "
+            "metrics.jsonl, evaluations.jsonl, timeline.jsonl and lengths.json are read"
+        ) from error
+
+
+def _page(run: Path) -> str:
     try:
         metrics = read_metrics(run / "metrics.jsonl")
     except OSError as error:
