@@ -20,7 +20,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     report, cluster = tmp_path / "report.json", tmp_path / "cluster.json"
     assert main(["doctor", "--topology", "--ranks", "2", "--json", str(report), "--cluster", str(cluster)]) == 0
     told = capsys.readouterr().out
-    assert "2 ranks on 1 hosts, transport shm" in told
+    assert "2 ranks on 1 host, transport shm" in told
     assert "between hosts  no such pair" in told
     found = json.loads(report.read_text())
     assert found["inter"] is None
