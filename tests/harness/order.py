@@ -15,7 +15,7 @@ import pytest
 __all__ = ["FIRST_SHARE", "PARTS", "first_files", "longest_first", "read_times", "waits", "write_times"]
 
 PARTS = ("first", "rest", "all")
-FIRST_SHARE = 0.25
+FIRST_SHARE = 0.15
 """What the first part may take of the time of all files."""
 
 _TESTS = Path(__file__).parents[1]
