@@ -336,6 +336,7 @@ class StepPlan:
                 limited=float(data.get("limited", 0.0)),
                 fragments=tuple(map(_fragment, data.get("fragments", ()))),
             )
+            plan.policy.encode()  # as its hash does: JSON may hold what is no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise InvalidUsage(
                 f"{reprlib.repr(text)} is no step plan ({type(error).__name__}: {error}): expected the output of "

@@ -190,3 +190,5 @@ def test_json_of_a_changed_plan_is_refused() -> None:
         StepPlan.from_json(text.replace('"length": 20', '"length": 21'))
     with pytest.raises(InvalidUsage, match="no step plan"):
         StepPlan.from_json("{}")
+    with pytest.raises(InvalidUsage, match="no step plan"):
+        StepPlan.from_json(text.replace('"policy": "balanced"', '"policy": "\\udcff"'))
