@@ -88,8 +88,8 @@ def check_same_trained(trained: Collection[str], mesh: Mesh) -> None:
         usual, _ = Counter(found.values()).most_common(1)[0]
         if others := [mesh.comm.ranks[position] for position in positions if found[position] != usual]:
             raise _mismatch(
-                f"the ranks {others} train other parameters than the other ranks of their stage; freeze the same ones "
-                "(requires_grad) on all ranks",
+                f"the ranks {others} train other parameters than the other ranks of their stage (rank "
+                f"{mesh.comm.global_rank} trains {len(trained):,}); freeze the same ones (requires_grad) on all ranks",
                 mesh,
             )
         if usual == nothing:

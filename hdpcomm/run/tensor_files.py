@@ -283,7 +283,7 @@ class _Reader(FileSystemReader):
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError:  # whose text says how to let it run code
-            raise ValueError("a tensor of it holds more than its numbers") from None
+            raise ValueError("a value of it holds more than numbers, texts and tensors") from None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         self._known = metadata = self._known or self._checked_metadata()
@@ -338,11 +338,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # As torch's, which unpickles with any globals.
-        name = read_item.dest_index.fqn
-        try:
-            found = torch.load(value, weights_only=True)
-        except pickle.UnpicklingError:  # whose text says how to let it run code
-            raise ValueError(f"{name} holds more than numbers, texts and tensors") from None
+        found, name = torch.load(value, weights_only=True), read_item.dest_index.fqn
         if not _alike(found, self.state_dict[name]):
             raise ValueError(f"{name} is {found!a:.100} where {self.state_dict[name]!a:.100} is")
         set_element(self.original_state_dict, self.mappings[name], found)

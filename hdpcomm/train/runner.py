@@ -55,6 +55,7 @@ class Runner:
         self.ran: StepPlan | None = None
         self._mesh, self._within, self._buffers = mesh, within, ChangedBuffers(model)
         self._device = next(model.parameters()).device
+        self._alike = mesh.positions.flatten(1).tolist()  # stages may have other groups of parameters
         self._compiled = False
         """Whether a step has made what kernels and compilers make at their first call."""
         self._reduced = False
@@ -76,8 +77,8 @@ class Runner:
         """
         if self.masters is not None and self.masters.shared:
             self.synchronize()  # from the agreement on, others pull this rank's parts and add to them
-        alike = self._mesh.positions.flatten(1).tolist()  # stages may have other groups of parameters
-        check_same_plan(plan, self._mesh.comm, more=self.passes.agree(plan), settings=settings, alike=alike)
+        more = self.passes.agree(plan)
+        check_same_plan(plan, self._mesh.comm, more=more, settings=settings, alike=self._alike)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Forward passes only; (summed loss, labels) of those whose last layers are here, fp64 ``[2]``. Collective."""

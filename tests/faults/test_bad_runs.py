@@ -23,6 +23,7 @@ from hdpcomm.data import build_data
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.run import CheckpointFolder, RunFiles
 from hdpcomm.testing import run_threads
+from tests.harness.payload import Payload
 
 SMALL = ["--layers", "1", "--hidden", "8", "--heads", "1", "--kv-heads", "1", "--ffn", "8", "--steps", "1"]
 LIMITS = ["--context", "64", "--tokens-per-step", "128", "--ranks", "2", "--trackers", "none"]
@@ -195,16 +196,6 @@ def config_with(**values: Any) -> Callable[[Path], None]:
 def cut(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-
-
-class Payload:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.marker),)
 
 
 def plant(folder: Path) -> None:

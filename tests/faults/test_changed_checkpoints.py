@@ -34,6 +34,7 @@ from hdpcomm.run import RunConfig, RunResult, Saving, train
 from hdpcomm.run.checkpoints import CheckpointFolder, newest_checkpoint, open_checkpoint
 from hdpcomm.run.tensor_files import TensorFiles, write_tensors
 from hdpcomm.testing import run_threads
+from tests.harness.payload import Payload
 from tests.harness.signing import sign
 
 CASES = int(os.environ.get("HDPCOMM_CHECKPOINT_CASES", "150"))
@@ -42,16 +43,6 @@ FACTS = {"ranks": 2, "config": {"seed": 1, "model": {"hidden": 32}}, "note": "so
 
 def state(value: float) -> dict[str, Any]:
     return {"w": torch.full((3, 5), value), "groups": [{"lr": value, "betas": (0.9, 0.95), "fused": None}]}
-
-
-class Payload:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
 
 
 @pytest.fixture(scope="module")

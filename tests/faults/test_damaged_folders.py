@@ -31,20 +31,11 @@ from hdpcomm.plan.model_config import load_model
 from hdpcomm.run import read_metrics
 from hdpcomm.trace.run_report import run_report
 from tests.harness.patience import PATIENCE
+from tests.harness.payload import Payload
 
 CASES = int(os.environ.get("HDPCOMM_FOLDER_CASES", "2"))
 LONG_S = float(os.environ.get("HDPCOMM_FOLDER_S", "60")) * PATIENCE
 Damage = Callable[[Path, random.Random, Path], None]
-
-
-class Payload:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
 
 
 # --- sound folders --------------------------------------------------------------------------------------------------

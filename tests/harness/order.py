@@ -16,7 +16,7 @@ __all__ = ["FIRST_SHARE", "PARTS", "first_files", "longest_first", "read_times",
 
 PARTS = ("first", "rest", "all")
 FIRST_SHARE = 0.15
-"""What the first part may take of the time of all files."""
+"""Share of the time of all files that the first part may take."""
 
 _TESTS = Path(__file__).parents[1]
 _TIMES = _TESTS / "times.txt"
