@@ -1,0 +1,199 @@
+"""Writes the tables of docs/ that are made from benchmarks/results: ``python tools/figure_tables.py``.
+
+A line ``<!-- table: NAME -->`` stands before each of them; TABLES says how it is made. tests/unit/test_figure_tables.py
+fails where a page and the files differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+TOP = Path(__file__).resolve().parents[1]
+MARKED = re.compile(r"(?<=<!-- table: )(\w+)( -->\n\n)((?:\|[^\n]*\n)*)")
+Cells = list[list[str]]
+
+
+def result(name: str) -> Any:
+    """The content of a file of benchmarks/results."""
+    return json.loads((TOP / f"benchmarks/results/{name}.json").read_text())
+
+
+def percent(ratio: float) -> str:
+    """Percent above 1."""
+    return f"{round(100 * (ratio - 1), 2) + 0.0:.2f}"
+
+
+def gap(rows: Iterable[dict[str, Any]]) -> str:
+    """Mean and worst gap to the bound in percent; empty where nothing was measured."""
+    rows = list(rows)
+    if not rows:
+        return ""
+    return f"{percent(statistics.mean(r['mean_ratio'] for r in rows))} ({percent(max(r['worst_ratio'] for r in rows))})"
+
+
+def gaps() -> Cells:
+    """Gaps with the costs of H100, by stages and lengths."""
+    rows = [row for row in result("planner_families")["rows"] if row["cost"] == "h100"]
+    sizes = (32, 256, 1024, 4096, 16384)
+    table = [["stages", "lengths", *(f"{size:,} ranks" for size in sizes), "best of others"]]
+    for stages, lengths in dict.fromkeys((row["stages"], row["lengths"]) for row in rows):
+        chosen = [row for row in rows if (row["stages"], row["lengths"]) == (stages, lengths)]
+        cells = [gap(row for row in chosen if row["ranks"] == size) for size in sizes]
+        table.append([str(stages), lengths, *cells, f"{min(row['least_other'] for row in chosen):.2f}x"])
+    return table
+
+
+def gaps_by_cost() -> Cells:
+    """Gaps over all lengths and ranks, by stages and costs."""
+    rows = result("planner_families")["rows"]
+    costs = ("compute", "h100", "offload")
+    table = [["stages", *costs]]
+    for stages in (1, 4, 8):
+        table.append([str(stages), *(gap(r for r in rows if (r["stages"], r["cost"]) == (stages, c)) for c in costs)])
+    return table
+
+
+def unseen() -> Cells:
+    """Gap and planning time of one step each."""
+    rows = {tuple(name.split(" | ")): row for name, row in result("planner_unseen")["rows"].items()}
+    columns = [(stages, ranks) for stages in ("1", "4", "4, 16 slices") for ranks in ("1024", "16384")]
+    table = [["lengths", *(f"{stages}: {int(ranks):,}" for stages, ranks in columns)]]
+    for lengths in dict.fromkeys(name[1] for name in rows):
+        cells = [rows[stages, lengths, ranks] for stages, ranks in columns]
+        table.append([lengths, *(f"{percent(ratio)} ({seconds:.2f} s)" for ratio, seconds in cells)])
+    return table
+
+
+def planning_ms() -> Cells:
+    """Mean and worst planning time, by costs and lengths."""
+    sizes = (256, 1024, 4096, 16384)
+    table = [["cost, lengths", *(f"{size:,} ranks" for size in sizes)]]
+    for name, rows in result("planner")["tables"].items():
+        times = {row["ranks"]: f"{1e3 * row['mean_s']:.1f} ({1e3 * row['worst_s']:.1f})" for row in rows}
+        if set(sizes) <= set(times):
+            table.append([name, *(times[size] for size in sizes)])
+    return table
+
+
+def planning_time() -> Cells:
+    """Planning time and gap of the steps that take longest to plan."""
+    rows = result("planning_time")["rows"]
+    lengths = list(dict.fromkeys(row["lengths"] for row in rows))
+    table = [["ranks", *lengths]]
+    for ranks, kind in dict.fromkeys((row["ranks"], row["kind"]) for row in rows):
+        chosen = {row["lengths"]: row for row in rows if (row["ranks"], row["kind"]) == (ranks, kind)}
+        cells = [
+            f"{chosen[name]['seconds']:.2f} s, {percent(chosen[name]['expected_s'] / chosen[name]['bound_s'])}"
+            if name in chosen
+            else ""
+            for name in lengths
+        ]
+        table.append([f"{ranks:,}, {kind}", *cells])
+    return table
+
+
+def large_clusters() -> Cells:
+    """Plans of the largest clusters: time, memory, files."""
+    table = [["ranks, lengths", "plan s", "gap", "memory MB", "JSON MB", "load s", "binary MB", "load s", "hash ms"]]
+    for row in result("scale")["rows"]:
+        if row["ranks"] == 131072:
+            sizes = [f"{row['mbytes']:.0f}", f"{row['json_mbytes']:.1f}", f"{row['json_read_s']:.2f}"]
+            sizes += [f"{row['safetensors_mbytes']:.1f}", f"{row['safetensors_read_s']:.3f}"]
+            cells = [f"{row['seconds']:.2f}", percent(row["gap"]), *sizes, f"{1e3 * row['hash_s']:.0f}"]
+            table.append([f"{row['ranks']:,}, {row['lengths']}", *cells])
+    return table
+
+
+def uneven_links() -> Cells:
+    """Steps of two clusters with slow links, by what the plan knows."""
+    plans = ("aware", "blind", "static")
+    table = [["cluster", *(f"{plan} s" for plan in plans)]]
+    for file in ("two_hosts", "racks"):
+        for case, found in result(file)["cases"].items():
+            times = [f"{statistics.median(found['seconds'][plan]):.3f}" for plan in plans]
+            table.append([f"{file.replace('_', ' ')}: {case}", *times])
+    return table
+
+
+def shared_nics() -> Cells:
+    """How many times as fast steps are with plans that know of shared interfaces."""
+    gains = {(r["lengths"], r["ranks"], r["policy"]): r for r in result("shared_nics")["rows"]}
+    table = [["lengths", "ranks", "balanced", "static"]]
+    for lengths, ranks in dict.fromkeys(name[:2] for name in gains):
+        rows = [gains[lengths, ranks, policy] for policy in ("balanced", "static")]
+        table.append([lengths, f"{ranks:,}", *(f"{row['gain']:.2f} ({row['least_gain']:.2f})" for row in rows)])
+    return table
+
+
+def closed_loop() -> Cells:
+    """Steps over their bound while costs are learned."""
+    rows = {(row["case"], row["ranks"], row["step"]): row for row in result("closed_loop")["rows"]}
+    table = [["case, 256 ranks", "step 0", "step 1", "step 5", "step 5 without learning"]]
+    for case in dict.fromkeys(case for case, ranks, _ in rows if ranks == 256):
+        steps = [rows[case, 256, step] for step in (0, 1, 5)]
+        cells = [f"{row['over_bound']:.3f} ({row['worst_over_bound']:.3f})" for row in steps]
+        table.append([case, *cells, f"{steps[-1]['not_learning_over_bound']:.3f}"])
+    return table
+
+
+def noise_floor() -> Cells:
+    """Steps with noise over the bound without it, by context."""
+    names = {"floor": "floor", "blind": "blind", "knowing": "knowing", "queue": "with a queue"}
+    table = [["context", *names.values(), "micro-batches"]]
+    for row in result("noise_floor")["rows"]:
+        times = [f"{row[name]:.3f}" for name in names]
+        table.append([f"{row['context']:,}", *times, f"x {row['queue_more_batches']:.2f}"])
+    return table
+
+
+def queue_steps() -> Cells:
+    """Steps with and without a queue, run by processes."""
+    table = [["context", "static / bound", "queue / bound", "quicker by", "moved"]]
+    for row in result("queue_steps")["rows"]:
+        times = [f"{row[name]:.3f}" for name in ("static", "queue", "quicker")]
+        table.append([row["case"], *times, f"{100 * row['moved']:.0f}%"])
+    return table
+
+
+TABLES: dict[str, Callable[[], Cells]] = {
+    make.__name__: make
+    for make in (
+        gaps,
+        gaps_by_cost,
+        unseen,
+        planning_ms,
+        planning_time,
+        large_clusters,
+        uneven_links,
+        shared_nics,
+        closed_loop,
+        noise_floor,
+        queue_steps,
+    )
+}
+
+
+def markdown(cells: Cells) -> str:
+    """A table of Markdown whose first row is its header."""
+    lines = [f"| {' | '.join(row)} |\n" for row in cells]
+    return "".join([lines[0], "|" + "---|" * len(cells[0]) + "\n", *lines[1:]])
+
+
+def updated(page: str) -> str:
+    """The page with its marked tables made anew."""
+    return MARKED.sub(lambda match: match[1] + match[2] + markdown(TABLES[match[1]]()), page)
+
+
+def main() -> None:
+    """Writes the tables of all pages."""
+    for path in sorted((TOP / "docs").rglob("*.md")):
+        path.write_text(updated(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
