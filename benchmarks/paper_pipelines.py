@@ -5,7 +5,7 @@ Steps run in the order of :meth:`Planner.schedule`, which is what the pipeline r
 ours: those that make the paper's number of devices with CP = 256 (2M tokens of 8K a rank).
 
 Usage: ``python benchmarks/paper_pipelines.py [--seeds 5] [--slices] [--json FILE]``. Prints tables of
-docs/paper-pipelines.md.
+docs/paper.md.
 """
 
 from __future__ import annotations

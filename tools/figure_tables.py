@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).resolve().parents[1]
-MARKED = re.compile(r"(?<=<!-- table: )(\w+)( -->\n\n)((?:\|[^\n]*\n)*)")
+MARKED = re.compile(r"(?<=<!-- table: )(\w+)( -->\n\n)((?:\|[^\n]*\n)*)\n*")
 Cells = list[list[str]]
 
 
@@ -39,7 +39,7 @@ def gap(rows: Iterable[dict[str, Any]]) -> str:
 def gaps() -> Cells:
     """Gaps with the costs of H100, by stages and lengths."""
     rows = [row for row in result("planner_families")["rows"] if row["cost"] == "h100"]
-    sizes = (32, 256, 1024, 4096, 16384)
+    sizes = (32, 256, 1024, 4096)
     table = [["stages", "lengths", *(f"{size:,} ranks" for size in sizes), "best of others"]]
     for stages, lengths in dict.fromkeys((row["stages"], row["lengths"]) for row in rows):
         chosen = [row for row in rows if (row["stages"], row["lengths"]) == (stages, lengths)]
@@ -160,6 +160,116 @@ def queue_steps() -> Cells:
     return table
 
 
+def collectives() -> Cells:
+    """Collectives on 2 ranks beside gloo and two MPIs."""
+    peers = ("gloo", "Open MPI", "MPICH", "hdpcomm, comm.empty()")
+    rows = [row for row in result("collectives-2")["rows"] if row["language"] == "python"]
+    times = {(row["op"], row["bytes"], row["library"]): row["median_us"] for row in rows}
+    table = [["2 ranks", "hdpcomm us", *peers[:3], "comm.empty()"]]
+    for op in ("sendrecv", "all_gather", "all_reduce", "reduce_scatter"):
+        for size, name in ((8, "8 B"), (65536, "64 KiB"), (2**20, "1 MiB"), (2**26, "64 MiB")):
+            own = times[op, size, "hdpcomm"]
+            found = [times.get((op, size, peer)) for peer in peers]
+            table.append([f"{op}, {name}", f"{own:,.2f}", *(f"{time / own:.2f}" if time else "" for time in found)])
+    return table
+
+
+def torch_backend() -> Cells:
+    """Functions of torch.distributed, beside gloo."""
+    sizes = ((8, "8 B"), (65536, "64 KiB"), (2**20, "1 MiB"))
+    rows = {(row["operation"], row["bytes"]): row for row in result("torch_backend")["rows"]}
+    table = [["us (gloo)", *(name for _, name in sizes), "torch alone"]]
+    for operation in (name for name, size in rows if size == 2**20):
+        chosen = [rows[operation, size] for size, _ in sizes]
+        cells = [f"{row['hdpcomm']:.3g} ({row['gloo'] / row['hdpcomm']:.1f}x)" for row in chosen]
+        table.append([operation, *cells, f"{chosen[0]['torch alone']:.1f}"])
+    return table
+
+
+def training() -> Cells:
+    """Speed of training steps relative to DDP, by the clock and by processor time."""
+    parts = {part["context"]: {row["name"]: row for row in part["rows"]} for part in result("train")["tables"]}
+    header = ["trainer"]
+    for context in parts:
+        header += [f"up to {context:,} tokens", "by processor time"]
+    table = [header]
+    for name in next(iter(parts.values())):
+        cells = []
+        for rows in parts.values():
+            by_processor = rows["torch DDP"]["processor_s"] / rows[name]["processor_s"]
+            cells += [f"{rows[name]['against_ddp']:.2f}", f"{by_processor:.2f}"]
+        table.append([name, *cells])
+    return table
+
+
+def meshes() -> Cells:
+    """Simulated over measured steps, by mesh."""
+    table = [["mesh", "measured s", "simulated over measured", "of processor time"]]
+    for name, mesh in result("meshes")["meshes"].items():
+        ratios = [
+            statistics.median(s / m for s, m in zip(mesh[f"simulated{unit}"], mesh[f"measured{unit}"], strict=True))
+            for unit in ("_s", "_processor_s")
+        ]
+        cells = [f"{statistics.median(mesh['measured_s']):.3f}", *(f"{ratio:.2f}" for ratio in ratios)]
+        table.append([f"{name}, {mesh['ranks']} ranks", *cells])
+    return table
+
+
+def zero_bubble() -> Cells:
+    """Gain of split backward passes over 1F1B, and the most that its order could gain."""
+    table = [["model", "HDP ranks", "PP", "byted", "at most", "github", "at most"]]
+    for row in result("zero_bubble")["rows"]:
+        gains = [row[lengths][kind]["mean"] for lengths in ("byted", "github") for kind in ("runs", "most")]
+        table.append([row["model"], str(row["ranks"]), str(row["pipeline"]), *(f"{gain:.1%}" for gain in gains)])
+    return table
+
+
+def tree_attention() -> Cells:
+    """Attention over a tree beside flattened trajectories."""
+    table = [["pack", "s", "pairs", "sent MB", "least MB"]]
+    for name, row in result("trees")["rows"].items():
+        sizes = [f"{row[key] / 1e6:.2f}" for key in ("bytes", "least_bytes")]
+        table.append([name, f"{row['seconds']:.3f}", f"{row['pairs'] / 1e6:.1f} M", *sizes])
+    return table
+
+
+def layer_bytes() -> Cells:
+    """Bytes that a layer sends on four ranks, of the longest pack measured; KDA sends what the delta rule does."""
+    rows = {row["layer"]: row for row in result("layer_bytes")["results"] if not row["layer"].startswith("KDA")}
+    table = [["layer", "tokens", "forward", "backward", "over the least"]]
+    for name, row in rows.items():
+        sent = [f"{row[key]:,}" for key in ("forward_bytes", "backward_bytes")]
+        table.append([name, f"{row['length']:,}", *sent, f"{row['times_minimum']:.2f}"])
+    return table
+
+
+def chosen_keys() -> Cells:
+    """Work and traffic of attention that chooses its keys."""
+    kinds = ("index", "chosen", "moba", "nsa", "ring")
+    table = [["ranks, tokens", "index", "chosen", "MoBA", "NSA", "ring", "bytes: index + chosen", "MoBA", "NSA"]]
+    for row in result("chosen_keys")["rows"]:
+        sent = (row["index"][1] + row["chosen"][1], row["moba"][1], row["nsa"][1])
+        seconds = [f"{row[kind][0]:.2f}" for kind in kinds]
+        shares = [f"{share / row['gather'][1]:.2f}" for share in sent]
+        table.append([f"{row['ranks']}, {row['tokens']:,}", *seconds, *shares])
+    return table
+
+
+def paper_pipelines() -> Cells:
+    """Speed-up over the static mesh of the paper's models that are cut into stages."""
+    papers = {"llama-70b": "4.28x", "mistral-8x7b": "3.42x to 4.13x", "mistral-8x22b": "3.42x to 4.13x"}
+    results = result("paper_pipelines")
+    table = [["model, inputs, lengths", "paper", "ours", "bf16 KV gradients", "with slices", "no plan above"]]
+    for name, row in results["rows"].items():
+        model, inputs, lengths = name.split()
+        half, sliced = results["bf16_gradients"][name], results["slices"][name]
+        cells = [papers[model] if lengths == "github" else ""]
+        cells += [f"{row['static_s'] / row['balanced_s']:.2f}x ({row['low']:.2f} to {row['high']:.2f})"]
+        cells += [f"{half['static_s'] / half['balanced_s']:.2f}x", f"{sliced['static_s'] / sliced['sliced_s']:.2f}x"]
+        table.append([f"{model}, {inputs}, {lengths}", *cells, f"{row['static_pass_s'] / row['bound_s']:.2f}x"])
+    return table
+
+
 TABLES: dict[str, Callable[[], Cells]] = {
     make.__name__: make
     for make in (
@@ -174,6 +284,15 @@ TABLES: dict[str, Callable[[], Cells]] = {
         closed_loop,
         noise_floor,
         queue_steps,
+        collectives,
+        torch_backend,
+        training,
+        meshes,
+        zero_bubble,
+        tree_attention,
+        layer_bytes,
+        chosen_keys,
+        paper_pipelines,
     )
 }
 
@@ -186,7 +305,8 @@ def markdown(cells: Cells) -> str:
 
 def updated(page: str) -> str:
     """The page with its marked tables made anew."""
-    return MARKED.sub(lambda match: match[1] + match[2] + markdown(TABLES[match[1]]()), page)
+    made = MARKED.sub(lambda match: f"{match[1]}{match[2]}{markdown(TABLES[match[1]]())}\n", page)
+    return made.rstrip("\n") + "\n"
 
 
 def main() -> None:

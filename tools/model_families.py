@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import functools
 import io
 import itertools
 import json
@@ -27,6 +26,7 @@ import re
 import sys
 import textwrap
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -378,7 +378,7 @@ def verdict(result: dict[str, Any], door: str) -> str:
 
 
 def markdown(results: dict[str, dict[str, Any]]) -> str:
-    """The page: families that are exact, those that are refused with their reasons, those that were not built."""
+    """The page: families that are exact, by layers; those that are refused or were not tried, by reasons."""
     import torch
     import transformers
 
@@ -391,40 +391,45 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
         "transformers lists for causal LMs, made small from its configuration class, is trained by `adapt` and by "
         f"`enable` on 1, 2 and 3 ranks: sequences of {', '.join(map(str, LENGTHS))} tokens, windows and chunks of "
         f"{WINDOW}. *Exact*: loss and gradients differ from the unsharded model's by at most {EXACT:.0e} in float32, "
-        f"and in bfloat16 by at most {LOW:.0f} times what the model as it came differs from float32.",
+        f"and in bfloat16 by at most {LOW:.0f} times the difference of that model between bfloat16 and float32.",
         f"{len(both)} of {len(results)} families are exact by both doors, {len(built) - len(both)} are refused by one "
         f"or both, {len(results) - len(built)} were not tried.",
     )
     lines = ["# Model families"]
     for paragraph in about:
         lines += ["", *textwrap.wrap(paragraph, 120)]
-    lines += ["", "| family | layers | `adapt` | `enable` |", "|---|---|---|---|"]
-    reasons: list[str] = []
-
-    def shown(name: str, door: str) -> str:
-        text = verdicts[name][door]
-        if not text.startswith("refused"):
-            return text
-        class_name = r"\b\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel)\b"
-        reason = re.sub(r"relative error [^)]*", "...", re.sub(class_name, "it", text.removeprefix("refused: ")))
-        reason = reason.partition("; check=False")[0]
-        if reason not in reasons:
-            reasons.append(reason)
-        return f"refused ({reasons.index(reason) + 1})"
-
-    for name, result in built.items():
-        kinds = ", ".join(each.removesuffix("_attention") for each in result["kinds"]) or "full"
-        windows = f"; {', '.join(result['windows'])}" if result["windows"] else ""
-        lines.append(f"| {name} | {kinds}{windows} | {shown(name, 'adapt')} | {shown(name, 'enable')} |")
-    wrapped = functools.partial(textwrap.wrap, width=120, break_long_words=False, break_on_hyphens=False)
-    lines += ["", "Reasons:", ""]
-    for number, reason in enumerate(reasons, 1):
-        lines += wrapped(f"{number}. {reason}", subsequent_indent=" " * len(f"{number}. "))
-    lines += ["", "Not tried:", ""]
+    exact: dict[str, list[str]] = defaultdict(list)
+    refused: dict[str, list[str]] = defaultdict(list)
+    skipped: dict[str, list[str]] = defaultdict(list)
     for name, result in results.items():
-        if name not in built:
-            lines += wrapped(f"- {name}: {verdict(result, 'adapt')}", subsequent_indent="  ")
+        if name in both:
+            exact[", ".join(each.removesuffix("_attention") for each in result["kinds"]) or "full"].append(name)
+        elif name in built:
+            wrong = {door: text for door, text in verdicts[name].items() if text != "exact"}
+            doors = "" if len(wrong) == len(DOORS) else f" (`{next(iter(wrong))}` only)"
+            refused[short_reason(next(iter(wrong.values())))].append(name + doors)
+        else:
+            skipped[verdict(result, "adapt").partition(":")[0]].append(name)
+    for title, groups in (("Exact, by layers", exact), ("Refused", refused), ("Not tried", skipped)):
+        lines += ["", f"## {title}", ""]
+        for reason, names in groups.items():
+            lines += textwrap.wrap(
+                f"- {reason}: {', '.join(names)}",
+                120,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
     return "\n".join(lines) + "\n"
+
+
+def short_reason(text: str) -> str:
+    """The first clause of a refusal, without class names, figures and lists of arguments."""
+    if text.startswith("WRONG"):
+        return text
+    text = re.sub(r"\b\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel)\b", "it", text)
+    text = re.sub(r" \([^)]*\)", "", text.removeprefix("refused: "))
+    return re.split(r"; |, so its|: (?!it gives)", text)[0]
 
 
 def main() -> int:

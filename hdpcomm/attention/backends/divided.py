@@ -1,7 +1,7 @@
 """Two backends in one: long tiles by the one that is faster on them, all others by the other.
 
 On an H100 cuDNN's kernels reach 1.7 times the rate of flash attention 2 from 2,048 queries and keys on, and a call of
-theirs takes longer than flash's where tiles are short (docs/attention-figures.md). But cuDNN compiles a plan for every
+theirs takes longer than flash's where tiles are short (docs/gpu-figures.md). But cuDNN compiles a plan for every
 new shape, which takes 60 to 90 ms. So tiles are cut: the part that cuDNN gets has one of eight sizes an octave, and the
 rest, on average a sixteenth of the rows, goes to the other backend.
 """

@@ -98,7 +98,8 @@ def test_the_tool_tells_what_is_wrong(tool):
     assert "0 of 2 families are exact by both doors, 1 are refused by one or both, 1 were not tried." in " ".join(
         page.split()
     )
-    assert "- two: encoder and decoder" in page
+    assert "- WRONG: 5.0e-01 in float32, 1.0 times the own error in bfloat16: one (`adapt` only)" in page
+    assert "- encoder and decoder: two" in page
 
 
 @pytest.mark.parametrize("door", DOORS)
