@@ -40,7 +40,7 @@ from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, PlanAhead, Planner
 from hdpcomm.train import StepMetrics, Trainer, profile_cost_model
 from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
-from hdpcomm.train.passes import MicroBatchPasses, StepInputs
+from hdpcomm.train.passes import Passes, StepInputs
 from hdpcomm.train.shards import no_tokens, pack_shard
 from hdpcomm.train.timeline import PHASES
 
@@ -70,20 +70,20 @@ class Row:
     losses: list[float]
 
 
-class LockstepPasses(MicroBatchPasses):
+class LockstepPasses(Passes):
     """FSDP2 as it is meant: parameters gathered layer by layer in each pass, gradients scattered in the last one. All
     ranks run equally many passes; where a rank has no more sequences, it runs one over a token without a loss."""
 
     def run(self, step: StepInputs) -> Tensor:
-        micro_batches = step.planned.plan.for_rank(self._mesh.hdp_rank)
+        micro_batches = step.planned.plan.for_rank(self.mesh.hdp_rank)
         passes = torch.tensor([float(len(micro_batches))])
-        self._mesh.comm.all_reduce(passes, "max")
-        packs = [pack_shard(each, step.fetch, comm=self._alone, device=self._device) for each in micro_batches]
-        packs += [no_tokens(self._device)] * (int(passes) - len(packs))
+        self.mesh.comm.all_reduce(passes, "max")
+        packs = [pack_shard(each, step.fetch, comm=self.alone, device=self.device) for each in micro_batches]
+        packs += [no_tokens(self.device)] * (int(passes) - len(packs))
         found = torch.zeros(2, dtype=torch.float64)
         for place, packed in enumerate(packs):
-            self._model.set_requires_gradient_sync(place == len(packs) - 1)
-            found += self._pass(packed, self._alone, step, nullcontext())
+            self.chunks[0].set_requires_gradient_sync(place == len(packs) - 1)
+            found += self.run_whole(packed, self.alone, step, nullcontext(), last=False)
             step.on_pass(micro_batches[place].index if place < len(micro_batches) else None)
         return found
 
@@ -114,7 +114,7 @@ def compared(corpus: Corpus, steps: int, tokens: int) -> list[Row]:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
             trainer = Trainer(model, adamw(model), whole, comm)
-            trainer.runner.passes = LockstepPasses(model, trainer.mesh)
+            trainer.runner.passes = LockstepPasses([model], trainer.mesh)
             return trainer
 
         ddp = Llama(MODEL)

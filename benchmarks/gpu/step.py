@@ -161,7 +161,7 @@ def fsdp2(comm: hdp.Communicator, lengths: Sequence[int], capacity: int) -> dict
     costs = hdp.plan.CostModel(1e-9, 1e-6)
     planner = WholeSequencePlanner(ClusterSpec(ranks=comm.size, capacity=capacity), costs)
     trainer = Trainer(model, adamw(model), planner, comm)
-    trainer.runner.passes = LockstepPasses(model, trainer.mesh)
+    trainer.runner.passes = LockstepPasses([model], trainer.mesh)
     fetch = tokens_of(lengths)
     return timed(comm, lambda: trainer.step(lengths, fetch).loss)
 

@@ -52,7 +52,7 @@ from hdpcomm.train.huggingface_batch import Sequences
 from hdpcomm.train.layout import Layout, layout_of
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.masters import Masters
-from hdpcomm.train.passes import MicroBatchPasses
+from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
 from hdpcomm.train.row_passes import RowPasses
 from hdpcomm.train.runner import Runner
@@ -150,7 +150,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
                 zero=1, dtype=None if dtype == wide else dtype, bucket_bytes=BUCKET_BYTES,
             )  # fmt: skip
         gradients = None if self._masters is None else self._masters.gradients
-        passes = MicroBatchPasses(self._adapted, mesh)
+        passes = Passes([self._adapted], mesh)
         self._runner = Runner(self._adapted, mesh, passes, gradients, self._masters)
         self._rows = RowPasses(self._adapted, mesh, self._runner, self._settings)
 

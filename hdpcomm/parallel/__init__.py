@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from hdpcomm.parallel.expert import expert_parallel
-from hdpcomm.parallel.program import Action, check_programs, make_program, make_programs
+from hdpcomm.parallel.program import (
+    Action,
+    StepProgram,
+    check_programs,
+    make_program,
+    make_programs,
+    pipeline_program,
+    plan_program,
+)
 from hdpcomm.parallel.stages import Stage, split_model
 from hdpcomm.parallel.tensor import tensor_parallel
 
 __all__ = [
     "Action",
     "Stage",
+    "StepProgram",
     "check_programs",
     "expert_parallel",
     "make_program",
     "make_programs",
+    "pipeline_program",
+    "plan_program",
     "split_model",
     "tensor_parallel",
 ]

@@ -1,34 +1,51 @@
-"""Programs of the devices of pipelines: the actions of a step in order, made from a
-:class:`hdpcomm.plan.PipelineSchedule`.
+"""The step as data: :class:`StepProgram`, what one device does in a step, in order.
 
-The schedule is one global order of passes, in which messages have their places too: where the pass that produces one
-has ended. Both sender and receiver take it there. So every device follows one global order of passes, rings and
-messages: nothing can wait in a circle, even where messages block until both sides have come to them, or where a device
-runs all of its operations on one stream.
+A plan's program on ranks that hold all layers runs one micro-batch after the other (:func:`plan_program`). Those of
+pipelines are made from a :class:`hdpcomm.plan.PipelineSchedule` (:func:`pipeline_program`): the schedule is one global
+order of passes, in which messages have their places too, where the pass that produces one has ended. Both sender and
+receiver take it there. So every device follows one global order of passes, rings and messages: nothing can wait in a
+circle, even where messages block until both sides have come to them, or where a device runs all of its operations on
+one stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import MemoryModel, StepPlan
+from hdpcomm.plan import MemoryModel, MicroBatch, StepPlan
 from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
-from hdpcomm.plan.waves import PlannedWaves, plan_waves
+from hdpcomm.plan.queue import fixed_for_rank
+from hdpcomm.plan.waves import PlannedWaves, in_turns, make_waves, plan_waves
 
-__all__ = ["Action", "check_programs", "make_program", "make_programs"]
+__all__ = [
+    "Action",
+    "StepProgram",
+    "check_programs",
+    "make_program",
+    "make_programs",
+    "pipeline_program",
+    "plan_program",
+]
 
 RUN, SEND, RECEIVE = "run", "send", "receive"
+WHOLE, KEEP, TAKE = "run whole", "keep", "take"
+
+_SHORTEST_S = 1e-9
+"""Seconds of a micro-batch that a plan predicts no time for: its ranks end it after those before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a device does.
+    """One action of a device.
 
     Attributes:
-        kind: ``run`` the pass, ``send`` what it gave to the device with the stage ``peer`` of the same pipeline, or
-            ``receive`` that from there.
+        kind: ``run`` the pass; ``send`` its output to the device with the stage ``peer`` of the same pipeline, or
+            ``receive`` it from there; ``run whole``: the micro-batch's forward pass and, in training, its backward
+            pass; ``keep``: a forward pass of a slice for the keys, values and states that later slices need, before it
+            runs whole; ``take``: micro-batches of the queue, until there are none.
         done: the pass; of a message, the one that produced it.
         peer: -1 for a pass.
     """
@@ -38,8 +55,111 @@ class Action:
     peer: int = -1
 
     def __str__(self) -> str:
+        if self.kind in (WHOLE, KEEP):
+            return f"{self.kind} micro-batch {self.done.micro_batch}"
         where = "" if self.kind == RUN else f" {'to' if self.kind == SEND else 'from'} stage {self.peer}"
         return f"{self.kind} {self.done}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgram:
+    """The actions of one device in a step.
+
+    Attributes:
+        batches: by the number that passes have, the micro-batch of this rank, or ``None``: passes without tokens, in
+            which other ranks need its experts.
+        backward_order: for each chunk of the model on this rank, the HDP ranks in the order in which their backward
+            passes are to end, each as often as it has some.
+        alone: no other rank takes part in the last action.
+    """
+
+    actions: Sequence[Action]
+    batches: Mapping[int, MicroBatch | None]
+    backward_order: Callable[[], list[list[int]]]
+    alone: bool = False
+
+
+def plan_program(
+    plan: StepPlan, rank: int, *, expert: int = 1, training: bool = True, queue: bool = False
+) -> StepProgram:
+    """Program of a rank that holds all layers, or the same share of each. Local.
+
+    Where ``expert`` neighbouring ranks share experts, micro-batches run in waves. Each has a wave after those of all
+    earlier micro-batches of its ranks, so that a rank has at most one in a wave and keeps the plan's order. In a wave
+    the ranks of a group that have a micro-batch need all others of the group in every layer with experts; a wave in
+    which none has one is left out for the group. All passes of a wave are of one kind: slices, which first run forward
+    only, have waves of their own.
+
+    No deadlock: a rank's operations are ordered by (action, pass, layer), and so are those of all ranks with which it
+    shares experts or a micro-batch; so of all operations that have not run, the first one has all its ranks waiting.
+
+    Args:
+        training: whether there are backward passes, before which slices run forward again.
+        queue: the rank takes micro-batches of the plan's queue after those that are bound to it.
+    """
+    if expert == 1:
+        own = fixed_for_rank(plan, rank) if queue else plan.for_rank(rank)
+        numbered = [(batch.index, [batch]) for batch in own]
+    else:
+        numbered = list(enumerate(make_waves(plan.micro_batches, plan.slices)))
+    group = range(rank // expert * expert, (rank // expert + 1) * expert)
+    number_of = {batch.index: number for number, wave in numbered for batch in wave}
+    waves = [wave for _, wave in numbered]
+    actions = [
+        Action(KEEP if keeps else WHOLE, Pass(number_of[wave[0].index], 0, not keeps))
+        for wave, keeps in (in_turns(waves, plan.slices) if training else [(wave, False) for wave in waves])
+        if any(each in group for batch in wave for each in batch.ranks)
+    ]
+    batches = {number: next((batch for batch in wave if rank in batch.ranks), None) for number, wave in numbered}
+    last = batches[actions[-1].done.micro_batch] if actions and expert == 1 and not queue else None
+    if queue:
+        actions.append(Action(TAKE, Pass(-1, 0, True)))
+    alone = last is not None and len(last.ranks) == 1
+    return StepProgram(actions, batches, partial(_backward_order, plan, expert), alone)
+
+
+def _backward_order(plan: StepPlan, expert: int) -> list[list[int]]:
+    """The HDP ranks in the order in which their backward passes are to end."""
+    free = [0.0] * plan.num_ranks
+    ends: list[tuple[float, int, int]] = []
+    waves = [([each], False) for each in plan.micro_batches]
+    if expert > 1:
+        waves = in_turns(make_waves(plan.micro_batches, plan.slices), plan.slices)
+    for wave, (batches, keeps) in enumerate(waves):
+        began, ran = list(free), set()
+        for batch in batches:
+            groups = {rank // expert for rank in batch.ranks}
+            ranks = [rank for group in groups for rank in range(group * expert, (group + 1) * expert)]
+            end = max(began[rank] for rank in ranks) + max(batch.predicted_s, _SHORTEST_S)
+            for rank in ranks:
+                free[rank] = max(free[rank], end)
+            if not keeps:  # which has a backward pass
+                ran.update(ranks)
+        ends += [(free[rank], wave, rank) for rank in ran]
+    return [[rank for *_, rank in sorted(ends)]]
+
+
+def pipeline_program(
+    schedule: PipelineSchedule, waves: PlannedWaves, rank: int, stage: int, *, training: bool = True
+) -> StepProgram:
+    """Program of the device with one stage of one HDP rank. Local.
+
+    Args:
+        schedule: of ``waves.plan``.
+        waves: of the step's plan, see :func:`hdpcomm.plan.waves.plan_waves`.
+    """
+    actions = make_program(schedule, waves.plan, rank, stage)
+    if not training:
+        actions = tuple(action for action in actions if not action.done.backward)
+
+    def backward_order() -> list[list[int]]:
+        groups = {batch.index: batch.ranks for batch in waves.plan.micro_batches}
+        rows = zip(schedule.places_of_messages().tolist(), schedule.passes.tolist(), strict=True)
+        ends = sorted((end, place, index, stage) for place, (end, (index, stage, kind)) in enumerate(rows) if kind == 1)
+        own = range(stage, schedule.stages, schedule.devices)
+        return [[rank for *_, index, at in ends if at == chunk for rank in groups[index]] for chunk in own]
+
+    return StepProgram(actions, waves.of_rank(rank), backward_order)
 
 
 def make_program(schedule: PipelineSchedule, plan: StepPlan, rank: int, stage: int) -> tuple[Action, ...]:
@@ -204,6 +324,8 @@ class _SymbolicRun:
             return []
         if action.kind == RUN:
             return self._run(action, device)
+        if action.kind in (WHOLE, KEEP):
+            return self._run_whole(action, device)
         peer = (rank, action.peer)
         other = Action(RECEIVE if action.kind == SEND else SEND, action.done, stage)
         if peer == device or self._next(peer) != other:
@@ -239,6 +361,24 @@ class _SymbolicRun:
             )
         self.ran.add(done)
         self.held.update((*member, done) for member in group)
+        return group
+
+    def _run_whole(self, action: Action, device: tuple[int, int]) -> list[tuple[int, int]]:
+        """Runs a micro-batch through all layers, once all of its ranks have come to it."""
+        index, backward = action.done.micro_batch, action.kind == WHOLE
+        group = [(member, 0) for member in self.groups.get(index, ())]
+        if device not in group or self.stages > 1:
+            raise InvalidUsage(f"rank {device[0]}: {action} does not belong there")
+        if any(self._next(member) != action for member in group):
+            return []
+        if action.done in self.ran:
+            raise InvalidUsage(f"rank {device[0]}: {action} comes twice")
+        ways = {False, backward}
+        for way in ways:
+            other = self.beside.get((index, way))
+            if other is not None and Pass(other, 0, way) not in self.ran:
+                raise InvalidUsage(f"rank {device[0]}: {action} comes before that of the slice in micro-batch {other}")
+        self.ran.update(Pass(index, 0, way) for way in ways)
         return group
 
     def _compute_weights(self, action: Action, device: tuple[int, int]) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
@@ -20,13 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.parallel.waves import Turn
+from hdpcomm.parallel.program import WHOLE, Action, StepProgram
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan, Tree
+from hdpcomm.plan.pipeline_schedule import Pass
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.layout import layout_of
-from hdpcomm.train.passes import MicroBatchPasses, RunningSlices, StepInputs
+from hdpcomm.train.passes import Passes, StepInputs
 from hdpcomm.train.runner import Runner
-from hdpcomm.train.shards import no_tokens
+from hdpcomm.train.shards import PackedShard, no_tokens
 from hdpcomm.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -122,17 +123,17 @@ def gloo_group(comm: Communicator) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-class DistributedPasses(MicroBatchPasses):
+class DistributedPasses(Passes):
     """The passes of torch's DistributedDataParallel: each sequence on one rank, and the gradients averaged by DDP while
     the rank's last backward pass runs.
 
     Args:
         group: the ranks for torch (:func:`gloo_group`).
-        gradient_bytes: what DDP reduces in a step.
+        gradient_bytes: bytes of the gradients that DDP reduces in a step.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, group: dist.ProcessGroup, gradient_bytes: int) -> None:
-        super().__init__(model, mesh)
+        super().__init__([model], mesh)
         self._plain = model
         self._wrapped = DistributedDataParallel(model, process_group=group)
         self._wrapped.takes_labels = getattr(model, "takes_labels", False)  # type: ignore[assignment]
@@ -149,8 +150,8 @@ class DistributedPasses(MicroBatchPasses):
         torch.autograd.Variable._execution_engine.queue_callback(self._note_computed)
 
     def _note_computed(self) -> None:
-        if self._is_last and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._is_last and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self._computed = time.perf_counter()
 
     def waited_s(self) -> tuple[float, float]:
@@ -160,27 +161,36 @@ class DistributedPasses(MicroBatchPasses):
 
     def run(self, step: StepInputs) -> Tensor:
         """See :class:`hdpcomm.train.passes.Passes`."""
-        self._model = self._plain if step.gradients is None else self._wrapped
-        return super().run(replace(step, scale=step.scale * self._mesh.comm.size))  # DDP takes the mean over the ranks
+        self.chunks = [self._plain if step.gradients is None else self._wrapped]
+        return super().run(replace(step, scale=step.scale * self.mesh.comm.size))  # DDP takes the mean over the ranks
 
-    def _turns(self, plan: StepPlan, *, training: bool) -> Iterator[tuple[Turn, bool]]:  # noqa: ARG002
-        """This rank's own, of which DDP reduces behind the last; a rank without any runs a pass over nothing."""
-        own: Sequence[MicroBatch | None] = plan.for_rank(self._mesh.hdp_rank) or (None,)
-        for place, micro_batch in enumerate(own):
-            self._is_last = place == len(own) - 1
-            with nullcontext() if self._is_last else self._wrapped.no_sync():
-                yield Turn(micro_batch), False
+    def program(self, plan: StepPlan, *, training: bool) -> StepProgram:
+        """This rank's micro-batches; without any, a pass over nothing, behind which DDP reduces. Local."""
+        own = super().program(plan, training=training)
+        if own.actions:
+            return replace(own, alone=False)  # DDP reduces
+        return replace(own, actions=[Action(WHOLE, Pass(-1, 0, True))], batches={-1: None})
 
-    def _run(self, micro_batch: MicroBatch | None, step: StepInputs, running: RunningSlices) -> Tensor:
-        loss = self._own_or_nothing(micro_batch, step, running)
-        if step.gradients is not None and self._is_last:
+    def shard_without_tokens(self) -> PackedShard:
+        """One token without a loss, since DDP waits for a gradient of each parameter. Local."""
+        return no_tokens(self.device)
+
+    def run_whole(
+        self,
+        packed: PackedShard,
+        comm: Communicator,
+        step: StepInputs,
+        context: AbstractContextManager[None],
+        *,
+        last: bool,
+    ) -> Tensor:
+        """See :class:`hdpcomm.train.passes.Passes`."""
+        self._is_last = last
+        with nullcontext() if last else self._wrapped.no_sync():
+            total = super().run_whole(packed, comm, step, context, last=last)
+        if step.gradients is not None and last:
             self._waited_s += time.perf_counter() - self._computed
-        return loss
-
-    def _own_or_nothing(self, micro_batch: MicroBatch | None, step: StepInputs, running: RunningSlices) -> Tensor:
-        if micro_batch is None:
-            return self._pass(no_tokens(self._device), self._alone, step, nullcontext())
-        return super()._run(micro_batch, step, running)
+        return total
 
 
 def data_parallel_trainer(

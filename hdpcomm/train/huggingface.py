@@ -36,7 +36,7 @@ from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.huggingface_batch import Sequences, gather_sequences, sequences_of
 from hdpcomm.train.huggingface_log_probs import ComputedLoss, LogProbModel
 from hdpcomm.train.layout import layout_of
-from hdpcomm.train.passes import MicroBatchPasses
+from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
 from hdpcomm.train.row_passes import RowPasses
 from hdpcomm.train.runner import Runner
@@ -127,9 +127,7 @@ class HybridDataParallel:
         gradients = Gradients.whole(model.parameters(), layout_of(model, mesh), mesh)
         if self._made is not None:
             self._limits["cost_model"] = self._made[0].cost_model
-        runner = Runner(
-            self._adapted, mesh, MicroBatchPasses(self._adapted, mesh), gradients, within=self._planned_attention
-        )
+        runner = Runner(self._adapted, mesh, Passes([self._adapted], mesh), gradients, within=self._planned_attention)
         passes = RowPasses(
             self._adapted, mesh, runner, self._settings, **self._limits,
             around=lambda: cast(Any, self).compute_loss_context_manager(),

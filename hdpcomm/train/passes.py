@@ -1,43 +1,42 @@
-"""The forward and backward passes of a step, or of an evaluation: micro-batches in the plan's order."""
+"""The forward and backward passes of a step, or of an evaluation: the program of this rank, action by action."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from hdpcomm.attention import SlicedSequence
-from hdpcomm.parallel.waves import Turn, waves_of
-from hdpcomm.plan.queue import fixed_for_rank
-from hdpcomm.plan.waves import Slices, in_turns, make_waves
+from hdpcomm.attention import positions as positions_of
+from hdpcomm.models.moe import refuse_trees
+from hdpcomm.models.weight_gradients import WeightGradients
+from hdpcomm.parallel.program import KEEP, RECEIVE, RUN, SEND, WHOLE, StepProgram, pipeline_program, plan_program
+from hdpcomm.plan.waves import PlannedWaves, plan_waves
 from hdpcomm.train.expert_load import expert_loads, uncounted
 from hdpcomm.train.label_terms import LabelTerms
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.queue import StepQueue
-from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, no_tokens, pack_shard, pack_slice
+from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, no_tokens, pack_of, pack_shard, pack_slice
 from hdpcomm.train.tree_shards import holds_trees, pack_tree_slice, pack_trees
 
 if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
+    from hdpcomm.attention import SequenceSlice
+    from hdpcomm.comm import Communicator, Work
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.offload import ActivationOffload
-    from hdpcomm.plan import MicroBatch, PlannedStep, StepPlan
+    from hdpcomm.parallel.stages import Stage
+    from hdpcomm.plan import MicroBatch, PlannedStep, Planner, StepPlan
     from hdpcomm.plan.micro_batch import PlannedSlice
+    from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 
-__all__ = ["MicroBatchPasses", "Passes", "ReducedGradients", "RunningSlices", "Sliced", "StepInputs", "packed_shard"]
+__all__ = ["Passes", "ReducedGradients", "StepInputs"]
 
-Sliced = dict[int, SlicedSequence]
-"""State that a model has kept of earlier slices, by sequence."""
 Loss = Callable[..., Tensor]
-
-_SHORTEST_S = 1e-9
-"""Seconds of a micro-batch that a plan predicts no time for: its ranks end it after those before it."""
 
 
 class ReducedGradients(Protocol):
@@ -60,8 +59,8 @@ class StepInputs:
         fetch: reads sequences.
         scale: factor of the losses in backward passes.
         gradients: of the backward passes; ``None``: an evaluation, which has none.
-        around: (offload ratio, local tokens) of a micro-batch, and of a slice those of it and all before it, to what
-            surrounds its forward pass.
+        offload_context: context of the forward pass of a micro-batch, by its offload ratio and local tokens, and of a
+            slice those of it and all before it.
         offload: takes what slices keep for later ones to host memory.
         on_pass: called after each pass, or pair of passes, with the index of its micro-batch; ``None``: one without
             tokens, which others needed.
@@ -74,17 +73,12 @@ class StepInputs:
     fetch: Fetch
     scale: float = 1.0
     gradients: ReducedGradients | None = None
-    around: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
+    offload_context: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
     offload: ActivationOffload | None = None
     on_pass: Callable[[int | None], object] = lambda _: None
     ends: bool = True
     terms: LabelTerms | None = None
     not_finite: list[int] = field(default_factory=list)
-
-    def sliced_sequence(self, planned: PlannedSlice, ratio: float) -> SlicedSequence:
-        """For the slices of a sequence; ``ratio``: share of what they keep that goes to host memory."""
-        tree = self.planned.tree(planned.sequence)
-        return SlicedSequence(planned.bounds, tree, offload=self.offload, ratio=ratio)
 
     def checked(self, micro_batch: MicroBatch | None, loss: Tensor) -> Tensor:
         """The (summed loss, labels) of a micro-batch, which is noted if the loss is no finite number."""
@@ -93,198 +87,382 @@ class StepInputs:
         return loss
 
 
-class Passes(Protocol):
-    """How the ranks of a mesh run a plan."""
+class Passes:
+    """Runs this rank's part of steps: all layers of a model, or the stages of a pipeline that are here.
 
-    bytes_sent: int
-    """Bytes of activations and gradients that this rank sent to other stages of its pipeline in the last step."""
-    bytes_elsewhere: int
-    """Bytes a step that this rank sends by other ways than the communicator."""
+    What runs is the program of a step (:mod:`hdpcomm.parallel.program`). That of a pipeline follows the order that the
+    planner's schedule has simulated (:meth:`hdpcomm.plan.Planner.schedule`), which is checked, and compared between the
+    ranks, before anything runs. Pipelines may have different numbers of micro-batches; inside a stage the ranks of a
+    micro-batch run ring attention as without pipelines.
 
-    def agree(self, plan: StepPlan, /) -> bytes:
-        """Gets ready for a plan; gives what else its passes follow, which must be the same on all ranks. Local."""
+    Args:
+        chunks: the model, cut for the tensor and expert ranks of ``mesh``; or this device's stages of it, in order.
+        planner: of a pipeline, whose schedules it makes. With ``split_backward=True`` in its cluster, weight gradients
+            of linear layers are computed where the device would wait
+            (:class:`hdpcomm.models.weight_gradients.WeightGradients`).
+        loss: in place of the model's own, see :class:`hdpcomm.train.Trainer`.
+
+    Attributes:
+        bytes_sent: bytes of activations and gradients that this rank sent to other stages in the last step.
+        bytes_elsewhere: bytes a step that this rank sends by other ways than the communicator.
+
+    Source: ByteScale, arXiv 2502.21231, sections 5.3 and 6.2 (PP-Balance).
+    """
+
+    bytes_elsewhere = 0
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        mesh: Mesh,
+        planner: Planner | None = None,
+        loss: Loss | None = None,
+    ) -> None:
+        self.chunks, self.mesh, self.loss = list(chunks), mesh, loss
+        self.device = next(chunks[0].parameters()).device
+        self.alone = cast("Communicator", mesh.hdp_comm.subset([mesh.hdp_rank]))
+        self.loads = [load for chunk in chunks for load in expert_loads(chunk)]
+        self.bytes_sent = 0
+        self.queue: StepQueue | None = None
+        self.weights: WeightGradients | None = None
+        """Weight gradients that split backward passes leave for later."""
+        self.planner = planner
+        self._scheduled: tuple[PipelineSchedule, PlannedWaves] | None = None
+        if planner is not None and planner.cluster.split_backward:
+            self.weights = WeightGradients()
+            self.weights.watch(block for stage in cast("list[Stage]", self.chunks) for block in stage.blocks)
+
+    def prepare(self, plan: StepPlan) -> bytes:
+        """Makes the schedule of a pipeline; returns the bytes that all ranks must have alike beside the plan. Local."""
+        if self.planner is None:
+            return b""
+        self.planner.validate(plan)
+        waves = plan_waves(plan, self.mesh.expert)
+        schedule = self.planner.schedule(waves.plan)
+        schedule.validate(waves.plan)
+        self._scheduled = schedule, waves
+        order: bytes = schedule.passes.tobytes() + schedule.places_of_messages().tobytes()
+        return order if schedule.alone is None else order + schedule.alone.tobytes()
 
     def open(self, plan: StepPlan) -> AbstractContextManager[object]:
-        """Context of a step from its passes to the agreement on its loss. Collective."""
+        """Context of a step from its passes to the agreement on its loss: the plan's queue, if it has one. Collective
+        over the mesh."""
+        mesh, self.queue = self.mesh, None
+        if plan.queued and mesh.expert == 1 and self.planner is None:  # waves and pipelines run a plan as it is
+            self.queue = StepQueue(plan, mesh.hdp_comm, mesh.tensor_comm)
+        return self.queue or nullcontext()
 
-    def run(self, step: StepInputs) -> Tensor:
-        """Runs this rank's passes; (summed loss, labels) of those whose last layers are here, fp64 ``[2]``."""
-
-    def plan_as_run(self, plan: StepPlan) -> StepPlan:
+    def executed_plan(self, plan: StepPlan) -> StepPlan:
         """The plan with the ranks that have run its micro-batches. Collective, inside of :meth:`open`."""
+        queue, self.queue = self.queue, None
+        return plan if queue is None else queue.plan_as_run()
 
     def waited_s(self) -> tuple[float, float]:
         """Seconds so far, of this rank: inside layers for ranks that share them; for ranks that share experts and for
         other stages of a pipeline."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunningSlices:
-    """The sequences in slices of a step.
-
-    Attributes:
-        sliced: of those that run.
-        packs: the shards of slices that will run again, by micro-batch.
-        random: the states of torch's generators before these slices ran, by micro-batch: dropout and noise of routers
-            must be the same when they run again.
-    """
-
-    planned: Slices
-    sliced: Sliced = field(default_factory=Sliced)
-    packs: dict[int, PackedShard] = field(default_factory=dict)
-    random: dict[int, list[Tensor]] = field(default_factory=dict)
-
-
-class MicroBatchPasses:
-    """Forward and backward of one micro-batch after the other, on ranks that hold all layers.
-
-    HDP ranks that share experts run their micro-batches in waves (:func:`hdpcomm.parallel.waves.waves_of`): who has
-    none in one takes part in its passes with no tokens. With a queue (:class:`hdpcomm.train.queue.StepQueue`) a rank
-    runs what the plan gives to it alone, then what it takes.
-
-    Args:
-        model: cut for the tensor and expert ranks of ``mesh``.
-        loss: in place of the model's own, see :class:`hdpcomm.train.Trainer`.
-    """
-
-    bytes_sent = bytes_elsewhere = 0
-
-    def __init__(self, model: nn.Module, mesh: Mesh, loss: Loss | None = None) -> None:
-        self._model, self._mesh, self._loss = model, mesh, loss
-        self._device = next(model.parameters()).device
-        self._alone = cast("Communicator", mesh.hdp_comm.subset([mesh.hdp_rank]))
-        self._queue: StepQueue | None = None
-        self._loads = expert_loads(model)
-
-    def agree(self, _: StepPlan) -> bytes:
-        """Nothing but the plan tells what runs."""
-        return b""
-
-    def open(self, plan: StepPlan) -> AbstractContextManager[object]:
-        """The queue of a plan, if it has one. Collective over the mesh."""
-        mesh, self._queue = self._mesh, None
-        if plan.queued and mesh.expert == 1:  # waves run a plan as it is
-            self._queue = StepQueue(plan, mesh.hdp_comm, mesh.tensor_comm)
-        return self._queue or nullcontext()
-
-    def plan_as_run(self, plan: StepPlan) -> StepPlan:
-        """See :meth:`hdpcomm.train.queue.StepQueue.plan_as_run`."""
-        queue, self._queue = self._queue, None
-        return plan if queue is None else queue.plan_as_run()
-
-    def waited_s(self) -> tuple[float, float]:
-        """See :class:`Passes`."""
-        return self._mesh.tensor_comm.waited_s(), self._mesh.expert_comm.waited_s()
+        mesh = self.mesh
+        return mesh.tensor_comm.waited_s(), mesh.expert_comm.waited_s() + mesh.pipeline_comm.waited_s()
 
     def run(self, step: StepInputs) -> Tensor:
-        """See :class:`Passes`."""
-        total, gradients, plan = torch.zeros(2, dtype=torch.float64), step.gradients, step.planned.plan
-        around = nullcontext() if gradients is None else gradients.passes(self._empty_pass, partial(self._order, plan))
-        with torch.set_grad_enabled(gradients is not None), around:
-            running = RunningSlices(plan.slices)
-            for turn, last in self._turns(plan, training=gradients is not None):
-                batch = turn.batch
-                if turn.keeps:
-                    self._keep(batch, step, running)
-                else:
-                    self._begin(step, early=last)
-                    total += step.checked(batch, self._run(batch, step, running))
-                step.on_pass(None if batch is None else batch.index)
-        return total if self._mesh.tensor_rank == 0 else torch.zeros_like(total)  # all tensor ranks have it
+        """Runs this rank's passes; (summed loss, labels) of those whose last layers are here, fp64 ``[2]``. Collective
+        over the mesh."""
+        gradients = step.gradients
+        program = self.program(step.planned.plan, training=gradients is not None)
+        if self.weights is not None:
+            self.weights.forget()
+        context = nullcontext() if gradients is None else gradients.passes(self._empty_pass, program.backward_order)
+        with torch.set_grad_enabled(gradients is not None), context:
+            running = _Run(self, step, program)
+            running.run()
+        self.bytes_sent = running.bytes_sent
+        # All tensor ranks have the total.
+        return running.total if self.mesh.tensor_rank == 0 else torch.zeros_like(running.total)
 
-    def _begin(self, step: StepInputs, *, early: bool) -> None:
-        """Before a backward pass; ``early``: it is the last one, and communicates nothing."""
-        if step.gradients is not None:
-            step.gradients.reduce_early() if early and step.ends else step.gradients.begin_pass()
+    def program(self, plan: StepPlan, *, training: bool) -> StepProgram:
+        """This rank's program of a plan; of a pipeline, of the last that was prepared. Local."""
+        mesh = self.mesh
+        if self._scheduled is not None:
+            schedule, waves = self._scheduled
+            return pipeline_program(schedule, waves, mesh.hdp_rank, mesh.stage, training=training)
+        return plan_program(
+            plan, mesh.hdp_rank, expert=mesh.expert, training=training, queue=self.queue is not None
+        )  # fmt: skip
 
-    def _comm(self, micro_batch: MicroBatch) -> Communicator:
-        return cast("Communicator", self._mesh.hdp_comm.subset(micro_batch.ranks))
+    def shard_without_tokens(self) -> PackedShard:
+        """For passes without tokens, which others need. Local."""
+        return empty_shard(self.device)
 
-    def _packed(self, micro_batch: MicroBatch, step: StepInputs, running: RunningSlices) -> PackedShard:
-        return packed_shard(micro_batch, step, self._comm(micro_batch), self._device, running.sliced)
-
-    def _run(self, micro_batch: MicroBatch | None, step: StepInputs, running: RunningSlices) -> Tensor:
-        """(summed loss, labels) of a micro-batch; of ``None``, which has no tokens, 0."""
-        if micro_batch is None:
-            return self._pass(empty_shard(self._device), self._alone, step, nullcontext())
-        kept = running.packs.pop(micro_batch.index, None)
-        packed = self._packed(micro_batch, step, running) if kept is None else kept.again()
-        planned = running.planned.get(micro_batch.index)
-        seen = 0 if planned is None else -(-planned.bounds[planned.number + 1] // len(micro_batch.ranks))
-        around = step.around(micro_batch.offload_ratio, packed.tokens.numel(), seen)
-        random = running.random.pop(micro_batch.index, None)
-        done = self._pass(packed, self._comm(micro_batch), step, around, random)
-        if planned is not None and (planned.last if step.gradients is None else planned.number == 0):
-            del running.sliced[planned.sequence]
-        return done
-
-    def _keep(self, micro_batch: MicroBatch | None, step: StepInputs, running: RunningSlices) -> None:
-        """A forward pass of a slice for what later ones need of it: it runs again before its backward pass, so that
-        the activations of one slice are there at a time. ``None``: for others, without tokens."""
-        packed, comm = empty_shard(self._device), self._alone
-        if micro_batch is not None:
-            packed = running.packs[micro_batch.index] = self._packed(micro_batch, step, running)
-            running.random[micro_batch.index] = _random_states(self._device)
-            comm = self._comm(micro_batch)
-        with torch.no_grad(), uncounted(self._loads):
-            micro_batch_loss(self._model, packed, comm, self._loss)
-
-    def _pass(
+    def run_whole(
         self,
         packed: PackedShard,
         comm: Communicator,
         step: StepInputs,
-        around: AbstractContextManager[None],
-        random: list[Tensor] | None = None,
+        context: AbstractContextManager[None],
+        *,
+        last: bool,  # noqa: ARG002 (of this rank; for subclasses)
     ) -> Tensor:
-        with around, nullcontext() if random is None else _replaying(random, self._device):
-            loss = micro_batch_loss(self._model, packed, comm, self._loss)
+        """Forward and, in training, backward pass of a micro-batch through the model; (summed loss, labels)."""
+        with context:
+            loss = micro_batch_loss(self.chunks[0], packed, comm, self.loss)
         if step.gradients is not None:
             (loss * step.scale).backward()  # type: ignore[no-untyped-call]
             step.gradients.end_pass()
-        return torch.stack((loss.detach().double(), packed.trained.double())).cpu()
-
-    def _turns(self, plan: StepPlan, *, training: bool) -> Iterator[tuple[Turn, bool]]:
-        """Turns of this rank, and whether one is the last and communicates nothing: with a queue, nobody knows that
-        before."""
-        mesh, queue = self._mesh, self._queue
-        if mesh.expert > 1:
-            first = mesh.hdp_rank - mesh.expert_rank
-            group = range(first, first + mesh.expert)
-            yield from ((each, False) for each in waves_of(plan, mesh.hdp_rank, group, training=training))
-            return
-        own = plan.for_rank(mesh.hdp_rank) if queue is None else fixed_for_rank(plan, mesh.hdp_rank)
-        turns = in_turns([[each] for each in own], plan.slices if training else {})
-        for place, ((batch,), keeps) in enumerate(turns, 1):
-            last = queue is None and place == len(turns) and len(batch.ranks) == mesh.tensor == 1
-            yield Turn(batch, keeps), last
-        yield from ((Turn(each), False) for each in queue or ())
-
-    def _order(self, plan: StepPlan) -> list[list[int]]:
-        """The HDP ranks in the order in which their backward passes are to end, each as often as it has some."""
-        expert = self._mesh.expert
-        free = [0.0] * plan.num_ranks
-        ends: list[tuple[float, int, int]] = []
-        waves = [([each], False) for each in plan.micro_batches]
-        if expert > 1:
-            waves = in_turns(make_waves(plan.micro_batches, plan.slices), plan.slices)
-        for wave, (batches, keeps) in enumerate(waves):
-            began, ran = list(free), set()
-            for batch in batches:
-                groups = {rank // expert for rank in batch.ranks}
-                ranks = [rank for group in groups for rank in range(group * expert, (group + 1) * expert)]
-                end = max(began[rank] for rank in ranks) + max(batch.predicted_s, _SHORTEST_S)
-                for rank in ranks:
-                    free[rank] = max(free[rank], end)
-                if not keeps:  # which has a backward pass
-                    ran.update(ranks)
-            ends += [(free[rank], wave, rank) for rank in ran]
-        return [[rank for *_, rank in sorted(ends)]]
+        return _loss_and_labels(loss, packed)
 
     def _empty_pass(self) -> None:
         """A forward and backward pass over a token without a loss, on this rank alone."""
-        loss = micro_batch_loss(self._model, no_tokens(self._device), self._alone, self._loss)
+        loss = micro_batch_loss(self.chunks[0], no_tokens(self.device), self.alone, self.loss)
         loss.backward()  # type: ignore[no-untyped-call]
+
+
+class _Run:
+    """One step on one device.
+
+    Between stages activations and their gradients go as they are, ``[local tokens, hidden]``, by messages whose sizes
+    both sides know from the plan. Sends do not wait; a receive is posted as soon as the order of the program allows it
+    and is waited for by the pass that needs it.
+    """
+
+    def __init__(self, passes: Passes, step: StepInputs, program: StepProgram) -> None:
+        self.passes, self.step, self.program = passes, step, program
+        self.chunks, self.mesh = cast("list[Stage]", passes.chunks), passes.mesh
+        self.total = torch.zeros(2, dtype=torch.float64)
+        """Summed loss and labels of the micro-batches whose last layers are here."""
+        self.bytes_sent = 0
+        self._batches: Mapping[int, MicroBatch | None] = program.batches
+        self._staged = passes.planner is not None
+        self._added_losses = self._staged and passes.loss is None and self.chunks[0].has_added_losses
+        if self._added_losses:  # now, on all stages
+            refuse_trees(step.planned.lengths)
+        self._packs: dict[int, PackedShard] = {}
+        """By number in the program, until the last pass of the micro-batch."""
+        self._slices = step.planned.plan.slices
+        self._sliced: dict[tuple[int, int], SlicedSequence] = {}
+        """By sequence and stage: what the layers have kept of the slices that ran."""
+        self._random: dict[int, list[Tensor]] = {}
+        """By number: the states of torch's generators before a slice ran for the first time: dropout and noise of
+        routers must be the same when it runs again."""
+        self._open: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
+        """By micro-batch and stage: input and output of the forward pass, and its routers' losses, until its backward
+        pass has run."""
+        self._given: dict[Pass, Tensor] = {}
+        """Outputs of passes for a stage on the same device."""
+        self._received: dict[Pass, tuple[Tensor, Work]] = {}
+        self._sends: list[Work] = []
+
+    def run(self) -> None:
+        """Runs the program to its end; this device's sends have ended then."""
+        pipeline = self.mesh.pipeline_comm
+        count = len(self.program.actions)
+        for place, action in enumerate(self.program.actions, 1):
+            done = action.done
+            if action.kind == WHOLE:
+                self._run_whole(self._batches[done.micro_batch], done.micro_batch, last=place == count)
+            elif action.kind == KEEP:
+                self._keep(done.micro_batch)
+            elif action.kind == RUN:
+                self._run(done)
+            elif action.kind == RECEIVE:
+                buffer = self.chunks[0].boundary(self._pack(done.micro_batch).positions.numel())
+                self._received[done] = buffer, pipeline.exchange(recvs=[(buffer, action.peer)], async_op=True)
+            elif action.kind == SEND:
+                self._sends = [work for work in self._sends if not _ended(work)]
+                given = self._given.pop(done)
+                self.bytes_sent += given.numel() * given.element_size()
+                self._sends.append(pipeline.exchange([(given, action.peer)], async_op=True))
+            else:
+                for taken in cast(StepQueue, self.passes.queue):
+                    self._run_whole(taken, -1, last=False)
+                    self.step.on_pass(taken.index)
+            if action.kind in (WHOLE, KEEP, RUN):
+                batch = self._batches[done.micro_batch]
+                self.step.on_pass(None if batch is None else batch.index)
+        for work in self._sends:
+            work.wait()
+
+    # --- all layers at a time ----------------------------------------------------------------------------------------
+
+    def _run_whole(self, batch: MicroBatch | None, number: int, *, last: bool) -> None:
+        """``last``: of this rank's actions."""
+        step, gradients = self.step, self.step.gradients
+        if gradients is not None:
+            early = last and self.program.alone and self.mesh.tensor == 1 and step.ends
+            gradients.reduce_early() if early else gradients.begin_pass()
+        packed, planned = self._shard(batch, number, 0), self._planned(batch)
+        context: AbstractContextManager[None] = nullcontext()
+        if batch is not None:
+            until = 0 if planned is None else -(-planned.bounds[planned.number + 1] // len(batch.ranks))
+            context = step.offload_context(batch.offload_ratio, packed.tokens.numel(), until)
+        states = self._random.pop(number, None)
+        if states is not None:
+            context = _replaying(states, self.passes.device, context)
+        found = self.passes.run_whole(packed, self._group(batch), step, context, last=last)
+        self.total += step.checked(batch, found)
+        self._packs.pop(number, None)
+        if planned is not None and (planned.last if gradients is None else planned.number == 0):
+            del self._sliced[planned.sequence, 0]
+
+    def _keep(self, number: int) -> None:
+        """A forward pass of a slice for what later ones need of it: it runs again before its backward pass, so that
+        the activations of one slice are there at a time. Without one: for others, without tokens."""
+        batch, device = self._batches[number], self.passes.device
+        planned = self._planned(batch)
+        if planned is None or planned.last:
+            batch = None
+        packed = self._shard(batch, number, 0)
+        if batch is not None:
+            self._random[number] = _random_states(device)
+        with torch.no_grad(), uncounted(self.passes.loads):
+            micro_batch_loss(self.chunks[0], packed, self._group(batch), self.passes.loss)
+
+    # --- a stage at a time -------------------------------------------------------------------------------------------
+
+    def _run(self, done: Pass) -> None:
+        key, weights = (done.micro_batch, done.stage), self.passes.weights
+        if done.backward and not done.weights and self.step.gradients is not None:
+            self.step.gradients.begin_pass(done.stage // self.mesh.pipeline)
+        if not done.backward:
+            self._forward(done)
+        elif weights is None:
+            self._backward(done)
+        elif done.weights:
+            weights.compute(key)
+        else:
+            with weights.put_off(key):
+                self._backward(done)
+
+    def _forward(self, done: Pass) -> None:
+        batch, chunk = self._batches[done.micro_batch], self._chunk(done.stage)
+        pack, comm = self._shard(batch, done.micro_batch, done.stage), self._group(batch)
+        x = pack.tokens if chunk.first else self._take(replace(done, stage=done.stage - 1)).requires_grad_()
+        y: Any
+        with nullcontext() if batch is None else self.step.offload_context(batch.offload_ratio, pack.positions.numel()):
+            if chunk.last:
+                y = micro_batch_loss(chunk, replace(pack, tokens=x), comm, self.passes.loss)
+            else:
+                labels = pack.labels if self._added_losses else None
+                y = chunk(x, positions=pack.positions, cu_seqlens=pack.cu_seqlens, comm=comm, labels=labels)
+        y, losses = y if isinstance(y, tuple) else (y, None)
+        if torch.is_grad_enabled():
+            self._open[done.micro_batch, done.stage] = x, y, losses
+        if losses is not None:
+            self.total[0] += float(losses.detach())
+        if chunk.last:
+            self.total += self.step.checked(batch, _loss_and_labels(y, pack))
+        else:
+            self._given[done] = y.detach().contiguous()
+        planned = self._planned(batch)
+        if planned is not None and planned.last and not torch.is_grad_enabled():
+            del self._sliced[planned.sequence, done.stage]  # no backward pass needs it
+
+    def _backward(self, done: Pass) -> None:
+        chunk = self._chunk(done.stage)
+        x, y, losses = self._open.pop((done.micro_batch, done.stage))
+        if chunk.last:
+            (y * self.step.scale).backward()  # type: ignore[no-untyped-call]
+        else:
+            gradient = self._take(replace(done, stage=done.stage + 1))
+            roots = {y: gradient} if losses is None else {y: gradient, losses: torch.full_like(losses, self.step.scale)}
+            roots = {root: upstream for root, upstream in roots.items() if root.requires_grad}
+            if roots:  # not where all of the first stage is frozen
+                torch.autograd.backward(list(roots), list(roots.values()))
+        if self.step.gradients is not None:
+            self.step.gradients.end_pass()
+        if not chunk.first:
+            self._given[done] = cast(Tensor, x.grad).contiguous()
+        if not any(index == done.micro_batch for index, _ in self._open):
+            self._packs.pop(done.micro_batch, None)
+        planned = self._planned(self._batches[done.micro_batch])
+        if planned is not None and planned.number == 0:
+            del self._sliced[planned.sequence, done.stage]
+
+    def _take(self, needed: Pass) -> Tensor:
+        """Output of a pass for this device, when it is there."""
+        if needed in self._given:  # by another stage on this device
+            return self._given.pop(needed)
+        buffer, work = self._received.pop(needed)
+        work.wait()
+        return buffer
+
+    def _chunk(self, stage: int) -> Stage:
+        return self.chunks[stage // self.mesh.pipeline]
+
+    # --- shards ------------------------------------------------------------------------------------------------------
+
+    def _group(self, batch: MicroBatch | None) -> Communicator:
+        return self.passes.alone if batch is None else cast("Communicator", self.mesh.hdp_comm.subset(batch.ranks))
+
+    def _planned(self, batch: MicroBatch | None) -> PlannedSlice | None:
+        """The slice that a micro-batch is, if it is one."""
+        return None if batch is None else self._slices.get(batch.index)
+
+    def _slice(self, planned: PlannedSlice, batch: MicroBatch, stage: int) -> SequenceSlice:
+        """A slice for one forward pass, with what the stage has kept of those before it."""
+        key = planned.sequence, stage
+        if key not in self._sliced:
+            tree = self.step.planned.tree(planned.sequence)
+            self._sliced[key] = SlicedSequence(
+                planned.bounds, tree, offload=self.step.offload, ratio=batch.offload_ratio
+            )
+        return self._sliced[key].slice(planned.number)
+
+    def _shard(self, batch: MicroBatch | None, number: int, stage: int) -> PackedShard:
+        """The shard of a micro-batch for one forward pass."""
+        if batch is None:
+            return self.passes.shard_without_tokens()
+        if number < 0:  # of the queue: it runs once
+            return self._packed(batch, None)
+        pack, planned = self._pack(number), self._planned(batch)
+        return pack if planned is None else replace(pack, cu_seqlens=self._slice(planned, batch, stage))
+
+    def _pack(self, number: int) -> PackedShard:
+        """The shard of a micro-batch for all of its passes."""
+        found = self._packs.get(number)
+        if found is None:
+            batch = self._batches[number]
+            if batch is None:
+                return self.passes.shard_without_tokens()
+            planned = self._planned(batch)
+            first = self.mesh.stage if self._staged else 0
+            part = None if planned is None else self._slice(planned, batch, first)
+            found = self._packs[number] = self._packed(batch, part)
+        return found
+
+    def _packed(self, batch: MicroBatch, part: SequenceSlice | None) -> PackedShard:
+        """This rank's shard of a micro-batch; ``part``: the slice that it is. Local."""
+        step, comm, device, plan = self.step, self._group(batch), self.passes.device, self.step.planned.plan
+        where: dict[str, Any] = {"comm": comm, "device": device}
+        lengths, planned = step.planned.lengths, self._planned(batch)
+        trees = part is None and holds_trees(batch, lengths)
+        if self._staged and not (
+            self._added_losses or trees or any(chunk.first or chunk.last for chunk in self.chunks)
+        ):  # nothing in the middle reads tokens or labels
+            pack = pack_of((each.length for each in batch.sequences), comm.size, plan.limit) if part is None else part
+            positions = positions_of(pack, rank=comm.rank, size=comm.size, device=device)
+            return PackedShard(positions, positions, positions, pack)
+        if planned is not None and part is not None:
+            if step.terms is not None:
+                return step.terms.pack_slice(planned, part, plan.fragments, step.fetch, **where)
+            if step.planned.tree(planned.sequence) is not None:
+                return pack_tree_slice(planned.sequence, part, lengths, plan.fragments, step.fetch, **where)
+            return pack_slice(planned, part, step.fetch, **where)
+        if step.terms is not None:
+            return step.terms.pack(batch, plan, step.fetch, **where)
+        if trees:
+            return pack_trees(batch, lengths, plan.fragments, step.fetch, **where)
+        return pack_shard(batch, step.fetch, limit=plan.limit, **where)
+
+
+def _loss_and_labels(loss: Tensor, packed: PackedShard) -> Tensor:
+    return torch.stack((loss.detach().double(), packed.trained.double())).cpu()
+
+
+def _ended(work: Work) -> bool:
+    """Raises: what the operation raised."""
+    if not work.done():
+        return False
+    work.wait()
+    return True
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
@@ -294,34 +472,10 @@ def _random_states(device: torch.device) -> list[Tensor]:
 
 
 @contextmanager
-def _replaying(states: Sequence[Tensor], device: torch.device) -> Iterator[None]:
-    """Draws as after :func:`_random_states`; afterwards the generators go on where they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+def _replaying(states: Sequence[Tensor], device: torch.device, context: AbstractContextManager[None]) -> Iterator[None]:
+    """``context``, which draws as after :func:`_random_states`; afterwards the generators go on where they were."""
+    with context, torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.set_rng_state(states[0])
         if device.type == "cuda":
             torch.cuda.set_rng_state(states[1], device)
         yield
-
-
-def packed_shard(
-    micro_batch: MicroBatch, step: StepInputs, comm: Communicator, device: torch.device, sliced: Sliced
-) -> PackedShard:
-    """This rank's shard of a micro-batch. Local. ``sliced``: what its model has kept of the slices before it."""
-    lengths = step.planned.lengths
-    if (planned := step.planned.plan.slices.get(micro_batch.index)) is not None:
-        tree = step.planned.tree(planned.sequence)
-        if planned.sequence not in sliced:
-            sliced[planned.sequence] = step.sliced_sequence(planned, micro_batch.offload_ratio)
-        part, fragments = sliced[planned.sequence].slice(planned.number), step.planned.plan.fragments
-        if step.terms is not None:
-            return step.terms.pack_slice(planned, part, fragments, step.fetch, comm=comm, device=device)
-        if tree is not None:
-            return pack_tree_slice(
-                planned.sequence, part, lengths, fragments, step.fetch, comm=comm, device=device
-            )  # fmt: skip
-        return pack_slice(planned, part, step.fetch, comm=comm, device=device)
-    if step.terms is not None:
-        return step.terms.pack(micro_batch, step.planned.plan, step.fetch, comm=comm, device=device)
-    if holds_trees(micro_batch, lengths):
-        return pack_trees(micro_batch, lengths, step.planned.plan.fragments, step.fetch, comm=comm, device=device)
-    return pack_shard(micro_batch, step.fetch, comm=comm, device=device, limit=step.planned.plan.limit)

@@ -164,6 +164,6 @@ class RowPasses:
 
     def _inputs(self, planned: PlannedStep, batch: Sequences, **more: object) -> StepInputs:
         return StepInputs(
-            planned, batch.fetch, around=lambda *_: self._around(), on_pass=lambda _: self.comm.tick(),
+            planned, batch.fetch, offload_context=lambda *_: self._around(), on_pass=lambda _: self.comm.tick(),
             **more,  # type: ignore[arg-type]
         )  # fmt: skip

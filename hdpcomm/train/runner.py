@@ -77,7 +77,7 @@ class Runner:
         """
         if self.masters is not None and self.masters.shared:
             self.synchronize()  # from the agreement on, others pull this rank's parts and add to them
-        more = self.passes.agree(plan)
+        more = self.passes.prepare(plan)
         check_same_plan(plan, self._mesh.comm, more=more, settings=settings, alike=self._alike)
 
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -85,7 +85,7 @@ class Runner:
         plan = inputs.planned.plan
         with self.passes.open(plan), self._first(), self.weights():
             total = self.passes.run(inputs)
-            self.passes.plan_as_run(plan)
+            self.passes.executed_plan(plan)
         if self.masters is not None and self.masters.pulled:
             self.synchronize()
             self._mesh.comm.barrier()  # others may change their parts then
@@ -115,7 +115,7 @@ class Runner:
             told = torch.cat((loss, torch.tensor([float(len(self._buffers.changed()))])))
             told[:2] += 0.0 if known is None else known
             comm.all_reduce(told)  # also the point at which ranks that had less to do wait for the others
-            self.ran = self.passes.plan_as_run(plan)
+            self.ran = self.passes.executed_plan(plan)
         total, labels, changed = told.tolist()
         if changed and comm.size > 1:
             self._buffers.refuse(comm)

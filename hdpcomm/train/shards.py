@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -101,13 +101,6 @@ class PackedShard:
         if isinstance(self.label_weights, Tensor):
             return self.label_weights.double().sum()
         return (self.labels != IGNORE).sum()
-
-    def again(self) -> PackedShard:
-        """For one more forward pass."""
-        part = self.cu_seqlens
-        if not isinstance(part, SequenceSlice):
-            return self
-        return replace(self, cu_seqlens=part.sequence.slice(part.number))
 
 
 def no_tokens(device: torch.device) -> PackedShard:

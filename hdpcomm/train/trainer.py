@@ -37,8 +37,7 @@ from hdpcomm.train.layout import layout_of, num_parameters, plain_name
 from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
 from hdpcomm.train.masters import Masters
 from hdpcomm.train.metrics import StepMetrics
-from hdpcomm.train.passes import MicroBatchPasses, Passes, StepInputs
-from hdpcomm.train.pipeline import PipelinePasses
+from hdpcomm.train.passes import Passes, StepInputs
 from hdpcomm.train.pulled_weights import has_part
 from hdpcomm.train.reading import declared, vocabulary_of
 from hdpcomm.train.replicas import check_replicas, settings_of
@@ -168,11 +167,7 @@ class Trainer:
         self.offload = offload
         self.loss = loss
         of_logits = None if isinstance(loss, (TokenLoss, GroupLoss)) else loss
-        passes: Passes = (
-            PipelinePasses(self.stages, mesh, planner, of_logits)
-            if self.stages
-            else MicroBatchPasses(self.model, mesh, of_logits)
-        )
+        passes = Passes(self.stages or [self.model], mesh, planner if self.stages else None, of_logits)
         own = weakref.ref(self)  # a trainer ends, and gives back its model, with its last user
         self.timeline = Timeline(
             self.comm,

@@ -55,8 +55,7 @@ SIZES = LlamaConfig(vocabulary=64, layers=3, hidden=32, heads=4, kv_heads=2, ffn
 LENGTHS = [120, 40, 33, 9, 5, 2]
 
 STAY = {
-    ("train/passes.py", "_pass"): "the loss of a micro-batch, whose end is its time in the timeline",
-    ("train/pipeline.py", "_forward"): "the same, on a pipeline's last stage",
+    ("train/passes.py", "_loss_and_labels"): "the loss of a micro-batch, whose end is its time in the timeline",
     ("train/gradients.py", "clip_"): "the gradient norm: a step that is not finite is refused before the update",
 }
 
@@ -219,7 +218,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_reads_that_stay(ranks: int, options: dict[str, Any]) -> None:
     for found in run_threads(reads, ranks, options, transport="sim"):
-        assert set(found) == {("train/passes.py", "_pass"), ("train/gradients.py", "clip_")}, found
+        assert set(found) == {("train/passes.py", "_loss_and_labels"), ("train/gradients.py", "clip_")}, found
 
 
 PIPELINES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -260,7 +259,7 @@ def _without_stages(planning: dict[str, Any]) -> dict[str, Any]:
 def test_reads_of_pipelines_and_offload_that_stay(mesh: str) -> None:
     ranks, planning, options = PIPELINES[mesh]
     found = run_threads(reads_of, ranks, planning, options, transport="sim", timeout=60)
-    assert set().union(*found) == {("train/pipeline.py", "_forward"), ("train/gradients.py", "clip_")}, found
+    assert set().union(*found) == {("train/passes.py", "_loss_and_labels"), ("train/gradients.py", "clip_")}, found
 
 
 def losses_of(name: str) -> None:

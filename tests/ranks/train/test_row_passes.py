@@ -18,7 +18,7 @@ from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.huggingface_batch import Sequences
 from hdpcomm.train.layout import layout_of
 from hdpcomm.train.masters import Masters
-from hdpcomm.train.passes import MicroBatchPasses
+from hdpcomm.train.passes import Passes
 from hdpcomm.train.row_passes import RowPasses
 from hdpcomm.train.runner import Runner
 from tests.harness.mesh_shapes import DENSE
@@ -83,7 +83,7 @@ def passes_of(comm, kind, capacity, cost=COST):
     if kind == "shared":
         masters = Masters([model], optimizer, layout, mesh, zero=1, dtype=None, bucket_bytes=1 << 12)
     gradients = masters.gradients if masters else Gradients.whole(model.parameters(), layout, mesh)
-    runner = Runner(model, mesh, MicroBatchPasses(model, mesh), gradients, masters)
+    runner = Runner(model, mesh, Passes([model], mesh), gradients, masters)
     return model, optimizer, runner, RowPasses(model, mesh, runner, str, capacity=capacity, cost_model=cost)
 
 
@@ -102,7 +102,7 @@ def test_a_model_that_takes_no_trees_runs_without():
         model = Llama(DENSE, seed=SEED, dtype=torch.float64)
         model.takes_trees = False
         mesh = Mesh(comm, placement=[0])
-        rows = RowPasses(model, mesh, Runner(model, mesh, MicroBatchPasses(model, mesh), None), str, cost_model=COST)
+        rows = RowPasses(model, mesh, Runner(model, mesh, Passes([model], mesh), None), str, cost_model=COST)
         with torch.no_grad():
             scored = rows.score(answers_of(0), temperature=TEMPERATURE, entropy=True)
     assert not any(isinstance(item, Tree) for item in scored.planned.lengths)
@@ -174,7 +174,7 @@ def test_ranks_that_ask_for_other_things_are_told():
         with hdp.init() as comm:
             model = Llama(DENSE, seed=SEED, dtype=torch.float64)
             mesh = Mesh(comm, placement=range(comm.size))
-            runner = Runner(model, mesh, MicroBatchPasses(model, mesh), None)
+            runner = Runner(model, mesh, Passes([model], mesh), None)
             rows = RowPasses(model, mesh, runner, lambda: f"temperature {comm.rank}", cost_model=COST)
             with contextlib.suppress(Mismatch):
                 rows.score(rows_of(comm.rank), temperature=1.0, entropy=False)

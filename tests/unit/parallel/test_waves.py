@@ -5,15 +5,30 @@ from __future__ import annotations
 import os
 import random
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 
-from hdpcomm.parallel import check_programs, make_programs
-from hdpcomm.parallel.waves import Turn, waves_of
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.parallel import check_programs, make_programs, plan_program
+from hdpcomm.parallel.program import KEEP
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceFragment, SequenceInfo, StepPlan
 from hdpcomm.plan.waves import blocks_of, make_waves, plan_waves
 
 PLANS = int(os.environ.get("HDPCOMM_TEST_WAVE_PLANS", "60"))
+
+
+class Turn(NamedTuple):
+    batch: MicroBatch | None
+    keeps: bool = False
+
+
+def turns_of(plan, rank, size, *, training=True):
+    """What a rank runs, action by action: a slice that no later one follows keeps nothing."""
+    program = plan_program(plan, rank, expert=size, training=training)
+    turns = [Turn(program.batches[each.done.micro_batch], each.kind == KEEP) for each in program.actions]
+    kept = {index for index, planned in plan.slices.items() if not planned.last}
+    return [Turn(None, True) if turn.keeps and turn.batch and turn.batch.index not in kept else turn for turn in turns]
 
 
 def plan_of(ranks, batches):
@@ -64,9 +79,7 @@ def deadlock(orders, size):
 
 
 def waves(plan, size):
-    return [
-        waves_of(plan, rank, range(rank // size * size, rank // size * size + size)) for rank in range(plan.num_ranks)
-    ]
+    return [turns_of(plan, rank, size) for rank in range(plan.num_ranks)]
 
 
 def test_random_plans_run_to_their_end_and_each_micro_batch_once():
@@ -99,7 +112,7 @@ def test_pairing_micro_batches_by_their_number_would_wait_for_ever():
 def test_without_passes_for_others_they_would_wait():
     plan = plan_of(2, [(0,), (0,), (0, 1)])
     assert deadlock([list(map(Turn, plan.for_rank(rank))) for rank in range(2)], 2) == [0, 1]
-    assert [batch and batch.index for batch, _ in waves_of(plan, 1, range(2))] == [None, None, 2]
+    assert [batch and batch.index for batch, _ in turns_of(plan, 1, 2)] == [None, None, 2]
 
 
 def test_random_slices_run_to_their_end():
@@ -120,7 +133,7 @@ def test_random_slices_run_to_their_end():
                 assert place[Turn(following)] < place[Turn(batch)]
                 if not plan.slices[following.index].last:
                     assert place[Turn(batch, True)] < place[Turn(following, True)]
-            forward_only = waves_of(plan, rank, {rank}, training=False)
+            forward_only = turns_of(plan, rank, 1, training=False)
             assert forward_only == list(map(Turn, own))
 
 
@@ -222,4 +235,33 @@ def check_order(programs, plan, own, rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_plan_without_micro_batches(rank):
-    assert waves_of(plan_of(2, []), rank, range(2)) == []
+    assert turns_of(plan_of(2, []), rank, 2) == []
+
+
+def whole_programs(plan):
+    return {(rank, 0): list(plan_program(plan, rank).actions) for rank in range(plan.num_ranks)}
+
+
+def test_programs_without_pipelines_run_to_their_end():
+    generator = random.Random(14)
+    for _ in range(PLANS):
+        ranks = generator.randint(1, 6)
+        plan = sliced_plan(generator, ranks, generator.randint(1, 8))
+        check_programs(whole_programs(plan), plan, stages=1)
+
+
+@pytest.mark.parametrize(
+    ("slices", "message"),
+    [(0, "would wait for ever; 2 devices wait in a circle"), (2, "comes before that of the slice in micro-batch")],
+)
+def test_programs_in_another_order_are_refused(slices, message):
+    """Two micro-batches on two ranks, or the two slices of a sequence on one."""
+    fragments = tuple(SequenceFragment(0, 8 * number, 8 * number + 8) for number in range(slices))
+    ranks = (0,) if slices else (0, 1)
+    batches = tuple(MicroBatch(i, ranks, (SequenceInfo(i + (1 if slices else 0), 8),), 0.0, 1.0) for i in range(2))
+    plan = StepPlan("by hand", len(ranks), batches, 1.0, 1.0, 0.0, 0.0, fragments=fragments)
+    programs = whole_programs(plan)
+    check_programs(programs, plan, stages=1)
+    programs[0, 0][-2:] = reversed(programs[0, 0][-2:])
+    with pytest.raises(InvalidUsage, match=message):
+        check_programs(programs, plan, stages=1)
