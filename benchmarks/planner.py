@@ -1,7 +1,6 @@
 """Planning time, gap to the lower bound, and how both grow with the ranks. One core.
 
-Prints the tables of docs/planner-figures.md. Usage: ``python benchmarks/planner.py [--seeds 20] [--json FILE]``; with
-``--stages 4,8`` that of ranks that are pipelines.
+Usage: ``python benchmarks/planner.py [--seeds 20] [--json FILE]``. Pipelines: ``benchmarks/planner_families.py``.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ def make_planner(kind: str, ranks: int, stages: int = 1, policy: str = "balanced
     return Planner(MODELS["llama-7b"], cluster, policy, COMPUTE_ONLY if kind == "compute" else None)
 
 
-def measure(kind: str, ranks: int, batches: list[list[int]], stages: int = 1, repeat: int = 3) -> dict[str, float]:
+def measure(kind: str, ranks: int, batches: list[list[int]], repeat: int = 3) -> dict[str, float]:
     """Gap and planning time of the batches; processor time, the best of some runs."""
-    planner = make_planner(kind, ranks, stages)
+    planner = make_planner(kind, ranks)
     ratios, times, bound_by_longest = [], [], 0
     for lengths in batches:
         seconds = []
@@ -65,34 +64,9 @@ def growth(rows: list[dict[str, float]]) -> float:
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
 
 
-def pipelines(kinds: list[str], stages: list[int], seeds: int) -> list[dict[str, object]]:
-    """The table of ranks that are pipelines of these numbers of stages."""
-    print("| cost | lengths | stages | ranks | mean / bound | worst / bound | mean ms | longest is the bound |")
-    print("|---|---|---|---|---|---|---|---|")
-    rows: list[dict[str, object]] = []
-    for kind in kinds:
-        for name in ("byted", "github"):
-            batches = [
-                sample_lengths(name, tokens=32 * MILLION, context=2 * MILLION, seed=seed) for seed in range(seeds)
-            ]
-            for each in stages:
-                for ranks in (256, 1024, 4096):
-                    row = measure(kind, ranks, batches, each, repeat=1)
-                    rows.append({"cost": kind, "lengths": name, "stages": each, "seeds": seeds} | row)
-                    print(
-                        f"| {kind} | {name} | {each} | {ranks:,} | {row['mean_ratio']:.4f} | "
-                        f"{row['worst_ratio']:.4f} | {1e3 * row['mean_s']:.0f} | "
-                        f"{row['longest_is_the_bound']} of {seeds} |",
-                        flush=True,
-                    )
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--stages", metavar="P,P", help="ranks that are pipelines of so many stages")
-    parser.add_argument("--costs", default=",".join(COSTS), metavar="C,C", help="with --stages (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
@@ -101,13 +75,6 @@ def main() -> None:
         "date": date.today().isoformat(),
         "machine": platform.processor() or platform.machine(),
     }
-    if options.stages:
-        found = pipelines(
-            options.costs.split(","), [int(stages) for stages in options.stages.split(",")], options.seeds
-        )
-        if options.json:
-            options.json.write_text(json.dumps(result | {"rows": found}, indent=1) + "\n")
-        return
     print("| cost | lengths | ranks | mean / bound | worst / bound | mean ms | worst ms | longest is the bound |")
     print("|---|---|---|---|---|---|---|---|")
 
