@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hdpcomm.cli.output import check_writable, ranks_here
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.log import LOG
 from hdpcomm.options import count, num_bytes, recompute
 
 if TYPE_CHECKING:
@@ -66,11 +66,9 @@ def _calibrate(options: argparse.Namespace) -> int:
     config = _config(options)
     rank, ranks = ranks_here(options.ranks, default=2)
     if not rank:
-        print(
-            f"hdpcomm: measures links, micro-batches of up to {config.capacity:,} tokens a rank, copies and the "
-            "optimizer; takes about as long as 20 of these micro-batches",
-            file=sys.stderr,
-            flush=True,
+        LOG.info(
+            f"measures links, micro-batches of up to {config.capacity:,} tokens a rank, copies and the optimizer; "
+            "takes about as long as 20 of these micro-batches"
         )
     found = (
         _on_rank(config, options.transport)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +13,7 @@ from typing import Any
 
 from hdpcomm.cli.output import ranks_here
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.log import LOG
 from hdpcomm.options import count
 
 __all__ = ["add_parser", "data_progress"]
@@ -102,9 +103,9 @@ class DataProgress:
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._shown = console.is_terminal and LOG.isEnabledFor(logging.INFO)
+        self._bar = Progress(*columns, console=console, disable=not self._shown, transient=True)
         self._task = self._bar.add_task("tokens", total=None)
-        self._terminal = console.is_terminal
         self._last_line_s = time.monotonic()
 
     def __enter__(self) -> Callable[[int, int], None]:
@@ -113,9 +114,9 @@ class DataProgress:
 
     def _show(self, done: int, total: int) -> None:
         self._bar.update(self._task, completed=done, total=total)
-        if not self._terminal and time.monotonic() - self._last_line_s > _LINE_S:
+        if not self._shown and time.monotonic() - self._last_line_s > _LINE_S:
             self._last_line_s = time.monotonic()
-            print(f"tokenizing: {done / max(1, total):.0%}", file=sys.stderr, flush=True)
+            LOG.info(f"tokenizing: {done / max(1, total):.0%}")
 
     def __exit__(self, *failure: Any) -> None:
         self._bar.__exit__(*failure)

@@ -6,10 +6,10 @@ import argparse
 import difflib
 import importlib
 import importlib.util
+import logging
 import os
 import re
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ from hdpcomm.errors import (
     out_of_memory,
 )
 from hdpcomm.files import NO_ROOM, NOT_WRITABLE, file_error
+from hdpcomm.log import LOG, shown
 
 __all__ = ["COMMANDS", "build_parser", "exit_code", "main"]
 
@@ -48,12 +49,23 @@ _EPILOG = """exit codes:
   6  bad usage: an option, a path or a value
   7  wrong data, or slower than the baseline allows (perf)
   130, 143  ended by Ctrl-C or SIGTERM (train --out: saved)
-HDPCOMM_DEBUG=1 shows the traceback of an error.
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """Exits with 6 for a bad option, since argparse's own exit code, 2, means a device here. Suggests near names."""
+    """Exits with 6 for a bad option, since argparse's own exit code, 2, means a device here. Suggests near names.
+    Every command has the options of messages."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        messages = self.add_mutually_exclusive_group()
+        for name, level, help in (
+            ("--quiet", logging.WARNING, "show only warnings and errors, no progress"),
+            ("--verbose", logging.DEBUG, "show also what the ranks do, and the traceback of an error"),
+        ):
+            messages.add_argument(
+                name, dest="level", action="store_const", const=level, default=argparse.SUPPRESS, help=help
+            )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # argparse lets the outer parser refuse what a command does not know, which knows none of the command's options.
@@ -129,33 +141,28 @@ def exit_code(error: BaseException) -> int:
     return 1
 
 
-def _debug() -> bool:
-    """``HDPCOMM_DEBUG``; false where the settings cannot be read: the error at hand matters more."""
-    try:
-        from hdpcomm import _core
-
-        return _core.settings().debug
-    except (ImportError, InvalidUsage):
-        return False
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Errors become one message on stderr."""
+    with shown(logging.INFO):
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         options = build_parser().parse_args(arguments)
+        LOG.setLevel(vars(options).pop("level", logging.INFO))
         code = int(options.func(options))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print("hdpcomm: interrupted", file=sys.stderr)
+        LOG.info("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # the reader of the output has ended, as in `hdpcomm ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return PIPE_CLOSED
     except Exception as error:
-        if _debug():
-            traceback.print_exc()
-        print(f"hdpcomm: error: {_message(error)}", file=sys.stderr)
+        LOG.debug("the error below comes from here", exc_info=True)
+        LOG.error(_message(error))
         return exit_code(error)
 
 

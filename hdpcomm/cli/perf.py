@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hdpcomm.cli.output import check_writable, ranks_here, refuse_others, write_json
 from hdpcomm.cli.perf_options import OPS, add_nccl_options, add_own_options, operation_name
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.log import LOG
 
 if TYPE_CHECKING:
     from hdpcomm.perf.config import PerfConfig
@@ -60,7 +61,7 @@ def _perf(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
     try:
         return _calibrate(options, defaults) if options.calibrate is not None else _measure(options)
     except NotImplementedError as error:
-        print(f"hdpcomm: not implemented: {error}", file=sys.stderr)
+        LOG.error(f"not implemented: {error}")
         return NOT_IMPLEMENTED
 
 
@@ -207,16 +208,15 @@ def _finish(options: argparse.Namespace, config: PerfConfig, report: Report, ran
 
 
 def _gate(compared: list[Any], allowed: float) -> int:
-    """Prints on stderr which rows became slower than allowed; returns the exit code."""
+    """Tells which rows became slower than allowed; returns the exit code."""
     slower = [one for one in compared if one.percent > allowed]
     for one in slower:
-        print(
-            f"hdpcomm: slower than the baseline by {one.percent:.1f}% (allowed: {allowed:g}%): size {one.size} "
+        LOG.error(
+            f"slower than the baseline by {one.percent:.1f}% (allowed: {allowed:g}%): size {one.size} "
             f"{one.type} {one.redop} root {one.root} {one.side} on ranks {','.join(map(str, one.ranks))}: "
-            f"{one.before_us:.2f} us before, {one.now_us:.2f} us now",
-            file=sys.stderr,
+            f"{one.before_us:.2f} us before, {one.now_us:.2f} us now"
         )
-    print(f"hdpcomm: {len(compared) - len(slower)} of {len(compared)} rows within {allowed:g}%", file=sys.stderr)
+    LOG.info(f"{len(compared) - len(slower)} of {len(compared)} rows within {allowed:g}%")
     return WRONG_DATA if slower else 0
 
 

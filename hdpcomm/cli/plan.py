@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import index
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hdpcomm.cli.output import check_drawing, check_writable, write_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text
+from hdpcomm.log import LOG
 from hdpcomm.options import count, positive, seed, share, slices
 
 if TYPE_CHECKING:
@@ -196,10 +196,9 @@ def ranks_per_node(tensor: int, pipeline: int) -> int:
 
     devices = tensor * pipeline
     if NODE_DEVICES % devices and devices % NODE_DEVICES:
-        print(
-            f"hdpcomm: warning: ranks of {tensor} x {pipeline} devices do not fill nodes of {NODE_DEVICES}, so some "
-            "lie on two; give --ranks-per-node",
-            file=sys.stderr,
+        LOG.warning(
+            f"ranks of {tensor} x {pipeline} devices do not fill nodes of {NODE_DEVICES}, so some "
+            "lie on two; give --ranks-per-node"
         )
     return max(1, NODE_DEVICES // devices)
 
@@ -223,7 +222,7 @@ def _default_context(planner: Planner) -> int:
     held = planner.memory.capacity << int(math.log2(planner.cluster.ranks))  # groups of some policies are powers of two
     if held >= _CONTEXT:
         return _CONTEXT
-    print(f"hdpcomm: sequences are cut to the {held:,} tokens that the ranks hold; see --context", file=sys.stderr)
+    LOG.info(f"sequences are cut to the {held:,} tokens that the ranks hold; see --context")
     return held
 
 

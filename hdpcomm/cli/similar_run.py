@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hdpcomm.cli.plan import KNOWN_BY_CALIBRATION, refuse_given
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.log import LOG
 
 if TYPE_CHECKING:
     from hdpcomm.plan import Planner
@@ -81,7 +81,7 @@ class SimilarRun:
         known = sorted({step for _, step in self._rows})
         self._steps = known[-(steps or _STEPS) :]
         if steps is not None and len(self._steps) < steps:
-            print(f"hdpcomm: the run has {len(known)} steps up to {last}, which are simulated", file=sys.stderr)
+            LOG.warning(f"the run has {len(known)} steps up to {last}, which are simulated")
         return [list(self._sampler.batch(step).lengths) for step in self._steps]
 
     def compare(self, planners: Sequence[Planner], reports: Sequence[StreamReport]) -> dict[str, Any]:

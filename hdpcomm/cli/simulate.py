@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from hdpcomm.cli.output import check_drawing, check_writable, write_json
 from hdpcomm.cli.plan import add_step_options, draw_lengths, make_planners, refuse_given
 from hdpcomm.cli.similar_run import SimilarRun
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.log import LOG
 from hdpcomm.options import count
 
 if TYPE_CHECKING:
@@ -86,14 +86,14 @@ def _simulate(options: argparse.Namespace) -> int:
         batches = [draw_lengths(options, step=step) for step in range(options.steps or 1)]
     reports, able = [], []
     for planner in planners:
-        print(f"simulating {planner.policy} ...", file=sys.stderr)
+        LOG.info(f"simulating {planner.policy} ...")
         try:
             reports.append(simulate_stream(planner, batches))
             able.append(planner)
         except InvalidUsage as error:
             if planner.policy == "balanced" or options.policy not in (_POLICIES, "all"):
                 raise
-            print(f"{planner.policy} is left out: {error}", file=sys.stderr)  # nobody named it
+            LOG.warning(f"{planner.policy} is left out: {error}")  # nobody named it
     planners = able
     compared = {} if run is None else run.compare(planners, reports)
     _show(options, planners, [planner.policy for planner in planners], reports, compared)

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -29,6 +28,7 @@ from hdpcomm.cli.train_options import (
 )
 from hdpcomm.errors import Error, InvalidUsage, Mismatch, first_line, out_of_memory
 from hdpcomm.files import write_own
+from hdpcomm.log import LOG
 from hdpcomm.options import TrainingOptions
 
 if TYPE_CHECKING:
@@ -305,7 +305,8 @@ def _run_elastic(
         capacity = int(from_rank(living, str(job.on(len(active)).config.capacity), active[0]))
         job = job.on(len(active), capacity)
         if living.rank == active[0]:
-            print(f"hdpcomm: {what}\n{_goes_on(len(active), living.size, resume)}", file=sys.stderr, flush=True)
+            LOG.info(what)
+            LOG.info(_goes_on(len(active), living.size, resume))
 
     def attempt(living: Communicator) -> tuple[RunResult | DryRun, CorpusSummary] | None:
         nonlocal resume
@@ -333,7 +334,7 @@ def _run_elastic(
     except (Mismatch, TooSlow) as error:
         if error.rank not in error.unlike:
             raise
-        print(f"hdpcomm: rank {error.rank} leaves the run: {error}", file=sys.stderr, flush=True)
+        LOG.error(f"rank {error.rank} leaves the run: {error}")
         return None
     finally:
         peers.close()
@@ -369,7 +370,7 @@ def _join(given: Mapping[str, object]) -> int:
         job = replace(job_of(options, options.ranks or 1), secret=secret)
         for module in _PRELOAD:  # all ranks would wait for it later
             importlib.import_module(module)
-        print(f"hdpcomm: waits for the end of a step of {where}", file=sys.stderr, flush=True)
+        LOG.info(f"waits for the end of a step of {where}")
 
     place = where if run is None else run / LOBBY
     with enter(place, secret, _version(), told=told) as comm, _told_of_memory(comm):
@@ -398,7 +399,7 @@ def _goes_on(active: int, living: int, resume: str | KeptCheckpoint | None) -> s
         place = resume if isinstance(resume, str) else str(resume.path)
     in_memory = resume is not None and not isinstance(resume, str)
     lost = "" if in_memory else "; what other ranks kept in memory is lost, too"
-    return f"hdpcomm: going on with {ranks_text(active)}{spares} from {place}{lost}"
+    return f"going on with {ranks_text(active)}{spares} from {place}{lost}"
 
 
 def _run(
@@ -471,7 +472,7 @@ def _trained(
         if files is None:
             return train_with(watching)
         if not job.attempt:
-            print(f"hdpcomm train: {changed_options(resolved)}", file=sys.stderr, flush=True)
+            LOG.info(f"train: {changed_options(resolved)}")
         trace = stack.enter_context(TraceFile(options.trace))
         progress = stack.enter_context(Progress(job.config))
         watching = replace(
@@ -536,7 +537,7 @@ def _handing_on_signals(pool: RankPool, job: _Job) -> Iterator[None]:
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         asked = True
-        print("hdpcomm: saving after this step; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+        LOG.info("saving after this step; Ctrl-C again ends at once")
         pool.signal(signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT)
 
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}

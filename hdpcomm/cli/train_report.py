@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from hdpcomm.arguments import ranks_text, size_text
 from hdpcomm.data import CorpusSummary
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.log import LOG
 from hdpcomm.plan import DEVICES
 from hdpcomm.run import DryRun, Evaluation, FolderModel, RunConfig, RunResult
 from hdpcomm.run.model import model_facts
@@ -29,7 +31,7 @@ __all__ = ["Progress", "cluster_text", "print_dry_run", "print_report", "to_json
 
 
 class Progress:
-    """Shows progress on stderr: a bar on a terminal, and else a line a step, as it is done."""
+    """Shows progress on stderr: a bar on a terminal, and else a message a step, as it is done."""
 
     def __init__(self, config: RunConfig) -> None:
         from rich.console import Console
@@ -46,10 +48,11 @@ class Progress:
             TextColumn("ETA"),
             TimeRemainingColumn(elapsed_when_finished=False),
         )
-        self._bar = Bar(*columns, console=console, disable=not console.is_terminal, transient=True)
+        shown = console.is_terminal and LOG.isEnabledFor(logging.INFO)
+        self._bar = Bar(*columns, console=console, disable=not shown, transient=True)
+        self._step_level = logging.DEBUG if shown else logging.INFO
         self._task = self._bar.add_task("measuring", total=config.steps * len(config.policies), latest="")
         self._steps = config.steps
-        self._console = console
 
     def __enter__(self) -> Progress:
         self._bar.__enter__()
@@ -65,18 +68,12 @@ class Progress:
         del costs
         latest = f"loss {metrics.loss:.3f}  {metrics.tokens / metrics.seconds:,.0f} tokens/s"
         self._bar.update(self._task, advance=1, description=policy, latest=latest)
-        self._line(f"step {metrics.step + 1}/{self._steps}  {policy}  {latest}", terminal=False)
+        LOG.log(self._step_level, f"step {metrics.step + 1}/{self._steps}  {policy}  {latest}")
 
     def evaluation(self, policy: str, found: Evaluation) -> None:
         """Shows the loss on held-out text, also above the bar of a terminal."""
         text = f"loss {found.loss:.3f}, perplexity {found.perplexity:,.1f}, {found.tokens:,} tokens"
-        self._line(f"after step {found.step}  {policy}  held-out {text}", terminal=True)
-
-    def _line(self, text: str, *, terminal: bool) -> None:
-        if not self._console.is_terminal:
-            print(text, file=sys.stderr, flush=True)
-        elif terminal:
-            self._bar.console.print(text, highlight=False)
+        LOG.info(f"after step {found.step}  {policy}  held-out {text}")
 
 
 _MOST_ROWS = 20  # of the table of steps; metrics.jsonl has all

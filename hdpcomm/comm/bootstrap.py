@@ -36,6 +36,7 @@ from hdpcomm.comm.secret import Secret, job_secret
 from hdpcomm.comm.store_server import JobStoreServer
 from hdpcomm.comm.torch_store import SignedStore, connect_to_agent
 from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.log import LOG
 
 __all__ = ["TRANSPORTS", "ThreadRank", "close_all", "default_timeout", "init", "join", "open_store", "thread_rank"]
 
@@ -105,7 +106,9 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         world, gpus = _join_processes(transport, store, rank, size, seconds, deadline)
     _core.comm.close_at_end(world)
     device = AUTOMATIC if transport == "auto" and gpus else None
-    return _communicator(world, device or transport)
+    comm = _communicator(world, device or transport)
+    LOG.debug(f"rank {rank} of {size} joined, transport {comm.transport}")
+    return comm
 
 
 def join(

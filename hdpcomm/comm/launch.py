@@ -26,6 +26,7 @@ from hdpcomm.comm.store_server import JobStoreServer
 from hdpcomm.comm.store_wire import local_name
 from hdpcomm.comm.torch_store import TorchStorePort
 from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage, PeerLost
+from hdpcomm.log import shown, shown_level
 
 __all__ = ["RankPool", "run_ranks"]
 
@@ -132,7 +133,7 @@ class RankPool:
         # Groups that are still open may need their store.
         if self._ports[-1].used:
             self._ports.append(TorchStorePort())
-        message = pickle.dumps((self._places(), fn, args))
+        message = pickle.dumps((self._places(), shown_level(), fn, args))
         results: dict[int, Any] = {}
         errors: dict[int, tuple[BaseException, str]] = {}
         deaths: dict[int, tuple[BaseException, str]] = {} if survivors else errors
@@ -286,9 +287,10 @@ def _rank_main(pipe: multiprocessing.connection.Connection, environment: dict[st
         except (EOFError, OSError):
             return
         try:
-            places, fn, args = pickle.loads(job)
+            places, level, fn, args = pickle.loads(job)
             os.environ.update(places)
-            answer = _pickled(fn(*args))
+            with shown(level):
+                answer = _pickled(fn(*args))
             close_all("")
         except BaseException as error:
             close_all(f"{type(error).__name__}: {error}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from hdpcomm.data.encoders import ByteEncoder, Encoder
 from hdpcomm.data.records import Fields, Unit, input_files, is_text, units_of
 from hdpcomm.data.token_store import TokenStore, is_store, open_store
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.log import LOG
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -165,12 +165,13 @@ def _look_at(path: Path, encoder: Encoder, fields: Fields, cache: Path) -> _Foun
             "text", str(path), files=tuple(map(str, files)), sizes=tuple(file.stat().st_size for file in files)
         )
     kept = cache / store_key(files, encoder, fields)
+    LOG.debug(f"{path}: its tokens are kept in {kept}")
     if kept.exists():
         try:
             open_store(kept)
             return _Found("store", str(path), store=str(kept))
         except InvalidUsage as error:
-            print(f"hdpcomm: warning: {error}; it is built again now", file=sys.stderr)
+            LOG.warning(f"{error}; it is built again now")
     return _Found("build", str(path), store=str(kept), units=tuple(_described(_units(files))))
 
 

@@ -8,7 +8,6 @@ optimizer, schedule and workers. Written for verl 0.9.1; importing this module i
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,6 +41,7 @@ from verl.workers.engine.utils import (
 from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage, first_line
+from hdpcomm.log import LOG
 from hdpcomm.models import adapt
 from hdpcomm.models.self_check import is_random
 from hdpcomm.parallel.agreement import share_values
@@ -59,8 +59,6 @@ from hdpcomm.train.runner import Runner
 from hdpcomm.train.state import State
 
 __all__ = ["HdpEngine", "HdpEngineConfig"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -310,7 +308,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
             if norm < float("inf"):
                 runner.update(self.optimizer)
             else:
-                _log.warning("grad_norm is %s: no parameter was updated", norm)
+                LOG.warning(f"grad_norm is {norm}: no parameter was updated")
         return norm
 
     def lr_scheduler_step(self) -> float:

@@ -28,6 +28,7 @@ import torch
 
 from hdpcomm.errors import Error, InvalidUsage, first_line
 from hdpcomm.files import fingerprint, json_checksum, read_text
+from hdpcomm.log import LOG
 from hdpcomm.train.tensor_part import TensorPart
 
 if TYPE_CHECKING:
@@ -186,6 +187,7 @@ class CheckpointFolder:
             noted = {"format": FORMAT, "step": step, **facts, "files": files}
             _write_synced(unfinished / _META, json.dumps(noted | {_CHECKSUM: json_checksum(noted)}, indent=1))
             self._publish(unfinished, self.path / f"step-{step}")
+            LOG.debug(f"wrote {self.path / f'step-{step}'}")
             for old in self.steps()[self.keep :]:
                 shutil.rmtree(self.path / f"step-{old}", ignore_errors=True)
         except BaseException as failure:

@@ -17,6 +17,7 @@ from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.topology import domains_of, node_block
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.log import LOG
 from hdpcomm.models import NewWeights
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import Calibration, CostModel, CostSample, MemoryModel, ModelSpec, Planner
@@ -137,6 +138,8 @@ def measure_costs(
         costs = replace(costs, fixed=costs.fixed + _sharing_s(comm, config, mesh))
     if split:
         costs = replace(costs, weights=weights_put_off(config, weights_share(samples, costs)))
+    if comm.rank == 0:
+        LOG.debug(f"measured {len(samples)} micro-batches: {costs}")
     return Costs(costs, capacity, memory, pool, processor_costs(samples))
 
 

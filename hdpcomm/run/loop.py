@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 from collections import deque
 from contextlib import ExitStack, suppress
@@ -18,6 +17,7 @@ from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.agree import from_rank, raise_together
 from hdpcomm.errors import Error, InvalidUsage, NotFinite
+from hdpcomm.log import LOG
 from hdpcomm.plan import PlanAhead, PlannedStep, Planner
 from hdpcomm.run.batches import Batches, IndexedBatches, LoadedBatches, Loading
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
@@ -148,7 +148,7 @@ def _begun(
                 before = found.step
                 refused.append(error.args[0])
                 if comm.rank == 0:
-                    print(f"hdpcomm: warning: {error}", file=sys.stderr)
+                    LOG.warning(error)
             else:
                 stack.push(attempt.pop_all())
                 return run
@@ -359,7 +359,7 @@ class _Run:
         if len(self.left_out[policy]) <= self.config.skip_bad_steps:
             trainer.num_steps += 1
             if self.comm.rank == 0:
-                print(f"hdpcomm: left out {told}", file=sys.stderr, flush=True)
+                LOG.warning(f"left out {told}")
             return
         saved = ""
         if self.saving is not None and policy == self.config.policies[0]:  # the others have not gone on either
@@ -525,4 +525,4 @@ def _warn_of_disk(folder: CheckpointFolder) -> None:
     try:
         folder.wait()
     except Error as error:
-        sys.stderr.write(f"hdpcomm: warning: {error}; the run goes on\n")  # at once, since ranks share it
+        LOG.warning(f"{error}; the run goes on")

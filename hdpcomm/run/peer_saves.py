@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.log import LOG
 from hdpcomm.train.peer_copies import KeptStep, PeerCopies
 from hdpcomm.train.state import path_name, walk_state
 from hdpcomm.train.tensor_part import TensorPart
@@ -141,9 +141,9 @@ class PeerSaves:
             lobby = make()
         except (Error, OSError) as error:
             self.open_lobby = None
-            print(f"hdpcomm: warning: no process can join this run (--join): {error}", file=sys.stderr)
+            LOG.warning(f"no process can join this run (--join): {error}")
             return None
-        print(f"hdpcomm: more ranks may come: hdpcomm train --join {lobby.address}", file=sys.stderr, flush=True)
+        LOG.info(f"more ranks may come: hdpcomm train --join {lobby.address}")
         return lobby
 
     def close(self) -> None:

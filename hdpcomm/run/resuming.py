@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.agree import gather_json, on_rank_0
 from hdpcomm.data.content import content_digest
 from hdpcomm.errors import InvalidUsage, Mismatch
+from hdpcomm.log import LOG
 from hdpcomm.plan import CostModel, MemoryModel
 from hdpcomm.run.checkpoints import Checkpoint, newest_checkpoint, open_checkpoint
 from hdpcomm.run.config import RunConfig
@@ -113,7 +113,7 @@ def _check_facts(found: Checkpoint) -> None:
 
 def _warn(damaged: list[str]) -> None:
     for text in damaged:
-        print(f"hdpcomm: warning: {text}", file=sys.stderr)
+        LOG.warning(text)
 
 
 def saved_config(found: Checkpoint | KeptCheckpoint) -> Mapping[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage, Mismatch
+from hdpcomm.log import LOG
 from hdpcomm.train.dtensor import is_dtensor
 
 if TYPE_CHECKING:
@@ -92,10 +92,8 @@ def _compare_values(
         told = "has other bits" if bool(few[rank]) and math.isinf(worst) else f"is {worst:.1e} apart"
         raise_unlike(comm, odd, "the weights", f"{name} of rank {comm.ranks[rank]} {told}")
     if comm.rank == 0:
-        warnings.warn(
-            f"the weights of the ranks differ by rounding ({worst:.1e}): their processors or numbers of threads differ",
-            RuntimeWarning,
-            stacklevel=3,
+        LOG.warning(
+            f"the weights of the ranks differ by rounding ({worst:.1e}): their processors or numbers of threads differ"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,6 +20,7 @@ from hdpcomm.data.loader.spool import Spool, SpooledBlock
 from hdpcomm.data.loader.stream import DocumentStream
 from hdpcomm.data.loader.threads import DaemonThreads
 from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage
+from hdpcomm.log import LOG
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -157,11 +157,9 @@ class ThreadServers:
             with self._guard:
                 stuck = sorted(block for block, making in self._making.items() if making.running())
             places = ", ".join(self.stream.place(block) for block in stuck)
-            warnings.warn(
+            LOG.warning(
                 f"rank {self._rank} closes its loader, but a thread still reads {places}: reading or the tokenizer is "
-                "stuck or very slow; the thread is left behind and ends with the process",
-                RuntimeWarning,
-                stacklevel=2,
+                "stuck or very slow; the thread is left behind and ends with the process"
             )
         self._open.clear()
         self._spool.leave()

@@ -51,7 +51,7 @@ def test_killed_resumed_exported_and_generates(folder: Path, tmp_path: Path) -> 
     arguments = ["train", "--model", str(folder), "--data", str(chats), "--out", str(out), "--trackers", "none"]
     arguments += ["--steps", "60", "--lr", "0.01", "--context", "64", "--tokens-per-step", "256", "--save-every", "5"]
     with Python(["-m", "hdpcomm.cli.main", *arguments, "--ranks", "2"]) as process:
-        while not process.stderr.readline().startswith("step 12/"):
+        while not process.stderr.readline().startswith("hdpcomm: step 12/"):
             assert process.poll() is None
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=60)

@@ -268,7 +268,7 @@ def kill_a_rank(launcher: int, generator: random.Random) -> None:
 def test_a_signal_saves_and_says_where(data: str, tmp_path: Path, number: int) -> None:
     out = tmp_path / "run"
     with Python(command(data, out, steps=400)) as process:
-        while not process.stderr.readline().startswith("step 3/"):
+        while not process.stderr.readline().startswith("hdpcomm: step 3/"):
             assert process.poll() is None
         os.kill(process.pid, number)
         output, errors = process.communicate(timeout=60)

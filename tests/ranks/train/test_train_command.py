@@ -46,8 +46,8 @@ def test_trains_and_compares(folder, tmp_path):
     told = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     # No progress bar where stderr is no terminal, but a line a step.
     first, *lines = told.stderr.splitlines()
-    assert first.startswith(f"hdpcomm train: {{data: [{folder}]")
-    assert [line.split()[:3] for line in lines] == [
+    assert first.startswith(f"hdpcomm: train: {{data: [{folder}]")
+    assert [line.split()[1:4] for line in lines] == [
         ["step", f"{step}/3", policy] for step in (1, 2, 3) for policy in POLICIES
     ]
     for words in (
@@ -108,11 +108,18 @@ def test_trains_and_compares(folder, tmp_path):
 def test_memory_savers(folder, tmp_path, capfd):
     """The curve of a plain run, but for what bf16 rounds."""
     curves = []
-    for place, options in enumerate(([], ["--zero", "1", "--recompute", "full"], ["--zero", "1", "--dtype", "bf16"])):
+    cases = ["--quiet"], ["--zero", "1", "--recompute", "full", "--verbose"], ["--zero", "1", "--dtype", "bf16"]
+    for place, options in enumerate(cases):
         path = tmp_path / f"{place}.json"
         common = ["--ranks", "2", "--json", str(path)]
         assert main(["train", "--data", folder, *SMALL, *LIMITS, *common, *options]) == 0
         curves.append([step["loss"] for step in json.loads(path.read_text())["steps"]])
+        messages = capfd.readouterr().err
+        assert [text in messages for text in ("hdpcomm: step 3/3", "hdpcomm: rank 1 of 2 joined")] == [
+            place > 0,
+            place == 1,
+        ]
+        assert bool(messages) == (place > 0)
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
     assert curves[2] == pytest.approx(curves[0], rel=1e-2)
     assert main(["train", "--data", folder, *SMALL, *LIMITS, "--recompute", "2"]) != 0

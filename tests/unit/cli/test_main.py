@@ -15,7 +15,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.options import count, num_bytes, positive
 
 
-def run_with(monkeypatch, error):
+def run_with(monkeypatch, error, *options):
     """Runs ``hdpcomm doctor`` with its work replaced by raising ``error``."""
 
     def fail(_):
@@ -25,7 +25,7 @@ def run_with(monkeypatch, error):
         subparsers.add_parser("doctor").set_defaults(func=fail)
 
     monkeypatch.setattr("hdpcomm.cli.doctor.add_parser", add_parser)
-    return cli.main(["doctor"])
+    return cli.main(["doctor", *options])
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,11 @@ def test_an_error_of_ours_is_told_as_it_is(monkeypatch, capsys):
     assert capsys.readouterr().err == "hdpcomm: error: rank 2 died\n"
 
 
-def test_other_errors_name_their_type_and_debug_shows_the_traceback(monkeypatch, capsys):
-    monkeypatch.setenv("HDPCOMM_DEBUG", "1")
-    run_with(monkeypatch, KeyError("x"))
+def test_other_errors_name_their_type_and_verbose_shows_the_traceback(monkeypatch, capsys):
+    run_with(monkeypatch, KeyError("x"), "--verbose")
     told = capsys.readouterr().err
     assert "Traceback" in told
     assert "hdpcomm: error: internal error: KeyError: 'x'\n" in told
-    monkeypatch.setenv("HDPCOMM_DEBUG", "yes")  # refused: 0 or 1
     run_with(monkeypatch, KeyError("x"))
     assert capsys.readouterr().err == "hdpcomm: error: internal error: KeyError: 'x'\n"
 
