@@ -15,8 +15,6 @@ constexpr const char* kOneSided[] = {"0", "1", "auto"};
 #define HDP_SETTING(name, field_name) \
   .variable = name, .field = #field_name, .member = &Settings::field_name
 constexpr Setting kTable[] = {
-    {HDP_SETTING("HDPCOMM_DEBUG", debug), .fallback = "0",
-     .meaning = "1: commands show the traceback of an error"},
     {HDP_SETTING("HDPCOMM_TIMEOUT", timeout_s), .fallback = "60",
      .meaning = "seconds before an operation raises CommTimeout (init(timeout=) wins)",
      .least = 0.001, .most = 1e7},

@@ -10,7 +10,6 @@
 namespace hdpcomm {
 
 struct Settings {
-  bool debug;
   double timeout_s;
   double longest_wait_s;
   std::string transport;

@@ -32,8 +32,8 @@ def test_report_and_json_say_the_same(tmp_path, capsys):
 
 
 def test_environment_shows_the_value_in_force(monkeypatch):
-    monkeypatch.setenv("HDPCOMM_DEBUG", "1")
-    assert doctor.environment()[0]["value"] == "1"
+    monkeypatch.setenv("HDPCOMM_TIMEOUT", "7")
+    assert doctor.environment()[0]["value"] == "7"
 
 
 def test_only_what_differs_from_its_default_is_shown(monkeypatch, capsys):
