@@ -28,7 +28,6 @@ __all__ = [
     "open_own",
     "open_regular",
     "read_text",
-    "temporary_folder",
     "user_folder",
     "write_own",
     "write_whole",
@@ -125,7 +124,8 @@ def check_own(path: Path) -> None:
 
 def user_folder(variable: str, *below_home: str) -> Path:
     """hdpcomm's folder in the one that ``variable`` (as ``XDG_CACHE_HOME``) names, or below the user's home; where no
-    home can be written, as in containers, this user's in the temporary folder of the host. Local.
+    home can be written, as in containers, or it is another user's, as under sudo, this user's in the temporary folder
+    of the host. Local.
 
     Raises: InvalidUsage if that one is another user's.
     """
@@ -134,19 +134,15 @@ def user_folder(variable: str, *below_home: str) -> Path:
     with contextlib.suppress(RuntimeError, OSError):  # no HOME and no such user; a home that is closed to this user
         home = Path.home()
         folder = home.joinpath(*below_home, "hdpcomm")
-        if folder.is_dir() or os.access(home, os.W_OK):
+        nearest = next(each for each in (folder, *folder.parents) if each == home or each.exists())
+        if nearest.stat().st_uid == os.geteuid() and (nearest == folder or os.access(nearest, os.W_OK)):
             return folder
-    folder = temporary_folder()
+    folder = Path(tempfile.gettempdir(), f"hdpcomm-{os.geteuid()}")
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700)
     if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != os.geteuid()):
         raise InvalidUsage(f"{folder} is another user's, and there is no home to write to; set {variable}")
     return folder
-
-
-def temporary_folder() -> Path:
-    """This user's folder of hdpcomm in the temporary folder of the host; not made."""
-    return Path(tempfile.gettempdir(), f"hdpcomm-{os.geteuid()}")
 
 
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:

@@ -12,12 +12,11 @@ import secrets
 import stat
 import struct
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.files import temporary_folder
+from hdpcomm.files import user_folder
 
 __all__ = ["MAC_BYTES", "NONCE_BYTES", "SAME_SECRET", "Secret", "job_secret", "new_secret"]
 
@@ -63,8 +62,7 @@ def job_secret() -> Secret:
     """The secret of ``HDPCOMM_SECRET`` or ``HDPCOMM_SECRET_FILE``; where neither is set, this user's own. Local.
 
     The user's own is made once, in a file that only he can read: ``hdpcomm/secret`` in ``XDG_STATE_HOME`` or
-    ``~/.local/state``, so hosts with a shared home have the same one; where there is no such folder and none can be
-    made, in the temporary folder of the host.
+    ``~/.local/state``, so hosts with a shared home have the same one (:func:`hdpcomm.files.user_folder`).
 
     Raises: InvalidUsage when both are set, the secret is short, others may read its file, or no file can be made.
     """
@@ -89,34 +87,20 @@ def job_secret() -> Secret:
 
 def _users_file() -> Path:
     """Where this user's own secret is, made if it is not there. Ranks that come at once get the same one."""
-    failed = []
-    for folder in _folders():
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _others_write(folder):
-                failed.append(f"{folder}: is another user's, or others may write there")
-                continue
-            if not (folder / "secret").exists():
-                _make(folder / "secret")
-        except OSError as error:
-            failed.append(f"{folder}: {error.strerror}")
-        else:
-            return folder / "secret"
-    raise InvalidUsage(
-        f"no file for this user's secret can be made ({'; '.join(failed)}); set HDPCOMM_SECRET to the same one on all "
-        "ranks (python -c 'import secrets; print(secrets.token_hex(32))')"
-    )
-
-
-def _folders() -> Iterator[Path]:
-    """Where the file may be, best first."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    if Path(state).is_absolute():
-        yield Path(state, "hdpcomm")
-    with contextlib.suppress(RuntimeError, OSError):  # no home
-        if Path.home().stat().st_uid == os.geteuid():  # under sudo it may be another user's
-            yield Path.home() / ".local" / "state" / "hdpcomm"
-    yield temporary_folder()
+    folder = user_folder("XDG_STATE_HOME", ".local", "state")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        wrong = "is another user's, or others may write there" if _others_write(folder) else ""
+        if not wrong and not (folder / "secret").exists():
+            _make(folder / "secret")
+    except OSError as error:
+        wrong = str(error.strerror)
+    if wrong:
+        raise InvalidUsage(
+            f"no file for this user's secret can be made ({folder}: {wrong}); set HDPCOMM_SECRET to the same one on "
+            "all ranks (python -c 'import secrets; print(secrets.token_hex(32))')"
+        )
+    return folder / "secret"
 
 
 def _others_write(folder: Path) -> bool:

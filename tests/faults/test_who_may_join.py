@@ -326,8 +326,8 @@ def test_where_the_file_may_be(nothing_set: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_STATE_HOME", "relative")  # as if it were not set, says its specification
     assert job_secret().sign("a") != first
     assert (nothing_set / "secret").is_file()
-    monkeypatch.setenv("HOME", "/proc/none")
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("HOME", "/proc/none")
     third = job_secret().sign("a")
     assert (temporary / f"hdpcomm-{os.geteuid()}" / "secret").is_file()
     (temporary / f"hdpcomm-{os.geteuid()}").chmod(0o777)  # as if another user had made it first
