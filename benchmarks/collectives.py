@@ -36,10 +36,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mpi.launch import launcher, lines, spec_of
 
 import hdpcomm as hdp
 from hdpcomm.comm.launch import RankPool
-from hdpcomm.perf import mpi
 from hdpcomm.perf.config import PerfConfig, parse_size
 from hdpcomm.perf.dtypes import element_type
 from hdpcomm.perf.engine import measure_side
@@ -186,7 +186,7 @@ def installed_mpis(wanted: set[str]) -> Iterator[list[Mpi]]:
 
 def mpi_rows(ranks: int, rows: list[tuple[str, int]]) -> dict[str, Any]:
     """The specification for the MPI ranks, with the same rows."""
-    specs = [mpi.spec_of(config_of(op, size), list(points(config_of(op, size), ranks)), ranks) for op, size in rows]
+    specs = [spec_of(config_of(op, size), list(points(config_of(op, size), ranks)), ranks) for op, size in rows]
     members = next((spec["members"] for spec in specs if spec["members"]), [])
     return specs[0] | {"members": members, "rows": [row for spec in specs for row in spec["rows"]]}
 
@@ -204,7 +204,7 @@ def mpi_round(
     """One round with an MPI; some rows are missing if it did not end in time."""
     out = []
     variables = one.variables | binding(ranks, free)
-    for record in mpi.lines(mpi_rows(ranks, rows), ranks, timeout=give_up_s, mpirun=one.mpirun, variables=variables):
+    for record in lines(mpi_rows(ranks, rows), ranks, timeout=give_up_s, mpirun=one.mpirun, variables=variables):
         if "index" not in record or record["note"]:
             continue
         op, size = rows[record["index"]]
@@ -230,7 +230,7 @@ def cpp_commands(build: Path, mpis: list[Mpi], ranks: int, folder: Path, free: b
         if not binary.exists():
             source = str(HERE / "mpi" / "collectives.cpp")
             subprocess.run([one.compiler, "-O2", "-std=c++20", "-o", str(binary), source], check=True)
-        yield one.name, [*mpi.launcher(one.mpirun, ranks), str(binary)]
+        yield one.name, [*launcher(one.mpirun, ranks), str(binary)]
 
 
 def cpp_table(build: Path, mpis: list[Mpi], ranks: int, rounds: int, give_up_s: float, free: bool) -> Table:

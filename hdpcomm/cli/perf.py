@@ -121,15 +121,13 @@ def _config(options: argparse.Namespace) -> PerfConfig:
 def _measure(options: argparse.Namespace) -> int:
     """Checks all that can be checked, runs the sweep, compares, and writes the files."""
     from hdpcomm.perf import baseline
-    from hdpcomm.perf.mpi import check_mpi
+    from hdpcomm.perf.records import json_document
     from hdpcomm.perf.results import Report
     from hdpcomm.perf.runner import check, now
 
     rank, ranks = ranks_here(options.ranks, default=2)
     config = _config(options)
     check(config, ranks)
-    if "mpi" in config.compare:
-        check_mpi(config)
     if options.output_file is not None:
         options.output_file = options.output_file.absolute()
         check_writable(options.output_file)
@@ -147,7 +145,9 @@ def _measure(options: argparse.Namespace) -> int:
         from hdpcomm.comm.launch import run_ranks
 
         report = run_ranks(run_and_print, ranks, *task)[0]
-    _finish(options, config, report, ranks)
+    _writer(config, options.format).finish(report)
+    if options.output_file is not None:
+        write_json(options.output_file, json_document(config, report))
     code = WRONG_DATA if report.wrong else 0
     if before is not None:
         code = _gate(baseline.compare(config, report, before), allowed) or code
@@ -184,27 +184,6 @@ def _writer(config: PerfConfig, form: str) -> Any:
     from hdpcomm.perf.table import TableWriter
 
     return TableWriter(config, sys.stdout) if form == "table" else RecordWriter(config, sys.stdout, form)
-
-
-def _finish(options: argparse.Namespace, config: PerfConfig, report: Report, ranks: int) -> None:
-    """Runs what follows the ranks' part: MPI, the footer, the file. A failure of MPI only leaves out its rows."""
-    from hdpcomm.perf.mpi import run_mpi
-    from hdpcomm.perf.records import RecordWriter, json_document
-
-    writer = _writer(config, options.format)
-    try:
-        for row in run_mpi(config, ranks) if "mpi" in config.compare else ():
-            report.peers.append(row)
-            if isinstance(writer, RecordWriter):
-                writer.resume(report)
-                writer.row(row)
-    except Exception as error:
-        report.errors.append(f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        writer.finish(report)
-        if options.output_file is not None:
-            write_json(options.output_file, json_document(config, report))
 
 
 def _gate(compared: list[Any], allowed: float) -> int:

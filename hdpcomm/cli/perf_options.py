@@ -190,8 +190,8 @@ def add_own_options(group: argparse._ArgumentGroup) -> None:
         "--compare",
         type=_names,
         default=(),
-        metavar="gloo,mpi",
-        help="also run the sweep with these libraries, and print ratios",
+        metavar="gloo",
+        help="also run the sweep with this library, and print ratios",
     )
     add("--baseline", type=Path, metavar="FILE", help="an older -J file to compare with")
     add("--max-slowdown", metavar="PERCENT", help="fail if a row is slower than --baseline by more (default 5%%)")

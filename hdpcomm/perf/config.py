@@ -12,7 +12,6 @@ __all__ = ["AVERAGES", "REDOPS", "PerfConfig", "parse_size"]
 
 REDOPS = ("sum", "prod", "max", "min", "avg")
 AVERAGES = ("rank 0", "mean of the ranks", "fastest rank", "slowest rank")  # by the number of -a
-PEERS = ("gloo", "mpi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +75,8 @@ class PerfConfig:
             raise InvalidUsage(f"-z {self.blocking}; give 0 to 3")
         if not 0 <= self.average < len(AVERAGES):
             raise InvalidUsage(f"-a {self.average}; give 0 to 3 ({', '.join(AVERAGES)})")
-        unknown = sorted(set(self.compare) - set(PEERS))
-        if unknown:
-            raise InvalidUsage(f"--compare {','.join(unknown)}: unknown library; give {' or '.join(PEERS)}")
+        if unknown := sorted(set(self.compare) - {"gloo"}):
+            raise InvalidUsage(f"--compare {','.join(unknown)}: unknown library; give gloo")
         if self.cpu_time and (self.agg > 1 or self.blocking):
             raise InvalidUsage("-C times the call that starts one operation; leave out -m and -z")
         if self.agg > 1 and self.blocking:

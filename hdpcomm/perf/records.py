@@ -5,15 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
 
 from hdpcomm import __version__
 from hdpcomm.perf.config import PerfConfig
-from hdpcomm.perf.environment import recorded
 from hdpcomm.perf.results import Report, Row, Side
 
-__all__ = ["COLUMNS", "RecordWriter", "json_document", "records", "time_key"]
+__all__ = ["COLUMNS", "RecordWriter", "json_document", "recorded", "records", "time_key"]
 
 COLUMNS = (
     "library",
@@ -95,10 +95,6 @@ class RecordWriter:
             self._csv.writeheader()
             self._stream.flush()
 
-    def resume(self, report: Report) -> None:
-        """Continues after :meth:`start` was called in another process."""
-        self._report = report
-
     def row(self, row: Row) -> None:
         """Writes the records of a row."""
         for record in records(row, self._config, self._report):
@@ -156,6 +152,12 @@ def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:
     if report.peers:
         document["compare"] = [_result(row, c) for row in report.peers]
     return document
+
+
+def recorded(environment: Mapping[str, str]) -> list[str]:
+    """``NAME=value`` for each variable that may be written to a file; all others stay private."""
+    names = [name for name in environment if name.startswith(("HDPCOMM_", "NCCL_")) or name == "CUDA_VISIBLE_DEVICES"]
+    return [f"{name}={environment[name]}" for name in sorted(names)]
 
 
 def _bool_text(value: bool) -> str:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
 import json
 import os
-import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ from hdpcomm.comm import Communicator
 from hdpcomm.comm.costs import load_costs
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.records import COLUMNS
-from hdpcomm.perf.results import Row, Side
 from tests.harness.warm_python import Python, run_python
 
 ROOT = Path(__file__).parents[3]
@@ -248,7 +244,7 @@ def test_exit_codes_of_failures(
         (["all_reduce", "-C", "2"], 6, "give 0 or 1"),
         (["all_reduce", "--subset", "0,x"], 6, "like 0,3,1"),
         (["all_reduce", "--format", "xml"], 6, "invalid choice"),
-        (["all_reduce", "--compare", "nccl"], 6, "give gloo or mpi"),
+        (["all_reduce", "--compare", "nccl"], 6, "unknown library; give gloo"),
         (["all_reduce", "--max-slowdown", "5%"], 6, "needs --baseline"),
         (["all_reduce", "--baseline", "/nowhere/x.json"], 6, "cannot be read"),
         (["all_reduce", "-J", "/nowhere/x.json"], 6, "does not exist"),
@@ -259,7 +255,6 @@ def test_exit_codes_of_failures(
         ([], 6, "no operation given"),
         (["all_reduce", "-o", "mulsum"], 5, "mulsum"),
         (["all_reduce", "-d", "f8e4m3"], 5, "8-bit floats"),
-        (["all_reduce", "--compare", "mpi", "-m", "2"], 6, "leave out -m"),
     ],
 )
 def test_bad_usage(arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,31 +264,6 @@ def test_bad_usage(arguments: list[str], code: int, message: str, capsys: pytest
         got = int(end.code or 0)
     assert got == code
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_sweep_outlives_mpi_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """After an error all measured rows are printed and written; the exit code is that of the error."""
-
-    def failing(config: PerfConfig, ranks: int) -> Iterator[Row]:
-        assert (config.op, ranks) == ("all_reduce", 1)
-        side = Side(1.0, 1.0, 1.0, None)
-        yield Row("mpi: some", "all_reduce", (0,), 8, 2, "float", "sum", -1, side, None, 2)
-        raise hdp.Error("--compare mpi: mpirun failed")
-
-    monkeypatch.setattr("hdpcomm.perf.mpi.check_mpi", lambda _: None)
-    monkeypatch.setattr("hdpcomm.perf.mpi.run_mpi", failing)
-    path = tmp_path / "r.json"
-    assert main([*SMALL, "--compare", "mpi", "-J", str(path)]) == 1
-    told = capsys.readouterr()
-    assert "mpirun failed" in told.err
-    assert "# Avg bus bandwidth" in told.out
-    assert "# Collective test concluded: all_reduce" in told.out
-    document = json.loads(path.read_text())
-    assert (len(document["results"]), len(document["compare"])) == (2, 1)
-    assert document["errors"] == ["Error: --compare mpi: mpirun failed"]
 
 
 @pytest.mark.parametrize(
@@ -310,22 +280,3 @@ def test_calibrate_refuses_options_of_a_sweep(
     assert main(["perf", "--calibrate", str(tmp_path / "costs.json"), *option]) == 6
     assert f"{name} have no effect here; leave them out" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_mpi_that_is_missing_is_told_how_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("shutil.which", lambda _: None)
-    assert main(["perf", "all_reduce", "--compare", "mpi"]) == 6
-    assert "apt install openmpi-bin" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(
-    shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpirun and mpi4py"
-)
-@pytest.mark.usefixtures("alone")
-def test_mpi_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["perf", "reduce", "-b", "8", "-e", "8", "-n", "2", "--compare", "mpi", "--format", "jsonl"])
-    assert code == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [record["library"].split(":")[0] for record in records] == ["hdpcomm", "hdpcomm", "mpi", "mpi"]

@@ -17,12 +17,11 @@ from hdpcomm.perf import baseline, calibrate
 from hdpcomm.perf.config import REDOPS, PerfConfig, parse_size
 from hdpcomm.perf.data import contribution, reduced, values
 from hdpcomm.perf.dtypes import ALL, element_type
-from hdpcomm.perf.environment import recorded, without_launcher
 from hdpcomm.perf.ops import OPERATIONS, operation
 from hdpcomm.perf.ops.alltoallv import parts
 from hdpcomm.perf.ops.mixed import windows
 from hdpcomm.perf.ops.subset import members
-from hdpcomm.perf.records import json_document, records
+from hdpcomm.perf.records import json_document, recorded, records
 from hdpcomm.perf.results import IterationStats, Report, Row, Side, average
 from hdpcomm.perf.runner import check, points
 from hdpcomm.perf.table import comparison_lines, fixed
@@ -57,7 +56,7 @@ def test_sweep_multiplies_or_adds() -> None:
         ({"warmup": -1}, "-w -1"),
         ({"blocking": 4}, "-z 4"),
         ({"average": 4}, "-a 4"),
-        ({"compare": ("nccl",)}, "gloo or mpi"),
+        ({"compare": ("nccl",)}, "give gloo"),
         ({"cpu_time": True, "agg": 2}, "-C"),
         ({"agg": 2, "blocking": 1}, "leave one out"),
     ],
@@ -254,19 +253,6 @@ def test_windows_overlap() -> None:
 def test_only_listed_variables_are_recorded() -> None:
     given_ = {"HDPCOMM_TIMEOUT": "3", "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0", "PATH": "/bin", "A_TOKEN": "x"}
     assert recorded(given_) == ["CUDA_VISIBLE_DEVICES=0", "HDPCOMM_TIMEOUT=3", "NCCL_DEBUG=INFO"]
-
-
-def test_an_mpirun_of_our_own_sees_no_launcher() -> None:
-    outer = (
-        "PMI_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "PMIX_NAMESPACE",
-        "MPI_LOCALNRANKS",
-        "SLURM_STEP_ID",
-        "HYDI_CONTROL_FD",
-    )
-    names = (*outer, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    assert without_launcher(dict.fromkeys((*names, "PATH"), "1")) == {"PATH": "1"}
 
 
 def test_costs_are_recovered_from_exact_times() -> None:

@@ -1,8 +1,8 @@
-"""The ranks of ``--compare mpi``: a script that mpirun starts by its path; it imports neither torch nor hdpcomm.
+"""The ranks of launch.py: a script that mpirun starts by its path; it imports neither torch nor hdpcomm.
 
-    mpirun -n RANKS python mpi_peer.py SPEC.json
+    mpirun -n RANKS python peer.py SPEC.json
 
-SPEC: see hdpcomm.perf.mpi. Rank 0 prints one JSON object a line: first ``{"library": version}``, then for each row
+SPEC: see launch.py. Rank 0 prints one JSON object a line: first ``{"library": version}``, then for each row
 ``{"index", "out_of_place", "in_place", "create", "note"}``, times in microseconds as lists by rank. Times are taken
 as hdpcomm's engine takes them: warm-up, barrier, then blocking calls back to back.
 """
