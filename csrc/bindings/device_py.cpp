@@ -245,7 +245,6 @@ void bindDevice(py::module_& module) {
   module.def("open_cuda", &openCudaDevice, py::arg("ordinal"), Release());
   module.def("cuda_device_count", &cudaDeviceCount, Release());
   module.def("cuda_driver_version", &cudaDriverVersion, Release());
-  bindDeviceCheck(module);
 }
 
 }  // namespace hdpcomm

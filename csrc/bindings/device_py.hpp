@@ -23,8 +23,6 @@ auto atSite(Call call) {
 // What export_memory returned. Throws InvalidUsage for other bytes.
 MemoryHandle handleOf(const pybind11::bytes& bytes);
 
-// The check mode of simulated devices (device_check_py.cpp).
-void bindDeviceCheck(pybind11::module_& module);
 // Memory that tensors view (device_memory_py.cpp).
 void bindDeviceMemory(pybind11::module_& module);
 

@@ -217,18 +217,15 @@ class DeviceApi {
   // Tells SimDevice's check mode what the host does itself; no-ops elsewhere. The calling thread
   // reads or writes, now, memory that streams use too (CPU maths on a tensor of a SimDevice, the
   // bytes of a pinned buffer):
-  virtual void annotateRead(const void* data, size_t bytes,
-                            Site site = std::source_location::current()) = 0;
-  virtual void annotateWrite(void* data, size_t bytes,
-                             Site site = std::source_location::current()) = 0;
+  virtual void annotateRead(const void*, size_t, Site = std::source_location::current()) {}
+  virtual void annotateWrite(void*, size_t, Site = std::source_location::current()) {}
   // Memory that streams used goes back to another allocator (torch's, say).
-  virtual void annotateFree(const void* data, size_t bytes,
-                            Site site = std::source_location::current()) = 0;
+  virtual void annotateFree(const void*, size_t, Site = std::source_location::current()) {}
   // Host threads are ordered by means that the device does not see (a lock, a barrier, a message
   // between ranks): work before annotateRelease(key) happens before work after a later
   // annotateAcquire(key). All ranks of a process share the keys.
-  virtual void annotateRelease(uint64_t key) = 0;
-  virtual void annotateAcquire(uint64_t key) = 0;
+  virtual void annotateRelease(uint64_t) {}
+  virtual void annotateAcquire(uint64_t) {}
 
  protected:
   DeviceApi() = default;

@@ -9,9 +9,8 @@
 namespace hdpcomm {
 
 // A device on the CPU: streams are threads, device memory is host memory (any host address counts
-// as device memory). While a check runs (device_check.hpp) the new device takes part in it.
-// `ordinal` may be any number, usually the rank. `out_of_reach`: devices for which canAccessPeer()
-// is false.
+// as device memory). `ordinal` may be any number, usually the rank. `out_of_reach`: devices for
+// which canAccessPeer() is false.
 std::shared_ptr<DeviceApi> openSimDevice(int ordinal, std::vector<int> out_of_reach = {});
 
 // CUDA device `ordinal` in its primary context (which torch and the CUDA runtime use, too). The

@@ -2,9 +2,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include <atomic>
 #include <chrono>
-#include <random>
 #include <stdexcept>
 #include <thread>
 
@@ -12,7 +10,7 @@
 #include "bindings/device_py.hpp"
 #include "bindings/rooms.hpp"
 #include "device/cuda/driver.hpp"
-#include "device/simulated/fast_stream.hpp"
+#include "device/simulated/wait.hpp"
 #include "kernels/reduce.hpp"
 #include "testing/module.hpp"
 #include "testing/test_device.hpp"
@@ -56,29 +54,7 @@ std::vector<FlagValue> flagsOf(const Flags& flags) {
   return values;
 }
 
-std::atomic<uint32_t> pause_seed{0};
-std::atomic<uint32_t> most_pause_us{0};
-
-// Nothing in three of four calls; else up to most_pause_us, more often short than long.
-void pauseAtRandom() {
-  thread_local std::minstd_rand random(pause_seed.fetch_add(7919) + 1);
-  const uint32_t drawn = random();
-  if (drawn % 4 != 0) return;
-  const double share = static_cast<double>(random()) / std::minstd_rand::max();
-  std::this_thread::sleep_for(
-      std::chrono::duration<double, std::micro>(share * share * most_pause_us.load()));
-}
-
 void bindKernels(py::module_& module) {
-  module.def(
-      "pause_at_random",
-      [](uint32_t seed, uint32_t most_us) {
-        pause_seed = seed;
-        most_pause_us = most_us;
-        simulated::pause = most_us > 0 ? pauseAtRandom : nullptr;
-      },
-      py::arg("seed"), py::arg("most_us"),
-      "Streams of simulated devices pause at random from now on, by up to most_us; 0 ends it.");
   module.def(
       "accumulate",
       [](DeviceApi& device, Address dst, Address src, size_t count, uintptr_t stream) {
@@ -170,6 +146,8 @@ void bindTestDevice(py::module_& module) {
       .def("take_turns_as", &TestDevice::takeTurnsAs, py::arg("identity"))
       .def("count_calls", &TestDevice::countCalls)
       .def("counted_calls", &TestDevice::countedCalls)
+      .def_static("pause_at_random", &TestDevice::pauseAtRandom, py::arg("seed"),
+                  py::arg("most_us"))
       .def("share_queues", &TestDevice::shareQueues, py::arg("count"))
       .def("before_import", &TestDevice::beforeImport, py::arg("call"))
       .def(

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "device/simulated/checked_device.hpp"
+#include "testing/check/checked_device.hpp"
 #include "testing/fake_nccl.hpp"
 #include "testing/test_device.hpp"
 
@@ -24,7 +24,7 @@ void FakeNccl::launch(Rank& rank) {
   if (rank.device == nullptr) return;
   const Stream stream = rank.device_stream;
   if (const uint64_t number = captureOf(*rank.device, stream)) return capture(rank, number);
-  if (dynamic_cast<simulated::CheckedDevice*>(rank.device.get()) != nullptr) {
+  if (dynamic_cast<check::CheckedDevice*>(rank.device.get()) != nullptr) {
     return launchChecked(rank);
   }
   uint32_t* before = nullptr;

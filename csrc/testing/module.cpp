@@ -6,6 +6,7 @@ PYBIND11_MODULE(_testing, module) {
   pybind11::module_::import("hdpcomm._core");  // has the types that are taken and returned here
   bindSchedules(module);
   bindPairFailures(module);
+  bindDeviceCheck(module);
   bindDevices(module);
   bindFuzz(module);
   bindNccl(module);

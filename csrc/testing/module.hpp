@@ -7,6 +7,7 @@ namespace hdpcomm::testing {
 
 void bindSchedules(pybind11::module_& module);
 void bindPairFailures(pybind11::module_& module);
+void bindDeviceCheck(pybind11::module_& module);
 void bindDevices(pybind11::module_& module);
 void bindFuzz(pybind11::module_& module);
 void bindNccl(pybind11::module_& module);

@@ -1,7 +1,9 @@
 #include "testing/test_device.hpp"
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <random>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -10,6 +12,34 @@
 #include "device/simulated/wait.hpp"
 
 namespace hdpcomm::testing {
+namespace {
+
+std::atomic<uint32_t> pause_seed{0};
+std::atomic<uint32_t> most_pause_us{0};
+
+// Nothing in three of four calls; else up to most_pause_us, more often short than long.
+void pauseMaybe() {
+  thread_local std::minstd_rand random(pause_seed.fetch_add(7919) + 1);
+  const uint32_t drawn = random();
+  if (drawn % 4 != 0) return;
+  const double share = static_cast<double>(random()) / std::minstd_rand::max();
+  std::this_thread::sleep_for(
+      std::chrono::duration<double, std::micro>(share * share * most_pause_us.load()));
+}
+
+KernelLaunch pauseKernel() {
+  KernelLaunch kernel;
+  kernel.name = "pause";
+  kernel.cpu = pauseMaybe;
+  return kernel;
+}
+
+}  // namespace
+
+void TestDevice::pauseAtRandom(uint32_t seed, uint32_t most_us) {
+  pause_seed = seed;
+  most_pause_us = most_us;
+}
 
 void TestDevice::countCalls() {
   const std::lock_guard lock(captures_mutex_);
@@ -212,7 +242,11 @@ void TestDevice::submit(Op op, Stream stream) {
       FastDevice::submit(Op::wait(copies_wait_for_, 1, op.site), stream);
     }
   }
+  if (most_pause_us == 0) return FastDevice::submit(std::move(op), stream);
+  pauseMaybe();
+  FastDevice::submit(Op::launch(pauseKernel(), op.site), stream);
   FastDevice::submit(std::move(op), stream);
+  FastDevice::submit(Op::launch(pauseKernel(), {}), stream);
 }
 
 }  // namespace hdpcomm::testing

@@ -40,6 +40,9 @@ class TestDevice final : public simulated::FastDevice {
   // Streams that are made from now on share so many queues in turn, the default stream's among
   // them: what a queue was given first runs first. Streams of a GPU share them, too.
   void shareQueues(int count) { num_queues_ = count; }
+  // Streams of all these devices pause at random from now on, at submissions and before and after
+  // each operation, by up to most_us; 0 ends it.
+  static void pauseAtRandom(uint32_t seed, uint32_t most_us);
   // As the identity of a device that processes share by turns.
   void takeTurnsAs(std::string identity) { identity_ = std::move(identity); }
   std::string identity() const override { return identity_; }

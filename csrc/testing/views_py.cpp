@@ -3,7 +3,6 @@
 
 #include "bindings/rooms.hpp"
 #include "comm/stream/stream_engine.hpp"
-#include "device/simulated/device_check.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/rings.hpp"
 #include "testing/module.hpp"
@@ -28,7 +27,6 @@ void bindViews(py::module_& module) {
   module.def("arena_bytes", &StreamEngine::arenaBytes, py::arg("engine"));
   // The engine's lock may be held by a thread that is in a call of NCCL.
   module.def("scratch_bytes", &StreamEngine::scratchBytes, py::arg("engine"), Unlocked());
-  module.def("num_operations", &DeviceCheck::numOperations, py::arg("check"));
   module.def(
       "min_ranks",
       [](const planner::CostModel& cost, int64_t length) {

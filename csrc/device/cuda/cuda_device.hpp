@@ -59,11 +59,6 @@ class CudaDevice final : public DeviceApi {
 
   void storeFlag(uint32_t* flag, uint32_t value, Site) override;
   uint32_t loadFlag(const uint32_t* flag, Site) override;
-  void annotateRead(const void*, size_t, Site) override {}
-  void annotateWrite(void*, size_t, Site) override {}
-  void annotateFree(const void*, size_t, Site) override {}
-  void annotateRelease(uint64_t) override {}
-  void annotateAcquire(uint64_t) override {}
 
  private:
   class Guard;  // makes the context current, and restores the previous one

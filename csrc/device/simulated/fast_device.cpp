@@ -1,10 +1,14 @@
-// SimDevice's fast mode.
 #include "device/simulated/fast_device.hpp"
 
 #include <chrono>
 #include <vector>
 
-namespace hdpcomm::simulated {
+#include "device/devices.hpp"
+
+namespace hdpcomm {
+namespace simulated {
+
+std::atomic<std::shared_ptr<MemoryDevice> (*)(int)> open_checked{nullptr};
 
 FastDevice::FastDevice(int ordinal) : StreamDevice(ordinal) {
   streams_.emplace(0, std::make_shared<FastStream>(state_));
@@ -116,4 +120,15 @@ uint32_t FastDevice::loadFlag(const uint32_t* flag, Site) {
   return loadWord(flag);
 }
 
-}  // namespace hdpcomm::simulated
+}  // namespace simulated
+
+std::shared_ptr<DeviceApi> openSimDevice(int ordinal, std::vector<int> out_of_reach) {
+  using namespace simulated;
+  const auto open = open_checked.load();
+  std::shared_ptr<MemoryDevice> device = open != nullptr ? open(ordinal) : nullptr;
+  if (device == nullptr) device = std::make_shared<FastDevice>(ordinal);
+  device->setUnreachable(std::move(out_of_reach));
+  return device;
+}
+
+}  // namespace hdpcomm

@@ -1,6 +1,7 @@
 // SimDevice's fast mode: each stream has a thread, events are counts of finished operations.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -8,6 +9,9 @@
 #include "device/simulated/stream_device.hpp"
 
 namespace hdpcomm::simulated {
+
+// Asked first by openSimDevice; null but in tests, whose checks open devices of their own.
+extern std::atomic<std::shared_ptr<MemoryDevice> (*)(int ordinal)> open_checked;
 
 class FastDevice : public StreamDevice<std::shared_ptr<FastStream>, Point> {
  public:
@@ -38,11 +42,6 @@ class FastDevice : public StreamDevice<std::shared_ptr<FastStream>, Point> {
 
   void storeFlag(uint32_t* flag, uint32_t value, Site site) override;
   uint32_t loadFlag(const uint32_t* flag, Site site) override;
-  void annotateRead(const void*, size_t, Site) override {}
-  void annotateWrite(void*, size_t, Site) override {}
-  void annotateFree(const void*, size_t, Site) override {}
-  void annotateRelease(uint64_t) override {}
-  void annotateAcquire(uint64_t) override {}
 
  protected:
   void submit(Op op, Stream stream) override;

@@ -8,13 +8,7 @@ constexpr size_t kShortBytes = 32768;
 // Changes a futex word, which wakes its waiters.
 void bump(uint32_t* word) { storeWord(word, loadWord(word) + 1); }
 
-void pauseIfAsked() {
-  if (void (*const call)() = pause.load(std::memory_order_relaxed)) call();
-}
-
 }  // namespace
-
-std::atomic<void (*)()> pause{nullptr};
 
 bool Point::done() const { return stream == nullptr || stream->completed() >= ticket; }
 
@@ -41,7 +35,6 @@ void FastStream::ensureThread() {
 }
 
 void FastStream::submit(FastOp item) {
-  pauseIfAsked();
   std::unique_lock lock(mutex_);
   const bool at_once = !busy_ && queue_.empty() && runsAtOnce(item);
   if (!at_once) ensureThread();  // may throw; nothing has changed by then
@@ -99,7 +92,6 @@ bool FastStream::awaitFlag(const FlagValue& flag) const {
 
 void FastStream::perform(FastOp& item) {
   Op& op = item.op;
-  pauseIfAsked();
   // A failed device does nothing any more, like a CUDA context after a fault.
   if (!device_->works()) return;
   switch (op.kind) {
@@ -119,8 +111,6 @@ void FastStream::perform(FastOp& item) {
       return;
     case OpKind::kKernel:
       return performKernel(op.kernel);
-    case OpKind::kRecord:
-      return;
   }
 }
 
@@ -144,7 +134,6 @@ void FastStream::performKernel(KernelLaunch& kernel) {
 }
 
 void FastStream::complete() {
-  pauseIfAsked();
   // Release: the operation's writes happen before its count. seq_cst with waiters_: either this
   // thread sees the waiter, or the waiter sees the count before it sleeps.
   completed_.fetch_add(1, std::memory_order_seq_cst);

@@ -16,10 +16,6 @@ namespace hdpcomm::simulated {
 
 class FastStream;
 
-// Called at each submission and before each operation, wait and flag; null but in tests, which
-// pause there at random.
-extern std::atomic<void (*)()> pause;
-
 // A position in a stream: the end of the first `ticket` operations submitted to it.
 struct Point {
   std::shared_ptr<FastStream> stream;  // null: reached

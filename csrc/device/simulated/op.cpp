@@ -2,26 +2,6 @@
 
 namespace hdpcomm::simulated {
 
-const char* kindName(OpKind kind) {
-  switch (kind) {
-    case OpKind::kCopy:
-      return "copy";
-    case OpKind::kFill:
-      return "fill";
-    case OpKind::kWriteValue:
-      return "writeValue";
-    case OpKind::kWaitValue:
-      return "waitValue";
-    case OpKind::kWaitEvent:
-      return "wait";
-    case OpKind::kRecord:
-      return "record";
-    case OpKind::kKernel:
-      break;
-  }
-  return "launch";
-}
-
 std::string placeOf(const Site& site) {
   const std::string file = site.file;
   const size_t slash = file.rfind('/');

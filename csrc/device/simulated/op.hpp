@@ -15,9 +15,7 @@ using device::checkTimeout;
 using device::hexOf;
 using device::throwDefaultStream;
 
-enum class OpKind : uint8_t { kCopy, kFill, kWriteValue, kWaitValue, kWaitEvent, kRecord, kKernel };
-
-const char* kindName(OpKind kind);
+enum class OpKind : uint8_t { kCopy, kFill, kWriteValue, kWaitValue, kWaitEvent, kKernel };
 
 struct Op {
   OpKind kind = OpKind::kCopy;

@@ -49,7 +49,7 @@ def rounds(subset: tuple[int, ...], seeds: range) -> None:
         for seed in seeds if comm is not None else ():
             assert comm is not None
             if comm.rank == 0:
-                _testing.pause_at_random(seed, most_us=(50, 200, 1000)[seed % 3])
+                _testing.TestDevice.pause_at_random(seed, most_us=(50, 200, 1000)[seed % 3])
             check_reductions(comm, (33, 11, 700)[seed % 3], torch.float32, "sum")
 
 
@@ -59,9 +59,10 @@ def test_streams_that_pause_anywhere(subset: tuple[int, ...]) -> None:
     first subset did not end once in some hundred runs of all tests. HDPCOMM_TEST_PAUSED_ROUNDS: how many (10)."""
     count = int(os.environ.get("HDPCOMM_TEST_PAUSED_ROUNDS", "10"))
     try:
-        run_threads(rounds, 4, subset, range(count), transport=PATHS, hosts=(0, 0, 1, 0), timeout=60.0 + count)
+        devices = {"hosts": (0, 0, 1, 0), "opens": _testing.TestDevice}
+        run_threads(rounds, 4, subset, range(count), transport=PATHS, timeout=60.0 + count, **devices)
     finally:
-        _testing.pause_at_random(0, most_us=0)
+        _testing.TestDevice.pause_at_random(0, most_us=0)
 
 
 @pytest.mark.parametrize(("hosts", "count"), [(TWO, 3001), (THREE, 777), ((0, 1, 0, 1, 1), 5000), ((0, 1, 1), 1)])

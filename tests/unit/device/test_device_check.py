@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hdpcomm._core.device import Device, DeviceCheck, open_sim
+import hdpcomm
+from hdpcomm._core.device import Device, open_sim
 from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
 from hdpcomm.testing.device_check import OrderingError, OrderingReport, check, current_rank, planted_sites
 from tests.harness.device_contract import PROGRAMS, words
@@ -413,17 +416,17 @@ def test_errors_of_the_program_pass_through() -> None:
 def test_use_of_checks() -> None:
     with pytest.raises(InvalidUsage, match=r"outside of check\(\)"):
         current_rank()
-    run = DeviceCheck(3)
+    run = _testing.DeviceCheck(3)
     with pytest.raises(InvalidUsage, match="a check runs already"):
-        DeviceCheck(4)
+        _testing.DeviceCheck(4)
     device = open_sim(0)
     assert device.name == "sim, checked"
-    for early in (run.reports, run.ordering_sites, lambda: _testing.num_operations(run)):
+    for early in (run.reports, run.ordering_sites, run.num_operations):
         with pytest.raises(InvalidUsage, match=r"call finish\(\)"):
             early()
     memory = device.allocate(64)
     run.finish()
-    assert _testing.num_operations(run) == 1
+    assert run.num_operations() == 1
     assert run.reports() == []
     with pytest.raises(InvalidUsage, match="has ended"):
         device.fill(memory, 0, bytes=64, stream=0)
@@ -441,3 +444,11 @@ def test_use_of_checks() -> None:
 def test_a_seed_gives_the_same_report_again() -> None:
     sites = [planted_sites(PingPong(), 2, seeds=(seed,)) for seed in (7, 7)]
     assert sites[0] == sites[1]
+
+
+def test_build_without_check_says_which_build_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hdpcomm._testing", None)
+    monkeypatch.delattr(hdpcomm, "_testing")
+    monkeypatch.delitem(sys.modules, "hdpcomm.testing.device_check")
+    with pytest.raises(ImportError, match="no wheel contains: build from source with CMAKE_ARGS=-DHDPCOMM_TESTING=ON"):
+        importlib.import_module("hdpcomm.testing.device_check")

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdpcomm._core.device import DeviceCheck, open_sim
+from hdpcomm._core.device import open_sim
 from hdpcomm.errors import CommTimeout
+from tests.harness.native import _testing
 
 STREAMS, EVENTS, CELLS, FLAGS = 3, 2, 1, 2
 
@@ -119,7 +120,7 @@ class Oracle:
 
 def _run(program: list[Op], seed: int) -> set[str]:
     """The kinds of errors that the checker reports."""
-    run = DeviceCheck(seed)
+    run = _testing.DeviceCheck(seed)
     run.enter_rank(0)
     device = open_sim(0)
     cells, flags = device.allocate(8 * CELLS), device.allocate(4 * FLAGS)

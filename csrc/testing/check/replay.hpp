@@ -10,11 +10,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "device/simulated/device_check.hpp"
-#include "device/simulated/shadow.hpp"
-#include "device/simulated/trace.hpp"
+#include "testing/check/device_check.hpp"
+#include "testing/check/shadow.hpp"
+#include "testing/check/trace.hpp"
 
-namespace hdpcomm::simulated {
+namespace hdpcomm::testing::check {
 
 // Runs all operations of a trace once, in a random order (by the seed) that events, flags,
 // submission and the host's waits allow, with a vector clock for each entity. Whether two accesses
@@ -89,4 +89,4 @@ bool isOrdering(const Node& node);
 const char* orderingCall(const Node& node);
 bool sameSite(const Site& a, const Site& b);
 
-}  // namespace hdpcomm::simulated
+}  // namespace hdpcomm::testing::check

@@ -1,14 +1,12 @@
-#include "device/simulated/checked_device.hpp"
+#include "testing/check/checked_device.hpp"
 
 #include <cstring>
 
-#include "device/devices.hpp"
-#include "device/simulated/device_check.hpp"
-#include "device/simulated/fast_device.hpp"
-#include "device/simulated/replay.hpp"
+#include "testing/check/device_check.hpp"
+#include "testing/check/replay.hpp"
 
-namespace hdpcomm {
-namespace simulated {
+namespace hdpcomm::testing {
+namespace check {
 namespace {
 
 // Key by which an import is ordered after the export of the same memory.
@@ -19,6 +17,12 @@ uint64_t keyOf(const MemoryHandle& handle) {
 }
 
 }  // namespace
+
+std::shared_ptr<MemoryDevice> CheckedDevice::open(int ordinal) {
+  auto session = Session::current();
+  return session != nullptr ? std::make_shared<CheckedDevice>(ordinal, std::move(session))
+                            : nullptr;
+}
 
 CheckedDevice::CheckedDevice(int ordinal, std::shared_ptr<Session> session)
     : StreamDevice(ordinal), session_(std::move(session)) {
@@ -110,10 +114,10 @@ void CheckedDevice::annotateFree(const void* data, size_t bytes, Site site) {
 void CheckedDevice::annotateRelease(uint64_t key) { session_->ordered(NodeKind::kRelease, key); }
 void CheckedDevice::annotateAcquire(uint64_t key) { session_->ordered(NodeKind::kAcquire, key); }
 
-}  // namespace simulated
+}  // namespace check
 
-DeviceCheck::DeviceCheck(uint64_t seed) : session_(std::make_shared<simulated::Session>(seed)) {
-  simulated::Session::begin(session_);
+DeviceCheck::DeviceCheck(uint64_t seed) : session_(std::make_shared<check::Session>(seed)) {
+  check::Session::begin(session_);
 }
 
 DeviceCheck::~DeviceCheck() { session_->end(); }
@@ -124,17 +128,17 @@ void DeviceCheck::finish() { session_->end(); }
 
 std::vector<CheckReport> DeviceCheck::reports(const std::optional<OrderingSite>& ignore) const {
   session_->checkEnded();
-  return simulated::Replay(session_->trace(), session_->seed(), ignore).run();
+  return check::Replay(session_->trace(), session_->seed(), ignore).run();
 }
 
 std::vector<OrderingSite> DeviceCheck::orderingSites() const {
   session_->checkEnded();
   std::vector<OrderingSite> sites;
-  for (const simulated::Node& node : session_->trace().nodes) {
-    if (!simulated::isOrdering(node) || node.abandoned) continue;
-    const std::string call = simulated::orderingCall(node);
+  for (const check::Node& node : session_->trace().nodes) {
+    if (!check::isOrdering(node) || node.abandoned) continue;
+    const std::string call = check::orderingCall(node);
     const auto known = std::find_if(sites.begin(), sites.end(), [&](const OrderingSite& site) {
-      return site.call == call && simulated::sameSite(site.site, node.site);
+      return site.call == call && check::sameSite(site.site, node.site);
     });
     if (known != sites.end()) {
       ++known->uses;
@@ -154,15 +158,4 @@ uint64_t DeviceCheck::numOperations() const {
   return session_->trace().nodes.size();
 }
 
-std::shared_ptr<DeviceApi> openSimDevice(int ordinal, std::vector<int> out_of_reach) {
-  std::shared_ptr<simulated::MemoryDevice> device;
-  if (auto session = simulated::Session::current()) {
-    device = std::make_shared<simulated::CheckedDevice>(ordinal, std::move(session));
-  } else {
-    device = std::make_shared<simulated::FastDevice>(ordinal);
-  }
-  device->setUnreachable(std::move(out_of_reach));
-  return device;
-}
-
-}  // namespace hdpcomm
+}  // namespace hdpcomm::testing

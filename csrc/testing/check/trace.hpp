@@ -12,7 +12,9 @@
 #include "device/device_api.hpp"
 #include "device/simulated/op.hpp"
 
-namespace hdpcomm::simulated {
+namespace hdpcomm::testing::check {
+
+using namespace simulated;  // the operations that are checked
 
 using NodeId = int64_t;
 inline constexpr NodeId kNoNode = -1;
@@ -79,4 +81,4 @@ struct Trace {
 
 const char* nodeName(NodeKind kind);
 
-}  // namespace hdpcomm::simulated
+}  // namespace hdpcomm::testing::check

@@ -1,8 +1,8 @@
-#include "device/simulated/shadow.hpp"
+#include "testing/check/shadow.hpp"
 
 #include <algorithm>
 
-namespace hdpcomm::simulated {
+namespace hdpcomm::testing::check {
 namespace {
 
 constexpr size_t kManyAccesses = 32;
@@ -123,4 +123,4 @@ std::vector<Shadow::Conflict> Shadow::access(const MemoryRange& range, const Acc
   return found;
 }
 
-}  // namespace hdpcomm::simulated
+}  // namespace hdpcomm::testing::check

@@ -1,5 +1,5 @@
-// SimDevice's check mode (docs/device.md). While a check runs, the simulated devices
-// that are opened take part in it: their operations are run in an order that the seed draws, and
+// SimDevice's check mode (docs/device.md). While a check runs, the simulated devices that are
+// opened take part in it: their operations are run in an order that the seed draws, and
 // written down. At the end the record is replayed with a clock for each stream and host thread, and
 // what no event, flag or synchronize orders is reported.
 #pragma once
@@ -12,7 +12,7 @@
 
 #include "device/device_api.hpp"
 
-namespace hdpcomm {
+namespace hdpcomm::testing {
 
 // One operation in a report.
 struct CheckedOp {
@@ -37,7 +37,7 @@ struct OrderingSite {
   size_t uses = 0;
 };
 
-namespace simulated {
+namespace check {
 class Session;
 }
 
@@ -64,7 +64,7 @@ class DeviceCheck {
   uint64_t numOperations() const;
 
  private:
-  std::shared_ptr<simulated::Session> session_;
+  std::shared_ptr<check::Session> session_;
 };
 
-}  // namespace hdpcomm
+}  // namespace hdpcomm::testing

@@ -5,9 +5,9 @@
 #include <map>
 #include <vector>
 
-#include "device/simulated/trace.hpp"
+#include "testing/check/trace.hpp"
 
-namespace hdpcomm::simulated {
+namespace hdpcomm::testing::check {
 
 enum class AccessKind : uint8_t { kRead, kWrite, kFlagRead, kFlagWrite, kFree };
 
@@ -64,4 +64,4 @@ class Shadow {
   Segments segments_;
 };
 
-}  // namespace hdpcomm::simulated
+}  // namespace hdpcomm::testing::check

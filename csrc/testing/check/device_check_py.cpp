@@ -1,16 +1,20 @@
 // The check mode of simulated devices (docs/device.md).
 #include <pybind11/stl.h>
 
-#include "bindings/device_py.hpp"
-#include "device/simulated/device_check.hpp"
+#include "bindings/rooms.hpp"
+#include "device/simulated/fast_device.hpp"
+#include "testing/check/checked_device.hpp"
+#include "testing/check/device_check.hpp"
+#include "testing/module.hpp"
 
 namespace py = pybind11;
 
-namespace hdpcomm {
+namespace hdpcomm::testing {
 
 using Release = py::call_guard<GilRelease>;
 
 void bindDeviceCheck(py::module_& module) {
+  simulated::open_checked = check::CheckedDevice::open;
   py::class_<CheckedOp>(module, "CheckedOp")
       .def_readonly("what", &CheckedOp::what)
       .def_readonly("who", &CheckedOp::who)
@@ -32,7 +36,8 @@ void bindDeviceCheck(py::module_& module) {
       .def("leave_rank", &DeviceCheck::leaveRank, Release())
       .def("finish", &DeviceCheck::finish, Release())
       .def("reports", &DeviceCheck::reports, py::arg("ignore") = py::none(), Release())
+      .def("num_operations", &DeviceCheck::numOperations, Release())
       .def("ordering_sites", &DeviceCheck::orderingSites, Release());
 }
 
-}  // namespace hdpcomm
+}  // namespace hdpcomm::testing

@@ -3,10 +3,10 @@
 #include <chrono>
 #include <ctime>
 
-#include "device/simulated/session.hpp"
 #include "device/simulated/wait.hpp"
+#include "testing/check/session.hpp"
 
-namespace hdpcomm::simulated {
+namespace hdpcomm::testing::check {
 namespace {
 
 constexpr unsigned char kCopyPoison = 0xDC;
@@ -235,4 +235,4 @@ void Session::await(NodeId target, NodeId waiting, double timeout_s,
   checkRunning();
 }
 
-}  // namespace hdpcomm::simulated
+}  // namespace hdpcomm::testing::check

@@ -1,11 +1,11 @@
-#include "device/simulated/replay.hpp"
+#include "testing/check/replay.hpp"
 
 #include <algorithm>
 #include <cstring>
 
 #include "device/simulated/wait.hpp"
 
-namespace hdpcomm::simulated {
+namespace hdpcomm::testing::check {
 
 const char* nodeName(NodeKind kind) {
   switch (kind) {
@@ -281,4 +281,4 @@ std::vector<CheckReport> Replay::run() {
   return reports_;
 }
 
-}  // namespace hdpcomm::simulated
+}  // namespace hdpcomm::testing::check

@@ -1,11 +1,11 @@
 // Recording the operations of a check.
-#include "device/simulated/session.hpp"
+#include "testing/check/session.hpp"
 
 #include <algorithm>
 
 #include "device/simulated/wait.hpp"
 
-namespace hdpcomm::simulated {
+namespace hdpcomm::testing::check {
 namespace {
 
 constexpr unsigned char kNewPoison = 0xDB;
@@ -324,4 +324,4 @@ void Session::ordered(NodeKind kind, uint64_t key) {
   if (kind == NodeKind::kRelease) last->second = id;
 }
 
-}  // namespace hdpcomm::simulated
+}  // namespace hdpcomm::testing::check

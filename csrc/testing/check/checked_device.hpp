@@ -3,10 +3,10 @@
 
 #include <memory>
 
-#include "device/simulated/session.hpp"
 #include "device/simulated/stream_device.hpp"
+#include "testing/check/session.hpp"
 
-namespace hdpcomm::simulated {
+namespace hdpcomm::testing::check {
 
 struct RecordMark {
   NodeId node = kNoNode;
@@ -15,6 +15,9 @@ struct RecordMark {
 // A stream handle maps to its entity in the session, an event to the node of its last record.
 class CheckedDevice final : public StreamDevice<int, RecordMark> {
  public:
+  // Null while no check runs.
+  static std::shared_ptr<MemoryDevice> open(int ordinal);
+
   CheckedDevice(int ordinal, std::shared_ptr<Session> session);
   ~CheckedDevice() override { session_->keepMapped(MemoryTable::get().releaseAll(this)); }
 
@@ -50,4 +53,4 @@ class CheckedDevice final : public StreamDevice<int, RecordMark> {
   std::shared_ptr<Session> session_;
 };
 
-}  // namespace hdpcomm::simulated
+}  // namespace hdpcomm::testing::check

@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "base/fd.hpp"
-#include "device/simulated/device_check.hpp"
 #include "device/simulated/op.hpp"
-#include "device/simulated/trace.hpp"
+#include "testing/check/device_check.hpp"
+#include "testing/check/trace.hpp"
 
-namespace hdpcomm::simulated {
+namespace hdpcomm::testing::check {
 
 // Operations run on the host threads that wait for devices, one at a time under one lock. The seed
 // chooses one of three modes (see Mode) and which of the operations that can run is next. A copy
@@ -120,4 +120,4 @@ class Session {
   std::vector<Mapping> freed_;  // blocks stay mapped until the end, so that no address is reused
 };
 
-}  // namespace hdpcomm::simulated
+}  // namespace hdpcomm::testing::check

@@ -1,9 +1,9 @@
 // The texts of a replay's reports.
 #include <cstdlib>
 
-#include "device/simulated/replay.hpp"
+#include "testing/check/replay.hpp"
 
-namespace hdpcomm::simulated {
+namespace hdpcomm::testing::check {
 namespace {
 
 const char* verb(AccessKind kind) {
@@ -136,4 +136,4 @@ void Replay::reportDeadlocks() {
   }
 }
 
-}  // namespace hdpcomm::simulated
+}  // namespace hdpcomm::testing::check
