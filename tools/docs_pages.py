@@ -27,7 +27,7 @@ ROOMS = {
     "plan": "Who runs what: cost models, clusters, plans.",
     "run": "Training runs that save, resume and export.",
     "offload": "Activations in pinned host memory.",
-    "kernels": "Maths on buffers: losses, reductions, casts.",
+    "kernels": "Maths on buffers: losses, reductions.",
     "sim": "Planned steps on a simulated cluster.",
     "trace": "Pictures and traces of plans and steps.",
     "torch_backend": "hdpcomm as a backend of torch.distributed.",

@@ -1,4 +1,4 @@
-"""Merge, zigzag gather and scatter, reductions, casts and folds compared with the copy bandwidth of the same run.
+"""Merge, zigzag gather and scatter, reductions and folds compared with the copy bandwidth of the same run.
 
 Bytes are the minimum that must move: every input read once, every output written once. Inputs are random and larger
 than the cache, and two sets alternate.
@@ -60,9 +60,6 @@ def buffer_rows() -> list[tuple[str, float, float]]:
         triples = [(out[:count], a[offset:], b[:count]) for out, a, b in sets]
         time = seconds(lambda i, t=triples: kernels.reduce(*t[i % 2]))
         results.append((kind, 3.0 * count * size, time))
-    wide, narrow = random(BUFFER_BYTES // 2, torch.float32), random(BUFFER_BYTES // 2, torch.bfloat16)
-    results.append(("cast of float32 to bfloat16", 6.0 * wide.numel(), seconds(lambda _: kernels.cast(narrow, wide))))
-    results.append(("cast of bfloat16 to float32", 6.0 * wide.numel(), seconds(lambda _: kernels.cast(wide, narrow))))
     for peers in (2, 8):
         inputs = [random(BUFFER_BYTES // 4, torch.bfloat16) for _ in range(peers)]
         out = torch.empty_like(inputs[0])

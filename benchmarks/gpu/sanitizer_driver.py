@@ -24,7 +24,6 @@ def main() -> int:
                 kernels.reduce(out[:5000], a[offset:][:5000], b[:5000], op=op)
             kernels.divide(out[offset:], 3.0)
             kernels.fold([out[:5000]], [a[offset:][:5000], b[:5000], out[:5000]], op="avg")
-        kernels.cast(torch.empty(5003, dtype=torch.int32, device=CUDA), a)
     integers = torch.arange(9001, device=CUDA, dtype=torch.int8)
     kernels.reduce(integers[:9000], integers[:9000], integers[1:])
     kernels.collect(torch.empty(3, 3000, dtype=torch.int8, device=CUDA), list(integers[1:].view(3, 3000)))

@@ -1,4 +1,4 @@
-// Kernels on flat buffers: reductions, casts, and those that read the buffers of several ranks.
+// Kernels on flat buffers: reductions, and those that read the buffers of several ranks.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -6,7 +6,6 @@
 
 #include "base/error.hpp"
 #include "bindings/kernels_py.hpp"
-#include "kernels/cast.hpp"
 #include "kernels/peers.hpp"
 #include "kernels/reduce.hpp"
 
@@ -38,17 +37,6 @@ void divide(uint64_t data, int64_t count, double divisor, int dtype, bool cuda, 
       .dtype = static_cast<DType>(dtype),
   };
   HDP_RUN_KERNEL(divide, args);
-}
-
-void cast(uint64_t out, uint64_t in, int64_t count, int to, int from, bool cuda, uint64_t stream) {
-  const kernels::CastArgs args{
-      .out = pointer(out),
-      .in = pointer(in),
-      .count = count,
-      .to = static_cast<DType>(to),
-      .from = static_cast<DType>(from),
-  };
-  HDP_RUN_KERNEL(cast, args);
 }
 
 // Fills the table of pointers and returns the number of addresses, which may be more than fit: the
@@ -106,8 +94,6 @@ void bindKernelsBuffers(py::module_& module) {
              py::arg("dtype"), py::arg("op"), py::arg("cuda"), py::arg("stream"));
   module.def("divide", &divide, py::arg("data"), py::arg("count"), py::arg("divisor"),
              py::arg("dtype"), py::arg("cuda"), py::arg("stream"));
-  module.def("cast", &cast, py::arg("out"), py::arg("input"), py::arg("count"), py::arg("to"),
-             py::arg("from_"), py::arg("cuda"), py::arg("stream"));
   module.def("fold", &fold, py::arg("outputs"), py::arg("inputs"), py::arg("count"),
              py::arg("dtype"), py::arg("op"), py::arg("cuda"), py::arg("stream"));
   module.def("collect", &collect, py::arg("out"), py::arg("inputs"), py::arg("bytes"),

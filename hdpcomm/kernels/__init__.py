@@ -1,10 +1,10 @@
-"""This library's kernels on torch tensors: reductions, casts, cross-entropy, folds of several ranks' buffers.
+"""This library's kernels on torch tensors: reductions, cross-entropy, folds of several ranks' buffers.
 
 All functions are local. On CUDA tensors they enqueue on the current stream of the tensors' device; on CPU tensors they
 are done on return. Both use the same element functions.
 """
 
-from hdpcomm.kernels.buffers import cast, collect, divide, fold, put, reduce
+from hdpcomm.kernels.buffers import collect, divide, fold, put, reduce
 from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES, cross_entropy
 from hdpcomm.kernels.linear_cross_entropy import (
     LabelLoss,
@@ -18,7 +18,6 @@ __all__ = [
     "CROSS_ENTROPY_DTYPES",
     "LabelLoss",
     "LossOptions",
-    "cast",
     "collect",
     "cross_entropy",
     "divide",

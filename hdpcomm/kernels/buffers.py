@@ -1,4 +1,4 @@
-"""Reductions and casts of flat buffers, and kernels that read the buffers of several ranks in place."""
+"""Reductions of flat buffers, and kernels that read the buffers of several ranks in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hdpcomm._core import kernels as _core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._tensors import check_same, dtype_code, launch
 
-__all__ = ["cast", "collect", "divide", "fold", "put", "reduce"]
+__all__ = ["collect", "divide", "fold", "put", "reduce"]
 
 
 def _op(name: str) -> int:
@@ -40,22 +40,6 @@ def divide(x: Tensor, divisor: float) -> None:
     """
     check_same("division", (x,))
     launch(_core.divide, x, x.data_ptr(), x.numel(), divisor, dtype_code(x))
-
-
-def cast(out: Tensor, x: Tensor) -> None:
-    """``out = x``, converted to the type of ``out``: float16, bfloat16, float32, float64, int32, int64.
-
-    Rounds to nearest, ties to even. Integers round towards zero; values out of range become the nearest integer, and
-    NaN becomes 0. Float64 and integers are converted to 16 bits through float32.
-
-    Raises: InvalidUsage.
-    """
-    if out.shape != x.shape or out.device != x.device or not (out.is_contiguous() and x.is_contiguous()):
-        raise InvalidUsage(
-            f"a cast needs contiguous tensors of one shape on one device; got {tuple(x.shape)} on {x.device} into "
-            f"{tuple(out.shape)} on {out.device}"
-        )
-    launch(_core.cast, out, out.data_ptr(), x.data_ptr(), out.numel(), dtype_code(out), dtype_code(x))
 
 
 def fold(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, op: str = "sum") -> None:

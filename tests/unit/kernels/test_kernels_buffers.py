@@ -1,4 +1,4 @@
-"""Reductions, casts and the kernels over several buffers, compared with numpy in float64 and in wider integers."""
+"""Reductions and the kernels over several buffers, compared with numpy in float64 and in wider integers."""
 
 import numpy as np
 import pytest
@@ -106,45 +106,14 @@ def test_divide(seed, count, dtype, offset, divisor):
     same_bits(x, want)
 
 
-CASTS = (*FLOATS, torch.int32, torch.int64)
-
-
-@given(
-    st.integers(0, 2**32), SIZES, st.sampled_from(CASTS), st.sampled_from(CASTS), st.integers(0, 9), st.integers(0, 9)
-)
-@settings(max_examples=150, deadline=None)
-def test_cast_is_numpys_where_numpy_defines_it(seed, count, source, target, from_offset, to_offset):
-    x = values(np.random.default_rng(seed), count, source, from_offset)
-    out = torch.empty(count + to_offset, dtype=target)[to_offset:]
-    kernels.cast(out, x)
-    if target.is_floating_point:
-        same_bits(out, x.to(target))
-        return
-    limits = torch.iinfo(target)
-    for got, value in zip(out.tolist(), x.tolist(), strict=True):
-        if value != value:
-            assert got == 0
-        elif value in (float("inf"), -float("inf")):
-            assert got == (limits.max if value > 0 else limits.min)
-        else:
-            assert got == min(max(int(value), limits.min), limits.max)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_all_16_bit_values_go_to_float_and_back(dtype):
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0])
+def test_all_16_bit_values_go_to_float_and_back(dtype, divisor):
+    """Halves of subnormal values lie in the middle between two others: ties to even."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    wide, again = torch.empty(2**16), torch.empty_like(every)
-    kernels.cast(wide, every)
-    kernels.cast(again, wide)
-    same_bits(wide, every.float())
-    same_bits(again, every)
-    # Between neighbours: rounding to nearest, ties to even.
-    finite = every.float()[every.float().isfinite()].sort().values
-    middle = ((finite[1:].double() + finite[:-1].double()) / 2).float()
-    for x in (middle, middle.nextafter(torch.tensor(torch.inf)), middle.nextafter(torch.tensor(-torch.inf))):
-        rounded = torch.empty(len(x), dtype=dtype)
-        kernels.cast(rounded, x)
-        same_bits(rounded, x.to(dtype))
+    out = every.clone()
+    kernels.divide(out, divisor)
+    same_bits(out, (every.float() / divisor).to(dtype))
 
 
 @given(
@@ -213,10 +182,6 @@ def test_bad_arguments_say_what_is_wrong():
         kernels.reduce(y, y, y, op="avg")
     with pytest.raises(InvalidUsage, match="'avg' needs a floating type, not int32"):
         kernels.divide(y, 2.0)
-    with pytest.raises(InvalidUsage, match="no conversion from bool to float32"):
-        kernels.cast(x, torch.zeros(4, dtype=torch.bool))
-    with pytest.raises(InvalidUsage, match="one shape on one device"):
-        kernels.cast(x, y[:3])
     with pytest.raises(InvalidUsage, match="0 inputs and 1 outputs"):
         kernels.fold([x], [])
     with pytest.raises(InvalidUsage, match="65 inputs of a fold; expected 1 to 64"):

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "device/cuda/loading.hpp"
-#include "kernels/cast.hpp"
 #include "kernels/cross_entropy.hpp"
 #include "kernels/merge.hpp"
 #include "kernels/peers.hpp"
@@ -134,21 +133,6 @@ void testDivide() {
   divideCpu({want.get(), count, 3.0, dtype});
   divideCuda({x.get(), count, 3.0, dtype}, nullptr);
   expect(x.equals(want), "differs");
-}
-
-void testCast() {
-  running = "cast";
-  constexpr DType kTypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32,
-                              DType::kFloat64, DType::kInt32,    DType::kInt64};
-  const DType from = kTypes[pick(0, 5)];
-  const DType to = kTypes[pick(0, 5)];
-  const int64_t count = someCount();
-  Memory in = fresh(count, from, pick(0, 9));
-  Memory out = fresh(count, to, pick(0, 9));
-  Memory want = fresh(count, to, 0);
-  castCpu({want.get(), in.get(), count, to, from});
-  castCuda({out.get(), in.get(), count, to, from}, nullptr);
-  expect(out.equals(want), "differs");
 }
 
 void testFold() {
@@ -456,8 +440,8 @@ void testCrossEntropy() {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
   for (int i = 0; i < rounds; ++i) {
-    for (void (*test)() : {testReduce, testDivide, testCast, testFold, testCollect, testPut,
-                           testRelay, testPushFold, testRows, testMerge, testCrossEntropy}) {
+    for (void (*test)() : {testReduce, testDivide, testFold, testCollect, testPut, testRelay,
+                           testPushFold, testRows, testMerge, testCrossEntropy}) {
       test();
     }
   }
