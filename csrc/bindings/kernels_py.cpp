@@ -1,13 +1,18 @@
-// hdpcomm._core.kernels: raw pointers, sizes and types; the Python callers (hdpcomm.attention) hold
-// the tensors and have checked shapes and devices.
-#include "bindings/kernels_py.hpp"
-
+// hdpcomm._core.kernels: raw pointers, sizes and types, by position; the Python callers
+// (hdpcomm.kernels, hdpcomm.attention) hold the tensors and have checked shapes and devices.
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
 #include "base/error.hpp"
 #include "bindings/rooms.hpp"
+#include "kernels/cross_entropy.hpp"
 #include "kernels/merge.hpp"
+#include "kernels/peers.hpp"
+#include "kernels/reduce.hpp"
 #include "kernels/rows.hpp"
 #include "kernels/zigzag.hpp"
 
@@ -16,59 +21,114 @@ namespace py = pybind11;
 namespace hdpcomm {
 namespace {
 
-using kernels::MergeArgs;
-using kernels::RowsArgs;
-using kernels::RowSegment;
+using Addresses = std::vector<uint64_t>;
 
-void merge(uint64_t out, uint64_t lse, uint64_t block_out, uint64_t block_lse, uint64_t rows,
-           const std::array<int64_t, 3>& shape, const std::array<int64_t, 2>& block_lse_strides,
-           int acc, int block, int num_threads, bool cuda, uint64_t stream) {
-  MergeArgs args;
-  args.out = pointer(out);
-  args.lse = pointer(lse);
-  args.block_out = pointer(block_out);
-  args.block_lse = pointer(block_lse);
-  args.rows = static_cast<const int64_t*>(pointer(rows));
-  args.tokens = shape[0];
-  args.heads = shape[1];
-  args.dim = shape[2];
-  args.block_lse_token_stride = block_lse_strides[0];
-  args.block_lse_head_stride = block_lse_strides[1];
-  args.acc = static_cast<DType>(acc);
-  args.block = static_cast<DType>(block);
-  HDP_RUN_KERNEL(merge, args, num_threads);
+// As what a field of a kernel's arguments comes from Python: pointers as addresses, types by their
+// codes, tables of the buffers of several ranks as lists of addresses.
+template <typename Field>
+using Given =
+    std::conditional_t<std::is_array_v<Field>, Addresses,
+                       std::conditional_t<std::is_pointer_v<Field>, uint64_t,
+                                          std::conditional_t<std::is_enum_v<Field>, int, Field>>>;
+
+template <typename Field>
+void set(Field& field, const Given<Field>& given) {
+  if constexpr (std::is_array_v<Field>) {
+    const size_t count = std::min<size_t>(given.size(), std::extent_v<Field>);
+    for (size_t i = 0; i < count; ++i) set(field[i], given[i]);
+  } else if constexpr (std::is_pointer_v<Field>) {
+    field = reinterpret_cast<Field>(given);
+  } else {
+    field = static_cast<Field>(given);
+  }
 }
 
-using Strides = std::array<int64_t, 2>;  // of dst and of src, in bytes
+// The numbers of buffers in the tables. They may be more than fit: the checks of the arguments
+// refuse that.
+void count(auto& args, const Addresses& outputs, const Addresses& inputs) {
+  args.num_outputs = static_cast<int>(outputs.size());
+  args.num_inputs = static_cast<int>(inputs.size());
+}
+void count(auto& args, uint64_t, const Addresses& inputs) {
+  args.num_inputs = static_cast<int>(inputs.size());
+}
+void count(const auto&, const auto&, const auto&) {}
 
-RowsArgs rowsArgs(uint64_t dst, uint64_t src, const Strides& strides, int64_t row_bytes,
-                  uint64_t segments, int64_t num_segments, int64_t total_rows) {
-  RowsArgs args;
-  args.dst = pointer(dst);
-  args.src = pointer(src);
-  args.dst_stride = strides[0];
-  args.src_stride = strides[1];
-  args.row_bytes = row_bytes;
-  args.segments = static_cast<const RowSegment*>(pointer(segments));
-  args.num_segments = num_segments;
-  args.total_rows = total_rows;
-  return args;
+// Binds a kernel. In Python it takes the fields in this order, what else the CPU's launcher takes,
+// and the device: whether it is CUDA, and the stream.
+template <typename Args, typename... More, typename... Fields>
+void bind(py::module_& module, const char* name, void (*cpu)(const Args&, More...),
+          std::type_identity_t<void (*)(const Args&, void*)> on_cuda, Fields... fields) {
+  module.def(
+      name, [=](const Given<std::remove_reference_t<std::invoke_result_t<Fields, Args&>>>&... given,
+                More... more, bool cuda, uint64_t stream) {
+        Args args;
+        (set(fields(args), given), ...);
+        [&args](const auto& first, const auto& second, const auto&...) {
+          count(args, first, second);
+        }(given...);
+        const GilRelease release;
+        if (!cuda) return cpu(args, more...);
+        if (on_cuda != nullptr) return on_cuda(args, reinterpret_cast<void*>(stream));
+        throw Error(
+            ErrorKind::kDevice,
+            "this build of hdpcomm has no CUDA kernels (no driver, toolkit or CUDA compiler "
+            "was found when it was built); set CMAKE_ARGS=-DHDPCOMM_CUDA=ON and install it "
+            "again");
+      });
 }
 
-void copyRows(uint64_t dst, uint64_t src, const Strides& strides, int64_t row_bytes,
-              uint64_t segments, int64_t num_segments, int64_t total_rows, uint64_t positions,
-              bool cuda, uint64_t stream) {
-  RowsArgs args = rowsArgs(dst, src, strides, row_bytes, segments, num_segments, total_rows);
-  args.positions = static_cast<int64_t*>(pointer(positions));
-  HDP_RUN_KERNEL(copyRows, args);
+#ifdef HDPCOMM_WITH_CUDA
+#define HDP_KERNEL(name) kernels::name##Cpu, kernels::name##Cuda
+#else
+#define HDP_KERNEL(name) kernels::name##Cpu, nullptr
+#endif
+#define HDP_FIELD(member) [](auto& args) -> auto& { return args.member; }
+
+void bindBuffers(py::module_& module) {
+  py::dict ops;
+  for (const RedOp op : {RedOp::kSum, RedOp::kProd, RedOp::kMin, RedOp::kMax, RedOp::kAvg}) {
+    ops[redOpName(op)] = static_cast<int>(op);
+  }
+  module.attr("OPS") = ops;
+  bind(module, "reduce", HDP_KERNEL(reduce), HDP_FIELD(out), HDP_FIELD(a), HDP_FIELD(b),
+       HDP_FIELD(count), HDP_FIELD(dtype), HDP_FIELD(op));
+  bind(module, "divide", HDP_KERNEL(divide), HDP_FIELD(data), HDP_FIELD(count), HDP_FIELD(divisor),
+       HDP_FIELD(dtype));
+  bind(module, "fold", HDP_KERNEL(fold), HDP_FIELD(outputs), HDP_FIELD(inputs), HDP_FIELD(count),
+       HDP_FIELD(dtype), HDP_FIELD(op));
+  bind(module, "collect", HDP_KERNEL(collect), HDP_FIELD(out), HDP_FIELD(inputs), HDP_FIELD(bytes),
+       HDP_FIELD(stride), HDP_FIELD(first));
+  bind(module, "put", HDP_KERNEL(put), HDP_FIELD(dst), HDP_FIELD(src), HDP_FIELD(bytes),
+       HDP_FIELD(flag), HDP_FIELD(value));
 }
 
-void addRows(uint64_t dst, uint64_t src, const Strides& strides, int64_t row_bytes,
-             uint64_t segments, int64_t num_segments, int64_t total_rows, int dtype, bool cuda,
-             uint64_t stream) {
-  RowsArgs args = rowsArgs(dst, src, strides, row_bytes, segments, num_segments, total_rows);
-  args.dtype = static_cast<DType>(dtype);
-  HDP_RUN_KERNEL(addRows, args);
+void bindRows(py::module_& module) {
+  bind(module, "merge", HDP_KERNEL(merge), HDP_FIELD(out), HDP_FIELD(lse), HDP_FIELD(block_out),
+       HDP_FIELD(block_lse), HDP_FIELD(rows), HDP_FIELD(tokens), HDP_FIELD(heads), HDP_FIELD(dim),
+       HDP_FIELD(block_lse_token_stride), HDP_FIELD(block_lse_head_stride), HDP_FIELD(acc),
+       HDP_FIELD(block));
+  bind(module, "copy_rows", HDP_KERNEL(copyRows), HDP_FIELD(dst), HDP_FIELD(src),
+       HDP_FIELD(dst_stride), HDP_FIELD(src_stride), HDP_FIELD(row_bytes), HDP_FIELD(segments),
+       HDP_FIELD(num_segments), HDP_FIELD(total_rows), HDP_FIELD(positions));
+  bind(module, "add_rows", HDP_KERNEL(addRows), HDP_FIELD(dst), HDP_FIELD(src),
+       HDP_FIELD(dst_stride), HDP_FIELD(src_stride), HDP_FIELD(row_bytes), HDP_FIELD(segments),
+       HDP_FIELD(num_segments), HDP_FIELD(total_rows), HDP_FIELD(dtype));
+}
+
+void bindCrossEntropy(py::module_& module) {
+  bind(module, "cross_entropy_stats", HDP_KERNEL(crossEntropyStats), HDP_FIELD(shape.tokens),
+       HDP_FIELD(shape.columns), HDP_FIELD(shape.stride), HDP_FIELD(shape.first_column),
+       HDP_FIELD(shape.total_columns), HDP_FIELD(shape.ignore_index), HDP_FIELD(shape.dtype),
+       HDP_FIELD(logits), HDP_FIELD(labels), HDP_FIELD(stats));
+  bind(module, "cross_entropy_loss", HDP_KERNEL(crossEntropyLoss), HDP_FIELD(stats),
+       HDP_FIELD(labels), HDP_FIELD(weights), HDP_FIELD(sums), HDP_FIELD(loss), HDP_FIELD(shards),
+       HDP_FIELD(tokens), HDP_FIELD(ignore_index));
+  bind(module, "cross_entropy_grad", HDP_KERNEL(crossEntropyGrad), HDP_FIELD(shape.tokens),
+       HDP_FIELD(shape.columns), HDP_FIELD(shape.stride), HDP_FIELD(shape.first_column),
+       HDP_FIELD(shape.total_columns), HDP_FIELD(shape.ignore_index), HDP_FIELD(shape.dtype),
+       HDP_FIELD(logits), HDP_FIELD(labels), HDP_FIELD(sums), HDP_FIELD(weights),
+       HDP_FIELD(upstream), HDP_FIELD(upstream_stride), HDP_FIELD(grad));
 }
 
 using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
@@ -92,26 +152,11 @@ py::array_t<int64_t> zigzagBounds(const Int64Array& cu_seqlens, int64_t ranks, d
 
 }  // namespace
 
-void throwNoCuda() {
-  throw Error(ErrorKind::kDevice,
-              "this build of hdpcomm has no CUDA kernels (no driver, toolkit or CUDA compiler was "
-              "found when it was built); set CMAKE_ARGS=-DHDPCOMM_CUDA=ON and install it again");
-}
-
 void bindKernels(py::module_& module) {
   module.doc() = "Maths on buffers, by raw pointer.";
-  module.def("merge", &merge, py::arg("out"), py::arg("lse"), py::arg("block_out"),
-             py::arg("block_lse"), py::arg("rows"), py::arg("shape"), py::arg("block_lse_strides"),
-             py::arg("acc"), py::arg("block"), py::arg("num_threads"), py::arg("cuda"),
-             py::arg("stream"));
-  module.def("copy_rows", &copyRows, py::arg("dst"), py::arg("src"), py::arg("strides"),
-             py::arg("row_bytes"), py::arg("segments"), py::arg("num_segments"),
-             py::arg("total_rows"), py::arg("positions"), py::arg("cuda"), py::arg("stream"));
-  module.def("add_rows", &addRows, py::arg("dst"), py::arg("src"), py::arg("strides"),
-             py::arg("row_bytes"), py::arg("segments"), py::arg("num_segments"),
-             py::arg("total_rows"), py::arg("dtype"), py::arg("cuda"), py::arg("stream"));
-  bindKernelsBuffers(module);
-  bindKernelsCrossEntropy(module);
+  bindBuffers(module);
+  bindRows(module);
+  bindCrossEntropy(module);
   module.def("zigzag_bounds", &zigzagBounds, py::arg("cu_seqlens"), py::arg("size"),
              py::arg("key_limit") = 0.0, py::arg("limited") = 0.0);
 }

@@ -100,7 +100,7 @@ def copy_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows, *, positions: to
         return
     (row_bytes, dst_stride), (_, src_stride) = _row_layout(dst), _row_layout(src)
     launch(
-        _core.copy_rows, dst, dst.data_ptr(), src.data_ptr(), (dst_stride, src_stride), row_bytes,
+        _core.copy_rows, dst, dst.data_ptr(), src.data_ptr(), dst_stride, src_stride, row_bytes,
         rows.address(dst.device), len(rows), rows.total, 0 if positions is None else positions.data_ptr(),
     )  # fmt: skip
 
@@ -112,7 +112,7 @@ def add_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows) -> None:
         return
     (row_bytes, dst_stride), (_, src_stride) = _row_layout(dst), _row_layout(src)
     launch(
-        _core.add_rows, dst, dst.data_ptr(), src.data_ptr(), (dst_stride, src_stride), row_bytes,
+        _core.add_rows, dst, dst.data_ptr(), src.data_ptr(), dst_stride, src_stride, row_bytes,
         rows.address(dst.device), len(rows), rows.total, dtype_code(dst, _FLOATS),
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ def merge(
         raise InvalidUsage(f"lse must have the type of out, {out.dtype}; got {lse.dtype} and {block_lse.dtype}")
     launch(
         _core.merge, out, out.data_ptr(), lse.data_ptr(), block_out.data_ptr(), block_lse.data_ptr(),
-        0 if rows is None else rows.data_ptr(), (tokens, heads, dim), block_lse.stride(),
+        0 if rows is None else rows.data_ptr(), tokens, heads, dim, *block_lse.stride(),
         dtype_code(out, _FLOATS), dtype_code(block_out, _FLOATS), torch.get_num_threads(),
     )  # fmt: skip
 

@@ -48,7 +48,7 @@ def row_losses(rows: Tensor, labels: Tensor, weights: Tensor | None, shard: Voca
     tokens = rows.shape[0]
     stats = torch.empty(3, tokens, dtype=torch.float32, device=rows.device)
     launch(
-        _core.cross_entropy_stats, rows, shard.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
+        _core.cross_entropy_stats, rows, *shard.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
         stats.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     everyone = shard.gather(stats)
@@ -74,7 +74,7 @@ def row_gradient(
     ``upstream``: fp32 ``[tokens]``, or a number for all tokens, expanded (stride 0).
     """
     launch(
-        _core.cross_entropy_grad, rows, shard.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
+        _core.cross_entropy_grad, rows, *shard.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
         sums.data_ptr(), _address(weights), upstream.data_ptr(), upstream.stride(0), gradient.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip

@@ -98,7 +98,7 @@ def test_shards_give_the_whole(seed, tokens, widths, dtype):
     shapes = [(tokens, x.shape[1], x.shape[1], int(a), columns, IGNORED) for x, a in zip(parts, starts, strict=False)]
     code = {torch.float32: 7, torch.bfloat16: 6, torch.float16: 5}[dtype]
     for x, shape, out in zip(parts, shapes, stats, strict=True):
-        core.cross_entropy_stats(shape, code, x.data_ptr(), labels.data_ptr(), out.data_ptr(), 1, False, 0)
+        core.cross_entropy_stats(*shape, code, x.data_ptr(), labels.data_ptr(), out.data_ptr(), 1, False, 0)
     sums, loss = torch.empty(2, tokens), torch.empty(tokens)
     core.cross_entropy_loss(
         stats.data_ptr(), labels.data_ptr(), weights.data_ptr(), sums.data_ptr(), loss.data_ptr(), len(parts), tokens,
@@ -106,7 +106,7 @@ def test_shards_give_the_whole(seed, tokens, widths, dtype):
     )  # fmt: skip
     for x, shape in zip(parts, shapes, strict=True):
         core.cross_entropy_grad(
-            shape, code, x.data_ptr(), labels.data_ptr(), sums.data_ptr(), weights.data_ptr(), upstream.data_ptr(), 1,
+            *shape, code, x.data_ptr(), labels.data_ptr(), sums.data_ptr(), weights.data_ptr(), upstream.data_ptr(), 1,
             x.data_ptr(), 1, False, 0,
         )  # fmt: skip
     check(loss, torch.cat(parts, 1), want_loss, want_grad, dtype)
@@ -142,7 +142,7 @@ def test_exponential_to_two_units_in_the_last_place(x):
     out = torch.empty(1, 2)
     sums, one, label = torch.tensor([0.0, 1.0]), torch.ones(1), torch.zeros(1, dtype=torch.int64)
     core.cross_entropy_grad(
-        (1, 2, 2, 0, 2, -100), 7, logits.data_ptr(), label.data_ptr(), sums.data_ptr(), 0, one.data_ptr(), 1,
+        1, 2, 2, 0, 2, -100, 7, logits.data_ptr(), label.data_ptr(), sums.data_ptr(), 0, one.data_ptr(), 1,
         out.data_ptr(), 1, False, 0,
     )  # fmt: skip
     want = math.exp(float(np.float32(x)))
@@ -225,9 +225,9 @@ def test_bad_arguments_say_what_is_wrong():
     with pytest.raises(InvalidUsage, match="labels or weights on meta"):
         cross_entropy(logits, labels.to("meta"))
     with pytest.raises(InvalidUsage, match="must not be negative"):
-        core.cross_entropy_stats((-1, 1, 1, 0, 1, 0), 7, 0, 0, 0, 1, False, 0)
+        core.cross_entropy_stats(-1, 1, 1, 0, 1, 0, 7, 0, 0, 0, 1, False, 0)
     with pytest.raises(InvalidUsage, match="the rows overlap"):
-        core.cross_entropy_stats((2, 4, 2, 0, 4, 0), 7, 0, 0, 0, 1, False, 0)
+        core.cross_entropy_stats(2, 4, 2, 0, 4, 0, 7, 0, 0, 0, 1, False, 0)
     with pytest.raises(InvalidUsage, match="must not be negative"):
         core.cross_entropy_loss(0, 0, 0, 0, 0, 0, 1, 0, False, 0)
     cross_entropy(logits, labels)  # and the next one works

@@ -94,9 +94,9 @@ def test_bad_copies_say_what_is_wrong():
     with pytest.raises(InvalidUsage, match="expected float32 or float64"):
         add_rows(x.half(), x.half(), Rows([(0, 0, 1)]))
     with pytest.raises(InvalidUsage, match="must not be negative"):
-        core.copy_rows(0, 0, (0, 0), -1, 0, 0, 0, 0, False, 0)
+        core.copy_rows(0, 0, 0, 0, -1, 0, 0, 0, 0, False, 0)
     with pytest.raises(InvalidUsage, match="whole elements"):
-        core.add_rows(0, 0, (4, 4), 6, 0, 0, 0, 7, False, 0)
+        core.add_rows(0, 0, 4, 4, 6, 0, 0, 0, 7, False, 0)
 
 
 @given(st.lists(st.integers(0, 300), max_size=12), st.integers(1, 12))
