@@ -7,6 +7,7 @@
 #include <cstring>
 #include <mutex>
 #include <set>
+#include <type_traits>
 
 #include "base/error.hpp"
 #include "bindings/rooms.hpp"
@@ -17,189 +18,125 @@ namespace py = pybind11;
 namespace hdpcomm {
 namespace {
 
-using Address = uintptr_t;
 using Release = py::call_guard<GilRelease>;
 
-template <typename T = void>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-Address address(const void* memory) { return reinterpret_cast<Address>(memory); }
+// Addresses, streams and events cross as integers.
+template <typename Value>
+constexpr bool kHandle = std::is_same_v<Value, Stream> || std::is_same_v<Value, Event>;
+template <typename Value>
+using Plain = std::conditional_t<std::is_pointer_v<Value> || kHandle<Value>, uintptr_t, Value>;
 
-template <typename Class>
-void bindMemory(Class& device) {
-  device
-      .def(
-          "allocate",
-          [](DeviceApi& d, size_t bytes) {
-            return atSite([&](Site site) { return address(d.allocate(bytes, site)); });
-          },
-          py::arg("bytes"))
-      .def(
-          "free",
-          [](DeviceApi& d, Address memory) {
-            atSite([&](Site site) { d.free(pointer(memory), site); });
-          },
-          py::arg("memory"))
-      .def(
-          "allocate_pinned",
-          [](DeviceApi& d, size_t bytes) {
-            return atSite([&](Site site) { return address(d.allocatePinned(bytes, site)); });
-          },
-          py::arg("bytes"))
-      .def(
-          "free_pinned",
-          [](DeviceApi& d, Address memory) {
-            atSite([&](Site site) { d.freePinned(pointer(memory), site); });
-          },
-          py::arg("memory"))
-      .def(
-          "register_pinned",
-          [](DeviceApi& d, Address memory, size_t bytes) {
-            d.registerPinned(pointer(memory), bytes);
-          },
-          py::arg("memory"), py::arg("bytes"), Release())
-      .def(
-          "unregister_pinned",
-          [](DeviceApi& d, Address memory) { d.unregisterPinned(pointer(memory)); },
-          py::arg("memory"), Release())
-      .def(
-          "export_memory",
-          [](DeviceApi& d, Address memory) {
-            MemoryHandle handle;
-            {
-              const GilRelease release;
-              handle = d.exportMemory(pointer(memory));
-            }
-            return py::bytes(reinterpret_cast<const char*>(handle.bytes), MemoryHandle::kBytes);
-          },
-          py::arg("memory"))
-      .def(
-          "import_memory",
-          [](DeviceApi& d, const py::bytes& bytes) {
-            const MemoryHandle handle = handleOf(bytes);
-            const GilRelease release;
-            return address(d.importMemory(handle));
-          },
-          py::arg("handle"))
-      .def(
-          "close_memory", [](DeviceApi& d, Address memory) { d.closeMemory(pointer(memory)); },
-          py::arg("memory"), Release());
+template <typename Value>
+Value taken(Plain<Value> plain) {
+  if constexpr (std::is_pointer_v<Value>) {
+    return reinterpret_cast<Value>(plain);
+  } else {
+    return Value{plain};
+  }
 }
 
-template <typename Class>
-void bindStreams(Class& device) {
-  device
-      .def(
-          "create_stream",
-          [](DeviceApi& d, int priority) { return d.createStream(priority).handle; },
-          py::arg("priority") = 0, Release())
-      .def(
-          "destroy_stream", [](DeviceApi& d, uintptr_t stream) { d.destroyStream({stream}); },
-          py::arg("stream"), Release())
-      .def(
-          "create_event", [](DeviceApi& d) { return d.createEvent().handle; }, Release())
-      .def(
-          "destroy_event", [](DeviceApi& d, uintptr_t event) { d.destroyEvent({event}); },
-          py::arg("event"), Release())
-      .def(
-          "record",
-          [](DeviceApi& d, uintptr_t event, uintptr_t stream) {
-            atSite([&](Site site) { d.record({event}, {stream}, site); });
-          },
-          py::arg("event"), py::arg("stream"))
-      .def(
-          "wait",
-          [](DeviceApi& d, uintptr_t stream, uintptr_t event) {
-            atSite([&](Site site) { d.wait({stream}, {event}, site); });
-          },
-          py::arg("stream"), py::arg("event"))
-      .def(
-          "query", [](DeviceApi& d, uintptr_t event) { return d.query({event}); }, py::arg("event"),
-          Release())
-      .def(
-          "synchronize_event",
-          [](DeviceApi& d, uintptr_t event, double timeout_s) {
-            atSite([&](Site site) { d.synchronize(Event{event}, timeout_s, checkSignals, site); });
-          },
-          py::arg("event"), py::arg("timeout") = 60.0)
-      .def(
-          "synchronize_stream",
-          [](DeviceApi& d, uintptr_t stream, double timeout_s) {
-            atSite(
-                [&](Site site) { d.synchronize(Stream{stream}, timeout_s, checkSignals, site); });
-          },
-          py::arg("stream"), py::arg("timeout") = 60.0)
-      .def(
-          "is_capturing", [](DeviceApi& d, uintptr_t stream) { return d.isCapturing({stream}); },
-          py::arg("stream"), Release());
+template <typename Value>
+Plain<Value> given(Value value) {
+  if constexpr (std::is_pointer_v<Value>) {
+    return reinterpret_cast<uintptr_t>(value);
+  } else if constexpr (kHandle<Value>) {
+    return value.handle;
+  } else {
+    return value;
+  }
 }
 
-template <typename Class>
-void bindWork(Class& device) {
-  device
-      .def(
-          "copy",
-          [](DeviceApi& d, Address dst, Address src, size_t bytes, uintptr_t stream) {
-            atSite([&](Site site) { d.copy(pointer(dst), pointer(src), bytes, {stream}, site); });
-          },
-          py::arg("dst"), py::arg("src"), py::kw_only(), py::arg("bytes"), py::arg("stream"))
-      .def(
-          "fill",
-          [](DeviceApi& d, Address dst, unsigned char value, size_t bytes, uintptr_t stream) {
-            atSite([&](Site site) { d.fill(pointer(dst), value, bytes, {stream}, site); });
-          },
-          py::arg("dst"), py::arg("value"), py::kw_only(), py::arg("bytes"), py::arg("stream"))
-      .def(
-          "write_value",
-          [](DeviceApi& d, uintptr_t stream, Address flag, uint32_t value) {
-            atSite(
-                [&](Site site) { d.writeValue({stream}, pointer<uint32_t>(flag), value, site); });
-          },
-          py::arg("stream"), py::arg("flag"), py::arg("value"))
-      .def(
-          "wait_value",
-          [](DeviceApi& d, uintptr_t stream, Address flag, uint32_t value) {
-            atSite([&](Site site) { d.waitValue({stream}, pointer<uint32_t>(flag), value, site); });
-          },
-          py::arg("stream"), py::arg("flag"), py::arg("value"));
+// A call of the device without the GIL.
+template <typename Result, typename... Args>
+auto call(Result (DeviceApi::*method)(Args...)) {
+  return [method](DeviceApi& device, Plain<Args>... args) {
+    const GilRelease release;
+    if constexpr (std::is_void_v<Result>) {
+      (device.*method)(taken<Args>(args)...);
+    } else {
+      return given((device.*method)(taken<Args>(args)...));
+    }
+  };
 }
 
-template <typename Class>
-void bindHost(Class& device) {
-  device
-      .def(
-          "store_flag",
-          [](DeviceApi& d, Address flag, uint32_t value) {
-            atSite([&](Site site) { d.storeFlag(pointer<uint32_t>(flag), value, site); });
-          },
-          py::arg("flag"), py::arg("value"))
-      .def(
-          "load_flag",
-          [](DeviceApi& d, Address flag) {
-            return atSite([&](Site site) { return d.loadFlag(pointer<uint32_t>(flag), site); });
-          },
-          py::arg("flag"))
-      .def(
-          "annotate_read",
-          [](DeviceApi& d, Address data, size_t bytes) {
-            atSite([&](Site site) { d.annotateRead(pointer(data), bytes, site); });
-          },
-          py::arg("data"), py::arg("bytes"))
-      .def(
-          "annotate_write",
-          [](DeviceApi& d, Address data, size_t bytes) {
-            atSite([&](Site site) { d.annotateWrite(pointer(data), bytes, site); });
-          },
-          py::arg("data"), py::arg("bytes"))
-      .def(
-          "annotate_free",
-          [](DeviceApi& d, Address data, size_t bytes) {
-            atSite([&](Site site) { d.annotateFree(pointer(data), bytes, site); });
-          },
-          py::arg("data"), py::arg("bytes"))
-      .def("annotate_release", &DeviceApi::annotateRelease, py::arg("key"), Release())
-      .def("annotate_acquire", &DeviceApi::annotateAcquire, py::arg("key"), Release());
+// The same of one that takes the line of its caller.
+template <typename... Args, typename Method>
+auto callAt(Method method) {
+  using Result = std::invoke_result_t<Method, DeviceApi&, Args..., Site>;
+  return [method](DeviceApi& device, Plain<Args>... args) {
+    return atSite([&](Site site) {
+      if constexpr (std::is_void_v<Result>) {
+        (device.*method)(taken<Args>(args)..., site);
+      } else {
+        return given((device.*method)(taken<Args>(args)..., site));
+      }
+    });
+  };
+}
+
+// Waits for an event or a stream.
+template <typename Awaited>
+void synchronize(DeviceApi& device, uintptr_t awaited, double timeout_s) {
+  atSite([&](Site site) { device.synchronize(Awaited{awaited}, timeout_s, checkSignals, site); });
+}
+
+py::bytes exportMemory(DeviceApi& device, uintptr_t memory) {
+  MemoryHandle handle;
+  {
+    const GilRelease release;
+    handle = device.exportMemory(reinterpret_cast<void*>(memory));
+  }
+  return {reinterpret_cast<const char*>(handle.bytes), MemoryHandle::kBytes};
+}
+
+uintptr_t importMemory(DeviceApi& device, const py::bytes& bytes) {
+  const MemoryHandle handle = handleOf(bytes);
+  const GilRelease release;
+  return given(device.importMemory(handle));
+}
+
+void bindMemory(py::class_<DeviceApi, std::shared_ptr<DeviceApi>>& device) {
+  device.def("allocate", callAt<size_t>(&DeviceApi::allocate), py::arg("bytes"))
+      .def("free", callAt<void*>(&DeviceApi::free), py::arg("memory"))
+      .def("allocate_pinned", callAt<size_t>(&DeviceApi::allocatePinned), py::arg("bytes"))
+      .def("free_pinned", callAt<void*>(&DeviceApi::freePinned), py::arg("memory"))
+      .def("register_pinned", call(&DeviceApi::registerPinned), py::arg("memory"), py::arg("bytes"))
+      .def("unregister_pinned", call(&DeviceApi::unregisterPinned), py::arg("memory"))
+      .def("export_memory", &exportMemory, py::arg("memory"))
+      .def("import_memory", &importMemory, py::arg("handle"))
+      .def("close_memory", call(&DeviceApi::closeMemory), py::arg("memory"))
+      .def("annotate_read", callAt<const void*, size_t>(&DeviceApi::annotateRead), py::arg("data"),
+           py::arg("bytes"))
+      .def("annotate_write", callAt<void*, size_t>(&DeviceApi::annotateWrite), py::arg("data"),
+           py::arg("bytes"))
+      .def("annotate_free", callAt<const void*, size_t>(&DeviceApi::annotateFree), py::arg("data"),
+           py::arg("bytes"))
+      .def("annotate_release", call(&DeviceApi::annotateRelease), py::arg("key"))
+      .def("annotate_acquire", call(&DeviceApi::annotateAcquire), py::arg("key"));
+}
+
+void bindStreams(py::class_<DeviceApi, std::shared_ptr<DeviceApi>>& device) {
+  device.def("create_stream", call(&DeviceApi::createStream), py::arg("priority") = 0)
+      .def("destroy_stream", call(&DeviceApi::destroyStream), py::arg("stream"))
+      .def("create_event", call(&DeviceApi::createEvent))
+      .def("destroy_event", call(&DeviceApi::destroyEvent), py::arg("event"))
+      .def("record", callAt<Event, Stream>(&DeviceApi::record), py::arg("event"), py::arg("stream"))
+      .def("wait", callAt<Stream, Event>(&DeviceApi::wait), py::arg("stream"), py::arg("event"))
+      .def("query", call(&DeviceApi::query), py::arg("event"))
+      .def("synchronize_event", &synchronize<Event>, py::arg("event"), py::arg("timeout") = 60.0)
+      .def("synchronize_stream", &synchronize<Stream>, py::arg("stream"), py::arg("timeout") = 60.0)
+      .def("is_capturing", call(&DeviceApi::isCapturing), py::arg("stream"))
+      .def("copy", callAt<void*, const void*, size_t, Stream>(&DeviceApi::copy), py::arg("dst"),
+           py::arg("src"), py::kw_only(), py::arg("bytes"), py::arg("stream"))
+      .def("fill", callAt<void*, unsigned char, size_t, Stream>(&DeviceApi::fill), py::arg("dst"),
+           py::arg("value"), py::kw_only(), py::arg("bytes"), py::arg("stream"))
+      .def("write_value", callAt<Stream, uint32_t*, uint32_t>(&DeviceApi::writeValue),
+           py::arg("stream"), py::arg("flag"), py::arg("value"))
+      .def("wait_value", callAt<Stream, uint32_t*, uint32_t>(&DeviceApi::waitValue),
+           py::arg("stream"), py::arg("flag"), py::arg("value"))
+      .def("store_flag", callAt<uint32_t*, uint32_t>(&DeviceApi::storeFlag), py::arg("flag"),
+           py::arg("value"))
+      .def("load_flag", callAt<const uint32_t*>(&DeviceApi::loadFlag), py::arg("flag"));
 }
 
 }  // namespace
@@ -237,8 +174,6 @@ void bindDevice(py::module_& module) {
       .def("can_access_peer", &DeviceApi::canAccessPeer, py::arg("ordinal"), Release());
   bindMemory(device);
   bindStreams(device);
-  bindWork(device);
-  bindHost(device);
   bindDeviceMemory(module);
   module.def("open_sim", &openSimDevice, py::arg("ordinal"),
              py::arg("out_of_reach") = std::vector<int>{}, Release());
