@@ -33,8 +33,6 @@ __all__ = ["Collectives"]
 class Collectives:
     """The collectives of a group, by the names of torch's C++ groups; ``opts``: torch's options, or a plain value."""
 
-    __slots__ = ("_comm", "_state")
-
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._comm = state.communicator

@@ -1,9 +1,8 @@
-"""The process group that torch gets: torch's names, each passed on to the object that does it."""
+"""The process group that torch gets: collectives and messages, and what else torch asks of a group."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.torch_backend.checks import Lists, Tensors
 from hdpcomm.torch_backend.collectives import Collectives
 from hdpcomm.torch_backend.engine import Engine
 from hdpcomm.torch_backend.messages import Messages
@@ -20,10 +18,8 @@ from hdpcomm.torch_backend.work import BackendWork
 
 __all__ = ["HdpProcessGroup"]
 
-Timeout = datetime.timedelta | None
 
-
-class HdpProcessGroup(dist.ProcessGroup):
+class HdpProcessGroup(Collectives, Messages, dist.ProcessGroup):  # type: ignore[misc]
     """A group of torch ranks: a subset of the world of its :class:`Engine`. Made by torch, see ``init_process_group``.
 
     The collectives of overlapping groups must be called in one order on all ranks, whether waited for or not;
@@ -45,12 +41,12 @@ class HdpProcessGroup(dist.ProcessGroup):
         timeout: float,
         owner: bool = False,
     ) -> None:
-        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        dist.ProcessGroup.__init__(self, communicator.rank, communicator.size)  # type: ignore[call-arg]
         self.engine = engine
         self.communicator = communicator
-        self._state = GroupState(engine, communicator, name=name, timeout=timeout)
-        self._collectives = Collectives(self._state)
-        self._messages = Messages(self._state)
+        state = GroupState(engine, communicator, name=name, timeout=timeout)
+        Collectives.__init__(self, state)
+        Messages.__init__(self, state)
         self._store = store
         self._owner = owner
         self._description = ""
@@ -116,88 +112,19 @@ class HdpProcessGroup(dist.ProcessGroup):
         if self._owner:
             self.engine.close()
 
-    # --- collectives -------------------------------------------------------------------------------------------------
-
-    def barrier(self, opts: Any = None, timeout: Timeout = None) -> BackendWork:  # type: ignore[override]
-        return self._collectives.barrier(opts, timeout)
-
-    def broadcast(self, tensors: Tensors, opts: Any = None, timeout: Timeout = None) -> BackendWork:
-        return self._collectives.broadcast(tensors, opts, timeout)
-
-    def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Timeout = None) -> BackendWork:
-        return self._collectives.allreduce(tensors, opts, timeout)
-
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> BackendWork:
-        return self._collectives.allreduce_coalesced(tensors, opts)
-
-    def reduce(self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: Timeout = None) -> BackendWork:
-        return self._collectives.reduce(tensors, opts, op, timeout)
-
-    def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> BackendWork:
-        return self._collectives.allgather(outputs, inputs, opts)
-
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> BackendWork:
-        return self._collectives.allgather_coalesced(outputs, inputs, opts)
+    # --- one tensor of the calls for several, and names of torch before 2.13 ----------------------------------------
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> BackendWork:
-        return self._collectives.all_gather_single_coalesced([output], [input], opts)
-
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> BackendWork:
-        return self._collectives.all_gather_single_coalesced(outputs, inputs, opts)
-
-    def gather(self, outputs: Lists, inputs: Tensors, opts: Any = None, timeout: Timeout = None) -> BackendWork:
-        return self._collectives.gather(outputs, inputs, opts, timeout)
-
-    def scatter(self, outputs: Tensors, inputs: Lists, opts: Any = None, timeout: Timeout = None) -> BackendWork:
-        return self._collectives.scatter(outputs, inputs, opts, timeout)
-
-    def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any = None, timeout: Timeout = None) -> BackendWork:
-        return self._collectives.reduce_scatter(outputs, inputs, opts, timeout)
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> BackendWork:
-        return self._collectives.reduce_scatter_single_coalesced([output], [input], opts)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> BackendWork:
-        return self._collectives.reduce_scatter_single_coalesced(outputs, inputs, opts)
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        opts: Any = None,
-    ) -> BackendWork:
-        return self._collectives.all_to_all_single(output, input, output_split_sizes, input_split_sizes, opts)
-
-    def alltoall(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> BackendWork:
-        return self._collectives.alltoall(outputs, inputs, opts)
-
-    # Names of torch before 2.13.
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
-
-    # --- messages ----------------------------------------------------------------------------------------------------
-
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> BackendWork:
-        return self._messages.send(tensors, dst, tag)
-
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> BackendWork:
-        return self._messages.recv(tensors, src, tag)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> BackendWork:
-        return self._messages.recv_anysource(tensors, tag)
+    allgather_into_tensor_coalesced = Collectives.all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = Collectives.reduce_scatter_single_coalesced
+    alltoall_base = Collectives.all_to_all_single
 
     # --- coalescing --------------------------------------------------------------------------------------------------
 

@@ -90,8 +90,6 @@ class MessageWork(BackendWork):
 class Messages:
     """The point-to-point methods of a group. Ranks in arguments and results are positions in the group."""
 
-    __slots__ = ("_by_streams", "_mailbox", "_state")
-
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._by_streams = state.communicator._by_streams
