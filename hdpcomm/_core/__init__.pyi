@@ -1,4 +1,6 @@
 # Type stubs of the compiled module; one file a room.
+from typing import Final
+
 from hdpcomm._core import collective as collective
 from hdpcomm._core import comm as comm
 from hdpcomm._core import device as device
@@ -16,80 +18,43 @@ def settings_table() -> list[Setting]: ...
 
 # The environment variables in force. Frozen; what is fixed for a process is as it was when first asked for.
 class Settings:
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def transport(self) -> str: ...
-    @property
-    def host_id(self) -> str: ...
-    @property
-    def domain(self) -> str: ...
-    @property
-    def secret(self) -> str: ...
-    @property
-    def secret_file(self) -> str: ...
-    @property
-    def store(self) -> str: ...
-    @property
-    def costs(self) -> str: ...
-    @property
-    def shm_eager_bytes(self) -> int: ...
-    @property
-    def shm_payload_bytes(self) -> int: ...
-    @property
-    def shm_cma(self) -> bool: ...
-    @property
-    def deadlocks(self) -> bool: ...
-    @property
-    def flight_records(self) -> int: ...
-    @property
-    def flight_folder(self) -> str: ...
-    @property
-    def spin_us(self) -> float: ...
-    @property
-    def yield_us(self) -> float: ...
-    @property
-    def liveness_s(self) -> float: ...
-    @property
-    def silence_s(self) -> float: ...
-    @property
-    def longest_wait_s(self) -> float: ...
-    @property
-    def nccl(self) -> str: ...
-    @property
-    def nccl_connect(self) -> int: ...
-    @property
-    def nccl_one_sided(self) -> str: ...
-    @property
-    def device_slot_bytes(self) -> int: ...
-    @property
-    def device_slots(self) -> int: ...
-    @property
-    def device_lanes(self) -> int: ...
-    @property
-    def device_landing_bytes(self) -> int: ...
-    @property
-    def device_window_bytes(self) -> int: ...
-    @property
-    def device_small_bytes(self) -> int: ...
+    timeout_s: Final[float]
+    transport: Final[str]
+    host_id: Final[str]
+    domain: Final[str]
+    secret: Final[str]
+    secret_file: Final[str]
+    store: Final[str]
+    costs: Final[str]
+    shm_eager_bytes: Final[int]
+    shm_payload_bytes: Final[int]
+    shm_cma: Final[bool]
+    deadlocks: Final[bool]
+    flight_records: Final[int]
+    flight_folder: Final[str]
+    spin_us: Final[float]
+    yield_us: Final[float]
+    liveness_s: Final[float]
+    silence_s: Final[float]
+    longest_wait_s: Final[float]
+    nccl: Final[str]
+    nccl_connect: Final[int]
+    nccl_one_sided: Final[str]
+    device_slot_bytes: Final[int]
+    device_slots: Final[int]
+    device_lanes: Final[int]
+    device_landing_bytes: Final[int]
+    device_window_bytes: Final[int]
+    device_small_bytes: Final[int]
 
 # A row of their table.
 class Setting:
-    @property
-    def variable(self) -> str: ...
-    @property
-    def field(self) -> str: ...  # of Settings
-    @property
-    def default(self) -> str: ...
-    @property
-    def range(self) -> str: ...  # "a number from 0 to 1000000"
-    @property
-    def meaning(self) -> str: ...
-    @property
-    def hidden(self) -> bool: ...  # reports do not show its value
-    @property
-    def fixed(self) -> bool: ...  # read once a process, else at each init()
-    @property
-    def value(self) -> str: ...  # as set now, or the default
-    @property
-    def error(self) -> str | None: ...  # why the value is refused
+    variable: Final[str]
+    field: Final[str]  # of Settings
+    default: Final[str]
+    range: Final[str]  # "a number from 0 to 1000000"
+    meaning: Final[str]
+    hidden: Final[bool]  # reports do not show its value
+    fixed: Final[bool]  # read once a process, else at each init()
+    value: Final[str]  # as set now, or the default
+    error: Final[str | None]  # why the value is refused

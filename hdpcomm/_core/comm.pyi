@@ -1,6 +1,6 @@
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from hdpcomm._core.collective import DeviceTransportCosts
 from hdpcomm._core.device import Device
@@ -42,16 +42,11 @@ def free_ended() -> None: ...  # buffers of operations that were let go of and h
 class Block: ...  # has the buffer protocol
 
 class World:
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def timeout(self) -> float: ...
-    @property
-    def transport(self) -> str: ...
-    @property
-    def over(self) -> bool: ...  # closed or aborted
+    rank: Final[int]
+    size: Final[int]
+    timeout: Final[float]
+    transport: Final[str]
+    over: Final[bool]  # closed or aborted
     def communicator(self) -> Communicator: ...
     def stats(self) -> dict[str, int]: ...
     def allocate(self, bytes: int) -> Block | None: ...
@@ -67,26 +62,18 @@ class World:
     def close(self, reason: str) -> None: ...
 
 class Communicator:
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-    @property
-    def hash(self) -> int: ...
+    rank: Final[int]
+    size: Final[int]
+    ranks: Final[tuple[int, ...]]
+    hash: Final[int]
     def waited_s(self) -> float: ...
-    @property
-    def world(self) -> World: ...
+    world: Final[World]
     def resync(self, timeout: float, quiet: bool = False) -> None: ...
 
 class SharedCounter:
-    @property
-    def word(self) -> int: ...
-    @property
-    def generation(self) -> int: ...
-    @property
-    def owner(self) -> int: ...  # global rank
+    word: Final[int]
+    generation: Final[int]
+    owner: Final[int]  # global rank
     def close(self) -> None: ...
 
 def open_counter(comm: Communicator) -> SharedCounter: ...  # on the first rank of the communicator
@@ -94,8 +81,7 @@ def join_counter(comm: Communicator, word: int, generation: int) -> SharedCounte
 
 class Window:
     def __init__(self, comm: Communicator, words: int, bytes: int) -> None: ...
-    @property
-    def descriptor(self) -> int: ...
+    descriptor: Final[int]
     def open(self, position: int, pid: int, descriptor: int) -> None: ...
     def data(self, position: int) -> Block: ...
     def set(self, position: int, word: int, value: int) -> None: ...
@@ -105,43 +91,27 @@ class Window:
     def stop(self) -> None: ...
 
 class FlightRecord:
-    @property
-    def op(self) -> str: ...
-    @property
-    def subset(self) -> int: ...  # of Flight.groups
-    @property
-    def count(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def root(self) -> int: ...  # position in the ranks, or -1
-    @property
-    def state(self) -> int: ...  # 0: under way, 1: queued, 2: done, 3: failed
-    @property
-    def started_ns(self) -> int: ...  # of the system's clock
-    @property
-    def ended_ns(self) -> int: ...  # 0: it has not
-    @property
-    def seq(self) -> int: ...
-    @property
-    def order(self) -> int: ...  # equal on all ranks that take part
-    @property
-    def peer(self) -> int: ...  # global rank; -1: a collective
-    @property
-    def sends(self) -> bool: ...
+    op: Final[str]
+    subset: Final[int]  # of Flight.groups
+    count: Final[int]
+    dtype: Final[str]
+    root: Final[int]  # position in the ranks, or -1
+    state: Final[int]  # 0: under way, 1: queued, 2: done, 3: failed
+    started_ns: Final[int]  # of the system's clock
+    ended_ns: Final[int]  # 0: it has not
+    seq: Final[int]
+    order: Final[int]  # equal on all ranks that take part
+    peer: Final[int]  # global rank; -1: a collective
+    sends: Final[bool]
 
 class Flight:
-    @property
-    def first(self) -> int: ...
-    @property
-    def records(self) -> list[FlightRecord]: ...
-    @property
-    def groups(self) -> dict[int, list[int]]: ...  # global ranks
+    first: Final[int]
+    records: Final[list[FlightRecord]]
+    groups: Final[dict[int, list[int]]]  # global ranks
 
 class FlightSource:
     def read(self) -> Flight | None: ...  # None: its world or engine has gone
-    @property
-    def gone(self) -> bool: ...
+    gone: Final[bool]
 
 def flight_of_world(world: World) -> FlightSource: ...
 def flight_of_engine(engine: StreamEngine) -> FlightSource: ...
@@ -151,8 +121,7 @@ class StreamWork:
     def wait_on(self, stream: int) -> None: ...
     def release_buffers(self) -> None: ...
     def done(self) -> bool: ...
-    @property
-    def failed(self) -> bool: ...
+    failed: Final[bool]
 
 class LinkJoining:
     def __init__(
@@ -193,14 +162,11 @@ class StreamEngine:
     def join_nccl(comm: Communicator, device: Device, nccl: NcclJoining) -> StreamEngine: ...
     @staticmethod
     def join_paths(comm: Communicator, device: Device, links: LinkJoining, nccl: NcclJoining) -> StreamEngine: ...
-    @property
-    def name(self) -> str: ...  # of the transport
-    @property
-    def device(self) -> Device: ...
+    name: Final[str]  # of the transport
+    device: Final[Device]
     def reads_peers(self, comm: Communicator) -> bool: ...  # has the algorithms of peer_readers_of()
     def lands(self, comm: Communicator, peer: int) -> bool: ...
-    @property
-    def host_stream(self) -> int: ...
+    host_stream: Final[int]
     def landing(self, comm: Communicator, source: int | None) -> tuple[int, int]: ...  # address and bytes
     def synchronize(self, timeout: float) -> None: ...
     def stats(self) -> dict[str, int]: ...
@@ -210,10 +176,8 @@ class Mailbox:
     def __init__(self, world: World) -> None: ...
 
 class Mail:
-    @property
-    def receives(self) -> bool: ...
-    @property
-    def source(self) -> int: ...  # world rank of the sender of a receive that has ended; else -1
+    receives: Final[bool]
+    source: Final[int]  # world rank of the sender of a receive that has ended; else -1
     def done(self) -> bool: ...
 
 # Plain C functions: positional arguments only. Those that run an operation block, or start it if `async_op`: then they
