@@ -121,10 +121,10 @@ class HdpProcessGroup(Collectives, Messages, dist.ProcessGroup):  # type: ignore
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = Collectives.all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = Collectives.reduce_scatter_single_coalesced
-    alltoall_base = Collectives.all_to_all_single
+    allgather_into_tensor_coalesced = Collectives.all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = Collectives.reduce_scatter_single_coalesced  # type: ignore[assignment]
+    alltoall_base = Collectives.all_to_all_single  # type: ignore[assignment]
 
     # --- coalescing --------------------------------------------------------------------------------------------------
 
