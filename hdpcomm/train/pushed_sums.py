@@ -130,18 +130,18 @@ class PushedSums:
             parts.own.zero_()  # on a GPU before the agreement, too: the trainer waits for its streams
             assert parts.window is not None
             parts.window.set(parts.owners.rank, parts.word, 0)
-        self._error, self._now = None, None
+        self._error, self._now, self._order = None, None, ()
         self._passes.clear()
 
     # --- passes ------------------------------------------------------------------------------------------------------
 
     def begin(self, order: Sequence[Sequence[int]]) -> None:
-        """The passes of a step begin. Local.
+        """The passes of a plan begin; a step may have several plans, one after the other. Local.
 
         Args:
             order: for each chunk on this rank, the HDP ranks in the order in which their backward passes are to end.
         """
-        self._order = order
+        self._order = [[*earlier, *now] for earlier, now in zip(self._order or [[]] * len(order), order, strict=True)]
         self._turns.clear()
         for window in self._memory.windows:
             window.start()
@@ -183,7 +183,7 @@ class PushedSums:
         now.made[id(unit)] = self._side.mark()
 
     def end(self) -> None:
-        """The passes of a step have ended: all gradients of this rank are in their sums then. Raises: what kept one
+        """The passes of a plan have ended: all gradients of this rank are in their sums then. Raises: what kept one
         from that."""
         self._put(None)
         thread, self._thread = self._thread, None
