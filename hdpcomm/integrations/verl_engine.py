@@ -44,19 +44,14 @@ from hdpcomm.errors import InvalidUsage, first_line
 from hdpcomm.log import LOG
 from hdpcomm.models import adapt
 from hdpcomm.models.self_check import is_random
-from hdpcomm.parallel.agreement import share_values
 from hdpcomm.run.checkpoints import CheckpointFolder
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
-from hdpcomm.train.buckets import BUCKET_BYTES
 from hdpcomm.train.huggingface_batch import Sequences
-from hdpcomm.train.layout import Layout, layout_of
 from hdpcomm.train.loss import IGNORE
-from hdpcomm.train.masters import Masters
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
 from hdpcomm.train.row_passes import RowPasses
-from hdpcomm.train.runner import Runner
-from hdpcomm.train.state import State
+from hdpcomm.train.runner import Runner, StepSettings
 
 __all__ = ["HdpEngine", "HdpEngineConfig"]
 
@@ -110,11 +105,9 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         self.module: nn.Module
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: Any = None
-        self._masters: Masters | None = None
         self._rows: RowPasses
         self._runner: Runner
         self._adapted: nn.Module
-        self._layout: Layout
         self._mesh: Mesh
 
     # --- what it is made of ------------------------------------------------------------------------------------------
@@ -136,20 +129,13 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
                 "dropout or noise (two forward passes in training mode differ)",
                 "log-probabilities and gradients must see the same model: set the probabilities to 0",
             )
-        share_values(self.comm, (*self.module.parameters(), *self.module.buffers()))
-        self._layout = layout_of(self._adapted, mesh)
         if trains:
             self.optimizer = build_optimizer(
                 [p for p in self.module.parameters() if p.requires_grad], self.optimizer_config
             )
             self.lr_scheduler = _schedule(self.optimizer, self.optimizer_config)
-            self._masters = Masters(
-                [self._adapted], self.optimizer, self._layout, mesh,
-                zero=1, dtype=None if dtype == wide else dtype, bucket_bytes=BUCKET_BYTES,
-            )  # fmt: skip
-        gradients = None if self._masters is None else self._masters.gradients
-        passes = Passes([self._adapted], mesh)
-        self._runner = Runner(self._adapted, mesh, passes, gradients, self._masters)
+        settings = StepSettings(zero=1, dtype=None if dtype == wide else dtype)
+        self._runner = Runner(Passes([self._adapted], mesh), self.optimizer, settings)
         self._rows = RowPasses(self._adapted, mesh, self._runner, self._settings)
 
     def _read_model(self, dtype: torch.dtype) -> nn.Module:
@@ -306,7 +292,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
             runner.reduce()
             norm = runner.clip(self.optimizer_config.clip_grad)
             if norm < float("inf"):
-                runner.update(self.optimizer)
+                runner.update()
             else:
                 LOG.warning(f"grad_norm is {norm}: no parameter was updated")
         return norm
@@ -386,8 +372,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
                 raise InvalidUsage(damaged[0] if damaged else f"{folder}: no checkpoint of strategy=hdpcomm")
             state = self._parts(wanted)
             found.load_into(state)
-            whole = self._state.parts()
-            self._state.load({**whole, **state})
+            self._runner.state.load({**self._runner.state.parts(), **state})
         if "extra" in contents:
             own = self._extra(folder)
             path = own if own.exists() else folder / "extra_rank_0.pt"
@@ -408,14 +393,9 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
     def _extra(self, folder: Path) -> Path:
         return folder / f"extra_rank_{self.rank}.pt"
 
-    @property
-    def _state(self) -> State:
-        assert self.optimizer is not None
-        return State(self._adapted, self.optimizer, self._layout, self._mesh, self._masters)
-
     def _parts(self, wanted: set[str]) -> dict[str, Any]:
         """Collective."""
-        parts = self._state.parts()
+        parts = self._runner.state.parts()
         kept = wanted | ({"masters"} if "model" in wanted else set())
         return {name: value for name, value in parts.items() if name in kept}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from hdpcomm.plan.pipeline_schedule import Pass
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.layout import layout_of
 from hdpcomm.train.passes import Passes, StepInputs
-from hdpcomm.train.runner import Runner
+from hdpcomm.train.runner import Runner, StepSettings
 from hdpcomm.train.shards import PackedShard, no_tokens
 from hdpcomm.train.trainer import Trainer
 
@@ -193,6 +193,22 @@ class DistributedPasses(Passes):
         return total
 
 
+class _DistributedTrainer(Trainer):
+    """A trainer whose passes and gradients are DDP's."""
+
+    def __init__(self, group: dist.ProcessGroup, *args: Any, **options: Any) -> None:
+        self._group = group
+        super().__init__(*args, **options)
+
+    def _make_runner(self, _: StepSettings) -> Runner:
+        alone = Mesh(cast("Communicator", self.comm.subset([self.comm.rank])))
+        # DDP adds up, in place: each rank has all sums
+        gradients = Gradients.whole(self.model.parameters(), layout_of(self.model, alone), alone)
+        nbytes = sum(p.nbytes for p in gradients.parameters)
+        passes = DistributedPasses(self.model, self.mesh, self._group, nbytes)
+        return Runner(passes, self.optimizer, gradients=gradients)
+
+
 def data_parallel_trainer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -205,10 +221,4 @@ def data_parallel_trainer(
     """A :class:`hdpcomm.train.Trainer` whose passes and gradients are DDP's: the same model, loss, clipping and
     optimizer. Collective over ``comm``, which counts tokens and times, and over ``group``, the same ranks for torch.
     """
-    trainer = Trainer(model, optimizer, planner, comm, max_grad_norm=max_grad_norm)
-    alone = Mesh(cast("Communicator", comm.subset([comm.rank])))
-    # DDP adds up, in place: each rank has all sums
-    gradients = Gradients.whole(model.parameters(), layout_of(model, alone), alone)
-    passes = DistributedPasses(model, trainer.mesh, group, sum(p.nbytes for p in gradients.parameters))
-    trainer.runner = Runner(model, trainer.mesh, passes, gradients)
-    return trainer
+    return _DistributedTrainer(group, model, optimizer, planner, comm, max_grad_norm=max_grad_norm)

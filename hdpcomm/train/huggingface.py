@@ -23,26 +23,25 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-from hdpcomm.arguments import check_whole
+from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.comm import init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
 from hdpcomm.models.self_check import is_random
-from hdpcomm.parallel.agreement import share_values
 from hdpcomm.plan import CostModel, PlannedStep
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
-from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.huggingface_batch import Sequences, gather_sequences, sequences_of
+from hdpcomm.train.huggingface_checkpoints import load_optimizer, load_scheduler, save_optimizer, whole_weights
 from hdpcomm.train.huggingface_log_probs import ComputedLoss, LogProbModel
-from hdpcomm.train.layout import layout_of
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
 from hdpcomm.train.row_passes import RowPasses
-from hdpcomm.train.runner import Runner
+from hdpcomm.train.runner import Runner, StepSettings
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.train.masters import Masters
 
 __all__ = ["HybridDataParallel", "Trainer"]
 
@@ -67,9 +66,16 @@ class HybridDataParallel:
     carry the loss's derivatives into the model (:mod:`hdpcomm.train.huggingface_log_probs`): any of their losses, with
     their logs. Other losses are refused.
 
+    With ``zero`` or ``dtype``, checkpoints are those of one device still: ``optimizer.pt`` has the state of all
+    parameters, and master weights beside them, so runs resume on other numbers of ranks, and transformers' own trainer
+    reads them. With ``zero=3`` parameters have no values outside of passes: save them by :meth:`save_model`; evaluation
+    and :meth:`original_attention` have them.
+
     Args (by keyword, besides those of the other base):
         capacity: most tokens of a rank in a micro-batch; ``None``: the even share of each global batch.
         cost_model: what plans go by; ``None``: measured at the first step.
+        zero, dtype: what ranks keep of the optimizer's state, gradients and weights, and the type of parameters beside
+            fp32 masters: as of :class:`hdpcomm.train.Trainer`.
 
     Raises:
         InvalidUsage: what would be wrong in silence: label smoothing, a loss of one's own, NEFTune, fp16, DeepSpeed,
@@ -85,22 +91,34 @@ class HybridDataParallel:
         *args: Any,
         capacity: int | None = None,
         cost_model: CostModel | None = None,
+        zero: int = 0,
+        dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
         if capacity is not None:
             check_whole("Trainer", "capacity", capacity, least=1)
+        check_whole("Trainer", "zero", zero, least=0, most=3)
+        if dtype is not None:
+            check_type("Trainer", "dtype", dtype, torch.dtype)
+        self._kept = StepSettings(zero, dtype)
         self._limits: dict[str, Any] = {"capacity": capacity, "cost_model": cost_model}
         self._counts: Counter[str] = Counter()
         self._comm: Communicator | None = None
         self._evaluates = False
         self._made: tuple[RowPasses, Runner] | None = None
         """Plans of rows, and what runs them; made when the model is prepared."""
+        self._resumed: str | None = None
+        """The checkpoint whose optimizer's state is read once the runner is made."""
+        self._names: list[list[str]] = []
+        """By group of the optimizer, the names of its parameters."""
+        self._whole: dict[str, Any] | None = None
+        """The model's weights while it is saved, where ranks have parts of them."""
         self._begins = True
         """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
         super().__init__(*args, **kwargs)
         this = cast(Any, self)
         self._loss: ComputedLoss | None = None
-        self._of_log_probs = _refuse(this)
+        self._of_log_probs = _refuse(this, self._kept)
         """The loss is one of TRL's, made of log-probabilities."""
         self._attention = this.model.config._attn_implementation
         self._adapted = adapt(this.model)
@@ -121,13 +139,16 @@ class HybridDataParallel:
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
-        model = cast(Any, self).model
-        share_values(self.comm, (*model.parameters(), *model.buffers()))
         mesh = Mesh(self.comm, placement=range(self.comm.size))
-        gradients = Gradients.whole(model.parameters(), layout_of(model, mesh), mesh)
         if self._made is not None:
             self._limits["cost_model"] = self._made[0].cost_model
-        runner = Runner(self._adapted, mesh, Passes([self._adapted], mesh), gradients, within=self._planned_attention)
+        groups = [list(group["params"]) for group in self._optimizer.param_groups]
+        runner = Runner(Passes([self._adapted], mesh), self._optimizer, self._kept, within=self._planned_attention)
+        self._names = [[runner.layout.of(parameter).trained for parameter in group] for group in groups]
+        runner.publish_after_steps()
+        if self._resumed is not None:
+            load_optimizer(runner.state, self._names, self._resumed)
+            self._resumed = None
         passes = RowPasses(
             self._adapted, mesh, runner, self._settings, **self._limits,
             around=lambda: cast(Any, self).compute_loss_context_manager(),
@@ -137,7 +158,15 @@ class HybridDataParallel:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in the base; ranks wait for those that read data or save, see
-        :meth:`hdpcomm.comm.Communicator.liveness_deadlines`."""
+        :meth:`hdpcomm.comm.Communicator.liveness_deadlines`.
+
+        Raises: InvalidUsage: it was called before, with ``zero`` or ``dtype``.
+        """
+        if self._masters is not None:
+            raise InvalidUsage(
+                "train() was called before, and with zero= or dtype= the optimizer has this rank's parts only; save "
+                "the model, and make a new trainer of it"
+            )
         with self.comm.liveness_deadlines():
             return super().train(*args, **kwargs)  # type: ignore[misc]
 
@@ -149,6 +178,50 @@ class HybridDataParallel:
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         with self.comm.busy("saves a checkpoint"):
             return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As in the base; collective with ``zero=3``, where ranks have parts of the model."""
+        masters, this = self._masters, cast(Any, self)
+        if masters is None or not masters.pulled:
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+            return
+        assert self._made is not None
+        try:
+            self._whole = whole_weights(self._made[1], this.model, keep=this.args.should_save)
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._whole = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict if self._whole is None else self._whole)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._masters is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        assert self._made is not None
+        this, state = cast(Any, self), self._made[1].state
+        save_optimizer(state, self._names, this.lr_scheduler, output_dir, writes=this.args.should_save)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self._kept.masters:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        self._resumed = checkpoint  # the optimizer's state has its place once ranks have their parts
+        load_scheduler(cast(Any, self).lr_scheduler, checkpoint)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        this = cast(Any, self)
+        return super()._clip_grad_norm(model) if self._masters is None else self._clip(this.args.max_grad_norm)  # type: ignore[misc]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self._masters is None or grad_norm is not None:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+        return self._clip(None)
+
+    def _clip(self, max_norm: float | None) -> Tensor:
+        assert self._made is not None
+        return torch.tensor(self._made[1].clip(max_norm))
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Tensor | None:
         """The labelled tokens of a step, over its accumulation and all ranks; ``None`` after the last step."""
@@ -237,8 +310,19 @@ class HybridDataParallel:
     @contextlib.contextmanager
     def original_attention(self) -> Iterator[None]:
         """Inside, the model runs as it came, for ``generate()`` and for calls with padding. Local."""
-        with self._with_attention(self._attention):
+        weights = contextlib.nullcontext() if self._made is None else self._made[1].weights()
+        with weights, self._with_attention(self._attention):
             yield
+
+    @property
+    def _masters(self) -> Masters | None:
+        return None if self._made is None else self._made[1].masters
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """torch's, inside of accelerate's."""
+        optimizer = cast(Any, self).optimizer
+        return cast("torch.optim.Optimizer", getattr(optimizer, "optimizer", optimizer))
 
     def _planned_attention(self) -> AbstractContextManager[None]:
         """Inside, the model runs on packs, as outside of :meth:`original_attention`. Local."""
@@ -288,8 +372,7 @@ class HybridDataParallel:
         return share
 
     def _settings(self) -> str:
-        optimizer = cast(Any, self).optimizer
-        return settings_of(getattr(optimizer, "optimizer", optimizer))
+        return settings_of(self._optimizer)
 
 
 class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]
@@ -312,7 +395,7 @@ _ONLY_LOGGED = ("logits/chosen", "logits/rejected", "mean_token_accuracy")
 _LOG_PROB_TRAINERS = {f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")}
 
 
-def _refuse(trainer: Any) -> bool:
+def _refuse(trainer: Any, kept: StepSettings) -> bool:
     """Whether the loss is one of log-probabilities. Raises InvalidUsage for what would be wrong in silence."""
     args = trainer.args
     kinds = [kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind) and kind is not HybridDataParallel]
@@ -335,6 +418,10 @@ def _refuse(trainer: Any) -> bool:
         f"loss_type={getattr(args, 'loss_type', 'nll')!r}": not of_log_probs
         and getattr(args, "loss_type", "nll") != "nll",
         "activation_offloading": getattr(args, "activation_offloading", False),
+        f"zero= or dtype= with transformers {transformers.__version__} (it clips by itself)": kept.masters
+        and not hasattr(transformers.Trainer, "_clip_grad_norm"),
+        "load_best_model_at_end=True with zero=3": kept.zero == 3 and args.load_best_model_at_end,
+        "use_vllm=True with zero=3": kept.zero == 3 and getattr(args, "use_vllm", False),
         "the auxiliary loss of routers": of_log_probs and getattr(trainer, "aux_loss_enabled", False),
         "use_weighting=True": of_log_probs and getattr(trainer, "use_weighting", False),
         "cast_lm_head_to_fp32=True": of_log_probs and getattr(args, "cast_lm_head_to_fp32", False),

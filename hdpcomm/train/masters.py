@@ -138,6 +138,7 @@ class Masters:
             for bucket in self._frozen:
                 self._weights.take_over(bucket)
         self.pieces: list[Piece] = []
+        self._is_open = False
         self._memories = [self._take_over(bucket, dtype, wide, mesh) for bucket in buckets]
         """The parameters of each bucket, or the part that others pull, and this rank's part in the wide type."""
         _cut_state(optimizer, self.pieces)
@@ -194,13 +195,15 @@ class Masters:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Context of the passes of a step, or of an evaluation, which find the weights there. Local; as
-        :meth:`hdpcomm.train.pulled_weights.PulledWeights.open`."""
-        around = (self._units, self._weights)
+        """Context of the passes of a step, or of an evaluation, which find the weights there; one inside of another
+        does nothing. Local; as :meth:`hdpcomm.train.pulled_weights.PulledWeights.open`."""
         with ExitStack() as stack:
-            for each in around:
-                if each is not None:
-                    stack.enter_context(each.open())
+            if not self._is_open:
+                self._is_open = True
+                stack.callback(setattr, self, "_is_open", False)
+                for each in (self._units, self._weights):
+                    if each is not None:
+                        stack.enter_context(each.open())
             yield
 
     def parts(self) -> Iterator[OwnPart]:

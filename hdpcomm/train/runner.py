@@ -2,63 +2,133 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.parallel.agreement import share_values
+from hdpcomm.train.buckets import BUCKET_BYTES
+from hdpcomm.train.dtensor import is_fully_sharded
+from hdpcomm.train.fsdp import FullyShardedParameters
+from hdpcomm.train.gradients import Gradients
+from hdpcomm.train.layout import layout_of, plain_name
+from hdpcomm.train.masters import Masters
 from hdpcomm.train.plan_check import check_same_plan
+from hdpcomm.train.pulled_weights import has_part
 from hdpcomm.train.replicas import ChangedBuffers
+from hdpcomm.train.state import State
 
 if TYPE_CHECKING:
-    from hdpcomm.comm.mesh import Mesh
     from hdpcomm.plan import StepPlan
-    from hdpcomm.train.fsdp import FullyShardedParameters
-    from hdpcomm.train.gradients import Gradients
-    from hdpcomm.train.masters import Masters
     from hdpcomm.train.passes import Passes, StepInputs
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "StepSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """How weights, gradients and the optimizer's state are kept; see :class:`hdpcomm.train.Trainer` for each."""
+
+    zero: int = 0
+    dtype: torch.dtype | None = None
+    bucket_bytes: int = BUCKET_BYTES
+
+    @property
+    def masters(self) -> bool:
+        """Whether the optimizer updates others than the parameters."""
+        return bool(self.zero) or self.dtype is not None
 
 
 class Runner:
     """Carries out the steps of :class:`hdpcomm.train.Trainer`, of transformers' and TRL's trainers and of verl's
-    engine. All ranks of the mesh call it alike.
+    engine. All ranks of the mesh make it and call it alike.
 
     A step: :meth:`zero`, :meth:`agree`, :meth:`train` (several times where batches accumulate), :meth:`reduce`,
     :meth:`clip`, :meth:`update`.
 
     Args:
-        model: what this rank has of it, one module.
-        gradients: of the backward passes; ``None``: there are none.
-        masters: what the optimizer updates in place of the parameters; ``None``: the parameters.
+        passes: of the model on this rank, whose parameters and buffers all ranks get from the first one at once, unless
+            ``fully_shard`` has sharded it.
+        optimizer: over the trained parameters; ``None``: nothing is trained.
+        gradients: of other reductions than the runner's own.
         within: around all passes.
 
     Attributes:
+        layout: where the parameters are in the whole model.
         ran: the plan of the last passes as they ran: micro-batches of its queue with the ranks that have taken them.
+
+    Raises: InvalidUsage: of :class:`hdpcomm.train.masters.Masters`.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        mesh: Mesh,
         passes: Passes,
-        gradients: Gradients | FullyShardedParameters | None,
-        masters: Masters | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        settings: StepSettings = StepSettings(),
         *,
+        gradients: Gradients | None = None,
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.passes, self.gradients, self.masters = passes, gradients, masters
+        chunks, mesh = passes.chunks, passes.mesh
+        self.passes, self.model = passes, chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
+        self.layout = layout_of(self.model, mesh)
+        self.masters: Masters | None = None
+        self.gradients: Gradients | FullyShardedParameters | None = gradients
         self.ran: StepPlan | None = None
-        self._mesh, self._within, self._buffers = mesh, within, ChangedBuffers(model)
-        self._device = next(model.parameters()).device
+        self._mesh, self._optimizer, self._within = mesh, optimizer, within
+        if is_fully_sharded(self.model.parameters()):
+            if settings.masters:
+                raise InvalidUsage(
+                    "the model is sharded by fully_shard already, optimizer included; give zero=0 and dtype=None (its "
+                    "MixedPrecisionPolicy has types)"
+                )
+            self.gradients = gradients or FullyShardedParameters(self.model, mesh.comm)
+        else:
+            self._same_start()
+            if optimizer is not None and gradients is None:
+                self._keep_gradients(optimizer, settings)
+        self._buffers = ChangedBuffers(self.model)
+        self._device = next(self.model.parameters()).device
         self._alike = mesh.positions.flatten(1).tolist()  # stages may have other groups of parameters
         self._compiled = False
         """Whether a step has made what kernels and compilers make at their first call."""
         self._reduced = False
+
+    def _same_start(self) -> None:
+        """Gives all ranks that hold the same part of the model the values of the first one. Collective."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if has_part(tensor):  # of its own
+                continue
+            holders = self.layout.by_name[plain_name(name)].holders
+            share_values(holders.replicas, [tensor])
+            if holders.ends is not None:
+                share_values(holders.ends, [tensor])
+
+    def _keep_gradients(self, optimizer: torch.optim.Optimizer, settings: StepSettings) -> None:
+        """Makes the sums of gradients, and master weights if the settings ask for them. Collective."""
+        if settings.masters:
+            self.masters = Masters(
+                self.passes.chunks, optimizer, self.layout, self._mesh,
+                zero=settings.zero, dtype=settings.dtype, bucket_bytes=settings.bucket_bytes,
+            )  # fmt: skip
+            self.masters.same_start()
+            self.gradients = self.masters.gradients
+        else:
+            parameters = self.model.parameters()
+            self.gradients = Gradients.whole(
+                parameters, self.layout, self._mesh, bucket_bytes=settings.bucket_bytes
+            )  # fmt: skip
+
+    @property
+    def state(self) -> State:
+        """Weights and the optimizer's state, for checkpoints."""
+        assert self._optimizer is not None
+        return State(self.model, self._optimizer, self.layout, self._mesh, self.masters)
 
     def zero(self) -> None:
         """A step begins: forgets all gradients. Local; before the agreement, after which others may add to the sums."""
@@ -83,12 +153,10 @@ class Runner:
     def forward(self, inputs: StepInputs) -> Tensor:
         """Forward passes only; (summed loss, labels) of those whose last layers are here, fp64 ``[2]``. Collective."""
         plan = inputs.planned.plan
-        with self.passes.open(plan), self._first(), self.weights():
+        with self.passes.open(plan), self._first(), self._within(), self.weights():
             total = self.passes.run(inputs)
             self.passes.executed_plan(plan)
-        if self.masters is not None and self.masters.pulled:
-            self.synchronize()
-            self._mesh.comm.barrier()  # others may change their parts then
+        self._wait_for_parts()  # others may change theirs then
         return total
 
     def train(
@@ -106,7 +174,7 @@ class Runner:
         assert self.gradients is not None
         comm, plan = self._mesh.comm, inputs.planned.plan
         with self.passes.open(plan):
-            with beside or nullcontext(), self._first(), self.weights():
+            with beside or nullcontext(), self._first(), self._within(), self.weights():
                 loss = self.passes.run(inputs)
             self._compiled = True
             if inputs.ends:
@@ -139,12 +207,23 @@ class Runner:
         if self.gradients is not None:
             self.gradients.drain()
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
+    def update(self) -> None:
         """Takes the optimizer's step with the gradients of :meth:`reduce`. Collective."""
+        assert self._optimizer is not None
         self.finish()
-        optimizer.step()
+        self._optimizer.step()
+        self.publish()
+
+    def publish(self) -> None:
+        """Gives the updated parameters to all ranks, after the optimizer's step; :meth:`update` does so. Collective."""
         if self.masters is not None:
             self.masters.publish()
+
+    def _wait_for_parts(self) -> None:
+        """Waits until all ranks have read, or changed, the parts of weights that others pull. Collective."""
+        if self.masters is not None and self.masters.pulled:
+            self.synchronize()
+            self._mesh.comm.barrier()
 
     def finish(self) -> None:
         """Hands the gradients to the optimizer; :meth:`update` does so. Local."""
@@ -152,11 +231,20 @@ class Runner:
         assert holder is not None
         holder.finish()
 
-    @contextlib.contextmanager
-    def weights(self) -> Iterator[None]:
-        """Around passes: the weights are there. Local."""
-        with self._within(), nullcontext() if self.masters is None else self.masters.open():
-            yield
+    def publish_after_steps(self) -> None:
+        """For a loop that takes the optimizer's step itself: other ranks get the updated parameters after each. Local;
+        from then on the step is collective."""
+
+        def published(*_: object) -> None:
+            self.publish()
+            self._wait_for_parts()  # passes may follow that no agreement precedes
+
+        if self._optimizer is not None and self.masters is not None:
+            self._optimizer.register_step_post_hook(published)
+
+    def weights(self) -> AbstractContextManager[None]:
+        """Context of forward passes of the model: the weights are there. Local, after an update or a step."""
+        return nullcontext() if self.masters is None else self.masters.open()
 
     def synchronize(self) -> None:
         """Waits for this rank's device. Local."""

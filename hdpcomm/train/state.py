@@ -81,13 +81,18 @@ class State:
         groups = [{**group, "params": group["params"][:1]} for group in self._groups()]
         return tensors, {"groups": groups, "plain": [[list(path), value] for path, value in self._plain()]}
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self, *, keep: bool = True) -> dict[str, Any]:
         """State with whole tensors, equal on every rank; those that are whole on this rank anyway are the live ones.
-        Collective over the mesh, if ranks have parts of the model or of the optimizer's state."""
+        Collective over the mesh, if ranks have parts of the model or of the optimizer's state.
+
+        Args:
+            keep: ``False``: this rank helps others, and has no use for what it returns.
+        """
         parts = self.parts()
         if not self._whole or self._cut():
             for path, tensor in _whole_tensors(parts, self._mesh.comm):
-                _put(parts, path, tensor)
+                if keep:
+                    _put(parts, path, tensor)
         return parts
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:

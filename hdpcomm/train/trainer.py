@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from hdpcomm.arguments import check_has, check_number, check_whole
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Aborted, InvalidUsage
-from hdpcomm.parallel.agreement import share_values
 from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.activation_profile import OffloadedStep
 from hdpcomm.train.buckets import BUCKET_BYTES
 from hdpcomm.train.dtensor import is_fully_sharded
 from hdpcomm.train.expert_load import add_expert_load, expert_loads
-from hdpcomm.train.fsdp import FullyShardedParameters
-from hdpcomm.train.gradients import Gradients, trained_parameters
+from hdpcomm.train.gradients import trained_parameters
 from hdpcomm.train.label_terms import (
     Batch,
     KeptLogProbs,
@@ -33,17 +31,14 @@ from hdpcomm.train.label_terms import (
     shorter_plan,
     token_terms,
 )
-from hdpcomm.train.layout import layout_of, num_parameters, plain_name
+from hdpcomm.train.layout import num_parameters, plain_name
 from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
-from hdpcomm.train.masters import Masters
 from hdpcomm.train.metrics import StepMetrics
 from hdpcomm.train.passes import Passes, StepInputs
-from hdpcomm.train.pulled_weights import has_part
 from hdpcomm.train.reading import declared, vocabulary_of
 from hdpcomm.train.replicas import check_replicas, settings_of
-from hdpcomm.train.runner import Runner
+from hdpcomm.train.runner import Runner, StepSettings
 from hdpcomm.train.shards import Fetch
-from hdpcomm.train.state import State
 from hdpcomm.train.timeline import Timeline
 from hdpcomm.train.trainer_check import (
     check_finite,
@@ -166,8 +161,6 @@ class Trainer:
             )
         self.offload = offload
         self.loss = loss
-        of_logits = None if isinstance(loss, (TokenLoss, GroupLoss)) else loss
-        passes = Passes(self.stages or [self.model], mesh, planner if self.stages else None, of_logits)
         own = weakref.ref(self)  # a trainer ends, and gives back its model, with its last user
         self.timeline = Timeline(
             self.comm,
@@ -175,30 +168,17 @@ class Trainer:
             lambda: (0.0, 0.0) if (trainer := own()) is None else trainer.runner.passes.waited_s(),
         )
         self._memory = planner.memory
-        self.layout = layout_of(self.model, mesh)
+        if isinstance(loss, GroupLoss):
+            self._refuse_fully_sharded("a GroupLoss")
+        self.runner = self._make_runner(StepSettings(zero, dtype, bucket_bytes))
+        self.layout = self.runner.layout
         self._vocabulary = vocabulary_of(self.model, self.layout)
-        if is_fully_sharded(parameters):
-            if zero or dtype is not None:
-                raise InvalidUsage(
-                    "the model is sharded by fully_shard already, optimizer included; give zero=0 and dtype=None (its "
-                    "MixedPrecisionPolicy has types)"
-                )
-            if isinstance(loss, GroupLoss):
-                self._refuse_fully_sharded("a GroupLoss")
-            self.runner = Runner(self.model, mesh, passes, FullyShardedParameters(self.model, self.comm))
-            return
-        self._same_start()
-        masters = None
-        if zero or dtype is not None:
-            masters = Masters(
-                self.stages or [self.model], optimizer, self.layout, mesh,
-                zero=zero, dtype=dtype, bucket_bytes=bucket_bytes,
-            )  # fmt: skip
-            masters.same_start()
-            gradients = masters.gradients
-        else:
-            gradients = Gradients.whole(parameters, self.layout, mesh, bucket_bytes=bucket_bytes)
-        self.runner = Runner(self.model, mesh, passes, gradients, masters)
+
+    def _make_runner(self, settings: StepSettings) -> Runner:
+        """The runner of the steps. Collective."""
+        of_logits = None if isinstance(self.loss, (TokenLoss, GroupLoss)) else self.loss
+        planner = self.planner if self.stages else None
+        return Runner(Passes(self.stages or [self.model], self.mesh, planner, of_logits), self.optimizer, settings)
 
     def step(
         self,
@@ -342,7 +322,7 @@ class Trainer:
         grad_norm = runner.clip(self.max_grad_norm)
         check_finite(mean, grad_norm, plan, inputs.not_finite, self.mesh, self.num_steps)
         self.timeline.end("gradients")
-        runner.update(self.optimizer)
+        runner.update()
         runner.synchronize()
         self.timeline.end("optimizer")
         sent = self.comm.stats()["bytes_sent"] - counts["bytes_sent"] + runner.passes.bytes_elsewhere
@@ -438,25 +418,25 @@ class Trainer:
         Where this rank has no more than parts of them (a mesh, ``zero=1``) it is collective, and those tensors are
         copies. All others are the live ones.
         """
-        return {**self._state.whole(), "num_steps": self.num_steps}
+        return {**self.runner.state.whole(), "num_steps": self.num_steps}
 
     def checkpoint_state(self) -> dict[str, Any]:
         """As :meth:`state_dict`, but of each tensor only what this rank holds of it, live, as a
         :class:`hdpcomm.train.tensor_part.TensorPart`: nothing is gathered but names and numbers. What checkpoints are
         written from by all ranks together, and read into; then give it to :meth:`load_state_dict`. Collective.
         """
-        return {**self._state.parts(), "num_steps": self.num_steps}
+        return {**self.runner.state.parts(), "num_steps": self.num_steps}
 
     def live_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's part of :meth:`checkpoint_state`: its live tensors by name, and the numbers beside them as
         JSON. Copies in other ranks' memory (:class:`hdpcomm.train.peer_copies.PeerCopies`) are made from it. Local."""
-        tensors, numbers = self._state.live()
+        tensors, numbers = self.runner.state.live()
         return tensors, {**numbers, "num_steps": self.num_steps}
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers of the whole model by their names there, gathered one at a time; copy what is to stay.
         Collective: every rank goes through all of them."""
-        return self._state.whole_tensors()
+        return self.runner.state.whole_tensors()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes this rank's part of what :meth:`state_dict` gave, here or in another process, on any mesh; of
@@ -464,17 +444,13 @@ class Trainer:
 
         The trainer copies what it takes: two trainers may be given the same state.
         """
-        self._state.load(state)
+        self.runner.state.load(state)
         self.num_steps = int(state["num_steps"])
 
     @property
     def ran(self) -> StepPlan | None:
         """The plan of the last step as it ran: micro-batches of its queue with the ranks that have taken them."""
         return self.runner.ran
-
-    @property
-    def _state(self) -> State:
-        return State(self.model, self.optimizer, self.layout, self.mesh, self.runner.masters)
 
     def _agree(self, plan: StepPlan, groups: Sequence[Hashable] | None = None, more: object = None) -> None:
         """Raises unless all ranks are about to run the same step. Collective."""
@@ -555,16 +531,6 @@ class Trainer:
             queued=plan.queued,
             moved=_moved(plan, self.runner.ran),
         )
-
-    def _same_start(self) -> None:
-        """Gives all ranks that hold the same part of the model the values of the first one. Collective."""
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            if has_part(tensor):  # of its own
-                continue
-            holders = self.layout.by_name[plain_name(name)].holders
-            share_values(holders.replicas, [tensor])
-            if holders.ends is not None:
-                share_values(holders.ends, [tensor])
 
 
 def _moved(plan: StepPlan, ran: StepPlan | None) -> int:

@@ -14,13 +14,10 @@ from hdpcomm.models import Llama
 from hdpcomm.plan import Tree
 from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE
-from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.huggingface_batch import Sequences
-from hdpcomm.train.layout import layout_of
-from hdpcomm.train.masters import Masters
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.row_passes import RowPasses
-from hdpcomm.train.runner import Runner
+from hdpcomm.train.runner import Runner, StepSettings
 from tests.harness.mesh_shapes import DENSE
 from tests.harness.pipelines import COST, SEED
 from tests.harness.plain_losses import log_probs_of
@@ -77,14 +74,10 @@ def expected(ranks, steps, rows_of=rows_of):
 def passes_of(comm, kind, capacity, cost=COST):
     model = Llama(DENSE, seed=SEED, dtype=torch.float64)
     mesh = Mesh(comm, placement=range(comm.size))
-    layout = layout_of(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    masters = None
-    if kind == "shared":
-        masters = Masters([model], optimizer, layout, mesh, zero=1, dtype=None, bucket_bytes=1 << 12)
-    gradients = masters.gradients if masters else Gradients.whole(model.parameters(), layout, mesh)
-    runner = Runner(model, mesh, Passes([model], mesh), gradients, masters)
-    return model, optimizer, runner, RowPasses(model, mesh, runner, str, capacity=capacity, cost_model=cost)
+    settings = StepSettings(zero=1 if kind == "shared" else 0, bucket_bytes=1 << 12)
+    runner = Runner(Passes([model], mesh), optimizer, settings)
+    return model, runner, RowPasses(model, mesh, runner, str, capacity=capacity, cost_model=cost)
 
 
 def add(rows, comm, ends, rows_of=rows_of, trees=0):
@@ -102,7 +95,7 @@ def test_a_model_that_takes_no_trees_runs_without():
         model = Llama(DENSE, seed=SEED, dtype=torch.float64)
         model.takes_trees = False
         mesh = Mesh(comm, placement=[0])
-        rows = RowPasses(model, mesh, Runner(model, mesh, Passes([model], mesh), None), str, cost_model=COST)
+        rows = RowPasses(model, mesh, Runner(Passes([model], mesh)), str, cost_model=COST)
         with torch.no_grad():
             scored = rows.score(answers_of(0), temperature=TEMPERATURE, entropy=True)
     assert not any(isinstance(item, Tree) for item in scored.planned.lengths)
@@ -117,7 +110,7 @@ def test_values_and_gradients_are_those_of_plain_code(ranks, capacity, steps, ki
     def rank():
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            model, optimizer, runner, rows = passes_of(comm, kind, capacity)
+            model, runner, rows = passes_of(comm, kind, capacity)
             runner.zero()
             for place in range(steps):
                 found = add(rows, comm, ends=place == steps - 1 and steps > 1)
@@ -125,7 +118,7 @@ def test_values_and_gradients_are_those_of_plain_code(ranks, capacity, steps, ki
             torch.testing.assert_close(found, values[comm.rank], rtol=1e-12, atol=1e-12)
             norm = runner.clip(None)
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
-            runner.update(optimizer)  # by the gradients
+            runner.update()  # by the gradients
             return norm, {name: before[name] - p.detach() for name, p in model.named_parameters()}
 
     total = torch.stack([g.norm() for g in gradients.values()]).norm()
@@ -142,7 +135,7 @@ def test_prompts_of_several_ranks_are_computed_once(ranks, capacity):
     def rank():
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            model, _, runner, rows = passes_of(comm, "whole", capacity)
+            model, runner, rows = passes_of(comm, "whole", capacity)
             runner.zero()
             found = add(rows, comm, False, answers_of, trees=1 if ranks == 1 else 2)
             runner.reduce()
@@ -159,7 +152,7 @@ def test_costs_that_are_measured_leave_no_gradients():
     def rank():
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            _, _, runner, rows = passes_of(comm, "whole", None, cost=None)
+            _, runner, rows = passes_of(comm, "whole", None, cost=None)
             runner.zero()
             rows.plan([9, 5])
             runner.reduce()
@@ -174,7 +167,7 @@ def test_ranks_that_ask_for_other_things_are_told():
         with hdp.init() as comm:
             model = Llama(DENSE, seed=SEED, dtype=torch.float64)
             mesh = Mesh(comm, placement=range(comm.size))
-            runner = Runner(model, mesh, Passes([model], mesh), None)
+            runner = Runner(Passes([model], mesh))
             rows = RowPasses(model, mesh, runner, lambda: f"temperature {comm.rank}", cost_model=COST)
             with contextlib.suppress(Mismatch):
                 rows.score(rows_of(comm.rank), temperature=1.0, entropy=False)

@@ -1,0 +1,104 @@
+"""Checkpoints of transformers' trainer where ranks have parts of the weights or of the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.train.layout import plain_name
+
+if TYPE_CHECKING:
+    from hdpcomm.train.runner import Runner
+    from hdpcomm.train.state import State
+
+__all__ = ["load_optimizer", "load_scheduler", "save_optimizer", "whole_weights"]
+
+_MASTERS = "hdpcomm_masters"
+"""In the file of the optimizer's state, which torch's optimizers leave alone: wide weights by name."""
+
+
+def whole_weights(runner: Runner, model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The state dict of a model with its whole weights, on the CPU. Collective.
+
+    Args:
+        model: inside of the runner's, whose names it has in the dict.
+        keep: ``False``: this rank helps others, and gets nothing.
+    """
+    parameters = {plain_name(name): id(p) for name, p in runner.model.named_parameters(remove_duplicate=False)}
+    whole: dict[int, Tensor] = {}
+    for name, tensor in runner.state.whole_tensors():
+        if keep and name in parameters and parameters[name] not in whole:
+            whole[parameters[name]] = tensor.to("cpu", copy=True)
+    if not keep:
+        return {}
+    named: Mapping[str, Any] = model.state_dict(keep_vars=True)
+    return {name: whole.get(id(value), value) for name, value in named.items()}
+
+
+def save_optimizer(state: State, names: Sequence[Sequence[str]], scheduler: Any, folder: str, *, writes: bool) -> None:
+    """Writes the state of the whole optimizer as torch's ``state_dict()`` numbers it, and that of the schedule.
+    Collective.
+
+    Args:
+        names: of the parameters of each group, in the order in which the optimizer was made.
+        writes: this rank does.
+    """
+    whole = state.whole(keep=writes)
+    if not writes:
+        return
+    optimizer = whole["optimizer"]
+    numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
+    options = {name: group for group in optimizer["param_groups"] for name in group["params"]}
+    groups = [
+        {**options[group[0]], "params": [numbers[name] for name in group]} if group else {"params": []}
+        for group in names
+    ]
+    numbered = {numbers[name]: value for name, value in optimizer["state"].items()}
+    saved = {"state": numbered, "param_groups": groups, _MASTERS: whole.get("masters", {})}
+    torch.save(saved, Path(folder) / OPTIMIZER_NAME)
+    torch.save(scheduler.state_dict(), Path(folder) / SCHEDULER_NAME)
+
+
+def load_scheduler(scheduler: Any, folder: str) -> None:
+    """Reads the state of the schedule, if the checkpoint has one. Local."""
+    if (path := Path(folder) / SCHEDULER_NAME).exists():
+        scheduler.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+def load_optimizer(state: State, names: Sequence[Sequence[str]], folder: str) -> None:
+    """Takes this rank's parts of what :func:`save_optimizer`, or transformers' own trainer, has written, if the
+    checkpoint has it. Collective.
+
+    Raises: InvalidUsage: it is of an optimizer of other groups.
+    """
+    path = Path(folder) / OPTIMIZER_NAME
+    if not path.exists():
+        return
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    found, expected = ([len(group) for group in each] for each in ((g["params"] for g in saved["param_groups"]), names))
+    if found != expected:
+        raise InvalidUsage(
+            f"{path}: groups of {found} parameters, and the trainer's optimizer has {expected}; resume with the model "
+            "and the optimizer that were saved"
+        )
+    by_number = {
+        number: name
+        for group, own in zip(saved["param_groups"], names, strict=True)
+        for number, name in zip(group["params"], own, strict=True)
+    }
+    optimizer = {
+        "state": {by_number[number]: value for number, value in saved["state"].items()},
+        "param_groups": [
+            {**group, "params": list(own)} for group, own in zip(saved["param_groups"], names, strict=True)
+        ],
+    }
+    given = {"optimizer": optimizer}
+    if masters := saved.get(_MASTERS):
+        given["masters"] = masters
+    state.load({**state.parts(), **given})

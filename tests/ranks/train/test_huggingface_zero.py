@@ -1,0 +1,152 @@
+"""``transformers.Trainer`` with plans whose ranks keep parts of the weights, gradients and the optimizer's state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from hdpcomm.errors import InvalidUsage  # noqa: E402
+from hdpcomm.plan import CostModel  # noqa: E402
+from tests.harness.tiny_huggingface import arguments, documents, leave, tiny  # noqa: E402
+
+COST = CostModel(1e-9, 1e-6, 1e-4)
+OPTIONS = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1}
+LAST = "checkpoint-2"
+
+
+def trainer_of(kind: Any, folder: str, accumulate: int, options: dict[str, Any], **changed: Any) -> Any:
+    torch.set_num_threads(1)
+    args = arguments(Path(folder), 1, accumulate, **OPTIONS | changed)
+    data = {"train_dataset": documents(), "eval_dataset": documents()}
+    collator = transformers.DataCollatorWithFlattening()
+    return kind(model=tiny(), args=args, data_collator=collator, **data, **options)
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def trains(folder: str, options: dict[str, Any]) -> Any:
+    """Four steps of four documents, with a checkpoint after two; (losses, gradient norms, loss of an evaluation)."""
+    from hdpcomm.train.huggingface import Trainer
+
+    try:
+        trainer = trainer_of(Trainer, folder, 2, {"cost_model": COST, **options}, save_strategy="steps", save_steps=2)
+        trainer.train()
+        found = trainer.evaluate()["eval_loss"]
+        trainer.save_model(f"{folder}/last")
+        if options:
+            with pytest.raises(InvalidUsage, match=r"train\(\) was called before"):
+                trainer.train()
+        norms = [float(row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
+        return losses_of(trainer), norms, found
+    finally:
+        leave()
+
+
+def resumes(folder: str, accumulate: int, options: dict[str, Any], name: str) -> list[float]:
+    from hdpcomm.train.huggingface import Trainer
+
+    try:
+        trainer = trainer_of(Trainer, folder, accumulate, {"cost_model": COST, **options})
+        trainer.train(resume_from_checkpoint=f"{folder}/{LAST}")
+        trainer.save_model(f"{folder}/{name}")
+        return losses_of(trainer)
+    finally:
+        leave()
+
+
+def weights_of(folder: str) -> dict[str, torch.Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return dict(model.named_parameters())
+
+
+def check_close(found: str, expected: str, **limits: float) -> None:
+    wanted = weights_of(expected)
+    for name, value in weights_of(found).items():
+        torch.testing.assert_close(value.float(), wanted[name].float(), **limits)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "dtype": torch.bfloat16}],
+    ids=["zero 1", "zero 2", "zero 3", "zero 3 in bf16"],
+)
+def test_parts_train_save_and_resume_as_whole_weights_do(ranks: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    twin = {"dtype": options["dtype"]} if "dtype" in options else {}
+    (losses, norms, evaluated), *_ = ranks(2, trains, whole, twin)
+    near = {"rtol": 1e-2, "atol": 2e-2} if twin else {"rtol": 1e-4, "atol": 1e-5}
+    for found, found_norms, found_evaluated in ranks(2, trains, parts, options):
+        assert found == pytest.approx(losses, rel=1e-2 if twin else 1e-5)
+        assert found_norms == pytest.approx(norms, rel=1e-2 if twin else 1e-4)
+        assert found_evaluated == pytest.approx(evaluated, rel=1e-2 if twin else 1e-5)
+    check_close(f"{parts}/last", f"{whole}/last", **near)
+    # On as many ranks every bit, on another number, without parts, and by transformers' own trainer the same run.
+    ranks(2, resumes, parts, 2, options, "again")
+    check_close(f"{parts}/again", f"{parts}/last", rtol=0, atol=0)
+    ranks(1, resumes, parts, 4, twin, "alone")
+    check_close(f"{parts}/alone", f"{parts}/last", **near)
+    if not twin:
+        plain = trainer_of(transformers.Trainer, parts, 4, {})
+        plain.train(resume_from_checkpoint=f"{parts}/{LAST}")
+        plain.save_model(f"{parts}/plain")
+        check_close(f"{parts}/plain", f"{parts}/last", rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "changed", "message"),
+    [
+        ({"zero": 4}, {}, "zero"),
+        ({"dtype": "bf16"}, {}, "dtype"),
+        (
+            {"zero": 3},
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
+            "load_best_model",
+        ),
+    ],
+)
+def test_what_would_not_work_is_refused(tmp_path: Path, options: dict[str, Any], changed: Any, message: str) -> None:
+    from hdpcomm.train.huggingface import Trainer
+
+    with pytest.raises(InvalidUsage, match=message):
+        trainer_of(Trainer, str(tmp_path), 1, options, **changed)
+    leave()
+
+
+def trains_policy(folder: str, preferences: bool, options: dict[str, Any], lora: bool) -> Any:
+    """Whole weights after two steps of TRL's trainer, and its logs."""
+    from hdpcomm.train.huggingface_checkpoints import whole_weights
+    from tests.ranks.train.test_huggingface_trl import PlannedDPO, PlannedGRPO, trainer_of
+
+    torch.manual_seed(7)
+    more = {"peft_config": pytest.importorskip("peft").LoraConfig(r=2, target_modules="all-linear")} if lora else {}
+    kind = PlannedDPO if preferences else PlannedGRPO
+    changed = {"max_steps": 2, "optim": "sgd", "beta": 0.1}
+    try:
+        trainer = trainer_of(kind, f"{folder}/{options.get('zero', 0)}", changed, cost_model=COST, **options, **more)
+        trainer.train()
+        logs = [row for row in trainer.state.log_history if "loss" in row]
+        whole = whole_weights(trainer._made[1], trainer.model, keep=True)
+        return {name: value.detach() for name, value in whole.items()}, logs
+    finally:
+        leave()
+
+
+@pytest.mark.parametrize(("preferences", "lora"), [(True, False), (False, True)], ids=["DPO", "GRPO with adapters"])
+def test_losses_of_trl_see_whole_weights(ranks: Any, tmp_path: Path, preferences: bool, lora: bool) -> None:
+    pytest.importorskip("trl")
+    tiny().save_pretrained(tmp_path / "model")
+    whole, parts = (ranks(2, trains_policy, str(tmp_path), preferences, options, lora) for options in ({}, {"zero": 3}))
+    for (found, history), (wanted, logged) in zip(parts, whole, strict=True):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=name)
+        for mine, theirs in zip(history, logged, strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
