@@ -49,7 +49,7 @@ class Gradients:
         device = self.parameters[0].device
         self.sums = sums or WholeSums(buckets, mesh.comm, wide_type(self.parameters), device)
         self._cut = any(bucket.sharding.owners is not None for bucket in buckets)
-        self._use = _Use(self.parameters, layout)
+        self._use = _UsedFlags(self.parameters, layout)
         self._open = False
         self._reached: set[int] = set()
         """Parameters that the backward passes of this step have reached."""
@@ -217,7 +217,7 @@ class Gradients:
             raise errors[0]
 
 
-class _Use:
+class _UsedFlags:
     """Which parameters the passes of a step have used on any of the ranks that hold them; a few bytes a parameter, on
     their way beside the gradients."""
 

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.train.buckets import Bucket
 
-__all__ = ["HostMemory", "Parts"]
+__all__ = ["HostMemory", "BucketShards"]
 
 _ALIGNED = 64
 """Bytes to whose multiple parts begin: a cache line."""
 
 
 @dataclass(slots=True)
-class Parts:
-    """The parts of one bucket, in the memory of their owners.
+class BucketShards:
+    """The shards of one bucket, in the memory of their owners.
 
     Attributes:
         count: elements of a part.
@@ -50,16 +50,16 @@ class HostMemory:
     """Collects what is to lie in shared memory, and makes one window for each set of owners."""
 
     def __init__(self) -> None:
-        self._wanted: dict[tuple[int, ...], list[Parts]] = {}
+        self._wanted: dict[tuple[int, ...], list[BucketShards]] = {}
         self.windows: list[Window] = []
 
-    def reserve(self, bucket: Bucket, dtype: torch.dtype) -> Parts:
-        """Parts of a bucket, whose memory :meth:`make` brings. Local; in one order on all owners."""
+    def reserve(self, bucket: Bucket, dtype: torch.dtype) -> BucketShards:
+        """The shards of a bucket, whose memory :meth:`make` brings. Local; in one order on all owners."""
         owners = bucket.sharding.owners
         assert owners is not None
         wanted = self._wanted.setdefault(owners.ranks, [])
         end = wanted[-1].offset + wanted[-1].count * wanted[-1].dtype.itemsize if wanted else 0
-        made = Parts(owners, bucket.part, dtype, -(-end // _ALIGNED) * _ALIGNED, len(wanted))
+        made = BucketShards(owners, bucket.part, dtype, -(-end // _ALIGNED) * _ALIGNED, len(wanted))
         wanted.append(made)
         return made
 

@@ -24,14 +24,14 @@ from hdpcomm.train.trainer_check import check_elementwise
 from hdpcomm.train.units import Units, unit_buckets
 from hdpcomm.train.whole_sums import WholeSums, memory_of
 
-__all__ = ["Masters", "OwnPart", "Piece"]
+__all__ = ["Masters", "LocalShard", "MasterShard"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Piece:
-    """The part of a parameter that this rank's optimizer updates.
+class MasterShard:
+    """A shard of a parameter's master weights: what this rank's optimizer updates.
 
     Attributes:
         start: its first element in the parameter, in row-major order.
@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class OwnPart:
+class LocalShard:
     """A rank's shard of a parameter that has no values between its uses.
 
     Attributes:
@@ -137,7 +137,7 @@ class Masters:
         else:
             for bucket in self._frozen:
                 self._weights.take_over(bucket)
-        self.pieces: list[Piece] = []
+        self.pieces: list[MasterShard] = []
         self._is_open = False
         self._memories = [self._take_over(bucket, dtype, wide, mesh) for bucket in buckets]
         """The parameters of each bucket, or the part that others pull, and this rank's part in the wide type."""
@@ -162,7 +162,7 @@ class Masters:
                 begin = offset + start - own * bucket.part
                 span = slice(begin, begin + stop - start)
                 master = nn.Parameter(wide[span].view(shape))
-                self.pieces.append(Piece(parameter, start, master, gradients[span].view(shape), bucket.sharding))
+                self.pieces.append(MasterShard(parameter, start, master, gradients[span].view(shape), bucket.sharding))
         return memory, wide
 
     @staticmethod
@@ -206,7 +206,7 @@ class Masters:
                         stack.enter_context(each.open())
             yield
 
-    def parts(self) -> Iterator[OwnPart]:
+    def parts(self) -> Iterator[LocalShard]:
         """This rank's shards of the parameters that have no values between their uses."""
         if self._weights is None:
             return
@@ -215,7 +215,7 @@ class Masters:
             for place, (parameter, offset) in enumerate(zip(bucket.parameters, bucket.offsets, strict=True)):
                 start, stop = bucket.overlap(place, sharding.own)
                 begin = offset + start - sharding.own * bucket.part
-                yield OwnPart(parameter, start, own[begin : begin + stop - start], sharding)
+                yield LocalShard(parameter, start, own[begin : begin + stop - start], sharding)
 
     @torch.no_grad()
     def same_start(self) -> None:
@@ -256,7 +256,7 @@ class Masters:
             work.wait()
 
 
-def _cut_state(optimizer: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+def _cut_state(optimizer: torch.optim.Optimizer, pieces: Sequence[MasterShard]) -> None:
     """Gives the pieces what the optimizer has for their parameters: Adagrad makes its state when it is made."""
     taken = {piece.parameter: optimizer.state.pop(piece.parameter, {}) for piece in pieces}
     optimizer.state.clear()  # of parameters of which other ranks have all pieces

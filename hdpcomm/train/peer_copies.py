@@ -23,7 +23,7 @@ from torch import Tensor
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import Error
-from hdpcomm.train.reshard import Box, Parts, Reshard, boxes_of, cells, cut_box, read_told, told_parts
+from hdpcomm.train.reshard import Box, Parts, Reshard, boxes_of, cells, cut_box, describe_shards, parse_shards
 from hdpcomm.train.tensor_part import TensorPart
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class PeerCopies:
         world = nodes_of(comm)
         self._comm = comm
         places = list(hosts) if hosts is not None else [world[rank] for rank in comm.ranks]
-        plan = _plan(gather_json(comm, told_parts(live)), places)
+        plan = _plan(gather_json(comm, describe_shards(live)), places)
         self._cells = len(plan)
         rank = comm.rank
         self._slots = [_slot(plan, rank) for _ in range(2)]
@@ -295,7 +295,7 @@ def _plan(told: Sequence[Mapping[str, Any]], hosts: Sequence[int]) -> list[_Cell
     there: dict[str, list[Box]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, parts in enumerate(told):
-        read_told(rank, parts, shapes, there)
+        parse_shards(rank, parts, shapes, there)
     total = sum(math.prod(shapes[name]) * boxes[0].dtype.itemsize for name, boxes in there.items() if boxes)
     most = max(1, total // (8 * len(hosts)))
     for name, boxes in sorted(there.items()):

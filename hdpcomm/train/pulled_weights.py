@@ -14,7 +14,7 @@ from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.train.buckets import Bucket
-    from hdpcomm.train.host_memory import HostMemory, Parts
+    from hdpcomm.train.host_memory import BucketShards, HostMemory
     from hdpcomm.train.side_work import SideWork, Started
     from hdpcomm.train.units import Unit, Units
 
@@ -47,7 +47,7 @@ class PulledWeights:
         dtype: torch.dtype | None,
     ) -> None:
         self._units, self._side = units, side
-        self._parts: dict[int, Parts] = {}
+        self._parts: dict[int, BucketShards] = {}
         self._by_unit: dict[int, list[Bucket]] = {}
         self._whole: dict[int, Tensor] = {}
         """By bucket: its parameters, in a storage that has no memory while its unit is not here."""
@@ -63,7 +63,7 @@ class PulledWeights:
         self._here: dict[int, Unit] = {}
         self._coming: dict[int, tuple[Unit, Started]] = {}
         self._open = False
-        units.listen(self._comes_to)
+        units.listen(self._on_layer_entered)
 
     def own(self, bucket: Bucket) -> Tensor:
         """This rank's part of a bucket, as others pull it; a view."""
@@ -98,7 +98,7 @@ class PulledWeights:
         self._open = True
         try:
             for root in self._units.roots:
-                self._bring(root)
+                self._ensure_resident(root)
             yield
         finally:
             self._open = False
@@ -106,12 +106,12 @@ class PulledWeights:
                 self._drop(unit)
             self._side.close()
 
-    def _comes_to(self, unit: Unit, backward: bool) -> None:
+    def _on_layer_entered(self, unit: Unit, backward: bool) -> None:
         """A pass has come to a layer."""
         if not self._open:
             return
         beside = unit.before if backward else unit.after
-        self._bring(unit)
+        self._ensure_resident(unit)
         kept = {id(unit), id(beside), *map(id, self._units.roots)}
         for other in [*self._here.values(), *(each for each, _ in self._coming.values())]:
             if id(other) not in kept:
@@ -119,7 +119,7 @@ class PulledWeights:
         if beside is not None and id(beside) not in self._here and id(beside) not in self._coming:
             self._coming[id(beside)] = beside, self._side.start(partial(self._pull, beside))
 
-    def _bring(self, unit: Unit) -> None:
+    def _ensure_resident(self, unit: Unit) -> None:
         if id(unit) in self._here:
             return
         if id(unit) in self._coming:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Work
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.train.buckets import Bucket
-    from hdpcomm.train.host_memory import HostMemory, Parts
+    from hdpcomm.train.host_memory import BucketShards, HostMemory
     from hdpcomm.train.side_work import SideWork
     from hdpcomm.train.units import Unit, Units
 
@@ -113,7 +113,7 @@ class PushedSums:
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_AHEAD)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        units.listen(self._comes_to)
+        units.listen(self._on_layer_entered)
 
     def own(self, bucket: Bucket) -> Tensor:
         """This rank's part of a bucket's sums, a view."""
@@ -205,7 +205,7 @@ class PushedSums:
         if self._error is not None:
             raise self._error
 
-    def _comes_to(self, unit: Unit, backward: bool) -> None:
+    def _on_layer_entered(self, unit: Unit, backward: bool) -> None:
         """A pass has come to a layer: a backward pass has ended those after it."""
         now = self._now
         if not backward or now is None:
@@ -256,7 +256,7 @@ class PushedSums:
                 self._side.finish()
             parts.window.set(owner, parts.word, turn + 1)
 
-    def _turns_of(self, parts: Parts, chunk: int) -> _Turns:
+    def _turns_of(self, parts: BucketShards, chunk: int) -> _Turns:
         key = chunk, parts.owners.ranks
         found = self._turns.get(key)
         if found is None:

@@ -22,7 +22,7 @@ from hdpcomm.train.tensor_part import TensorPart
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
 
-__all__ = ["Box", "Reshard", "boxes_of", "cells", "cut_box", "read_told", "told_parts"]
+__all__ = ["Box", "Reshard", "boxes_of", "cells", "cut_box", "parse_shards", "describe_shards"]
 
 Parts = Mapping[str, "TensorPart | Tensor"]
 
@@ -158,7 +158,7 @@ class Reshard:
         self._hosts = list(hosts) if hosts is not None else [world[rank] for rank in comm.ranks]
         self._source = {name: boxes_of(part) for name, part in source.items()}
         self._target = {name: boxes_of(part) for name, part in target.items()}
-        moves = list(self._plan(gather_json(comm, [told_parts(source), told_parts(target)])))
+        moves = list(self._plan(gather_json(comm, [describe_shards(source), describe_shards(target)])))
         self.version = 0
         self._started: _Started | None = None
         rank = comm.rank
@@ -310,7 +310,7 @@ class Reshard:
         wants: dict[str, list[Box]] = defaultdict(list)
         for rank, sides in enumerate(told):
             for found, side in zip((has, wants), sides, strict=True):
-                read_told(rank, side, shapes, found)
+                parse_shards(rank, side, shapes, found)
         for name, boxes in has.items():
             if len(kinds := {box.dtype for box in boxes}) > 1:
                 raise InvalidUsage(f"{name} is held as {sorted(map(str, kinds))}; give sources of one type")
@@ -373,7 +373,7 @@ def boxes_of(part: TensorPart | Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
     return [(tuple(offsets), tensor) for offsets, tensor in part.boxes if tensor.numel()]
 
 
-def told_parts(parts: Parts) -> dict[str, Any]:
+def describe_shards(parts: Parts) -> dict[str, Any]:
     """By name: the shape of the whole tensor, and the offsets, sizes and type of each box."""
     return {
         name: [
@@ -384,10 +384,10 @@ def told_parts(parts: Parts) -> dict[str, Any]:
     }
 
 
-def read_told(
+def parse_shards(
     rank: int, told: Mapping[str, Any], shapes: dict[str, tuple[int, ...]], found: dict[str, list[Box]]
 ) -> None:
-    """Adds the boxes that a rank told by :func:`told_parts`. Raises: InvalidUsage: of tensors of another shape."""
+    """Adds the boxes that a rank told by :func:`describe_shards`. Raises: InvalidUsage: of tensors of another shape."""
     for name, (shape, boxes) in told.items():
         if shapes.setdefault(name, tuple(shape)) != tuple(shape):
             raise InvalidUsage(

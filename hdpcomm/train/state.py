@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.train.layout import Layout
-    from hdpcomm.train.masters import Masters, OwnPart, Piece
+    from hdpcomm.train.masters import LocalShard, Masters, MasterShard
 
 __all__ = ["State", "path_name", "walk_state"]
 
@@ -183,7 +183,7 @@ class State:
                 yield ("model", placement.name), whole
 
     @staticmethod
-    def _range(placement: Placement, own: OwnPart) -> TensorPart:
+    def _range(placement: Placement, own: LocalShard) -> TensorPart:
         """This rank's shard of a parameter that has no values here (ZeRO-3)."""
         part = TensorPart.of_range(own.parameter.shape, own.start, own.values)
         written = placement.holders.first and own.sharding.first
@@ -199,7 +199,7 @@ class State:
             return TensorPart(value.size(), [([0] * value.dim(), value)], written=written)
         return TensorPart(placement.shape, [(placement.offsets, value)], written=written)
 
-    def _piece(self, placement: Placement, piece: Piece, value: Tensor, *, same: bool) -> Any:
+    def _piece(self, placement: Placement, piece: MasterShard, value: Tensor, *, same: bool) -> Any:
         cut = piece.master.shape != piece.parameter.shape
         if not cut and not self._cut():
             return self._part(placement, value, piece.parameter.shape)
