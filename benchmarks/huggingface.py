@@ -46,7 +46,7 @@ def run_rank(kind: str, out: Path, options: argparse.Namespace) -> None:
     import transformers
 
     import hdpcomm.torch_backend  # noqa: F401  (registers the backend)
-    from hdpcomm.train.huggingface import Trainer
+    from hdpcomm.integrations.huggingface import Trainer
 
     torch.set_num_threads(1)
     dist.init_process_group("hdpcomm" if kind == "hdpcomm" else "gloo")

@@ -46,12 +46,12 @@ from hdpcomm.models import adapt
 from hdpcomm.models.self_check import is_random
 from hdpcomm.run.checkpoints import CheckpointFolder
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
-from hdpcomm.train.huggingface_batch import Sequences
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
 from hdpcomm.train.row_passes import RowPasses
 from hdpcomm.train.runner import Runner, StepSettings
+from hdpcomm.train.sequences import Sequences
 
 __all__ = ["HdpEngine", "HdpEngineConfig"]
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from hdpcomm.plan import CostModel, PlannedStep, Planner, Tree, trees_of_prompts
 from hdpcomm.plan.planner import LONGEST_MEASURED
-from hdpcomm.train.huggingface_batch import Sequences, gather_sequences
 from hdpcomm.train.label_terms import (
     Batch,
     KeptLogProbs,
@@ -32,6 +31,7 @@ from hdpcomm.train.label_terms import (
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.passes import StepInputs
 from hdpcomm.train.profile import profile_cost_model
+from hdpcomm.train.sequences import Sequences, gather_sequences
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -1,4 +1,4 @@
-"""hdpcomm.train.huggingface.Trainer on 2 ranks of the backend, against transformers.Trainer in one process."""
+"""hdpcomm.integrations.huggingface.Trainer on 2 ranks of the backend, against transformers.Trainer in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def work(backend: str) -> Figures:
         join(backend)  # before TrainingArguments, which would take gloo
     args = arguments(f"out-{backend}", 3 if backend == "hdpcomm" else 6, optim="sgd", learning_rate=0.1)
     if backend == "hdpcomm":
-        from hdpcomm.train.huggingface import Trainer
+        from hdpcomm.integrations.huggingface import Trainer
 
         trainer = Trainer(model=model, args=args, train_dataset=cut)
     else:

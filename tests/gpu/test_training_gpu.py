@@ -245,7 +245,7 @@ def test_muon(on_gpu: OnGPU, mesh: str) -> None:
 
 
 def huggingface_on_a_rank(out: str) -> Any:
-    from hdpcomm.train.huggingface import Trainer
+    from hdpcomm.integrations.huggingface import Trainer
 
     try:
         found, losses, loss = run(Trainer, Path(out), 6, 2, padded, use_cpu=False)

@@ -90,7 +90,7 @@ def train(kind: Any, out: Path, batch: int, cases: Any) -> list[dict[str, torch.
 
 
 def planned(out: str, batch: int, cases: Any) -> list[dict[str, torch.Tensor]]:
-    from hdpcomm.train.huggingface import Trainer
+    from hdpcomm.integrations.huggingface import Trainer
 
     return train(functools.partial(Trainer, cost_model=COSTS), Path(out), batch, cases)
 

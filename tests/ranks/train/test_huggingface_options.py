@@ -38,7 +38,7 @@ def with_lora() -> Any:
 
 def on_rank(fn: Callable[..., Any], *args: Any) -> Any:
     """What a rank runs: the planning Trainer, in a process that other tests use afterwards."""
-    from hdpcomm.train.huggingface import Trainer
+    from hdpcomm.integrations.huggingface import Trainer
 
     try:
         return fn(Trainer, *args)
@@ -182,7 +182,7 @@ def test_evaluation_while_training(ranks: Any, tmp_path: Path) -> None:
 
 
 def refused(_kind: Any, out: str, changed: dict[str, Any], options: dict[str, Any], told: str) -> None:
-    from hdpcomm.train.huggingface import Trainer
+    from hdpcomm.integrations.huggingface import Trainer
 
     with pytest.raises(InvalidUsage, match=told):
         Trainer(model=tiny(), args=arguments(Path(out), 2, 1, **changed), train_dataset=documents(), **options)
@@ -210,7 +210,7 @@ def test_what_would_be_wrong_in_silence_is_refused(
 )  # fmt: skip
 def test_arguments_that_this_machine_cannot_take_are_refused(tmp_path: Path, name: str, value: Any, told: str) -> None:
     """transformers itself checks these against the machine, so they are set behind its back."""
-    from hdpcomm.train.huggingface import Trainer
+    from hdpcomm.integrations.huggingface import Trainer
 
     class Late(transformers.Trainer):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -233,7 +233,7 @@ class OtherLoss(transformers.Trainer):  # type: ignore[misc]
 
 
 def test_a_loss_that_would_not_be_computed_is_refused(tmp_path: Path) -> None:
-    from hdpcomm.train.huggingface import HybridDataParallel
+    from hdpcomm.integrations.huggingface import HybridDataParallel
 
     class Unknown(HybridDataParallel, OtherLoss):
         pass

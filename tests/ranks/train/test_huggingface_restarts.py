@@ -23,7 +23,7 @@ from pathlib import Path
 import torch, transformers
 import hdpcomm.torch_backend
 from transformers.trainer_utils import get_last_checkpoint
-from hdpcomm.train.huggingface import Trainer
+from hdpcomm.integrations.huggingface import Trainer
 from hdpcomm.plan import CostModel
 from tests.harness.tiny_huggingface import arguments, documents, tiny
 

@@ -17,7 +17,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from hdpcomm.errors import InvalidUsage  # noqa: E402
-from hdpcomm.train.huggingface import HybridDataParallel  # noqa: E402
+from hdpcomm.integrations.huggingface import HybridDataParallel  # noqa: E402
 from tests.harness.tiny_huggingface import arguments, leave, tiny, weights  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(40)]

@@ -15,7 +15,7 @@ from tests.harness.tiny_huggingface import leave, padded, run  # noqa: E402
 
 
 def planned(out: str, batch: int, accumulate: int, with_padding: bool) -> Any:
-    from hdpcomm.train.huggingface import Trainer
+    from hdpcomm.integrations.huggingface import Trainer
 
     try:
         collator = padded if with_padding else None

@@ -17,8 +17,8 @@ peft = pytest.importorskip("peft")
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
 
 from hdpcomm.errors import InvalidUsage  # noqa: E402
+from hdpcomm.integrations.huggingface import HybridDataParallel  # noqa: E402
 from hdpcomm.plan import Tree  # noqa: E402
-from hdpcomm.train.huggingface import HybridDataParallel  # noqa: E402
 from hdpcomm.train.row_passes import RowPasses  # noqa: E402
 from tests.harness.pipelines import COST  # noqa: E402
 from tests.harness.tiny_huggingface import arguments, leave, tiny, weights  # noqa: E402

@@ -34,7 +34,7 @@ def losses_of(trainer: Any) -> list[float]:
 
 def trains(folder: str, options: dict[str, Any]) -> Any:
     """Four steps of four documents, with a checkpoint after two; (losses, gradient norms, loss of an evaluation)."""
-    from hdpcomm.train.huggingface import Trainer
+    from hdpcomm.integrations.huggingface import Trainer
 
     try:
         trainer = trainer_of(Trainer, folder, 2, {"cost_model": COST, **options}, save_strategy="steps", save_steps=2)
@@ -51,7 +51,7 @@ def trains(folder: str, options: dict[str, Any]) -> Any:
 
 
 def resumes(folder: str, accumulate: int, options: dict[str, Any], name: str) -> list[float]:
-    from hdpcomm.train.huggingface import Trainer
+    from hdpcomm.integrations.huggingface import Trainer
 
     try:
         trainer = trainer_of(Trainer, folder, accumulate, {"cost_model": COST, **options})
@@ -113,7 +113,7 @@ def test_parts_train_save_and_resume_as_whole_weights_do(ranks: Any, tmp_path: P
     ],
 )
 def test_what_would_not_work_is_refused(tmp_path: Path, options: dict[str, Any], changed: Any, message: str) -> None:
-    from hdpcomm.train.huggingface import Trainer
+    from hdpcomm.integrations.huggingface import Trainer
 
     with pytest.raises(InvalidUsage, match=message):
         trainer_of(Trainer, str(tmp_path), 1, options, **changed)
@@ -122,7 +122,7 @@ def test_what_would_not_work_is_refused(tmp_path: Path, options: dict[str, Any],
 
 def trains_policy(folder: str, preferences: bool, options: dict[str, Any], lora: bool) -> Any:
     """Whole weights after two steps of TRL's trainer, and its logs."""
-    from hdpcomm.train.huggingface_checkpoints import whole_weights
+    from hdpcomm.integrations.huggingface_checkpoints import whole_weights
     from tests.ranks.train.test_huggingface_trl import PlannedDPO, PlannedGRPO, trainer_of
 
     torch.manual_seed(7)

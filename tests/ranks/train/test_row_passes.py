@@ -14,10 +14,10 @@ from hdpcomm.models import Llama
 from hdpcomm.plan import Tree
 from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE
-from hdpcomm.train.huggingface_batch import Sequences
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.row_passes import RowPasses
 from hdpcomm.train.runner import Runner, StepSettings
+from hdpcomm.train.sequences import Sequences
 from tests.harness.mesh_shapes import DENSE
 from tests.harness.pipelines import COST, SEED
 from tests.harness.plain_losses import log_probs_of

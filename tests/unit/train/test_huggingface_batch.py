@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train.huggingface_batch import sequences_of
+from hdpcomm.integrations.huggingface_batch import sequences_of
 
 ROW = torch.tensor([[5, 6, 7, 8, 9]])
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train.huggingface_batch import Sequences, sequences_of
+from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.train.loss import IGNORE
+from hdpcomm.train.sequences import Sequences
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

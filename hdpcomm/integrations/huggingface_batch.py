@@ -1,10 +1,9 @@
-"""The sequences in a batch of a collator of transformers, and those of all ranks together."""
+"""The sequences in a batch of a collator of transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,54 +11,14 @@ from torch import Tensor, nn
 
 from hdpcomm.attention.layout import as_cu_seqlens
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train.huggingface_keys import check_keys
+from hdpcomm.integrations.huggingface_keys import check_keys
 from hdpcomm.train.loss import IGNORE
+from hdpcomm.train.sequences import Sequences
 
 if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
+    pass
 
-__all__ = ["Sequences", "gather_sequences", "sequences_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Sequences one after the other.
-
-    Attributes:
-        lengths: tokens of each.
-        tokens: int64 ``[sum(lengths)]``.
-        labels: int64, the same shape: what each token is to predict, -100 for nothing.
-        offsets: where each begins, and the last one ends.
-    """
-
-    lengths: list[int]
-    tokens: Tensor
-    labels: Tensor
-    offsets: list[int] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "offsets", [0, *accumulate(self.lengths)])
-
-    @property
-    def num_labels(self) -> Tensor:
-        """Scalar: the tokens that have a label."""
-        return (self.labels != IGNORE).sum()
-
-    def prompts(self) -> list[tuple[Hashable, int]]:
-        """For each sequence the name and the tokens of its prompt: what comes before its first label, where that is
-        more than one token; equal ones have one name."""
-        found: list[tuple[Hashable, int]] = []
-        for i in range(len(self.lengths)):
-            tokens, labels = self.fetch(i)
-            labelled = (labels != IGNORE).nonzero()
-            count = int(labelled[0]) + 1 if len(labelled) else 1
-            found.append((tokens[:count].numpy().tobytes() if count > 1 else i, count))
-        return found
-
-    def fetch(self, place: int) -> tuple[Tensor, Tensor]:
-        """(tokens, labels) of one sequence."""
-        start, stop = self.offsets[place], self.offsets[place + 1]
-        return self.tokens[start:stop], self.labels[start:stop]
+__all__ = ["sequences_of"]
 
 
 def sequences_of(batch: Mapping[str, Any]) -> Sequences:
@@ -67,7 +26,7 @@ def sequences_of(batch: Mapping[str, Any]) -> Sequences:
 
     ``batch``: ``input_ids`` and ``labels``, both ``[rows, tokens]``; the sequences are its rows, where
     ``attention_mask`` is not 0, or what ``cu_seq_lens_q`` (of a single row), ``seq_idx`` or ``position_ids`` cut them
-    into. Raises InvalidUsage for other batches, and for keys that :mod:`hdpcomm.train.huggingface_keys` refuses.
+    into. Raises InvalidUsage for other batches, and for keys that :mod:`hdpcomm.integrations.huggingface_keys` refuses.
     """
     check_keys(batch)
     tokens, labels = batch.get("input_ids"), batch.get("labels")
@@ -165,26 +124,3 @@ def _cut_at(bounds: Any, tokens: Tensor) -> Tensor:
     begins = torch.zeros(1, cuts[-1] + 1, dtype=torch.bool)
     begins[0, cuts] = True
     return begins[:, :-1]
-
-
-def gather_sequences(own: Sequences, comm: Communicator) -> tuple[Sequences, int]:
-    """The sequences of all ranks, in their order, and the number of tokens before this rank's. Collective over
-    ``comm``: three all-gathers, 16 bytes a token."""
-    if comm.size == 1:
-        return own, 0
-    sizes = torch.empty(2 * comm.size, dtype=torch.int64)
-    comm.all_gather(sizes, torch.tensor([len(own.lengths), len(own.tokens)]))
-    counts, tokens = sizes.view(-1, 2).unbind(1)
-    most = int(counts.max()), int(tokens.max())
-    lengths = _gather(torch.tensor(own.lengths)[None], counts.tolist(), most[0], comm)[0]
-    both = _gather(torch.stack([own.tokens, own.labels]), tokens.tolist(), most[1], comm)
-    return Sequences(lengths.tolist(), both[0], both[1]), int(tokens[: comm.rank].sum())
-
-
-def _gather(rows: Tensor, counts: list[int], most: int, comm: Communicator) -> Tensor:
-    """``[n, sum(counts)]``: the ``rows`` [n, counts[rank]] of all ranks, side by side."""
-    mine = rows.new_zeros(rows.shape[0], most)
-    mine[:, : rows.shape[1]] = rows
-    everyone = rows.new_empty(comm.size, rows.shape[0], most)
-    comm.all_gather(everyone, mine)
-    return torch.cat([part[:, :count] for part, count in zip(everyone, counts, strict=True)], dim=1)

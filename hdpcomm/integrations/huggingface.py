@@ -1,6 +1,6 @@
 """transformers.Trainer with Hybrid Data Parallelism: every step is planned, packed and sharded over all ranks.
 
-    from hdpcomm.train.huggingface import Trainer
+    from hdpcomm.integrations.huggingface import Trainer
 
     trainer = Trainer(model=model, args=args, train_dataset=dataset)
     trainer.train()
@@ -27,17 +27,18 @@ from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.comm import init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.integrations.huggingface_batch import sequences_of
+from hdpcomm.integrations.huggingface_checkpoints import load_optimizer, load_scheduler, save_optimizer, whole_weights
+from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel
 from hdpcomm.models import adapt
 from hdpcomm.models.self_check import is_random
 from hdpcomm.plan import CostModel, PlannedStep
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
-from hdpcomm.train.huggingface_batch import Sequences, gather_sequences, sequences_of
-from hdpcomm.train.huggingface_checkpoints import load_optimizer, load_scheduler, save_optimizer, whole_weights
-from hdpcomm.train.huggingface_log_probs import ComputedLoss, LogProbModel
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
 from hdpcomm.train.row_passes import RowPasses
 from hdpcomm.train.runner import Runner, StepSettings
+from hdpcomm.train.sequences import Sequences, gather_sequences
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -56,15 +57,15 @@ class HybridDataParallel:
 
     A batch is what a collator of transformers gives: rows with an ``attention_mask``, or flattened rows with
     ``cu_seq_lens_q`` or ``position_ids`` (as of ``DataCollatorWithFlattening``); what it does not carry, it refuses by
-    name (:mod:`hdpcomm.train.huggingface_keys`). Evaluation and prediction run on each rank with the attention that the
-    model came with; ``generate()`` does inside of :meth:`original_attention`.
+    name (:mod:`hdpcomm.integrations.huggingface_keys`). Evaluation and prediction run on each rank with the attention
+    that the model came with; ``generate()`` does inside of :meth:`original_attention`.
 
     With ``transformers.Trainer`` and TRL's ``SFTTrainer``, training does not call ``compute_loss`` of the other base; a
     class of one's own whose loss is the mean of the labelled tokens and adds no more than logs may say so:
     ``computes_token_loss = True``. With TRL's ``GRPOTrainer``, ``DPOTrainer``, ``RLOOTrainer`` and ``KTOTrainer`` it
     calls it, with log-probabilities that planned forward passes have made in the place of the model, and planned passes
-    carry the loss's derivatives into the model (:mod:`hdpcomm.train.huggingface_log_probs`): any of their losses, with
-    their logs. Other losses are refused.
+    carry the loss's derivatives into the model (:mod:`hdpcomm.integrations.huggingface_log_probs`): any of their
+    losses, with their logs. Other losses are refused.
 
     With ``zero`` or ``dtype``, checkpoints are those of one device still: ``optimizer.pt`` has the state of all
     parameters, and master weights beside them, so runs resume on other numbers of ranks, and transformers' own trainer
