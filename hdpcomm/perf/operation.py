@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.perf.data import contribution, values
 from hdpcomm.perf.dtypes import ElementType
 
 __all__ = ["Bound", "Case", "Operation", "Shape", "Storage", "Works"]
@@ -149,7 +150,7 @@ class Works:
 
 
 class Operation(ABC):
-    """Base class of the operations; each is a small module in ``hdpcomm.perf.ops``."""
+    """Base class of the operations in ``hdpcomm.perf.ops``."""
 
     name: ClassVar[str]
     reduces: ClassVar[bool] = False
@@ -187,9 +188,12 @@ class Operation(ABC):
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
         """A function that runs the operation once (``async_op``: starts it and returns its Work)."""
 
-    @abstractmethod
     def given(self, case: Case) -> torch.Tensor | None:
         """The content of this rank's ``x``; ``None``: it has no input."""
+        rank, count = case.comm.rank, case.shape.send
+        if self.reduces:
+            return contribution(case.kind, case.redop, rank, case.comm.size, count)
+        return values(case.kind, rank, count)
 
     @abstractmethod
     def expected(self, case: Case) -> torch.Tensor | None:

@@ -201,12 +201,6 @@ class ModelSpec:
         or the latent, which serves all heads. Their gradients are summed in fp32 (fp64 for 8 bytes)."""
         return float(sum(each.layers * each.sent / (1 if each.expansion else tensor) for each in self.token_mixing))
 
-    @property
-    def logits_bytes(self) -> float:
-        """Bytes of one token's logits. They exist for the tokens of one chunk
-        (:func:`hdpcomm.kernels.linear_cross_entropy`)."""
-        return float(self.dtype_bytes * self.vocab)
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:

@@ -43,9 +43,6 @@ class AllToAllV(Operation):
         to, come = _splits(case)
         return bind_call(case.comm.all_to_all, out, x, come, to, algorithm=case.algorithm, async_op=async_op)
 
-    def given(self, case: Case) -> torch.Tensor:
-        return values(case.kind, case.comm.rank, case.shape.send)
-
     def expected(self, case: Case) -> torch.Tensor | None:
         size, rank = case.comm.size, case.comm.rank
         sizes = parts(case.shape.count, size)

@@ -46,9 +46,6 @@ class Ring(Operation):
 
         return rotate
 
-    def given(self, case: Case) -> torch.Tensor:
-        return values(case.kind, case.comm.rank, case.shape.send)
-
     def expected(self, case: Case) -> torch.Tensor | None:
         if case.comm.size == 1:
             return None

@@ -1,0 +1,239 @@
+"""The collectives of a communicator, and what nccl-tests makes of its point-to-point messages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.perf.data import reduced, values
+from hdpcomm.perf.operation import Case, Operation, Shape, bind_call, blocks
+
+__all__ = [
+    *("AllGather", "AllReduce", "AllToAll", "Broadcast", "Gather"),
+    *("Hypercube", "Reduce", "ReduceScatter", "Scatter", "SendRecv"),
+]
+
+
+def _own_part(shared: torch.Tensor, case: Case, part: int) -> torch.Tensor:
+    return shared[case.comm.rank * part : (case.comm.rank + 1) * part]
+
+
+def _gathered(case: Case) -> torch.Tensor:
+    return torch.cat([values(case.kind, rank, case.shape.send) for rank in range(case.comm.size)])
+
+
+class AllGather(Operation):
+    """size(B) is the gathered whole, count the part of a rank. In place: the input is the rank's part of the output."""
+
+    name = "all_gather"
+    core_name: ClassVar[str | None] = "all_gather"
+
+    def shape(self, elements: int, ranks: int) -> Shape:
+        part = blocks(elements, ranks)
+        return Shape(part, part, part * ranks, part * ranks)
+
+    def bus_factor(self, ranks: int) -> float:
+        return 1.0 if self.rooted else (ranks - 1) / ranks
+
+    def in_place_views(self, shared: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+        return _own_part(shared, case, case.shape.send), shared
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        return bind_call(case.comm.all_gather, out, x, algorithm=case.algorithm, async_op=async_op)
+
+    def expected(self, case: Case) -> torch.Tensor | None:
+        return _gathered(case)
+
+
+class Gather(AllGather):
+    """As all_gather, for the root."""
+
+    name = "gather"
+    core_name = "gather"
+    rooted = True
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        target = out if case.comm.rank == case.root else None
+        return bind_call(case.comm.gather, target, x, case.root, algorithm=case.algorithm, async_op=async_op)
+
+    def expected(self, case: Case) -> torch.Tensor | None:
+        return _gathered(case) if case.comm.rank == case.root else None
+
+
+class Hypercube(AllGather):
+    """An all-gather by exchanges with the ranks whose numbers differ in one bit, as in nccl-tests. Each is waited for
+    before the next one, which doubles the bytes. The ranks are a power of two."""
+
+    name = "hypercube"
+    core_name = None
+    asynchronous = False
+
+    def shape(self, elements: int, ranks: int) -> Shape:
+        if ranks & (ranks - 1):
+            raise InvalidUsage(f"hypercube: there are {ranks} ranks; give a power of two, or use all_gather")
+        return super().shape(elements, ranks)
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        del async_op
+        comm, part = case.comm, case.shape.send
+        steps = []
+        bit = 1
+        while bit < comm.size:
+            peer = comm.rank ^ bit
+            mine, theirs = comm.rank & -bit, peer & -bit  # the blocks that both have gathered so far
+            steps.append(
+                ([(out[mine * part : (mine + bit) * part], peer)], [(out[theirs * part : (theirs + bit) * part], peer)])
+            )
+            bit *= 2
+
+        def gather() -> None:
+            if not case.in_place:
+                _own_part(out, case, part).copy_(x)
+            for send, recv in steps:
+                comm.exchange(send, recv)
+
+        return gather
+
+
+class ReduceScatter(Operation):
+    """size(B) is the input of a rank, count its part of the result. In place: the output is its part of the input."""
+
+    name = "reduce_scatter"
+    core_name = "reduce_scatter"
+    reduces = True
+
+    def shape(self, elements: int, ranks: int) -> Shape:
+        part = blocks(elements, ranks)
+        return Shape(part, part * ranks, part, part * ranks)
+
+    def bus_factor(self, ranks: int) -> float:
+        return 1.0 if self.rooted else (ranks - 1) / ranks
+
+    def in_place_views(self, shared: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+        return shared, _own_part(shared, case, case.shape.recv)
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        return bind_call(case.comm.reduce_scatter, out, x, case.redop, algorithm=case.algorithm, async_op=async_op)
+
+    def expected(self, case: Case) -> torch.Tensor | None:
+        first = case.comm.rank * case.shape.recv
+        return reduced(case.kind, case.redop, case.comm.size, case.shape.recv, first=first)
+
+
+class Scatter(ReduceScatter):
+    """size(B) is the root's input, count the part of a rank. In place: the root's output is its part of the input."""
+
+    name = "scatter"
+    core_name = "scatter"
+    reduces = False
+    rooted = True
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        source = x if case.comm.rank == case.root else None
+        return bind_call(case.comm.scatter, out, source, case.root, algorithm=case.algorithm, async_op=async_op)
+
+    def given(self, case: Case) -> torch.Tensor | None:
+        return super().given(case) if case.comm.rank == case.root else None
+
+    def expected(self, case: Case) -> torch.Tensor | None:
+        return values(case.kind, case.root, case.shape.recv, first=case.comm.rank * case.shape.recv)
+
+
+class AllReduce(Operation):
+    """size(B) is the buffer of a rank. Out of place: the result goes into a second buffer."""
+
+    name = "all_reduce"
+    core_name = "all_reduce"
+    reduces = True
+
+    def bus_factor(self, ranks: int) -> float:
+        return 2 * (ranks - 1) / ranks
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        function = case.comm.all_reduce if case.in_place else functools.partial(case.comm.all_reduce, out=out)
+        return bind_call(function, x, case.redop, algorithm=case.algorithm, async_op=async_op)
+
+    def expected(self, case: Case) -> torch.Tensor | None:
+        return reduced(case.kind, case.redop, case.comm.size, case.shape.recv)
+
+
+class Reduce(Operation):
+    """As all_reduce, for the root."""
+
+    name = "reduce"
+    core_name = "reduce"
+    reduces = True
+    rooted = True
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        function = case.comm.reduce if case.in_place else functools.partial(case.comm.reduce, out=out)
+        return bind_call(function, x, case.root, case.redop, algorithm=case.algorithm, async_op=async_op)
+
+    def expected(self, case: Case) -> torch.Tensor | None:
+        return reduced(case.kind, case.redop, case.comm.size, case.shape.recv) if case.comm.rank == case.root else None
+
+
+class Broadcast(Operation):
+    """size(B) is the buffer. Out of place: the root copies its input into it, within the measured time."""
+
+    name = "broadcast"
+    core_name = "broadcast"
+    rooted = True
+    note = "broadcast works in place; out-of-place includes the root's copy into the buffer"
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        broadcast = bind_call(case.comm.broadcast, out, case.root, algorithm=case.algorithm, async_op=async_op)
+        if case.in_place or case.comm.rank != case.root:
+            return broadcast
+
+        def copy_and_broadcast() -> Any:
+            out.copy_(x)
+            return broadcast()
+
+        return copy_and_broadcast
+
+    def given(self, case: Case) -> torch.Tensor | None:
+        return super().given(case) if case.comm.rank == case.root else None
+
+    def expected(self, case: Case) -> torch.Tensor | None:
+        return values(case.kind, case.root, case.shape.recv)
+
+
+class AllToAll(Operation):
+    """size(B) is the buffer of a rank, count the part for one rank. There is no in-place form."""
+
+    name = "alltoall"
+    core_name = "all_to_all"
+    in_place = False
+
+    def shape(self, elements: int, ranks: int) -> Shape:
+        part = blocks(elements, ranks)
+        return Shape(part, part * ranks, part * ranks, part * ranks)
+
+    def bus_factor(self, ranks: int) -> float:
+        return (ranks - 1) / ranks
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        return bind_call(case.comm.all_to_all, out, x, algorithm=case.algorithm, async_op=async_op)
+
+    def expected(self, case: Case) -> torch.Tensor | None:
+        part, first = case.shape.count, case.comm.rank * case.shape.count
+        return torch.cat([values(case.kind, rank, part, first=first) for rank in range(case.comm.size)])
+
+
+class SendRecv(Operation):
+    """Every rank sends size(B) to the next one while it receives as much from the one before. No in-place form."""
+
+    name = "sendrecv"
+    in_place = False
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        after, before = (case.comm.rank + 1) % case.comm.size, (case.comm.rank - 1) % case.comm.size
+        return bind_call(case.comm.exchange, [(x, after)], [(out, before)], async_op=async_op)
+
+    def expected(self, case: Case) -> torch.Tensor | None:
+        return values(case.kind, (case.comm.rank - 1) % case.comm.size, case.shape.recv)
