@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from hdpcomm.comm import Mesh
 from hdpcomm.comm.absent import AbsentRanks
@@ -12,6 +16,7 @@ from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import Corpus
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import NewWeights
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.plan.presets import NODE_DEVICES, device_in
@@ -23,21 +28,24 @@ from hdpcomm.run.memory import (
     MemoryBeside,
     fit_recompute,
     fit_zero,
+    free_models,
     measure_memory,
     memory_beside,
     predict_memory,
     within_memory,
 )
 from hdpcomm.run.model import model_on_meta, model_spec
-from hdpcomm.run.pipelines import recompute_by_device
+from hdpcomm.run.pipelines import new_trainer, recompute_by_device
 from hdpcomm.sim import StepReport, simulate_step
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.offload import PinnedPool
 
 __all__ = ["DryRun", "RankMemory", "dry_run", "dry_run_elsewhere"]
 
 STEPS = 4
+_SHORT, _SHORT_STEPS = 8, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +99,32 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig, *, elastic: b
     devices = found or measure_memory(comm, config)
     costs = measure_costs(comm, config, longest=int(corpus.lengths.max()), capacity=capacity)
     planners = {policy: make_planner(comm, corpus, config, costs, policy) for policy in config.policies}
+    after_s = _after_passes_s(comm, config, planners, costs.pool)
     _, on_host = local_place(comm.rank, comm.size)
     elastic_ranks = comm.size if elastic else 0
     beside = memory_beside(config, on_host, on_devices=comm.device.type == "cuda", elastic_ranks=elastic_ranks)
-    return replace(_dry_run(corpus, config, comm.size, planners, devices), beside=beside)
+    return replace(_dry_run(corpus, config, comm.size, planners, devices, after_s), beside=beside)
+
+
+def _after_passes_s(
+    comm: Communicator, config: RunConfig, planners: Mapping[str, Planner], pool: PinnedPool | None
+) -> float:
+    """Seconds of a step outside its passes: agreement, sums of gradients, clipping, optimizer. Collective; the median
+    of some steps of one short sequence a rank."""
+    free_models()
+    planner = next((each for policy, each in planners.items() if policy != "ddp"), None)
+    if planner is None:
+        return 0.0
+    trainer = new_trainer(comm, config, planner, pool, partial(NewWeights, seed=config.seed))
+    tokens = torch.zeros(min(_SHORT, config.capacity), dtype=torch.int64)
+    found = []
+    for _ in range(_SHORT_STEPS + 1):
+        metrics = trainer.step([len(tokens)] * planner.cluster.ranks, lambda _: tokens)
+        ended = [span.end_s for span in trainer.timeline.spans if span.phase == "micro-batch"]
+        passes = torch.tensor([max(ended, default=0.0)])
+        comm.all_reduce(passes, "max")
+        found.append(metrics.seconds - metrics.plan_wait_s - float(passes))
+    return max(0.0, median(found[1:]))
 
 
 def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str) -> DryRun:
@@ -161,7 +191,12 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
 
 
 def _dry_run(
-    corpus: Corpus, config: RunConfig, ranks: int, planners: Mapping[str, Planner], devices: tuple[StepMemory, ...]
+    corpus: Corpus,
+    config: RunConfig,
+    ranks: int,
+    planners: Mapping[str, Planner],
+    devices: tuple[StepMemory, ...],
+    after_s: float = 0.0,
 ) -> DryRun:
     recompute = recompute_by_device(config)
     sampler = batch_sampler(corpus, config)
@@ -169,7 +204,7 @@ def _dry_run(
     reports: dict[str, list[StepReport]] = {}
     memory: dict[str, list[RankMemory]] = {}
     for policy, planner in planners.items():
-        reports[policy] = [simulate_step(planner, lengths) for lengths in batches]
+        reports[policy] = [simulate_step(planner, lengths).followed_by(after_s) for lengths in batches]
         most = [
             max(float(report.rank_peak_tokens[rank]) for report in reports[policy])
             for rank in range(planner.cluster.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -9,13 +10,13 @@ from torch import nn
 from hdpcomm.comm import Mesh
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.first_weights import FirstWeights
 from hdpcomm.run.model import new_part
 from hdpcomm.run.optimizers import new_optimizer
 from hdpcomm.train import Trainer
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.models import Weights
     from hdpcomm.plan import Planner
 
 __all__ = ["SMALLEST_OFFLOAD", "device_recompute", "mesh_of", "new_trainer", "recompute_by_device", "stage_recompute"]
@@ -34,7 +35,7 @@ def new_trainer(
     config: RunConfig,
     planner: Planner,
     pool: PinnedPool | None,
-    weights: FirstWeights,
+    weights: Callable[[nn.Module], Weights],
 ) -> Trainer:
     """The trainer of this rank's part of the model. Collective over ``comm``.
 

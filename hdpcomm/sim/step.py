@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,20 @@ class StepReport:
     rank_end: NDArray[np.float64]
     rank_busy: NDArray[np.float64]
     rank_peak_tokens: NDArray[np.float64]
+
+    def followed_by(self, seconds: float) -> StepReport:
+        """The step with more seconds after its passes, as they were measured."""
+        step = self.step_s + seconds
+        share = self.step_s / step if step > 0 else 0.0
+        return replace(
+            self,
+            step_s=step,
+            optimizer_s=self.optimizer_s + seconds,
+            tokens_per_s=self.tokens_per_s * share,
+            idle_share=self.idle_share * share,
+            exposed_share=self.exposed_share * share,
+            stalled_share=self.stalled_share * share,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain Python objects, without the passes and the figures by rank."""

@@ -15,7 +15,7 @@ from hdpcomm.comm.absent import AbsentRanks
 from hdpcomm.data import open_corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
-from hdpcomm.run import RunConfig, Saving, folder_model, train
+from hdpcomm.run import RunConfig, Saving, dry_run, folder_model, train
 from hdpcomm.run.costs import host_memory
 from hdpcomm.run.memory import measure_memory, memory_beside, predict_memory
 from hdpcomm.run.peer_saves import PeerSaves
@@ -200,6 +200,20 @@ def test_copies_take_what_the_dry_run_says(mesh: str, tmp_path: Path, monkeypatc
     assert len(taken) == ranks
     generators = 4 * torch.get_rng_state().numel()
     assert sum(taken) / ranks - generators == pytest.approx(predicted, rel=0.02)
+
+
+@pytest.mark.parametrize("options", [{"pipeline": 2}, {"zero": 3, "dtype": "bf16"}], ids=str)
+def test_a_step_takes_longer_than_its_passes(options: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 400)
+
+    def rank() -> Any:
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            return dry_run(comm, open_corpus([str(tmp_path / "a.txt")], context=200), config_of(options, {"layers": 2}))
+
+    for report in run_threads(rank, 2, timeout=100.0)[0].reports["balanced"]:
+        assert report.step_s == pytest.approx(report.compute_s + report.sync_s + report.optimizer_s)
+        assert report.optimizer_s > 0
 
 
 def test_absent_ranks() -> None:
