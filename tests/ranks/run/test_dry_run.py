@@ -25,13 +25,10 @@ from hdpcomm.train.peer_copies import PeerCopies
 SIZES = {"vocabulary": 500, "layers": 8, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
     "hdp1": (1, {}, {}),
-    "hdp2": (2, {}, {}),
     "hdp4": (4, {}, {}),
     "hdp3 zero": (3, {"zero": 1}, {}),
     "hdp2 zero 2": (2, {"zero": 2}, {}),
-    "tensor2": (2, {"tensor": 2}, {}),
     "tensor2 hdp2": (4, {"tensor": 2, "zero": 1}, {}),
-    "pipeline2": (2, {"pipeline": 2}, {}),
     "pipeline4": (4, {"pipeline": 4}, {}),
     "pipeline2 tensor2": (4, {"pipeline": 2, "tensor": 2}, {}),
     "pipeline2 chunks2": (2, {"pipeline": 2, "chunks": 2}, {}),
@@ -55,7 +52,8 @@ def equal_routers(shares: torch.Tensor, count: int, *, dim: int) -> Any:
 
 @pytest.mark.parametrize(
     ("mesh", "routers"),
-    [(mesh, "") for mesh in MESHES] + [(mesh, "equal") for mesh, (_, _, model) in MESHES.items() if model],
+    [(mesh, "") for mesh in MESHES if mesh != "hdp4"]
+    + [(mesh, "equal") for mesh, (_, _, model) in MESHES.items() if model],
 )
 def test_the_prediction_is_what_is_measured(mesh: str, routers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With experts too, where each gets as many tokens: those of new weights give some ranks more."""
@@ -139,8 +137,7 @@ def mapped_bytes(transport: str) -> tuple[dict[str, set[int]], int]:
         return found, int(pages) * 1024
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("transport", ["shm", "sim"])
+@pytest.mark.parametrize(("transport", "ranks"), [("shm", 3), ("sim", 2)])
 def test_memory_for_messages_is_what_is_mapped(transport: str, ranks: int) -> None:
     beside = memory_beside(config_of({}, {}), ranks, on_devices=transport == "sim")
     for found, pages in spawn(mapped_bytes, ranks, transport, timeout=60.0):
@@ -169,7 +166,7 @@ def test_memory_of_the_pool_is_what_it_takes() -> None:
 
 
 ELASTIC: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
-    **{name: MESHES[name] for name in ("hdp4", "hdp3 zero", "pipeline2 tensor2", "expert2")},
+    **{name: MESHES[name] for name in ("hdp4", "pipeline2 tensor2", "expert2")},
     "bf16, zero 1": (3, {"zero": 1, "dtype": "bf16"}, {}),
     "muon": (2, {"optimizer": "Muon"}, {}),
 }
