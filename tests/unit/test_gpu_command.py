@@ -357,7 +357,7 @@ def test_kernel_figures(on_cpu, monkeypatch):
         monkeypatch.setattr(module, name, value)
     values = sound(measured(module))
     assert values["copy, read and write"] == 1.0
-    assert len(values) == 13
+    assert len(values) == 11
     # bytes of the merge: out and lse read and written, the block read
     assert values["merge of a float32 block: share of the copy"] == 8 * 2 * (8 * 12 + 12) / 0.5 / 1e9
 

@@ -118,10 +118,10 @@ def test_simulate_refuses_an_unknown_policy(capsys: pytest.CaptureFixture[str]) 
     [(1, 1, 8, False), (2, 2, 2, False), (8, 1, 1, False), (8, 4, 1, False), (3, 1, 2, True), (6, 2, 1, True)],
 )
 def test_ranks_per_node_follow_from_the_devices_of_a_rank(
-    tensor: int, pipeline: int, ranks: int, warns: bool, capsys: pytest.CaptureFixture[str]
+    tensor: int, pipeline: int, ranks: int, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert ranks_per_node(tensor, pipeline) == ranks
-    assert ("give --ranks-per-node" in capsys.readouterr().err) == warns
+    assert ("give --ranks-per-node" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 16])

@@ -123,7 +123,7 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("harm", [truncate, flip, Path.unlink])
 @pytest.mark.parametrize("name", ["tokens-0.bin", "documents.npy", "checksums.npy", "meta.json"])
 def test_damage_is_told_and_a_cache_built_again(
-    tmp_path: Path, cache: Path, name: str, harm: Any, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, cache: Path, name: str, harm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     texts = write_lines(path, 20)
@@ -141,7 +141,7 @@ def test_damage_is_told_and_a_cache_built_again(
         return
     corpus = open_corpus([path], context=10_000)
     assert bytes(corpus.read(0).tolist()) == texts[0]
-    assert "built again now" in capfd.readouterr().err
+    assert "built again now" in caplog.text
 
 
 def test_an_error_is_that_of_the_first_line_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
