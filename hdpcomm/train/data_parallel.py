@@ -200,13 +200,13 @@ class _DistributedTrainer(Trainer):
         self._group = group
         super().__init__(*args, **options)
 
-    def _make_runner(self, _: StepSettings) -> Runner:
+    def _make_runner(self, optimizer: torch.optim.Optimizer, _: StepSettings) -> Runner:
         alone = Mesh(cast("Communicator", self.comm.subset([self.comm.rank])))
         # DDP adds up, in place: each rank has all sums
         gradients = Gradients.whole(self.model.parameters(), layout_of(self.model, alone), alone)
         nbytes = sum(p.nbytes for p in gradients.parameters)
         passes = DistributedPasses(self.model, self.mesh, self._group, nbytes)
-        return Runner(passes, self.optimizer, gradients=gradients)
+        return Runner(passes, optimizer, gradients=gradients)
 
 
 def data_parallel_trainer(

@@ -59,6 +59,7 @@ class Runner:
         within: around all passes.
 
     Attributes:
+        optimizer: takes the step; another one over the same parameters may replace it where there are no masters.
         layout: where the parameters are in the whole model.
         ran: the plan of the last passes as they ran: micro-batches of its queue with the ranks that have taken them.
 
@@ -80,7 +81,7 @@ class Runner:
         self.masters: Masters | None = None
         self.gradients: Gradients | FullyShardedParameters | None = gradients
         self.ran: StepPlan | None = None
-        self._mesh, self._optimizer, self._within = mesh, optimizer, within
+        self._mesh, self.optimizer, self._within = mesh, optimizer, within
         if is_fully_sharded(self.model.parameters()):
             if settings.masters:
                 raise InvalidUsage(
@@ -127,8 +128,8 @@ class Runner:
     @property
     def state(self) -> State:
         """Weights and the optimizer's state, for checkpoints."""
-        assert self._optimizer is not None
-        return State(self.model, self._optimizer, self.layout, self._mesh, self.masters)
+        assert self.optimizer is not None
+        return State(self.model, self.optimizer, self.layout, self._mesh, self.masters)
 
     def zero(self) -> None:
         """A step begins: forgets all gradients. Local; before the agreement, after which others may add to the sums."""
@@ -209,9 +210,9 @@ class Runner:
 
     def update(self) -> None:
         """Takes the optimizer's step with the gradients of :meth:`reduce`. Collective."""
-        assert self._optimizer is not None
+        assert self.optimizer is not None
         self.finish()
-        self._optimizer.step()
+        self.optimizer.step()
         self.publish()
 
     def publish(self) -> None:
@@ -239,8 +240,8 @@ class Runner:
             self.publish()
             self._wait_for_parts()  # passes may follow that no agreement precedes
 
-        if self._optimizer is not None and self.masters is not None:
-            self._optimizer.register_step_post_hook(published)
+        if self.optimizer is not None and self.masters is not None:
+            self.optimizer.register_step_post_hook(published)
 
     def weights(self) -> AbstractContextManager[None]:
         """Context of forward passes of the model: the weights are there. Local, after an update or a step."""

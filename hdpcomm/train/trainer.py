@@ -149,7 +149,6 @@ class Trainer:
         self._device = trained_parameters(parameters)[0].device
         self._trained = trained_names(self.model)
         self._loads = expert_loads(self.model)
-        self.optimizer = optimizer
         self.planner = planner
         self.max_grad_norm = max_grad_norm
         self.num_steps = 0
@@ -170,15 +169,15 @@ class Trainer:
         self._memory = planner.memory
         if isinstance(loss, GroupLoss):
             self._refuse_fully_sharded("a GroupLoss")
-        self.runner = self._make_runner(StepSettings(zero, dtype, bucket_bytes))
+        self.runner = self._make_runner(optimizer, StepSettings(zero, dtype, bucket_bytes))
         self.layout = self.runner.layout
         self._vocabulary = vocabulary_of(self.model, self.layout)
 
-    def _make_runner(self, settings: StepSettings) -> Runner:
+    def _make_runner(self, optimizer: torch.optim.Optimizer, settings: StepSettings) -> Runner:
         """The runner of the steps. Collective."""
         of_logits = None if isinstance(self.loss, (TokenLoss, GroupLoss)) else self.loss
         planner = self.planner if self.stages else None
-        return Runner(Passes(self.stages or [self.model], self.mesh, planner, of_logits), self.optimizer, settings)
+        return Runner(Passes(self.stages or [self.model], self.mesh, planner, of_logits), optimizer, settings)
 
     def step(
         self,
@@ -446,6 +445,16 @@ class Trainer:
         """
         self.runner.state.load(state)
         self.num_steps = int(state["num_steps"])
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the steps."""
+        assert self.runner.optimizer is not None
+        return self.runner.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.runner.optimizer = optimizer
 
     @property
     def ran(self) -> StepPlan | None:
