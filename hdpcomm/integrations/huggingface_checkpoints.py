@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.integrations.plain_values import read_plain_values
 from hdpcomm.train.layout import plain_name
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ __all__ = ["load_optimizer", "load_scheduler", "save_optimizer", "whole_weights"
 
 _MASTERS = "hdpcomm_masters"
 """In the file of the optimizer's state, which torch's optimizers leave alone: wide weights by name."""
+_INSTEAD = "resume from another checkpoint"
 
 
 def whole_weights(runner: Runner, model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
@@ -68,19 +70,21 @@ def save_optimizer(state: State, names: Sequence[Sequence[str]], scheduler: Any,
 def load_scheduler(scheduler: Any, folder: str) -> None:
     """Reads the state of the schedule, if the checkpoint has one. Local."""
     if (path := Path(folder) / SCHEDULER_NAME).exists():
-        scheduler.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        scheduler.load_state_dict(read_plain_values(path, f"the state of a schedule: {_INSTEAD}"))
 
 
 def load_optimizer(state: State, names: Sequence[Sequence[str]], folder: str) -> None:
     """Takes this rank's parts of what :func:`save_optimizer`, or transformers' own trainer, has written, if the
     checkpoint has it. Collective.
 
-    Raises: InvalidUsage: it is of an optimizer of other groups.
+    Raises: InvalidUsage: it is damaged, or of an optimizer of other groups.
     """
     path = Path(folder) / OPTIMIZER_NAME
     if not path.exists():
         return
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    saved = read_plain_values(path, f"the state of an optimizer: {_INSTEAD}")
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+        raise InvalidUsage(f"{path}: no state and param_groups; expected the state of an optimizer: {_INSTEAD}")
     found, expected = ([len(group) for group in each] for each in ((g["params"] for g in saved["param_groups"]), names))
     if found != expected:
         raise InvalidUsage(

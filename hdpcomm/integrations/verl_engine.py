@@ -8,7 +8,6 @@ optimizer, schedule and workers. Written for verl 0.9.1; importing this module i
 from __future__ import annotations
 
 import copy
-import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -40,7 +39,8 @@ from verl.workers.engine.utils import (
 
 from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.mesh import Mesh
-from hdpcomm.errors import InvalidUsage, first_line
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.integrations.plain_values import read_plain_values
 from hdpcomm.log import LOG
 from hdpcomm.models import adapt
 from hdpcomm.models.self_check import is_random
@@ -376,15 +376,11 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         if "extra" in contents:
             own = self._extra(folder)
             path = own if own.exists() else folder / "extra_rank_0.pt"
-            try:
-                extra = torch.load(path, weights_only=True)
-            except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-                # torch's own text says how to let such a file run code.
-                told = "no plain values" if isinstance(error, pickle.UnpicklingError) else first_line(error)
-                raise InvalidUsage(
-                    f"{path}: {told}; rank {self.rank} expected what strategy=hdpcomm has saved: take "
-                    "another checkpoint, or leave 'extra' out of checkpoint.load_contents"
-                ) from None
+            extra = read_plain_values(
+                path,
+                f"on rank {self.rank} what strategy=hdpcomm has saved: take another checkpoint, or leave 'extra' out "
+                "of checkpoint.load_contents",
+            )
             self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
             if own.exists():
                 BaseCheckpointManager.load_rng_state(extra["rng"])

@@ -150,3 +150,27 @@ def test_losses_of_trl_see_whole_weights(ranks: Any, tmp_path: Path, preferences
         for mine, theirs in zip(history, logged, strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"x", r"optimizer.pt: .*expected the state of an optimizer: resume from another checkpoint"),
+        ({"state": {}}, "optimizer.pt: no state and param_groups"),
+        (
+            {"state": {}, "param_groups": [{"params": [0, 1]}]},
+            r"groups of \[2\] parameters, and .* \[1\]",
+        ),
+        ([Path()], "optimizer.pt: no plain values; expected"),
+    ],
+    ids=["damaged", "another dictionary", "another model", "objects"],
+)
+def test_states_of_other_optimizers_are_refused(tmp_path: Path, content: Any, message: str) -> None:
+    from hdpcomm.integrations.huggingface_checkpoints import load_optimizer
+
+    path = tmp_path / "optimizer.pt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    nobody: Any = None
+    with pytest.raises(InvalidUsage, match=message) as error:
+        load_optimizer(nobody, [["weight"]], str(tmp_path))
+    assert "weights_only" not in str(error.value)
