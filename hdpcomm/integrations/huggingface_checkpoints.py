@@ -51,7 +51,7 @@ def save_optimizer(state: State, names: Sequence[Sequence[str]], scheduler: Any,
         names: of the parameters of each group, in the order in which the optimizer was made.
         writes: this rank does.
     """
-    whole = state.whole(keep=writes)
+    whole = state.whole(("optimizer", "masters"), keep=writes)
     if not writes:
         return
     optimizer = whole["optimizer"]

@@ -81,14 +81,15 @@ class State:
         groups = [{**group, "params": group["params"][:1]} for group in self._groups()]
         return tensors, {"groups": groups, "plain": [[list(path), value] for path, value in self._plain()]}
 
-    def whole(self, *, keep: bool = True) -> dict[str, Any]:
+    def whole(self, kinds: Sequence[str] = tuple(_KINDS), *, keep: bool = True) -> dict[str, Any]:
         """State with whole tensors, equal on every rank; those that are whole on this rank anyway are the live ones.
         Collective over the mesh, if ranks have parts of the model or of the optimizer's state.
 
         Args:
+            kinds: of ``model``, ``optimizer`` and ``masters``.
             keep: ``False``: this rank helps others, and has no use for what it returns.
         """
-        parts = self.parts()
+        parts = {kind: part for kind, part in self.parts().items() if kind in kinds}
         if not self._whole or self._cut():
             for path, tensor in _whole_tensors(parts, self._mesh.comm):
                 if keep:
