@@ -454,6 +454,11 @@ class Trainer:
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.runner.masters is not None:
+            raise InvalidUsage(
+                f"trainer.optimizer was set to {type(optimizer).__name__} over parameters, and with zero= or dtype= "
+                "an optimizer updates this rank's master weights: give the new one to a new Trainer"
+            )
         self.runner.optimizer = optimizer
 
     @property

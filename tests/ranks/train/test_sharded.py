@@ -269,6 +269,17 @@ def test_a_step_that_failed_leaves_the_next_one_sound():
         assert after == fresh
 
 
+def test_another_optimizer_for_master_weights_is_refused():
+    with hdp.init() as comm:
+        model = Llama(LlamaConfig(layers=1, hidden=16, ffn=32))
+        planner = Planner(None, ClusterSpec(1, 64), cost_model=CostModel(1e-9, 1e-6))
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), planner, comm, zero=1)
+        other = torch.optim.AdamW(model.parameters())
+        with pytest.raises(InvalidUsage, match=r"trainer.optimizer was set to AdamW .* new Trainer"):
+            trainer.optimizer = other
+        assert trainer.optimizer is not other
+
+
 def test_a_later_trainer_takes_over_the_model():
     def main():
         comm = hdp.init()
