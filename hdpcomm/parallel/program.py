@@ -70,7 +70,7 @@ class StepProgram:
             which other ranks need its experts.
         backward_order: for each chunk of the model on this rank, the HDP ranks in the order in which their backward
             passes are to end, each as often as it has some.
-        alone: no other rank takes part in the last action.
+        alone: no other HDP rank takes part in the last action.
     """
 
     actions: Sequence[Action]

@@ -24,7 +24,7 @@ class Turn(NamedTuple):
 
 
 def turns_of(plan, rank, size, *, training=True):
-    """What a rank runs, action by action: a slice that no later one follows keeps nothing."""
+    """The turns of a rank, action by action: a slice that no later one follows keeps nothing."""
     program = plan_program(plan, rank, expert=size, training=training)
     turns = [Turn(program.batches[each.done.micro_batch], each.kind == KEEP) for each in program.actions]
     kept = {index for index, planned in plan.slices.items() if not planned.last}
