@@ -16,6 +16,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,10 +34,11 @@ from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbMode
 from hdpcomm.models import adapt
 from hdpcomm.models.self_check import is_random
 from hdpcomm.plan import CostModel, PlannedStep
+from hdpcomm.run.flops import spec_of
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
-from hdpcomm.train.row_passes import RowPasses
+from hdpcomm.train.row_passes import PlanSettings, RowPasses
 from hdpcomm.train.runner import Runner, StepSettings
 from hdpcomm.train.sequences import Sequences, gather_sequences
 
@@ -75,6 +77,9 @@ class HybridDataParallel:
     Args (by keyword, besides those of the other base):
         capacity: most tokens of a rank in a micro-batch; ``None``: the even share of each global batch.
         cost_model: what plans go by; ``None``: measured at the first step.
+        queue, slices: of :class:`hdpcomm.plan.Planner`. Sequences that do not fit the ranks run in slices, one after
+            the other; with ``capacity``.
+        offload: bytes of pinned host memory of a rank for activations that do not fit, with ``capacity``.
         zero, dtype: what ranks keep of the optimizer's state, gradients and weights, and the type of parameters beside
             fp32 masters: as of :class:`hdpcomm.train.Trainer`.
 
@@ -92,17 +97,23 @@ class HybridDataParallel:
         *args: Any,
         capacity: int | None = None,
         cost_model: CostModel | None = None,
+        queue: bool = False,
+        slices: int = 1,
+        offload: int = 0,
         zero: int = 0,
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        if capacity is not None:
-            check_whole("Trainer", "capacity", capacity, least=1)
         check_whole("Trainer", "zero", zero, least=0, most=3)
         if dtype is not None:
             check_type("Trainer", "dtype", dtype, torch.dtype)
+        if queue and zero > 1:
+            raise InvalidUsage(
+                f"Trainer: queue=True with zero={zero}, which adds gradients in the plan's order, and with a queue "
+                "nobody knows who runs what; leave it out, or give zero=1"
+            )
         self._kept = StepSettings(zero, dtype)
-        self._limits: dict[str, Any] = {"capacity": capacity, "cost_model": cost_model}
+        self._plans = PlanSettings(capacity, cost_model, queue, slices, offload)
         self._counts: Counter[str] = Counter()
         self._comm: Communicator | None = None
         self._evaluates = False
@@ -142,7 +153,8 @@ class HybridDataParallel:
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
         mesh = Mesh(self.comm, placement=range(self.comm.size))
         if self._made is not None:
-            self._limits["cost_model"] = self._made[0].cost_model
+            self._plans = replace(self._plans, cost_model=self._made[0].cost_model)
+            self._made = None  # its host memory is free for the next one
         groups = [list(group["params"]) for group in self._optimizer.param_groups]
         runner = Runner(Passes([self._adapted], mesh), self._optimizer, self._kept, within=self._planned_attention)
         self._names = [[runner.layout.of(parameter).trained for parameter in group] for group in groups]
@@ -151,7 +163,8 @@ class HybridDataParallel:
             load_optimizer(runner.state, self._names, self._resumed)
             self._resumed = None
         passes = RowPasses(
-            self._adapted, mesh, runner, self._settings, **self._limits,
+            self._adapted, mesh, runner, self._settings, plans=self._plans,
+            spec=spec_of(cast(Any, self).model.config.get_text_config()),
             around=lambda: cast(Any, self).compute_loss_context_manager(),
         )  # fmt: skip
         self._made, self._begins = (passes, runner), True
@@ -282,10 +295,12 @@ class HybridDataParallel:
             return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As in the base, with the tokens and micro-batches of a global batch, in the mean since the last log."""
+        """As in the base, with the tokens and micro-batches of a global batch, and the bytes that this rank offloads
+        if it does, in the mean since the last log."""
         counts = self._counts
         if "loss" in logs and counts["batches"]:
-            logs |= {f"hdp_{name}": counts[name] / counts["batches"] for name in ("tokens", "micro_batches")}
+            batches = counts.pop("batches")
+            logs |= {f"hdp_{name}": count / batches for name, count in counts.items()}
             counts.clear()
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
@@ -366,10 +381,13 @@ class HybridDataParallel:
         """See :meth:`hdpcomm.train.row_passes.RowPasses.train`; with ``ends``, parameters have their gradients then."""
         assert self._made is not None
         passes, runner = self._made
+        before = passes.offloaded_bytes
         share = passes.train(planned, batch, ends=ends, **more)
         if ends:
             runner.finish()
         self._counts.update(tokens=sum(batch.lengths), micro_batches=len(planned.plan.micro_batches), batches=1)
+        if offloaded := passes.offloaded_bytes - before:
+            self._counts.update(offloaded_bytes=offloaded)
         return share
 
     def _settings(self) -> str:
@@ -418,7 +436,7 @@ def _refuse(trainer: Any, kept: StepSettings) -> bool:
         "compute_loss_func": trainer.compute_loss_func,
         f"loss_type={getattr(args, 'loss_type', 'nll')!r}": not of_log_probs
         and getattr(args, "loss_type", "nll") != "nll",
-        "activation_offloading": getattr(args, "activation_offloading", False),
+        "activation_offloading (beside offload=)": getattr(args, "activation_offloading", False),
         f"zero= or dtype= with transformers {transformers.__version__} (it clips by itself)": kept.masters
         and not hasattr(transformers.Trainer, "_clip_grad_norm"),
         "load_best_model_at_end=True with zero=3": kept.zero == 3 and args.load_best_model_at_end,

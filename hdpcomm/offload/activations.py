@@ -21,7 +21,10 @@ from hdpcomm.offload.layers import find_layers, parameter_storages
 from hdpcomm.offload.pool import PinnedPool, PoolStats
 from hdpcomm.offload.records import Lane, ResidentTensor, StorageRecord, StoredTensor
 
-__all__ = ["ActivationOffload", "OffloadStats"]
+__all__ = ["SMALLEST_OFFLOAD", "ActivationOffload", "OffloadStats"]
+
+SMALLEST_OFFLOAD = 4096
+"""Bytes; steps that are planned leave smaller tensors on the device."""
 
 _MAX_STORAGE_RATIO = 16
 """A saved tensor whose storage is more than this many times its size is not offloaded: it is a small view."""

@@ -20,12 +20,13 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
 from hdpcomm.models import NewWeights
 from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.offload.activations import SMALLEST_OFFLOAD
 from hdpcomm.plan import Calibration, CostModel, CostSample, MemoryModel, ModelSpec, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS, free_models
 from hdpcomm.run.model import check_model, fewest_layers, model_facts, model_spec, new_part
-from hdpcomm.run.pipelines import SMALLEST_OFFLOAD, device_recompute, recompute_by_device
+from hdpcomm.run.pipelines import device_recompute, recompute_by_device
 from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
 from hdpcomm.train.profile import processor_costs, profile_samples, weights_share
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from hdpcomm.run.peer_saves import KeptCheckpoint
 
 __all__ = [
-    "SMALLEST_OFFLOAD",
     "Costs",
     "calibration_facts",
     "calibration_of_run",

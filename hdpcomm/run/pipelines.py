@@ -9,6 +9,7 @@ from torch import nn
 
 from hdpcomm.comm import Mesh
 from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.offload.activations import SMALLEST_OFFLOAD
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import new_part
 from hdpcomm.run.optimizers import new_optimizer
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
     from hdpcomm.models import Weights
     from hdpcomm.plan import Planner
 
-__all__ = ["SMALLEST_OFFLOAD", "device_recompute", "mesh_of", "new_trainer", "recompute_by_device", "stage_recompute"]
-
-SMALLEST_OFFLOAD = 4096  # bytes; smaller tensors are not worth a copy
+__all__ = ["device_recompute", "mesh_of", "new_trainer", "recompute_by_device", "stage_recompute"]
 
 
 def mesh_of(comm: Communicator, config: RunConfig) -> Mesh:

@@ -9,7 +9,7 @@ the same prompt, whichever ranks have them, are a tree, in which it is computed 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.plan import CostModel, PlannedStep, Planner, Tree, trees_of_prompts
-from hdpcomm.plan.planner import LONGEST_MEASURED
+from hdpcomm.arguments import check_type, check_whole
+from hdpcomm.comm.launchers import local_place
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.offload.activations import SMALLEST_OFFLOAD
+from hdpcomm.plan import CostModel, MemoryModel, ModelSpec, PlannedStep, Planner, Tree, trees_of_prompts
+from hdpcomm.plan.memory import StepMemory
+from hdpcomm.plan.planner import LONGEST_MEASURED, MOST_SLICES
+from hdpcomm.train.activation_profile import ActivationProfile, profile_activations
 from hdpcomm.train.label_terms import (
     Batch,
     KeptLogProbs,
@@ -38,7 +45,39 @@ if TYPE_CHECKING:
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.train.runner import Runner
 
-__all__ = ["RowPasses", "ScoredRows"]
+__all__ = ["PlanSettings", "RowPasses", "ScoredRows"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """How rows are planned.
+
+    Attributes:
+        capacity: most tokens of a rank in a micro-batch; ``None``: the even share of each batch.
+        cost_model: what plans go by; ``None``: measured with the first batch.
+        queue, slices: of :class:`hdpcomm.plan.Planner`; slices, in which sequences run that do not fit the ranks
+            otherwise, need a capacity.
+        offload: bytes of pinned host memory that a rank takes for activations, beyond a capacity that says what fits
+            without; what it is worth is measured with the first batch.
+
+    Raises: InvalidUsage: slices or offload without a capacity, or a value out of range.
+    """
+
+    capacity: int | None = None
+    cost_model: CostModel | None = None
+    queue: bool = False
+    slices: int = 1
+    offload: int = 0
+
+    def __post_init__(self) -> None:
+        check_type("plans", "queue", self.queue, bool)
+        check_whole("plans", "slices", self.slices, least=1, most=MOST_SLICES)
+        check_whole("plans", "offload", self.offload, least=0)
+        if self.capacity is not None:
+            check_whole("plans", "capacity", self.capacity, least=1)
+        elif self.offload or self.slices > 1:
+            given = f"offload={self.offload}" if self.offload else f"slices={self.slices}"
+            raise InvalidUsage(f"{given} is for sequences that do not fit the ranks: give capacity=, what a rank holds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +116,10 @@ class RowPasses:
         model: in the form of :func:`hdpcomm.models.adapt`, with equal values on all ranks.
         runner: of passes of the model.
         settings: gives what ranks must have alike to update alike (:func:`hdpcomm.train.replicas.settings_of`).
-        capacity: most tokens of a rank in a micro-batch; ``None``: the even share of each batch.
-        cost_model: what plans go by; ``None``: measured with the first batch.
         around: around the forward pass of each micro-batch.
+        spec: says what share of a token's memory slices keep for later ones; slices need it.
+
+    Raises: InvalidUsage: slices without a ``spec``, or offload of more than host memory has.
     """
 
     def __init__(
@@ -89,16 +129,29 @@ class RowPasses:
         runner: Runner,
         settings: Callable[[], str],
         *,
-        capacity: int | None = None,
-        cost_model: CostModel | None = None,
         around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        plans: PlanSettings = PlanSettings(),
+        spec: ModelSpec | None = None,
     ) -> None:
-        self.comm, self.capacity, self.cost_model = mesh.comm, capacity, cost_model
+        self.comm, self.capacity, self.cost_model = mesh.comm, plans.capacity, plans.cost_model
+        self._plans, self._spec = plans, spec
         self._model, self._runner, self._settings, self._around = model, runner, settings, around
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         self._cluster = mesh.cluster()
         self._shares = shares_prefixes([model])
         self._planner: Planner | None = None
+        self._offload: ActivationOffload | None = None
+        self._activations: ActivationProfile | None = None
+        """The bytes that offload saves and moves."""
+        if plans.slices > 1 and spec is None:
+            raise InvalidUsage(
+                f"slices={plans.slices}: it is not known how much slices of this kind of model keep for later ones; "
+                "give slices=1, and more ranks, a larger capacity or offload="
+            )
+        if plans.offload:
+            _, sharers = local_place(mesh.comm.rank, mesh.comm.size)
+            pool = PinnedPool(plans.offload, device=self._like.device, sharers=sharers)
+            self._offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
 
     def plan(self, lengths: list[int]) -> PlannedStep:
         """A plan for the rows of all ranks, on which they have agreed. Collective.
@@ -113,19 +166,43 @@ class RowPasses:
 
     def _planned(self, items: Sequence[int | Tree], lengths: list[int]) -> PlannedStep:
         """A plan for rows, or trees of rows, of these lengths. Collective where costs are to be measured."""
-        ranks = self.comm.size
-        if self.cost_model is None:
-            with self._runner.weights(), torch.enable_grad():
-                longest = min(LONGEST_MEASURED, max(lengths))
-                self.cost_model = profile_cost_model(self._model, self.comm, longest=longest)
-            if self._runner.gradients is not None:
-                self._runner.gradients.zero()  # of what was measured
-        capacity = self.capacity
+        ranks, capacity = self.comm.size, self.capacity
+        self._measure(max(lengths))
         if capacity is None:
             capacity = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
         if self._planner is None or self._planner.cluster.capacity != capacity:
-            self._planner = Planner(None, replace(self._cluster, capacity=capacity), cost_model=self.cost_model)
+            self._planner = Planner(
+                None, replace(self._cluster, capacity=capacity), cost_model=self.cost_model,
+                memory=self._memory(capacity), queue=self._plans.queue, slices=self._plans.slices,
+            )  # fmt: skip
         return PlannedStep(tuple(items), self._planner.plan(items), 0.0)
+
+    def _memory(self, capacity: int) -> MemoryModel:
+        profile = self._activations
+        memory = MemoryModel(capacity) if profile is None else profile.memory_model(capacity, self._plans.offload)
+        if self._plans.slices == 1:
+            return memory
+        assert self._spec is not None
+        spec = replace(self._spec, dtype_bytes=self._like.element_size())
+        recomputed = (
+            spec.layers if any(getattr(each, "gradient_checkpointing", False) for each in self._model.modules()) else 0
+        )
+        token_bytes = memory.token_bytes or StepMemory.of(spec, states=0.0).line(recomputed).token
+        return memory.with_kept(spec, self._cluster, token_bytes)
+
+    def _measure(self, longest: int) -> None:
+        """Measures what passes cost, and what offload is worth, where nobody has said it. Collective then."""
+        offload = self._offload if self._activations is None else None
+        if self.cost_model is not None and offload is None:
+            return
+        longest = max(2, min(LONGEST_MEASURED, longest))
+        with self._runner.weights(), torch.enable_grad():
+            if self.cost_model is None:
+                self.cost_model = profile_cost_model(self._model, self.comm, longest=longest)
+            if offload is not None:
+                self._activations = profile_activations(self._model, offload, self.comm, tokens=longest)
+        if self._runner.gradients is not None:
+            self._runner.gradients.zero()  # of what was measured
 
     def score(self, own: Sequences, *, temperature: float, entropy: bool) -> ScoredRows:
         """Forward passes over all ranks' rows; the log-probabilities of the labels of this rank's. Collective.
@@ -162,8 +239,20 @@ class RowPasses:
             runner.reduce()
         return torch.tensor(total * scale)
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that this rank has copied to host memory so far."""
+        return 0 if self._offload is None else self._offload.stats().stored_bytes
+
     def _inputs(self, planned: PlannedStep, batch: Sequences, **more: object) -> StepInputs:
         return StepInputs(
-            planned, batch.fetch, offload_context=lambda *_: self._around(), on_pass=lambda _: self.comm.tick(),
-            **more,  # type: ignore[arg-type]
+            planned, batch.fetch, offload_context=self._forward_pass, offload=self._offload,
+            on_pass=lambda _: self.comm.tick(), **more,  # type: ignore[arg-type]
         )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _forward_pass(self, ratio: float, tokens: int, *_: int) -> Iterator[None]:
+        """Around the forward pass of a micro-batch."""
+        offload = self._offload if torch.is_grad_enabled() else None
+        with self._around(), contextlib.nullcontext() if offload is None else offload.micro_batch(ratio, tokens=tokens):
+            yield

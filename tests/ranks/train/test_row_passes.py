@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 
 import hdpcomm as hdp
 from hdpcomm.comm.mesh import Mesh
-from hdpcomm.errors import Mismatch
+from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama
-from hdpcomm.plan import Tree
+from hdpcomm.plan import CostModel, Tree
+from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE
 from hdpcomm.train.passes import Passes
-from hdpcomm.train.row_passes import RowPasses
+from hdpcomm.train.row_passes import PlanSettings, RowPasses
 from hdpcomm.train.runner import Runner, StepSettings
 from hdpcomm.train.sequences import Sequences
 from tests.harness.mesh_shapes import DENSE
@@ -27,9 +29,9 @@ ROWS = ((60, 3), (1, 9), (4, 2, 5))
 TEMPERATURE = 0.8
 
 
-def rows_of(rank):
+def rows_of(rank, lengths=None):
     draw = torch.Generator().manual_seed(rank)
-    lengths = list(ROWS[rank])
+    lengths = list(lengths or ROWS[rank])
     tokens = torch.randint(DENSE.vocabulary, (sum(lengths),), generator=draw)
     labels = tokens.roll(-1)
     labels[torch.tensor(lengths).cumsum(0) - 1] = IGNORE
@@ -71,13 +73,17 @@ def expected(ranks, steps, rows_of=rows_of):
     return [torch.stack(each).detach() for each in values], gradients
 
 
-def passes_of(comm, kind, capacity, cost=COST):
+def passes_of(comm, kind, capacity, cost=COST, **plans):
     model = Llama(DENSE, seed=SEED, dtype=torch.float64)
     mesh = Mesh(comm, placement=range(comm.size))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     settings = StepSettings(zero=1 if kind == "shared" else 0, bucket_bytes=1 << 12)
     runner = Runner(Passes([model], mesh), optimizer, settings)
-    return model, runner, RowPasses(model, mesh, runner, str, capacity=capacity, cost_model=cost)
+    return (
+        model,
+        runner,
+        RowPasses(model, mesh, runner, str, plans=PlanSettings(capacity, cost, **plans), spec=spec_of(DENSE)),
+    )
 
 
 def add(rows, comm, ends, rows_of=rows_of, trees=0):
@@ -95,7 +101,7 @@ def test_a_model_that_takes_no_trees_runs_without():
         model = Llama(DENSE, seed=SEED, dtype=torch.float64)
         model.takes_trees = False
         mesh = Mesh(comm, placement=[0])
-        rows = RowPasses(model, mesh, Runner(Passes([model], mesh)), str, cost_model=COST)
+        rows = RowPasses(model, mesh, Runner(Passes([model], mesh)), str, plans=PlanSettings(cost_model=COST))
         with torch.no_grad():
             scored = rows.score(answers_of(0), temperature=TEMPERATURE, entropy=True)
     assert not any(isinstance(item, Tree) for item in scored.planned.lengths)
@@ -148,6 +154,43 @@ def test_prompts_of_several_ranks_are_computed_once(ranks, capacity):
             assert (found[name] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), name
 
 
+@pytest.mark.parametrize("options", [{"slices": 4}, {"offload": 1 << 20}, {"queue": True}], ids=str)
+def test_rows_that_do_not_fit_and_rows_that_wait(options, monkeypatch):
+    monkeypatch.setattr("hdpcomm.train.row_passes.SMALLEST_OFFLOAD", 1)
+    capacity, cost, of_rank = 20, COST, rows_of  # the longest row has 60 tokens
+    if "queue" in options:
+        capacity, cost, of_rank = (
+            80,
+            CostModel(attention=1e-4, linear=1e-2, fixed=1e-3, ring_step=1e-3, noise=0.1),
+            partial(rows_of, lengths=[40, 2, 3, 4, 6, 8, 7, 5]),
+        )
+    values, gradients = expected(2, 1, of_rank)
+
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            model, runner, rows = passes_of(comm, "whole", capacity, cost, **options)
+            runner.zero()
+            found = add(rows, comm, True, of_rank)
+            assert rows.offloaded_bytes > 0 or "offload" not in options
+            assert runner.ran.slices or "slices" not in options
+            assert runner.ran.queued or "queue" not in options
+            torch.testing.assert_close(found, values[comm.rank], rtol=1e-12, atol=1e-12)
+            runner.finish()
+            return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    for found in run_threads(rank, 2):
+        for name, gradient in gradients.items():
+            assert (found[name] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), name
+
+
+def test_what_a_rank_holds_is_given_with_slices_and_offload():
+    with hdp.init() as comm:
+        for options in ({"slices": 2}, {"offload": 1 << 20}):
+            with pytest.raises(InvalidUsage, match="give capacity="):
+                passes_of(comm, "whole", None, **options)
+
+
 def test_costs_that_are_measured_leave_no_gradients():
     def rank():
         torch.set_num_threads(1)
@@ -168,7 +211,9 @@ def test_ranks_that_ask_for_other_things_are_told():
             model = Llama(DENSE, seed=SEED, dtype=torch.float64)
             mesh = Mesh(comm, placement=range(comm.size))
             runner = Runner(Passes([model], mesh))
-            rows = RowPasses(model, mesh, runner, lambda: f"temperature {comm.rank}", cost_model=COST)
+            rows = RowPasses(
+                model, mesh, runner, lambda: f"temperature {comm.rank}", plans=PlanSettings(cost_model=COST)
+            )
             with contextlib.suppress(Mismatch):
                 rows.score(rows_of(comm.rank), temperature=1.0, entropy=False)
                 return False
