@@ -41,6 +41,58 @@ Load makeLoad(const std::vector<int64_t>& lengths) {
   return load;
 }
 
+// By keyword: the values of all three parts of a cost model; those that are left out keep their
+// defaults.
+CostModel costModelOf(const py::kwargs& given) {
+  CostParams cost;
+  MemoryParams memory;
+  Cluster cluster;
+  size_t known = 0;
+  const auto set = [&](const char* name, auto& value) {
+    if (!given.contains(name)) return;
+    value = given[name].cast<std::decay_t<decltype(value)>>();
+    ++known;
+  };
+  set("attention", cost.attention);
+  set("piece", cost.piece);
+  set("linear", cost.linear);
+  set("fixed", cost.fixed);
+  set("ring_step", cost.ring_step);
+  set("kv_intra", cost.kv_intra);
+  set("kv_domain", cost.kv_domain);
+  set("kv_inter", cost.kv_inter);
+  set("latency_intra", cost.latency_intra);
+  set("latency_domain", cost.latency_domain);
+  set("latency_inter", cost.latency_inter);
+  set("forward", cost.forward);
+  set("forward_transfer", cost.forward_transfer);
+  set("put_off", cost.put_off);
+  set("noise", cost.noise);
+  set("key_limit", cost.key_limit);
+  set("limited", cost.limited);
+  set("capacity", memory.capacity);
+  set("offloadable", memory.offloadable);
+  set("host_tokens", memory.host_tokens);
+  set("copy", memory.copy);
+  set("kept_copy", memory.kept_copy);
+  set("kept_back", memory.kept_back);
+  set("kept", memory.kept);
+  set("kept_offloaded", memory.kept_offloaded);
+  set("ranks", cluster.ranks);
+  set("ranks_per_node", cluster.ranks_per_node);
+  set("ranks_per_domain", cluster.ranks_per_domain);
+  set("pipeline", cluster.pipeline);
+  set("chunks", cluster.chunks);
+  set("nics", cluster.nics);
+  set("split", cluster.split);
+  set("uplinks", cluster.uplinks);
+  set("ring_peers", cluster.ring_peers);
+  set("slices", cluster.slices);
+  set("speeds", cluster.speeds);
+  if (known != given.size()) throwInvalidUsage("a cost model was given values that it does not have");
+  return {cost, memory, cluster};
+}
+
 // (item, rows, starts): the segments of trees that may run in slices.
 using TreeRows = std::vector<std::tuple<int32_t, std::vector<int64_t>, std::vector<int64_t>>>;
 
@@ -178,45 +230,7 @@ py::dict simulateToDict(
 
 void bindPlanner(py::module_& module) {
   py::class_<CostModel>(module, "CostModel")
-      .def(
-          py::init([](double attention, double piece, double linear, double fixed, double ring_step,
-                      double kv_intra, double kv_inter, double latency_intra, double latency_inter,
-                      double forward, double forward_transfer, int64_t capacity, double offloadable,
-                      double host_tokens, double copy, int ranks, int ranks_per_node, int pipeline,
-                      int chunks, std::vector<double> speeds, int nics, double put_off, bool split,
-                      int ring_peers, int ranks_per_domain, double kv_domain, double latency_domain,
-                      int uplinks, double noise, int slices, double key_limit, double limited,
-                      double kept_copy, double kept_back, double kept, double kept_offloaded) {
-            return CostModel(
-                CostParams{attention, piece, linear, fixed, ring_step, kv_intra, kv_domain,
-                           kv_inter, latency_intra, latency_domain, latency_inter, forward,
-                           forward_transfer, put_off, noise, key_limit, limited},
-                MemoryParams{capacity, offloadable, host_tokens, copy, kept_copy, kept_back, kept,
-                             kept_offloaded},
-                Cluster{.ranks = ranks,
-                        .ranks_per_node = ranks_per_node,
-                        .ranks_per_domain = ranks_per_domain,
-                        .pipeline = pipeline,
-                        .chunks = chunks,
-                        .nics = nics,
-                        .split = split,
-                        .uplinks = uplinks,
-                        .ring_peers = ring_peers,
-                        .slices = slices,
-                        .speeds = std::move(speeds)});
-          }),
-          py::kw_only(), py::arg("attention"), py::arg("piece"), py::arg("linear"),
-          py::arg("fixed"), py::arg("ring_step"), py::arg("kv_intra"), py::arg("kv_inter"),
-          py::arg("latency_intra"), py::arg("latency_inter"), py::arg("forward"),
-          py::arg("forward_transfer"), py::arg("capacity"), py::arg("offloadable"),
-          py::arg("host_tokens"), py::arg("copy"), py::arg("ranks"), py::arg("ranks_per_node"),
-          py::arg("pipeline"), py::arg("chunks") = 1, py::arg("speeds") = std::vector<double>(),
-          py::arg("nics") = 0, py::arg("put_off") = 0.0, py::arg("split") = false,
-          py::arg("ring_peers") = 0, py::arg("ranks_per_domain") = 0, py::arg("kv_domain") = 0.0,
-          py::arg("latency_domain") = 0.0, py::arg("uplinks") = 0, py::arg("noise") = 0.0,
-          py::arg("slices") = 1, py::arg("key_limit") = 0.0, py::arg("limited") = 0.0,
-          py::arg("kept_copy") = 0.0, py::arg("kept_back") = 0.0, py::arg("kept") = 0.0,
-          py::arg("kept_offloaded") = 0.0)
+      .def(py::init(&costModelOf))
       .def(
           "seconds",
           [](const CostModel& cost, const std::vector<int64_t>& lengths, int size, bool one_node,
