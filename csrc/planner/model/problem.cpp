@@ -124,9 +124,7 @@ double Problem::squares(int32_t sequence, int64_t first, int64_t end) const {
   return squaresBefore(tree, end) - squaresBefore(tree, first);
 }
 
-Problem Problem::withSpeeds(std::vector<double> speeds) const {
-  Cluster cluster = cost_.cluster();
-  cluster.speeds = std::move(speeds);
+Problem Problem::onCluster(const Cluster& cluster) const {
   Problem other = *this;
   other.cost_ = CostModel(cost_.params(), cost_.memory(), cluster);
   return other;
@@ -135,17 +133,7 @@ Problem Problem::withSpeeds(std::vector<double> speeds) const {
 Problem Problem::inSlices(int most) const {
   Cluster cluster = cost_.cluster();
   cluster.slices = most;
-  Problem other = *this;
-  other.cost_ = CostModel(cost_.params(), cost_.memory(), cluster);
-  return other;
-}
-
-Problem Problem::onNeighbours() const {
-  Cluster cluster = cost_.cluster();
-  cluster.neighbours = true;
-  Problem other = *this;
-  other.cost_ = CostModel(cost_.params(), cost_.memory(), cluster);
-  return other;
+  return onCluster(cluster);
 }
 
 void Problem::findHost(int sequence) {

@@ -33,12 +33,10 @@ class Problem {
   // These of the sequences, and all of them, by other costs. Raise as the constructor does.
   Problem part(const std::vector<int32_t>& sequences, const CostModel& cost) const;
   Problem withCosts(const CostModel& cost) const;
-  // The same sequences on ranks of these speeds.
-  Problem withSpeeds(std::vector<double> speeds) const;
+  // The same sequences on a cluster of the same ranks with other speeds, slices or groups.
+  Problem onCluster(const Cluster& cluster) const;
   // The same sequences in at most so many slices each.
   Problem inSlices(int most) const;
-  // The same sequences in groups of neighbouring ranks (Cluster::neighbours).
-  Problem onNeighbours() const;
 
   const std::vector<int64_t>& lengths() const noexcept { return lengths_; }
   const CostModel& cost() const noexcept { return cost_; }

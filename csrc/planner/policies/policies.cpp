@@ -147,7 +147,9 @@ Plan planPolicy(const Problem& problem, const std::string& policy, const PolicyO
   const int limit = problem.cost().cluster().ring_peers;
   if (limit == 0 || mostPeers(plan, problem.ranks()) <= limit) return plan;
   std::optional<Plan> best;
-  plan = planFreely(problem.onNeighbours(), policy, options, lower_bound);
+  Cluster neighbours = problem.cost().cluster();
+  neighbours.neighbours = true;
+  plan = planFreely(problem.onCluster(neighbours), policy, options, lower_bound);
   const int fewest = mostPeers(plan, problem.ranks());
   if (fewest <= limit) best = withBestRings(problem, std::move(plan));
   if (isBalanced(policy)) {

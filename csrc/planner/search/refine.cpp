@@ -272,72 +272,11 @@ class Annealer {
     }
   }
 
-  // Moves the ranks chosen for the group to the front of ready_ and returns the group's end time.
+  // Moves the ranks chosen for the group to the front of ready_ and returns the group's end time:
+  // those that are free first, all of them or those of one node or domain, and where speeds differ
+  // only those that are fast enough.
   double place(const Group& group) {
     if (cost_.cluster().neighbours) return placeOnNeighbours(group);
-    if (!cost_.cluster().speeds.empty()) return placeBySpeed(group);
-    const Cluster& cluster = cost_.cluster();
-    std::sort(ready_.begin(), ready_.end());
-    int lowest = ready_[0].second;
-    int highest = lowest;
-    for (int i = 1; i < group.size; ++i) {
-      lowest = std::min(lowest, ready_[i].second);
-      highest = std::max(highest, ready_[i].second);
-    }
-    const Scope scope = cluster.scope(lowest, highest);
-    double end = ready_[group.size - 1].first + cost_.seconds(group.load, group.size, scope);
-    // Where these ranks lie in several nodes or domains: checks whether the group ends earlier
-    // inside a single one.
-    int chosen = -1;
-    int chosen_ranks = 0;
-    const auto tryInside = [&](int ranks, Scope inside) {
-      if (scope <= inside || group.size > ranks) return;
-      std::vector<int> members((problem_.ranks() + ranks - 1) / ranks, 0);
-      for (const auto& [time, rank] : ready_) {
-        if (++members[rank / ranks] < group.size) continue;
-        const double found = time + cost_.seconds(group.load, group.size, inside);
-        if (found >= end) return;
-        end = found;
-        chosen = rank / ranks;
-        chosen_ranks = ranks;
-        return;
-      }
-    };
-    tryInside(cluster.ranks_per_node, Scope::kNode);
-    tryInside(cluster.ranks_per_domain, Scope::kDomain);
-    if (chosen >= 0) {
-      std::stable_partition(ready_.begin(), ready_.end(), [&](const auto& entry) {
-        return entry.second / chosen_ranks == chosen;
-      });
-    }
-    return end;
-  }
-
-  // place() for groups of neighbouring ranks.
-  double placeOnNeighbours(const Group& group) {
-    const Cluster& cluster = cost_.cluster();
-    std::sort(ready_.begin(), ready_.end(),
-              [](const auto& a, const auto& b) { return a.second < b.second; });
-    std::vector<double> times;
-    for (const auto& [time, rank] : ready_) times.push_back(time);
-    const std::vector<double> starts = windowMaxima(times, group.size);
-    double best = std::numeric_limits<double>::infinity();
-    int best_first = 0;
-    for (int first = 0; first < static_cast<int>(starts.size()); ++first) {
-      const Scope scope = cluster.scope(first, first + group.size - 1);
-      const double end = starts[first] + cost_.seconds(group.load, group.size, scope) /
-                                             cluster.slowest(first, group.size);
-      if (end >= best) continue;
-      best = end;
-      best_first = first;
-    }
-    std::rotate(ready_.begin(), ready_.begin() + best_first,
-                ready_.begin() + best_first + group.size);
-    return best;
-  }
-
-  // place() for ranks of different speeds: all of them, or only those that are fast enough.
-  double placeBySpeed(const Group& group) {
     const Cluster& cluster = cost_.cluster();
     std::sort(ready_.begin(), ready_.end());
     double best = std::numeric_limits<double>::infinity();
@@ -384,6 +323,29 @@ class Annealer {
       return cluster.speed(entry.second) >= best_limit &&
              (best_block < 0 || entry.second / block_ranks == best_block);
     });
+    return best;
+  }
+
+  // place() for groups of neighbouring ranks.
+  double placeOnNeighbours(const Group& group) {
+    const Cluster& cluster = cost_.cluster();
+    std::sort(ready_.begin(), ready_.end(),
+              [](const auto& a, const auto& b) { return a.second < b.second; });
+    std::vector<double> times;
+    for (const auto& [time, rank] : ready_) times.push_back(time);
+    const std::vector<double> starts = windowMaxima(times, group.size);
+    double best = std::numeric_limits<double>::infinity();
+    int best_first = 0;
+    for (int first = 0; first < static_cast<int>(starts.size()); ++first) {
+      const Scope scope = cluster.scope(first, first + group.size - 1);
+      const double end = starts[first] + cost_.seconds(group.load, group.size, scope) /
+                                             cluster.slowest(first, group.size);
+      if (end >= best) continue;
+      best = end;
+      best_first = first;
+    }
+    std::rotate(ready_.begin(), ready_.begin() + best_first,
+                ready_.begin() + best_first + group.size);
     return best;
   }
 
