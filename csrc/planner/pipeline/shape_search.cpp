@@ -242,20 +242,6 @@ class ShapeSearch {
     }
   }
 
-  // As many equal waves as are needed, of heights in which sequences of middle length end on
-  // several numbers of ranks: few of them fit into a node.
-  void attemptLevels() {
-    for (const double height : waves_.levels()) {
-      Shape shape;
-      shape.given.others = {height};
-      attempt(shape);
-    }
-  }
-
-  void changeNodes() {
-    change([&](Shape& shape) { shape.nodes = !shape.nodes; });
-  }
-
   bool nodesMatter() const {
     const CostModel& cost = problem_.cost();
     const Scope widest = cost.cluster().scope(0, problem_.ranks() - 1);
@@ -518,9 +504,7 @@ constexpr Shapes kShapes[] = {
     {"reserved for few", kAlways, [](ShapeSearch& search) { search.reserveFew(); }},
     {"descent", [](const ShapeSearch& search) { return search.found(); },
      [](ShapeSearch& search) { search.descend(); }},
-    {"levels", kByLevels, [](ShapeSearch& search) { search.attemptLevels(); }},
     {"nodes", kInNodes, [](ShapeSearch& search) { search.attemptNodes(); }},
-    {"nodes or not", kInNodes, [](ShapeSearch& search) { search.changeNodes(); }},
     {"tuning", kByLevels, [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses); }},
     {"zones",
      [](const ShapeSearch& search) {
