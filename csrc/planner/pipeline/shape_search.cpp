@@ -378,7 +378,7 @@ class ShapeSearch {
       costs.push_back(passCosts(problem_, batch));
     }
     const double makespan = makespanByLevels(problem_, plan, costs, limit, gaps);
-    if (makespan >= best_.makespan || holds(problem_, simulateLevels(problem_, plan, true, gaps))) {
+    if (makespan >= best_.makespan || holds(problem_, simulateLevels(problem_, plan, gaps))) {
       return makespan;
     }
     return makespanByPriorities(problem_, plan, limit);

@@ -253,11 +253,11 @@ class LevelOrder {
   SimulatedStep* record_ = nullptr;
 };
 
-std::vector<PassCosts> costsOf(const Problem& problem, const Plan& plan, bool with_weights) {
+std::vector<PassCosts> costsOf(const Problem& problem, const Plan& plan) {
   std::vector<PassCosts> costs;
   costs.reserve(plan.micro_batches.size());
   for (const MicroBatch& batch : plan.micro_batches) {
-    costs.push_back(with_weights ? passCosts(problem, batch) : inputCosts(problem, batch));
+    costs.push_back(passCosts(problem, batch));
   }
   return costs;
 }
@@ -282,16 +282,15 @@ void LevelPasses::add(const PassCosts& costs) {
                      costs.backward.seconds, costs.copy});
 }
 
-SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with_weights,
-                             bool gaps) {
+SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool gaps) {
   SimulatedStep step;
-  const std::vector<PassCosts> costs = costsOf(problem, plan, with_weights);
+  const std::vector<PassCosts> costs = costsOf(problem, plan);
   LevelOrder(problem, passesOf(plan, costs), plan, gaps).record(step, costs);
   return step;
 }
 
 double makespanByLevels(const Problem& problem, const Plan& plan) {
-  return makespanByLevels(problem, plan, costsOf(problem, plan, true),
+  return makespanByLevels(problem, plan, costsOf(problem, plan),
                           std::numeric_limits<double>::infinity());
 }
 

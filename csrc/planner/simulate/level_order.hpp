@@ -15,12 +15,10 @@
 
 namespace hdpcomm::planner {
 
-// Runs a plan by levels; for pipelines with one stage on each device. Backward passes give the
-// gradients of weights, too, unless these are left out. `gaps`: n slices take n - 1 levels more, so
-// that the micro-batches behind them begin when as many are in flight as without slices. It makes
-// no difference to a plan without any.
-SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool with_weights = true,
-                             bool gaps = false);
+// Runs a plan by levels; for pipelines with one stage on each device. `gaps`: n slices take n - 1
+// levels more, so that the micro-batches behind them begin when as many are in flight as without
+// slices. It makes no difference to a plan without any.
+SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool gaps = false);
 
 // Its makespan alone, which is found faster; one that is not below `limit` where that is certain.
 double makespanByLevels(const Problem& problem, const Plan& plan);

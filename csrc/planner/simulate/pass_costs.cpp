@@ -85,12 +85,6 @@ PassCosts passCostsOfOne(const CostModel& cost, const Load& load, double speed) 
   return costsOn(cost, {1, Scope::kNode, 1, speed}, work, cost.offloadFor(load.tokens));
 }
 
-PassCosts inputCosts(const Problem& problem, const MicroBatch& batch) {
-  PassCosts costs = passCosts(problem, batch);
-  costs.backward.seconds -= costs.weights;
-  return costs;
-}
-
 std::vector<RankTime> rankTimes(const Problem& problem, const Plan& plan,
                                 const std::vector<PassCosts>& costs) {
   const Cluster& cluster = problem.cost().cluster();

@@ -39,9 +39,6 @@ PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work&
 // The same for whole sequences on one rank of this speed.
 PassCosts passCostsOfOne(const CostModel& cost, const Load& load, double speed);
 
-// With a backward pass that gives the gradients of its inputs alone.
-PassCosts inputCosts(const Problem& problem, const MicroBatch& batch);
-
 // What the devices of a rank run: seconds of each of them, and the shortest pass of each kind.
 struct RankTime {
   double busy = 0;

@@ -66,8 +66,7 @@ struct SharedPass {
 class Simulator {
  public:
   // `limit`: the run ends where the step is certain not to end before it.
-  Simulator(const Problem& problem, const Plan& plan, bool with_weights, bool record = true,
-            double limit = kNever)
+  Simulator(const Problem& problem, const Plan& plan, bool record = true, double limit = kNever)
       : problem_(problem),
         plan_(plan),
         limit_(limit),
@@ -80,7 +79,7 @@ class Simulator {
     const size_t count = plan.micro_batches.size();
     costs_.reserve(count);
     for (const MicroBatch& batch : plan.micro_batches) {
-      costs_.push_back(with_weights ? passCosts(problem, batch) : inputCosts(problem, batch));
+      costs_.push_back(passCosts(problem, batch));
     }
     units_.resize(static_cast<size_t>(problem.ranks()) * devices_);
     taken_.assign(count, 1);
@@ -568,12 +567,12 @@ int mostInFlight(const Cluster& cluster, int device) noexcept {
                              : 2 * (devices - device - 1) + (cluster.chunks - 1) * devices + 1;
 }
 
-SimulatedStep simulatePriorities(const Problem& problem, const Plan& plan, bool with_weights) {
-  return Simulator(problem, plan, with_weights).run();
+SimulatedStep simulatePriorities(const Problem& problem, const Plan& plan) {
+  return Simulator(problem, plan).run();
 }
 
 double makespanByPriorities(const Problem& problem, const Plan& plan, double limit) {
-  return Simulator(problem, plan, true, false, limit).run().makespan;
+  return Simulator(problem, plan, false, limit).run().makespan;
 }
 
 }  // namespace hdpcomm::planner

@@ -11,9 +11,8 @@
 
 namespace hdpcomm::planner {
 
-// Runs a plan so. Backward passes give the gradients of weights, too, unless these are left out.
-SimulatedStep simulatePriorities(const Problem& problem, const Plan& plan,
-                                 bool with_weights = true);
+// Runs a plan so.
+SimulatedStep simulatePriorities(const Problem& problem, const Plan& plan);
 
 // Its makespan alone, which is found faster; one that is not below `limit` as soon as that is
 // certain.

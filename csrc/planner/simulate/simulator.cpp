@@ -20,7 +20,7 @@ SimulatedStep simulateSlices(const Problem& problem, const Plan& plan) {
   SimulatedStep best = simulatePriorities(problem, plan);
   if (problem.cost().cluster().pipeline == 1) return best;
   for (const bool gaps : {false, true}) {
-    SimulatedStep step = simulateLevels(problem, plan, true, gaps);
+    SimulatedStep step = simulateLevels(problem, plan, gaps);
     if (step.makespan < best.makespan && holds(problem, step)) best = std::move(step);
   }
   return best;
@@ -33,7 +33,7 @@ double makespanOfSlices(const Problem& problem, const Plan& plan,
   if (problem.cost().cluster().pipeline == 1) return best;
   for (const bool gaps : {false, true}) {
     const double makespan = makespanByLevels(problem, plan, costs, best, gaps);
-    if (makespan < best && holds(problem, simulateLevels(problem, plan, true, gaps))) {
+    if (makespan < best && holds(problem, simulateLevels(problem, plan, gaps))) {
       best = makespan;
     }
   }

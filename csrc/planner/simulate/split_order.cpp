@@ -16,7 +16,7 @@ namespace {
 
 // How long a device has to wait, in gradients of weights, to begin with one: more than one begins
 // late what comes next, and less leaves the device idle. Below 0: it does not put them off.
-constexpr double kWaits[] = {-1, 1e-9, 0.25, 0.5, 0.75, 1};
+constexpr double kWaits[] = {-1, 0.25, 1};
 
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
@@ -31,7 +31,8 @@ class SplitOrder {
                    static_cast<double>(problem.cost().memory().capacity)) {
     left_.assign(ranks_, 0.0);
     for (const MicroBatch& batch : plan.micro_batches) {
-      costs_.push_back(inputCosts(problem, batch));
+      costs_.push_back(passCosts(problem, batch));
+      costs_.back().backward.seconds -= costs_.back().weights;
       slices_ = slices_ || batch.slice.some();
       const PassCosts& cost = costs_.back();
       const double seconds = cost.forward.seconds + cost.backward.seconds + cost.weights;
@@ -202,10 +203,9 @@ SimulatedStep simulateBest(const Problem& problem, const Plan& plan, double limi
     std::vector<Span> spans;
   };
   std::vector<Order> orders;
-  for (const bool with_weights : {true, false}) {
-    orders.push_back({false, simulatePriorities(problem, plan, with_weights).spans});
-    if (problem.cost().cluster().chunks > 1) continue;
-    orders.push_back({true, simulateLevels(problem, plan, with_weights, true).spans});
+  orders.push_back({false, simulatePriorities(problem, plan).spans});
+  if (problem.cost().cluster().chunks == 1) {
+    orders.push_back({true, simulateLevels(problem, plan, true).spans});
   }
   SplitOrder split(problem, plan);
   const Order* best = nullptr;
