@@ -89,7 +89,8 @@ CostModel costModelOf(const py::kwargs& given) {
   set("ring_peers", cluster.ring_peers);
   set("slices", cluster.slices);
   set("speeds", cluster.speeds);
-  if (known != given.size()) throwInvalidUsage("a cost model was given values that it does not have");
+  if (known != given.size())
+    throwInvalidUsage("a cost model was given values that it does not have");
   return {cost, memory, cluster};
 }
 

@@ -41,6 +41,9 @@ constexpr int kMaxFewer = 3;  // waves of fewer sequences after those on the sma
 // blocks, and which of both is better varies.
 constexpr int kLarge = 1 << 16;
 constexpr int kRanksOfParts[] = {1 << 13, 1 << 14};
+constexpr int kSpeedClasses = 256;  // of a large cluster, whose ranks would all be blocks
+// Ranks of different speeds above which they are planned by speed only.
+constexpr int kMostBySpeedAlone = 1 << 12;
 // How far a part's bound may lie above that of all. It does by 0.0003 at most for lengths without a
 // long tail, and by 0.009 for those of byted, whose longest ones are few.
 constexpr double kFair = 0.001;
@@ -144,16 +147,21 @@ std::optional<Plan> planWaves(const Problem& problem, double lower_bound, double
 }
 
 // For ranks of different speeds: plans as if they lay beside each other by falling speed, so that
-// those of one speed are one block. Groups may then cross nodes more often, which is priced.
+// those of one speed are one block, in large clusters those of about one speed, at that of the
+// slowest. Groups may then cross nodes more often, which is priced.
 Plan planBySpeed(const Problem& problem, double lower_bound) {
   std::vector<int32_t> ranks(problem.ranks());
   std::iota(ranks.begin(), ranks.end(), 0);
   const Cluster& cluster = problem.cost().cluster();
   std::stable_sort(ranks.begin(), ranks.end(),
                    [&](int a, int b) { return cluster.speed(a) > cluster.speed(b); });
-  std::vector<double> speeds;
-  for (const int rank : ranks) speeds.push_back(cluster.speed(rank));
-  const Problem sorted = problem.withSpeeds(std::move(speeds));
+  Cluster by_speed = cluster;
+  const int of_class = std::max(1, problem.ranks() / kSpeedClasses);
+  for (int place = 0; place < problem.ranks(); ++place) {
+    const int last = std::min(problem.ranks(), (place / of_class + 1) * of_class) - 1;
+    by_speed.speeds[place] = cluster.speed(ranks[last]);
+  }
+  const Problem sorted = problem.onCluster(by_speed);
   Plan plan = planBlocks(sorted, lower_bound);
   if (plan.makespan > lower_bound * (1 + kGoodGap)) {
     if (auto waves = planWaves(sorted, lower_bound, plan.makespan)) plan = std::move(*waves);
@@ -184,7 +192,12 @@ constexpr Candidate<PlanSearch> kBlockCandidates[] = {
                                   }));
        search.gap_left = !search.best;
      }},
-    {"blocks", [](const PlanSearch& search) { return !search.best; },
+    {"blocks",
+     [](const PlanSearch& search) {
+       const Cluster& cluster = search.cluster();
+       const bool by_speed = !cluster.speeds.empty() && !cluster.neighbours;
+       return !search.best && !(by_speed && cluster.ranks > kMostBySpeedAlone);
+     },
      [](PlanSearch& search) { search.take(planBlocks(search.problem, search.lower_bound)); }},
     {"blocks on borders",
      [](const PlanSearch& search) {

@@ -24,8 +24,8 @@ constexpr double kRings = 0.25;  // of the slices, that many times keys go round
 constexpr double kHopeless = 2;  // of the limit, for a first form
 constexpr size_t kMostEvened = 6;
 // How many passes, counted by ranks and stages, are looked at: so many, or so many a device.
-constexpr double kMostPasses = 1 << 24;
-constexpr double kMostOfDevice = 1 << 9;
+constexpr double kMostPasses = 1 << 23;
+constexpr double kMostOfDevice = 1 << 7;
 
 // The step on ranks that are one device each.
 Problem onOneDevice(const Problem& problem, double room, double ramps) {

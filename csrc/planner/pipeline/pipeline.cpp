@@ -24,6 +24,12 @@ constexpr double kFair = 0.02;
 // With more slices allowed the search tries others, which may be worse: it tries these, too.
 constexpr int kUsualSlices = 16;
 
+constexpr int kLarge = 1 << 11;  // ranks from which on a small gap is worth no search in slices:
+constexpr double kSmallGap = 0.02;
+
+// The gap to the bound that is left as it is.
+double nearBound(const Cluster& cluster) { return cluster.ranks >= kLarge ? kSmallGap : 0; }
+
 constexpr Candidate<PlanSearch> kImprovements[] = {
     {"local search", [](const PlanSearch& search) { return search.small(kRefineLimit); },
      [](PlanSearch& search) {
@@ -35,7 +41,7 @@ constexpr Candidate<PlanSearch> kImprovements[] = {
 constexpr Candidate<PlanSearch> kSliced[] = {
     {"lanes",
      [](const PlanSearch& search) {
-       return search.cluster().mostSlices() > 1 && !search.atBound();
+       return search.cluster().mostSlices() > 1 && !search.within(nearBound(search.cluster()));
      },
      [](PlanSearch& search) {
        search.take(planLanes(search.problem, search.lower_bound, search.limit()));
@@ -76,7 +82,8 @@ Plan planPipeline(const Problem& problem, const PolicyOptions& options, double l
     }
   }
   PlanSearch search{problem, options, whole};
-  ShapedPlans plans = findShape(problem, whole, lower_bound);
+  const double good_enough = lower_bound * (1 + nearBound(problem.cost().cluster()));
+  ShapedPlans plans = findShape(problem, whole, good_enough);
   search.take(std::move(plans.whole));
   tryBaselines(search);
   tryAll(kImprovements, search);

@@ -45,7 +45,11 @@ struct PlanSearch {
   bool gap_left = true;     // by the quick candidates
 
   const Cluster& cluster() const { return problem.cost().cluster(); }
-  bool atBound() const { return best && best->makespan <= lower_bound * (1 + 1e-9); }
+  bool atBound() const { return within(0); }
+  // Whether the plan so far is no more than this share above the bound.
+  bool within(double share) const {
+    return best && best->makespan <= lower_bound * (1 + 1e-9 + share);
+  }
   // Few sequences and ranks: at most so many of them, multiplied.
   bool small(double limit) const;
 
