@@ -41,9 +41,9 @@ Load makeLoad(const std::vector<int64_t>& lengths) {
   return load;
 }
 
-// By keyword: the values of all three parts of a cost model; those that are left out keep their
+// `given`: values of all three parts of a cost model by name; those that are left out keep their
 // defaults.
-CostModel costModelOf(const py::kwargs& given) {
+CostModel costModelOf(const py::dict& given) {
   CostParams cost;
   MemoryParams memory;
   Cluster cluster;
@@ -231,7 +231,7 @@ py::dict simulateToDict(
 
 void bindPlanner(py::module_& module) {
   py::class_<CostModel>(module, "CostModel")
-      .def(py::init(&costModelOf))
+      .def(py::init(&costModelOf), py::arg("values"))
       .def(
           "seconds",
           [](const CostModel& cost, const std::vector<int64_t>& lengths, int size, bool one_node,

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -7,46 +7,7 @@ import numpy.typing as npt
 from hdpcomm.plan.micro_batch import MicroBatch, SequenceInfo
 
 class CostModel:
-    def __init__(
-        self,
-        *,
-        attention: float,
-        piece: float,
-        linear: float,
-        fixed: float,
-        ring_step: float,
-        kv_intra: float,
-        kv_inter: float,
-        latency_intra: float,
-        latency_inter: float,
-        forward: float,
-        forward_transfer: float,
-        capacity: int,
-        offloadable: float,
-        host_tokens: float,
-        copy: float,
-        ranks: int,
-        ranks_per_node: int,
-        pipeline: int,
-        chunks: int = 1,
-        speeds: Sequence[float] = (),
-        nics: int = 0,
-        put_off: float = 0.0,
-        split: bool = False,
-        ring_peers: int = 0,
-        ranks_per_domain: int = 0,
-        kv_domain: float = 0.0,
-        latency_domain: float = 0.0,
-        uplinks: int = 0,
-        noise: float = 0.0,
-        slices: int = 1,
-        key_limit: float = 0.0,
-        limited: float = 0.0,
-        kept_copy: float = 0.0,
-        kept_back: float = 0.0,
-        kept: float = 0.0,
-        kept_offloaded: float = 0.0,
-    ) -> None: ...
+    def __init__(self, values: Mapping[str, Any]) -> None: ...
     def seconds(self, lengths: Sequence[int], size: int, one_node: bool, one_domain: bool = False) -> float: ...
     def token_limit(self, ratio: float) -> int: ...
 
