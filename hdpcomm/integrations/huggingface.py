@@ -29,7 +29,7 @@ from hdpcomm.comm import init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import sequences_of
-from hdpcomm.integrations.huggingface_checkpoints import load_optimizer, load_scheduler, save_optimizer, whole_weights
+from hdpcomm.integrations.huggingface_checkpoints import load_optimizer, load_scheduler, save_optimizer
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel
 from hdpcomm.models import adapt
 from hdpcomm.models.self_check import is_random
@@ -201,7 +201,8 @@ class HybridDataParallel:
             return
         assert self._made is not None
         try:
-            self._whole = whole_weights(self._made[1], this.model, keep=this.args.should_save)
+            named = this.model.state_dict(keep_vars=True)
+            self._whole = self._made[1].copied_weights(named, keep=this.args.should_save)
             super().save_model(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._whole = None

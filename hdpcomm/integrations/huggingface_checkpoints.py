@@ -7,40 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.plain_values import read_plain_values
-from hdpcomm.train.layout import plain_name
 
 if TYPE_CHECKING:
-    from hdpcomm.train.runner import Runner
     from hdpcomm.train.state import State
 
-__all__ = ["load_optimizer", "load_scheduler", "save_optimizer", "whole_weights"]
+__all__ = ["load_optimizer", "load_scheduler", "save_optimizer"]
 
 _MASTERS = "hdpcomm_masters"
 """In the file of the optimizer's state, which torch's optimizers leave alone: wide weights by name."""
 _INSTEAD = "resume from another checkpoint"
-
-
-def whole_weights(runner: Runner, model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The state dict of a model with its whole weights, on the CPU. Collective.
-
-    Args:
-        model: inside of the runner's, whose names it has in the dict.
-        keep: ``False``: this rank helps others, and gets nothing.
-    """
-    parameters = {plain_name(name): id(p) for name, p in runner.model.named_parameters(remove_duplicate=False)}
-    whole: dict[int, Tensor] = {}
-    for name, tensor in runner.state.whole_tensors():
-        if keep and name in parameters and parameters[name] not in whole:
-            whole[parameters[name]] = tensor.to("cpu", copy=True)
-    if not keep:
-        return {}
-    named: Mapping[str, Any] = model.state_dict(keep_vars=True)
-    return {name: whole.get(id(value), value) for name, value in named.items()}
 
 
 def save_optimizer(state: State, names: Sequence[Sequence[str]], scheduler: Any, folder: str, *, writes: bool) -> None:

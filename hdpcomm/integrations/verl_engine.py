@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from verl.workers.engine.utils import (
 
 from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.mesh import Mesh
+from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.plain_values import read_plain_values
 from hdpcomm.log import LOG
@@ -74,10 +76,12 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
 
     What verl computes on each rank of its rows, it computes here, micro-batch by micro-batch, of log-probabilities that
     planned forward passes have made; their derivatives go into the model by a second run of the plan
-    (:mod:`hdpcomm.train.row_passes`). So losses, metrics and gradients are those of verl's FSDP engine. Parameters are
-    whole on each rank, in ``mixed_precision.param_dtype`` (bf16, as in verl); master weights and the optimizer's state
-    are shared among all ranks, gradients are summed in fp32. A rank holds as many tokens at a time as verl's
-    micro-batches would have (``max_token_len_per_gpu``, or rows of ``micro_batch_size_per_gpu``).
+    (:mod:`hdpcomm.train.row_passes`). So losses, metrics and gradients are those of verl's FSDP engine. The ranks of a
+    host share parameters, in ``mixed_precision.param_dtype`` (bf16, as in verl), sums of gradients, master weights and
+    the optimizer's state in fp32, as ZeRO-3 does, but wait for nobody's passes; ``reshard_after_forward=False`` leaves
+    parameters whole. Where hosts have one rank, or other numbers of them, all ranks share masters and state only. A
+    rank holds as many tokens at a time as verl's micro-batches would have (``max_token_len_per_gpu``, or rows of
+    ``micro_batch_size_per_gpu``).
 
     Not read, as nothing here would differ: how FSDP wraps and prefetches, ``use_remove_padding`` (there is none),
     ``use_fused_kernels``, ``use_torch_compile``, and how entropies are computed (logits never exist as a whole).
@@ -134,7 +138,8 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
                 [p for p in self.module.parameters() if p.requires_grad], self.optimizer_config
             )
             self.lr_scheduler = _schedule(self.optimizer, self.optimizer_config)
-        settings = StepSettings(zero=1, dtype=None if dtype == wide else dtype)
+        zero = _zero_stage(self.engine_config, self.comm)
+        settings = StepSettings(zero, None if dtype == wide else dtype)
         self._runner = Runner(Passes([self._adapted], mesh), self.optimizer, settings)
         self._rows = RowPasses(self._adapted, mesh, self._runner, self._settings)
 
@@ -305,14 +310,20 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """The names and tensors that inference engines load: whole on this rank, live. Local."""
-        named = convert_weight_keys(self.module.state_dict(), self.module)
-        return unfuse_moe_params(iter(named.items()), self.model_config.hf_config.model_type), None
+        """The names and tensors that inference engines load, whole, one at a time. Collective: every rank goes through
+        all of them."""
+        return unfuse_moe_params(self._whole_weights(), self.model_config.hf_config.model_type), None
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        named = convert_weight_keys(self.module.state_dict(keep_vars=True), self.module)
+        if self.optimizer is None:
+            return iter(named.items())
+        return ((name, tensor) for names, tensor in self._runner.whole_weights(named) for name in names)
 
     def get_per_tensor_param_shard(self, **_: Any) -> Any:
         """Raises InvalidUsage."""
         raise _unsupported(
-            'rollout.checkpoint_engine.backend="delta_sharded"', "parameters are whole on each rank: use another one"
+            'rollout.checkpoint_engine.backend="delta_sharded"', "parameters are not cut as verl's are: use another one"
         )
 
     def save_checkpoint(
@@ -327,13 +338,16 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         optimizer's state; returns when it is on the disk. Collective."""
         contents = set(self.checkpoint_config.get("save_contents", None) or ("model", "optimizer", "extra"))
         folder = Path(local_path)
+        weights: dict[str, Tensor] = {}
+        if "hf_model" in contents:
+            weights = self._runner.copied_weights(self.module.state_dict(keep_vars=True), keep=self.rank == 0)
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             processor = self.model_config.get_processor()
             for each in (self.module.config, *([] if processor is None else [processor])):
                 each.save_pretrained(folder / "huggingface")
             if "hf_model" in contents:
-                self.module.save_pretrained(folder / "huggingface")  # type: ignore[operator]
+                self.module.save_pretrained(folder / "huggingface", state_dict=weights)  # type: ignore[operator]
         self.comm.barrier()
         if "extra" in contents:
             rng = BaseCheckpointManager.get_rng_state()
@@ -402,6 +416,15 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
             for old in self._saved[:-keep]:
                 shutil.rmtree(old, ignore_errors=True)
         self._saved = self._saved[-keep:] if keep else self._saved
+
+
+def _zero_stage(engine: Any, comm: Communicator) -> int:
+    """ZeRO's stage: 3 where FSDP would not keep the weights of a layer after its pass, 2 where it would; 1 where ranks
+    of a host cannot share them. Local."""
+    on_hosts = set(Counter(nodes_of(comm)).values())
+    if len(on_hosts) > 1 or 1 in on_hosts:
+        return 1
+    return 3 if engine.reshard_after_forward else 2
 
 
 _worlds: list[tuple[Any, Communicator]] = []
@@ -487,7 +510,7 @@ def _refuse(model: Any, engine: Any) -> None:
             engine.ulysses_sequence_parallel_size > 1, "set it to 1: plans give long sequences several ranks",
         ),
         f"fsdp_size={engine.fsdp_size}": (
-            0 < engine.fsdp_size < dist.get_world_size(), "set it to -1: the optimizer is shared among all ranks",
+            0 < engine.fsdp_size < dist.get_world_size(), "set it to -1: weights are shared by the ranks of each host",
         ),
         "pad_to_length=True": (engine.pad_to_length, "set it to False: plans have no padding"),
         "qat.enable=True": (engine.qat.enable, verls),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -130,6 +130,30 @@ class Runner:
         """Weights and the optimizer's state, for checkpoints."""
         assert self.optimizer is not None
         return State(self.model, self.optimizer, self.layout, self._mesh, self.masters)
+
+    def whole_weights(self, named: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Tensor]]:
+        """A state dict with whole weights in the place of this rank's parts: (names, tensor), one at a time, with the
+        names of tied weights together; copy what is to stay. Collective: every rank goes through all of them.
+
+        Args:
+            named: of the model or a module in it, as ``state_dict(keep_vars=True)`` gives it.
+        """
+        names: dict[int, list[str]] = {}
+        for name, value in named.items():
+            names.setdefault(id(value), []).append(name)
+        parameters = {plain_name(name): id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        for name, tensor in self.state.whole_tensors():
+            if found := names.pop(parameters.get(name, 0), None):
+                yield found, tensor
+        yield from ((others, named[others[0]].detach()) for others in names.values())
+
+    def copied_weights(self, named: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+        """All of :meth:`whole_weights`, copied to the CPU; nothing unless this rank keeps them. Collective."""
+        copies: dict[str, Tensor] = {}
+        for names, tensor in self.whole_weights(named):
+            if keep:
+                copies.update(dict.fromkeys(names, tensor.to("cpu", copy=True)))
+        return copies
 
     def zero(self) -> None:
         """A step begins: forgets all gradients. Local; before the agreement, after which others may add to the sums."""

@@ -97,8 +97,8 @@ class Trainer:
         zero: 1 keeps the optimizer's state and the wide master weights of 1 / ranks of the parameters on each rank of
             the HDP ranks that hold a parameter: the optimizer must be a new one of torch.optim that updates
             each element by itself. The loss is that of ``zero=0``. 2 cuts the gradients, too, and 3 the parameters,
-            both among the HDP ranks of a host, on CPUs: docs/training.md says how. Between its passes a parameter then
-            has no values (NaN).
+            both among the HDP ranks of a host: docs/zero.md says how. Between its passes a parameter then has no values
+            (NaN).
         dtype: of the parameters, with master weights in fp32: ``torch.bfloat16`` halves parameters and activations.
             ``None``: the optimizer updates the parameters as they are.
         bucket_bytes: gradients that are reduced at a time. Where a rank's last micro-batch is its own, the reductions

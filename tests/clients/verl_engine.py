@@ -14,8 +14,14 @@ from common import Figures, join, leave, main, tiny_llama
 ANSWERS = ((7, 1, 12, 3, 5, 2, 9, 4), (1, 24, 2, 6, 1, 3, 8, 2))
 """Tokens of the answers of each rank."""
 CASES: dict[str, tuple[str, ...]] = {
-    "plain": ("optim.optimizer=SGD", "optim.lr=1.0", "ppo_micro_batch_size_per_gpu=2"),
-    "tokens": ("use_dynamic_bsz=True", "ppo_max_token_len_per_gpu=40", "optim.lr=1e-3"),
+    "plain": (
+        "optim.optimizer=SGD", "optim.lr=1.0", "ppo_micro_batch_size_per_gpu=2",
+        "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+    ),
+    "tokens": (
+        "use_dynamic_bsz=True", "ppo_max_token_len_per_gpu=40", "optim.lr=1e-3",
+        "fsdp_config.reshard_after_forward=False",
+    ),
     "long": ("use_dynamic_bsz=True", "ppo_max_token_len_per_gpu=40", "optim.optimizer=SGD", "optim.lr=0.5"),
     "sequences": (
         "optim.optimizer=SGD", "optim.lr=0.5", "ppo_micro_batch_size_per_gpu=1", "loss_agg_mode=seq-mean-token-mean",
@@ -170,6 +176,8 @@ def case(strategy: str, options: tuple[str, ...], rank: int, found: Figures, nam
     for step in range(3):
         if step == 2 and strategy == "hdpcomm":  # goes on in a new worker, of ranks that have it read
             actor.save_checkpoint(folder, global_step=step)
+            if name == "plain":
+                check_saved(actor.actor.engine, f"{folder}/huggingface")
             actor = ActorRolloutRefWorker(config_of(strategy, options), "actor")
             actor.init_model()
             actor.load_checkpoint(folder)
@@ -183,7 +191,21 @@ def case(strategy: str, options: tuple[str, ...], rank: int, found: Figures, nam
     for key, tensor in actor.actor.engine.get_per_tensor_param()[0]:
         found[f"{name} {key}"] = tensor.flatten().tolist()
     if strategy == "hdpcomm" and dist.get_world_size() > 1:
+        masters = actor.actor.engine._runner.masters
+        assert masters.shared
+        assert masters.pulled == (name != "tokens")
         assert actor.actor.engine.comm.stats()["bytes_sent"] > 1000
+
+
+def check_saved(engine: Any, folder: str) -> None:
+    """transformers reads the weights that the ranks have together."""
+    import torch
+    import transformers
+
+    read = dict(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters())
+    for key, tensor in engine.get_per_tensor_param()[0]:
+        assert torch.equal(read.pop(key).detach(), tensor), key
+    assert not read
 
 
 def supervised(strategy: str, rank: int, found: Figures) -> None:
@@ -324,7 +346,7 @@ def check_planted(engine: Any, rank: int) -> None:
             engine.load_checkpoint(name)
         except InvalidUsage as error:
             told = str(error)
-        assert f"rank {rank} expected what strategy=hdpcomm has saved" in told, told
+        assert f"expected on rank {rank} what strategy=hdpcomm has saved" in told, told
         assert not (folder / "marker").exists()
 
 

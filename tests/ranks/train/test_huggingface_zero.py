@@ -122,7 +122,6 @@ def test_what_would_not_work_is_refused(tmp_path: Path, options: dict[str, Any],
 
 def trains_policy(folder: str, preferences: bool, options: dict[str, Any], lora: bool) -> Any:
     """Whole weights after two steps of TRL's trainer, and its logs."""
-    from hdpcomm.integrations.huggingface_checkpoints import whole_weights
     from tests.ranks.train.test_huggingface_trl import PlannedDPO, PlannedGRPO, trainer_of
 
     torch.manual_seed(7)
@@ -133,7 +132,7 @@ def trains_policy(folder: str, preferences: bool, options: dict[str, Any], lora:
         trainer = trainer_of(kind, f"{folder}/{options.get('zero', 0)}", changed, cost_model=COST, **options, **more)
         trainer.train()
         logs = [row for row in trainer.state.log_history if "loss" in row]
-        whole = whole_weights(trainer._made[1], trainer.model, keep=True)
+        whole = trainer._made[1].copied_weights(trainer.model.state_dict(keep_vars=True), keep=True)
         return {name: value.detach() for name, value in whole.items()}, logs
     finally:
         leave()
