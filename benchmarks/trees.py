@@ -30,8 +30,7 @@ from typing import Any
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import AttentionOptions, Tree, ring_attention, shard
-from hdpcomm.attention.layout import layout_of
+from hdpcomm.attention import AttentionOptions, Tree, as_pack, ring_attention, shard
 from hdpcomm.attention.routes import find_atoms
 from hdpcomm.attention.tiles import Band
 from hdpcomm.plan import MODELS, ClusterSpec, Planner
@@ -65,7 +64,7 @@ def run(kind: str, prefix: int, answers: list[int], shape: dict[str, int]) -> di
         comm = None if kind == "alone" else world
         place = {"rank": 0, "size": 1} if comm is None else {"rank": comm.rank, "size": comm.size}
         generator = torch.Generator().manual_seed(0)
-        tokens = layout_of(pack, size=1).tokens
+        tokens = as_pack(pack).layout(1).tokens
         heads = (shape["heads"], shape["kv_heads"], shape["kv_heads"], shape["heads"])
         q, k, v, dout = (
             shard(torch.randn(tokens, n, shape["head_dim"], generator=generator), pack, **place) for n in heads
@@ -92,7 +91,7 @@ def run(kind: str, prefix: int, answers: list[int], shape: dict[str, int]) -> di
 def least_bytes(kind: str, prefix: int, answers: list[int], size: int, shape: dict[str, int]) -> int:
     if kind == "alone":
         return 0
-    layout = layout_of(pack_of(kind, prefix, answers, 0, size), size=size)
+    layout = as_pack(pack_of(kind, prefix, answers, 0, size)).layout(size)
     atoms = find_atoms(layout, layout, CAUSAL)
     rows = int((atoms.rows * atoms.needed.sum(axis=1)).sum())
     return rows * 2 * shape["kv_heads"] * shape["head_dim"] * (4 + 4 + 4)
@@ -100,7 +99,8 @@ def least_bytes(kind: str, prefix: int, answers: list[int], size: int, shape: di
 
 def pairs_of(kind: str, prefix: int, answers: list[int]) -> float:
     if kind == "tree":
-        return layout_of(Tree([-1, *[0] * len(answers)], [prefix, *answers]), size=1).pairs(CAUSAL)  # type: ignore[union-attr]
+        layout = as_pack(Tree([-1, *[0] * len(answers)], [prefix, *answers])).layout(1)
+        return layout.pairs(layout, CAUSAL)
     return float(sum((prefix + n) * (prefix + n + 1) // 2 for n in answers))
 
 

@@ -7,25 +7,28 @@ from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.chosen import indexed_attention, indexer_loss, selected_attention
 from hdpcomm.attention.chosen_blocks import block_attention, moba_attention
 from hdpcomm.attention.indexer import index_top_k
-from hdpcomm.attention.layout import (
-    BalancedPack,
-    local_cu_seqlens,
-    positions,
-    shard,
-    shard_with_positions,
-    unshard,
-)
+from hdpcomm.attention.kv_store import KVStore
 from hdpcomm.attention.linear import delta_rule, short_conv, ssd
 from hdpcomm.attention.mla import mla_attention
 from hdpcomm.attention.nsa import NSABlocks, nsa_attention
 from hdpcomm.attention.options import AttentionOptions
 from hdpcomm.attention.pack_context import (
-    Pack,
+    PackContext,
     carry_pack,
     current_pack,
     packed_attention,
     packing,
     scaled_dot_product_attention,
+)
+from hdpcomm.attention.packs import (
+    BalancedPack,
+    Pack,
+    as_pack,
+    local_cu_seqlens,
+    positions,
+    shard,
+    shard_with_positions,
+    unshard,
 )
 from hdpcomm.attention.slices import SequenceSlice, SlicedSequence
 from hdpcomm.attention.variants import AttentionCosts
@@ -36,12 +39,15 @@ __all__ = [
     "AttentionOptions",
     "BalancedPack",
     "BlockMask",
+    "KVStore",
     "NSABlocks",
     "Pack",
+    "PackContext",
     "Problem",
     "SequenceSlice",
     "SlicedSequence",
     "Tree",
+    "as_pack",
     "available_backends",
     "block_attention",
     "carry_pack",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from hdpcomm._core import kernels as _core
 from hdpcomm.comm.untraced import untraced
@@ -44,7 +45,7 @@ class Rows:
         triples, starts = triples[kept], starts[kept]
         ends = np.cumsum(triples[:, 2])
         self._table = np.ascontiguousarray(np.column_stack((triples, ends - triples[:, 2], starts)))
-        self._on_device: dict[torch.device, torch.Tensor] = {}
+        self._on_device: dict[torch.device, Tensor] = {}
         self.total = int(ends[-1]) if len(ends) else 0
 
     def __len__(self) -> int:
@@ -78,7 +79,7 @@ class Rows:
         return self._on_device[device].data_ptr()
 
 
-def _row_layout(tensor: torch.Tensor) -> tuple[int, int]:
+def _row_layout(tensor: Tensor) -> tuple[int, int]:
     """(bytes of a row, stride between rows in bytes); the rows themselves must be contiguous."""
     row = tensor[0] if tensor.shape[0] else tensor.new_empty(tensor.shape[1:])
     if not row.is_contiguous():
@@ -90,7 +91,7 @@ def _row_layout(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @untraced
-def copy_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows, *, positions: torch.Tensor | None = None) -> None:
+def copy_rows(dst: Tensor, src: Tensor, rows: Rows, *, positions: Tensor | None = None) -> None:
     """``dst[d : d + n] = src[s : s + n]`` for every segment; rows contiguous, any stride between them.
 
     ``positions``: int64, contiguous, one for each row of ``dst``: receives the row's position in its sequence (for
@@ -106,7 +107,7 @@ def copy_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows, *, positions: to
 
 
 @untraced
-def add_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows) -> None:
+def add_rows(dst: Tensor, src: Tensor, rows: Rows) -> None:
     """``dst[d : d + n] += src[s : s + n]`` for every segment; float32 or float64, no row of ``dst`` twice."""
     if rows.total == 0:
         return
@@ -118,13 +119,7 @@ def add_rows(dst: torch.Tensor, src: torch.Tensor, rows: Rows) -> None:
 
 
 @untraced
-def merge(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    block_out: torch.Tensor,
-    block_lse: torch.Tensor,
-    rows: torch.Tensor | None = None,
-) -> None:
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, rows: Tensor | None = None) -> None:
     """Merges a block of keys into the running attention result, in place.
 
     ``out``: [tokens, heads, dim] and ``lse``: [tokens, heads], float32 or float64, contiguous. ``block_out``: [n,
@@ -153,9 +148,7 @@ def merge(
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, rows: Rows, positions: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, rows: Rows, positions: Tensor | None) -> Tensor:
         ctx.rows, ctx.shape = rows, x.shape  # type: ignore[attr-defined]
         out = x.new_empty((rows.total, *x.shape[1:]))
         copy_rows(out, x, rows, positions=positions)
@@ -163,7 +156,7 @@ class _TakeRows(torch.autograd.Function):
 
     @staticmethod
     @without_second_derivative
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad = grads[0].contiguous()
         out = grad.new_zeros(ctx.shape)  # type: ignore[attr-defined]
         copy_rows(out, grad, ctx.rows.inverse())  # type: ignore[attr-defined]
@@ -171,17 +164,17 @@ class _TakeRows(torch.autograd.Function):
 
 
 @untraced
-def take_rows(x: torch.Tensor, rows: Rows, *, dim: int = 0) -> torch.Tensor:
+def take_rows(x: Tensor, rows: Rows, *, dim: int = 0) -> Tensor:
     """A new tensor with the rows of ``x`` along ``dim`` that ``rows`` selects, no source row twice. Differentiable."""
     moved = x.movedim(dim, 0).contiguous()
-    out: torch.Tensor = _TakeRows.apply(moved, rows, None)  # type: ignore[no-untyped-call]
+    out: Tensor = _TakeRows.apply(moved, rows, None)  # type: ignore[no-untyped-call]
     return out.movedim(0, dim)
 
 
 @untraced
-def take_rows_and_positions(x: torch.Tensor, rows: Rows, *, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def take_rows_and_positions(x: Tensor, rows: Rows, *, dim: int = 0) -> tuple[Tensor, Tensor]:
     """:func:`take_rows`, and the position of each row in its sequence: int64 [rows], from the same launch."""
     moved = x.movedim(dim, 0).contiguous()
     positions = torch.empty(rows.total, dtype=torch.int64, device=x.device)
-    out: torch.Tensor = _TakeRows.apply(moved, rows, positions)  # type: ignore[no-untyped-call]
+    out: Tensor = _TakeRows.apply(moved, rows, positions)  # type: ignore[no-untyped-call]
     return out.movedim(0, dim), positions

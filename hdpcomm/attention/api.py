@@ -9,20 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Problem, Score
-from hdpcomm.attention.block_mask import MaskLayout
-from hdpcomm.attention.call_check import agree_on_call, agree_on_result
-from hdpcomm.attention.chunked_layout import chunked_layout, chunked_slice
+from hdpcomm.attention.call_check import agree_on_call, agree_on_result, keep_rows
 from hdpcomm.attention.engine import Call, LatentDims, as_saved, backward, forward
-from hdpcomm.attention.layout import AnyLayout, CuSeqlens, Layout, layout_of
+from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
-from hdpcomm.attention.pieces import Pieces
-from hdpcomm.attention.slices import SequenceSlice
-from hdpcomm.attention.tiles import Band, band_of, window_pair
-from hdpcomm.attention.tree_layout import is_sliced
+from hdpcomm.attention.packs import CuSeqlens, Kept, Pack, as_pack
+from hdpcomm.attention.tree_layout import ONLY_SEQUENCES, chunked
 from hdpcomm.attention.variants import choose_variant
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
@@ -33,22 +30,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arguments",
-    "Kept",
     "RingAttention",
     "attend",
-    "band_under",
     "check_arguments",
     "check_finite",
     "check_lse",
-    "layouts_of",
     "make_call",
     "plan_call",
     "ring_attention",
-    "with_kept",
 ]
 
-Kept = Callable[[], tuple[torch.Tensor, ...]]
-"""Gives the keys and values of a slice and those before it in the backward pass. Local."""
 RING_OPTIONS = ("variant", "cu_seqlens_k", "softcap", "sinks", "chunk", "costs", "check")
 """The fields of :class:`AttentionOptions` that softmax attention has."""
 
@@ -70,14 +61,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        call: Call,
-        kept: Kept | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, kept: Kept | None
+    ) -> tuple[Tensor, Tensor]:
         out, lse, saved = forward(q, (k, v), sinks, call)
         ctx.call, ctx.heads, ctx.kept = call, (q.shape[1], k.shape[1]), kept
         if kept is not None:
@@ -88,7 +73,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     @without_second_derivative
-    def backward(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
         if ctx.kept is not None:
             saved[1:1] = as_saved(ctx.kept(), ctx.call, ctx.heads)
@@ -99,9 +84,9 @@ class RingAttention(torch.autograd.Function):
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks, None, None
 
 
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        if not isinstance(x, torch.Tensor) and not (name == "sinks" and x is None):
+        if not isinstance(x, Tensor) and not (name == "sinks" and x is None):
             raise InvalidUsage(f"{name} is {reprlib.repr(x)}, a {type(x).__name__}; expected a tensor")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
@@ -151,68 +136,26 @@ def check_arguments(arguments: Arguments) -> None:
     check_whole("attention", "chunk (0: none)", arguments.options.chunk, least=0)
 
 
-def _chunks_of(layouts: tuple[AnyLayout, AnyLayout], arguments: Arguments) -> tuple[AnyLayout, AnyLayout]:
-    """The layouts under the chunks of the arguments. Raises InvalidUsage."""
-    chunk, (own, keys) = arguments.options.chunk, layouts
-    if not chunk:
+def _layouts(pack: Pack, comm: Communicator | None, arguments: Arguments) -> tuple[Layout, Layout]:
+    """The layouts of queries and keys, in chunks if there are some. Raises InvalidUsage."""
+    options, size = arguments.options, 1 if comm is None else comm.size
+    keys = None if options.cu_seqlens_k is None else as_pack(options.cu_seqlens_k, "cu_seqlens_k")
+    layouts = pack.layouts(size, keys)
+    layouts[0].check_attended()
+    if not options.chunk:
         return layouts
-    if arguments.causal and is_sliced(own) and is_sliced(keys) and len(own.tree) == 1:
-        return chunked_slice(own, chunk), chunked_slice(keys, chunk)
-    if not arguments.causal or not isinstance(own, Layout) or own is not keys:
-        given = "causal=False" if not arguments.causal else "a tree, a mask or other lengths of keys"
-        raise InvalidUsage(f"chunk={chunk} was given with {given}; chunks are of causal attention over plain sequences")
-    made = chunked_layout(own, chunk)
-    return made, made
-
-
-def layouts_of(
-    cu_seqlens: CuSeqlens, cu_seqlens_k: CuSeqlens | None, comm: Communicator | None
-) -> tuple[AnyLayout, AnyLayout]:
-    """The layouts of queries and keys. Raises InvalidUsage where they cannot belong together."""
-    size = 1 if comm is None else comm.size
-    q_layout = layout_of(cu_seqlens, size=size)
-    kv_layout = cu_seqlens.layouts(size)[1] if isinstance(cu_seqlens, SequenceSlice) else q_layout
-    if cu_seqlens_k is not None:
-        kv_layout = layout_of(cu_seqlens_k, size=size, name="cu_seqlens_k")
-        if isinstance(q_layout, Pieces) or isinstance(kv_layout, Pieces):
-            raise InvalidUsage(
-                "cu_seqlens_k was given with a tree, a mask or a slice, which says what its keys are; leave it out"
-            )
-        if len(q_layout.bounds) != len(kv_layout.bounds):
-            raise InvalidUsage(
-                f"cu_seqlens has {len(q_layout.bounds)} sequences, cu_seqlens_k {len(kv_layout.bounds)}; expected as "
-                "many"
-            )
-    if isinstance(q_layout, Pieces):
-        return q_layout, kv_layout
-    lengths = q_layout.lengths.tolist()
-    if 0 in lengths:
-        first = lengths.index(0)
-        raise InvalidUsage(
-            f"sequence {first} of cu_seqlens is empty ({lengths.count(0)} of {len(lengths)} are): leave it out; a "
-            "length of 0 is mostly a mistake in the code that computes cu_seqlens"
-        )
-    return q_layout, kv_layout
-
-
-def band_under(layout: AnyLayout, arguments: Arguments) -> Band:
-    """The mask inside a sequence, or of a position relative to those on its way from the root. Raises InvalidUsage."""
-    if isinstance(layout, MaskLayout):
-        window = arguments.window
-        if window is not None and window_pair(window) != (-1, -1):
-            raise InvalidUsage(f"window={window} was given with a mask, which says by itself what is visible")
-        return Band(None, None)
-    if isinstance(layout, Pieces) and not arguments.causal:
-        what = "slice" if is_sliced(layout) else "tree"
-        raise InvalidUsage(f"causal=False was given with a {what}, whose tokens see only what is before them")
-    return band_of(arguments.causal, arguments.window)
+    if not arguments.causal or keys is not None or layouts[0].masked:
+        given = "a mask or other lengths of keys" if arguments.causal else "causal=False"
+        raise InvalidUsage(f"chunk={options.chunk} was given with {given}; {ONLY_SEQUENCES}")
+    q_layout, kv_layout = pack.token_layouts(size)
+    return chunked(q_layout, options.chunk), chunked(kv_layout, options.chunk)
 
 
 def make_call(
     rows: tuple[int, int],
     problem: Problem,
     comm: Communicator | None,
-    layouts: tuple[AnyLayout, AnyLayout],
+    layouts: tuple[Layout, Layout],
     arguments: Arguments,
     latent: LatentDims | None = None,
 ) -> Call:
@@ -224,7 +167,7 @@ def make_call(
             raise InvalidUsage(
                 f"{name} has {given} tokens; under cu_seqlens, rank {rank} of {size} holds {wanted} (see shard())"
             )
-    band, options = band_under(layouts[0], arguments), arguments.options
+    band, options = layouts[0].band(arguments.causal, arguments.window), arguments.options
     variant = choose_variant(options.variant, problem, layouts, band, options.costs)
     scale = problem.head_dim**-0.5 if arguments.scale is None else float(arguments.scale)
     return Call(
@@ -240,43 +183,34 @@ def make_call(
     )
 
 
-def plan_call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    comm: Communicator | None,
-    cu_seqlens: CuSeqlens,
-    arguments: Arguments,
-) -> Call:
+def plan_call(q: Tensor, k: Tensor, v: Tensor, comm: Communicator | None, pack: Pack, arguments: Arguments) -> Call:
     """Checks the arguments and returns the :class:`Call` for them; ``q``, ``k``, ``v``: [T_local, heads, head_dim] (the
     batch folded into the heads). Local.
 
     Raises: InvalidUsage.
     """
     check_arguments(arguments)
-    layouts = _chunks_of(layouts_of(cu_seqlens, arguments.options.cu_seqlens_k, comm), arguments)
+    layouts = _layouts(pack, comm, arguments)
     problem = Problem(
         device="cpu" if q.is_meta else q.device.type,
         dtype=q.dtype,
         heads=q.shape[1],
         kv_heads=k.shape[1],
         head_dim=q.shape[2],
-        windowed=band_under(layouts[0], arguments).low is not None,
+        windowed=layouts[0].band(arguments.causal, arguments.window).low is not None,
         softcap=arguments.options.softcap,
-        masked=isinstance(layouts[0], MaskLayout),
+        masked=layouts[0].masked,
         v_head_dim=v.shape[2],
     )
     return make_call((q.shape[0], k.shape[0]), problem, comm, layouts, arguments)
 
 
-def _fold(x: torch.Tensor) -> torch.Tensor:
+def _fold(x: Tensor) -> Tensor:
     """[batch, tokens, heads, head_dim] -> [tokens, batch * heads, head_dim]: all rows of the batch have one layout."""
     return x.transpose(0, 1).flatten(1, 2).contiguous() if x.ndim == 4 else x
 
 
-def _facts(
-    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-) -> tuple[str, str]:
+def _facts(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[str, str]:
     """Text of all that must be the same on all ranks, and a summary of it for messages."""
     packs = call.q_layout.facts, call.kv_layout.facts
     shapes = (
@@ -289,7 +223,7 @@ def _facts(
     return facts, summary
 
 
-def check_finite(name: str, x: torch.Tensor) -> None:
+def check_finite(name: str, x: Tensor) -> None:
     """Raises InvalidUsage for NaN or infinity. A kernel may hide them: torch's CPU operator treats a row of NaN as one
     without keys."""
     total = x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
@@ -302,7 +236,7 @@ def check_finite(name: str, x: torch.Tensor) -> None:
     )
 
 
-def check_lse(lse: torch.Tensor) -> InvalidUsage | None:
+def check_lse(lse: Tensor) -> InvalidUsage | None:
     """The error for a log-sum-exp of NaN or +inf; -inf is valid: it means a query without keys."""
     bad = torch.isnan(lse) | (lse == torch.inf)
     if not bool(bad.any()):
@@ -315,28 +249,29 @@ def check_lse(lse: torch.Tensor) -> InvalidUsage | None:
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
     arguments: Callable[[], Arguments],
     careful: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """:func:`ring_attention`, always with its lse. ``arguments()`` may raise: that is an error on all ranks, too."""
-    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")  # prepare() refuses what is no tensor
+    device = q.device if isinstance(q, Tensor) else torch.device("cpu")  # prepare() refuses what is no tensor
 
-    def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], torch.Tensor | None, Call, Kept | None], str, str]:
+    def prepare() -> tuple[tuple[tuple[Tensor, ...], Tensor | None, Call, Kept | None], str, str]:
         checked = arguments()
         sinks = checked.options.sinks
         _check_tensors(q, k, v, sinks)
         if careful:
             for name, x in (("q", q), ("k", k), ("v", v)):
                 check_finite(name, x)
-        (keys, values), kept = with_kept(comm, cu_seqlens, _fold(k), _fold(v))
+        pack = as_pack(cu_seqlens)
+        (keys, values), kept = keep_rows(pack, comm, _fold(k), _fold(v))
         folded = _fold(q), keys, values
-        call = plan_call(*folded, comm, cu_seqlens, checked)
+        call = plan_call(*folded, comm, pack, checked)
         facts = _facts(call, q, k, v, sinks) if careful and call.comm is not None else ("", "")
         return (folded, sinks, call, kept), *facts
 
@@ -352,29 +287,19 @@ def attend(
     return out, lse
 
 
-def with_kept(
-    comm: Communicator | None, cu_seqlens: CuSeqlens, *new: torch.Tensor
-) -> tuple[tuple[torch.Tensor, ...], Kept | None]:
-    """The new rows; in a slice with what this rank has kept of the slices before it, and what gives them again."""
-    if not isinstance(cu_seqlens, SequenceSlice):
-        return new, None
-    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    return cu_seqlens.keep(*new, rank=rank, size=size)
-
-
-def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float | None]:
+def positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
     """Queries and a scale above 0 that give the same scores: fused operators multiply hidden scores, which are -inf, by
     the scale, too. What is no number is left to the checks."""
-    if not isinstance(q, torch.Tensor) or not isinstance(scale, int | float) or not -math.inf < scale <= 0:
+    if not isinstance(q, Tensor) or not isinstance(scale, int | float) or not -math.inf < scale <= 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 @untraced
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
@@ -384,7 +309,7 @@ def ring_attention(
     backend: str = "auto",
     options: AttentionOptions | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention over packed sequences, each rank holding a zigzag shard of every sequence.
 
     ``q``: [T_local, heads, head_dim], ``k``: [T_local, kv_heads, head_dim], ``v``: [T_local, kv_heads, v_head_dim],

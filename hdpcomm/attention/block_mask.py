@@ -9,21 +9,21 @@ from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from hdpcomm.attention.atoms import Atoms
-from hdpcomm.attention.pieces import Pieces, local_rows
-from hdpcomm.attention.tiles import Band, Span, Tile, Visible, join_tiles
+from hdpcomm.attention.layout import Layout, Window, local_rows
+from hdpcomm.attention.packs import Pack, check_size
+from hdpcomm.attention.tiles import Atoms, Band, Int64, Span, Tile, Visible, join_tiles, window_pair
+from hdpcomm.attention.tree_layout import TokenLayout
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["BlockMask", "MaskLayout", "MaskMod", "mask_layout"]
+__all__ = ["BlockMask"]
 
-Int64 = npt.NDArray[np.int64]
-MaskMod: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class BlockMask:
+class BlockMask(Pack):
     """A pack whose mask is a function; in attention it takes the place of ``cu_seqlens``.
 
     The general fallback: any mask is right, and blocks of it that hide all their pairs are neither sent nor computed.
@@ -48,7 +48,7 @@ class BlockMask:
     """
 
     def __init__(
-        self, mask_mod: MaskMod, num_tokens: int, *, positions: torch.Tensor | None = None, block: int = 128
+        self, mask_mod: MaskMod, num_tokens: int, *, positions: Tensor | None = None, block: int = 128
     ) -> None:
         if num_tokens < 1 or block < 1:
             raise InvalidUsage(f"num_tokens is {num_tokens} and block {block}; expected at least 1")
@@ -57,10 +57,11 @@ class BlockMask:
                 f"positions have shape {tuple(positions.shape)} and type {positions.dtype}; expected int64 "
                 f"[{num_tokens}], one for each token"
             )
-        self.mask_mod, self.num_tokens, self.positions, self.block = mask_mod, num_tokens, positions, block
+        self.mask_mod, self.num_tokens, self.block = mask_mod, num_tokens, block
+        self._given_positions = positions
         self._layouts: dict[int, MaskLayout] = {}
 
-    def visible(self, queries: tuple[int, int], keys: tuple[int, int]) -> torch.Tensor:
+    def visible(self, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
         """[queries, keys] bool, for [first, last) places in the pack. Raises InvalidUsage where mask_mod is wrong."""
         zero = torch.zeros((), dtype=torch.int64)
         shape = (queries[1] - queries[0], keys[1] - keys[0])
@@ -72,8 +73,8 @@ class BlockMask:
                 f"mask_mod failed on queries {queries} and keys {keys} ({type(error).__name__}: {error}); it is called "
                 "with index tensors on the CPU that broadcast: b, h [], q_idx [queries, 1], kv_idx [1, keys]"
             ) from error
-        if not isinstance(seen, torch.Tensor) or seen.dtype != torch.bool or seen.device.type != "cpu":
-            kind = f"{seen.dtype} on {seen.device}" if isinstance(seen, torch.Tensor) else type(seen).__name__
+        if not isinstance(seen, Tensor) or seen.dtype != torch.bool or seen.device.type != "cpu":
+            kind = f"{seen.dtype} on {seen.device}" if isinstance(seen, Tensor) else type(seen).__name__
             raise InvalidUsage(
                 f"mask_mod gave {kind}; expected a bool tensor on the CPU, True where a query sees a key"
             )
@@ -85,15 +86,31 @@ class BlockMask:
                 "that broadcasts to these"
             ) from error
 
+    @property
+    def longest(self) -> int:
+        return self.num_tokens if self._given_positions is None else int(self._given_positions.max()) + 1
+
+    def positions(self, rank: int, size: int, device: torch.device | str | None = None) -> Tensor:
+        given = self._given_positions
+        return super().positions(rank, size, device) if given is None else self.shard(given, rank, size).to(device)
+
+    def shard_with_positions(self, x: Tensor, rank: int, size: int, dim: int = 0) -> tuple[Tensor, Tensor]:
+        if self._given_positions is None:
+            return super().shard_with_positions(x, rank, size, dim)
+        return self.shard(x, rank, size, dim), self.positions(rank, size, x.device)
+
     def layout(self, size: int) -> MaskLayout:
-        """The layout over ``size`` ranks; kept for the next call. Local."""
+        check_size(size)
         if size not in self._layouts:
             self._layouts[size] = mask_layout(self, size)
         return self._layouts[size]
 
+    def token_layouts(self, size: int) -> tuple[TokenLayout, TokenLayout]:  # noqa: ARG002
+        raise self.no_sequences()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MaskLayout(Pieces):
+class MaskLayout(Layout):
     """Which rank holds which blocks of a masked pack; the pieces are the blocks."""
 
     mask: BlockMask
@@ -103,11 +120,19 @@ class MaskLayout(Pieces):
     """Hash of the whole mask."""
 
     @property
+    def masked(self) -> bool:
+        return True
+
+    def band(self, causal: bool, window: Window) -> Band:  # noqa: ARG002
+        if window is not None and window_pair(window) != (-1, -1):
+            raise InvalidUsage(f"window={window} was given with a mask, which says by itself what is visible")
+        return Band(None, None)
+
+    @property
     def facts(self) -> tuple[str, str]:
         pairs = int(self.seen.sum())
-        positions = (
-            None if self.mask.positions is None else hashlib.sha256(self.mask.positions.numpy().tobytes()).hexdigest()
-        )
+        given = self.mask._given_positions
+        positions = None if given is None else hashlib.sha256(given.numpy().tobytes()).hexdigest()
         name = f"mask {self.digest} of blocks of {self.block}, positions {positions}"
         return name, f"a mask over {self.tokens} tokens with {pairs} pairs (hash {self.digest[:12]})"
 
@@ -116,13 +141,13 @@ class MaskLayout(Pieces):
         """Tokens of a block; the last one may have fewer."""
         return int(self.count[0])
 
-    def atoms(self, band: Band) -> Atoms:  # noqa: ARG002
+    def atoms(self, keys: Layout, band: Band) -> Atoms:  # noqa: ARG002
         holds = self.owner[:, None] == np.arange(self.size)[None, :]
         needed = ((self.seen > 0).T.astype(np.int64) @ holds.astype(np.int64)) > 0
         needed[holds] = False
         return Atoms(self.segment, self.start, self.start + self.count, self.owner, self.row, needed)
 
-    def tiles(self, rank: int, k_spans: dict[int, list[Span]], band: Band) -> list[Tile]:  # noqa: ARG002
+    def tiles(self, keys: Layout, rank: int, k_spans: dict[int, list[Span]], band: Band) -> list[Tile]:  # noqa: ARG002
         mine = np.flatnonzero(self.owner == rank).tolist()
         return join_tiles(tile for key in k_spans.get(0, []) for piece in mine for tile in self._tiles(piece, key))
 
@@ -146,7 +171,7 @@ class MaskLayout(Pieces):
             tiles.append(Tile(row, row + q_count, k_row, k_row + keys[1] - keys[0], visible=visible))
         return tiles
 
-    def pairs(self, band: Band) -> float:  # noqa: ARG002
+    def pairs(self, keys: Layout, band: Band) -> float:  # noqa: ARG002
         return float(self.seen.sum())
 
 

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from hdpcomm.errors import Error, InvalidUsage, Mismatch
 
 if TYPE_CHECKING:
+    from hdpcomm.attention.packs import Kept, Pack
     from hdpcomm.comm import Communicator
 
-__all__ = ["agree", "agree_on_call", "agree_on_result"]
+__all__ = ["agree", "agree_on_call", "agree_on_result", "keep_rows"]
 
 _T = TypeVar("_T")
 
@@ -93,6 +95,12 @@ def agree_on_call(
         agree(several, op, error=error, facts=facts, summary=summary, device=device)
     assert result is not None
     return result
+
+
+def keep_rows(pack: Pack, comm: Communicator | None, *new: Tensor) -> tuple[tuple[Tensor, ...], Kept | None]:
+    """:meth:`Pack.keep` on this rank of ``comm``."""
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    return pack.keep(*new, rank=rank, size=size)
 
 
 def agree_on_result(comm: Communicator | None, op: str, *, device: torch.device, error: InvalidUsage | None) -> None:

@@ -14,20 +14,11 @@ import torch
 from torch import Tensor
 
 from hdpcomm.arguments import check_whole
-from hdpcomm.attention.api import with_kept
-from hdpcomm.attention.call_check import agree_on_call
+from hdpcomm.attention.call_check import agree_on_call, keep_rows
 from hdpcomm.attention.fetched_rows import needed_tokens
-from hdpcomm.attention.indexer import (
-    TokenLayout,
-    check_index,
-    check_qkv,
-    index_top_k,
-    layouts_of_tokens,
-    places_of,
-    rank_in,
-)
-from hdpcomm.attention.layout import CuSeqlens
-from hdpcomm.attention.slices import SequenceSlice
+from hdpcomm.attention.indexer import check_index, check_qkv, index_top_k, places_of, rank_in
+from hdpcomm.attention.packs import CuSeqlens, as_pack
+from hdpcomm.attention.tree_layout import TokenLayout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
@@ -75,12 +66,13 @@ def selected_attention(
     """
 
     def prepare() -> tuple[tuple[TokenLayout, Tensor, Tensor | None], str, str]:
-        layout, k_layout = layouts_of_tokens(cu_seqlens, comm)
+        pack = as_pack(cu_seqlens)
+        layout, k_layout = pack.token_layouts(1 if comm is None else comm.size)
         width = check_whole("selected_attention", "v_dim", v_dim, least=1, most=k.shape[-1]) if v is None else v_dim
         if v is not None and v_dim is not None:
             raise InvalidUsage(f"v_dim={v_dim} was given with v; it is for values that are a part of the keys")
         _check_selected(q, k, k if v is None else v, chosen, layout.rows(rank_in(comm)), k_layout)
-        keys, *more = with_kept(comm, cu_seqlens, *((k,) if v is None else (k, v)))[0]
+        keys, *more = keep_rows(pack, comm, *((k,) if v is None else (k, v)))[0]
         values = width if v is None else tuple(v.shape[1:])
         facts = f"{layout.facts[0]} {tuple(k.shape[1:])} {values} {q.dtype} {scale}"
         given = k_layout, keys, more[0] if more else None
@@ -179,9 +171,10 @@ def indexer_loss(
     """
 
     def prepare() -> tuple[TokenLayout, str, str]:
-        if isinstance(cu_seqlens, SequenceSlice):
+        pack = as_pack(cu_seqlens)
+        if pack.keeps:
             raise InvalidUsage("indexer_loss: indexers do not learn in slices of sequences; give whole ones")
-        layout, _ = layouts_of_tokens(cu_seqlens, comm)
+        layout, _ = pack.token_layouts(1 if comm is None else comm.size)
         rows = layout.rows(rank_in(comm))
         check_index(index_q, index_k, weights, rows)
         none = torch.full((rows, 1), -1, dtype=torch.int64)
@@ -211,24 +204,24 @@ class _Selected(torch.autograd.Function):
         places = needed.numbers.to(chosen.device)[chosen]
         own = k.flatten(1) if v is None else torch.cat((k.flatten(1), v.flatten(1)), dim=1)
         like = k.shape[1:], None if v is None else v.shape[1:], v_dim
-        came = needed.fetch(own, comm)
-        out, lse = _attend(q, *_parts(came, like), places, scale)
-        ctx.save_for_backward(q, came, places, out, lse)
+        fetched = needed.fetch(own, comm)
+        out, lse = _attend(q, *_parts(fetched, like), places, scale)
+        ctx.save_for_backward(q, fetched, places, out, lse)
         ctx.needed, ctx.comm, ctx.scale, ctx.like, ctx.rows = needed, comm, scale, like, k.shape[0]
         return out
 
     @staticmethod
     @without_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, came, places, out, lse = ctx.saved_tensors
-        dq, d_keys, d_values = _attend_backward(q, *_parts(came, ctx.like), places, out, lse, grad, ctx.scale)
+        q, fetched, places, out, lse = ctx.saved_tensors
+        dq, d_keys, d_values = _attend_backward(q, *_parts(fetched, ctx.like), places, out, lse, grad, ctx.scale)
         k_shape, v_shape, v_dim = ctx.like
         if v_shape is None:
             d_keys[..., :v_dim] += d_values
             sent = d_keys.flatten(1)
         else:
             sent = torch.cat((d_keys.flatten(1), d_values.flatten(1)), dim=1)
-        total = ctx.needed.give_back(sent, ctx.rows, ctx.comm)
+        total = ctx.needed.scatter_add_grads(sent, ctx.rows, ctx.comm)
         width = k_shape.numel()
         dk = total[:, :width].reshape(-1, *k_shape).to(q.dtype)
         dv = None if v_shape is None else total[:, width:].reshape(-1, *v_shape).to(q.dtype)
@@ -280,7 +273,7 @@ class _IndexerLoss(torch.autograd.Function):
             dq[block] = torch.einsum("bhk,bkd->bhd", dots, index.keys)
             back = torch.einsum("bhk,bhd->bkd", dots, index_q[block].to(wide))
             d_keys.index_add_(0, places.clamp(min=0).flatten(), back.flatten(0, 1))
-        dk = ctx.needed.give_back(d_keys, index_q.shape[0], ctx.comm)
+        dk = ctx.needed.scatter_add_grads(d_keys, index_q.shape[0], ctx.comm)
         grads = (x.to(like.dtype) for x, like in ((dq, index_q), (dk, index_keys), (dw, weights)))
         return *grads, None, None, None, None, None, None
 
@@ -310,8 +303,8 @@ class _KeyBlocks:
     def tokens(self) -> Tensor:
         """All that are needed, rising."""
         if self._chosen is not None:
-            found: Tensor = torch.unique(self._chosen[self._chosen >= 0])
-            return found
+            chosen: Tensor = torch.unique(self._chosen[self._chosen >= 0])
+            return chosen
         every = [keys for keys, _, _ in self._own]
         return torch.unique(torch.cat(every)) if every else torch.empty(0, dtype=torch.int64)
 

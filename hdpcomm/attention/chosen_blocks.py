@@ -19,7 +19,8 @@ from hdpcomm.arguments import check_whole
 from hdpcomm.attention.call_check import agree_on_call
 from hdpcomm.attention.fetched_rows import Needed, needed_tokens
 from hdpcomm.attention.indexer import check_qkv, layout_of_pack, places_of, rank_in
-from hdpcomm.attention.layout import CuSeqlens, Layout
+from hdpcomm.attention.layout import SequenceLayout
+from hdpcomm.attention.packs import CuSeqlens
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
@@ -53,14 +54,14 @@ class PackBlocks:
 
     def runs(self) -> Iterator[tuple[int, slice]]:
         """(sequence, own rows) of each sequence of which this rank has tokens."""
-        found, counts = torch.unique_consecutive(self.sequence, return_counts=True)
+        numbers, counts = torch.unique_consecutive(self.sequence, return_counts=True)
         stops = counts.cumsum(0)
-        for number, start, stop in zip(found.tolist(), (stops - counts).tolist(), stops.tolist(), strict=True):
+        for number, start, stop in zip(numbers.tolist(), (stops - counts).tolist(), stops.tolist(), strict=True):
             yield number, slice(start, stop)
 
 
 @lru_cache(maxsize=64)
-def pack_blocks(layout: Layout, rank: int, block: int) -> PackBlocks:
+def pack_blocks(layout: SequenceLayout, rank: int, block: int) -> PackBlocks:
     """Made once a pack. Local."""
     lengths = layout.lengths
     first = np.cumsum(lengths) - lengths
@@ -106,7 +107,7 @@ def block_attention(
     Raises: InvalidUsage, on all ranks.
     """
 
-    def prepare() -> tuple[Layout, str, str]:
+    def prepare() -> tuple[SequenceLayout, str, str]:
         check_whole("block_attention", "block", block, least=1)
         layout = layout_of_pack(cu_seqlens, comm)
         rank = rank_in(comm)
@@ -124,7 +125,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     chosen: Tensor,
-    layout: Layout,
+    layout: SequenceLayout,
     comm: Communicator | None,
     block: int,
     scale: float | None,
@@ -185,7 +186,7 @@ def moba_attention(
         torch.Size([50, 2, 8])
     """
 
-    def prepare() -> tuple[Layout, str, str]:
+    def prepare() -> tuple[SequenceLayout, str, str]:
         check_whole("moba_attention", "block", block, least=1)
         check_whole("moba_attention", "top_k", top_k, least=1)
         layout = layout_of_pack(cu_seqlens, comm)
@@ -199,7 +200,9 @@ def moba_attention(
 
 
 @torch.no_grad()
-def _by_means(q: Tensor, k: Tensor, layout: Layout, comm: Communicator | None, block: int, top_k: int) -> Tensor:
+def _by_means(
+    q: Tensor, k: Tensor, layout: SequenceLayout, comm: Communicator | None, block: int, top_k: int
+) -> Tensor:
     """``[tokens, heads, at most top_k]``"""
     blocks = pack_blocks(layout, rank_in(comm), block)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -242,7 +245,7 @@ class _Tile(NamedTuple):
 class _Tiles:
     """Key blocks that a rank's queries attend to, a block and a head of the choice at a time."""
 
-    def __init__(self, chosen: Tensor, layout: Layout, rank: int, block: int, heads: tuple[int, int]) -> None:
+    def __init__(self, chosen: Tensor, layout: SequenceLayout, rank: int, block: int, heads: tuple[int, int]) -> None:
         blocks, self._heads = pack_blocks(layout, rank, block), heads
         self._choosers = chosen.shape[1]
         chosen = chosen.cpu()
@@ -283,11 +286,11 @@ class _Tiles:
 
 def _scores(q: Tensor, keys: Tensor, tile: _Tile, scale: float) -> Tensor:
     """``[queries, heads, keys]``"""
-    found = q @ keys.T * scale
+    scores = q @ keys.T * scale
     if tile.limits is not None:
         hidden = torch.arange(keys.shape[0]) > tile.limits[:, None]
-        found = found.masked_fill(hidden[:, None].to(found.device), -torch.inf)
-    return found
+        scores = scores.masked_fill(hidden[:, None].to(scores.device), -torch.inf)
+    return scores
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -298,17 +301,17 @@ class _BlockAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         tiles: _Tiles,
-        layout: Layout,
+        layout: SequenceLayout,
         comm: Communicator | None,
         scale: float,
     ) -> Tensor:
         needed = needed_tokens(tiles.tokens(), layout, comm)
-        came = needed.fetch(torch.cat((k.flatten(1), v.flatten(1)), dim=1), comm)
+        fetched = needed.fetch(torch.cat((k.flatten(1), v.flatten(1)), dim=1), comm)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.zeros(*q.shape[:2], v.shape[2], dtype=wide, device=q.device)
         lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
         for tile in tiles:
-            keys, values = _of_tile(came, needed, tile, k, v, wide)
+            keys, values = _of_tile(fetched, needed, tile, k, v, wide)
             rows = tile.rows.to(q.device)
             scores = _scores(q[rows, tile.heads].to(wide), keys, tile, scale)
             own = scores.logsumexp(-1)
@@ -318,21 +321,21 @@ class _BlockAttention(torch.autograd.Function):
             out[rows, tile.heads] = out[rows, tile.heads] * torch.exp(before - both)[..., None] + result
             lse[rows, tile.heads] = both
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, came, out, lse)
+        ctx.save_for_backward(q, fetched, out, lse)
         ctx.tiles, ctx.needed, ctx.comm, ctx.scale, ctx.like = tiles, needed, comm, scale, (k[:0], v[:0], k.shape[0])
         return out
 
     @staticmethod
     @without_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, came, out, lse = ctx.saved_tensors
+        q, fetched, out, lse = ctx.saved_tensors
         k, v, rows_of_rank = ctx.like
         wide = lse.dtype
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-        d_came = torch.zeros(came.shape, dtype=wide, device=came.device)
+        d_fetched = torch.zeros(fetched.shape, dtype=wide, device=fetched.device)
         width = k.shape[1] * k.shape[2]
         for tile in ctx.tiles:
-            keys, values = _of_tile(came, ctx.needed, tile, k, v, wide)
+            keys, values = _of_tile(fetched, ctx.needed, tile, k, v, wide)
             rows = tile.rows.to(q.device)
             mine, g = q[rows, tile.heads].to(wide), grad[rows, tile.heads].to(wide)
             p = torch.exp(_scores(mine, keys, tile, ctx.scale) - lse[rows, tile.heads][..., None])
@@ -341,20 +344,20 @@ class _BlockAttention(torch.autograd.Function):
             dq[rows, tile.heads] += ds @ keys
             places = ctx.needed.numbers[tile.tokens].to(q.device)
             columns = slice(tile.group * k.shape[2], (tile.group + 1) * k.shape[2])
-            d_came[places, columns] += torch.einsum("thk,thd->kd", ds, mine)
+            d_fetched[places, columns] += torch.einsum("thk,thd->kd", ds, mine)
             columns = slice(width + tile.group * v.shape[2], width + (tile.group + 1) * v.shape[2])
-            d_came[places, columns] += torch.einsum("thk,thd->kd", p, g)
-        total = ctx.needed.give_back(d_came, rows_of_rank, ctx.comm)
+            d_fetched[places, columns] += torch.einsum("thk,thd->kd", p, g)
+        total = ctx.needed.scatter_add_grads(d_fetched, rows_of_rank, ctx.comm)
         dk, dv = total[:, :width].reshape(-1, *k.shape[1:]), total[:, width:].reshape(-1, *v.shape[1:])
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None
 
 
 def _of_tile(
-    came: Tensor, needed: Needed, tile: _Tile, k: Tensor, v: Tensor, wide: torch.dtype
+    fetched: Tensor, needed: Needed, tile: _Tile, k: Tensor, v: Tensor, wide: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """``[keys, dim]`` and ``[keys, v_dim]`` of one head."""
-    rows = needed.numbers[tile.tokens].to(came.device)
+    rows = needed.numbers[tile.tokens].to(fetched.device)
     first, width = tile.group * k.shape[2], k.shape[1] * k.shape[2]
     start = width + tile.group * v.shape[2]
-    keys, values = came[:, first : first + k.shape[2]], came[:, start : start + v.shape[2]]
+    keys, values = fetched[:, first : first + k.shape[2]], fetched[:, start : start + v.shape[2]]
     return keys[rows].to(wide), values[rows].to(wide)  # of this head's columns only

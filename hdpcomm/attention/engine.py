@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hdpcomm.attention.backends.base import Accumulator, Backend, Score
-from hdpcomm.attention.gather import GatherPlan, gather_backward, gather_forward, gather_plan
+from hdpcomm.attention.gather import gather_backward, gather_forward, gather_plan
 from hdpcomm.attention.heads import HeadGroup, grouped_layout, head_shares, token_shares
-from hdpcomm.attention.layout import AnyLayout
+from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.payload import KeysValues, Latent, Payload
 from hdpcomm.attention.ring import ring_backward, ring_forward
-from hdpcomm.attention.routes import RingPlan, ring_plan
+from hdpcomm.attention.routes import Route, ring_plan
 from hdpcomm.attention.tiles import Band
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Call", "LatentDims", "as_saved", "backward", "forward", "retrace"]
 
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
+_Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ class LatentDims:
 class Call:
     """The settings that forward and backward share. ``comm`` is None for a group of one."""
 
-    q_layout: AnyLayout
-    kv_layout: AnyLayout
+    q_layout: Layout
+    kv_layout: Layout
     band: Band
     comm: Communicator | None
     backend: Backend
@@ -50,40 +51,28 @@ class Call:
     latent: LatentDims | None = None
     """Where keys and values travel as the latent of MLA: their two tensors are then the latent and the weight."""
 
-    @property
-    def rank(self) -> int:
-        return 0 if self.comm is None else self.comm.rank
 
-
-@dataclass(frozen=True, slots=True)
-class _Place:
+def _route(call: Call) -> tuple[Route[Any], HeadGroup | None]:
     """This rank's part in the ring or the gather of a call, which runs after heads were exchanged, if they are."""
-
-    plan: RingPlan | GatherPlan
-    comm: Communicator | None
-    group: HeadGroup | None
-
-
-def _place(call: Call) -> _Place:
     q_layout, kv_layout, comm, group = call.q_layout, call.kv_layout, call.comm, None
     if call.head_group > 1:
         assert comm is not None
         group = HeadGroup(comm, call.head_group)
         q_layout, kv_layout = (grouped_layout(layout, call.head_group) for layout in (q_layout, kv_layout))
         comm = group.outer
-    rank = 0 if comm is None else comm.rank
     make = gather_plan if call.gather else ring_plan
-    plan = make(q_layout, kv_layout, call.band, rank=rank)
-    return _Place(plan, comm, group)
+    plan = make(q_layout, kv_layout, call.band, rank=0 if comm is None else comm.rank)
+    return Route(plan, comm, call.backend, call.score), group
 
 
 class _HeadExchange:
-    """The exchanges of heads before and after the ring or the gather."""
+    """The exchanges of a call's tensors among neighbours, before and after the ring or the gather. Every member takes
+    the whole latent of MLA, and its heads of the weight."""
 
     def __init__(self, call: Call, group: HeadGroup, heads: int, kv_heads: int) -> None:
-        self._group = group
-        self._counts = (heads, kv_heads)
-        self._shares = head_shares(heads, kv_heads, group.size)
+        self._latent, self._group = call.latent is not None, group
+        self._counts = heads, 1 if self._latent else kv_heads
+        self._shares = head_shares(*self._counts, group.size)
         self._tokens = tuple(
             token_shares(layout, group.size, group.group) for layout in (call.q_layout, call.kv_layout)
         )
@@ -93,19 +82,41 @@ class _HeadExchange:
         """This rank's heads of q."""
         return self._shares[0][self._group.member]
 
-    def collect(self, *tensors: torch.Tensor, kv: int = 0) -> list[torch.Tensor]:
+    def _collect(self, *tensors: Tensor, kv: int) -> list[Tensor]:
         """From (my tokens, all heads) to (group's tokens, my heads); the last ``kv`` tensors have the layout of k."""
         kinds = [0] * (len(tensors) - kv) + [1] * kv
         return self._group.collect(tensors, [self._tokens[i] for i in kinds], [self._shares[i] for i in kinds])
 
-    def give_back(self, *tensors: torch.Tensor, kv: int = 0) -> list[torch.Tensor]:
+    def collect(self, rows: tuple[Tensor, ...], kv: _Pair) -> tuple[list[Tensor], _Pair]:
+        """``rows`` have the layout of q."""
+        if self._latent:
+            *collected, latent = self._collect(*rows, kv[0], kv=1)
+            return collected, (latent, kv[1][self.queries].contiguous())
+        *collected, k, v = self._collect(*rows, *kv, kv=2)
+        return collected, (k, v)
+
+    def collect_rows(self, *rows: Tensor) -> list[Tensor]:
+        """:meth:`collect` without keys."""
+        return self._collect(*rows, kv=0)
+
+    def give_back(self, *tensors: Tensor, kv: int = 0) -> list[Tensor]:
         """From (group's tokens, my heads) to (my tokens, all heads)."""
         kinds = [0] * (len(tensors) - kv) + [1] * kv
         tokens, heads = [self._tokens[i] for i in kinds], [self._shares[i] for i in kinds]
         return self._group.give_back(tensors, tokens, heads, [self._counts[i] for i in kinds])
 
+    def give_back_grads(self, dq: Tensor, pair: _Pair) -> tuple[Tensor, _Pair]:
+        """Gradients of q and of the two tensors of keys and values."""
+        if not self._latent:
+            dq, dk, dv = self.give_back(dq, *pair, kv=2)
+            return dq, (dk, dv)
+        dq, dlatent = self.give_back(dq, pair[0], kv=1)
+        share = pair[1].new_zeros((self._counts[0], *pair[1].shape[1:]))
+        share[self.queries] = pair[1]
+        return dq, (dlatent, share)
 
-def _add_sinks(result: Accumulator, sinks: torch.Tensor) -> None:
+
+def _add_sinks(result: Accumulator, sinks: Tensor) -> None:
     """Adds one more key per head, with the given score and the value 0."""
     with_sink = torch.logaddexp(result.lse, sinks.to(result.lse.dtype))
     result.widen().mul_(torch.exp(result.lse - with_sink)[..., None])
@@ -118,106 +129,61 @@ def _payload(call: Call, kv: _Pair) -> Payload:
     return Latent(*kv, rope_dim=call.latent.rope_dim, v_dim=call.latent.v_dim)
 
 
-class _Exchanged:
-    """The tensors of a call whose heads are exchanged among neighbours."""
-
-    def __init__(self, call: Call, group: HeadGroup, heads: int, kv: tuple[int, ...]) -> None:
-        """``kv``: the shape of the first tensor of keys and values."""
-        self._latent = call.latent is not None
-        self._exchange = _HeadExchange(call, group, heads, 1 if self._latent else kv[1])
-        self.queries = self._exchange.queries
-
-    def collect(self, rows: tuple[torch.Tensor, ...], kv: _Pair) -> tuple[list[torch.Tensor], _Pair]:
-        """``rows`` have the layout of q. Every member takes the whole latent, and its heads of the weight."""
-        if self._latent:
-            *found, latent = self._exchange.collect(*rows, kv[0], kv=1)
-            return found, (latent, kv[1][self.queries].contiguous())
-        *found, k, v = self._exchange.collect(*rows, *kv, kv=2)
-        return found, (k, v)
-
-    def collect_rows(self, *rows: torch.Tensor) -> list[torch.Tensor]:
-        return self._exchange.collect(*rows)
-
-    def give_back_rows(self, *rows: torch.Tensor) -> list[torch.Tensor]:
-        return self._exchange.give_back(*rows)
-
-    def give_back_grads(self, dq: torch.Tensor, pair: _Pair, heads: int) -> tuple[torch.Tensor, _Pair]:
-        if not self._latent:
-            dq, dk, dv = self._exchange.give_back(dq, *pair, kv=2)
-            return dq, (dk, dv)
-        dq, dlatent = self._exchange.give_back(dq, pair[0], kv=1)
-        share = pair[1].new_zeros((heads, *pair[1].shape[1:]))
-        share[self.queries] = pair[1]
-        return dq, (dlatent, share)
-
-
-def forward(
-    q: torch.Tensor, kv: _Pair, sinks: torch.Tensor | None, call: Call
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def forward(q: Tensor, kv: _Pair, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(out in the type of ``q``, lse in float32 (float64), what :func:`backward` needs). Collective over the call's
     ranks.
 
     ``kv``: k and v; or the latent [rows, 1, width] and the weight [heads, nope_dim + v_dim, rank] of MLA.
     """
-    place = _place(call)
+    route, group = _route(call)
     exchange = None
-    if place.group is not None:
-        exchange = _Exchanged(call, place.group, q.shape[1], kv[0].shape)
+    if group is not None:
+        exchange = _HeadExchange(call, group, q.shape[1], kv[0].shape[1])
         (q,), kv = exchange.collect((q,), kv)
         sinks = None if sinks is None else sinks[exchange.queries]
-    common: dict[str, Any] = {"comm": place.comm, "backend": call.backend, "score": call.score}
-    if isinstance(place.plan, RingPlan):
-        result = ring_forward(q, _payload(call, kv), plan=place.plan, **common)
-    else:
-        result = gather_forward(q, _payload(call, kv), plan=place.plan, **common)
+    run = gather_forward if call.gather else ring_forward
+    result = run(q, _payload(call, kv), route)
     if sinks is not None:
         _add_sinks(result, sinks)
     out, lse = result.out.to(q.dtype), result.lse
     saved = [q, *kv, out, lse]
     if exchange is not None:
-        out, lse = exchange.give_back_rows(out, lse)
+        out, lse = exchange.give_back(out, lse)
     return out, lse, saved
 
 
 def as_saved(kv: _Pair, call: Call, shapes: tuple[int, int]) -> _Pair:
     """The tensors of keys and values as :func:`backward` needs them, from the call's inputs. Collective over its ranks
     if they exchange heads; ``shapes``: heads of q and of k."""
-    place = _place(call)
-    if place.group is None:
-        return kv
-    return _Exchanged(call, place.group, shapes[0], (0, shapes[1])).collect((), kv)[1]
+    _, group = _route(call)
+    return kv if group is None else _HeadExchange(call, group, *shapes).collect((), kv)[1]
 
 
-def retrace(q: torch.Tensor, kv: _Pair, out: torch.Tensor, lse: torch.Tensor, call: Call) -> list[torch.Tensor]:
+def retrace(q: Tensor, kv: _Pair, out: Tensor, lse: Tensor, call: Call) -> list[Tensor]:
     """The tensors that :func:`backward` needs, from a call's inputs and outputs; for callers that kept only these."""
-    place = _place(call)
-    if place.group is None:
+    _, group = _route(call)
+    if group is None:
         return [q, *kv, out, lse]
-    exchange = _Exchanged(call, place.group, q.shape[1], kv[0].shape)
-    (q, out, lse), kv = exchange.collect((q, out, lse), kv)
+    (q, out, lse), kv = _HeadExchange(call, group, q.shape[1], kv[0].shape[1]).collect((q, out, lse), kv)
     return [q, *kv, out, lse]
 
 
 def backward(
-    dout: torch.Tensor, saved: list[torch.Tensor], sinks: torch.Tensor | None, call: Call, shapes: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    dout: Tensor, saved: list[Tensor], sinks: Tensor | None, call: Call, shapes: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, gradients of the two tensors of ``kv``, dsinks), in float32 (float64) where they are sums; ``shapes``: heads
     of q and of k. Collective over the call's ranks.
 
     dsinks, and the gradient of the weight of MLA, is the share of this rank; the sum over the ranks is the gradient.
     """
-    place = _place(call)
+    route, group = _route(call)
     q, first, second, out, lse = saved
     exchange = None
-    if place.group is not None:
-        exchange = _Exchanged(call, place.group, shapes[0], (0, shapes[1]))
+    if group is not None:
+        exchange = _HeadExchange(call, group, *shapes)
         (dout,) = exchange.collect_rows(dout)
-    common: dict[str, Any] = {"comm": place.comm, "backend": call.backend, "score": call.score}
-    payload = _payload(call, (first, second))
-    if isinstance(place.plan, RingPlan):
-        dq, *pair = ring_backward(dout, q, payload, out, lse, plan=place.plan, **common)
-    else:
-        dq, *pair = gather_backward(dout, q, payload, out, lse, plan=place.plan, **common)
+    run = gather_backward if call.gather else ring_backward
+    dq, *pair = run(dout, q, _payload(call, (first, second)), out, lse, route)
     dsinks = None
     if sinks is not None:
         mine = slice(None) if exchange is None else exchange.queries
@@ -226,5 +192,5 @@ def backward(
         dsinks[mine] = -(weight * (dout.to(lse.dtype) * out).sum(-1)).sum(0, dtype=torch.float64).to(lse.dtype)
     dfirst, dsecond = pair
     if exchange is not None:
-        dq, (dfirst, dsecond) = exchange.give_back_grads(dq, (dfirst, dsecond), shapes[0])
+        dq, (dfirst, dsecond) = exchange.give_back_grads(dq, (dfirst, dsecond))
     return dq, dfirst, dsecond, dsinks

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hdpcomm.attention.indexer import TokenLayout, places_of, rank_in
+from hdpcomm.attention.indexer import places_of, rank_in
+from hdpcomm.attention.tree_layout import TokenLayout
 from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
@@ -24,24 +25,26 @@ class Needed:
     Attributes:
         numbers: of each number that rows go by (of a token in the pack, say), the row of what comes; -1: it does not.
             One more entry, -1.
-        asked: by rank, the rows of that rank that come from it, in their order.
-        given: by rank, the own rows that go to it.
+        recv_rows: by rank, the rows of that rank that come from it, in their order.
+        send_rows: by rank, the own rows that go to it.
     """
 
     numbers: Tensor
-    asked: list[Tensor]
-    given: list[Tensor]
+    recv_rows: list[Tensor]
+    send_rows: list[Tensor]
 
     def fetch(self, own: Tensor, comm: Communicator | None) -> Tensor:
         """The rows of ``[tokens, width]`` that are needed. Collective."""
-        return _swap([own[rows.to(own.device)] for rows in self.given], [len(rows) for rows in self.asked], comm)
+        return _swap(
+            [own[rows.to(own.device)] for rows in self.send_rows], [len(rows) for rows in self.recv_rows], comm
+        )
 
-    def give_back(self, sent: Tensor, rows: int, comm: Communicator | None) -> Tensor:
+    def scatter_add_grads(self, sent: Tensor, rows: int, comm: Communicator | None) -> Tensor:
         """``[rows, width]``: what all ranks have for this one's rows, added in the order of ranks. Collective."""
-        counts = [len(each) for each in self.given]
-        came = _swap(list(torch.split(sent, [len(each) for each in self.asked])), counts, comm)
+        counts = [len(each) for each in self.send_rows]
+        arrived = _swap(list(torch.split(sent, [len(each) for each in self.recv_rows])), counts, comm)
         total = sent.new_zeros(rows, sent.shape[1])
-        for own, part in zip(self.given, torch.split(came, counts), strict=True):
+        for own, part in zip(self.send_rows, torch.split(arrived, counts), strict=True):
             total.index_add_(0, own.to(total.device), part)
         return total
 
@@ -64,17 +67,17 @@ def needed_rows(wanted: Tensor, owner: Tensor, row: Tensor, comm: Communicator |
     order = torch.argsort(owner[wanted], stable=True)  # by owner, then by number
     wanted = wanted[order]
     counts = torch.bincount(owner[wanted], minlength=size)
-    asked = list(torch.split(row[wanted], counts.tolist()))
-    given = [asked[rank]]
+    recv_rows = list(torch.split(row[wanted], counts.tolist()))
+    send_rows = [recv_rows[rank]]
     if comm is not None and comm.size > 1:
         theirs = torch.empty_like(counts)
         comm.all_to_all(theirs, counts)
         flat = torch.empty(int(theirs.sum()), dtype=torch.int64)
-        comm.all_to_all(flat, torch.cat(asked), out_splits=theirs.tolist(), in_splits=counts.tolist())
-        given = list(torch.split(flat, theirs.tolist()))
+        comm.all_to_all(flat, torch.cat(recv_rows), out_splits=theirs.tolist(), in_splits=counts.tolist())
+        send_rows = list(torch.split(flat, theirs.tolist()))
     numbers = torch.full((len(owner) + 1,), -1, dtype=torch.int64)
     numbers[wanted] = torch.arange(len(wanted))
-    return Needed(numbers, asked, given)
+    return Needed(numbers, recv_rows, send_rows)
 
 
 class _Fetch(torch.autograd.Function):
@@ -87,7 +90,7 @@ class _Fetch(torch.autograd.Function):
     @without_second_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
-        return ctx.needed.give_back(wide, ctx.rows, ctx.comm).to(grad.dtype), None, None
+        return ctx.needed.scatter_add_grads(wide, ctx.rows, ctx.comm).to(grad.dtype), None, None
 
 
 def fetch_rows(own: Tensor, needed: Needed, comm: Communicator | None) -> Tensor:

@@ -8,20 +8,21 @@ them in the order of ranks. Memory: all KV that a rank needs, for one group of h
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hdpcomm.attention._kernels import Rows, add_rows, copy_rows
-from hdpcomm.attention.atoms import Int64, atom_spans
-from hdpcomm.attention.backends.base import Accumulator, Backend, GradSum, Score
-from hdpcomm.attention.layout import AnyLayout
+from hdpcomm.attention.backends.base import Accumulator, GradSum
+from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.payload import Payload
-from hdpcomm.attention.routes import find_atoms, rank_tiles
-from hdpcomm.attention.tiles import Band, Tile
+from hdpcomm.attention.routes import Route, find_atoms
+from hdpcomm.attention.tiles import Band, Int64, Tile, atom_spans
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -61,7 +62,7 @@ def _packed(row: Int64, rows: Int64) -> Int64:
 
 
 @lru_cache(maxsize=128)
-def gather_plan(q_layout: AnyLayout, kv_layout: AnyLayout, band: Band, *, rank: int) -> GatherPlan:
+def gather_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> GatherPlan:
     """The plan of ``rank``; pure and local."""
     atoms = find_atoms(q_layout, kv_layout, band)
     chosen = np.nonzero(atoms.needed[:, rank] | (atoms.owner == rank))[0]
@@ -81,7 +82,7 @@ def gather_plan(q_layout: AnyLayout, kv_layout: AnyLayout, band: Band, *, rank: 
         own=Rows(np.stack([place[mine], source[mine], rows[mine]], axis=1)),
         sends=tuple((peer, Rows(_packed(start, count))) for peer, start, count in sends if len(count)),
         recvs=tuple((peer, Rows(_packed(start, count)).inverse()) for peer, start, count in recvs if len(count)),
-        tiles=rank_tiles(q_layout, kv_layout, band, rank, atom_spans(atoms, chosen, place)),
+        tiles=tuple(q_layout.tiles(kv_layout, rank, atom_spans(atoms, chosen, place), band)),
     )
 
 
@@ -92,38 +93,54 @@ def head_passes(heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
     return [(slice(i * step * ratio, (i + 1) * step * ratio), slice(i * step, (i + 1) * step)) for i in range(count)]
 
 
+class _Exchange:
+    """Rows under way to and from other ranks; lists of (peer, copies from own rows to the message or back)."""
+
+    def __init__(
+        self,
+        own: Tensor,
+        comm: Communicator | None,
+        sends: Sequence[tuple[int, Rows]],
+        recvs: Sequence[tuple[int, Rows]],
+    ) -> None:
+        self._recvs = recvs
+        self._arriving = [own.new_empty((rows.total, *own.shape[1:])) for _, rows in recvs]
+        self._work: Any = None
+        messages = []
+        for peer, rows in sends:
+            message = own.new_empty((rows.total, *own.shape[1:]))
+            copy_rows(message, own, rows)
+            messages.append((message, peer))
+        if sends or recvs:
+            assert comm is not None
+            arriving = [(message, peer) for message, (peer, _) in zip(self._arriving, recvs, strict=True)]
+            self._work = comm.exchange(messages, arriving, async_op=True)
+
+    def wait(self, into: Tensor, put: Callable[[Tensor, Tensor, Rows], None]) -> Tensor:
+        """``into``, to which ``put`` has copied or added what came."""
+        if self._work is not None:
+            self._work.wait()
+        for message, (_, rows) in zip(self._arriving, self._recvs, strict=True):
+            put(into, message, rows)
+        return into
+
+
 class _Fetch:
     """The exchange that brings the rows of a payload to this rank."""
 
-    def __init__(self, plan: GatherPlan, comm: Communicator | None, own: torch.Tensor) -> None:
+    def __init__(self, plan: GatherPlan, comm: Communicator | None, own: Tensor) -> None:
         """``own``: this rank's rows [kv_rows, width]."""
-        new, width = own.new_empty, own.shape[1]
-        self._plan = plan
-        self._own = own
-        self._arriving = [new((rows.total, width)) for _, rows in plan.recvs]
-        self._buffer = new((plan.buffer_rows, width))
-        self._work: Any = None
-        sends = []
-        for peer, rows in plan.sends:
-            message = new((rows.total, width))
-            copy_rows(message, self._own, rows)
-            sends.append((message, peer))
-        recvs = [(message, peer) for message, (peer, _) in zip(self._arriving, plan.recvs, strict=True)]
-        if sends or recvs:
-            assert comm is not None
-            self._work = comm.exchange(sends, recvs, async_op=True)
+        self._plan, self._own = plan, own
+        self._buffer = own.new_empty((plan.buffer_rows, own.shape[1]))
+        self._exchange = _Exchange(own, comm, plan.sends, plan.recvs)
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """[buffer_rows, width]"""
         copy_rows(self._buffer, self._own, self._plan.own)
-        if self._work is not None:
-            self._work.wait()
-        for message, (_, rows) in zip(self._arriving, self._plan.recvs, strict=True):
-            copy_rows(self._buffer, message, rows)
-        return self._buffer
+        return self._exchange.wait(self._buffer, copy_rows)
 
 
-def fetch_rows(plan: GatherPlan, comm: Communicator | None, x: torch.Tensor) -> torch.Tensor:
+def fetch_rows(plan: GatherPlan, comm: Communicator | None, x: Tensor) -> Tensor:
     """[buffer_rows, width]: this rank's rows ``x`` [kv_rows, width] and those that it needs of others. Collective over
     ``comm``."""
     return _Fetch(plan, comm, x).wait()
@@ -132,30 +149,16 @@ def fetch_rows(plan: GatherPlan, comm: Communicator | None, x: torch.Tensor) -> 
 class GradReturn:
     """The exchange that sends the gradients of fetched rows to their owners."""
 
-    def __init__(self, plan: GatherPlan, comm: Communicator | None, grads: torch.Tensor) -> None:
-        self._plan = plan
-        self._grads = grads
-        self._arriving = [grads.new_empty((rows.total, *grads.shape[1:])) for _, rows in plan.sends]
-        self._work: Any = None
-        sends = []
-        for peer, rows in plan.recvs:
-            message = grads.new_empty((rows.total, *grads.shape[1:]))
-            copy_rows(message, grads, rows.inverse())
-            sends.append((message, peer))
-        recvs = [(message, peer) for message, (peer, _) in zip(self._arriving, plan.sends, strict=True)]
-        if sends or recvs:
-            assert comm is not None
-            self._work = comm.exchange(sends, recvs, async_op=True)
+    def __init__(self, plan: GatherPlan, comm: Communicator | None, grads: Tensor) -> None:
+        self._plan, self._grads = plan, grads
+        sends, recvs = ([(peer, rows.inverse()) for peer, rows in each] for each in (plan.recvs, plan.sends))
+        self._exchange = _Exchange(grads, comm, sends, recvs)
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """[kv_rows, width]: the gradients of this rank's own rows."""
         own = self._grads.new_zeros((self._plan.kv_rows, *self._grads.shape[1:]))
         copy_rows(own, self._grads, self._plan.own.inverse())
-        if self._work is not None:
-            self._work.wait()
-        for message, (_, rows) in zip(self._arriving, self._plan.sends, strict=True):
-            add_rows(own, message, rows.inverse())
-        return own
+        return self._exchange.wait(own, add_rows)
 
 
 class _Passes:
@@ -170,12 +173,12 @@ class _Passes:
         self.queries = [q_heads for q_heads, _ in groups]
         self.parts = [payload.heads(kv_heads) for _, kv_heads in groups]
         self._next: _Fetch | None = _Fetch(plan, comm, self.parts[0].pack())
-        self._buffer: torch.Tensor | None = None
+        self._buffer: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.parts)
 
-    def buffer(self, i: int) -> torch.Tensor:
+    def buffer(self, i: int) -> Tensor:
         """The rows of pass ``i``; called once for each pass, in order."""
         if self._buffer is None or not self._shared:
             fetch = self._next
@@ -186,47 +189,32 @@ class _Passes:
         return self._buffer
 
 
-def gather_forward(
-    q: torch.Tensor,
-    payload: Payload,
-    *,
-    plan: GatherPlan,
-    comm: Communicator | None,
-    backend: Backend,
-    score: Score,
-) -> Accumulator:
-    """Like :func:`hdpcomm.attention.ring.ring_forward`. Collective over ``comm``."""
+def gather_forward(q: Tensor, payload: Payload, route: Route[GatherPlan]) -> Accumulator:
+    """Like :func:`hdpcomm.attention.ring.ring_forward`. Collective over the ranks of the route."""
+    plan, backend = route.plan, route.backend
     dtype = backend.compute_dtype(q.dtype)
     results: list[Accumulator] = []
-    passes = _Passes(plan, comm, payload, q.shape[1])
+    passes = _Passes(plan, route.comm, payload, q.shape[1])
     for i, (heads, part) in enumerate(zip(passes.queries, passes.parts, strict=True)):
         buffer = passes.buffer(i)
-        results.append(found := Accumulator((*q[:, heads].shape[:2], payload.v_dim), q))
+        results.append(result := Accumulator((*q[:, heads].shape[:2], payload.v_dim), q))
         if plan.tiles:
-            keys, values = part.expand(buffer, dtype)
-            backend.forward(q[:, heads].to(dtype).contiguous(), keys, values, plan.tiles, score, found)
+            qkv = q[:, heads].to(dtype).contiguous(), *part.expand(buffer, dtype)
+            backend.forward(qkv, plan.tiles, route.score, result)
     return results[0] if len(results) == 1 else Accumulator.of_heads(results)
 
 
 def gather_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    payload: Payload,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    plan: GatherPlan,
-    comm: Communicator | None,
-    backend: Backend,
-    score: Score,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Like :func:`hdpcomm.attention.ring.ring_backward`. Collective over ``comm``."""
+    dout: Tensor, q: Tensor, payload: Payload, out: Tensor, lse: Tensor, route: Route[GatherPlan]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Like :func:`hdpcomm.attention.ring.ring_backward`. Collective over the ranks of the route."""
+    plan, backend = route.plan, route.backend
     dtype = backend.compute_dtype(q.dtype)
     dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    passes = _Passes(plan, comm, payload, q.shape[1])
+    passes = _Passes(plan, route.comm, payload, q.shape[1])
     returns: list[GradReturn] = []
-    own: list[torch.Tensor] = []
-    grads: torch.Tensor | None = None
+    own: list[Tensor] = []
+    grads: Tensor | None = None
     for i, (heads, part) in enumerate(zip(passes.queries, passes.parts, strict=True)):
         buffer = passes.buffer(i)
         if grads is None or not payload.shared:
@@ -235,10 +223,9 @@ def gather_backward(
             queries = GradSum(q[:, heads].shape, q, lse.dtype)
             pair = part.new_grads(grads)
             keys, values = part.expand(buffer, dtype)
-            row = (x[:, heads].to(dtype).contiguous() for x in (dout, q, out))
-            douts, q_part, outs = row
+            douts, q_part, outs = (x[:, heads].to(dtype).contiguous() for x in (dout, q, out))
             backend.backward(
-                douts, q_part, keys, values, outs, lse[:, heads].contiguous(), plan.tiles, score,
+                douts, (q_part, keys, values), outs, lse[:, heads].contiguous(), plan.tiles, route.score,
                 (queries, GradSum.into(pair[0]), GradSum.into(pair[1])),
             )  # fmt: skip
             part.fold(buffer, pair, grads, dtype)
@@ -246,7 +233,7 @@ def gather_backward(
         if payload.shared and i + 1 < len(passes):
             continue
         own += [last.wait() for last in returns[-1:]]
-        returns.append(GradReturn(plan, comm, grads))
+        returns.append(GradReturn(plan, route.comm, grads))
     own.append(returns[-1].wait())
     rows = own * len(passes) if payload.shared else own
     return dq, *payload.join([part.split(grad) for part, grad in zip(passes.parts, rows, strict=True)])

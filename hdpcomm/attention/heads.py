@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
+from torch import Tensor
 
 from hdpcomm.attention._kernels import Rows, copy_rows
-from hdpcomm.attention.layout import AnyLayout, Layout
-from hdpcomm.attention.pieces import Pieces
+from hdpcomm.attention.layout import Layout
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
@@ -27,13 +25,9 @@ __all__ = ["HeadGroup", "TokenShares", "grouped_layout", "head_shares", "token_s
 
 
 @lru_cache(maxsize=128)
-def grouped_layout(layout: AnyLayout, size: int) -> AnyLayout:
-    """The layout of the groups: group g holds the pieces of ranks g * size .. g * size + size - 1."""
-    if isinstance(layout, Pieces):
-        return layout.grouped(size)
-    bounds = np.ascontiguousarray(layout.bounds[:, ::size])
-    bounds.setflags(write=False)
-    return Layout(bounds, layout.size // size)
+def grouped_layout(layout: Layout, size: int) -> Layout:
+    """The layout of groups of ``size`` neighbours."""
+    return layout.grouped(size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,22 +41,11 @@ class TokenShares:
 
 
 @lru_cache(maxsize=128)
-def token_shares(layout: AnyLayout, size: int, group: int) -> TokenShares:
+def token_shares(layout: Layout, size: int, group: int) -> TokenShares:
     """The shares of the tokens of ``group``, one of ``layout.size // size``; pure and local."""
-    pieces = grouped_layout(layout, size)
-    if isinstance(pieces, Pieces):
-        assert isinstance(layout, Pieces)
-        return TokenShares(layout.member_rows(pieces, group, size), pieces.rows(group))
-    assert not isinstance(layout, Pieces)
-    spans, first = pieces.spans(group), pieces.local_cu(group)
-    tail_row = first[:-1] + spans[:, 0, 1] - spans[:, 0, 0]
-    members = []
-    for member in range(size):
-        segments = layout.segments(group * size + member).reshape(-1, 2, 3)
-        start = layout.spans(group * size + member)[:, :, 0]
-        place = np.stack([first[:-1], tail_row], axis=1) + start - spans[:, :, 0]
-        members.append(Rows(np.stack([place, segments[:, :, 0], segments[:, :, 2]], axis=-1)))
-    return TokenShares(tuple(members), int(first[-1]))
+    whole = grouped_layout(layout, size)
+    members = tuple(layout.rows_in(whole, group * size + member) for member in range(size))
+    return TokenShares(members, whole.rows(group))
 
 
 def head_shares(heads: int, kv_heads: int, size: int) -> tuple[list[slice], list[slice]]:
@@ -93,8 +76,8 @@ class HeadGroup:
         self.size, self.member, self.group = size, comm.rank % size, comm.rank // size
 
     def collect(
-        self, tensors: Sequence[torch.Tensor], tokens: Sequence[TokenShares], heads: Sequence[list[slice]]
-    ) -> list[torch.Tensor]:
+        self, tensors: Sequence[Tensor], tokens: Sequence[TokenShares], heads: Sequence[list[slice]]
+    ) -> list[Tensor]:
         """[rows, all heads, ...] of each tensor -> [group's rows, my heads, ...]. Collective over the group."""
         sends, recvs, arriving = [], [], []
         for x, shares, parts in zip(tensors, tokens, heads, strict=True):
@@ -118,11 +101,11 @@ class HeadGroup:
 
     def give_back(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Tensor],
         tokens: Sequence[TokenShares],
         heads: Sequence[list[slice]],
         counts: Sequence[int],
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """[group's rows, my heads, ...] -> [rows, all ``counts`` heads, ...]; sums heads that several members hold, in
         the order of members. Collective over the group.
         """

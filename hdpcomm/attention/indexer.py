@@ -10,17 +10,16 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hdpcomm.arguments import check_whole
-from hdpcomm.attention.api import with_kept
-from hdpcomm.attention.call_check import agree_on_call
-from hdpcomm.attention.layout import CuSeqlens, Layout, longest_length, sequences_layout
-from hdpcomm.attention.slices import SequenceSlice
-from hdpcomm.attention.tree_layout import TreeLayout, tree_layout
+from hdpcomm.attention.call_check import agree_on_call, keep_rows
+from hdpcomm.attention.layout import SequenceLayout
+from hdpcomm.attention.packs import CuSeqlens, as_pack
+from hdpcomm.attention.tree_layout import TokenLayout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.tree import Tree
@@ -28,19 +27,8 @@ from hdpcomm.plan.tree import Tree
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = [
-    "Places",
-    "TokenLayout",
-    "check_index",
-    "check_qkv",
-    "index_top_k",
-    "layout_of_pack",
-    "layouts_of_tokens",
-    "places_of",
-    "rank_in",
-]
+__all__ = ["Places", "check_index", "check_qkv", "index_top_k", "layout_of_pack", "places_of", "rank_in"]
 
-TokenLayout: TypeAlias = "Layout | TreeLayout"
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 512
 """Queries, and keys, that are scored at a time."""
@@ -89,7 +77,7 @@ class Places:
 @lru_cache(maxsize=64)
 def places_of(layout: TokenLayout) -> Places:
     """Made once a pack. Local."""
-    total = layout.tokens if isinstance(layout, Layout) else int((layout.source + layout.count).max(initial=0))
+    total = int((layout.source + layout.count).max(initial=0))
     owner = torch.full((total,), -1, dtype=torch.int64)
     row = torch.zeros_like(owner)
     tokens = []
@@ -99,42 +87,21 @@ def places_of(layout: TokenLayout) -> Places:
         tokens.append(torch.cat(own) if own else torch.empty(0, dtype=torch.int64))
         owner[tokens[-1]] = rank
         row[tokens[-1]] = torch.arange(len(tokens[-1]))
-    if isinstance(layout, Layout):
-        starts, tree = layout.lengths.cumsum() - layout.lengths, None
-        cuts = [layout.local_cu(rank).tolist() for rank in range(layout.size)]
-        runs = [{i: [slice(a, b)] for i, (a, b) in enumerate(itertools.pairwise(cu)) if a < b} for cu in cuts]
-    else:
-        spans = [layout.own_spans(rank) for rank in range(layout.size)]
-        runs = [{i: [slice(x.row, x.row + x.rows) for x in own] for i, own in each.items()} for each in spans]
-        starts, tree = layout.tree.rows, layout.tree
-        tokens = [own + layout.first_token for own in tokens]
-    return Places(owner, row, tuple(tokens), tuple(runs), starts.tolist(), tree)
+    runs = tuple(layout.own_runs(rank) for rank in range(layout.size))
+    if first := layout.first_token:
+        tokens = [own + first for own in tokens]
+    return Places(owner, row, tuple(tokens), runs, layout.firsts.tolist(), layout.tree)
 
 
-def layout_of_pack(cu_seqlens: CuSeqlens, comm: Communicator | None) -> Layout:
+def layout_of_pack(cu_seqlens: CuSeqlens, comm: Communicator | None) -> SequenceLayout:
     """Raises: InvalidUsage for a tree or mask."""
-    return sequences_layout(cu_seqlens, size=1 if comm is None else comm.size)
-
-
-def layouts_of_tokens(cu_seqlens: CuSeqlens, comm: Communicator | None) -> tuple[TokenLayout, TokenLayout]:
-    """Layouts of queries and of keys, which differ in a slice. Raises: InvalidUsage for a mask."""
-    size = 1 if comm is None else comm.size
-    if isinstance(cu_seqlens, SequenceSlice):
-        return cu_seqlens.layouts(size)
-    layout = tree_layout(cu_seqlens, size) if isinstance(cu_seqlens, Tree) else sequences_layout(cu_seqlens, size=size)
-    return layout, layout
+    return as_pack(cu_seqlens).sequences().layout(1 if comm is None else comm.size)
 
 
 @untraced
 @torch.no_grad()
 def index_top_k(
-    index_q: Tensor,
-    index_k: Tensor,
-    weights: Tensor,
-    *,
-    top_k: int,
-    comm: Communicator | None,
-    cu_seqlens: CuSeqlens,
+    index_q: Tensor, index_k: Tensor, weights: Tensor, *, top_k: int, comm: Communicator | None, cu_seqlens: CuSeqlens
 ) -> Tensor:
     """The ``top_k`` keys of the same sequence, at or before each token, with the highest index scores
     ``sum_h weights[t, h] * relu(index_q[t, h] . index_k[s])``; of equal ones the first. In a tree those on its way from
@@ -156,21 +123,25 @@ def index_top_k(
     Raises: InvalidUsage, on all ranks: shapes or types that do not belong together, or a mask.
     """
 
-    def prepare() -> tuple[tuple[TokenLayout, TokenLayout, Tensor], str, str]:
+    def prepare() -> tuple[tuple[TokenLayout, TokenLayout, Tensor, int], str, str]:
         check_whole("index_top_k", "top_k", top_k, least=1)
-        layouts = layouts_of_tokens(cu_seqlens, comm)
+        pack = as_pack(cu_seqlens)
+        layouts = pack.token_layouts(1 if comm is None else comm.size)
         layout = layouts[0]
         check_index(index_q, index_k, weights, layout.rows(rank_in(comm)))
-        (keys,), _ = with_kept(comm, cu_seqlens, index_k.contiguous())
+        (keys,), _ = keep_rows(pack, comm, index_k.contiguous())
         facts = f"{layout.facts[0]} {top_k} {tuple(index_q.shape[1:])} {index_q.dtype}"
-        return (*layouts, keys), facts, f"top_k {top_k}, index keys of {index_k.shape[-1]}; {layout.facts[1]}"
+        return (
+            (*layouts, keys, min(top_k, pack.longest)),
+            facts,
+            f"top_k {top_k}, index keys of {index_k.shape[-1]}; {layout.facts[1]}",
+        )
 
-    layout, k_layout, own_keys = agree_on_call(
+    layout, k_layout, own_keys, count = agree_on_call(
         comm, "index_top_k", careful=True, device=index_q.device, prepare=prepare
     )
     places, k_places, rank = places_of(layout), places_of(k_layout), rank_in(comm)
     wide = torch.float64 if index_q.dtype == torch.float64 else torch.float32
-    count = min(top_k, longest_length(cu_seqlens))
     best = (_Best if wide == torch.float64 else _Packed)(index_q.shape[0], count, index_q.device)
     own = places.tokens[rank].to(index_q.device)
     for source, keys in _round_the_ring(own_keys, comm, [len(each) for each in k_places.tokens]):
@@ -191,8 +162,8 @@ def index_top_k(
 
 def _scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     """``[queries, keys]``"""
-    found = torch.relu(q.transpose(0, 1) @ k.T)  # [heads, queries, keys]
-    return (found * weights.T[:, :, None]).sum(0)
+    products = torch.relu(q.transpose(0, 1) @ k.T)  # [heads, queries, keys]
+    return (products * weights.T[:, :, None]).sum(0)
 
 
 class _Best:
@@ -225,8 +196,8 @@ class _Packed:
     def keep(self, queries: slice, scores: Tensor, tokens: Tensor) -> None:
         bits = (scores + 0.0).view(torch.int32)  # no -0.0
         rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-        found = torch.cat((self._keys[queries], (rising << 32) + (_LOW - tokens)), dim=1)
-        self._keys[queries] = found.topk(self._keys.shape[1], dim=1, sorted=False).values
+        keys = torch.cat((self._keys[queries], (rising << 32) + (_LOW - tokens)), dim=1)
+        self._keys[queries] = keys.topk(self._keys.shape[1], dim=1, sorted=False).values
 
     def tokens(self) -> Tensor:
         return torch.where(self._keys >> 32 > _LOWEST, _LOW - (self._keys & _LOW), _NONE)

@@ -12,27 +12,23 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from hdpcomm.attention.api import (
     Arguments,
-    Kept,
     RingAttention,
-    band_under,
     check_arguments,
     check_finite,
     check_lse,
-    layouts_of,
     make_call,
     positive_scale,
-    with_kept,
 )
 from hdpcomm.attention.backends import Problem
-from hdpcomm.attention.block_mask import MaskLayout
-from hdpcomm.attention.call_check import agree_on_call, agree_on_result
+from hdpcomm.attention.call_check import agree_on_call, agree_on_result, keep_rows
 from hdpcomm.attention.engine import Call, LatentDims
-from hdpcomm.attention.layout import AnyLayout, CuSeqlens
+from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
-from hdpcomm.attention.slices import SequenceSlice
+from hdpcomm.attention.packs import CuSeqlens, Kept, as_pack
 from hdpcomm.attention.tiles import Band
 from hdpcomm.attention.variants import AttentionCosts, choose_variant, estimate
 from hdpcomm.comm.untraced import untraced
@@ -49,20 +45,20 @@ _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @lru_cache(maxsize=256)
 def choose_send(
-    variant: str, problem: Problem, layouts: tuple[AnyLayout, AnyLayout], band: Band, costs: AttentionCosts | None
+    variant: str, problem: Problem, layouts: tuple[Layout, Layout], band: Band, costs: AttentionCosts | None
 ) -> str:
     """ "latent" or "kv", whichever has the lower estimate; ``problem`` is that of the latent. Pure and local."""
     if layouts[0].size == 1:
         return "kv"
     known = AttentionCosts.default(problem.device) if costs is None else costs
-    found = {}
+    seconds = {}
     for send, wanted in (("latent", problem), ("kv", replace(problem, latent_dim=0))):
         chosen = choose_variant(variant, wanted, layouts, band, costs)
-        found[send] = estimate(chosen, wanted, layouts, band, known)
-    return min(found, key=lambda send: found[send])
+        seconds[send] = estimate(chosen, wanted, layouts, band, known)
+    return min(seconds, key=lambda send: seconds[send])
 
 
-def _v_dim(q: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor, w_kv: torch.Tensor) -> int:
+def _v_dim(q: Tensor, c_kv: Tensor, k_rope: Tensor, w_kv: Tensor) -> int:
     """Checks the shapes and returns the head_dim of V. Raises InvalidUsage."""
     tensors = {"q": q, "c_kv": c_kv, "k_rope": k_rope, "w_kv": w_kv}
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
@@ -95,9 +91,7 @@ def _v_dim(q: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor, w_kv: torc
     return v_dim
 
 
-def _keys_values(
-    c_kv: torch.Tensor, k_rope: torch.Tensor, w_kv: torch.Tensor, heads: int, v_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys_values(c_kv: Tensor, k_rope: Tensor, w_kv: Tensor, heads: int, v_dim: int) -> tuple[Tensor, Tensor]:
     """K [tokens, heads, nope_dim + rope_dim] and V [tokens, heads, v_dim], differentiable."""
     both = torch.nn.functional.linear(c_kv, w_kv).view(c_kv.shape[0], heads, w_kv.shape[0] // heads)
     k = torch.cat((both[..., :-v_dim], k_rope[:, None].expand(-1, heads, -1)), dim=-1)
@@ -106,10 +100,10 @@ def _keys_values(
 
 @untraced
 def mla_attention(
-    q: torch.Tensor,
-    c_kv: torch.Tensor,
-    k_rope: torch.Tensor,
-    w_kv: torch.Tensor,
+    q: Tensor,
+    c_kv: Tensor,
+    k_rope: Tensor,
+    w_kv: Tensor,
     *,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
@@ -117,7 +111,7 @@ def mla_attention(
     backend: str = "auto",
     options: AttentionOptions | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Exact multi-head latent attention, causal, over packed sequences (or a tree) that several ranks share.
 
     ``q``: [T_local, heads, nope_dim + rope_dim], its rotary part last. ``c_kv``: [T_local, rank], the compressed keys
@@ -140,36 +134,38 @@ def mla_attention(
     careful = careful_of(q, options)
     q, scale = positive_scale(q, scale)
 
-    def prepare() -> tuple[tuple[tuple[torch.Tensor, ...], Call, Kept | None], str, str]:
+    def prepare() -> tuple[tuple[tuple[Tensor, ...], Call, Kept | None], str, str]:
         known = options_of("mla_attention", options, "variant", "send", "costs", "check")
         if known.send not in SENDS:
             raise InvalidUsage(f"send={known.send!r}; expected one of {', '.join(SENDS)}")
         v_dim = _v_dim(q, c_kv, k_rope, w_kv)
         arguments = Arguments(True, None, scale, backend, known)
         check_arguments(arguments)
-        layouts = layouts_of(cu_seqlens, None, comm)
+        pack = as_pack(cu_seqlens)
+        layouts = pack.layouts(1 if comm is None else comm.size)
+        layouts[0].check_attended()
         heads, rope_dim = q.shape[1], k_rope.shape[1]
         latent_problem = Problem(
             device=q.device.type, dtype=q.dtype, heads=heads, kv_heads=heads, head_dim=q.shape[2], v_head_dim=v_dim,
-            masked=isinstance(layouts[0], MaskLayout), latent_dim=c_kv.shape[1] + rope_dim,
+            masked=layouts[0].masked, latent_dim=c_kv.shape[1] + rope_dim,
         )  # fmt: skip
         chosen = known.send
-        if chosen == "auto" and isinstance(cu_seqlens, SequenceSlice) and len(cu_seqlens.sequence) > 1:
+        if chosen == "auto" and pack.continues:
             chosen = "latent"  # K and V of all slices before would be held for each of them
         if chosen == "auto":
-            band = band_under(layouts[0], arguments)
+            band = layouts[0].band(True, None)
             chosen = choose_send(known.variant, latent_problem, layouts, band, known.costs)
         if careful:
             for name, x in (("q", q), ("c_kv", c_kv[:, None]), ("k_rope", k_rope[:, None])):
                 check_finite(name, x)
         kept: Kept | None = None
         if chosen == "kv":
-            (c_all, rope_all), _ = with_kept(comm, cu_seqlens, c_kv, k_rope)
+            (c_all, rope_all), _ = keep_rows(pack, comm, c_kv, k_rope)
             problem = replace(latent_problem, latent_dim=0)
             call = make_call((q.shape[0], c_all.shape[0]), problem, comm, layouts, arguments)
             tensors = (q.contiguous(), *_keys_values(c_all, rope_all, w_kv, heads, v_dim))
         else:
-            (latent,), again = with_kept(comm, cu_seqlens, torch.cat((c_kv, k_rope), dim=1).unsqueeze(1))
+            (latent,), again = keep_rows(pack, comm, torch.cat((c_kv, k_rope), dim=1).unsqueeze(1))
             weight = w_kv.contiguous().view(heads, -1, w_kv.shape[1])
             call = make_call(
                 (q.shape[0], latent.shape[0]), latent_problem, comm, layouts, arguments, LatentDims(rope_dim, v_dim)
@@ -181,8 +177,8 @@ def mla_attention(
             f"q {tuple(q.shape[1:])} c_kv {c_kv.shape[1]} k_rope {rope_dim} v {v_dim} {q.dtype} {q.device.type} "
             f"{call.score} send={chosen} gather={call.gather} head_group={call.head_group}"
         )
-        pack = call.q_layout.facts
-        return (tensors, call, kept), f"{pack[0]} {settings}", f"{pack[1]}, {settings}"
+        facts, summary = call.q_layout.facts
+        return (tensors, call, kept), f"{facts} {settings}", f"{summary}, {settings}"
 
     tensors, call, kept = agree_on_call(comm, "mla_attention", careful=careful, device=q.device, prepare=prepare)
     out, lse = RingAttention.apply(*tensors, None, call, kept)  # type: ignore[no-untyped-call]

@@ -20,7 +20,8 @@ from hdpcomm.attention.call_check import agree_on_call
 from hdpcomm.attention.chosen_blocks import PackBlocks, block_attention, pack_blocks
 from hdpcomm.attention.fetched_rows import fetch_rows, needed_rows, needed_tokens
 from hdpcomm.attention.indexer import check_qkv, layout_of_pack, places_of, rank_in
-from hdpcomm.attention.layout import CuSeqlens, Layout
+from hdpcomm.attention.layout import SequenceLayout
+from hdpcomm.attention.packs import CuSeqlens
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
@@ -107,7 +108,7 @@ def nsa_attention(
     sizes = NSABlocks() if blocks is None else blocks
     keys, values = (tuple(x) if isinstance(x, tuple | list) else (x, x, x) for x in (k, v))
 
-    def prepare() -> tuple[Layout, str, str]:
+    def prepare() -> tuple[SequenceLayout, str, str]:
         check_type("nsa_attention", "blocks", sizes, NSABlocks)
         if len(keys) != 3 or len(values) != 3:
             raise InvalidUsage(
@@ -124,9 +125,9 @@ def nsa_attention(
 
     layout = agree_on_call(comm, "nsa_attention", careful=True, device=q.device, prepare=prepare)
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    made, numbers = _compressed(keys[0], values[0], layout, comm, sizes, compress or (_mean, _mean))
+    compressed, numbers = _compressed(keys[0], values[0], layout, comm, sizes, compress or (_mean, _mean))
     views = _Views(layout, rank_in(comm), sizes, numbers)
-    far, chosen = _CompressedAttention.apply(q, *made, views, factor)  # type: ignore[no-untyped-call]
+    far, chosen = _CompressedAttention.apply(q, *compressed, views, factor)  # type: ignore[no-untyped-call]
     pack: dict[str, Any] = {"comm": comm, "cu_seqlens": cu_seqlens, "scale": factor}
     selected = block_attention(q, keys[1], values[1], chosen, block=sizes.selected, **pack)
     near = ring_attention(*(x.contiguous() for x in (q, keys[2], values[2])), window=sizes.window, **pack)
@@ -155,7 +156,7 @@ class _Compressions:
 
 
 @lru_cache(maxsize=64)
-def _compressions(layout: Layout, length: int, stride: int) -> _Compressions:
+def _compressions(layout: SequenceLayout, length: int, stride: int) -> _Compressions:
     lengths = layout.lengths
     counts = np.where(lengths >= length, (lengths - length) // stride + 1, 0)
     base = np.concatenate(([0], np.cumsum(counts)))
@@ -172,7 +173,7 @@ def _compressions(layout: Layout, length: int, stride: int) -> _Compressions:
 def _compressed(
     k: Tensor,
     v: Tensor,
-    layout: Layout,
+    layout: SequenceLayout,
     comm: Communicator | None,
     sizes: NSABlocks,
     compress: tuple[Compress, Compress],
@@ -183,8 +184,8 @@ def _compressed(
     starts = every.start[every.owner == rank]
     tokens = starts[:, None] + torch.arange(sizes.length)
     near = needed_tokens(torch.unique(tokens), layout, comm)
-    came = fetch_rows(torch.cat((k.flatten(1), v.flatten(1)), dim=1), near, comm)
-    laid = came[near.numbers[tokens].to(came.device)]
+    fetched = fetch_rows(torch.cat((k.flatten(1), v.flatten(1)), dim=1), near, comm)
+    laid = fetched[near.numbers[tokens].to(fetched.device)]
     width = k.shape[1] * k.shape[2]
     parts = laid[..., :width].unflatten(2, k.shape[1:]), laid[..., width:].unflatten(2, v.shape[1:])  # type: ignore[no-untyped-call]
     keys, values = (_made(make, part).flatten(1) for make, part in zip(compress, parts, strict=True))
@@ -195,31 +196,31 @@ def _compressed(
 
 
 def _made(compress: Compress, blocks: Tensor) -> Tensor:
-    made = compress(blocks)
+    compressed = compress(blocks)
     wanted = blocks.shape[0], *blocks.shape[2:]
-    if not isinstance(made, Tensor) or made.shape != wanted:
-        given = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+    if not isinstance(compressed, Tensor) or compressed.shape != wanted:
+        given = tuple(compressed.shape) if isinstance(compressed, Tensor) else type(compressed).__name__
         raise InvalidUsage(
             f"compress made {given} of blocks {tuple(blocks.shape)}; expected {wanted}, one key or value of each"
         )
-    return made
+    return compressed
 
 
-def _seen(layout: Layout, rank: int, every: _Compressions, sizes: NSABlocks) -> Tensor:
+def _seen(layout: SequenceLayout, rank: int, every: _Compressions, sizes: NSABlocks) -> Tensor:
     """Blocks that a rank's queries see, rising."""
     blocks = pack_blocks(layout, rank, sizes.selected)
-    found = [torch.empty(0, dtype=torch.int64)]
+    seen = [torch.empty(0, dtype=torch.int64)]
     for sequence, rows in blocks.runs():
         base = int(every.base[sequence])
         last = int(blocks.position[rows][-1])  # rows of a sequence rise
-        found.append(torch.arange(base, base + max(0, (last + 1 - sizes.length) // sizes.stride + 1)))
-    return torch.cat(found)
+        seen.append(torch.arange(base, base + max(0, (last + 1 - sizes.length) // sizes.stride + 1)))
+    return torch.cat(seen)
 
 
 class _Views:
     """Compressed blocks that a rank's queries see, some queries at a time."""
 
-    def __init__(self, layout: Layout, rank: int, sizes: NSABlocks, numbers: Tensor) -> None:
+    def __init__(self, layout: SequenceLayout, rank: int, sizes: NSABlocks, numbers: Tensor) -> None:
         self.sizes = sizes
         self._blocks: PackBlocks = pack_blocks(layout, rank, sizes.selected)
         self._every = _compressions(layout, sizes.length, sizes.stride)
@@ -269,8 +270,8 @@ class _CompressedAttention(torch.autograd.Function):
         chosen = torch.full((q.shape[0], groups, views.sizes.top_k), -1, device=q.device)
         for part, position, numbers, visible in views.runs(q.shape[1]):
             p, own = _shares(q[part], keys, numbers, visible, scale, wide)
-            found = torch.einsum("tgrb,bgd->tgrd", p, values[own].to(wide))
-            out[part] = found.flatten(1, 2).to(q.dtype)
+            results = torch.einsum("tgrb,bgd->tgrd", p, values[own].to(wide))
+            out[part] = results.flatten(1, 2).to(q.dtype)
             selected = views.choose(p.sum(2), position)
             chosen[part, :, : selected.shape[2]] = selected
         ctx.save_for_backward(q, keys, values, out)

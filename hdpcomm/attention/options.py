@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-import torch
+from torch import Tensor
 
 from hdpcomm.arguments import check_type
-from hdpcomm.attention.layout import CuSeqlens
+from hdpcomm.attention.packs import CuSeqlens
 from hdpcomm.attention.variants import AttentionCosts
 from hdpcomm.errors import InvalidUsage
 
@@ -44,7 +44,7 @@ class AttentionOptions:
     variant: str = "auto"
     cu_seqlens_k: CuSeqlens | None = None
     softcap: float = 0.0
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
     chunk: int = 0
     send: str = "auto"
     exchange: str = "auto"
@@ -73,4 +73,4 @@ def careful_of(x: object, options: AttentionOptions | None) -> bool:
     """Whether the ranks of a call on ``x`` compare their arguments: by default on the CPU. Takes bad input, too, which
     the comparison then tells to all ranks."""
     check = options.check if isinstance(options, AttentionOptions) else None
-    return (not isinstance(x, torch.Tensor) or x.device.type == "cpu") if check is None else check
+    return (not isinstance(x, Tensor) or x.device.type == "cpu") if check is None else check

@@ -18,15 +18,16 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hdpcomm.attention.api import Arguments, attend, plan_call, positive_scale
 from hdpcomm.attention.engine import backward, retrace
-from hdpcomm.attention.layout import CuSeqlens, as_pack
+from hdpcomm.attention.kv_store import Recomputation
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
-from hdpcomm.attention.slices import CallMark, SequenceSlice
+from hdpcomm.attention.packs import CuSeqlens, Pack, as_pack
 from hdpcomm.attention.tiles import window_pair
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import refuse_second_derivative
@@ -35,18 +36,18 @@ if TYPE_CHECKING:
     from hdpcomm import _core
     from hdpcomm.comm import Communicator
 
-__all__ = ["Pack", "carry_pack", "current_pack", "packed_attention", "packing", "scaled_dot_product_attention"]
+__all__ = ["PackContext", "carry_pack", "current_pack", "packed_attention", "packing", "scaled_dot_product_attention"]
 
 _MAX_SAVED = 1024
 """Most packs of compiled forwards that are saved for their backward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pack:
-    """Which ranks share which sequences, and how their attention is computed."""
+class PackContext:
+    """Which ranks share which pack, and how its attention is computed."""
 
     comm: Communicator | None
-    cu_seqlens: CuSeqlens
+    cu_seqlens: Pack
     backend: str
     options: AttentionOptions
     """Its ``variant``, ``costs`` and ``check`` are those of all calls; a layer adds its own softcap, sinks and
@@ -61,13 +62,13 @@ class Pack:
 class _Current(threading.local):
     """The pack of this thread, since ranks may be threads of one process."""
 
-    pack: Pack | None = None
+    pack: PackContext | None = None
 
 
 _current = _Current()
 _tickets = count(1)
 _lock = threading.Lock()
-_saved: OrderedDict[int, tuple[Pack, _core.comm.World | None]] = OrderedDict()
+_saved: OrderedDict[int, tuple[PackContext, _core.comm.World | None]] = OrderedDict()
 
 
 @contextmanager
@@ -78,7 +79,7 @@ def packing(
     backend: str = "auto",
     options: AttentionOptions | None = None,
     padded: bool = False,
-) -> Iterator[Pack]:
+) -> Iterator[PackContext]:
     """Attention calls of this thread inside the block use this pack; arguments as in
     :func:`hdpcomm.attention.ring_attention`.
 
@@ -90,7 +91,7 @@ def packing(
     needs ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=carry_pack)``.
     """
     known = options_of("packing", options, "variant", "costs", "check")
-    pack = Pack(comm, as_pack(cu_seqlens), backend, known, next(_tickets), padded)
+    pack = PackContext(comm, as_pack(cu_seqlens), backend, known, next(_tickets), padded)
     _drop_packs_of_ended_worlds()
     with _CurrentPack(pack):
         yield pack
@@ -99,22 +100,22 @@ def packing(
 class _CurrentPack:
     """The pack of the thread that enters it, for the length of the block; may be entered again and again."""
 
-    def __init__(self, pack: Pack | None, mark: CallMark | None = None) -> None:
-        """``mark``: of the forward pass that is computed again inside."""
-        self._pack, self._mark = pack, mark
-        self._before: list[Pack | None] = []
+    def __init__(self, pack: PackContext | None, recomputation: Recomputation | None = None) -> None:
+        """``recomputation``: of the forward pass that is computed again inside."""
+        self._pack, self._recomputation = pack, recomputation
+        self._before: list[PackContext | None] = []
 
     def __enter__(self) -> None:
         self._before.append(_current.pack)
         _current.pack = self._pack
-        if self._mark is not None:
-            self._mark.again.__enter__()
+        if self._recomputation is not None:
+            self._recomputation.again.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._mark is not None:
-            self._mark.again.__exit__()
+        if self._recomputation is not None:
+            self._recomputation.again.__exit__()
         _current.pack = self._before.pop()
 
 
@@ -122,11 +123,11 @@ def carry_pack() -> tuple[AbstractContextManager[None], AbstractContextManager[N
     """``context_fn`` of ``torch.utils.checkpoint.checkpoint``: recomputation runs with the pack of its forward pass,
     after the block and on any thread. Local.
     """
-    mark = CallMark()
-    return mark, _CurrentPack(_current.pack, mark)
+    recomputation = Recomputation()
+    return recomputation, _CurrentPack(_current.pack, recomputation)
 
 
-def current_pack() -> Pack:
+def current_pack() -> PackContext:
     """The pack of this thread. Raises InvalidUsage outside ``with packing(...)``."""
     if _current.pack is None:
         raise InvalidUsage(
@@ -137,12 +138,12 @@ def current_pack() -> Pack:
     return _current.pack
 
 
-def find_pack() -> Pack | None:
+def find_pack() -> PackContext | None:
     """The pack of this thread, or None outside of ``with packing(...)``."""
     return _current.pack
 
 
-def on_local_tokens(pack: Pack, call: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def on_local_tokens(pack: PackContext, call: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
     """``call(*tensors)`` [tokens, ...] on this rank's tokens: without the one that stands for none in a padded pack,
     whose result is zeros."""
     if not pack.padded:
@@ -152,7 +153,7 @@ def on_local_tokens(pack: Pack, call: Callable[..., torch.Tensor], tensors: tupl
     return torch.cat((out, out.new_zeros((tensors[0].shape[0], *out.shape[1:]))))
 
 
-def _save(pack: Pack) -> int:
+def _save(pack: PackContext) -> int:
     """Saves the pack for its backward and returns its ticket, with which :func:`_saved_pack` finds it."""
     world = None if pack.comm is None else pack.comm._core.world
     with _lock:
@@ -171,75 +172,56 @@ def _drop_packs_of_ended_worlds() -> None:
             del _saved[ticket]
 
 
-def _apart(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Copies results that share memory: an operator's may share none with what it got (dv of a sequence of one token is
     dout), nor among itself."""
-    seen = {x.untyped_storage().data_ptr() for x in given}
+    seen = {x.untyped_storage().data_ptr() for x in inputs}
     results = []
-    for x in made:
+    for x in outputs:
         results.append(x.clone() if x.untyped_storage().data_ptr() in seen and x.numel() else x)
         seen.add(results[-1].untyped_storage().data_ptr())
     return results
 
 
-def _saved_pack(ticket: int) -> Pack:
-    found = _saved.get(ticket)
-    if found is None:
+def _saved_pack(ticket: int) -> PackContext:
+    saved = _saved.get(ticket)
+    if saved is None:
         raise InvalidUsage(
             "the pack of this backward was dropped: its world was closed or aborted, or more than "
             f"{_MAX_SAVED} packs were used since its forward; run backward before that"
         )
-    return found[0]
+    return saved[0]
 
 
-_Settings = tuple[bool, int, int, float, float, int]
-"""Causal, how many keys to the left and to the right a query sees, scale, softcap and chunk."""
+_Settings = Sequence[float]
+"""Causal, how many keys to the left and to the right a query sees, scale, softcap and chunk: numbers, as an operator
+takes them."""
 
 
-def _arguments(pack: Pack, sinks: torch.Tensor | None, settings: _Settings) -> Arguments:
+def _arguments(pack: PackContext, sinks: Tensor | None, settings: _Settings) -> Arguments:
     causal, left, right, scale, softcap, chunk = settings
-    options = replace(pack.options, softcap=softcap, sinks=sinks, chunk=chunk)
-    return Arguments(causal, (left, right), scale, pack.backend, options)
+    options = replace(pack.options, softcap=softcap, sinks=sinks, chunk=int(chunk))
+    return Arguments(bool(causal), (int(left), int(right)), scale, pack.backend, options)
 
 
 @torch.library.custom_op("hdpcomm::packed_attention", mutates_args=())
 def _packed_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    softcap: float,
-    chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: Sequence[float]
+) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, ticket of the pack)."""
     pack = current_pack()
-    if isinstance(pack.cu_seqlens, SequenceSlice):
+    if pack.cu_seqlens.keeps:
         raise InvalidUsage(
             "a compiled model was given a slice of a sequence, whose keys outlast the call: run it eagerly"
         )
     with torch.no_grad():
-        out, lse = _attend(q, k, v, sinks, (causal, window_left, window_right, scale, softcap, chunk), pack)
+        out, lse = _attend(q, k, v, sinks, settings, pack)
     out, lse = _apart((out, lse), (q, k, v))
     return out, lse, torch.tensor(_save(pack))
 
 
 @_packed_op.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,  # noqa: ARG001
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,  # noqa: ARG001
-    causal: bool,  # noqa: ARG001
-    window_left: int,  # noqa: ARG001
-    window_right: int,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
-    softcap: float,  # noqa: ARG001
-    chunk: int,  # noqa: ARG001
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(q: Tensor, _: Tensor, v: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     return out, q.new_empty(q.shape[:2], dtype=dtype), torch.empty((), dtype=torch.int64)
@@ -247,86 +229,63 @@ def _(
 
 @torch.library.custom_op("hdpcomm::packed_attention_backward", mutates_args=())
 def _packed_backward_op(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    ticket: torch.Tensor,
-    sinks: torch.Tensor | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    softcap: float,
-    chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ticket: Tensor,
+    sinks: Tensor | None,
+    settings: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty where there are no sinks."""
     pack = _saved_pack(int(ticket))
-    arguments = _arguments(pack, sinks, (causal, window_left, window_right, scale, softcap, chunk))
-    call = plan_call(q, k, v, pack.comm, pack.cu_seqlens, arguments)
+    call = plan_call(q, k, v, pack.comm, pack.cu_seqlens, _arguments(pack, sinks, settings))
     saved = retrace(q, (k, v), out, lse, call)
     dq, dk, dv, dsinks = backward(dout, saved, sinks, call, (q.shape[1], k.shape[1]))
     none = q.new_empty(0) if dsinks is None or sinks is None else dsinks.to(sinks.dtype)
-    made = dq.to(q.dtype), dk.to(q.dtype).contiguous(), dv.to(q.dtype).contiguous(), none
-    return tuple(_apart(made, (dout, q, k, v, out, lse)))  # type: ignore[return-value]
+    grads = dq.to(q.dtype), dk.to(q.dtype).contiguous(), dv.to(q.dtype).contiguous(), none
+    return tuple(_apart(grads, (dout, q, k, v, out, lse)))  # type: ignore[return-value]
 
 
 @_packed_backward_op.register_fake
-def _packed_backward_fake(
-    dout: torch.Tensor,  # noqa: ARG001
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,  # noqa: ARG001
-    lse: torch.Tensor,  # noqa: ARG001
-    ticket: torch.Tensor,  # noqa: ARG001
-    sinks: torch.Tensor | None,
-    causal: bool,  # noqa: ARG001
-    window_left: int,  # noqa: ARG001
-    window_right: int,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
-    softcap: float,  # noqa: ARG001
-    chunk: int,  # noqa: ARG001
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _packed_backward_fake(_: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, _, _, _, sinks, _ = given
     none = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), none
 
 
-def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    q, k, v, sinks, *settings = inputs
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, sinks, ctx.settings = inputs
     out, lse, ticket = output
     ctx.save_for_backward(q, k, v, out, lse, ticket, sinks)
-    ctx.settings = settings  # type: ignore[attr-defined]
     ctx.mark_non_differentiable(lse, ticket)
 
 
-def _backward(
-    ctx: torch.autograd.function.FunctionCtx, dout: torch.Tensor, *_: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second_derivative()
-    *saved, sinks = ctx.saved_tensors  # type: ignore[attr-defined]
-    dq, dk, dv, dsinks = _packed_backward_op(dout.contiguous(), *saved, sinks, *ctx.settings)  # type: ignore[attr-defined]
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None, None
+    *saved, sinks = ctx.saved_tensors
+    dq, dk, dv, dsinks = _packed_backward_op(dout.contiguous(), *saved, sinks, ctx.settings)
+    return dq, dk, dv, None if sinks is None else dsinks, None
 
 
 _packed_op.register_autograd(_backward, setup_context=_setup)
 
 
 def packed_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = True,
     window: int | tuple[int, int] | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     chunk: int = 0,
-    pack: Pack | None = None,
-) -> torch.Tensor:
+    pack: PackContext | None = None,
+) -> Tensor:
     """:func:`hdpcomm.attention.ring_attention` on the pack of the enclosing ``with packing(...)``; torch.compile keeps
     it as one operator.
 
@@ -341,27 +300,27 @@ def packed_attention(
     if not torch.compiler.is_compiling():
         pack = current_pack() if pack is None else pack
         return _eager(q, k, v, sinks, (causal, left, right, scale, softcap, chunk), pack)
+    settings = [float(x) for x in (causal, left, right, scale, softcap, chunk)]
     if q.ndim == 3:
-        return _compiled(q, k, v, sinks, (causal, left, right, scale, softcap, chunk))
+        out: Tensor = _packed_op(q, k, v, sinks, settings)[0]
+        return out
     batch = q.shape[0]
     q, k, v = (x.transpose(0, 1).flatten(1, 2).contiguous() for x in (q, k, v))
     per_head = None if sinks is None else sinks.repeat(batch)
-    flat = _compiled(q, k, v, per_head, (causal, left, right, scale, softcap, chunk))
+    flat: Tensor = _packed_op(q, k, v, per_head, settings)[0]
     return flat.view(flat.shape[0], batch, q.shape[1] // batch, flat.shape[2]).transpose(0, 1)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, settings: _Settings, pack: Pack
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: _Settings, pack: PackContext
+) -> tuple[Tensor, Tensor]:
     return attend(
         q, k, v, comm=pack.comm, cu_seqlens=pack.cu_seqlens, arguments=lambda: _arguments(pack, sinks, settings),
         careful=careful_of(q, pack.options),
     )  # fmt: skip
 
 
-def _eager(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, settings: _Settings, pack: Pack
-) -> torch.Tensor:
+def _eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: _Settings, pack: PackContext) -> Tensor:
     shape = (*q.shape[:-1], v.shape[-1])
     if pack.padded:
         q, k, v = (x.narrow(-3, 0, 0).contiguous() for x in (q, k, v))
@@ -371,23 +330,16 @@ def _eager(
     return out
 
 
-def _compiled(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, settings: _Settings
-) -> torch.Tensor:
-    out: torch.Tensor = _packed_op(q, k, v, sinks, *settings)[0]
-    return out
-
-
 def scaled_dot_product_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Drop-in for ``torch.nn.functional.scaled_dot_product_attention``, on the pack of ``with packing(...)``.
 
     ``query``: [batch, heads, T_local, head_dim]; every row of the batch is a pack of the same lengths. Refuses

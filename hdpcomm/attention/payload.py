@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 __all__ = ["KeysValues", "Latent", "Payload"]
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
+_Pair = tuple[Tensor, Tensor]
 
 
 class Payload(Protocol):
@@ -26,22 +27,22 @@ class Payload(Protocol):
     v_dim: int
     shared: bool
     """Whether a row serves all heads, so that a choice of heads travels as the whole."""
-    like: torch.Tensor
+    like: Tensor
     """A tensor of the type and device of the rows."""
 
-    def pack(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def pack(self, out: Tensor | None = None) -> Tensor:
         """This rank's own rows, [rows, width], as they travel."""
 
-    def expand(self, buffer: torch.Tensor | None, dtype: torch.dtype) -> _Pair:
+    def expand(self, buffer: Tensor | None, dtype: torch.dtype) -> _Pair:
         """K [rows, kv_heads, k_dim] and V [rows, kv_heads, v_dim] in ``dtype``."""
 
-    def new_grads(self, grads: torch.Tensor) -> _Pair:
+    def new_grads(self, grads: Tensor) -> _Pair:
         """Where the gradients of K and V are added, for rows whose gradients are ``grads`` [rows, width]."""
 
-    def fold(self, buffer: torch.Tensor | None, pair: _Pair, grads: torch.Tensor, dtype: torch.dtype) -> None:
+    def fold(self, buffer: Tensor | None, pair: _Pair, grads: Tensor, dtype: torch.dtype) -> None:
         """Adds what was put into ``pair`` (of :meth:`new_grads`) to ``grads``; products are computed in ``dtype``."""
 
-    def split(self, grads: torch.Tensor) -> _Pair:
+    def split(self, grads: Tensor) -> _Pair:
         """The gradients of the two tensors that the payload was made of, from those of this rank's own rows."""
 
     def heads(self, chosen: slice) -> Payload:
@@ -56,33 +57,33 @@ class KeysValues:
 
     shared = False
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, k: Tensor, v: Tensor) -> None:
         self._k, self._v = k, v
         self._k_shape, self._v_shape = tuple(k.shape[1:]), tuple(v.shape[1:])
         self._k_width = k.shape[1] * k.shape[2]
         self.rows, self.kv_heads, self.v_dim, self.like = k.shape[0], k.shape[1], v.shape[2], k
         self.width = self._k_width + v.shape[1] * v.shape[2]
 
-    def pack(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def pack(self, out: Tensor | None = None) -> Tensor:
         return torch.cat((self._k.flatten(1), self._v.flatten(1)), dim=1, out=out)
 
-    def _views(self, rows: torch.Tensor) -> _Pair:
+    def _views(self, rows: Tensor) -> _Pair:
         return (
             rows[:, : self._k_width].view(rows.shape[0], *self._k_shape),
             rows[:, self._k_width :].view(rows.shape[0], *self._v_shape),
         )
 
-    def expand(self, buffer: torch.Tensor | None, dtype: torch.dtype) -> _Pair:
+    def expand(self, buffer: Tensor | None, dtype: torch.dtype) -> _Pair:
         k, v = (self._k, self._v) if buffer is None else self._views(buffer)
         return k.to(dtype), v.to(dtype)
 
-    def new_grads(self, grads: torch.Tensor) -> _Pair:
+    def new_grads(self, grads: Tensor) -> _Pair:
         return self._views(grads)
 
-    def fold(self, buffer: torch.Tensor | None, pair: _Pair, grads: torch.Tensor, dtype: torch.dtype) -> None:
+    def fold(self, buffer: Tensor | None, pair: _Pair, grads: Tensor, dtype: torch.dtype) -> None:
         """Nothing to do: the pair is a view of ``grads``."""
 
-    def split(self, grads: torch.Tensor) -> _Pair:
+    def split(self, grads: Tensor) -> _Pair:
         return self._views(grads)
 
     def heads(self, chosen: slice) -> KeysValues:
@@ -93,7 +94,7 @@ class KeysValues:
         return (dk[0], dv[0]) if len(parts) == 1 else (torch.cat(dk, dim=1), torch.cat(dv, dim=1))
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in their own type, also where autocast would choose another."""
     with torch.autocast(a.device.type, enabled=False):
         return a @ b
@@ -109,24 +110,24 @@ class Latent:
 
     shared = True
 
-    def __init__(self, latent: torch.Tensor, weight: torch.Tensor, *, rope_dim: int, v_dim: int) -> None:
+    def __init__(self, latent: Tensor, weight: Tensor, *, rope_dim: int, v_dim: int) -> None:
         self._latent, self._weight = latent, weight
         self._rank, self._rope = weight.shape[2], rope_dim
         self._nope = weight.shape[1] - v_dim
         self.rows, self.width, self.like = latent.shape[0], latent.shape[2], latent
         self.kv_heads, self.v_dim = weight.shape[0], v_dim
-        self._weight_grad: torch.Tensor | None = None
+        self._weight_grad: Tensor | None = None
 
-    def pack(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def pack(self, out: Tensor | None = None) -> Tensor:
         own = self._latent.flatten(1)
         return own if out is None else out.copy_(own)
 
-    def _parts(self, buffer: torch.Tensor | None, dtype: torch.dtype) -> _Pair:
+    def _parts(self, buffer: Tensor | None, dtype: torch.dtype) -> _Pair:
         """Compressed kv [rows, rank] and rope key [rows, rope_dim]."""
         rows = (self._latent.flatten(1) if buffer is None else buffer).to(dtype)
         return rows[:, : self._rank], rows[:, self._rank :]
 
-    def expand(self, buffer: torch.Tensor | None, dtype: torch.dtype) -> _Pair:
+    def expand(self, buffer: Tensor | None, dtype: torch.dtype) -> _Pair:
         compressed, rope = self._parts(buffer, dtype)
         heads, dims, _ = self._weight.shape
         both = _product(compressed, self._weight.to(dtype).flatten(0, 1).T).view(compressed.shape[0], heads, dims)
@@ -135,11 +136,11 @@ class Latent:
         k[..., self._nope :] = rope[:, None]
         return k, both[..., self._nope :].contiguous()
 
-    def new_grads(self, grads: torch.Tensor) -> _Pair:
+    def new_grads(self, grads: Tensor) -> _Pair:
         shape = (grads.shape[0], self._weight.shape[0])
         return grads.new_zeros((*shape, self._nope + self._rope)), grads.new_zeros((*shape, self.v_dim))
 
-    def fold(self, buffer: torch.Tensor | None, pair: _Pair, grads: torch.Tensor, dtype: torch.dtype) -> None:
+    def fold(self, buffer: Tensor | None, pair: _Pair, grads: Tensor, dtype: torch.dtype) -> None:
         compressed, _ = self._parts(buffer, dtype)
         dk, dv = pair
         both = torch.cat((dk[..., : self._nope], dv), dim=-1).flatten(1).to(dtype)
@@ -149,7 +150,7 @@ class Latent:
         share = _product(both.T, compressed).to(grads.dtype).view_as(self._weight)
         self._weight_grad = share if self._weight_grad is None else self._weight_grad.add_(share)
 
-    def split(self, grads: torch.Tensor) -> _Pair:
+    def split(self, grads: Tensor) -> _Pair:
         share = self._weight_grad
         if share is None:
             share = torch.zeros(self._weight.shape, dtype=grads.dtype, device=grads.device)

@@ -18,69 +18,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hdpcomm.attention._kernels import Rows
-from hdpcomm.attention.atoms import Atoms, atom_spans, run_starts
-from hdpcomm.attention.layout import AnyLayout, Layout
-from hdpcomm.attention.pieces import Pieces
-from hdpcomm.attention.tiles import Band, Span, Tile, tiles_of
+from hdpcomm.attention.backends.base import Backend, Score
+from hdpcomm.attention.layout import Layout
+from hdpcomm.attention.tiles import Atoms, Band, Int64, Tile, atom_spans, run_starts
 
-__all__ = ["RingMessage", "RingPlan", "Step", "build_plan", "find_atoms", "own_spans", "rank_tiles", "ring_plan"]
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
 
-Int64 = npt.NDArray[np.int64]
-
-
-def _needs(q_layout: Layout, kv_layout: Layout, band: Band) -> Int64:
-    """[sequences, N, 2, 2]: (first, last) key that the head and the tail of each rank see."""
-    lengths = kv_layout.lengths
-    shift = (lengths - q_layout.lengths)[:, None]
-    needs = np.zeros((len(lengths), q_layout.size, 2, 2), dtype=np.int64)
-    for rank in range(q_layout.size):
-        spans = q_layout.spans(rank)
-        first, last = spans[..., 0] + shift, spans[..., 1] + shift
-        low = np.zeros_like(first) if band.low is None else np.maximum(first + band.low, 0)
-        high = np.broadcast_to(lengths[:, None], last.shape)
-        if band.high is not None:
-            high = np.minimum(high, last + band.high)
-        seen = (spans[..., 0] < spans[..., 1]) & (low < high)
-        needs[:, rank, :, 0] = np.where(seen, low, 0)
-        needs[:, rank, :, 1] = np.where(seen, high, 0)
-    return needs
+__all__ = ["RingMessage", "RingPlan", "Route", "Step", "build_plan", "find_atoms", "ring_plan"]
 
 
 @lru_cache(maxsize=128)
-def find_atoms(q_layout: AnyLayout, kv_layout: AnyLayout, band: Band) -> Atoms:
+def find_atoms(q_layout: Layout, kv_layout: Layout, band: Band) -> Atoms:
     """All atoms of a pack."""
-    if isinstance(kv_layout, Pieces):
-        return kv_layout.atoms(band)
-    assert not isinstance(q_layout, Pieces)
-    size = kv_layout.size
-    needs = _needs(q_layout, kv_layout, band)
-    cuts = np.sort(np.concatenate([kv_layout.bounds, needs.reshape(len(needs), 4 * size)], axis=1), axis=1)
-    sequence, column = np.nonzero(cuts[:, :-1] < cuts[:, 1:])
-    start, stop = cuts[sequence, column], cuts[sequence, column + 1]
-    piece = (kv_layout.bounds[sequence] <= start[:, None]).sum(axis=1) - 1
-    owner = np.minimum(piece, 2 * size - 1 - piece)
-    of_atom = needs[sequence]
-    position = start[:, None, None]
-    needed = np.any((of_atom[..., 0] <= position) & (position < of_atom[..., 1]), axis=2)
-    needed[np.arange(len(owner)), owner] = False
-    return Atoms(sequence, start, stop, owner, _owner_rows(kv_layout, sequence, start, piece, owner), needed)
-
-
-def _owner_rows(layout: Layout, sequence: Int64, start: Int64, piece: Int64, owner: Int64) -> Int64:
-    row = np.zeros_like(start)
-    for rank in range(layout.size):
-        mine = owner == rank
-        spans, first = layout.spans(rank), layout.local_cu(rank)
-        tail = piece[mine] != rank
-        inside = start[mine] - layout.bounds[sequence[mine], piece[mine]]
-        head_rows = spans[sequence[mine], 0, 1] - spans[sequence[mine], 0, 0]
-        row[mine] = first[sequence[mine]] + np.where(tail, head_rows, 0) + inside
-    return row
+    return q_layout.atoms(kv_layout, band)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,6 +98,19 @@ class RingPlan:
     def grad_rows_sent(self) -> int:
         """Gradient rows that this rank sends in backward."""
         return sum(message.rows.total for step in self.steps for message in step.grad_sends)
+
+
+Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route(Generic[Plan]):
+    """How one call of attention runs on this rank; ``comm`` is None for a group of one."""
+
+    plan: Plan
+    comm: Communicator | None
+    backend: Backend
+    score: Score
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,35 +184,6 @@ def _as_rows(row: Int64, rows: Int64) -> Rows:
     return Rows(np.stack([np.cumsum(counts) - counts, row[first], counts], axis=1))
 
 
-@lru_cache(maxsize=256)
-def _spans_of(layout: Layout, rank: int) -> list[list[Span]]:
-    """For each sequence: the head and the tail of ``rank``, with their rows."""
-    spans, first = layout.spans(rank).tolist(), layout.local_cu(rank).tolist()
-    return [
-        [Span(head[0], head[1], row), Span(tail[0], tail[1], row + head[1] - head[0])]
-        for (head, tail), row in zip(spans, first, strict=False)
-    ]
-
-
-def own_spans(layout: AnyLayout, rank: int) -> dict[int, list[Span]]:
-    """By sequence (segment): the tokens of ``rank``, with their rows."""
-    if isinstance(layout, Pieces):
-        return layout.own_spans(rank)
-    return dict(enumerate(_spans_of(layout, rank)))
-
-
-def rank_tiles(
-    q_layout: AnyLayout, kv_layout: AnyLayout, band: Band, rank: int, k_spans: dict[int, list[Span]]
-) -> tuple[Tile, ...]:
-    """Tiles of the queries of ``rank`` and the keys ``k_spans`` (by sequence) of a buffer."""
-    if isinstance(q_layout, Pieces):
-        return tuple(q_layout.tiles(rank, k_spans, band))
-    assert not isinstance(kv_layout, Pieces)
-    q_spans = _spans_of(q_layout, rank)
-    shift = (kv_layout.lengths - q_layout.lengths).tolist()
-    return tuple(tile for s, spans in k_spans.items() for tile in tiles_of(q_spans[s], spans, shift[s], band))
-
-
 def _neighbours_only(atoms: Atoms, size: int) -> bool:
     """Whether every atom is needed by the 0, 1, 2, ... ranks next to its owner."""
     distances = (atoms.owner[:, None] - np.arange(1, size)[None, :]) % size
@@ -250,7 +191,7 @@ def _neighbours_only(atoms: Atoms, size: int) -> bool:
     return bool((needed[:, 1:] <= needed[:, :-1]).all())
 
 
-def build_plan(q_layout: AnyLayout, kv_layout: AnyLayout, band: Band, *, rank: int) -> RingPlan:
+def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> RingPlan:
     """The plan of ``rank``; :func:`ring_plan` caches it."""
     size = q_layout.size
     atoms = find_atoms(q_layout, kv_layout, band)
@@ -266,12 +207,12 @@ def build_plan(q_layout: AnyLayout, kv_layout: AnyLayout, band: Band, *, rank: i
     steps = []
     for t in range(size + 1):
         here = hops.me == t if 0 < t < size else np.zeros_like(foreign)
-        k_spans = own_spans(kv_layout, rank) if t == 0 else atom_spans(atoms, hops.atom[here], hops.row[here])
+        k_spans = kv_layout.own_spans(rank) if t == 0 else atom_spans(atoms, hops.atom[here], hops.row[here])
         steps.append(
             Step(
                 source=(rank + t) % size,
                 kv_rows=kv_layout.rows(rank) if t == 0 else int(hops.rows[here].sum()),
-                tiles=rank_tiles(q_layout, kv_layout, band, rank, k_spans),
+                tiles=tuple(q_layout.tiles(kv_layout, rank, k_spans, band)),
                 kv_sends=kv_out.due(t),
                 kv_recvs=kv_in.due(t),
                 grad_sends=grads_out.due(t) + sums_out.due(t),
@@ -294,6 +235,6 @@ def build_plan(q_layout: AnyLayout, kv_layout: AnyLayout, band: Band, *, rank: i
 _cached_plan = lru_cache(maxsize=128)(build_plan)
 
 
-def ring_plan(q_layout: AnyLayout, kv_layout: AnyLayout, band: Band, *, rank: int) -> RingPlan:
+def ring_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> RingPlan:
     """The plan of ``rank`` for these layouts of queries and keys; cached, so the layers of a micro-batch share one."""
     return _cached_plan(q_layout, kv_layout, band, rank=rank)

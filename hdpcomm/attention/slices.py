@@ -10,249 +10,29 @@ sees of those before it lies on the way from the root to its first token. Source
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from hdpcomm.arguments import check_number, check_type
+from hdpcomm.attention.kv_store import KVStore, SliceRows
+from hdpcomm.attention.layout import Layout
+from hdpcomm.attention.packs import Kept, Pack, Run, check_size
 from hdpcomm.attention.tree_layout import TreeLayout, seen_keys, slice_layouts
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.offload import ActivationOffload
-from hdpcomm.offload.rows import HostRows
 from hdpcomm.plan.tree import Tree
 
-__all__ = ["CallMark", "SequenceSlice", "SlicedSequence", "check_backward", "is_tree"]
-
-_Made = TypeVar("_Made")
-
-
-class _Calls(threading.local):
-    """Which calls of attention a thread is about to make."""
-
-    def __init__(self) -> None:
-        self.marks: list[CallMark] = []
-        """The checkpoints whose forward pass runs, the outermost first."""
-        self.again: list[int | None] = [None]
-        """The number of the next call, where layers are computed again; the innermost last."""
-
-
-_calls = _Calls()
-
-
-class CallMark:
-    """Context of the forward pass of an activation checkpoint: calls of attention have the same numbers when they are
-    made again inside :attr:`again`. Both may be entered again and again."""
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        """The number of the first call inside."""
-        self.again = _Again(self)
-
-    def __enter__(self) -> None:
-        _calls.marks.append(self)
-
-    def __exit__(self, *_: object) -> None:
-        _calls.marks.pop()
-
-
-class _Again:
-    """Context of a recomputed forward pass, on any thread."""
-
-    def __init__(self, mark: CallMark) -> None:
-        self._mark = mark
-
-    def __enter__(self) -> None:
-        _calls.again.append(self._mark.first)
-
-    def __exit__(self, *_: object) -> None:
-        _calls.again.pop()
-
-
-def check_backward(number: int, expected: int) -> None:
-    """Raises InvalidUsage where the backward pass of slice ``number`` runs before or after its turn."""
-    if number != expected:
-        raise InvalidUsage(
-            f"the backward pass of slice {number} runs where that of slice {expected} has to: run them from the last "
-            "slice to the first, each once"
-        )
-
-
-class _Kept:
-    """KV that one attention call has kept of earlier slices, and its gradients from later ones."""
-
-    def __init__(self, slices: int) -> None:
-        self.tensors: tuple[torch.Tensor, ...] = ()
-        """``[rows of the rank in all slices, ...]``; those of slices to come are not set."""
-        self.sums: list[torch.Tensor] = []
-        self.host: _OnHost | None = None
-        """Instead of both."""
-        self.written = 0
-        """Slices."""
-        self.next_backward = slices - 1
-        self._like: list[torch.Tensor] = []
-
-    def write(self, new: Sequence[torch.Tensor], part: _Part) -> tuple[torch.Tensor, ...]:
-        """Takes the rows of a slice; gives those that it sees."""
-        self._check(new, part.number)
-        if self.host is not None:
-            return part.seen_of(self.host.write(new, part))
-        if not self.tensors:
-            self.tensors = tuple(x.new_empty((part.total, *x.shape[1:])) for x in new)
-        for kept, x in zip(self.tensors, new, strict=True):
-            kept.data[part.first : part.end] = x.detach()
-        return self.read(part)
-
-    def read(self, part: _Part) -> tuple[torch.Tensor, ...]:
-        """The rows that a slice sees."""
-        if self.host is not None:
-            return part.seen_of(self.host.read(part))
-        # Without their version counter: a later slice writes other rows of the same memory.
-        return part.seen_of([kept.data[: part.end] for kept in self.tensors])
-
-    def _check(self, new: Sequence[torch.Tensor], number: int) -> None:
-        if number > self.written:
-            raise InvalidUsage(
-                f"attention runs in slice {number} before slice {self.written}: run the forward passes from slice 0 on"
-            )
-        self.written = max(self.written, number + 1)
-        if not self._like:
-            self._like = [x.new_empty((0, *x.shape[1:])) for x in new]
-        for kept, x in zip(self._like, new, strict=True):
-            if kept.shape[1:] != x.shape[1:] or kept.dtype != x.dtype or kept.device != x.device:
-                raise InvalidUsage(
-                    f"a call of attention was given {tuple(x.shape)} {x.dtype} on {x.device}, and in an earlier slice "
-                    f"{tuple(kept.shape)} {kept.dtype} on {kept.device} (number of rows apart): the model must run the "
-                    "same layers in every slice"
-                )
-
-    def backward(self, grads: Sequence[torch.Tensor], part: _Part) -> list[torch.Tensor]:
-        """Adds up the gradients of kept rows; gives those of the slice's own rows, which are the last ones."""
-        check_backward(part.number, self.next_backward)
-        self.next_backward -= 1
-        first, end, seen = part.first, part.end, part.seen
-        before = first if seen is None else len(seen) - (end - first)
-        sums = self.sums if self.host is None else self.host.take_sums(part)
-        if not sums:
-            wide = [torch.promote_types(x.dtype, torch.float32) for x in grads]
-            sums = [x.new_zeros((first, *x.shape[1:]), dtype=kind) for x, kind in zip(grads, wide, strict=True)]
-            own = [x[before:] for x in grads]
-        else:
-            own = [(total[first:end] + x[before:]).to(x.dtype) for total, x in zip(sums, grads, strict=True)]
-        for total, x in zip(sums, grads, strict=True):
-            if seen is None:
-                total[:first] += x[:first]
-            else:
-                total.index_add_(0, seen[:before], x[:before].to(total.dtype))
-        if self.host is not None:
-            self.host.keep_sums([total[:first] for total in sums])
-        else:
-            self.tensors, self.sums = (self.tensors, sums) if part.number else ((), [])
-        return own
-
-
-class _OnHost:
-    """Where a :class:`_Kept` has its rows if they go to host memory: what a call needs comes while the one before it
-    computes, in forward and in backward passes."""
-
-    def __init__(self, offload: ActivationOffload, ratio: float, before: _OnHost | None) -> None:
-        """``before``: that of the call before this one."""
-        self._rows, self._sums = HostRows(offload, ratio), HostRows(offload, ratio)
-        self._after: _OnHost | None = None
-        self._before = None if before is None else weakref.ref(before)
-        self._present: list[torch.Tensor] | None = None
-        """Rows that were read where a layer was computed again, for its backward pass."""
-        if before is not None:
-            before._after = self
-
-    def write(self, new: Sequence[torch.Tensor], part: _Part) -> list[torch.Tensor]:
-        """Takes the rows of a slice, unless it runs again; gives those up to its end."""
-        if _calls.again[-1] is not None:
-            self._present = None
-            self._present = self._rows.read(part.number + 1, part.end)
-            return self._present
-        found = self._rows.read(part.number, part.end) if part.number else []
-        if self._after is not None and part.number:
-            self._after._rows.prefetch(part.number, part.end)
-        if len(self._rows) == part.number:
-            self._rows.add(new)
-        found = found or [x.new_empty((part.end, *x.shape[1:])) for x in new]
-        for whole, x in zip(found, new, strict=True):
-            whole[part.first : part.end] = x.detach()
-        return found
-
-    def read(self, part: _Part) -> list[torch.Tensor]:
-        """The rows up to the end of a slice, in its backward pass."""
-        found, self._present = self._present, None
-        if found is None:
-            found = self._rows.read(part.number + 1, part.end)
-        if len(self._sums):
-            self._sums.prefetch(1, part.end)
-        before = None if self._before is None else self._before()
-        if before is not None and before._present is None:
-            before._rows.prefetch(part.number + 1, part.end)
-        return found
-
-    def take_sums(self, part: _Part) -> list[torch.Tensor]:
-        """The sums up to the end of a slice; none if it is the last one."""
-        if not len(self._sums):
-            return []
-        found = self._sums.read(1, part.end)
-        self._sums.drop_last()
-        return found
-
-    def keep_sums(self, sums: Sequence[torch.Tensor]) -> None:
-        """After the backward pass of the last slice whose rows are kept: these are not needed any more."""
-        self._present = None
-        self._rows.drop_last()
-        if len(self._rows):
-            self._sums.add(sums)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The rows of a slice on a rank.
-
-    Attributes:
-        number: of the slice.
-        first, end: of its own rows, among those of all slices.
-        total: rows of all slices.
-        seen: which rows up to its end it sees; ``None``: all.
-    """
-
-    number: int
-    first: int
-    end: int
-    total: int
-    seen: torch.Tensor | None
-
-    def seen_of(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Rows that this slice attends to, among those up to its end."""
-        return tuple(rows) if self.seen is None else tuple(x.index_select(0, self.seen) for x in rows)
-
-
-class _Keep(torch.autograd.Function):
-    """From the keys of a slice to those that it sees, which earlier slices have kept."""
-
-    @staticmethod
-    def forward(ctx: Any, kept: _Kept, part: _Part, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.kept, ctx.part = kept, part
-        return kept.write(new, part)
-
-    @staticmethod
-    @without_second_derivative
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.kept.backward(grads, ctx.part)
+__all__ = ["SequenceSlice", "SlicedSequence"]
 
 
 class SlicedSequence:
-    """A sequence or tree whose slices run one after the other, and what the layers of one model keep of them. Local.
+    """A sequence or tree whose slices run one after the other, and the :class:`KVStore` of what layers keep of them.
+    Local.
 
     Run the forward passes of :meth:`slice` 0, 1, ...; in attention each takes the place of ``cu_seqlens``. Then their
     backward passes from the last one to the first. To hold the activations of one slice at a time, run the forward
@@ -305,11 +85,7 @@ class SlicedSequence:
             check_type("SlicedSequence", "offload", offload, ActivationOffload)
             ratio = offload.ratio if ratio is None else ratio
             check_number("SlicedSequence", "ratio, the share of the rows to offload,", ratio, least=0, most=1)
-        self._offload = offload if ratio else None
-        self._ratio = ratio or 0.0
-        self._last_on_host: _OnHost | None = None
-        self._kept: list[object] = []
-        """By call: what it has kept."""
+        self.store = KVStore(len(self), offload, ratio or 0.0)
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -326,35 +102,33 @@ class SlicedSequence:
         """For one forward pass of a slice; one more for each that runs again."""
         if not 0 <= number < len(self):
             raise InvalidUsage(f"slice {number} asked of a sequence of {len(self)} slices: give 0 to {len(self) - 1}")
-        return SequenceSlice(self, number)
-
-    def _place(self, kept: _Kept) -> None:
-        """Where a call is to have what it keeps."""
-        if self._offload is not None and kept.host is None:
-            kept.host = self._last_on_host = _OnHost(self._offload, self._ratio, self._last_on_host)
-
-    def _of_call(self, number: int, make: Callable[[int], _Made]) -> _Made:
-        while len(self._kept) <= number:
-            self._kept.append(make(len(self)))
-        found = self._kept[number]
-        if isinstance(make, type) and not isinstance(found, make):
-            raise InvalidUsage(
-                f"call {number} of a layer is not of the kind that it was in an earlier slice: the model must run the "
-                "same layers in every slice"
-            )
-        return found  # type: ignore[return-value]
+        return SequenceSlice(self, number, self.store.begin_pass())
 
 
-class SequenceSlice:
+@dataclass(frozen=True, eq=False, repr=False)
+class SequenceSlice(Pack):
     """One slice of a :class:`SlicedSequence` in one forward pass; in attention it takes the place of ``cu_seqlens``."""
 
-    def __init__(self, sequence: SlicedSequence, number: int) -> None:
-        self.sequence, self.number = sequence, number
-        self._made = 0
-        """Calls of attention so far."""
+    sequence: SlicedSequence
+    number: int
+    forward_pass: int
+    """Its number in the sequence's :class:`KVStore`."""
+    keeps = True
 
     def __repr__(self) -> str:
         return f"slice {self.number} of {self.sequence!r}"
+
+    @property
+    def branched(self) -> bool:  # type: ignore[override]
+        return self.sequence.branches
+
+    @property
+    def continues(self) -> bool:  # type: ignore[override]
+        return len(self.sequence) > 1
+
+    @property
+    def begins(self) -> bool:  # type: ignore[override]
+        return self.number == 0
 
     @property
     def start(self) -> int:
@@ -371,53 +145,57 @@ class SequenceSlice:
         """Tokens."""
         return self.stop - self.start
 
-    def layouts(self, size: int) -> tuple[TreeLayout, TreeLayout]:
-        """Layouts of its queries and of the keys that these see."""
-        queries, keys = slice_layouts(self.sequence.tree, self.sequence.bounds, self.number, size)
+    @property
+    def longest(self) -> int:
+        queries = self.layout(1)
+        return int((queries.start + queries.count).max())
+
+    def again(self) -> SequenceSlice:
+        """For one more forward pass."""
+        return self.sequence.slice(self.number)
+
+    def _up_to_end(self, size: int, number: int) -> tuple[TreeLayout, TreeLayout]:
+        """Layouts of the queries of a slice and of all keys up to its end."""
+        check_size(size)
+        return slice_layouts(self.sequence.tree, self.sequence.bounds, number, size)
+
+    def places(self, rank: int, size: int) -> Tensor:
+        return self.shard(torch.arange(self.start, self.stop), rank, size)
+
+    def layout(self, size: int) -> TreeLayout:
+        return self._up_to_end(size, self.number)[0]
+
+    def token_layouts(self, size: int) -> tuple[TreeLayout, TreeLayout]:
+        queries, keys = self._up_to_end(size, self.number)
         return queries, seen_keys(keys)
 
-    def next_call(self, make: Callable[[int], _Made]) -> _Made:
-        """KV kept for the next attention call of this pass; under recomputation, for the replayed one; ``make(slices)``
-        for the first slice. Local."""
-        call = _calls.again[-1]
-        if call is None:
-            call, self._made = self._made, self._made + 1
-        else:
-            _calls.again[-1] = call + 1
-        for mark in _calls.marks:
-            if mark.first is None:
-                mark.first = call
-        return self.sequence._of_call(call, make)
+    def layouts(self, size: int, keys: Pack | None = None) -> tuple[Layout, Layout]:
+        return super().layouts(size, keys) if keys is not None else self.token_layouts(size)
 
-    def keep(
-        self, *new: torch.Tensor, rank: int, size: int
-    ) -> tuple[tuple[torch.Tensor, ...], Callable[[], tuple[torch.Tensor, ...]]]:
-        """Keeps what a layer made of this rank's rows, ``[T_local, ...]``; gives the rows that the slice sees, and what
-        gives them in its backward pass.
+    def tokens_by_sequence(self, rank: int, size: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor(self.sequence.bounds[-1:]), torch.tensor([self.layout(size).rows(rank)])
 
-        One call of attention, the next one of this pass, or where layers are computed again, of that. Local.
-        """
-        queries, keys = slice_layouts(self.sequence.tree, self.sequence.bounds, self.number, size)
+    def keep(self, *new: Tensor, rank: int, size: int) -> tuple[tuple[Tensor, ...], Kept]:
+        queries, keys = self._up_to_end(size, self.number)
         own, end = queries.rows(rank), keys.rows(rank)
         if any(x.shape[0] != own for x in new):
             raise InvalidUsage(
                 f"attention was given {[x.shape[0] for x in new]} tokens; of {self!r}, "
                 f"rank {rank} of {size} holds {own}"
             )
-        whole = slice_layouts(self.sequence.tree, self.sequence.bounds, len(self.sequence) - 1, size)[1]
-        part = _Part(self.number, end - own, end, whole.rows(rank), _rows_seen(keys, rank, new[0].device))
-        kept = self.next_call(_Kept)
-        self.sequence._place(kept)
-        return _Keep.apply(kept, part, *new), partial(kept.read, part)  # type: ignore[no-untyped-call]
+        total = self._up_to_end(size, len(self.sequence) - 1)[1].rows(rank)
+        rows = SliceRows(self.number, end - own, end, total, _rows_seen(keys, rank, new[0].device))
+        return self.sequence.store.keep(self.forward_pass, rows, new)
+
+    def carry(self, run: Run, zero: Callable[[], Tensor], *tensors: Tensor) -> Tensor:
+        return self.sequence.store.carry(self.forward_pass, self.number, run, zero(), tensors)
 
 
 @lru_cache(maxsize=64)
-def _rows_seen(keys: TreeLayout, rank: int, device: torch.device) -> torch.Tensor | None:
+def _rows_seen(keys: TreeLayout, rank: int, device: torch.device) -> Tensor | None:
     """Which rows of a rank a slice sees, of those up to its end; ``None``: all."""
     seen = seen_keys(keys)
-    return None if seen is keys else torch.from_numpy(seen.rows_in(keys, rank)).to(device)
-
-
-def is_tree(pack: object) -> bool:
-    """Whether tokens of a pack belong to several sequences: it is a tree, or a slice of one that has branches."""
-    return isinstance(pack, Tree) or (isinstance(pack, SequenceSlice) and pack.sequence.branches)
+    if seen is keys:
+        return None
+    runs = [torch.arange(first, first + count) for first, _, count in seen.rows_in(keys, rank).triples.tolist()]
+    return torch.cat(runs or [torch.arange(0)]).to(device)

@@ -1,4 +1,5 @@
-"""Masks as tiles: rectangles of local queries x keys of a buffer, each with at most one diagonal band.
+"""Masks as tiles: rectangles of local queries x keys of a buffer, each with at most one diagonal band; and atoms, the
+runs of keys that the same ranks need, by which messages and tiles are planned.
 
 Query i of a sequence sees key j iff ``low <= j - (i + length_k - length_q) <= high``: causal is high = 0, a sliding
 window bounds low, and different lengths are aligned at their ends (as in flash-attn). Everything here is pure and
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +20,11 @@ from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 
 __all__ = [
-    "Band",
-    "Span",
-    "Tile",
-    "Visible",
-    "band_of",
-    "band_tile",
-    "join_tiles",
-    "pairs_before",
-    "tiles_of",
-    "window_pair",
-]
+    "Atoms", "Band", "Int64", "Span", "Tile", "Visible", "atom_spans", "band_of", "band_tile", "join_tiles",
+    "pairs_before", "run_starts", "tiles_of", "window_pair",
+]  # fmt: skip
+
+Int64: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +157,10 @@ def band_tile(q: Span, k: Span, shift: int, band: Band) -> Tile | None:
     )
 
 
-def pairs_before(position: npt.NDArray[np.int64], band: Band) -> npt.NDArray[np.int64]:
+def pairs_before(position: Int64, band: Band) -> Int64:
     """Pairs of the queries at positions 0 to ``position`` - 1 of one way through the tree."""
     inside = position if band.low is None else np.minimum(position, 1 - band.low)
-    pairs: npt.NDArray[np.int64] = inside * (inside + 1) // 2 + (position - inside) * (
-        0 if band.low is None else 1 - band.low
-    )
+    pairs: Int64 = inside * (inside + 1) // 2 + (position - inside) * (0 if band.low is None else 1 - band.low)
     return pairs
 
 
@@ -222,3 +215,42 @@ def tiles_of(q_spans: Sequence[Span], k_spans: Sequence[Span], shift: int, band:
         return [triangle]
     by_query = [join_tiles(t for k in k_spans if (t := band_tile(q, k, shift, band)) is not None) for q in q_spans]
     return join_tiles(tile for tiles in by_query for tile in tiles)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Atoms:
+    """Runs of keys of one sequence and one owner that the same ranks need, ordered by (sequence, position)."""
+
+    sequence: Int64
+    """The segment of a tree that the keys are of; always 0 in a masked pack."""
+    start: Int64
+    stop: Int64
+    owner: Int64
+    row: Int64
+    """First row on the owner."""
+    needed: npt.NDArray[np.bool_]
+    """[atoms, N]: whether the rank needs the atom; False for the owner."""
+
+    @property
+    def rows(self) -> Int64:
+        return self.stop - self.start
+
+
+def run_starts(*joints: npt.NDArray[np.bool_]) -> Int64:
+    """Where runs begin; each of ``joints`` says, for items 1, 2, ..., whether they continue the item before."""
+    return np.concatenate(([0], np.flatnonzero(~np.logical_and.reduce(joints)) + 1))
+
+
+def atom_spans(atoms: Atoms, chosen: Int64, row: Int64) -> dict[int, list[Span]]:
+    """For each sequence: runs of the atoms ``chosen`` that are consecutive both in the sequence and in the buffer."""
+    if not len(chosen):
+        return {}
+    sequence, start, stop = atoms.sequence[chosen], atoms.start[chosen], atoms.stop[chosen]
+    first = run_starts(
+        sequence[1:] == sequence[:-1], start[1:] == stop[:-1], row[1:] == row[:-1] + stop[:-1] - start[:-1]
+    )
+    last = np.concatenate((first[1:], [len(chosen)])) - 1
+    spans: dict[int, list[Span]] = {}
+    for s, a, b, r in np.stack([sequence[first], start[first], stop[last], row[first]], axis=1).tolist():
+        spans.setdefault(s, []).append(Span(a, b, r))
+    return spans

@@ -11,8 +11,7 @@ from functools import lru_cache
 from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention.backends.base import Problem
 from hdpcomm.attention.gather import head_passes
-from hdpcomm.attention.layout import AnyLayout
-from hdpcomm.attention.pieces import Pieces
+from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.routes import find_atoms
 from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage
@@ -92,7 +91,7 @@ def _named(name: str, size: int, problem: Problem, ranks_per_node: int) -> Varia
 
 
 def estimate(
-    variant: Variant, problem: Problem, layout: tuple[AnyLayout, AnyLayout], band: Band, costs: AttentionCosts
+    variant: Variant, problem: Problem, layout: tuple[Layout, Layout], band: Band, costs: AttentionCosts
 ) -> float:
     """Rough seconds of one forward on the busiest rank, good enough to rank the variants."""
     q_layout, kv_layout = layout
@@ -102,7 +101,7 @@ def estimate(
     kv_bytes = (problem.latent_dim or problem.kv_heads * dims) * problem.dtype.itemsize
     q_bytes = problem.heads * dims * problem.dtype.itemsize  # q one way, out the other
     tokens = (float(q_layout.tokens), float(kv_layout.tokens))
-    sequences, pairs = _sequences_and_pairs(q_layout, kv_layout, band)
+    sequences, pairs = q_layout.calls(), q_layout.pairs(kv_layout, band)
     compute = 2 * pairs * problem.heads * dims / size / costs.flops_per_s
     head_exchange = 0.0
     if group > 1:
@@ -128,26 +127,9 @@ def estimate(
     return head_exchange + calls + compute_step + (rings - 1) * max(compute_step, wire_step)
 
 
-def _sequences_and_pairs(q_layout: AnyLayout, kv_layout: AnyLayout, band: Band) -> tuple[int, float]:
-    """About how many kernel calls a block of keys takes, and how many pairs the mask allows."""
-    if isinstance(q_layout, Pieces):
-        return max(1, len(q_layout.owner) // q_layout.size), q_layout.pairs(band)
-    assert not isinstance(kv_layout, Pieces)
-    lengths = q_layout.lengths.tolist(), kv_layout.lengths.tolist()
-    return max(1, sum(n > 0 for n in lengths[0])), sum(_pairs(n, m, band) for n, m in zip(*lengths, strict=True))
-
-
-def _pairs(n: int, m: int, band: Band) -> float:
-    """About how many pairs of n queries and m keys the mask allows."""
-    if n == 0 or m == 0:
-        return 0.0
-    first, last = band.keys(m - n, m - n + 1, m), band.keys(m - 1, m, m)
-    return n * (max(0, first[1] - first[0]) + max(0, last[1] - last[0])) / 2
-
-
 @lru_cache(maxsize=256)
 def choose_variant(
-    name: str, problem: Problem, layout: tuple[AnyLayout, AnyLayout], band: Band, costs: AttentionCosts | None
+    name: str, problem: Problem, layout: tuple[Layout, Layout], band: Band, costs: AttentionCosts | None
 ) -> Variant:
     """The variant called ``name``, or with "auto" the one with the lowest estimate. Raises InvalidUsage."""
     costs = AttentionCosts.default(problem.device) if costs is None else costs

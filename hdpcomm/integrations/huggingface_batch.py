@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.attention.layout import as_cu_seqlens
+from hdpcomm.attention.packs import as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_keys import check_keys
 from hdpcomm.train.loss import IGNORE
@@ -118,7 +118,7 @@ def _cut_at(bounds: Any, tokens: Tensor) -> Tensor:
     """Where the sequences of a single row begin."""
     if tokens.shape[0] != 1:
         raise InvalidUsage(f"cu_seq_lens_q was given with {tokens.shape[0]} rows; flatten the batch to one row")
-    cuts = as_cu_seqlens(bounds, name="cu_seq_lens_q").tolist()
+    cuts = as_pack(bounds, "cu_seq_lens_q").sequences().cu_seqlens.tolist()
     if cuts[-1] != tokens.shape[1]:
         raise InvalidUsage(f"cu_seq_lens_q ends with {cuts[-1]} and the row has {tokens.shape[1]} tokens")
     begins = torch.zeros(1, cuts[-1] + 1, dtype=torch.bool)

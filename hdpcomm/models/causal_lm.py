@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hdpcomm.attention import Tree, packing
-from hdpcomm.attention.layout import CuSeqlens
+from hdpcomm.attention import packing
+from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, LossOptions, linear_cross_entropy, loss_of_log_probs
 from hdpcomm.models.huggingface import decoder_of, set_attention
@@ -226,7 +226,7 @@ class AdaptedCausalLM(nn.Module):
         total = torch.zeros((), device=labels.device)
         trained = labels != IGNORE
         if self._indexers is not None:
-            if isinstance(cu_seqlens, Tree):
+            if as_pack(cu_seqlens).branched:
                 raise InvalidUsage(
                     "indexers learn from the labels of a sequence, and a tree was given, whose tokens have several: "
                     "train on plain sequences, or leave out adapt(indexer_loss=)"

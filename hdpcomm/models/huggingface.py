@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdpcomm.attention import Pack, current_pack, packed_attention, positions, shard, shard_with_positions
-from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens, as_pack, longest_length
+from hdpcomm.attention import PackContext, current_pack, packed_attention, positions, shard, shard_with_positions
 from hdpcomm.attention.pack_context import find_pack
+from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.indexers import attend_chosen, set_indexers
 from hdpcomm.models.latent import latent_attention, own_keys_values, sends_latent, set_latent
@@ -70,7 +70,7 @@ def _attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    hdpcomm_pack: Pack | None = None,
+    hdpcomm_pack: PackContext | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers: query [batch, heads, tokens, dim] -> (out [batch, tokens, heads, dim],
@@ -145,7 +145,7 @@ def _keep_temperatures(model: Any) -> None:
             module.register_forward_hook(hooks.after, always_call=True)
 
 
-def _tempered(module: Any, query: torch.Tensor, pack: Pack) -> torch.Tensor:
+def _tempered(module: Any, query: torch.Tensor, pack: PackContext) -> torch.Tensor:
     """``query``: [batch, heads, tokens, dim]."""
     if pack.padded:
         return query
@@ -260,7 +260,7 @@ class _PassPack:
             if self._passes:
                 kwargs[PACK_ARGUMENT] = pack
             if self._longest is not None:
-                _check_length(longest_length(pack.cu_seqlens), *self._longest)
+                _check_length(pack.cu_seqlens.longest, *self._longest)
         return args, kwargs
 
 
@@ -420,7 +420,7 @@ def _checked_labels(input_ids: torch.Tensor, cu: Any, labels: torch.Tensor | Non
 
 def count_labels(input_ids: torch.Tensor, cu_seqlens: CuSeqlens, labels: torch.Tensor | None = None) -> int:
     """The trained tokens of a whole pack, as :func:`shard_batch` labels them. Local."""
-    cu = as_cu_seqlens(cu_seqlens)
+    cu = as_pack(cu_seqlens).sequences().cu_seqlens
     return int((_shifted(_checked_labels(input_ids, cu, labels), cu) != _IGNORED).sum())
 
 
@@ -440,7 +440,8 @@ def shard_batch(
     loss is then this rank's sum over the pack's labelled tokens divided by that number: the step's loss and gradients
     are the sums over its micro-batches and ranks. Local.
     """
-    cu = as_cu_seqlens(cu_seqlens)
+    pack = as_pack(cu_seqlens).sequences()
+    cu = pack.cu_seqlens
     wanted = _checked_labels(input_ids, cu, labels)
     if num_items_in_batch < 1:
         raise InvalidUsage(
@@ -448,7 +449,6 @@ def shard_batch(
             "least 1"
         )
     place = {"rank": 0 if comm is None else comm.rank, "size": 1 if comm is None else comm.size}
-    pack = as_pack(cu_seqlens)
     mine = shard(_shifted(wanted, cu), pack, **place).unsqueeze(0)
     tokens, places = shard_with_positions(input_ids, pack, **place)
     return {

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_number
-from hdpcomm.attention import Pack, index_top_k, indexer_loss, packed_attention, selected_attention
+from hdpcomm.attention import PackContext, index_top_k, indexer_loss, packed_attention, selected_attention
 from hdpcomm.attention.pack_context import find_pack, on_local_tokens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.latent import absorbed, own_keys_values, sends_latent
@@ -185,7 +185,14 @@ def collecting(training: IndexerTraining | None) -> Iterator[list[Tensor]]:
 
 
 def attend_chosen(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, *, scale: float | None, pack: Pack | None
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    chosen: Tensor,
+    *,
+    scale: float | None,
+    pack: PackContext | None,
 ) -> Tensor:
     """[batch, heads, tokens, dim] over the keys chosen for each query, [batch, tokens, k]; returns [batch, tokens,
     heads, v_dim]. Collective over the pack's ranks. ``key`` and ``value`` may be the latent and the rotary keys of a

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.attention import Pack, mla_attention
+from hdpcomm.attention import PackContext, mla_attention
 from hdpcomm.attention.pack_context import on_local_tokens
 
 __all__ = ["absorbed", "latent_attention", "own_keys_values", "sends_latent", "set_latent"]
@@ -57,7 +57,7 @@ def sends_latent(layer: Any) -> bool:
 
 
 def latent_attention(
-    layer: Any, query: Tensor, compressed: Tensor, rope_key: Tensor, *, scale: float | None, pack: Pack
+    layer: Any, query: Tensor, compressed: Tensor, rope_key: Tensor, *, scale: float | None, pack: PackContext
 ) -> Tensor:
     """[1, heads, tokens, dim] queries on the latent [1, 1, tokens, rank] and [1, 1, tokens, rope_dim]; returns [1,
     tokens, heads, v_dim]. Collective over the pack's ranks."""

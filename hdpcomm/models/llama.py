@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention import ring_attention
-from hdpcomm.attention.layout import CuSeqlens
+from hdpcomm.attention.packs import CuSeqlens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, linear_cross_entropy
 from hdpcomm.models.lean import rms_norm, rotate, swiglu

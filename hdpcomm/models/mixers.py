@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.attention import AttentionOptions, Pack, delta_rule, short_conv, ssd
+from hdpcomm.attention import AttentionOptions, PackContext, delta_rule, short_conv, ssd
 from hdpcomm.attention.pack_context import find_pack, on_local_tokens
 from hdpcomm.errors import InvalidUsage
 
@@ -31,13 +31,13 @@ _EPSILON = 1e-6
 """Added to the squared norm of keys and queries, as in flash-linear-attention."""
 
 
-def _pack_of(kwargs: dict[str, Any]) -> Pack:
+def _pack_of(kwargs: dict[str, Any]) -> PackContext:
     pack = kwargs.get(PACK_ARGUMENT) or find_pack()
     assert pack is not None  # _Mixer calls these functions only then
     return pack
 
 
-def _options_of(pack: Pack) -> AttentionOptions:
+def _options_of(pack: PackContext) -> AttentionOptions:
     """Options of a recurrence in a pack: a pack's ``variant`` is for softmax attention."""
     return replace(pack.options, variant="auto")
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.attention.layout import CuSeqlens
-from hdpcomm.attention.slices import is_tree
+from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
 from hdpcomm.models.lean import swiglu
@@ -99,9 +98,9 @@ def expert_blocks(model: nn.Module) -> set[str]:
     return {name.rpartition(".")[0] for name, module in model.named_modules() if holds_experts(module)}
 
 
-def refuse_trees(packs: Iterable[object]) -> None:
-    """Raises InvalidUsage if any is a tree, or a slice of one, for which routers' losses have no meaning. Local."""
-    if any(is_tree(each) for each in packs):
+def refuse_trees(given: bool) -> None:
+    """Raises InvalidUsage if trees, or slices of some, were given, for which routers' losses have no meaning. Local."""
+    if given:
         raise InvalidUsage(
             "the losses of routers are means over sequences, and a tree was given, whose tokens belong to several: set "
             "router_aux_loss and router_z_loss of LlamaConfig to 0, or train on plain sequences"
@@ -133,7 +132,7 @@ def router_losses(
     Raises: InvalidUsage for a tree, unless both factors are 0.
     """
     if aux or z:
-        refuse_trees([cu_seqlens])
+        refuse_trees(as_pack(cu_seqlens).branched)
     total = router_logits[0].new_zeros((), dtype=torch.promote_types(router_logits[0].dtype, torch.float32))
     if aux:
         total = total + aux / layers * router_loss(

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hdpcomm.attention import SequenceSlice, local_cu_seqlens
-from hdpcomm.attention.layout import CuSeqlens, as_cu_seqlens
-from hdpcomm.attention.slices import is_tree
+from hdpcomm.attention import SequenceSlice
+from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 
@@ -54,14 +53,15 @@ def router_loss(
 
     Raises: InvalidUsage for a tree or a slice of one.
     """
-    if is_tree(cu_seqlens):
+    pack = as_pack(cu_seqlens)
+    if pack.branched:
         raise InvalidUsage(
             "a router's auxiliary loss is a mean over each sequence, and a tree was given, whose tokens belong to "
             "several: set output_router_logits=False in the model's configuration, or train on plain sequences"
         )
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     device, experts = router_logits[0].device, router_logits[0].shape[-1]
-    lengths, counts = _tokens(cu_seqlens, rank=rank, size=size)
+    lengths, counts = pack.tokens_by_sequence(rank, size)
     # On the host, where the counts are: a device would tell it the size of the result, and it would wait.
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), counts).to(device)
     wide = torch.promote_types(router_logits[0].dtype, torch.float32)
@@ -80,23 +80,12 @@ def router_loss(
         probabilities.append(sums)
     rows = lengths.to(device) * len(groups[0])
     mine = torch.cat(probabilities, dim=1)
-    if isinstance(cu_seqlens, SequenceSlice):
-        loss: Tensor = _SliceLoss.apply(  # type: ignore[no-untyped-call]
-            mine, stats, rows, experts, cu_seqlens, comm
-        )
+    if pack.keeps:
+        loss: Tensor = _SliceLoss.apply(mine, stats, rows, experts, pack, comm)  # type: ignore[no-untyped-call]
         return loss
     if comm is not None and size > 1:
         comm.all_reduce(stats)
     return (_slopes(stats, rows, experts).to(wide) * mine).sum()
-
-
-def _tokens(cu_seqlens: CuSeqlens, *, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Tokens of each sequence, and how many of them are in this rank's shard; those of a slice are of one."""
-    if isinstance(cu_seqlens, SequenceSlice):
-        own = cu_seqlens.layouts(size)[0].rows(rank)
-        return torch.tensor(cu_seqlens.sequence.bounds[-1:]), torch.tensor([own])
-    lengths = torch.from_numpy(as_cu_seqlens(cu_seqlens)).diff()
-    return lengths, local_cu_seqlens(cu_seqlens, rank=rank, size=size).diff()
 
 
 def _slopes(stats: Tensor, rows: Tensor, experts: int) -> Tensor:
@@ -144,7 +133,7 @@ class _SliceLoss(torch.autograd.Function):
         part: SequenceSlice,
         comm: Communicator | None,
     ) -> Tensor:
-        counted, number = part.next_call(_Counted), part.number
+        counted, number = part.sequence.store.entry(part.forward_pass, _Counted), part.number
         ctx.counted, ctx.rows, ctx.experts = counted, rows, experts
         if counted.stats[number] is None:
             if comm is not None and comm.size > 1:

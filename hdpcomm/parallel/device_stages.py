@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from hdpcomm.attention.layout import CuSeqlens
+    from hdpcomm.attention.packs import CuSeqlens
     from hdpcomm.comm import Communicator
     from hdpcomm.parallel.stages import Stage
 

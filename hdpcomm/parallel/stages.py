@@ -19,7 +19,7 @@ from hdpcomm.models.weights import by_tensor
 from hdpcomm.offload.layers import AbsentLayer, layer_list
 
 if TYPE_CHECKING:
-    from hdpcomm.attention.layout import CuSeqlens
+    from hdpcomm.attention.packs import CuSeqlens
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
     from hdpcomm.models.expert_group import ExpertGroup

@@ -13,26 +13,24 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hdpcomm.attention import positions, shard
+from hdpcomm.attention import positions
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import PlannedStep, SequenceFragment, Tree, join_trees
+from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.losses import COMPUTED, GroupLoss, TokenLoss
-from hdpcomm.train.shards import Fetch, PackedShard, checked, pack_of
-from hdpcomm.train.tree_shards import rows_of_shard
+from hdpcomm.train.shards import Fetch, LabelledTokens, PackedShard, checked, labelled_shard
 
 if TYPE_CHECKING:
-    from hdpcomm.attention import BalancedPack, SequenceSlice
+    from hdpcomm.attention import Pack
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
-    from hdpcomm.plan import MicroBatch, StepPlan, TrajectoryTree, TreeFragment
-    from hdpcomm.plan.micro_batch import PlannedSlice
+    from hdpcomm.plan import SequenceFragment, StepPlan, TrajectoryTree, TreeFragment
 
 __all__ = [
     "Batch",
@@ -162,71 +160,29 @@ class LabelTerms:
         self._given: tuple[int, list[str]] | None = None
         """The first sequence that was read, and its columns."""
 
-    def pack(
+    def shard(
         self,
-        micro_batch: MicroBatch,
+        places: Sequence[int],
+        pack: Pack | None,
         plan: StepPlan,
         fetch: Fetch,
         *,
         comm: Communicator,
         device: torch.device,
     ) -> PackedShard:
-        """This rank's shard of a micro-batch, with the losses of its labels; whole sequences are fetched."""
-        parts = [self._part(sequence.id, plan.fragments, fetch) for sequence in micro_batch.sequences]
+        """This rank's shard of a micro-batch, with the losses of its labels; whole sequences are fetched.
+
+        Args:
+            places: of the micro-batch's sequences, as in its plan.
+            pack: the slice that it is. What counts labels counts those of the whole sequence or tree; its share of the
+                number by which losses are divided comes with the first slice.
+        """
+        parts = [self._labelled(place, plan.fragments, fetch) for place in places]
         counts = {i: labels for part in parts for i, labels in part.counts.items()}
-        tokens = torch.cat([part.tokens for part in parts])
-        columns = _joined([part.columns for part in parts])
         rank, size = comm.rank, comm.size
-        rows = None
-        if any(part.tree is not None for part in parts):
-            joined = join_trees([part.tree or len(part.tokens) for part in parts])
-            pack: Tree | Tensor | BalancedPack = joined
-            first = itertools.accumulate((len(part.tokens) for part in parts), initial=0)
-            at = torch.cat([part.rows + start for part, start in zip(parts, first, strict=False)])
-            mine, here, rows = rows_of_shard(joined, at, rank=rank, size=size)
-            tokens = tokens[mine]
-            columns = {name: column[here] for name, column in columns.items()}
-        else:
-            pack = pack_of((len(part.tokens) for part in parts), size, plan.limit)
-            tokens = shard(tokens, pack, rank=rank, size=size)
-            columns = {name: shard(column, pack, rank=rank, size=size) for name, column in columns.items()}
-        mass = math.fsum(self._mass(each) for each in counts.values()) if rank == 0 else 0.0
-        made = self._packed(tokens, columns, counts, pack, comm=comm, device=device, mass=mass)
-        return replace(made, label_rows=None if rows is None else rows.to(device))
-
-    def pack_slice(
-        self,
-        planned: PlannedSlice,
-        part: SequenceSlice,
-        fragments: Sequence[TreeFragment | SequenceFragment],
-        fetch: Fetch,
-        *,
-        comm: Communicator,
-        device: torch.device,
-    ) -> PackedShard:
-        """Like :meth:`pack`, for a micro-batch that is the slice ``part``. What counts labels counts those of the
-        whole sequence or tree; its share of the number by which losses are divided comes with the first slice."""
-        whole = self._part(planned.sequence, fragments, fetch)
-        mine, here, rows = rows_of_shard(part, whole.rows, rank=comm.rank, size=comm.size)
-        chosen = mine if whole.tree is None else here  # a plain sequence has a label for each token, in their order
-        columns = {name: column[chosen] for name, column in whole.columns.items()}
-        first = comm.rank == 0 and planned.number == 0
-        mass = math.fsum(self._mass(each) for each in whole.counts.values()) if first else 0.0
-        made = self._packed(whole.tokens[mine], columns, whole.counts, part, comm=comm, device=device, mass=mass)
-        return made if whole.tree is None else replace(made, label_rows=rows.to(device))
-
-    def _packed(
-        self,
-        tokens: Tensor,
-        columns: dict[str, Tensor],
-        counts: dict[int, int],
-        pack: Tensor | BalancedPack | Tree | SequenceSlice,
-        *,
-        comm: Communicator,
-        device: torch.device,
-        mass: float,
-    ) -> PackedShard:
-        """From this rank's tokens, and columns by label, of whole sequences with ``counts`` labels."""
+        cu_seqlens, tokens, columns, rows = labelled_shard(parts, pack, plan.limit, rank=rank, size=size)
+        begins = rank == 0 and (pack is None or pack.begins)
+        mass = math.fsum(self._mass(each) for each in counts.values()) if begins else 0.0
         labels, entries = columns.pop(_LABELS), columns.pop(_ENTRIES)
         own = _Labels(
             labels.to(device), entries, {name: column.to(device) for name, column in columns.items()},
@@ -235,21 +191,25 @@ class LabelTerms:
         return PackedShard(
             tokens=tokens.to(device),
             labels=own.labels,
-            positions=positions(pack, rank=comm.rank, size=comm.size, device=device),
-            cu_seqlens=pack,
+            positions=positions(cu_seqlens, rank=rank, size=size, device=device),
+            cu_seqlens=cu_seqlens,
+            label_rows=None if rows is None else rows.to(device),
             label_weights=self._make(own),
             mass=torch.full((), mass, dtype=torch.float64, device=device),
         )
 
-    def _part(self, item: int, fragments: Sequence[TreeFragment | SequenceFragment], fetch: Fetch) -> _Part:
+    def _labelled(
+        self, item: int, fragments: Sequence[TreeFragment | SequenceFragment], fetch: Fetch
+    ) -> LabelledTokens:
         """One sequence of a micro-batch: a sequence of the batch, a tree or a part of one."""
         items = len(self._batch.items)
-        fragment = fragments[item - items] if item >= items else None
-        assert not isinstance(fragment, SequenceFragment)  # packed_shard() takes pack_slice()
+        fragment = cast("TreeFragment | None", fragments[item - items] if item >= items else None)
         source = self._batch.sources[item if fragment is None else fragment.tree]
         if isinstance(source, int):
             tokens, columns = self._read(source, fetch)
-            return _Part(tokens, None, torch.arange(len(tokens)), columns, {source: _count(columns)})
+            return LabelledTokens(
+                tokens, None, torch.arange(len(tokens)), columns, {source: int((columns[_LABELS] != IGNORE).sum())}
+            )
         tree = source.tree
         here = np.arange(tree.num_tokens)
         trains = set(range(len(tree)))
@@ -277,7 +237,13 @@ class LabelTerms:
             rows.append(places[labelled])
             parts.append({name: column[labelled] for name, column in columns.items()})
             counts[i] = len(rows[-1])
-        return _Part(tokens, tree, torch.cat(rows), _joined(parts), counts)
+        return LabelledTokens(
+            tokens,
+            tree,
+            torch.cat(rows),
+            {name: torch.cat([each[name] for each in parts]) for name in parts[0]},
+            counts,
+        )
 
     def _read(self, i: int, fetch: Fetch) -> tuple[Tensor, dict[str, Tensor]]:
         """(tokens, columns) of a sequence, each ``[length]``; with its labels and their entries."""
@@ -293,34 +259,6 @@ class LabelTerms:
         return tokens.cpu(), {
             **columns, _LABELS: labels.cpu(), _ENTRIES: torch.arange(length) + self._batch.offsets[i]
         }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Labels of one sequence of a micro-batch.
-
-    Attributes:
-        tokens: of it, or of its tree.
-        tree: ``None``: it is a plain sequence.
-        rows: for each label the place of its token.
-        columns: by label, its entries among them.
-        counts: labels of each sequence of the batch that is here.
-    """
-
-    tokens: Tensor
-    tree: Tree | None
-    rows: Tensor
-    columns: dict[str, Tensor]
-    counts: dict[int, int]
-
-
-def _count(columns: Mapping[str, Tensor]) -> int:
-    return int((columns[_LABELS] != IGNORE).sum())
-
-
-def _joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The columns of several sequences, which have the same names, one after the other."""
-    return {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
 
 
 @dataclass(frozen=True, slots=True)

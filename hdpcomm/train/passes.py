@@ -21,8 +21,17 @@ from hdpcomm.train.expert_load import expert_loads, uncounted
 from hdpcomm.train.label_terms import LabelTerms
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.queue import StepQueue
-from hdpcomm.train.shards import Fetch, PackedShard, empty_shard, no_tokens, pack_of, pack_shard, pack_slice
-from hdpcomm.train.tree_shards import holds_trees, pack_tree_slice, pack_trees
+from hdpcomm.train.shards import (
+    Fetch,
+    PackedShard,
+    empty_shard,
+    holds_trees,
+    no_tokens,
+    pack_of,
+    pack_shard,
+    sequences_shard,
+    tree_shard,
+)
 
 if TYPE_CHECKING:
     from hdpcomm.attention import SequenceSlice
@@ -233,7 +242,7 @@ class _Run:
         self._staged = passes.planner is not None
         self._added_losses = self._staged and passes.loss is None and self.chunks[0].has_added_losses
         if self._added_losses:  # now, on all stages
-            refuse_trees(step.planned.lengths)
+            refuse_trees(holds_trees(range(len(step.planned.lengths)), step.planned.lengths))
         self._packs: dict[int, PackedShard] = {}
         """By number in the program, until the last pass of the micro-batch."""
         self._slices = step.planned.plan.slices
@@ -433,23 +442,20 @@ class _Run:
         step, comm, device, plan = self.step, self._group(batch), self.passes.device, self.step.planned.plan
         where: dict[str, Any] = {"comm": comm, "device": device}
         lengths, planned = step.planned.lengths, self._planned(batch)
-        trees = part is None and holds_trees(batch, lengths)
+        places = [each.id for each in batch.sequences] if planned is None else [planned.sequence]
+        trees = holds_trees(places, lengths)
         if self._staged and not (
-            self._added_losses or trees or any(chunk.first or chunk.last for chunk in self.chunks)
+            self._added_losses or (trees and part is None) or any(chunk.first or chunk.last for chunk in self.chunks)
         ):  # nothing in the middle reads tokens or labels
             pack = pack_of((each.length for each in batch.sequences), comm.size, plan.limit) if part is None else part
             positions = positions_of(pack, rank=comm.rank, size=comm.size, device=device)
             return PackedShard(positions, positions, positions, pack)
-        if planned is not None and part is not None:
-            if step.terms is not None:
-                return step.terms.pack_slice(planned, part, plan.fragments, step.fetch, **where)
-            if step.planned.tree(planned.sequence) is not None:
-                return pack_tree_slice(planned.sequence, part, lengths, plan.fragments, step.fetch, **where)
-            return pack_slice(planned, part, step.fetch, **where)
         if step.terms is not None:
-            return step.terms.pack(batch, plan, step.fetch, **where)
+            return step.terms.shard(places, part, plan, step.fetch, **where)
         if trees:
-            return pack_trees(batch, lengths, plan.fragments, step.fetch, **where)
+            return tree_shard(places, part, lengths, plan.fragments, step.fetch, **where)
+        if planned is not None and part is not None:
+            return sequences_shard(part, {planned.sequence: planned.bounds[-1]}, step.fetch, **where)
         return pack_shard(batch, step.fetch, limit=plan.limit, **where)
 
 

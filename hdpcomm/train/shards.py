@@ -1,41 +1,44 @@
-"""From the sequences of a micro-batch to this rank's shard of their pack."""
+"""From the sequences or trees of a micro-batch to this rank's shard of their pack, with the losses of every branch."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hdpcomm.attention import BalancedPack, SequenceSlice, SlicedSequence, shard
+from hdpcomm.attention import BalancedPack, Pack, SlicedSequence, as_pack
 from hdpcomm.attention import positions as positions_of
-from hdpcomm.attention.layout import sequences_layout
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.queue import fixed_for_rank
-from hdpcomm.plan.tree import Tree
+from hdpcomm.plan.tree import Tree, join_trees
 from hdpcomm.train.loss import IGNORE, next_token_labels
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
-    from hdpcomm.plan import MicroBatch, StepPlan
-    from hdpcomm.plan.micro_batch import PlannedSlice
+    from hdpcomm.plan import MicroBatch, SequenceFragment, StepPlan, TreeFragment
 
 __all__ = [
     "Fetch",
     "FetchAhead",
     "FetchParts",
+    "LabelledTokens",
     "PackedShard",
     "checked",
     "empty_shard",
+    "holds_trees",
+    "labelled_shard",
     "no_tokens",
     "pack_of",
     "pack_shard",
-    "pack_slice",
     "parts_of_rank",
+    "sequences_shard",
+    "tree_shard",
 ]
 
 Fetch = Callable[[int], "Tensor | tuple[Tensor, Tensor] | Mapping[str, Any]"]
@@ -88,7 +91,7 @@ class PackedShard:
     tokens: Tensor
     labels: Tensor
     positions: Tensor
-    cu_seqlens: Tensor | BalancedPack | Tree | SequenceSlice
+    cu_seqlens: Tensor | Tree | Pack
     label_rows: Tensor | None = None
     label_weights: Tensor | LabelLoss | None = None
     mass: Tensor | None = None
@@ -115,7 +118,7 @@ def empty_shard(device: torch.device) -> PackedShard:
     return PackedShard(none, none, none, torch.zeros(1, dtype=torch.int32))
 
 
-def pack_of(lengths: Iterable[int], size: int, limit: tuple[float, float]) -> Tensor | BalancedPack:
+def pack_of(lengths: Iterable[int], size: int, limit: tuple[float, float]) -> Tensor | Pack:
     """The ``cu_seqlens`` of sequences over ``size`` ranks; ``limit``: of the plan (:attr:`StepPlan.limit`)."""
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     return BalancedPack(cu_seqlens, *limit) if size > 1 and limit[1] else cu_seqlens
@@ -138,43 +141,36 @@ def pack_shard(
     Raises:
         InvalidUsage: ``fetch`` gave something else than a sequence of the planned length.
     """
+    lengths = {sequence.id: sequence.length for sequence in micro_batch.sequences}
+    return sequences_shard(pack_of(lengths.values(), comm.size, limit), lengths, fetch, comm=comm, device=device)
+
+
+def sequences_shard(
+    cu_seqlens: Tensor | Pack, lengths: Mapping[int, int], fetch: Fetch, *, comm: Communicator, device: torch.device
+) -> PackedShard:
+    """This rank's shard of plain sequences, or of a slice of one. Local.
+
+    Args:
+        lengths: of the whole sequences, by their places in the lengths of the step.
+    """
     rank, size = comm.rank, comm.size
-    cu_seqlens = pack_of((sequence.length for sequence in micro_batch.sequences), size, limit)
-    if size > 1 and isinstance(fetch, FetchParts):
-        tokens, labels = _own_parts(micro_batch, fetch, cu_seqlens, rank=rank, size=size)
+    pack, places = as_pack(cu_seqlens), list(lengths)
+    if isinstance(fetch, FetchParts) and (size > 1 or pack.keeps):  # no other token is read
+        reads = _reads(pack, places, rank, size)
+        parts = [checked(fetch.part(*read), read[0], read[2] - read[1]) for read in reads]
+        none = torch.zeros(0, dtype=torch.int64)
+        tokens, labels = (torch.cat([none, *(part[i] for part in parts)]) for i in (0, 1))
     else:
         if isinstance(fetch, FetchAhead):
-            fetch.ahead([(each.id, 0, each.length) for each in micro_batch.sequences])
-        whole = [checked(fetch(each.id), each.id, each.length) for each in micro_batch.sequences]
-        tokens, labels = (shard(torch.cat(each), cu_seqlens, rank=rank, size=size) for each in zip(*whole, strict=True))
-    return PackedShard(
-        tokens=tokens.to(device),
-        labels=labels.to(device),
-        positions=positions_of(cu_seqlens, rank=rank, size=size, device=device),
-        cu_seqlens=cu_seqlens,
-    )
+            fetch.ahead([(place, 0, length) for place, length in lengths.items()])
+        whole = [checked(fetch(place), place, length) for place, length in lengths.items()]
+        tokens, labels = (torch.cat(each)[pack.places(rank, size)] for each in zip(*whole, strict=True))
+    return PackedShard(tokens.to(device), labels.to(device), pack.positions(rank, size, device), cu_seqlens)
 
 
-def pack_slice(
-    planned: PlannedSlice, part: SequenceSlice, fetch: Fetch, *, comm: Communicator, device: torch.device
-) -> PackedShard:
-    """Like :func:`pack_shard`, for a micro-batch that is the slice ``part`` of a plain sequence. Local."""
-    where = {"rank": comm.rank, "size": comm.size}
-    if isinstance(fetch, FetchParts):
-        read = [
-            checked(fetch.part(*span), planned.sequence, span[2] - span[1])
-            for span in _spans_of_slice(planned, **where)
-        ]
-        tokens, labels = (torch.cat([each[i] for each in read]) if read else torch.zeros(0).long() for i in (0, 1))
-    else:
-        whole = checked(fetch(planned.sequence), planned.sequence, planned.bounds[-1])
-        tokens, labels = (shard(each[part.start : part.stop], part, **where) for each in whole)
-    return PackedShard(tokens.to(device), labels.to(device), positions_of(part, **where, device=device), part)
-
-
-def _spans_of_slice(planned: PlannedSlice, *, rank: int, size: int) -> list[tuple[int, int, int]]:
-    layout = SlicedSequence(planned.bounds).slice(planned.number).layouts(size)[0]
-    return [(planned.sequence, span.start, span.stop) for span in layout.own_spans(rank).get(0, [])]
+def _reads(pack: Pack, places: Sequence[int], rank: int, size: int) -> list[tuple[int, int, int]]:
+    """(place in the lengths of the step, first token, token after the last) of what a rank holds."""
+    return [(places[i], start, stop) for i, start, stop in pack.reads(rank, size)]
 
 
 def parts_of_rank(plan: StepPlan, rank: int) -> list[tuple[int, int, int]]:
@@ -183,38 +179,16 @@ def parts_of_rank(plan: StepPlan, rank: int) -> list[tuple[int, int, int]]:
     Local."""
     found = []
     for micro_batch in fixed_for_rank(plan, rank):
+        ranks, sequences = micro_batch.ranks, micro_batch.sequences
         if (planned := plan.slices.get(micro_batch.index)) is not None:
-            ranks = micro_batch.ranks
-            found += _spans_of_slice(planned, rank=ranks.index(rank), size=len(ranks))
-        elif len(micro_batch.ranks) == 1:
-            found += [(sequence.id, 0, sequence.length) for sequence in micro_batch.sequences]
+            pack: Pack = SlicedSequence(planned.bounds).slice(planned.number)
+            found += _reads(pack, [planned.sequence], ranks.index(rank), len(ranks))
+        elif len(ranks) == 1:
+            found += [(sequence.id, 0, sequence.length) for sequence in sequences]
         else:
-            size = len(micro_batch.ranks)
-            pack = pack_of((sequence.length for sequence in micro_batch.sequences), size, plan.limit)
-            found += _spans(micro_batch, pack, rank=micro_batch.ranks.index(rank), size=size)
+            pack = as_pack(pack_of((sequence.length for sequence in sequences), len(ranks), plan.limit))
+            found += _reads(pack, [sequence.id for sequence in sequences], ranks.index(rank), len(ranks))
     return found
-
-
-def _spans(
-    micro_batch: MicroBatch, cu_seqlens: Tensor | BalancedPack, *, rank: int, size: int
-) -> list[tuple[int, int, int]]:
-    layout = sequences_layout(cu_seqlens, size=size)
-    return [
-        (sequence.id, start, stop)
-        for sequence, heads_and_tails in zip(micro_batch.sequences, layout.spans(rank).tolist(), strict=True)
-        for start, stop in heads_and_tails
-    ]
-
-
-def _own_parts(
-    micro_batch: MicroBatch, fetch: FetchParts, cu_seqlens: Tensor | BalancedPack, *, rank: int, size: int
-) -> tuple[Tensor, Tensor]:
-    """(tokens, labels) of this rank's shard, of which no other token is read."""
-    parts = [
-        checked(fetch.part(place, start, stop), place, stop - start)
-        for place, start, stop in _spans(micro_batch, cu_seqlens, rank=rank, size=size)
-    ]
-    return torch.cat([tokens for tokens, _ in parts]), torch.cat([labels for _, labels in parts])
 
 
 def checked(
@@ -251,3 +225,125 @@ def _refuse_identity(sequence: int, tokens: Tensor, labels: Tensor) -> None:
         "token i is to predict, the next token: leave the labels out, or shift them (labels[:-1] = tokens[1:], the "
         f"last one {IGNORE})"
     )
+
+
+def holds_trees(places: Iterable[int], items: Sequence[int | Tree]) -> bool:
+    """Whether a sequence of a micro-batch is a tree, or a fragment of one."""
+    return any(place >= len(items) or isinstance(items[place], Tree) for place in places)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledTokens:
+    """The tokens of a sequence or tree, and all that is to be predicted.
+
+    Attributes:
+        tree: ``None``: a plain sequence.
+        rows: for each label the token that it comes after.
+        columns: by label.
+        counts: labels of each sequence of the batch that is here, where a loss asks for them.
+    """
+
+    tokens: Tensor
+    tree: Tree | None
+    rows: Tensor
+    columns: Mapping[str, Tensor]
+    counts: Mapping[int, int] = field(default_factory=dict)
+
+
+def labelled_shard(
+    parts: Sequence[LabelledTokens], pack: Pack | None, limit: tuple[float, float], *, rank: int, size: int
+) -> tuple[Tensor | Tree | Pack, Tensor, dict[str, Tensor], Tensor | None]:
+    """(``cu_seqlens``, the shard's tokens, its labels' columns, the row in the shard of each label; ``None``: of plain
+    sequences, which have a label for each token, in their order) of a rank. Local.
+
+    Args:
+        pack: the slice that it is, of the only one of ``parts``; it has the labels of its own tokens, wherever the
+            tokens are that they come from.
+    """
+    tokens = torch.cat([part.tokens for part in parts])
+    columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
+    trees = any(part.tree is not None for part in parts)
+    cu_seqlens: Tensor | Tree | Pack = pack or (
+        join_trees([part.tree or len(part.tokens) for part in parts])
+        if trees
+        else pack_of((len(part.tokens) for part in parts), size, limit)
+    )
+    mine = as_pack(cu_seqlens).places(rank, size)
+    if not trees:
+        return cu_seqlens, tokens[mine], {name: column[mine] for name, column in columns.items()}, None
+    firsts = itertools.accumulate((len(part.tokens) for part in parts), initial=0)
+    row = torch.full((len(tokens),), -1, dtype=torch.int64)
+    row[mine] = torch.arange(len(mine))
+    rows = row[torch.cat([part.rows + first for part, first in zip(parts, firsts, strict=False)])]
+    here = rows >= 0
+    return cu_seqlens, tokens[mine], {name: column[here] for name, column in columns.items()}, rows[here]
+
+
+def tree_shard(
+    places: Sequence[int],
+    pack: Pack | None,
+    items: Sequence[int | Tree],
+    fragments: Sequence[TreeFragment | SequenceFragment],
+    fetch: Fetch,
+    *,
+    comm: Communicator,
+    device: torch.device,
+) -> PackedShard:
+    """This rank's shard of a micro-batch with trees, or of ``pack``, a slice of a tree. Local.
+
+    The token after a branch is one of several, so a token has any number of labels: each of the shard's labels tells
+    its row, and its weight: how many trajectories train on it.
+
+    Args:
+        places: of the micro-batch's sequences, as in its plan.
+        items: what the step was planned for.
+        fragments: of the step's plan.
+    """
+    parts = [_labelled(i, items, fragments, fetch) for i in places]
+    rank, size = comm.rank, comm.size
+    cu_seqlens, tokens, columns, rows = labelled_shard(parts, pack, (0.0, 0.0), rank=rank, size=size)
+    assert rows is not None  # there are trees
+    return PackedShard(
+        tokens=tokens.to(device),
+        labels=columns["labels"].to(device),
+        positions=positions_of(cu_seqlens, rank=rank, size=size, device=device),
+        cu_seqlens=cu_seqlens,
+        label_rows=rows.to(device),
+        label_weights=columns["weights"].to(device),
+    )
+
+
+def _labelled(
+    i: int, items: Sequence[int | Tree], fragments: Sequence[TreeFragment | SequenceFragment], fetch: Fetch
+) -> LabelledTokens:
+    fragment = cast("TreeFragment | None", fragments[i - len(items)] if i >= len(items) else None)
+    item = items[i] if fragment is None else items[fragment.tree]
+    if not isinstance(item, Tree):
+        tokens, labels = checked(fetch(i), i, item)
+        rows = (labels != IGNORE).nonzero()[:, 0]
+        return LabelledTokens(tokens, None, rows, {"labels": labels[rows], "weights": torch.ones(len(rows))})
+    tokens, weights = _checked_tree(fetch(i if fragment is None else fragment.tree), i, item)
+    tree = item
+    if fragment is not None:
+        tree = item.part(fragment.segments)
+        chosen = torch.from_numpy(item.token_places(fragment.segments))
+        repeated = torch.from_numpy(np.repeat(fragment.repeated, tree.lengths))
+        tokens, weights = tokens[chosen], weights[chosen].masked_fill(repeated, 0.0)
+    previous = torch.from_numpy(tree.previous.copy())
+    trained = ((previous >= 0) & (weights != 0)).nonzero()[:, 0]
+    return LabelledTokens(tokens, tree, previous[trained], {"labels": tokens[trained], "weights": weights[trained]})
+
+
+def _checked_tree(fetched: Any, i: int, tree: Tree) -> tuple[Tensor, Tensor]:
+    tokens, weights = fetched if isinstance(fetched, tuple) else (fetched, None)
+    if weights is None:
+        weights = torch.from_numpy(np.repeat(tree.trajectories, tree.lengths)).float()
+    for name, given, dtype in (("tokens", tokens, torch.int64), ("weights", weights, torch.float32)):
+        if not isinstance(given, Tensor):
+            raise InvalidUsage(f"fetch({i}) gave {name} = {given!r}; expected a tensor of {dtype} [{tree.num_tokens}]")
+        if given.shape != (tree.num_tokens,) or given.dtype != dtype:
+            raise InvalidUsage(
+                f"fetch({i}) gave {name} of shape {tuple(given.shape)} and {given.dtype}; the step was planned for a "
+                f"tree, whose {name} are {dtype} [{tree.num_tokens}]"
+            )
+    return tokens, weights

@@ -63,9 +63,9 @@ def _run(backend, tiles, tensors):
     q, k, v, dout = (x.to(backend.compute_dtype(x.dtype)) for x in tensors)
     result = Accumulator(q.shape, tensors[0])
     score = Score(q.shape[-1] ** -0.5)
-    backend.forward(q, k, v, tiles, score, result)
+    backend.forward((q, k, v), tiles, score, result)
     grads = tuple(GradSum(x.shape, x, result.dtype) for x in (q, k, v))
-    backend.backward(dout, q, k, v, result.out.to(q.dtype), result.lse, tiles, score, grads)
+    backend.backward(dout, (q, k, v), result.out.to(q.dtype), result.lse, tiles, score, grads)
     return result.out, result.lse, *(grad.total() for grad in grads)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hdpcomm.attention.backends.base import Backend, Problem
+from hdpcomm.attention.backends.combined import DividedBackend, PaddedBackend
 from hdpcomm.attention.backends.cpu import CpuBackend
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
-from hdpcomm.attention.backends.divided import DividedBackend
 from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend
-from hdpcomm.attention.backends.padded import PaddedBackend
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.errors import InvalidUsage
 

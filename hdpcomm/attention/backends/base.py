@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from hdpcomm.attention import _kernels
 from hdpcomm.attention.tiles import Tile
 
-__all__ = ["Accumulator", "Backend", "GradSum", "Grads", "Problem", "Score", "refuses_tensors"]
+__all__ = ["Accumulator", "Backend", "GradSum", "Grads", "Problem", "Score", "Three", "refuses_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class _Visits:
         self._ranges: list[tuple[int, int]] = []
         self.once = True
 
-    def add(self, rows: slice | torch.Tensor) -> bool:
+    def add(self, rows: slice | Tensor) -> bool:
         """Whether none of these was visited before; rows by number count as visited."""
         if not isinstance(rows, slice):
             self.once = False
@@ -67,7 +68,7 @@ class _Visits:
         self._ranges.append((start, stop))
         return self.once
 
-    def all_by(self, rows: slice | torch.Tensor) -> bool:
+    def all_by(self, rows: slice | Tensor) -> bool:
         """Whether these are all rows."""
         return isinstance(rows, slice) and rows.indices(self._rows)[:2] == (0, self._rows)
 
@@ -82,50 +83,50 @@ class Accumulator:
 
     __slots__ = ("_device", "_lse", "_out", "_shape", "_visits", "dtype")
 
-    def __init__(self, shape: Sequence[int], like: torch.Tensor) -> None:
+    def __init__(self, shape: Sequence[int], like: Tensor) -> None:
         """``shape``: [tokens, heads, dim of the output]; ``like``: a tensor of the queries' type and device."""
         self.dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         """The type of sums."""
         self._shape = tuple(shape)
         self._device = like.device
         self._visits = _Visits(self._shape[0])
-        self._out: torch.Tensor | None = None
-        self._lse: torch.Tensor | None = None
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
 
     @classmethod
     def of_heads(cls, results: Sequence[Accumulator]) -> Accumulator:
         """The result of all heads from those of some, which follow each other and have visited the same rows."""
-        found = cls(
+        joined = cls(
             (*results[0]._shape[:1], sum(each._shape[1] for each in results), results[0]._shape[2]), results[0].out
         )
-        found.dtype = results[0].dtype
-        found._out, found._lse = (
+        joined.dtype = results[0].dtype
+        joined._out, joined._lse = (
             torch.cat(each, dim=1) for each in zip(*((r.out, r.lse) for r in results), strict=True)
         )
-        found._visits.once = False
-        return found
+        joined._visits.once = False
+        return joined
 
     @property
-    def out(self) -> torch.Tensor:
+    def out(self) -> Tensor:
         return self._out if self._out is not None else self._begin(self.dtype)[0]
 
     @property
-    def lse(self) -> torch.Tensor:
+    def lse(self) -> Tensor:
         return self._lse if self._lse is not None else self._begin(self.dtype)[1]
 
-    def _begin(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def _begin(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Makes the result of queries that have seen nothing, if there is none."""
         if self._out is None or self._lse is None:
             self._out = torch.zeros(self._shape, dtype=dtype, device=self._device)
             self._lse = torch.full(self._shape[:2], -torch.inf, dtype=self.dtype, device=self._device)
         return self._out, self._lse
 
-    def widen(self) -> torch.Tensor:
+    def widen(self) -> Tensor:
         """``out`` in the type of sums, from now on."""
         self._out = self.out.to(self.dtype)
         return self._out
 
-    def merge(self, block_out: torch.Tensor, block_lse: torch.Tensor, rows: slice | torch.Tensor) -> None:
+    def merge(self, block_out: Tensor, block_lse: Tensor, rows: slice | Tensor) -> None:
         """Adds a block of keys that the queries ``rows`` have seen; ``block_out``: [rows, heads, dim], contiguous;
         ``block_lse``: [rows, heads].
         """
@@ -153,16 +154,14 @@ class GradSum:
 
     __slots__ = ("_shape", "_total", "_visits", "dtype", "like")
 
-    def __init__(
-        self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype, *, into: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype, *, into: Tensor | None = None) -> None:
         """``like``: a tensor of the device; ``dtype``: of sums."""
         self._shape, self.like, self.dtype = tuple(shape), like, dtype
         self._total = into
         self._visits = None if into is not None else _Visits(self._shape[0])
 
     @classmethod
-    def into(cls, tensor: torch.Tensor) -> GradSum:
+    def into(cls, tensor: Tensor) -> GradSum:
         """Adds to ``tensor``."""
         return cls(tensor.shape, tensor, tensor.dtype, into=tensor)
 
@@ -170,17 +169,17 @@ class GradSum:
     def dim(self) -> int:
         return self._shape[-1]
 
-    def other(self, dim: int) -> GradSum:
+    def with_dim(self, dim: int) -> GradSum:
         """A new sum like this one, of another last dimension."""
         return GradSum((*self._shape[:-1], dim), self.like, self.dtype)
 
-    def total(self) -> torch.Tensor:
+    def total(self) -> Tensor:
         """The sum so far; zeros for rows without a block."""
         if self._total is None:
             self._total = torch.zeros(self._shape, dtype=self.dtype, device=self.like.device)
         return self._total
 
-    def add(self, part: torch.Tensor, rows: slice | torch.Tensor) -> None:
+    def add(self, part: Tensor, rows: slice | Tensor) -> None:
         """Adds the gradients of ``rows``, each at most once in it; ``part`` may be kept, and is nobody else's."""
         if self._visits is not None and self._visits.add(rows):
             if self._visits.all_by(rows):
@@ -204,46 +203,37 @@ Grads = tuple[GradSum, GradSum, GradSum]
 """Sums for queries, keys and values."""
 
 
-class Backend(Protocol):
+Three = tuple[Tensor, Tensor, Tensor]
+"""Tensors for queries, keys and values."""
+
+
+class Backend(ABC):
     """Attention over tiles. Both methods are local and run on the current stream.
 
     q: [tokens, heads, dim], out, dout: [tokens, heads, v_dim]; k, dk: [keys, kv_heads, dim], v, dv: [keys, kv_heads,
     v_dim], rows may be strided; lse: [tokens, heads]. ``dim`` and ``v_dim`` differ only where ``own_v_dim`` says so;
-    :class:`hdpcomm.attention.backends.padded.PaddedBackend` serves the others.
+    :class:`hdpcomm.attention.backends.combined.PaddedBackend` serves the others.
     """
 
     name: str
-    own_v_dim: bool
+    own_v_dim = False
     """Whether the kernel takes a V with a head_dim of its own."""
 
+    @abstractmethod
     def refuses(self, problem: Problem) -> str | None:
         """Why this backend cannot compute ``problem`` here, or None if it can."""
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type that q, k, v, dout must have for inputs of ``dtype``; the caller casts once per buffer."""
+        return dtype
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tiles: Sequence[Tile],
-        score: Score,
-        result: Accumulator,
-    ) -> None:
+    @abstractmethod
+    def forward(self, qkv: Three, tiles: Sequence[Tile], score: Score, result: Accumulator) -> None:
         """Merges the attention over all tiles into ``result``, in the order of tiles."""
 
+    @abstractmethod
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tiles: Sequence[Tile],
-        score: Score,
-        grads: Grads,
+        self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tiles: Sequence[Tile], score: Score, grads: Grads
     ) -> None:
         """Adds the tiles' contributions to ``grads`` (dq, dk, dv); ``out`` and ``lse`` are final, over all keys."""
 

@@ -6,21 +6,20 @@ it to a multiple of 32 queries, and cuDNN adds a last dimension of 1.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hdpcomm.attention.backends.base import Accumulator, Grads, Problem, Score, refuses_tensors
-from hdpcomm.attention.backends.cpu import batched, lower
-from hdpcomm.attention.backends.varlen import Batch, Three, VarlenBackend
+from hdpcomm.attention.backends.base import Problem, Score, Three, refuses_tensors
+from hdpcomm.attention.backends.dense import DenseBackend
+from hdpcomm.attention.backends.varlen import Batch, VarlenBackend
 from hdpcomm.attention.tiles import Tile
 
 __all__ = ["CudnnBackend", "EfficientBackend", "FlashBackend"]
 
 _HALF = (torch.float16, torch.bfloat16)
-_Tensors = tuple[torch.Tensor, ...]
 
 
 def _refusal(problem: Problem, dtypes: Sequence[torch.dtype], capability: tuple[int, int], max_dim: int) -> str | None:
@@ -54,24 +53,14 @@ class FlashBackend(VarlenBackend):
             options |= {"window_size_left": batch.left, "window_size_right": batch.right}
         return options
 
-    def call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, score: Score
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, score: Score) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, batch.cu_q, batch.cu_k, batch.max_q, batch.max_k, 0.0, batch.causal, False,
             **self._options(batch, score),
         )  # fmt: skip
         return out, lse
 
-    def call_backward(
-        self,
-        dout: torch.Tensor,
-        qkv: Three,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        batch: Batch,
-        score: Score,
-    ) -> Three:
+    def call_backward(self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, batch: Batch, score: Score) -> Three:
         unused = torch.zeros(2, dtype=torch.uint64, device=dout.device)  # the dropout's random state
         parts: Three = torch.ops.aten._flash_attention_backward(
             dout.contiguous(), *qkv, out, lse, batch.cu_q, batch.cu_k, batch.max_q, batch.max_k, 0.0, batch.causal,
@@ -80,68 +69,7 @@ class FlashBackend(VarlenBackend):
         return parts
 
 
-class _DenseBackend(ABC):
-    """Backends with one kernel call per tile, on [1, heads, rows, dim]; masks are aligned at the top left."""
-
-    name: str
-    own_v_dim = False
-
-    @abstractmethod
-    def refuses(self, problem: Problem) -> str | None: ...
-
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    @abstractmethod
-    def call_forward(self, qkv: _Tensors, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [1, heads, rows, dim], lse [1, heads, rows])."""
-
-    @abstractmethod
-    def call_backward(
-        self, dout: torch.Tensor, qkv: _Tensors, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float
-    ) -> _Tensors:
-        """(dq, dk, dv), shaped like ``qkv``."""
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tiles: Sequence[Tile],
-        score: Score,
-        result: Accumulator,
-    ) -> None:
-        for tile in (part for whole in tiles for part in lower(whole)):
-            keys = (tile.k_start, tile.k_stop)
-            qkv = (batched(q, tile.q_start, tile.q_stop), batched(k, *keys), batched(v, *keys))
-            out, lse = self.call_forward(qkv, not tile.full, score.scale)
-            rows = slice(tile.q_start, tile.q_stop)
-            result.merge(out[0].transpose(0, 1).contiguous(), lse[0].transpose(0, 1), rows)
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tiles: Sequence[Tile],
-        score: Score,
-        grads: Grads,
-    ) -> None:
-        for tile in (part for whole in tiles for part in lower(whole)):
-            rows, keys = (tile.q_start, tile.q_stop), (tile.k_start, tile.k_stop)
-            qkv = (batched(q, *rows), batched(k, *keys), batched(v, *keys))
-            tile_lse = lse[slice(*rows)].transpose(0, 1).unsqueeze(0).contiguous()
-            parts = self.call_backward(
-                batched(dout, *rows), qkv, batched(out, *rows), tile_lse, not tile.full, score.scale
-            )
-            for grad, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
-                grad.add(part[0].transpose(0, 1), slice(*where))
-
-
-class EfficientBackend(_DenseBackend):
+class EfficientBackend(DenseBackend):
     """``aten::_scaled_dot_product_efficient_attention``: also float32."""
 
     name = "efficient"
@@ -153,32 +81,30 @@ class EfficientBackend(_DenseBackend):
         return _refusal(problem, (*_HALF, torch.float32), (5, 0), 65536)
 
     @staticmethod
-    def _repeated(qkv: _Tensors) -> _Tensors:
+    def _repeated(qkv: Three) -> Three:
         """Repeats the heads of k and v, since the operator has no grouped heads."""
         q, k, v = qkv
         times = q.shape[1] // k.shape[1]
         return q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
 
-    def call_forward(self, qkv: _Tensors, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def call_forward(self, qkv: Three, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            *self._repeated(qkv), None, True, 0.0, causal, scale=scale
+            *self._repeated(qkv), None, True, 0.0, not tile.full, scale=scale
         )
         return out, lse[..., : out.shape[2]]
 
-    def call_backward(
-        self, dout: torch.Tensor, qkv: _Tensors, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float
-    ) -> _Tensors:
-        padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    def call_backward(self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tile: Tile, scale: float) -> Three:
+        padded = torch.nn.functional.pad(lse.contiguous(), (0, -lse.shape[-1] % 32), value=torch.inf)
         seed = torch.zeros((), dtype=torch.int64, device=dout.device)
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            dout, *self._repeated(qkv), None, out, padded, seed, seed, 0.0, [True, True, True, False], causal,
+            dout, *self._repeated(qkv), None, out, padded, seed, seed, 0.0, [True, True, True, False], not tile.full,
             scale=scale,
         )  # fmt: skip
         heads = qkv[1].shape[1]
         return dq, dk.unflatten(1, (heads, -1)).sum(2), dv.unflatten(1, (heads, -1)).sum(2)
 
 
-class CudnnBackend(_DenseBackend):
+class CudnnBackend(DenseBackend):
     """``aten::_scaled_dot_product_cudnn_attention``."""
 
     name = "cudnn"
@@ -192,18 +118,16 @@ class CudnnBackend(_DenseBackend):
             return "it is called with one head_dim for all"
         return _refusal(problem, _HALF, (8, 0), 128)
 
-    def call_forward(self, qkv: _Tensors, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def call_forward(self, qkv: Three, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *qkv, None, True, 0.0, causal, False, scale=scale
+            *qkv, None, True, 0.0, not tile.full, False, scale=scale
         )
         return out, lse.reshape(out.shape[:3])
 
-    def call_backward(
-        self, dout: torch.Tensor, qkv: _Tensors, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float
-    ) -> _Tensors:
+    def call_backward(self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tile: Tile, scale: float) -> Three:
         seed = torch.zeros((), dtype=torch.int64, device=dout.device)
-        parts: _Tensors = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            dout, *qkv, out, lse.unsqueeze(-1), seed, seed, None, None, None, out.shape[2], qkv[1].shape[2],
-            0.0, causal, scale=scale,
+        parts: Three = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout, *qkv, out, lse.contiguous().unsqueeze(-1), seed, seed, None, None, None, out.shape[2],
+            qkv[1].shape[2], 0.0, not tile.full, scale=scale,
         )  # fmt: skip
         return parts

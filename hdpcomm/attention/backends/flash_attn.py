@@ -14,9 +14,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hdpcomm.attention.backends.base import Problem, Score, refuses_tensors
-from hdpcomm.attention.backends.varlen import Batch, Three, VarlenBackend
+from hdpcomm.attention.backends.base import Problem, Score, Three, refuses_tensors
+from hdpcomm.attention.backends.varlen import Batch, VarlenBackend
 
 __all__ = ["FlashAttn2Backend", "FlashAttn3Backend"]
 
@@ -74,9 +75,7 @@ class FlashAttn2Backend(VarlenBackend):
             return f"flash-attn {'.'.join(map(str, version))} is installed; expected 2.7 or a later 2.x"
         return refuses_tensors(problem, (torch.float16, torch.bfloat16), 256)
 
-    def call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, score: Score
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, score: Score) -> tuple[Tensor, Tensor]:
         run = importlib.import_module(_INTERFACE_2)._flash_attn_varlen_forward
         out, lse, *_ = run(
             q, k, v, **_options(batch, score), dropout_p=0.0, causal=batch.causal, alibi_slopes=None,
@@ -84,9 +83,7 @@ class FlashAttn2Backend(VarlenBackend):
         )  # fmt: skip
         return out, lse
 
-    def call_backward(
-        self, dout: torch.Tensor, qkv: Three, out: torch.Tensor, lse: torch.Tensor, batch: Batch, score: Score
-    ) -> Three:
+    def call_backward(self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, batch: Batch, score: Score) -> Three:
         run = importlib.import_module(_INTERFACE_2)._flash_attn_varlen_backward
         inputs, grads = _buffers(qkv)
         run(
@@ -111,15 +108,11 @@ class FlashAttn3Backend(VarlenBackend):
             return "the installed flash-attn 3 has another interface; expected one with window_size_left and is_causal"
         return refuses_tensors(problem, (torch.float16, torch.bfloat16), 256)
 
-    def call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, score: Score
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, score: Score) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _third()._flash_attn_forward(q, k, v, **_options(batch, score), causal=batch.causal)
         return out, lse
 
-    def call_backward(
-        self, dout: torch.Tensor, qkv: Three, out: torch.Tensor, lse: torch.Tensor, batch: Batch, score: Score
-    ) -> Three:
+    def call_backward(self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, batch: Batch, score: Score) -> Three:
         (q, k, v), (dq, dk, dv) = _buffers(qkv)
         _third()._flash_attn_backward(
             dout.contiguous(), q, k, v, out.contiguous(), lse, dq=dq, dk=dk, dv=dv, **_options(batch, score),

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from hdpcomm.attention.backends.base import Accumulator, Grads, Problem, Score
+from hdpcomm.attention.backends.base import Accumulator, Backend, Grads, Problem, Score, Three
 from hdpcomm.attention.tiles import Tile
 
 __all__ = ["ReferenceBackend"]
@@ -25,7 +26,7 @@ def _blocks(tiles: Sequence[Tile]) -> Iterator[tuple[Tile, slice, slice]]:
             yield tile, slice(tile.q_start + first, tile.q_start + last), slice(tile.k_start, tile.k_stop)
 
 
-def _hidden(tile: Tile, rows: slice, device: torch.device) -> torch.Tensor | None:
+def _hidden(tile: Tile, rows: slice, device: torch.device) -> Tensor | None:
     """[rows, keys]: the pairs that the mask forbids, or None if there are none."""
     if tile.full:
         return None
@@ -42,14 +43,12 @@ def _hidden(tile: Tile, rows: slice, device: torch.device) -> torch.Tensor | Non
     return hidden
 
 
-def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     """[rows, heads, ...] as [rows, kv_heads, group, ...]."""
     return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None, score: Score
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, score: Score) -> tuple[Tensor, Tensor | None]:
     """Scores [kv_heads, group, rows, keys] and, with a softcap, their derivative with respect to the uncapped ones."""
     grouped = _grouped(q, k.shape[1])
     scores = torch.einsum("qhgd,khd->hgqk", grouped, k) * score.scale
@@ -62,7 +61,7 @@ def _scores(
     return scores, slope
 
 
-class ReferenceBackend:
+class ReferenceBackend(Backend):
     """Attention in float64, without fused kernels."""
 
     name = "reference"
@@ -74,15 +73,8 @@ class ReferenceBackend:
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:  # noqa: ARG002
         return torch.float64
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tiles: Sequence[Tile],
-        score: Score,
-        result: Accumulator,
-    ) -> None:
+    def forward(self, qkv: Three, tiles: Sequence[Tile], score: Score, result: Accumulator) -> None:
+        q, k, v = qkv
         for tile, rows, keys in _blocks(tiles):
             scores, _ = _scores(q[rows], k[keys], _hidden(tile, rows, q.device), score)
             lse = torch.logsumexp(scores, dim=-1)
@@ -92,17 +84,9 @@ class ReferenceBackend:
             result.merge(out.to(result.dtype).contiguous(), lse.to(result.dtype), rows)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tiles: Sequence[Tile],
-        score: Score,
-        grads: Grads,
+        self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tiles: Sequence[Tile], score: Score, grads: Grads
     ) -> None:
+        q, k, v = qkv
         dq, dk, dv = grads
         heads = k.shape[1]
         for tile, rows, keys in _blocks(tiles):

@@ -7,20 +7,18 @@ added to once per call, in a fixed order. Kernels of this kind align queries and
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
-from hdpcomm.attention.backends.base import Accumulator, Grads, Problem, Score
+from hdpcomm.attention.backends.base import Accumulator, Backend, Grads, Score, Three
 from hdpcomm.attention.tiles import Tile
 
-__all__ = ["Batch", "Three", "VarlenBackend", "batches_of"]
-
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Tensors for queries, keys and values."""
+__all__ = ["Batch", "VarlenBackend", "batches_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,11 +29,11 @@ class Batch:
     """Keys left of the diagonal that a query sees, -1 for all; the last query is aligned with the last key."""
     right: int
     """Keys right of the diagonal that a query sees, -1 for all; 0 is causal."""
-    q_rows: torch.Tensor | slice
-    k_rows: torch.Tensor | slice
-    cu_q: torch.Tensor
+    q_rows: Tensor | slice
+    k_rows: Tensor | slice
+    cu_q: Tensor
     """int32 [tiles + 1]"""
-    cu_k: torch.Tensor
+    cu_k: Tensor
     max_q: int
     max_k: int
 
@@ -52,14 +50,14 @@ def _window(tile: Tile) -> tuple[int, int]:
     return left, right
 
 
-def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor | slice:
+def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Tensor | slice:
     """A slice if the ranges are consecutive, else their row numbers."""
     if all(a[1] == b[0] for a, b in itertools.pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
     return torch.cat([torch.arange(*r) for r in ranges]).to(device)
 
 
-def _running_sum(sizes: Iterable[int], device: torch.device) -> torch.Tensor:
+def _running_sum(sizes: Iterable[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(device=device, dtype=torch.int32)
 
 
@@ -95,66 +93,30 @@ def batches_of(tiles: tuple[Tile, ...], device: torch.device) -> tuple[Batch, ..
     )
 
 
-class VarlenBackend(ABC):
+class VarlenBackend(Backend):
     """Base of the backends with a varlen kernel; a subclass implements the two calls."""
 
-    name: str
-    own_v_dim = False
-
     @abstractmethod
-    def refuses(self, problem: Problem) -> str | None: ...
-
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    @abstractmethod
-    def call_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, score: Score
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, score: Score) -> tuple[Tensor, Tensor]:
         """(out [rows, heads, dim], lse [heads, rows] in float32)."""
 
     @abstractmethod
-    def call_backward(
-        self,
-        dout: torch.Tensor,
-        qkv: Three,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        batch: Batch,
-        score: Score,
-    ) -> Three:
+    def call_backward(self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, batch: Batch, score: Score) -> Three:
         """(dq, dk, dv) of the rows; ``lse``: [heads, rows], contiguous."""
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tiles: Sequence[Tile],
-        score: Score,
-        result: Accumulator,
-    ) -> None:
+    def forward(self, qkv: Three, tiles: Sequence[Tile], score: Score, result: Accumulator) -> None:
+        q, k, v = qkv
         for batch in batches_of(tuple(tiles), q.device):
             out, lse = self.call_forward(q[batch.q_rows], k[batch.k_rows], v[batch.k_rows], batch, score)
             result.merge(out.contiguous(), lse.transpose(0, 1), batch.q_rows)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tiles: Sequence[Tile],
-        score: Score,
-        grads: Grads,
+        self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tiles: Sequence[Tile], score: Score, grads: Grads
     ) -> None:
+        q, k, v = qkv
         for batch in batches_of(tuple(tiles), q.device):
             rows, keys = batch.q_rows, batch.k_rows
-            parts = self.call_backward(
-                dout[rows], (q[rows], k[keys], v[keys]), out[rows],
-                lse[rows].transpose(0, 1).contiguous(), batch, score,
-            )  # fmt: skip
+            row_lse = lse[rows].transpose(0, 1).contiguous()
+            parts = self.call_backward(dout[rows], (q[rows], k[keys], v[keys]), out[rows], row_lse, batch, score)
             for grad, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
                 grad.add(part, where)

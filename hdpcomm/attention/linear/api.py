@@ -5,24 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from hdpcomm.attention.call_check import agree_on_call, agree_on_result
-from hdpcomm.attention.layout import CuSeqlens
-from hdpcomm.attention.linear.carried import begin_slice, end_slice
-from hdpcomm.attention.linear.checks import (
-    check_all_finite,
-    check_linear,
-    check_states,
-    linear_layout,
-    summary_of,
-)
+from hdpcomm.attention.linear.checks import check_all_finite, check_linear, check_states, summary_of, token_layouts
 from hdpcomm.attention.linear.exchange import choose_exchange
 from hdpcomm.attention.linear.fla import choose_backend
-from hdpcomm.attention.linear.nodes import TokenLayout
 from hdpcomm.attention.linear.recurrence import LinearCall, LinearRecurrence
 from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
-from hdpcomm.attention.slices import SequenceSlice
+from hdpcomm.attention.packs import CuSeqlens, Pack, as_pack
+from hdpcomm.attention.tree_layout import TokenLayout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
@@ -35,7 +28,7 @@ _OPTIONS = ("exchange", "costs", "check")
 """The fields of :class:`AttentionOptions` that recurrences have."""
 
 
-def _check_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> None:
+def _check_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
     if not q.ndim == k.ndim == v.ndim == 3 or g.ndim not in (2, 3) or beta.ndim != 2:
@@ -58,29 +51,29 @@ def _check_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Ten
         raise InvalidUsage(f"q, k and v must have one type; got {q.dtype}, {k.dtype}, {v.dtype}")
 
 
-def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _spread(x: Tensor, heads: int) -> Tensor:
     """Repeats each head for those of v that share it."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-_Arguments = tuple[torch.Tensor | LinearCall | None, ...]
+_Arguments = tuple[Pack, tuple[Tensor, ...], LinearCall]
 
 
 def _arguments(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
     *,
-    cu_seqlens: CuSeqlens,
-    layout: TokenLayout,
+    pack: Pack,
+    layouts: tuple[TokenLayout, TokenLayout],
     comm: Communicator | None,
     backend: str,
     options: AttentionOptions,
 ) -> tuple[_Arguments, str, str]:
     """(arguments of :class:`LinearRecurrence`, facts, summary) for tensors that were checked."""
-    plan = state_plan(layout, cu_seqlens.layouts(layout.size)[1] if isinstance(cu_seqlens, SequenceSlice) else None)
+    plan = state_plan(*layouts)
     chosen = choose_exchange(
         options.exchange, plan, shape=(q.shape[1], q.shape[2], v.shape[2]), delta=beta is not None,
         device=q.device.type, costs=options.costs,
@@ -91,39 +84,39 @@ def _arguments(
         f"exchange={chosen} backend={computed_by}"
     )
     call = LinearCall(plan, comm, chosen, computed_by)
-    facts, summary = summary_of(layout, settings)
-    return (q, k, v, g, beta, call), facts, summary
+    tensors = (q, k, v, g) if beta is None else (q, k, v, g, beta)
+    return (pack, tensors, call), *summary_of(layouts[0], settings)
 
 
-def _recur(arguments: _Arguments, cu_seqlens: CuSeqlens, comm: Communicator | None) -> torch.Tensor:
+def _recur(pack: Pack, tensors: tuple[Tensor, ...], call: LinearCall) -> Tensor:
     """The output; a slice starts with the states of those before it."""
-    q, k, v, g, beta, call = arguments
-    if not isinstance(cu_seqlens, SequenceSlice):
-        out, _ = LinearRecurrence.apply(q, k, v, g, beta, None, call)  # type: ignore[no-untyped-call]
-        return out  # type: ignore[no-any-return]
-    assert isinstance(call, LinearCall)
-    tensors = [x for x in (q, k, v, g, beta) if isinstance(x, torch.Tensor)]
-    first, _, values = tensors[:3]
-    shape = call.plan.given[0 if comm is None else comm.rank], *first.shape[1:], values.shape[2]
-    zero = first.new_zeros(shape, dtype=torch.promote_types(first.dtype, torch.float32))
-    carried, (state, q, k, v, g, *rest) = begin_slice(cu_seqlens, zero, *tensors)
-    out, final = LinearRecurrence.apply(q, k, v, g, rest[0] if rest else None, state, call)  # type: ignore[no-untyped-call]
-    return end_slice(carried, cu_seqlens, out, final)
+
+    def run(
+        state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *beta: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return LinearRecurrence.apply(q, k, v, g, beta[0] if beta else None, state, call)  # type: ignore[no-any-return, no-untyped-call]
+
+    def zero() -> Tensor:
+        first, _, values, *_ = tensors
+        shape = call.plan.given[0 if call.comm is None else call.comm.rank], *first.shape[1:], values.shape[2]
+        return first.new_zeros(shape, dtype=torch.promote_types(first.dtype, torch.float32))
+
+    return pack.carry(run, zero, *tensors)
 
 
 @untraced
 def delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
     backend: str = "auto",
     options: AttentionOptions | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The gated delta rule, and KDA, over packed sequences that several ranks share.
 
     With S = 0 before the first token of each sequence:
@@ -155,8 +148,9 @@ def delta_rule(
     def prepare() -> tuple[_Arguments, str, str]:
         known = options_of("delta_rule", options, *_OPTIONS)
         _check_delta(q, k, v, g, beta)
-        layout = linear_layout(cu_seqlens, comm)
-        check_linear(tensors, layout, comm)
+        pack = as_pack(cu_seqlens)
+        layouts = token_layouts(pack, comm)
+        check_linear(tensors, layouts[0], comm)
         if careful:
             check_all_finite(tensors)
         heads = v.shape[1]
@@ -166,15 +160,15 @@ def delta_rule(
             v,
             g,
             beta,
-            cu_seqlens=cu_seqlens,
-            layout=layout,
+            pack=pack,
+            layouts=layouts,
             comm=comm,
             backend=backend,
             options=known,
         )
 
     arguments = agree_on_call(comm, "delta_rule", careful=careful, device=q.device, prepare=prepare)
-    out = _recur(arguments, cu_seqlens, comm)
+    out = _recur(*arguments)
     if careful:
         agree_on_result(comm, "delta_rule", device=q.device, error=check_states(out))
     return out
@@ -182,18 +176,18 @@ def delta_rule(
 
 @untraced
 def ssd(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
     *,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
-    d: torch.Tensor | None = None,
+    d: Tensor | None = None,
     backend: str = "auto",
     options: AttentionOptions | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The state-space layer of Mamba-2 (SSD) over packed sequences that several ranks share.
 
     With S = 0 before the first token of each sequence: ``S_t = exp(a dt_t) S_{t-1} + dt_t b_t x_t^T`` and
@@ -228,19 +222,20 @@ def ssd(
             raise InvalidUsage(f"d must be [heads] = ({heads},); got {tuple(d.shape)}")
         if not x.dtype == b.dtype == c.dtype:
             raise InvalidUsage(f"x, b and c must have one type; got {x.dtype}, {b.dtype}, {c.dtype}")
-        layout = linear_layout(cu_seqlens, comm)
-        check_linear(tensors, layout, comm)
+        pack = as_pack(cu_seqlens)
+        layouts = token_layouts(pack, comm)
+        check_linear(tensors, layouts[0], comm)
         if careful:
             check_all_finite(tensors)
         wide = torch.promote_types(x.dtype, torch.float32)
         values = x.to(wide) * dt.to(wide)[..., None]
         return _arguments(
             _spread(c, heads), _spread(b, heads), values, dt.to(wide) * a.to(wide), None,
-            cu_seqlens=cu_seqlens, layout=layout, comm=comm, backend=backend, options=known,
+            pack=pack, layouts=layouts, comm=comm, backend=backend, options=known,
         )  # fmt: skip
 
     arguments = agree_on_call(comm, "ssd", careful=careful, device=x.device, prepare=prepare)
-    out = _recur(arguments, cu_seqlens, comm)
+    out = _recur(*arguments)
     if careful:
         agree_on_result(comm, "ssd", device=x.device, error=check_states(out))
     if d is not None:

@@ -5,39 +5,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from hdpcomm.attention.api import check_finite, layouts_of
-from hdpcomm.attention.layout import AnyLayout, CuSeqlens, as_cu_seqlens
-from hdpcomm.attention.linear.nodes import TokenLayout
-from hdpcomm.attention.slices import SequenceSlice
+from hdpcomm.attention.api import check_finite
+from hdpcomm.attention.layout import Layout
+from hdpcomm.attention.packs import Pack
+from hdpcomm.attention.tree_layout import TokenLayout
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.tree import Tree
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["check_all_finite", "check_linear", "check_states", "layout_of_tokens", "linear_layout", "summary_of"]
+__all__ = ["check_all_finite", "check_linear", "check_states", "summary_of", "token_layouts"]
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def linear_layout(cu_seqlens: CuSeqlens, comm: Communicator | None) -> TokenLayout:
-    """:func:`layout_of_tokens`; of a slice, that of its own tokens."""
-    if isinstance(cu_seqlens, SequenceSlice):
-        return cu_seqlens.layouts(1 if comm is None else comm.size)[0]
-    return layout_of_tokens(cu_seqlens, comm)
+def token_layouts(pack: Pack, comm: Communicator | None) -> tuple[TokenLayout, TokenLayout]:
+    """The layouts of a call's tokens, and of these and the tokens of earlier slices that they see. Raises InvalidUsage,
+    also for a mask."""
+    layouts = pack.token_layouts(1 if comm is None else comm.size)
+    layouts[0].check_attended()
+    return layouts
 
 
-def layout_of_tokens(cu_seqlens: CuSeqlens, comm: Communicator | None) -> TokenLayout:
-    """The layout of a pack of sequences or of a tree. Raises InvalidUsage, also for a mask."""
-    if not isinstance(cu_seqlens, Tree):
-        as_cu_seqlens(cu_seqlens)
-    layout, _ = layouts_of(cu_seqlens, None, comm)
-    assert isinstance(layout, TokenLayout)
-    return layout
-
-
-def check_linear(tensors: dict[str, torch.Tensor], layout: AnyLayout, comm: Communicator | None) -> None:
+def check_linear(tensors: dict[str, Tensor], layout: Layout, comm: Communicator | None) -> None:
     """Checks the types, devices and tokens of a call's tensors, [T_local, ...] each. Raises InvalidUsage."""
     first = next(iter(tensors.values()))
     for name, x in tensors.items():
@@ -57,7 +49,7 @@ def check_linear(tensors: dict[str, torch.Tensor], layout: AnyLayout, comm: Comm
             )
 
 
-def check_states(out: torch.Tensor) -> InvalidUsage | None:
+def check_states(out: Tensor) -> InvalidUsage | None:
     """The error for an output that is not a number."""
     if bool(torch.isfinite(out.detach().sum(dtype=torch.float64))):
         return None
@@ -71,13 +63,13 @@ def check_states(out: torch.Tensor) -> InvalidUsage | None:
     )
 
 
-def check_all_finite(tensors: dict[str, torch.Tensor]) -> None:
+def check_all_finite(tensors: dict[str, Tensor]) -> None:
     """Raises InvalidUsage for NaN or infinity in a tensor [tokens, heads(, dim)]."""
     for name, x in tensors.items():
         check_finite(name, x[..., None] if x.ndim == 2 else x)
 
 
-def summary_of(layout: AnyLayout, settings: str) -> tuple[str, str]:
+def summary_of(layout: Layout, settings: str) -> tuple[str, str]:
     """(all that must be the same on all ranks, a summary of it for messages)."""
     pack = layout.facts
     return f"{pack[0]} {settings}", f"{pack[1]}, {settings}"

@@ -9,24 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hdpcomm.attention.api import check_finite
-from hdpcomm.attention.atoms import Int64
 from hdpcomm.attention.call_check import agree_on_call
 from hdpcomm.attention.gather import GatherPlan, GradReturn, fetch_rows, gather_plan
-from hdpcomm.attention.layout import CuSeqlens
-from hdpcomm.attention.linear.carried import begin_slice, end_slice
-from hdpcomm.attention.linear.checks import check_linear, layout_of_tokens, summary_of
-from hdpcomm.attention.linear.nodes import TokenLayout
+from hdpcomm.attention.linear.checks import check_linear, summary_of, token_layouts
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
+from hdpcomm.attention.packs import CuSeqlens, Pack, as_pack
 from hdpcomm.attention.routes import find_atoms
-from hdpcomm.attention.slices import SequenceSlice
-from hdpcomm.attention.tiles import Band
-from hdpcomm.attention.tree_layout import TreeLayout, is_sliced, past_tokens
+from hdpcomm.attention.tiles import Band, Int64
+from hdpcomm.attention.tree_layout import TokenLayout, TreeLayout, past_tokens
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
@@ -45,29 +42,22 @@ class _ConvPlan:
     """
 
     gather: GatherPlan
-    source: torch.Tensor
+    source: Tensor
     """[buffer]: the fetched row of each row of the buffer; past the last one, a row of zeros, before a sequence."""
-    place: torch.Tensor
+    place: Tensor
     """[T_local]: the row of the buffer of each local token."""
-    recent: torch.Tensor
+    recent: Tensor
     """In a slice: which of this rank's rows, those of the past first, are in the past of the next slice."""
 
 
-def _layouts(cu_seqlens: CuSeqlens, comm: Communicator | None, width: int) -> tuple[TokenLayout, TokenLayout]:
-    """The layouts of a call's tokens, and of these and the past that ranks keep of a slice."""
-    if not isinstance(cu_seqlens, SequenceSlice):
-        layout = layout_of_tokens(cu_seqlens, comm)
-        return layout, layout
-    queries, keys = cu_seqlens.layouts(1 if comm is None else comm.size)
-    return queries, _recent_keys(keys, width - 1)
-
-
 @lru_cache(maxsize=128)
-def _recent_keys(keys: TreeLayout, count: int) -> TreeLayout:
-    """The layout of a slice's own tokens, and of those before it that :func:`past_tokens` gives."""
-    first, end = keys.bounds[keys.number : keys.number + 2]
+def _recent_keys(keys: TokenLayout, count: int) -> TokenLayout:
+    """The layout of a pack's own tokens, and in a slice of those before it that :func:`past_tokens` gives."""
+    if keys.tree is None or not keys.sliced:
+        return keys
+    first, end = keys.slice_bounds[keys.number : keys.number + 2]
     past = past_tokens(keys.tree, first, count)
-    return keys.of_tokens(np.append(past, first), np.append(past + 1, end))
+    return cast(TreeLayout, keys).of_tokens(np.append(past, first), np.append(past + 1, end))
 
 
 @lru_cache(maxsize=128)
@@ -84,22 +74,23 @@ def _conv_plan(layout: TokenLayout, keys: TokenLayout, rank: int, width: int, de
             place[row : row + count] = end + width - 1 + np.arange(count)
             end += width - 1 + count
     rows = np.concatenate(source) if source else np.zeros(0, dtype=np.int64)
-    recent = _recent_rows(keys, rank, width - 1) if is_sliced(keys) else np.zeros(0, dtype=np.int64)
+    recent = _recent_rows(keys, rank, width - 1)
     return _ConvPlan(plan, *(torch.from_numpy(each).to(device) for each in (rows, place, recent)))
 
 
-def _recent_rows(keys: TreeLayout, rank: int, count: int) -> Int64:
+def _recent_rows(keys: TokenLayout, rank: int, count: int) -> Int64:
     """The rows of ``rank`` that are in the past of the next slice."""
+    if keys.tree is None or not keys.sliced:
+        return np.zeros(0, dtype=np.int64)
     mine = keys.segments(rank)
     tokens = np.repeat(mine[:, 1] - mine[:, 0], mine[:, 2]) + np.arange(mine[:, 2].sum())
-    return np.flatnonzero(np.isin(tokens, past_tokens(keys.tree, keys.bounds[keys.number + 1], count)))
+    return np.flatnonzero(np.isin(tokens, past_tokens(keys.tree, keys.slice_bounds[keys.number + 1], count)))
 
 
 def _segments(layout: TokenLayout, rank: int) -> Int64:
     """``layout.segments``, with places in the whole pack or tree."""
     segments = layout.segments(rank)
-    if is_sliced(layout):
-        segments[:, 1] += layout.first_token
+    segments[:, 1] += layout.first_token
     return segments
 
 
@@ -107,21 +98,14 @@ def _fetched_places(layout: TokenLayout, keys: TokenLayout, rank: int, band: Ban
     """[buffer_rows]: the place in the whole pack or tree of each fetched row, rising."""
     atoms = find_atoms(layout, keys, band)
     chosen = np.flatnonzero(atoms.needed[:, rank] | (atoms.owner == rank))
-    if isinstance(layout, TreeLayout):
-        before = layout.tree.rows - layout.tree.starts
-    else:
-        before = np.cumsum(layout.lengths) - layout.lengths
-    first, rows = (before[atoms.sequence] + atoms.start)[chosen], atoms.rows[chosen]
+    first, rows = (layout.origins[atoms.sequence] + atoms.start)[chosen], atoms.rows[chosen]
     return np.repeat(first - (np.cumsum(rows) - rows), rows) + np.arange(int(rows.sum()))
 
 
 def _pasts(layout: TokenLayout, rank: int, count: int) -> Int64:
     """[pieces of the rank, count]: the places of the tokens before each piece, -1 for none."""
     first = _segments(layout, rank)[:, 1]
-    if not isinstance(layout, TreeLayout):
-        before = np.arange(-count, 0)
-        return np.where(layout.first_positions(rank)[:, None] + before < 0, -1, first[:, None] + before)
-    previous = np.append(layout.tree.previous, -1)  # before the first token there is none
+    previous = np.append(layout.previous, -1)  # before the first token there is none
     past = np.empty((len(first), count), dtype=np.int64)
     for column in range(count - 1, -1, -1):
         first = previous[first]
@@ -135,9 +119,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 class _ShortConv(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, plan: _ConvPlan, comm: Communicator | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: _ConvPlan, comm: Communicator | None) -> Tensor:
         rows = fetch_rows(plan.gather, comm, x)
         ctx.plan, ctx.comm = plan, comm
         ctx.save_for_backward(rows, weight)
@@ -151,7 +133,7 @@ class _ShortConv(torch.autograd.Function):
 
     @staticmethod
     @without_second_derivative
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         plan: _ConvPlan = ctx.plan
         taps, dtype = weight.shape[1], _wide(rows.dtype)
@@ -169,21 +151,21 @@ class _ShortConv(torch.autograd.Function):
         return dx.to(rows.dtype), dweight.to(weight.dtype), None, None
 
 
-def _buffer(rows: torch.Tensor, plan: _ConvPlan) -> torch.Tensor:
+def _buffer(rows: Tensor, plan: _ConvPlan) -> Tensor:
     padded = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
     return padded.index_select(0, plan.source).to(_wide(rows.dtype))
 
 
 @untraced
 def short_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     *,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     options: AttentionOptions | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """A causal depthwise convolution of each sequence of a pack that several ranks share.
 
     ``y_t = sum_i weight[:, i] x_{t - (width - 1) + i} + bias``, with zeros before the first token of a sequence, as
@@ -201,27 +183,30 @@ def short_conv(
     """
     careful = careful_of(x, options)
 
-    def prepare() -> tuple[_ConvPlan, str, str]:
+    def prepare() -> tuple[tuple[Pack, _ConvPlan], str, str]:
         options_of("short_conv", options, "check")
         shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
         if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[0] or 0 in weight.shape:
             raise InvalidUsage(f"expected x [tokens, channels] and weight [channels, width]; got {shapes}")
         if bias is not None and bias.shape != weight.shape[:1]:
             raise InvalidUsage(f"bias must be [channels] = ({weight.shape[0]},); got {tuple(bias.shape)}")
-        layout, keys = _layouts(cu_seqlens, comm, weight.shape[1])
+        pack = as_pack(cu_seqlens)
+        layout, keys = token_layouts(pack, comm)
+        keys = _recent_keys(keys, weight.shape[1] - 1)
         check_linear({"x": x}, layout, comm)
         if careful:
             check_finite("x", x[:, None])
         plan = _conv_plan(layout, keys, 0 if comm is None else comm.rank, weight.shape[1], x.device)
         facts, summary = summary_of(layout, f"channels and width {tuple(weight.shape)} {x.dtype} {x.device.type}")
-        return plan, facts, summary
+        return (pack, plan), facts, summary
 
-    plan = agree_on_call(comm, "short_conv", careful=careful, device=x.device, prepare=prepare)
+    pack, plan = agree_on_call(comm, "short_conv", careful=careful, device=x.device, prepare=prepare)
     several = comm if comm is not None and comm.size > 1 else None
-    if isinstance(cu_seqlens, SequenceSlice):
-        carried, (past, x) = begin_slice(cu_seqlens, x.new_zeros((0, x.shape[1])), x)
-        x = torch.cat((past, x))
-    out: torch.Tensor = _ShortConv.apply(x.contiguous(), weight, plan, several)  # type: ignore[no-untyped-call]
-    if isinstance(cu_seqlens, SequenceSlice):
-        out = end_slice(carried, cu_seqlens, out, x.index_select(0, plan.recent))
+
+    def run(past: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        rows = x if past is None else torch.cat((past, x))
+        out: Tensor = _ShortConv.apply(rows.contiguous(), weight, plan, several)  # type: ignore[no-untyped-call]
+        return out, None if past is None else rows.index_select(0, plan.recent)
+
+    out = pack.carry(run, lambda: x.new_zeros((0, x.shape[1])), x)
     return out if bias is None else out + bias.to(out.dtype)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
 from hdpcomm.attention.linear.state_plan import Part, StatePlan
 from hdpcomm.attention.variants import AttentionCosts
@@ -35,7 +36,7 @@ EXCHANGES = ("auto", "gather", "scan", "pipeline")
 _MAX_GROUPS = 8
 """Most groups of heads of a pipeline."""
 
-Map = tuple[torch.Tensor, torch.Tensor]
+Map = tuple[Tensor, Tensor]
 
 
 class Pass(Protocol):
@@ -44,13 +45,13 @@ class Pass(Protocol):
     transition_shape: tuple[int, int]
     """(dk, dk), or (1, 1) or (dk, 1) for a factor of rows."""
 
-    def zeros(self, count: int) -> torch.Tensor:
+    def zeros(self, count: int) -> Tensor:
         """So many states."""
 
     def prepare(self, place: int) -> None:
         """Does what needs no state; may be left out."""
 
-    def run(self, place: int, state: torch.Tensor) -> torch.Tensor:
+    def run(self, place: int, state: Tensor) -> Tensor:
         """Takes a part's runs from ``state``; returns the states after them."""
 
     def finish(self, place: int) -> None:
@@ -60,9 +61,9 @@ class Pass(Protocol):
         """(transition, bias) of the ``count`` runs of a part; does not need their initial states."""
 
 
-def apply_map(found: Map, state: torch.Tensor) -> torch.Tensor:
+def apply_map(affine_map: Map, state: Tensor) -> Tensor:
     """transition * state + bias; the transition is a matrix [.., dk, dk], or a factor of rows [.., 1 or dk, 1]."""
-    transition, bias = found
+    transition, bias = affine_map
     if transition.shape[-1] == state.shape[-2] and transition.shape[-1] > 1:
         return torch.matmul(transition, state) + bias
     return transition * state + bias
@@ -85,7 +86,7 @@ def travel(
         _gather(comm, passes[0], plan, backward)
 
 
-def _initial(group: Pass, part: Part, slots: torch.Tensor) -> torch.Tensor:
+def _initial(group: Pass, part: Part, slots: Tensor) -> Tensor:
     return part.before.add(group.zeros(part.count), slots)
 
 
@@ -93,7 +94,7 @@ def _relay(
     comm: Communicator | None,
     passes: Sequence[Pass],
     plan: StatePlan,
-    hop: Callable[[Pass, Part, torch.Tensor], torch.Tensor | None],
+    hop: Callable[[Pass, Part, Tensor], Tensor | None],
     backward: bool,
     *,
     whole: bool = False,
@@ -138,9 +139,9 @@ def _scan(comm: Communicator, group: Pass, plan: StatePlan, backward: bool) -> N
     """Sums up all parts between others at once, then passes states on at the price of one product each."""
     parts = [stage.part for stage in plan.route(comm.rank, backward=backward) if stage.part is not None]
     maps = {part.place: group.summary(part.place, part.count) for part in parts if _needs_map(part)}
-    initial: dict[int, torch.Tensor] = {}
+    initial: dict[int, Tensor] = {}
 
-    def hop(group: Pass, part: Part, state: torch.Tensor) -> torch.Tensor | None:
+    def hop(group: Pass, part: Part, state: Tensor) -> Tensor | None:
         if not len(part.before):
             return group.run(part.place, state)
         initial[part.place] = state
@@ -188,9 +189,9 @@ def _gather(comm: Communicator, group: Pass, plan: StatePlan, backward: bool) ->
                 group.finish(part.place)
                 remaining -= 1
             if len(part.after):
-                found = everyone[owner, rows[owner, part.place]]
-                transition = found[..., :wide].unflatten(2, group.transition_shape)  # type: ignore[no-untyped-call]
-                after = apply_map((transition, found[..., wide:].view_as(state)), state)
+                carrier_map = everyone[owner, rows[owner, part.place]]
+                transition = carrier_map[..., :wide].unflatten(2, group.transition_shape)  # type: ignore[no-untyped-call]
+                after = apply_map((transition, carrier_map[..., wide:].view_as(state)), state)
                 part.after.add(slots[owner], after)
         if not remaining:
             break
@@ -217,14 +218,14 @@ def choose_exchange(
     state = heads * dk * dv * 4 / costs.bytes_per_s
     transition = heads * (dk * dk if delta else 1) * 4 / costs.bytes_per_s
     hops, states, groups = len(plan.hops), sum(plan.hops), num_groups(heads, device)
-    found = {
+    seconds = {
         "gather": twice_s + costs.message_s + (plan.size - 1) * plan.carriers * (state + transition),
         "scan": twice_s + hops * costs.message_s + states * state,
         "pipeline": token_s * (plan.tokens + plan.waiting_tokens / groups)
         + hops * costs.message_s
         + states * state / groups,
     }
-    return min(found, key=lambda exchange: found[exchange])
+    return min(seconds, key=lambda exchange: seconds[exchange])
 
 
 def num_groups(heads: int, device: str) -> int:

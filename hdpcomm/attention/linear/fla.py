@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hdpcomm.attention.linear.runs import Runs
 from hdpcomm.attention.linear.scan import Inputs, RunScan, Scan
@@ -78,24 +79,24 @@ class FlaScan:
         self._run = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
         self._call = _function(inputs)
         names = ("q", "k", "v", "g", "beta")
-        found = {name: getattr(inputs, name) for name in names}
-        self._inputs = {name: x.index_select(0, self._rows) for name, x in found.items() if x is not None}
+        tensors = {name: getattr(inputs, name) for name in names}
+        self._inputs = {name: x.index_select(0, self._rows) for name, x in tensors.items() if x is not None}
         self._inputs["v"] = self._inputs["v"].to(self._inputs["q"].dtype)
-        self._leaves: list[torch.Tensor] = []
-        self._results: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._gradients: list[torch.Tensor] = []
+        self._leaves: list[Tensor] = []
+        self._results: tuple[Tensor, Tensor] | None = None
+        self._gradients: list[Tensor] = []
         self._dout = inputs.v.new_empty(0)
 
-    def _compute(self, inputs: dict[str, torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, inputs: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         """(output [tokens, heads, dv], final states [runs, heads, dk, dv])."""
         batched = {name: x[None] for name, x in inputs.items()}
         out, final = self._call(**batched, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=self._cu)
         return out[0], final
 
-    def _put_states(self, states: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _put_states(self, states: Tensor, x: Tensor) -> Tensor:
         return states.index_copy(0, self._sequences, x.to(states.dtype))
 
-    def run(self, initial: torch.Tensor) -> torch.Tensor:
+    def run(self, initial: Tensor) -> Tensor:
         if not len(self._used):
             return initial
         leaves = {name: x.detach().requires_grad_() for name, x in self._inputs.items()}
@@ -105,11 +106,11 @@ class FlaScan:
         self._leaves = [state, *leaves.values()]
         return self._put_states(initial, self._results[1].detach())
 
-    def output(self, out: torch.Tensor) -> None:
+    def output(self, out: Tensor) -> None:
         if self._results is not None:
             out.index_copy_(0, self._rows, self._results[0].detach().to(out.dtype))
 
-    def summary(self, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def summary(self, zero: Tensor) -> tuple[Tensor, Tensor]:
         sequences, heads, dk, _ = zero.shape
         g = self._inputs["g"]
         delta = "beta" in self._inputs
@@ -120,32 +121,32 @@ class FlaScan:
         if delta:
             unit = torch.eye(dk, dtype=zero.dtype, device=zero.device).expand(sequences, heads, dk, dk).contiguous()
             blank = {**self._inputs, "v": torch.zeros_like(self._inputs["k"])}
-            found = self._compute(blank, unit.index_select(0, self._sequences))[1]
-            return self._put_states(unit, found), self._put_states(zero, bias)
+            transition = self._compute(blank, unit.index_select(0, self._sequences))[1]
+            return self._put_states(unit, transition), self._put_states(zero, bias)
         sums = torch.zeros((len(self._used), *g.shape[1:]), dtype=torch.float64, device=g.device)
         sums.index_add_(0, self._run, g.double())
         factor = torch.exp(sums).to(zero.dtype).view(len(self._used), heads, -1, 1)
         ones = zero.new_ones((sequences, *factor.shape[1:]))
         return self._put_states(ones, factor), self._put_states(zero, bias)
 
-    def take_grad(self, dout: torch.Tensor) -> None:
+    def take_grad(self, dout: Tensor) -> None:
         self._dout = dout.index_select(0, self._rows)
 
-    def _backward(self, final: torch.Tensor, keep: bool) -> tuple[torch.Tensor, ...]:
+    def _backward(self, final: Tensor, keep: bool) -> tuple[Tensor, ...]:
         assert self._results is not None
         out, state = self._results
         upstream = (self._dout.to(out.dtype), final.index_select(0, self._sequences).to(state.dtype))
         return torch.autograd.grad((out, state), self._leaves, upstream, retain_graph=keep)
 
-    def backward_bias(self, zero: torch.Tensor) -> torch.Tensor:
+    def backward_bias(self, zero: Tensor) -> Tensor:
         return self._put_states(zero, self._backward(zero, True)[0]) if len(self._used) else zero
 
-    def run_backward(self, final: torch.Tensor) -> torch.Tensor:
+    def run_backward(self, final: Tensor) -> Tensor:
         if not len(self._used):
             return final
-        found, *self._gradients = self._backward(final, False)
+        dinitial, *self._gradients = self._backward(final, False)
         self._results = None
-        return self._put_states(final, found)
+        return self._put_states(final, dinitial)
 
     def gradients(self, grads: Inputs) -> None:
         if len(self._used):

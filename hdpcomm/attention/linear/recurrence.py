@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hdpcomm.attention.linear.exchange import Map, num_groups, travel
 from hdpcomm.attention.linear.fla import make_scan
-from hdpcomm.attention.linear.forest import ForestScan
 from hdpcomm.attention.linear.runs import Runs, chunked
-from hdpcomm.attention.linear.scan import Inputs, Scan
+from hdpcomm.attention.linear.scan import ForestScan, Inputs, Scan
 from hdpcomm.attention.linear.state_plan import Links, StatePlan
 from hdpcomm.kernels.derivatives import without_second_derivative
 
@@ -80,16 +80,16 @@ class _Group:
         self._scans: dict[int, Scan | ForestScan] = {}
         dk = inputs.q.shape[2]
         self.transition_shape = (dk, dk) if inputs.beta is not None else (1 if inputs.g.ndim == 2 else dk, 1)
-        self.initial: torch.Tensor | None = None
+        self.initial: Tensor | None = None
         """The states that this direction starts with in a slice; [states of the rank, heads, dk, dv]."""
-        self.final: torch.Tensor | None = None
+        self.final: Tensor | None = None
         """Final states."""
         self.ends: tuple[int | None, int | None] = (None, None)
         """The parts that stand for these."""
-        self.states: list[torch.Tensor | None] = [None] * len(parts)
-        self.transitions: list[torch.Tensor | None] = [None] * len(parts)
+        self.states: list[Tensor | None] = [None] * len(parts)
+        self.transitions: list[Tensor | None] = [None] * len(parts)
 
-    def zeros(self, count: int) -> torch.Tensor:
+    def zeros(self, count: int) -> Tensor:
         shape = self._inputs.state_shape(count)
         return torch.zeros(shape, dtype=self._inputs.dtype, device=self._inputs.q.device)
 
@@ -106,7 +106,7 @@ class _Group:
 
 
 class _Forward(_Group):
-    def __init__(self, backend: str, parts: tuple[_Runs, ...], inputs: Inputs, out: torch.Tensor) -> None:
+    def __init__(self, backend: str, parts: tuple[_Runs, ...], inputs: Inputs, out: Tensor) -> None:
         """``out``: receives the output of these heads."""
         super().__init__(backend, parts, inputs)
         self._out = out
@@ -115,7 +115,7 @@ class _Forward(_Group):
         if place not in self._scans:
             self._scans[place] = self._make(place)
 
-    def run(self, place: int, state: torch.Tensor) -> torch.Tensor:
+    def run(self, place: int, state: Tensor) -> Tensor:
         self.prepare(place)
         if place == self.ends[0] and self.initial is not None:
             state = self.initial
@@ -130,15 +130,13 @@ class _Forward(_Group):
 
     def summary(self, place: int, count: int) -> Map:
         self.prepare(place)
-        found = self._carriers(place).summary(self.zeros(count))
-        self.transitions[place] = found[0].contiguous()
-        return found
+        carrier_map = self._carriers(place).summary(self.zeros(count))
+        self.transitions[place] = carrier_map[0].contiguous()
+        return carrier_map
 
 
 class _Backward(_Group):
-    def __init__(
-        self, backend: str, parts: tuple[_Runs, ...], inputs: Inputs, dout: torch.Tensor, grads: Inputs
-    ) -> None:
+    def __init__(self, backend: str, parts: tuple[_Runs, ...], inputs: Inputs, dout: Tensor, grads: Inputs) -> None:
         """``dout``: the gradient of the output of these heads; ``grads``: receives those of the inputs."""
         super().__init__(backend, parts, inputs)
         self._dout, self._grads = dout, grads
@@ -151,7 +149,7 @@ class _Backward(_Group):
             scan.take_grad(self._dout)
             self._scans[place] = scan
 
-    def run(self, place: int, state: torch.Tensor) -> torch.Tensor:
+    def run(self, place: int, state: Tensor) -> Tensor:
         self.prepare(place)
         if place == self.ends[0] and self.initial is not None:
             state = self.initial
@@ -173,7 +171,7 @@ class _Backward(_Group):
 
 
 def _start(
-    passes: Sequence[_Group], heads: Sequence[slice], initial: torch.Tensor | None, ends: tuple[int | None, int | None]
+    passes: Sequence[_Group], heads: Sequence[slice], initial: Tensor | None, ends: tuple[int | None, int | None]
 ) -> None:
     """Sets what each group starts with in a slice, and the parts that stand for that and for what it ends with."""
     if initial is not None:
@@ -181,15 +179,15 @@ def _start(
             group.initial, group.ends = initial[:, chosen].contiguous(), ends
 
 
-def _ended(passes: Sequence[_Group], initial: torch.Tensor | None) -> torch.Tensor | None:
+def _ended(passes: Sequence[_Group], initial: Tensor | None) -> Tensor | None:
     """Final states of the groups, [states of the rank, ...]; None of whole sequences."""
     if initial is None:
         return None
-    found = [group.final for group in passes if group.final is not None]
-    return torch.cat(found, dim=1) if found else initial[:0]
+    final_states = [group.final for group in passes if group.final is not None]
+    return torch.cat(final_states, dim=1) if final_states else initial[:0]
 
 
-def _run_forward(inputs: Inputs, call: LinearCall, initial: torch.Tensor | None) -> tuple[torch.Tensor, list[_Forward]]:
+def _run_forward(inputs: Inputs, call: LinearCall, initial: Tensor | None) -> tuple[Tensor, list[_Forward]]:
     """The output, and the passes with the states that their runs began with. Collective over the call's ranks."""
     parts, heads = call.parts(inputs.q.shape[2]), call.groups(inputs)
     out = inputs.v.new_empty(inputs.v.shape)
@@ -200,12 +198,8 @@ def _run_forward(inputs: Inputs, call: LinearCall, initial: torch.Tensor | None)
 
 
 def _run_backward(
-    dout: torch.Tensor,
-    inputs: Inputs,
-    kept: Sequence[torch.Tensor | None],
-    call: LinearCall,
-    dfinal: torch.Tensor | None,
-) -> tuple[Inputs, torch.Tensor | None]:
+    dout: Tensor, inputs: Inputs, kept: Sequence[Tensor | None], call: LinearCall, dfinal: Tensor | None
+) -> tuple[Inputs, Tensor | None]:
     """The gradients of the inputs and of the initial state; ``kept``: the initial states and the transitions of the
     forward, group by group. Collective over the call's ranks."""
     new, beta = torch.empty_like, inputs.beta
@@ -230,14 +224,14 @@ class LinearRecurrence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor | None,
-        initial: torch.Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor | None,
+        initial: Tensor | None,
         call: LinearCall,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(q.device.type, enabled=False):
             out, passes = _run_forward(Inputs(q, k, v, g, beta), call, initial)
         kept = [[*each.states, *each.transitions] for each in passes]
@@ -247,7 +241,7 @@ class LinearRecurrence(torch.autograd.Function):
 
     @staticmethod
     @without_second_derivative
-    def backward(ctx: Any, dout: torch.Tensor, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
         call: LinearCall = ctx.call
         q, k, v, g, beta, *kept = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):

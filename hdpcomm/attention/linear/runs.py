@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 __all__ = ["Runs", "chunked"]
 
@@ -35,9 +36,9 @@ class Runs:
     _order: Int64
     _rows: Int64
     """[chunks * chunk]: the local row of each place, -1 where the last chunk of a run is filled up."""
-    _on_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _on_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
-    def _tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """(order of runs, places that hold a token, their rows)."""
         if device not in self._on_device:
             places = np.flatnonzero(self._rows >= 0)
@@ -46,7 +47,7 @@ class Runs:
             self._on_device[device] = order, where, rows
         return self._on_device[device]
 
-    def take(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def take(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[T_local, heads, ...] -> [chunks * heads, chunk, ...], zeros where no token is."""
         _, places, rows = self._tables(x.device)
         shape = (self.chunks * self.chunk, *x.shape[1:])
@@ -58,7 +59,7 @@ class Runs:
         split = flat.view(self.chunks, self.chunk, *x.shape[1:]).transpose(1, 2)
         return split.reshape(self.chunks * x.shape[1], self.chunk, *x.shape[2:])
 
-    def put(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def put(self, out: Tensor, x: Tensor) -> None:
         """Writes [chunks * heads, chunk, ...] to the rows of ``out`` [T_local, heads, ...]."""
         _, places, rows = self._tables(x.device)
         heads = out.shape[1]
@@ -68,12 +69,12 @@ class Runs:
             flat = flat.index_select(0, places)
         out.index_copy_(0, rows, flat.to(out.dtype))
 
-    def take_states(self, states: torch.Tensor) -> torch.Tensor:
+    def take_states(self, states: Tensor) -> Tensor:
         """[runs, heads, ...] -> [runs that are not empty * heads, ...]; a copy."""
         order, _, _ = self._tables(states.device)
         return states.index_select(0, order).flatten(0, 1)
 
-    def put_states(self, states: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def put_states(self, states: Tensor, x: Tensor) -> Tensor:
         """``states`` with those of the runs that are not empty replaced by ``x`` [such runs * heads, ...]."""
         order, _, _ = self._tables(x.device)
         return states.index_copy(0, order, x.view(len(order), *states.shape[1:]))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from hdpcomm.attention.linear.chunks import ChunkGrads, Chunks
 from hdpcomm.attention.linear.runs import Runs
+from hdpcomm.attention.linear.state_plan import Links
 
-__all__ = ["Inputs", "RunScan", "Scan"]
+__all__ = ["ForestScan", "Inputs", "RunScan", "Scan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +21,11 @@ class Inputs:
     """The tensors of a call, [T_local, heads, ...]: q, k [.., dk], v [.., dv], g [..] or [.., dk], beta [..] or
     None."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,26 +44,26 @@ class Inputs:
 class Scan(Protocol):
     """Runs of tokens. States are [runs, heads, dk, dv]; an empty run leaves its state as it is."""
 
-    def run(self, initial: torch.Tensor) -> torch.Tensor:
+    def run(self, initial: Tensor) -> Tensor:
         """The final states, from the initial ones; keeps what :meth:`output` and the backward need."""
 
-    def output(self, out: torch.Tensor) -> None:
+    def output(self, out: Tensor) -> None:
         """Writes the outputs of :meth:`run` to their rows of ``out`` [T_local, heads, dv]."""
 
-    def summary(self, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def summary(self, zero: Tensor) -> tuple[Tensor, Tensor]:
         """(transition, bias) of the runs: their final state is transition * initial + bias.
 
         ``zero``: states of zeros. The transition is [runs, heads, dk, dk], or without a delta rule [runs, heads, 1
         or dk, 1], a factor of the rows.
         """
 
-    def take_grad(self, dout: torch.Tensor) -> None:
+    def take_grad(self, dout: Tensor) -> None:
         """``dout``: the gradient of the output [T_local, heads, dv]; call :meth:`run` before. Starts the backward."""
 
-    def backward_bias(self, zero: torch.Tensor) -> torch.Tensor:
+    def backward_bias(self, zero: Tensor) -> Tensor:
         """The gradient of the initial states if that of the final ones is 0."""
 
-    def run_backward(self, final: torch.Tensor) -> torch.Tensor:
+    def run_backward(self, final: Tensor) -> Tensor:
         """The gradient of the initial states from that of the final ones; keeps what :meth:`gradients` needs."""
 
     def gradients(self, grads: Inputs) -> None:
@@ -88,7 +90,7 @@ class RunScan:
             first = steps[-1].stop
         return steps
 
-    def _forward(self, state: torch.Tensor, values: torch.Tensor | None) -> Iterator[slice]:
+    def _forward(self, state: Tensor, values: Tensor | None) -> Iterator[slice]:
         """Scans ``state`` [runs * heads, dk, columns] in place. Each step is yielded before it is taken.
 
         ``values``: receives V' of each chunk; else ``state`` may have more columns than U, for which U is 0.
@@ -106,7 +108,7 @@ class RunScan:
                 new[..., :dv] += chunks.u[step]
             here.mul_(chunks.total[step]).baddbmm_(chunks.k[step].mT, new)
 
-    def run(self, initial: torch.Tensor) -> torch.Tensor:
+    def run(self, initial: Tensor) -> Tensor:
         state = self.runs.take_states(initial)
         count, (dk, dv) = self.runs.chunks * self._heads, self._dims
         self._states = state.new_empty((count, dk, dv))
@@ -117,12 +119,12 @@ class RunScan:
             self._states[step] = state[: step.stop - step.start]
         return self.runs.put_states(initial, state)
 
-    def output(self, out: torch.Tensor) -> None:
+    def output(self, out: Tensor) -> None:
         if self.runs.chunks:
-            found = torch.bmm(self._chunks.q, self._states)
-            self.runs.put(out, found.baddbmm_(self._chunks.p, self._values))
+            outputs = torch.bmm(self._chunks.q, self._states)
+            self.runs.put(out, outputs.baddbmm_(self._chunks.p, self._values))
 
-    def summary(self, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def summary(self, zero: Tensor) -> tuple[Tensor, Tensor]:
         count, heads, dk, dv = zero.shape
         if self._chunks.w is None:
             state = self.runs.take_states(zero)
@@ -139,10 +141,10 @@ class RunScan:
         final = self.runs.put_states(both, state)
         return final[..., dv:], final[..., :dv]
 
-    def take_grad(self, dout: torch.Tensor) -> None:
+    def take_grad(self, dout: Tensor) -> None:
         self._dout = self.runs.take(dout, self._chunks.q.dtype)
 
-    def _backward(self, state: torch.Tensor, dvalues: torch.Tensor | None) -> Iterator[slice]:
+    def _backward(self, state: Tensor, dvalues: Tensor | None) -> Iterator[slice]:
         """Scans the gradient of states backwards in place; each step is yielded before it is taken."""
         chunks = self._chunks
         for step in reversed(self._steps()):
@@ -158,13 +160,13 @@ class RunScan:
             here.mul_(chunks.total[step]).baddbmm_(chunks.q[step].mT, self._dout[step])
             here.baddbmm_(chunks.w[step].mT, new, alpha=-1)
 
-    def backward_bias(self, zero: torch.Tensor) -> torch.Tensor:
+    def backward_bias(self, zero: Tensor) -> Tensor:
         state = self.runs.take_states(zero)
         for _ in self._backward(state, None):
             pass
         return self.runs.put_states(zero, state)
 
-    def run_backward(self, final: torch.Tensor) -> torch.Tensor:
+    def run_backward(self, final: Tensor) -> Tensor:
         state = self.runs.take_states(final)
         self._later = torch.empty_like(self._states)
         self._dvalues = torch.empty_like(self._values)
@@ -178,7 +180,7 @@ class RunScan:
         if not self.runs.chunks:
             return
         chunks = self._chunks
-        found = ChunkGrads(
+        chunk_grads = ChunkGrads(
             w=None if chunks.w is None else torch.bmm(self._dvalues, self._states.mT).neg_(),
             u=self._dvalues,
             p=torch.bmm(self._dout, self._values.mT),
@@ -186,9 +188,48 @@ class RunScan:
             k=torch.bmm(self._values, self._later.mT),
             total=(self._states * self._later).sum(2, keepdim=True),
         )
-        dq, dk, dv, dg, dbeta = chunks.backward(found)
+        dq, dk, dv, dg, dbeta = chunks.backward(chunk_grads)
         pairs = [(grads.q, dq), (grads.k, dk), (grads.v, dv), (grads.g, dg)]
         if grads.beta is not None and dbeta is not None:
             pairs.append((grads.beta, dbeta))
         for out, x in pairs:
             self.runs.put(out, x)
+
+
+class ForestScan:
+    """The scan of a rank's forest: like a :class:`Scan`, level by level, for runs whose final states nobody needs."""
+
+    def __init__(self, levels: Sequence[tuple[Runs, Links]], make: Callable[[Runs], Scan]) -> None:
+        """``levels``: the runs of each level, and the links from what comes before to their initial states."""
+        self._levels = [(runs, links, make(runs)) for runs, links in levels]
+
+    def run(self, initial: Tensor) -> Tensor:
+        """``initial``: [states from carriers, heads, dk, dv]; returned as it is, since nothing follows."""
+        states = initial
+        for runs, links, scan in self._levels:
+            states = scan.run(links.add(_zeros(initial, runs.count), states))
+        return initial
+
+    def output(self, out: Tensor) -> None:
+        for _, _, scan in self._levels:
+            scan.output(out)
+
+    def take_grad(self, dout: Tensor) -> None:
+        for _, _, scan in self._levels:
+            scan.take_grad(dout)
+
+    def run_backward(self, final: Tensor) -> Tensor:
+        """The gradient of the initial states; ``final``: what it is written to, zeros."""
+        above = [final, *(_zeros(final, runs.count) for runs, _, _ in self._levels)]
+        for depth in range(len(self._levels) - 1, -1, -1):
+            _, links, scan = self._levels[depth]
+            links.transposed.add(above[depth], scan.run_backward(above[depth + 1]))
+        return above[0]
+
+    def gradients(self, grads: Inputs) -> None:
+        for _, _, scan in self._levels:
+            scan.gradients(grads)
+
+
+def _zeros(like: Tensor, count: int) -> Tensor:
+    return like.new_zeros((count, *like.shape[1:]))

@@ -15,17 +15,126 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from hdpcomm.attention.linear.nodes import Nodes, TokenLayout, nodes_of
-from hdpcomm.attention.tree_layout import TreeLayout
+from hdpcomm.attention.layout import SequenceLayout
+from hdpcomm.attention.tiles import Int64
+from hdpcomm.attention.tree_layout import TokenLayout, TreeLayout, past_tokens
 
 __all__ = ["ForestLevel", "Links", "Message", "Part", "RouteStage", "Span", "Stage", "StatePlan", "state_plan"]
 
-Int64 = npt.NDArray[np.int64]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Nodes:
+    """All runs of all ranks, each after the one that it follows."""
+
+    owner: Int64
+    row: Int64
+    """First row on the owner."""
+    count: Int64
+    """Tokens; of plain sequences maybe 0."""
+    parent: Int64
+    """The run that it follows; -1: a sequence or a tree begins."""
+    carrier: npt.NDArray[np.bool_]
+    """Whether a run of another rank follows, at once or later."""
+    level: Int64
+    """Runs before it on the way from the root; of runs that carry nothing, only those that carry nothing either."""
+    given: int = 0
+    """So many first ones have no tokens, each for a state that was kept of a slice before; alone in their level."""
+    wanted: int = 0
+    """So many last ones have no tokens, each for a state that is kept for a slice after; alone in theirs, the last."""
+
+
+def _nodes_of(layout: TokenLayout, keys: TokenLayout) -> _Nodes:
+    """The runs of a pack; pure and local. ``keys``: of a slice, the layout of all tokens up to its end."""
+    if layout.tree is None:
+        return _of_zigzag(layout)
+    return _of_tree(cast(TreeLayout, layout), cast(TreeLayout, keys))
+
+
+def _of_zigzag(layout: SequenceLayout) -> _Nodes:
+    """The heads of all sequences on rank 0, 1, ..., both pieces on the last rank, and the tails on the way back.
+
+    All sequences are alike, with empty runs where they are short, so that all their states go together."""
+    size, last = layout.size, 2 * layout.size - 2
+    place = np.arange(last + 1)
+    owner = np.minimum(place, last - place)
+    counts = np.diff(layout.bounds, axis=1)
+    if size > 1:
+        counts = np.concatenate(
+            [counts[:, : size - 1], counts[:, size - 1 : size + 1].sum(1, keepdims=True), counts[:, size + 1 :]], axis=1
+        )
+    else:
+        counts = counts.sum(axis=1, keepdims=True)
+    rows = np.empty_like(counts)
+    for rank in range(size):
+        mine = counts[:, owner == rank]  # one run or two of each sequence
+        ends = np.cumsum(mine.reshape(-1)).reshape(mine.shape)
+        rows[:, owner == rank] = ends - mine
+    sequences = len(counts)
+    parent = np.arange(sequences)[:, None] * (last + 1) + place - 1
+    parent[:, 0] = -1
+    carrier = np.broadcast_to(place < last, counts.shape)
+    level = np.broadcast_to(np.where(place < last, place, 0), counts.shape)
+    return _Nodes(
+        np.broadcast_to(owner, counts.shape).reshape(-1), rows.reshape(-1), counts.reshape(-1), parent.reshape(-1),
+        carrier.reshape(-1), level.reshape(-1),
+    )  # fmt: skip
+
+
+def _of_tree(layout: TreeLayout, keys: TreeLayout) -> _Nodes:
+    """The pieces of the tree; one that alone follows the piece before it, on the same rank, is one run with it.
+
+    In a slice also the states after tokens before its first one, or its end, that later tokens begin with.
+    """
+    tree, first = layout.tree, layout.first_token
+    given = wanted = np.zeros(0, dtype=np.int64)
+    if keys.sliced:
+        given, wanted = (past_tokens(tree, cut, 1) for cut in keys.slice_bounds[keys.number : keys.number + 2])
+    pieces, token = np.arange(len(layout.segment)), layout.source + first
+    previous = tree.previous[token]
+    before = np.where(previous >= first, _piece_of(token, previous), -1)
+    followed = np.concatenate([before[before >= 0], _piece_of(token, wanted[wanted >= first])])
+    joined = (before == pieces - 1) & (pieces > 0)
+    joined[1:] &= (layout.owner[1:] == layout.owner[:-1]) & (np.bincount(followed, minlength=len(pieces))[:-1] == 1)
+    heads, run = np.flatnonzero(~joined), np.cumsum(~joined) - 1
+    after = np.concatenate([previous[heads], wanted])  # the token that each run or wanted state follows
+    kept = np.where(after >= 0, np.searchsorted(given, after), -1)
+    parent = np.where(after >= first, len(given) + run[_piece_of(token, after)], kept)
+    parent = np.concatenate([np.full(len(given), -1), parent])
+    holders = (keys.owner[_piece_of(keys.source, tokens)] for tokens in (given, wanted))
+    owner = np.insert(np.concatenate(list(holders)), len(given), layout.owner[heads])
+    count = np.bincount(run, weights=layout.count, minlength=len(heads)).astype(np.int64)
+    row, count = (np.pad(each, (len(given), len(wanted))) for each in (layout.row[heads], count))
+    carrier, level = _ways(owner.tolist(), parent.tolist(), range(len(given), len(given) + len(heads)))
+    return _Nodes(owner, row, count, parent, np.array(carrier), np.array(level), len(given), len(wanted))
+
+
+def _piece_of(start: Int64, tokens: Int64) -> Int64:
+    """The pieces that hold ``tokens``; ``start``: the first token of each, rising."""
+    pieces: Int64 = np.searchsorted(start, tokens, side="right") - 1
+    return pieces
+
+
+def _ways(owner: list[int], parent: list[int], runs: range) -> tuple[list[bool], list[int]]:
+    """(carrier, level) of each of the ``runs``, and of the kept states before and behind them."""
+    carrier, level = [node not in runs for node in range(len(owner))], [0] * len(owner)
+    for node in range(len(owner) - 1, -1, -1):
+        above = parent[node]
+        if above >= 0 and (carrier[node] or owner[above] != owner[node]):
+            carrier[above] = True
+    for node, above in enumerate(parent):
+        if above >= 0 and carrier[node] == carrier[above]:
+            level[node] = level[above] + 1
+        elif runs.start and node in runs and carrier[node]:  # kept states are alone in their level
+            level[node] = 1
+    last = max((level[node] for node in runs if carrier[node]), default=0) + 1
+    return carrier, level[: runs.stop] + [last] * (len(owner) - runs.stop)
 
 
 class Links:
@@ -33,7 +142,7 @@ class Links:
 
     def __init__(self, source: Int64, target: Int64) -> None:
         self.source, self.target = source, target
-        self._on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._on_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
 
     def __len__(self) -> int:
         return len(self.source)
@@ -49,7 +158,7 @@ class Links:
         turn = np.arange(len(target)) - np.searchsorted(target, target)
         return [(self.source[order][turn == i], target[turn == i]) for i in range(int(turn.max(initial=-1)) + 1)]
 
-    def add(self, into: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def add(self, into: Tensor, states: Tensor) -> Tensor:
         """Adds rows of ``states`` to those of ``into``, in place."""
         if into.device not in self._on_device:
             rounds = [tuple(torch.from_numpy(x).to(into.device) for x in pair) for pair in self._rounds()]
@@ -134,7 +243,7 @@ class StatePlan:
         wanted: for each rank, how many states it keeps of a slice; they are the last part of its carriers.
     """
 
-    def __init__(self, nodes: Nodes, size: int) -> None:
+    def __init__(self, nodes: _Nodes, size: int) -> None:
         self.size = size
         edges = _Edges(nodes, size)
         self.slots = edges.slots
@@ -164,7 +273,7 @@ class StatePlan:
         self.messages = sum(len(stage.messages) for stage in self._stages)
         self._load(nodes)
 
-    def _load(self, nodes: Nodes) -> None:
+    def _load(self, nodes: _Nodes) -> None:
         """Loads that the choice of the exchange depends on."""
         size, carried = self.size, nodes.carrier
         of_rank = np.bincount(nodes.owner, weights=nodes.count, minlength=size)
@@ -202,14 +311,14 @@ class StatePlan:
     def route(self, rank: int, *, backward: bool) -> tuple[RouteStage, ...]:
         """The stages in which ``rank`` takes part."""
         if (rank, backward) not in self._routes:
-            found = []
+            own_stages = []
             for stage in self.stages(backward=backward):
                 sends = [(m.target, slice(m.source_slot, m.source_slot + m.count), m.source) for m in stage.messages]
                 recvs = [(m.source, slice(m.target_slot, m.target_slot + m.count), m.target) for m in stage.messages]
                 mine = [tuple((peer, at) for peer, at, owner in each if owner == rank) for each in (sends, recvs)]
                 if rank in stage.parts or any(mine):
-                    found.append(RouteStage(stage.parts.get(rank), *mine))
-            self._routes[rank, backward] = tuple(found)
+                    own_stages.append(RouteStage(stage.parts.get(rank), *mine))
+            self._routes[rank, backward] = tuple(own_stages)
         return self._routes[rank, backward]
 
 
@@ -220,7 +329,7 @@ class _Edges:
     """The pairs (carrier, rank that has a run after it), each with a slot on the carrier's rank and, if that is another
     one, on the rank after it."""
 
-    def __init__(self, nodes: Nodes, size: int) -> None:
+    def __init__(self, nodes: _Nodes, size: int) -> None:
         self._nodes, self._size = nodes, size
         children = np.flatnonzero(nodes.parent >= 0)
         children = children[nodes.carrier[nodes.parent[children]]]
@@ -265,13 +374,13 @@ class _Edges:
         first = np.flatnonzero(np.append(True, (pairs[1:] != pairs[:-1]).any(axis=1))) if len(order) else order
         count = np.diff(np.append(first, len(order)))
         slots = np.stack([self._slot[order[first]], self._far_slot[order[first]], count], axis=1)
-        found: dict[int, tuple[Message, ...]] = {}
+        by_level: dict[int, tuple[Message, ...]] = {}
         for (level, source, target), (here, there, n) in zip(pairs[first].tolist(), slots.tolist(), strict=True):
-            found[level] = (*found.get(level, ()), Message(source, here, target, there, n))
-        return found
+            by_level[level] = (*by_level.get(level, ()), Message(source, here, target, there, n))
+        return by_level
 
 
-def _grouped(nodes: Nodes) -> Iterator[tuple[int, list[tuple[int, Int64]]]]:
+def _grouped(nodes: _Nodes) -> Iterator[tuple[int, list[tuple[int, Int64]]]]:
     """(level, [(rank, its carriers)]) by rising level."""
     carriers = np.flatnonzero(nodes.carrier)
     order = carriers[np.lexsort((carriers, nodes.owner[carriers], nodes.level[carriers]))]
@@ -289,7 +398,7 @@ def _numbered(owner: Int64, order: Int64) -> Int64:
     return number
 
 
-def _forest(nodes: Nodes, mine: Int64) -> tuple[tuple[ForestLevel, ...], Int64]:
+def _forest(nodes: _Nodes, mine: Int64) -> tuple[tuple[ForestLevel, ...], Int64]:
     """(levels of the runs ``mine`` of one rank, the carriers whose final states they start with)."""
     parent = nodes.parent[mine]
     carried = parent >= 0
@@ -307,10 +416,10 @@ def _forest(nodes: Nodes, mine: Int64) -> tuple[tuple[ForestLevel, ...], Int64]:
 
 
 @lru_cache(maxsize=128)
-def state_plan(layout: TokenLayout, keys: TreeLayout | None = None) -> StatePlan:
+def state_plan(layout: TokenLayout, keys: TokenLayout) -> StatePlan:
     """The plan of a pack of sequences or of a tree. Pure and local.
 
     ``keys``: of a slice, the layout of all tokens up to its end. Each state that the slices after it begin with stays
     on the rank that ends with it.
     """
-    return StatePlan(nodes_of(layout, keys), layout.size)
+    return StatePlan(_nodes_of(layout, keys), layout.size)

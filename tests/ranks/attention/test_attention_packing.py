@@ -90,7 +90,7 @@ def test_the_operator_passes_torchs_own_checks():
     k, v = (torch.randn(20, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     with packing(None, [0, 20]):
         torch.library.opcheck(
-            torch.ops.hdpcomm.packed_attention.default, (q, k, v, None, True, -1, -1, 0.3, 0.0, 0),
+            torch.ops.hdpcomm.packed_attention.default, (q, k, v, None, [1.0, -1.0, -1.0, 0.3, 0.0, 0.0]),
             test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
         )  # fmt: skip
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import BlockMask, positions, ring_attention, shard, shard_with_positions, unshard
-from hdpcomm.attention.layout import layout_of
+from hdpcomm.attention import BlockMask, as_pack, positions, ring_attention, shard, shard_with_positions, unshard
 from hdpcomm.attention.routes import find_atoms, ring_plan
 from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage
@@ -140,7 +139,7 @@ def test_every_variant(options):
 
 def test_unseen_blocks_are_neither_sent_nor_computed():
     pack = BlockMask(documents, 37 * 16, block=37)
-    layout = layout_of(pack, size=4)
+    layout = as_pack(pack).layout(4)
     assert not find_atoms(layout, layout, Band(None, None)).needed.any()  # a block is a document
     pairs = 0
     for rank in range(4):
@@ -148,13 +147,13 @@ def test_unseen_blocks_are_neither_sent_nor_computed():
         assert sum(tile.num_q * tile.num_k for tile in tiles) == 4 * 37 * 37
         pairs += sum(tile.pairs for tile in tiles)
     assert pairs == 16 * 37 * 38 // 2
-    far = layout_of(BlockMask(lambda b, h, q, kv: (q >= 224) & (kv < 32), 256, block=32), size=4)  # noqa: ARG005
+    far = as_pack(BlockMask(lambda b, h, q, kv: (q >= 224) & (kv < 32), 256, block=32)).layout(4)  # noqa: ARG005
     atoms = find_atoms(far, far, Band(None, None))
     assert (atoms.rows * atoms.needed.sum(axis=1)).tolist() == [32, *[0] * 7]
 
 
 def test_work_and_tokens_are_balanced():
-    layout = layout_of(BlockMask(causal, 4096, block=64), size=4)
+    layout = as_pack(BlockMask(causal, 4096, block=64)).layout(4)
     work = [int(layout.seen[layout.owner == rank].sum()) for rank in range(4)]
     assert max(work) <= 1.01 * sum(work) / 4
     assert {layout.rows(rank) for rank in range(4)} == {1024}

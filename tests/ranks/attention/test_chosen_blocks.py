@@ -10,9 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hdpcomm as hdp
-from hdpcomm.attention import NSABlocks, block_attention, moba_attention, nsa_attention, unshard
+from hdpcomm.attention import NSABlocks, as_pack, block_attention, moba_attention, nsa_attention, unshard
 from hdpcomm.attention.chosen_blocks import _by_means
-from hdpcomm.attention.layout import layout_of
 from hdpcomm.errors import InvalidUsage
 from tests.ranks.attention.test_chosen import DIM, HEADS, KV_HEADS, PACKS, V_DIM, cu_of, len_of, local, on_ranks
 
@@ -119,7 +118,7 @@ def test_moba(size, pack, block, top_k, whole):
     chosen = on_ranks(
         size,
         lambda comm: _by_means(
-            *(local(x, cu, comm) for x in tensors[:2]), layout_of(cu, size=size), comm, block, top_k
+            *(local(x, cu, comm) for x in tensors[:2]), as_pack(cu).layout(size), comm, block, top_k
         ),
     )
     assert [[sorted(b for b in row if b >= 0) for row in rows] for rows in unshard(chosen, cu).tolist()] == sets

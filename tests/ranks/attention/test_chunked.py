@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import AttentionOptions, ring_attention
-from hdpcomm.attention.chunked_layout import chunked_layout
-from hdpcomm.attention.layout import layout_of
+from hdpcomm.attention import AttentionOptions, as_pack, ring_attention
+from hdpcomm.attention.tree_layout import chunked
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
 from tests.harness.attention_oracle import Case, check, on_rank
@@ -43,10 +42,10 @@ def test_random_packs(seed: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_rows_are_where_plain_attention_has_them(size: int) -> None:
-    layout = layout_of([0, 1, 8, 209, 608, 696], size=size)
-    chunked = chunked_layout(layout, 64)
+    layout = as_pack([0, 1, 8, 209, 608, 696]).layout(size)
+    chunks = chunked(layout, 64)
     for rank in range(size):
-        rows = [(source, row, count) for row, source, count in chunked.segments(rank).tolist()]
+        rows = [(source, row, count) for row, source, count in chunks.segments(rank).tolist()]
         mine = [source + i for source, _, count in rows for i in range(count)]
         wanted = [source + i for _, source, count in layout.segments(rank).tolist() for i in range(count)]
         assert mine == wanted

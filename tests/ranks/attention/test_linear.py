@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdpcomm as hdp
-from hdpcomm.attention import AttentionCosts, BlockMask, delta_rule, shard, ssd, unshard
-from hdpcomm.attention.layout import layout_of
+from hdpcomm.attention import AttentionCosts, BlockMask, as_pack, delta_rule, shard, ssd, unshard
 from hdpcomm.attention.linear.exchange import choose_exchange
 from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.errors import InvalidUsage, Mismatch
@@ -280,7 +279,8 @@ def test_bytes_do_not_depend_on_the_length(kind):
 
 def test_the_exchange_is_chosen_by_cost():
     settings = {"shape": (32, 128, 128), "delta": True, "device": "cpu"}
-    two, eight = (state_plan(layout_of([0, 16384], size=size)) for size in (2, 8))
+    layouts = (as_pack([0, 16384]).layout(size) for size in (2, 8))
+    two, eight = (state_plan(layout, layout) for layout in layouts)
     slow = AttentionCosts(flops_per_s=1e15, bytes_per_s=1e9, message_s=1e-6, call_s=0.0)
     distant = AttentionCosts(flops_per_s=1e15, bytes_per_s=1e12, message_s=1e-2, call_s=0.0)
     assert choose_exchange("auto", two, **settings, costs=None) == "pipeline"

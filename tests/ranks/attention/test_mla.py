@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hdpcomm as hdp
-from hdpcomm.attention import AttentionCosts, Tree, mla_attention, shard, unshard
+from hdpcomm.attention import AttentionCosts, Tree, as_pack, mla_attention, shard, unshard
 from hdpcomm.attention.backends import Problem
-from hdpcomm.attention.layout import layout_of
 from hdpcomm.attention.mla import choose_send
 from hdpcomm.attention.tiles import band_of
 from hdpcomm.errors import InvalidUsage, Mismatch
@@ -219,13 +218,13 @@ def test_the_bytes_are_those_of_the_tokens_that_others_need(size, lengths, varia
 
 def test_the_latent_is_sent_where_the_link_is_slow():
     shape = Problem("cpu", torch.bfloat16, heads=128, kv_heads=128, head_dim=192, v_head_dim=128, latent_dim=576)
-    layouts = (layout_of([0, 4096], size=4),) * 2
+    layouts = (as_pack([0, 4096]).layout(4),) * 2
     fast = AttentionCosts(flops_per_s=1e9, bytes_per_s=1e15, message_s=0.0, call_s=0.0)
     slow = AttentionCosts(flops_per_s=1e15, bytes_per_s=1e9, message_s=0.0, call_s=0.0)
     for variant in ("ring", "gather", "auto"):
         assert choose_send(variant, shape, layouts, band_of(True, None), fast) == "kv"
         assert choose_send(variant, shape, layouts, band_of(True, None), slow) == "latent"
-    assert choose_send("ring", shape, (layout_of([0, 9], size=1),) * 2, band_of(True, None), slow) == "kv"
+    assert choose_send("ring", shape, (as_pack([0, 9]).layout(1),) * 2, band_of(True, None), slow) == "kv"
 
 
 BAD = {

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hdpcomm as hdp
 from hdpcomm.attention import SlicedSequence, Tree, carry_pack, mla_attention, positions, ring_attention, shard, unshard
-from hdpcomm.attention.layout import longest_length
 from hdpcomm.attention.tiles import Band
 from hdpcomm.attention.tree_layout import seen_keys, slice_layouts
 from hdpcomm.errors import InvalidUsage, Mismatch
@@ -276,7 +275,7 @@ def test_positions_count_from_the_sequence():
 def test_positions_count_from_the_root():
     part = SlicedSequence([0, 3, 10], Tree([-1, 0, 0, -1], [4, 2, 3, 1])).slice(1)
     assert unshard([positions(part, rank=rank, size=3) for rank in range(3)], part).tolist() == [3, 4, 5, 4, 5, 6, 0]
-    assert longest_length(part) == 7
+    assert part.longest == 7
 
 
 @pytest.mark.parametrize("seed", range(CASES))
@@ -314,7 +313,7 @@ def test_each_rank_is_sent_each_key_that_it_needs_once(size, window, tree):
         held = {k: rank for first, count, rank in runs for k in range(first, first + count)}
         assert held == {k: owner[k] for q in range(bounds[number], bounds[number + 1]) for k in ways[q]}
         wanted = sum(owner[k] != rank for k, rank in needed)
-        atoms = seen.atoms(band)
+        atoms = queries.atoms(seen, band)
         assert int((atoms.rows * atoms.needed.sum(axis=1)).sum()) == wanted
         assert [queries.rows(rank) for rank in range(size)] == [
             sum(owner[q] == rank for q in range(bounds[number], bounds[number + 1])) for rank in range(size)
@@ -440,7 +439,7 @@ def test_offload_of_slices_is_checked():
     ):
         with pytest.raises(InvalidUsage, match=told):
             SlicedSequence([0, 5, 10], **given)
-    assert SlicedSequence([0, 5, 10], offload=offload)._ratio == offload.ratio == 1.0
+    assert SlicedSequence([0, 5, 10], offload=offload).store.ratio == offload.ratio == 1.0
     q = torch.randn(5, 1, 4)
     part = SlicedSequence([0, 5, 10]).slice(1)
     with pytest.raises(InvalidUsage, match="runs in slice 1 before slice 0: run the forward passes from slice 0 on"):

@@ -223,7 +223,8 @@ def test_gathered_bytes_are_the_same_for_any_length():
     for lengths in ([40, 20, 20], [4000, 2000, 2000]):
         tree = Tree([-1, 0, 0], lengths)
         inputs = inputs_of("gated", [tree.num_tokens], (2, 1, 4, 3), dtype=torch.float32)
-        carriers = state_plan(tree_layout(tree, 2)).carriers
+        layout = tree_layout(tree, 2)
+        carriers = state_plan(layout, layout).carriers
         assert carriers == 2
         assert sent(2, tree, inputs, exchange="gather") == (2 * carriers * 2 * (4 * 3 + 4 * 4) * 4,) * 2
 

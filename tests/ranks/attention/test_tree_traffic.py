@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import ring_attention, shard
-from hdpcomm.attention.layout import layout_of
+from hdpcomm.attention import as_pack, ring_attention, shard
 from hdpcomm.testing import run_threads
 from tests.harness.attention_options import with_options
 from tests.harness.attention_oracle import Case
@@ -16,7 +15,7 @@ from tests.ranks.attention.test_attention_traffic import sent as sent_flat
 
 
 def owners(case):
-    layout = layout_of(case.tree, size=case.size)
+    layout = as_pack(case.tree).layout(case.size)
     found = torch.empty(sum(case.lengths), dtype=torch.int64)
     for rank in range(case.size):
         found[shard(torch.arange(len(found)), case.tree, rank=rank, size=case.size)] = rank

@@ -9,17 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdpcomm.attention import Problem, available_backends
+from hdpcomm.attention import Problem, as_pack, available_backends
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends import flash_attn as flash_attn_module
 from hdpcomm.attention.backends.base import Accumulator, GradSum, Score
+from hdpcomm.attention.backends.combined import DividedBackend, divided, plan_size
 from hdpcomm.attention.backends.cpu import CpuBackend, cut, lower
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
-from hdpcomm.attention.backends.divided import DividedBackend, divided, plan_size
 from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.attention.backends.varlen import VarlenBackend, batches_of
-from hdpcomm.attention.layout import layout_of
 from hdpcomm.attention.routes import build_plan
 from hdpcomm.attention.tiles import Band, Span, Tile, band_tile, tiles_of
 from hdpcomm.errors import InvalidUsage
@@ -116,9 +115,9 @@ class WrittenOut(VarlenBackend):
 def _run(backend, tiles, tensors):
     q, k, v, dout = tensors
     result = Accumulator(q.shape, q)
-    backend.forward(q, k, v, tiles, SCORE, result)
+    backend.forward((q, k, v), tiles, SCORE, result)
     grads = tuple(GradSum(x.shape, x, x.dtype) for x in (q, k, v))
-    backend.backward(dout, q, k, v, result.out, result.lse, tiles, SCORE, grads)
+    backend.backward(dout, (q, k, v), result.out, result.lse, tiles, SCORE, grads)
     return result.out, result.lse, *(grad.total() for grad in grads)
 
 
@@ -129,8 +128,8 @@ def _run(backend, tiles, tensors):
     DividedBackend(CpuBackend(), WrittenOut(), least=4, capability=(9, 0)),
 ])  # fmt: skip
 def test_backends_agree_on_every_step_of_a_ring(band, backend):
-    layout = layout_of([0, 41, 42, 70], size=3)
-    keys = layout_of([0, 48, 50, 66], size=3)
+    layout = as_pack([0, 41, 42, 70]).layout(3)
+    keys = as_pack([0, 48, 50, 66]).layout(3)
     for rank, kv_layout in itertools.product(range(3), (layout, keys)):
         for step in build_plan(layout, kv_layout, band, rank=rank).steps:
             rows = (int(layout.local_cu(rank)[-1]), step.kv_rows, step.kv_rows, int(layout.local_cu(rank)[-1]))
@@ -141,7 +140,7 @@ def test_backends_agree_on_every_step_of_a_ring(band, backend):
 
 
 def test_tiles_of_many_sequences_share_a_call():
-    layout = layout_of([0, *range(64, 64 * 21, 64)], size=4)
+    layout = as_pack([0, *range(64, 64 * 21, 64)]).layout(4)
     plan = build_plan(layout, layout, Band(None, 0), rank=1)
     calls = [len(batches_of(step.tiles, torch.device("cpu"))) for step in plan.steps]
     assert [len(step.tiles) for step in plan.steps] == [20, 20, 20, 20, 0]
@@ -222,8 +221,8 @@ def test_cuda_calls_fit_torchs_operators(backend, dtype, tiles, monkeypatch):
         k, v = (torch.empty(80, 2, 64, dtype=dtype) for _ in range(2))
         lse = torch.empty(64, 4)
         grads = tuple(GradSum(x.shape, x, torch.float32) for x in (q, k, v))
-    backend.forward(q, k, v, tiles, SCORE, Accumulator(q.shape, q))
-    backend.backward(dout, q, k, v, out, lse, tiles, SCORE, grads)
+    backend.forward((q, k, v), tiles, SCORE, Accumulator(q.shape, q))
+    backend.backward(dout, (q, k, v), out, lse, tiles, SCORE, grads)
     for out_shape, lse_shape, _ in merged:
         assert out_shape[1:] == (4, 64)
         assert lse_shape == out_shape[:2]

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from hdpcomm.attention import AttentionCosts, Problem
+from hdpcomm.attention import AttentionCosts, Problem, as_pack
 from hdpcomm.attention.heads import grouped_layout, head_shares, token_shares
-from hdpcomm.attention.layout import layout_of
 from hdpcomm.attention.tiles import Band
 from hdpcomm.attention.variants import Variant, choose_variant, estimate
 from hdpcomm.errors import InvalidUsage
@@ -21,7 +20,7 @@ def _problem(heads=8, kv_heads=8):
 
 
 def _layouts(lengths, size):
-    layout = layout_of(np.cumsum([0, *lengths]), size=size)
+    layout = as_pack(np.cumsum([0, *lengths])).layout(size)
     return layout, layout
 
 
@@ -86,7 +85,7 @@ def test_shares_of_heads():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_a_group_holds_what_its_members_hold(size):
-    layout = layout_of([0, 37, 37, 42, 143], size=6)
+    layout = as_pack([0, 37, 37, 42, 143]).layout(6)
     whole = grouped_layout(layout, size)
     pack = np.arange(143)
     for group in range(6 // size):

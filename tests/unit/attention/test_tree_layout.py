@@ -5,8 +5,16 @@ import random
 import pytest
 import torch
 
-from hdpcomm.attention import BlockMask, Tree, local_cu_seqlens, positions, shard, shard_with_positions, unshard
-from hdpcomm.attention.layout import layout_of
+from hdpcomm.attention import (
+    BlockMask,
+    Tree,
+    as_pack,
+    local_cu_seqlens,
+    positions,
+    shard,
+    shard_with_positions,
+    unshard,
+)
 from hdpcomm.attention.routes import find_atoms, ring_plan
 from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage
@@ -70,7 +78,8 @@ def test_squares_and_pairs_by_the_definition(seed):
             for j in range(max(0, i - (window or len(places)) + 1), i + 1)
         }
         band = Band(None if window is None else 1 - window, 0)
-        assert layout_of(tree, size=3).pairs(band) == len(seen)
+        layout = as_pack(tree).layout(3)
+        assert layout.pairs(layout, band) == len(seen)
         if window is None:
             assert tree.squares == 2 * len(seen) - tree.num_tokens
 
@@ -105,17 +114,17 @@ WORK = {
 @pytest.mark.parametrize("name", WORK)
 def test_ranks_have_equal_work(name, size):
     parents, lengths, limit = WORK[name]
-    layout = layout_of(Tree(parents, lengths), size=size)
+    layout = as_pack(Tree(parents, lengths)).layout(size)
     work = []
     for rank in range(size):
         plan = ring_plan(layout, layout, CAUSAL, rank=rank)
         work.append(sum(tile.pairs for step in plan.steps for tile in step.tiles))
-    assert sum(work) == layout.pairs(CAUSAL)
+    assert sum(work) == layout.pairs(layout, CAUSAL)
     assert max(work) <= (1 + limit) * sum(work) / size + 2
 
 
 def test_whole_answers_stay_on_one_rank():
-    layout = layout_of(Tree([-1, *[0] * 8], [4096, *[512] * 8]), size=4)
+    layout = as_pack(Tree([-1, *[0] * 8], [4096, *[512] * 8])).layout(4)
     assert [len(set(layout.owner[layout.segment == s])) for s in range(9)] == [4, *[1] * 8]
     atoms = find_atoms(layout, layout, CAUSAL)
     assert int((atoms.rows * atoms.needed.sum(axis=1)).sum()) == 3 * 4096  # the prompt, to all others
@@ -123,7 +132,7 @@ def test_whole_answers_stay_on_one_rank():
 
 
 def test_trees_of_their_own_send_nothing():
-    layout = layout_of(Tree([-1, 0, -1, 2], [50, 20, 50, 20]), size=2)
+    layout = as_pack(Tree([-1, 0, -1, 2], [50, 20, 50, 20])).layout(2)
     assert not find_atoms(layout, layout, CAUSAL).needed.any()
 
 

@@ -1,4 +1,4 @@
-"""Two backends in one: long tiles by the one that is faster on them, all others by the other.
+"""Backends made of others: long tiles by the one that is faster on them, and V of another head_dim than K.
 
 On an H100 cuDNN's kernels reach 1.7 times the rate of flash attention 2 from 2,048 queries and keys on, and a call of
 theirs takes longer than flash's where tiles are short (docs/gpu-figures.md). But cuDNN compiles a plan for every
@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
-from hdpcomm.attention.backends.base import Accumulator, Backend, Grads, Problem, Score
-from hdpcomm.attention.backends.cpu import lower
+from hdpcomm.attention.backends.base import Accumulator, Backend, Grads, Problem, Score, Three
+from hdpcomm.attention.backends.dense import lower
 from hdpcomm.attention.tiles import Tile
 
-__all__ = ["DividedBackend", "divided", "plan_size"]
+__all__ = ["DividedBackend", "PaddedBackend", "divided", "plan_size"]
 
 
 def plan_size(rows: int) -> int:
@@ -72,10 +74,8 @@ def divided(tiles: tuple[Tile, ...], least: int) -> tuple[tuple[Tile, ...], tupl
     return tuple(long), tuple(others)
 
 
-class DividedBackend:
+class DividedBackend(Backend):
     """``long`` computes tiles from ``least`` queries and keys on, ``others`` the rest."""
-
-    own_v_dim = False
 
     def __init__(self, long: Backend, others: Backend, *, least: int, capability: tuple[int, int]) -> None:
         """``capability``: that of devices on which this is faster."""
@@ -94,31 +94,66 @@ class DividedBackend:
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._others.compute_dtype(dtype)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tiles: Sequence[Tile],
-        score: Score,
-        result: Accumulator,
-    ) -> None:
-        long, others = divided(tuple(tiles), self._least)
-        self._long.forward(q, k, v, long, score, result)
-        self._others.forward(q, k, v, others, score, result)
+    def forward(self, qkv: Three, tiles: Sequence[Tile], score: Score, result: Accumulator) -> None:
+        for backend, part in zip((self._long, self._others), divided(tuple(tiles), self._least), strict=True):
+            backend.forward(qkv, part, score, result)
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tiles: Sequence[Tile],
-        score: Score,
-        grads: Grads,
+        self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tiles: Sequence[Tile], score: Score, grads: Grads
     ) -> None:
-        long, others = divided(tuple(tiles), self._least)
-        self._long.backward(dout, q, k, v, out, lse, long, score, grads)
-        self._others.backward(dout, q, k, v, out, lse, others, score, grads)
+        for backend, part in zip((self._long, self._others), divided(tuple(tiles), self._least), strict=True):
+            backend.backward(dout, qkv, out, lse, part, score, grads)
+
+
+def _wide(x: Tensor, dim: int) -> Tensor:
+    return pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x
+
+
+class _Narrow(Accumulator):
+    """Cuts the columns that the padding of V adds off each block before it is merged into another result."""
+
+    __slots__ = ("_result", "_width")
+
+    def __init__(self, result: Accumulator, width: int) -> None:
+        self._result, self._width, self.dtype = result, width, result.dtype
+
+    def merge(self, block_out: Tensor, block_lse: Tensor, rows: slice | Tensor) -> None:
+        self._result.merge(block_out[..., : self._width].contiguous(), block_lse, rows)
+
+
+class PaddedBackend(Backend):
+    """Another backend, whose kernel knows one head_dim, for a V with another: the smaller ones are padded with zeros.
+
+    Zeros at the end of q and k change no score, and zeros at the end of V only add columns to the output, which are cut
+    off. The kernel computes as if both had the larger head_dim.
+    """
+
+    own_v_dim = True
+
+    def __init__(self, inner: Backend) -> None:
+        self.name = inner.name
+        self._inner = inner
+
+    def refuses(self, problem: Problem) -> str | None:
+        return self._inner.refuses(problem)
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._inner.compute_dtype(dtype)
+
+    def forward(self, qkv: Three, tiles: Sequence[Tile], score: Score, result: Accumulator) -> None:
+        q, k, v = qkv
+        dim = max(q.shape[-1], v.shape[-1])
+        wide = _wide(q, dim), _wide(k, dim), _wide(v, dim)
+        self._inner.forward(wide, tiles, score, _Narrow(result, v.shape[-1]))
+
+    def backward(
+        self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tiles: Sequence[Tile], score: Score, grads: Grads
+    ) -> None:
+        q, k, v = qkv
+        dim = max(q.shape[-1], v.shape[-1])
+        sums = tuple(grad if grad.dim == dim else grad.with_dim(dim) for grad in grads)
+        wide = _wide(q, dim), _wide(k, dim), _wide(v, dim)
+        self._inner.backward(_wide(dout, dim), wide, _wide(out, dim), lse, tiles, score, (sums[0], sums[1], sums[2]))
+        for grad, total in zip(grads, sums, strict=True):
+            if grad is not total:
+                grad.add(total.total()[..., : grad.dim], slice(None))
