@@ -58,7 +58,7 @@ class BlockMask(Pack):
                 f"[{num_tokens}], one for each token"
             )
         self.mask_mod, self.num_tokens, self.block = mask_mod, num_tokens, block
-        self._given_positions = positions
+        self._given_positions = None if positions is None else positions.clone()
         self._layouts: dict[int, MaskLayout] = {}
 
     def visible(self, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:

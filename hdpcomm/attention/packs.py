@@ -52,6 +52,13 @@ class Pack(ABC):
     continues = False
     """Whether its queries may see keys of packs before it."""
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in vars(self):
+            raise AttributeError(
+                f"{name} of a {type(self).__name__} was set, and a pack never changes; make another one"
+            )
+        super().__setattr__(name, value)
+
     @property
     def tokens(self) -> int:
         """Tokens of the pack."""
@@ -166,12 +173,12 @@ class Sequences(Pack):
     """Plain sequences: ``cu_seqlens``, int64 ``[sequences + 1]``, is the running sum of their lengths."""
 
     plain = True
-    limit = 0.0, 0.0
-    """How shards are balanced where queries see few keys, see :class:`BalancedPack`; (0, 0): for causal attention."""
     _told_tokens = "cu_seqlens ends with"
 
-    def __init__(self, cu_seqlens: Any, name: str = "cu_seqlens") -> None:
-        self.cu_seqlens = _checked_sum(cu_seqlens, name)
+    def __init__(self, cu_seqlens: Any, name: str = "cu_seqlens", *, limit: tuple[float, float] = (0.0, 0.0)) -> None:
+        """``limit``: how shards are balanced where queries see few keys, see :class:`BalancedPack`; (0, 0): for causal
+        attention."""
+        self.cu_seqlens, self.limit = _checked_sum(cu_seqlens, name), limit
 
     @property
     def tokens(self) -> int:
@@ -225,10 +232,9 @@ class BalancedPack(Sequences):
     """
 
     def __init__(self, cu_seqlens: CuSeqlens, key_limit: float, limited: float = 1.0) -> None:
-        super().__init__(as_pack(cu_seqlens).sequences().cu_seqlens)
+        super().__init__(as_pack(cu_seqlens).sequences().cu_seqlens, limit=(key_limit, limited))
         check_number("BalancedPack", "key_limit", key_limit, least=1)
         check_number("BalancedPack", "limited", limited, least=0, most=1)
-        self.limit = key_limit, limited
 
 
 @dataclass(frozen=True, eq=False)

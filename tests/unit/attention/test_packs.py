@@ -1,6 +1,7 @@
 """A pack is made once of any form of ``cu_seqlens``, never changes, and answers all that depends on its kind."""
 
-import dataclasses
+import copy
+import pickle
 import re
 from pathlib import Path
 
@@ -39,16 +40,64 @@ def test_every_form_is_a_pack(form):
     assert pack.keeps == (form == "slice")
 
 
-def test_a_pack_does_not_change():
-    lengths = np.array([0, 5, 12])
-    pack = as_pack(lengths)
-    lengths[1] = 7
-    assert pack.sequences().cu_seqlens.tolist() == [0, 5, 12]
+@pytest.mark.parametrize("make", [as_pack, lambda lengths: BalancedPack(lengths, 3)], ids=["plain", "balanced"])
+@pytest.mark.parametrize(
+    "lengths",
+    [[0, 5, 12], np.array([0, 5, 12]), torch.tensor([0, 5, 12]), torch.tensor([0, 5, 12], dtype=torch.int32)],
+    ids=["list", "array", "int64", "int32"],
+)
+def test_a_pack_outlasts_changes_of_its_lengths(lengths, make):
+    given = copy.deepcopy(lengths)
+    pack = make(given)
+    given[1] = 7
+    assert pack.cu_seqlens.tolist() == [0, 5, 12]
+    assert pack.places(0, 1).tolist() == list(range(12))
     with pytest.raises(ValueError, match="read-only"):
-        pack.sequences().cu_seqlens[1] = 7
-    for frozen in (as_pack(FORMS["tree"]), FORMS["slice"]):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            frozen.number = 1
+        pack.cu_seqlens[1] = 7
+
+
+def test_a_mask_outlasts_changes_of_its_positions():
+    given = torch.arange(12) % 5
+    mask = BlockMask(FORMS["mask"].mask_mod, 12, positions=given, block=2)
+    before = [mask.positions(rank, 2).tolist() for rank in range(2)], mask.longest
+    given += 3
+    assert ([mask.positions(rank, 2).tolist() for rank in range(2)], mask.longest) == before
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("list", "cu_seqlens"), ("array", "limit"), ("balanced", "limit"), ("tree", "tree"), ("mask", "mask_mod"),
+     ("mask", "block"), ("slice", "number")],
+)  # fmt: skip
+def test_a_pack_does_not_change(form, name):
+    pack = as_pack(FORMS[form])
+    with pytest.raises(AttributeError):
+        setattr(pack, name, 1)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda pack: pickle.loads(pickle.dumps(pack))])
+@pytest.mark.parametrize("form", ["list", "balanced", "tree", "slice"])
+def test_a_copy_has_the_same_tokens(form, way):
+    pack = as_pack(FORMS[form])
+    copied = way(pack)
+    assert copied.layout(3).facts == pack.layout(3).facts
+    for rank in range(3):
+        assert torch.equal(copied.places(rank, 3), pack.places(rank, 3))
+
+
+def test_packs_at_one_address_are_told_apart():
+    """Each is dropped before the next is made, whose id is then often the same."""
+
+    def packs(n):
+        mask = BlockMask(lambda b, h, q, kv: (kv <= q) & (kv // n == q // n), 12, block=2)  # noqa: ARG005
+        yield from (lambda: mask, lambda: as_pack([0, n, 12]), lambda: BalancedPack([0, n, 12], 3))
+        yield from (lambda: as_pack(Tree([-1, 0], [n, 12 - n])), lambda: SlicedSequence([0, n, 12]).slice(1))
+
+    facts = {(i, n): make().layout(2).facts for n in (3, 5) for i, make in enumerate(packs(n))}
+    assert len(set(facts.values())) == 10
+    for _ in range(20):
+        for i, n in facts:
+            assert list(packs(n))[i]().layout(2).facts == facts[i, n]
 
 
 def test_a_store_knows_the_layers_of_each_forward_pass():
