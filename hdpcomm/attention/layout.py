@@ -15,9 +15,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from hdpcomm._core import kernels as _core
 from hdpcomm.attention._kernels import Rows
@@ -27,18 +28,25 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.plan.tree import Tree
 
-__all__ = ["Layout", "SequenceLayout", "local_rows", "sequence_layout", "zigzag_holders"]
+__all__ = ["Layout", "SequenceLayout", "by_rank", "local_rows", "sequence_layout", "zigzag_holders"]
 
 Window = int | tuple[int, int] | None
 
 
 def local_rows(owner: Int64, count: Int64, size: int) -> Int64:
     """First local row of each piece, if every rank holds its pieces one after the other."""
-    row = np.zeros_like(count)
-    for rank in range(size):
-        mine = owner == rank
-        row[mine] = np.cumsum(count[mine]) - count[mine]
+    order = np.argsort(owner, kind="stable")
+    owner, count = owner[order], count[order]
+    held, row = by_rank(owner, count, size), np.empty_like(count)
+    row[order] = np.cumsum(count) - count - (np.cumsum(held) - held)[owner]
     return row
+
+
+def by_rank(owner: Int64, amount: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    """[size]: the sum of ``amount`` of each rank; owners below 0 are left out."""
+    mine = owner >= 0
+    total: npt.NDArray[Any] = np.bincount(owner[mine], weights=amount[mine], minlength=size).astype(amount.dtype)
+    return total
 
 
 def zigzag_holders(size: int) -> Int64:
@@ -154,9 +162,10 @@ class Layout(ABC):
         """Raises InvalidUsage for an empty sequence."""
 
 
-@lru_cache(maxsize=1024)
-def _rows_by_rank(layout: Layout) -> tuple[int, ...]:
-    return tuple(int(layout.count[layout.owner == rank].sum()) for rank in range(layout.size))
+@lru_cache(maxsize=256)
+def _rows_by_rank(layout: Layout) -> list[int]:
+    rows: list[int] = by_rank(layout.owner, layout.count, layout.size).tolist()
+    return rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,13 +19,13 @@ import heapq
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from hdpcomm._core import kernels as _core
-from hdpcomm.attention.layout import Layout, SequenceLayout, Window, local_rows, zigzag_holders
+from hdpcomm.attention.layout import Layout, SequenceLayout, Window, by_rank, local_rows, zigzag_holders
 from hdpcomm.attention.tiles import (
     Atoms,
     Band,
@@ -374,7 +374,7 @@ def _piece_bounds(tree: _Segments, owner: Int64, size: int) -> Int64 | None:
     shared = np.flatnonzero(owner == _ALL_RANKS)
     bounds = _core.zigzag_bounds(np.concatenate(([0], np.cumsum(tree.lengths[shared]))), size)
     pieces = np.diff(bounds, axis=1)
-    held = _by_rank(
+    held = by_rank(
         np.concatenate([owner, *[zigzag_holders(size)] * len(shared)]), np.append(tree.lengths, pieces), size
     )
     if held.max() - held.min() <= 1:
@@ -384,7 +384,7 @@ def _piece_bounds(tree: _Segments, owner: Int64, size: int) -> Int64 | None:
     longest = int(np.argmax(tree.lengths[shared]))
     total = int(held.sum())
     wanted = total // size + (np.arange(size) < total % size) - held
-    wanted += _by_rank(zigzag_holders(size), pieces[longest], size)
+    wanted += by_rank(zigzag_holders(size), pieces[longest], size)
     if wanted.min() < 0:
         return None
     heads = wanted // 2
@@ -392,17 +392,10 @@ def _piece_bounds(tree: _Segments, owner: Int64, size: int) -> Int64 | None:
     return bounds
 
 
-def _by_rank(owner: Int64, amount: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    """The sum of ``amount`` of each rank; :data:`_ALL_RANKS` is left out."""
-    mine = owner >= 0
-    total: npt.NDArray[Any] = np.bincount(owner[mine], weights=amount[mine], minlength=size).astype(amount.dtype)
-    return total
-
-
 def _excess(tree: _Segments, owner: Int64, bounds: Int64, size: int) -> float:
     """By how much the work of the busiest rank exceeds the mean."""
     shared = owner == _ALL_RANKS
     pieces = _squares(tree.starts[shared, None] + bounds[:, :-1], np.diff(bounds, axis=1))
     holders = np.tile(zigzag_holders(size), len(pieces))
-    work = _by_rank(np.append(owner, holders), np.append(_squares(tree.starts, tree.lengths), pieces.reshape(-1)), size)
+    work = by_rank(np.append(owner, holders), np.append(_squares(tree.starts, tree.lengths), pieces.reshape(-1)), size)
     return float(work.max() * size / max(1, work.sum()) - 1)
