@@ -50,10 +50,10 @@ constexpr double kFair = 0.001;
 
 // Searches for the target time that gives the shortest plan: first the lower bound, then times
 // between it and the best makespan so far.
-Plan planBlocks(const Problem& problem, double lower_bound, bool on_borders = false) {
+Plan planBlocks(const Problem& problem, double lower_bound) {
   std::vector<Job> jobs = makeJobs(problem);
   if (jobs.empty()) return finishPlan(problem, {});
-  BlockPacker packer(problem, jobs, on_borders);
+  BlockPacker packer(problem, jobs);
   double best = std::numeric_limits<double>::infinity();
   Packing packing;
   std::vector<double> tried;  // once more they would give nothing better
@@ -199,11 +199,6 @@ constexpr Candidate<PlanSearch> kBlockCandidates[] = {
        return !search.best && !(by_speed && cluster.ranks > kMostBySpeedAlone);
      },
      [](PlanSearch& search) { search.take(planBlocks(search.problem, search.lower_bound)); }},
-    {"blocks on borders",
-     [](const PlanSearch& search) {
-       return search.gap_left && !search.atBound() && search.cluster().sharesLinks();
-     },
-     [](PlanSearch& search) { search.take(planBlocks(search.problem, search.lower_bound, true)); }},
     {"blocks by speed",
      [](const PlanSearch& search) {
        const Cluster& cluster = search.cluster();

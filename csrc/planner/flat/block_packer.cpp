@@ -138,19 +138,10 @@ int BlockPacker::position(const Block& block, int size) const {
   for (const int ranks : {cost_.cluster().ranks_per_node, cost_.cluster().ranks_per_domain}) {
     if (size > ranks) continue;
     const auto inside = [&](int first) { return first / ranks == (first + size - 1) / ranks; };
-    const int border = roundUp(block.first, cost_.cluster().ranks_per_node);
-    if (on_borders_ && size > cost_.cluster().ranks_per_node && border <= last && inside(border)) {
-      return border;
-    }
     if (inside(block.first)) return block.first;
     const int boundary = (block.first / ranks + 1) * ranks;
     if (boundary <= last) return boundary;
     if (inside(last)) return last;
-  }
-  for (const int ranks : {cost_.cluster().ranks_per_domain, cost_.cluster().ranks_per_node}) {
-    if (!on_borders_ || ranks == 0 || size <= ranks) continue;
-    const int border = roundUp(block.first, ranks);
-    if (border <= last) return border;
   }
   return block.first;
 }

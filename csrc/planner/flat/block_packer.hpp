@@ -19,14 +19,9 @@ namespace hdpcomm::planner {
 
 class BlockPacker {
  public:
-  // The jobs are all there, in their order. `on_borders`: groups of several nodes or domains begin
-  // with a whole one where their block allows it, so that fewer rings share the links of one.
-  BlockPacker(const Problem& problem, std::vector<Job>& jobs, bool on_borders = false)
-      : problem_(problem),
-        cost_(problem.cost()),
-        jobs_(jobs),
-        filler_(cost_, jobs),
-        on_borders_(on_borders) {}
+  // The jobs are all there, in their order.
+  BlockPacker(const Problem& problem, std::vector<Job>& jobs)
+      : problem_(problem), cost_(problem.cost()), jobs_(jobs), filler_(cost_, jobs) {}
 
   // Places all jobs and returns the makespan. With
   // `fill`, a job that would take more than half of its block takes all of it: jobs that are too
@@ -88,8 +83,6 @@ class BlockPacker {
   // First rank of a group in a block: inside one node if it fits into one, else inside one domain,
   // else the block's start.
   int position(const Block& block, int size) const;
-
-  static int roundUp(int rank, int ranks) { return (rank + ranks - 1) / ranks * ranks; }
 
   // Places the job into block `at`, unless it would end after the target.
   bool placeAt(size_t index, BlockList::Iterator at, int size);
@@ -176,7 +169,6 @@ class BlockPacker {
   const CostModel& cost_;
   std::vector<Job>& jobs_;
   ShortFiller filler_;
-  const bool on_borders_;
   double target_ = 0;
   bool fill_ = false;
   bool could_fill_ = false;
