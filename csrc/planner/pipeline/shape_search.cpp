@@ -14,7 +14,6 @@
 #include "planner/pipeline/height_changes.hpp"
 #include "planner/pipeline/wave_planner.hpp"
 #include "planner/pipeline/wave_shape.hpp"
-#include "planner/pipeline/zone_shapes.hpp"
 #include "planner/search/candidates.hpp"
 #include "planner/simulate/finish_plan.hpp"
 #include "planner/simulate/level_order.hpp"
@@ -37,9 +36,7 @@ class ShapeSearch {
   // Empty where no shape has a plan.
   ShapedPlans run();
 
-  static constexpr double kFar = 1.06;      // of the bound
   static constexpr double kVeryFar = 1.25;  // of the bound
-  static constexpr int kMostMisses = 100;
 
   const char* trying = "";  // a candidate
 
@@ -49,7 +46,6 @@ class ShapeSearch {
   bool found() const { return best_.some(); }
   bool above(double share) const { return best_.makespan >= share * bound_; }
   bool alike() const { return problem_.cost().cluster().speeds.empty(); }
-  bool zonesHelped() const { return zones_helped_; }
   // Whether each sequence and tree can run in slices.
   bool allSliceable() const {
     if (!problem_.hasTrees() && !problem_.hasRiders()) return true;
@@ -188,7 +184,7 @@ class ShapeSearch {
     }
     if (found()) {
       descend();
-      tune(kMostMisses);
+      tune();
       if (best_.makespan < before.makespan) return;
     }
     best_ = std::move(before);
@@ -272,8 +268,8 @@ class ShapeSearch {
   }
 
   // Changes the heights of the waves at random. What makes the plan a little longer is kept at
-  // first, too. `most_misses`: trials that bring nothing, one after the other, after which it ends.
-  void tune(int most_misses) {
+  // first, too.
+  void tune() {
     const Changing changing(*this);
     HeightChanges changes;
     const auto waves = static_cast<double>(best_.heights.others.size());
@@ -283,7 +279,7 @@ class ShapeSearch {
     current.given = best_.heights;
     double makespan = best_.makespan;
     double predicted = best_.predicted;
-    for (int trial = 0, misses = 0; trial < trials && misses < most_misses; ++trial) {
+    for (int trial = 0, misses = 0; trial < trials && misses < kMostMisses; ++trial) {
       if (done()) return;
       Shape shape = current;
       changes.apply(shape);
@@ -298,18 +294,6 @@ class ShapeSearch {
       makespan = found;
       predicted = waves_.predicted();
     }
-  }
-
-  // The longest sequences one after the other.
-  void attemptZones() {
-    const CostModel& cost = problem_.cost();
-    const double before = best_.makespan;
-    const double share = std::clamp(cost.params().forward, 0.05, 0.95);
-    const double work = waves_.meanWork() * problem_.ranks();
-    for (const Shape& shape : zoneShapes(problem_, work, share, before)) {
-      makespanOf(shape, kForever, best_.makespan);
-    }
-    zones_helped_ = best_.makespan < before;
   }
 
  private:
@@ -436,6 +420,7 @@ class ShapeSearch {
   static constexpr double kBudget = 2.5e8;               // in all trials; see WavePlanner::spent()
   static constexpr double kLevelsBudget = kBudget / 16;  // for sliced levels
   static constexpr double kUnplanned = 0.2;  // of a trial, where its waves are no plan's
+  static constexpr int kMostMisses = 100;    // trials in turn that bring nothing, and end it
   static constexpr double kTuning = 2e6;     // sequences and ranks of waves that are looked at
   static constexpr double kWorthMore = 1.1;  // of the best plan, for the best one of a kind
   static constexpr double kLikely = 1.05;    // of what a pipeline takes for the best heights
@@ -466,9 +451,8 @@ class ShapeSearch {
   Found whole_;       // the best one without slices, where these were tried, too
   double spent_ = 0;  // in all trials
   double budget_ = kBudget;
-  int count_ = 0;          // of waves that are tried
-  bool changing_ = false;  // the best shape
-  bool zones_helped_ = false;
+  int count_ = 0;             // of waves that are tried
+  bool changing_ = false;     // the best shape
   std::vector<Shape> tried_;  // none is better than the best one
   // By WavePlanner::arrangement(): makespans, or what these are not below.
   std::map<uint64_t, double> makespans_;
@@ -505,22 +489,14 @@ constexpr Shapes kShapes[] = {
     {"descent", [](const ShapeSearch& search) { return search.found(); },
      [](ShapeSearch& search) { search.descend(); }},
     {"nodes", kInNodes, [](ShapeSearch& search) { search.attemptNodes(); }},
-    {"tuning", kByLevels, [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses); }},
-    {"zones",
-     [](const ShapeSearch& search) {
-       return search.found() && search.byLevels() && search.above(ShapeSearch::kFar) &&
-              search.alike();
-     },
-     [](ShapeSearch& search) { search.attemptZones(); }},
-    {"tuning", [](const ShapeSearch& search) { return search.zonesHelped(); },
-     [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses / 2); }},
+    {"tuning", kByLevels, [](ShapeSearch& search) { search.tune(); }},
     {"sliced waves",
      [](const ShapeSearch& search) { return search.mostSlices() > 1 && search.allSliceable(); },
      [](ShapeSearch& search) { search.attemptSlicedWaves(); }},
     {"slices", [](const ShapeSearch& search) { return search.mostSlices() > 1; },
      [](ShapeSearch& search) { search.attemptSlices(); }},
     {"descent", kInSlices, [](ShapeSearch& search) { search.descend(); }},
-    {"tuning", kInSlices, [](ShapeSearch& search) { search.tune(ShapeSearch::kMostMisses); }},
+    {"tuning", kInSlices, [](ShapeSearch& search) { search.tune(); }},
     {"sliced levels",
      [](const ShapeSearch& search) { return search.mostSlices() > 1 && search.allSliceable(); },
      [](ShapeSearch& search) { search.attemptSlicedLevels(); }},

@@ -4,8 +4,7 @@
 
 namespace hdpcomm::planner {
 
-template <typename Iterator>
-double SinglePipeline::run(Iterator times, Iterator end) {
+double SinglePipeline::run(Times times, Times end) {
   const int count = static_cast<int>(end - times);
   given_.assign(count, 0.0);
   free_.assign(stages_, 0.0);

@@ -11,10 +11,8 @@ class SinglePipeline {
  public:
   SinglePipeline(int stages, double forward) : stages_(stages), forward_(forward) {}
 
-  double run(const std::deque<double>& times) { return run(times.begin(), times.end()); }
-
-  template <typename Iterator>
-  double run(Iterator times, Iterator end);
+  using Times = std::deque<double>::const_iterator;
+  double run(Times times, Times end);
 
  private:
   void pass(int i, int stage, double seconds);

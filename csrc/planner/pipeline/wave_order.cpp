@@ -70,7 +70,7 @@ std::deque<size_t> WaveOrder::outwards(const std::vector<Wave>& waves,
       if (many) without_front = pipeline.run(times.begin(), times.begin() + kNear);
     }
   }
-  if (std::ssize(some) > kNear + 1) seconds = pipeline.run(times);
+  if (std::ssize(some) > kNear + 1) seconds = pipeline.run(times.begin(), times.end());
   return order;
 }
 

@@ -10,7 +10,6 @@ import pytest
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner
-from hdpcomm.plan.distributions import sample_lengths
 
 CASES = int(os.environ.get("HDPCOMM_PLAN_CASES", "250"))
 OTHERS = ("pow2", "static", "naive")
@@ -216,20 +215,6 @@ def test_waves_of_a_pipeline_are_tuned_one_by_one(stages: int, ranks: int, most:
     plan = planner.plan(lengths)
     planner.validate(plan, lengths)
     assert plan.gap <= most
-
-
-def test_the_longest_sequences_of_pipelines_follow_each_other_on_ranks_of_their_own() -> None:
-    """No sequence is much longer than the others: side by side, each would leave its ranks idle."""
-    planner = Planner(MODELS["llama-7b"], ClusterSpec(ranks=256, capacity=8192, ranks_per_node=8, pipeline=4))
-    lengths = sample_lengths("byted", tokens=2**25, context=2**21, seed=16)
-    plan = planner.plan(lengths)
-    planner.validate(plan, lengths)
-    by_length = sorted(plan.micro_batches, key=lambda batch: -max(sequence.length for sequence in batch.sequences))
-    zone, *others = [set(batch.ranks) for batch in by_length[:3]]
-    assert all(ranks <= zone for ranks in others)
-    assert len(zone) <= 128
-    assert all(zone.issuperset(batch.ranks) or zone.isdisjoint(batch.ranks) for batch in plan.micro_batches)
-    assert plan.gap <= 0.27  # 0.32 with one of them on each rank
 
 
 def test_the_last_ranks_of_a_pipeline_have_as_much_to_do_as_the_first_ones() -> None:
