@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdpcomm.attention import positions
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.loss import IGNORE
@@ -179,23 +178,14 @@ class LabelTerms:
         """
         parts = [self._labelled(place, plan.fragments, fetch) for place in places]
         counts = {i: labels for part in parts for i, labels in part.counts.items()}
-        rank, size = comm.rank, comm.size
-        cu_seqlens, tokens, columns, rows = labelled_shard(parts, pack, plan.limit, rank=rank, size=size)
-        begins = rank == 0 and (pack is None or pack.begins)
+        shard, columns = labelled_shard(parts, pack, plan.limit, comm=comm, device=device)
+        begins = comm.rank == 0 and (pack is None or pack.begins)
         mass = math.fsum(self._mass(each) for each in counts.values()) if begins else 0.0
-        labels, entries = columns.pop(_LABELS), columns.pop(_ENTRIES)
-        own = _Labels(
-            labels.to(device), entries, {name: column.to(device) for name, column in columns.items()},
-            self._batch.sequences_of(entries), counts,
-        )  # fmt: skip
-        return PackedShard(
-            tokens=tokens.to(device),
-            labels=own.labels,
-            positions=positions(cu_seqlens, rank=rank, size=size, device=device),
-            cu_seqlens=cu_seqlens,
-            label_rows=None if rows is None else rows.to(device),
-            label_weights=self._make(own),
-            mass=torch.full((), mass, dtype=torch.float64, device=device),
+        entries = columns.pop(_ENTRIES)
+        columns = {name: column.to(device) for name, column in columns.items()}
+        own = _Labels(shard.labels, entries, columns, self._batch.sequences_of(entries), counts)
+        return replace(
+            shard, label_weights=self._make(own), mass=torch.full((), mass, dtype=torch.float64, device=device)
         )
 
     def _labelled(

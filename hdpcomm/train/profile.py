@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import nn
 
-from hdpcomm.attention import positions, shard
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.topology import domain_block, node_block
 from hdpcomm.errors import InvalidUsage
@@ -21,9 +20,8 @@ from hdpcomm.models.indexers import key_limit
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.plan import CostModel, CostSample, Planner
-from hdpcomm.train.loss import next_token_labels
 from hdpcomm.train.micro_batch import micro_batch_loss
-from hdpcomm.train.shards import PackedShard, empty_shard, pack_of
+from hdpcomm.train.shards import PackedShard, empty_shard, pack_of, sequences_shard
 from hdpcomm.train.timeline import processor_seconds
 
 if TYPE_CHECKING:
@@ -247,15 +245,13 @@ def forward_backward(
     model: nn.Module, group: Communicator, lengths: list[int], *, context: AbstractContextManager[object] | None = None
 ) -> float:
     """Seconds of one forward and backward of a pack of sequences on ``group``; ``context``: round the forward pass."""
-    device = next(model.parameters()).device
-    rank, size = group.rank, group.size
-    cu_seqlens = pack_of(lengths, size, key_limit(model))
-    whole = torch.arange(sum(lengths)) * _STRIDE % _vocabulary(model)
-    packed = PackedShard(
-        tokens=shard(whole, cu_seqlens, rank=rank, size=size).to(device),
-        labels=shard(next_token_labels(whole), cu_seqlens, rank=rank, size=size).to(device),
-        positions=positions(cu_seqlens, rank=rank, size=size, device=device),
-        cu_seqlens=cu_seqlens,
+    device, vocabulary = next(model.parameters()).device, _vocabulary(model)
+    packed = sequences_shard(
+        pack_of(lengths, group.size, key_limit(model)),
+        dict(enumerate(lengths)),
+        lambda i: torch.arange(i, i + lengths[i]) * _STRIDE % vocabulary,
+        comm=group,
+        device=device,
     )
     return _forward_backward(model, group, packed, context)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hdpcomm.attention import BalancedPack, Pack, SlicedSequence, as_pack
-from hdpcomm.attention import positions as positions_of
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.queue import fixed_for_rank
 from hdpcomm.plan.tree import Tree, join_trees
@@ -251,10 +250,16 @@ class LabelledTokens:
 
 
 def labelled_shard(
-    parts: Sequence[LabelledTokens], pack: Pack | None, limit: tuple[float, float], *, rank: int, size: int
-) -> tuple[Tensor | Tree | Pack, Tensor, dict[str, Tensor], Tensor | None]:
-    """(``cu_seqlens``, the shard's tokens, its labels' columns, the row in the shard of each label; ``None``: of plain
-    sequences, which have a label for each token, in their order) of a rank. Local.
+    parts: Sequence[LabelledTokens],
+    pack: Pack | None,
+    limit: tuple[float, float],
+    *,
+    comm: Communicator,
+    device: torch.device,
+) -> tuple[PackedShard, dict[str, Tensor]]:
+    """This rank's shard, whose labels are the column "labels", and the other columns of its labels, on the CPU. Local.
+
+    Plain sequences have a label for each token, in their order.
 
     Args:
         pack: the slice that it is, of the only one of ``parts``; it has the labels of its own tokens, wherever the
@@ -262,21 +267,25 @@ def labelled_shard(
     """
     tokens = torch.cat([part.tokens for part in parts])
     columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
-    trees = any(part.tree is not None for part in parts)
+    trees, rank, size = any(part.tree is not None for part in parts), comm.rank, comm.size
     cu_seqlens: Tensor | Tree | Pack = pack or (
         join_trees([part.tree or len(part.tokens) for part in parts])
         if trees
         else pack_of((len(part.tokens) for part in parts), size, limit)
     )
-    mine = as_pack(cu_seqlens).places(rank, size)
-    if not trees:
-        return cu_seqlens, tokens[mine], {name: column[mine] for name, column in columns.items()}, None
-    firsts = itertools.accumulate((len(part.tokens) for part in parts), initial=0)
-    row = torch.full((len(tokens),), -1, dtype=torch.int64)
-    row[mine] = torch.arange(len(mine))
-    rows = row[torch.cat([part.rows + first for part, first in zip(parts, firsts, strict=False)])]
-    here = rows >= 0
-    return cu_seqlens, tokens[mine], {name: column[here] for name, column in columns.items()}, rows[here]
+    pack = as_pack(cu_seqlens)
+    mine, rows = pack.places(rank, size), None
+    here = mine
+    if trees:
+        firsts = itertools.accumulate((len(part.tokens) for part in parts), initial=0)
+        row = torch.full((len(tokens),), -1, dtype=torch.int64)
+        row[mine] = torch.arange(len(mine))
+        rows = row[torch.cat([part.rows + first for part, first in zip(parts, firsts, strict=False)])]
+        here = rows >= 0
+        rows = rows[here].to(device)
+    columns = {name: column[here] for name, column in columns.items()}
+    labels, positions = columns.pop("labels").to(device), pack.positions(rank, size, device)
+    return PackedShard(tokens[mine].to(device), labels, positions, cu_seqlens, rows), columns
 
 
 def tree_shard(
@@ -300,17 +309,8 @@ def tree_shard(
         fragments: of the step's plan.
     """
     parts = [_labelled(i, items, fragments, fetch) for i in places]
-    rank, size = comm.rank, comm.size
-    cu_seqlens, tokens, columns, rows = labelled_shard(parts, pack, (0.0, 0.0), rank=rank, size=size)
-    assert rows is not None  # there are trees
-    return PackedShard(
-        tokens=tokens.to(device),
-        labels=columns["labels"].to(device),
-        positions=positions_of(cu_seqlens, rank=rank, size=size, device=device),
-        cu_seqlens=cu_seqlens,
-        label_rows=rows.to(device),
-        label_weights=columns["weights"].to(device),
-    )
+    shard, columns = labelled_shard(parts, pack, (0.0, 0.0), comm=comm, device=device)
+    return replace(shard, label_weights=columns["weights"].to(device))
 
 
 def _labelled(
