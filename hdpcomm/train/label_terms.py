@@ -128,7 +128,10 @@ def shorter_plan(
     if not trees or not shares:
         return planned, plain
     shared = Batch(lengths, trees)
-    other = plan(shared.items)
+    try:
+        other = plan(shared.items)
+    except InvalidUsage:  # the ranks hold its sequences, but no tree of them
+        return planned, plain
     if other.plan.expected_s >= planned.plan.expected_s:
         return planned, plain
     return replace(other, waited_s=other.waited_s + planned.waited_s), shared

@@ -120,6 +120,10 @@ def test_what_would_not_work_is_refused(tmp_path: Path, options: dict[str, Any],
     leave()
 
 
+PARTS = {"zero": 3, "capacity": 14, "slices": 16}
+"""Rows of up to 44 tokens in slices, on ranks that have parts of the weights."""
+
+
 def trains_policy(folder: str, preferences: bool, options: dict[str, Any], lora: bool) -> Any:
     """Whole weights after two steps of TRL's trainer, and its logs."""
     from tests.ranks.train.test_huggingface_trl import PlannedDPO, PlannedGRPO, trainer_of
@@ -142,7 +146,7 @@ def trains_policy(folder: str, preferences: bool, options: dict[str, Any], lora:
 def test_losses_of_trl_see_whole_weights(ranks: Any, tmp_path: Path, preferences: bool, lora: bool) -> None:
     pytest.importorskip("trl")
     tiny().save_pretrained(tmp_path / "model")
-    whole, parts = (ranks(2, trains_policy, str(tmp_path), preferences, options, lora) for options in ({}, {"zero": 3}))
+    whole, parts = (ranks(2, trains_policy, str(tmp_path), preferences, options, lora) for options in ({}, PARTS))
     for (found, history), (wanted, logged) in zip(parts, whole, strict=True):
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=name)

@@ -184,6 +184,25 @@ def test_rows_that_do_not_fit_and_rows_that_wait(options, monkeypatch):
             assert (found[name] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), name
 
 
+def test_trees_that_do_not_fit_run_row_by_row():
+    values, gradients = expected(2, 1, answers_of)
+
+    def rank():
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            model, runner, rows = passes_of(comm, "whole", 16, slices=2)
+            runner.zero()
+            found = add(rows, comm, True, answers_of, trees=0)
+            assert runner.ran.slices
+            torch.testing.assert_close(found, values[comm.rank], rtol=1e-12, atol=1e-12)
+            runner.finish()
+            return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    for found in run_threads(rank, 2):
+        for name, gradient in gradients.items():
+            assert (found[name] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), name
+
+
 def test_what_a_rank_holds_is_given_with_slices_and_offload():
     with hdp.init() as comm:
         for options in ({"slices": 2}, {"offload": 1 << 20}):
