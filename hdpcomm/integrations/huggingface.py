@@ -414,6 +414,15 @@ _ONLY_LOGGED = ("logits/chosen", "logits/rejected", "mean_token_accuracy")
 
 _LOG_PROB_TRAINERS = {f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")}
 
+_SHARDED = "leave it out, and give zero=3: ranks share weights, gradients and the optimizer's state"
+_INSTEAD = {
+    "fp16": "give bf16=True",
+    "deepspeed": _SHARDED,
+    "fsdp": _SHARDED,
+    "activation_offloading": "leave it out, and give offload= and capacity=",
+}
+"""Advice beside an argument that is refused."""
+
 
 def _refuse(trainer: Any, kept: StepSettings) -> bool:
     """Whether the loss is one of log-probabilities. Raises InvalidUsage for what would be wrong in silence."""
@@ -430,14 +439,14 @@ def _refuse(trainer: Any, kept: StepSettings) -> bool:
     wrong = {
         f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor,
         f"neftune_noise_alpha={args.neftune_noise_alpha}": args.neftune_noise_alpha,
-        "fp16=True (use bf16)": args.fp16,
+        "fp16=True": args.fp16,
         "deepspeed": args.deepspeed,
         f"fsdp={args.fsdp!r}": args.fsdp,
         f"{args.n_gpu} GPUs in one process (start a process for each)": args.n_gpu > 1,
         "compute_loss_func": trainer.compute_loss_func,
         f"loss_type={getattr(args, 'loss_type', 'nll')!r}": not of_log_probs
         and getattr(args, "loss_type", "nll") != "nll",
-        "activation_offloading (beside offload=)": getattr(args, "activation_offloading", False),
+        "activation_offloading": getattr(args, "activation_offloading", False),
         f"zero= or dtype= with transformers {transformers.__version__} (it clips by itself)": kept.masters
         and not hasattr(transformers.Trainer, "_clip_grad_norm"),
         "load_best_model_at_end=True with zero=3": kept.zero == 3 and args.load_best_model_at_end,
@@ -449,6 +458,7 @@ def _refuse(trainer: Any, kept: StepSettings) -> bool:
     for name, given in wrong.items():
         if given:
             raise InvalidUsage(
-                f"Trainer: {name} is not supported with plans; leave it out, or use transformers.Trainer"
+                f"Trainer: {name} is not supported with plans; "
+                + _INSTEAD.get(name.partition("=")[0], "leave it out, or use transformers.Trainer")
             )
     return of_log_probs
