@@ -42,8 +42,6 @@ constexpr int kMaxFewer = 3;  // waves of fewer sequences after those on the sma
 constexpr int kLarge = 1 << 16;
 constexpr int kRanksOfParts[] = {1 << 13, 1 << 14};
 constexpr int kSpeedClasses = 256;  // of a large cluster, whose ranks would all be blocks
-// Ranks of different speeds above which they are planned by speed only.
-constexpr int kMostBySpeedAlone = 1 << 12;
 // How far a part's bound may lie above that of all. It does by 0.0003 at most for lengths without a
 // long tail, and by 0.009 for those of byted, whose longest ones are few.
 constexpr double kFair = 0.001;
@@ -156,7 +154,7 @@ Plan planBySpeed(const Problem& problem, double lower_bound) {
   std::stable_sort(ranks.begin(), ranks.end(),
                    [&](int a, int b) { return cluster.speed(a) > cluster.speed(b); });
   Cluster by_speed = cluster;
-  const int of_class = std::max(1, problem.ranks() / kSpeedClasses);
+  const int of_class = problem.ranks() > kLarge ? problem.ranks() / kSpeedClasses : 1;
   for (int place = 0; place < problem.ranks(); ++place) {
     const int last = std::min(problem.ranks(), (place / of_class + 1) * of_class) - 1;
     by_speed.speeds[place] = cluster.speed(ranks[last]);
@@ -196,7 +194,7 @@ constexpr Candidate<PlanSearch> kBlockCandidates[] = {
      [](const PlanSearch& search) {
        const Cluster& cluster = search.cluster();
        const bool by_speed = !cluster.speeds.empty() && !cluster.neighbours;
-       return !search.best && !(by_speed && cluster.ranks > kMostBySpeedAlone);
+       return !search.best && !(by_speed && cluster.ranks > kLarge);
      },
      [](PlanSearch& search) { search.take(planBlocks(search.problem, search.lower_bound)); }},
     {"blocks by speed",
