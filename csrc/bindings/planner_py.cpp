@@ -47,11 +47,11 @@ CostModel costModelOf(const py::dict& given) {
   CostParams cost;
   MemoryParams memory;
   Cluster cluster;
-  size_t known = 0;
+  py::dict unknown = given.attr("copy")();
   const auto set = [&](const char* name, auto& value) {
     if (!given.contains(name)) return;
     value = given[name].cast<std::decay_t<decltype(value)>>();
-    ++known;
+    unknown.attr("pop")(name);
   };
   set("attention", cost.attention);
   set("piece", cost.piece);
@@ -89,8 +89,10 @@ CostModel costModelOf(const py::dict& given) {
   set("ring_peers", cluster.ring_peers);
   set("slices", cluster.slices);
   set("speeds", cluster.speeds);
-  if (known != given.size())
-    throwInvalidUsage("a cost model was given values that it does not have");
+  if (!unknown.empty()) {
+    throwInvalidUsage("a cost model was given " + py::str(py::list(unknown)).cast<std::string>() +
+                      ", expected values of CostParams, MemoryParams and Cluster");
+  }
   return {cost, memory, cluster};
 }
 

@@ -41,6 +41,7 @@ from hdpcomm.train.replicas import settings_of
 from hdpcomm.train.row_passes import PlanSettings, RowPasses
 from hdpcomm.train.runner import Runner, StepSettings
 from hdpcomm.train.sequences import Sequences, gather_sequences
+from hdpcomm.train.trainer_check import check_order
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -107,11 +108,7 @@ class HybridDataParallel:
         check_whole("Trainer", "zero", zero, least=0, most=3)
         if dtype is not None:
             check_type("Trainer", "dtype", dtype, torch.dtype)
-        if queue and zero > 1:
-            raise InvalidUsage(
-                f"Trainer: queue=True with zero={zero}, which adds gradients in the plan's order, and with a queue "
-                "nobody knows who runs what; leave it out, or give zero=1"
-            )
+        check_order(zero, queue=queue)
         self._kept = StepSettings(zero, dtype)
         self._plans = PlanSettings(capacity, cost_model, queue, slices, offload)
         self._counts: Counter[str] = Counter()
@@ -164,7 +161,7 @@ class HybridDataParallel:
             self._resumed = None
         passes = RowPasses(
             self._adapted, mesh, runner, self._settings, plans=self._plans,
-            spec=spec_of(cast(Any, self).model.config.get_text_config()),
+            spec=None if self._plans.slices == 1 else spec_of(cast(Any, self).model.config.get_text_config()),
             around=lambda: cast(Any, self).compute_loss_context_manager(),
         )  # fmt: skip
         self._made, self._begins = (passes, runner), True

@@ -79,9 +79,9 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
     (:mod:`hdpcomm.train.row_passes`). So losses, metrics and gradients are those of verl's FSDP engine. The ranks of a
     host share parameters, in ``mixed_precision.param_dtype`` (bf16, as in verl), sums of gradients, master weights and
     the optimizer's state in fp32, as ZeRO-3 does, but wait for nobody's passes; ``reshard_after_forward=False`` leaves
-    parameters whole. Where hosts have one rank, or other numbers of them, all ranks share masters and state only. A
-    rank holds as many tokens at a time as verl's micro-batches would have (``max_token_len_per_gpu``, or rows of
-    ``micro_batch_size_per_gpu``).
+    parameters whole. Where hosts have one rank or other numbers of them, or ranks send through other memory than the
+    model's, all ranks share masters and state only. A rank holds as many tokens at a time as verl's micro-batches would
+    have (``max_token_len_per_gpu``, or rows of ``micro_batch_size_per_gpu``).
 
     Not read, as nothing here would differ: how FSDP wraps and prefetches, ``use_remove_padding`` (there is none),
     ``use_fused_kernels``, ``use_torch_compile``, and how entropies are computed (logits never exist as a whole).
@@ -138,7 +138,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
                 [p for p in self.module.parameters() if p.requires_grad], self.optimizer_config
             )
             self.lr_scheduler = _schedule(self.optimizer, self.optimizer_config)
-        zero = _zero_stage(self.engine_config, self.comm)
+        zero = _zero_stage(self.engine_config, self.comm, self._device)
         settings = StepSettings(zero, None if dtype == wide else dtype)
         self._runner = Runner(Passes([self._adapted], mesh), self.optimizer, settings)
         self._rows = RowPasses(self._adapted, mesh, self._runner, self._settings)
@@ -315,8 +315,9 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         return unfuse_moe_params(self._whole_weights(), self.model_config.hf_config.model_type), None
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        named = convert_weight_keys(self.module.state_dict(keep_vars=True), self.module)
-        if self.optimizer is None:
+        trains = self.optimizer is not None
+        named = convert_weight_keys(self.module.state_dict(keep_vars=trains), self.module)
+        if not trains:
             return iter(named.items())
         return ((name, tensor) for names, tensor in self._runner.whole_weights(named) for name in names)
 
@@ -418,11 +419,11 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         self._saved = self._saved[-keep:] if keep else self._saved
 
 
-def _zero_stage(engine: Any, comm: Communicator) -> int:
+def _zero_stage(engine: Any, comm: Communicator, device: torch.device) -> int:
     """ZeRO's stage: 3 where FSDP would not keep the weights of a layer after its pass, 2 where it would; 1 where ranks
     of a host cannot share them. Local."""
     on_hosts = set(Counter(nodes_of(comm)).values())
-    if len(on_hosts) > 1 or 1 in on_hosts:
+    if len(on_hosts) > 1 or 1 in on_hosts or comm.device != device:
         return 1
     return 3 if engine.reshard_after_forward else 2
 

@@ -31,6 +31,7 @@ __all__ = [
     "check_finite",
     "check_log_prob_loss",
     "check_model",
+    "check_order",
     "check_trained_names",
     "check_trainer",
     "trained_names",
@@ -164,12 +165,7 @@ def check_model(
             f"the model was made by materialize(zero=3), so this rank has parts of its parameters, and zero is {zero}; "
             "give the trainer zero=3, or make the model with zero=0"
         )
-    if zero > 1 and (planner.queue or planner.cluster.split_backward):
-        given = "queue=True, where nobody knows who runs what" if planner.queue else "split_backward=True"
-        raise InvalidUsage(
-            f"zero={zero} adds gradients in the order in which the plan's backward passes end, and the planner has "
-            f"{given}; plan without, or give zero=1"
-        )
+    check_order(zero, queue=planner.queue, split_backward=planner.cluster.split_backward)
     if mesh.tensor * mesh.expert > 1:
         check_elementwise(optimizer, "on a mesh with tensor or expert ranks")
     if stages:
@@ -178,6 +174,16 @@ def check_model(
         check_same_mesh(mesh, str([(name, tuple(p.shape)) for name, p in module.named_parameters()]))
     check_same_trained(trained_names(module), mesh)
     return module, stages
+
+
+def check_order(zero: int, *, queue: bool, split_backward: bool = False) -> None:
+    """Raises InvalidUsage where nobody knows the order in which backward passes end, and ZeRO-2 or 3 needs it."""
+    if zero > 1 and (queue or split_backward):
+        given = "queue=True, where nobody knows who runs what" if queue else "split_backward=True"
+        raise InvalidUsage(
+            f"zero={zero} adds gradients in the order in which the plan's backward passes end, and the planner has "
+            f"{given}; plan without, or give zero=1"
+        )
 
 
 def _same_mesh(one: Mesh, other: Mesh) -> bool:

@@ -134,17 +134,23 @@ def test_values_and_gradients_are_those_of_plain_code(ranks, capacity, steps, ki
             assert (found[name] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), name
 
 
-@pytest.mark.parametrize(("ranks", "capacity"), [(1, None), (2, None), (3, 24)], ids=["one", "two", "trees are cut"])
-def test_prompts_of_several_ranks_are_computed_once(ranks, capacity):
-    values, gradients = expected(ranks, 1, answers_of)
+def check_rows(ranks, of_rank, plan, *, ends=True, trees=0, ran=lambda *_: True):
+    """Values and gradients are those of plain code.
+
+    Args:
+        plan: arguments of :func:`passes_of`.
+        ran: of (passes, plan as it ran): whether what is tested took part.
+    """
+    values, gradients = expected(ranks, 1, of_rank)
 
     def rank():
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            model, runner, rows = passes_of(comm, "whole", capacity)
+            model, runner, rows = passes_of(comm, "whole", **plan)
             runner.zero()
-            found = add(rows, comm, False, answers_of, trees=1 if ranks == 1 else 2)
-            runner.reduce()
+            found = add(rows, comm, ends, of_rank, trees=trees)
+            runner.reduce()  # unless the passes have ended the step
+            assert ran(rows, runner.ran)
             torch.testing.assert_close(found, values[comm.rank], rtol=1e-12, atol=1e-12)
             runner.finish()
             return {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -154,55 +160,36 @@ def test_prompts_of_several_ranks_are_computed_once(ranks, capacity):
             assert (found[name] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), name
 
 
-@pytest.mark.parametrize("options", [{"slices": 4}, {"offload": 1 << 20}, {"queue": True}], ids=str)
-def test_rows_that_do_not_fit_and_rows_that_wait(options, monkeypatch):
+@pytest.mark.parametrize(("ranks", "capacity"), [(1, None), (2, None), (3, 24)], ids=["one", "two", "trees are cut"])
+def test_prompts_of_several_ranks_are_computed_once(ranks, capacity):
+    check_rows(ranks, answers_of, {"capacity": capacity}, ends=False, trees=1 if ranks == 1 else 2)
+
+
+# The longest row has 60 tokens.
+WAYS = {
+    "slices": (rows_of, {"capacity": 20, "slices": 4}, lambda _, plan: plan.slices),
+    "offload": (  # behind passes that hide any copy
+        rows_of,
+        {"capacity": 20, "offload": 1 << 20, "cost": CostModel(attention=1e-6, linear=1.0)},
+        lambda rows, _: rows.offloaded_bytes > 0,
+    ),
+    "queue": (
+        partial(rows_of, lengths=[40, 2, 3, 4, 6, 8, 7, 5]),
+        {"capacity": 80, "queue": True, "cost": CostModel(1e-4, 1e-2, fixed=1e-3, ring_step=1e-3, noise=0.1)},
+        lambda _, plan: plan.queued,
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_do_not_fit_and_rows_that_wait(way, monkeypatch):
     monkeypatch.setattr("hdpcomm.train.row_passes.SMALLEST_OFFLOAD", 1)
-    capacity, cost, of_rank = 20, COST, rows_of  # the longest row has 60 tokens
-    if "offload" in options:
-        cost = CostModel(attention=1e-6, linear=1.0)  # passes behind which any copy hides
-    if "queue" in options:
-        capacity, cost, of_rank = (
-            80,
-            CostModel(attention=1e-4, linear=1e-2, fixed=1e-3, ring_step=1e-3, noise=0.1),
-            partial(rows_of, lengths=[40, 2, 3, 4, 6, 8, 7, 5]),
-        )
-    values, gradients = expected(2, 1, of_rank)
-
-    def rank():
-        torch.set_num_threads(1)
-        with hdp.init() as comm:
-            model, runner, rows = passes_of(comm, "whole", capacity, cost, **options)
-            runner.zero()
-            found = add(rows, comm, True, of_rank)
-            assert rows.offloaded_bytes > 0 or "offload" not in options
-            assert runner.ran.slices or "slices" not in options
-            assert runner.ran.queued or "queue" not in options
-            torch.testing.assert_close(found, values[comm.rank], rtol=1e-12, atol=1e-12)
-            runner.finish()
-            return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    for found in run_threads(rank, 2):
-        for name, gradient in gradients.items():
-            assert (found[name] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), name
+    of_rank, plan, ran = WAYS[way]
+    check_rows(2, of_rank, plan, ran=ran)
 
 
 def test_trees_that_do_not_fit_run_row_by_row():
-    values, gradients = expected(2, 1, answers_of)
-
-    def rank():
-        torch.set_num_threads(1)
-        with hdp.init() as comm:
-            model, runner, rows = passes_of(comm, "whole", 16, slices=2)
-            runner.zero()
-            found = add(rows, comm, True, answers_of, trees=0)
-            assert runner.ran.slices
-            torch.testing.assert_close(found, values[comm.rank], rtol=1e-12, atol=1e-12)
-            runner.finish()
-            return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    for found in run_threads(rank, 2):
-        for name, gradient in gradients.items():
-            assert (found[name] - gradient).norm() <= 1e-10 * (1e-3 + gradient.norm()), name
+    check_rows(2, answers_of, {"capacity": 16, "slices": 2}, ran=lambda _, plan: plan.slices)
 
 
 def test_what_a_rank_holds_is_given_with_slices_and_offload():

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, CostModel, CostSample, DeviceSpec, MemoryModel, ModelSpec
 from hdpcomm.plan.cost import core_cost
@@ -168,3 +169,8 @@ def test_matrix_products_in_float32_take_longer() -> None:
     assert isinstance(wide, DeviceSpec)
     assert narrow.linear_flops / wide.linear_flops == pytest.approx(989 / 66.9)
     assert device_in("tpu", 4) == "tpu"
+
+
+def test_the_core_names_values_that_it_does_not_have() -> None:
+    with pytest.raises(InvalidUsage, match=r"given \['speed', 'tokens'\], expected values of CostParams"):
+        core.CostModel({"capacity": 8, "speed": 1.0, "tokens": 2})
