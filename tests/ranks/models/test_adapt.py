@@ -10,35 +10,19 @@ import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, adapt, from_pretrained, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
+from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 
 transformers = pytest.importorskip("transformers", minversion="4.54")
 
 from tests.harness.families import FAMILIES, LENGTHS, config_of, model_of, sequences, unsharded  # noqa: E402
+from tests.harness.pipelines import FixedPlanner  # noqa: E402
 
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, ring_step=1e-4)
 CU = torch.tensor([0, 5, 9], dtype=torch.int32)
 PLACES = {"positions": torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3]), "cu_seqlens": CU, "comm": None}
 IDS = torch.arange(9) + 3
-
-
-class FixedPlanner:
-    """Hands out a plan written by hand: (ranks, sequences) of each micro-batch."""
-
-    def __init__(self, ranks, batches, ratio=0.0):
-        self.cluster = ClusterSpec(ranks=ranks, capacity=1000)
-        self.memory = Planner(None, self.cluster, cost_model=COST).memory
-        self._batches = batches
-        self._ratio = ratio
-
-    def plan(self, lengths):
-        batches = tuple(
-            MicroBatch(i, tuple(ranks), tuple(SequenceInfo(s, lengths[s]) for s in chosen), self._ratio, 1.0)
-            for i, (ranks, chosen) in enumerate(self._batches)
-        )
-        return StepPlan("by hand", self.cluster.ranks, batches, 1.0, 1.0, 0.0, 0.0)
 
 
 def planner_of(ranks, policy="balanced"):
@@ -97,19 +81,19 @@ BY_HAND = [((2, 0, 3), (0, 2)), ((3, 2, 1, 0), (1,)), ((1,), (3,)), ((1, 3), (4,
 
 @pytest.mark.parametrize("family", ["llama", "llama4", "gpt-oss", "mixtral"])
 def test_ranks_without_a_token(family, wanted):
-    check(step([model_of(family) for _ in range(4)], FixedPlanner(4, BY_HAND)), wanted[family])
+    check(step([model_of(family) for _ in range(4)], FixedPlanner(4, 1, BY_HAND)), wanted[family])
 
 
 @pytest.mark.parametrize("recompute", ["full", 1])
 @pytest.mark.parametrize("family", ["gemma3", "llama4", "mixtral"])
 def test_recomputation_changes_nothing(family, recompute, wanted):
-    check(step([model_of(family) for _ in range(4)], FixedPlanner(4, BY_HAND), recompute=recompute), wanted[family])
+    check(step([model_of(family) for _ in range(4)], FixedPlanner(4, 1, BY_HAND), recompute=recompute), wanted[family])
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_offload_changes_nothing(recompute, wanted):
     models = [model_of("qwen3") for _ in range(2)]
-    planner = FixedPlanner(2, [((0, 1), (2,)), ((0,), (0, 1)), ((1,), (3, 4, 5))], ratio=1.0)
+    planner = FixedPlanner(2, 1, [((0, 1), (2,)), ((0,), (0, 1)), ((1,), (3, 4, 5))], ratio=1.0)
     results = step(models, planner, pool_bytes=8 << 20, recompute=recompute)
     check(results, wanted["qwen3"])
     assert results[0][0].offloaded_bytes > 0
@@ -131,7 +115,7 @@ def test_a_head_that_is_more_than_a_matrix(wanted):
     models = [model_of("gemma3") for _ in range(2)]
     for model in models:
         model.lm_head.__class__ = Head
-    check(step(models, FixedPlanner(2, [((0, 1), (0, 1, 2)), ((1,), (3, 4, 5))]), chunk_tokens=7), wanted["gemma3"])
+    check(step(models, FixedPlanner(2, 1, [((0, 1), (0, 1, 2)), ((1,), (3, 4, 5))]), chunk_tokens=7), wanted["gemma3"])
 
 
 def test_z_loss_is_added_to_each_tokens():

@@ -33,7 +33,7 @@ def wanted():
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", HYBRID)
 def test_ranks_without_a_token(family, recompute, wanted):
-    check(step([model_of(family) for _ in range(4)], FixedPlanner(4, BY_HAND), recompute=recompute), wanted[family])
+    check(step([model_of(family) for _ in range(4)], FixedPlanner(4, 1, BY_HAND), recompute=recompute), wanted[family])
 
 
 @pytest.mark.parametrize("policy", ["static", "naive"])
@@ -61,7 +61,7 @@ def test_sequences_in_slices(family, ranks, options, wanted):
 def test_whatever_mla_sends(family, send, wanted, monkeypatch):
     chosen = []
     monkeypatch.setattr("hdpcomm.attention.mla.choose_send", lambda *_: chosen.append(send) or send)
-    planner = FixedPlanner(3, [((0, 2, 1), (0, 1, 2)), ((1,), (3, 4, 5))])
+    planner = FixedPlanner(3, 1, [((0, 2, 1), (0, 1, 2)), ((1,), (3, 4, 5))])
     check(step([model_of(family) for _ in range(3)], planner), wanted[family])
     assert chosen
 

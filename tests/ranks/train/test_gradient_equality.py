@@ -9,9 +9,10 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
+from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
+from tests.harness.pipelines import FixedPlanner
 from tests.harness.plain_llama import batch_gradients
 
 CONFIG = LlamaConfig(vocabulary=61, layers=2, hidden=32, heads=4, kv_heads=2, ffn=48)
@@ -32,22 +33,6 @@ def tokens_of(lengths, config):
 @functools.cache
 def wanted(config, dtype, lengths):
     return batch_gradients(Llama(config, seed=3, dtype=dtype), tokens_of(lengths, config))
-
-
-class FixedPlanner:
-    """Hands out a plan written by hand."""
-
-    def __init__(self, ranks, batches):
-        self.cluster = ClusterSpec(ranks=ranks, capacity=1000)
-        self.memory = Planner(None, self.cluster, cost_model=COST).memory
-        self._batches = batches
-
-    def plan(self, lengths):
-        batches = tuple(
-            MicroBatch(i, tuple(ranks), tuple(SequenceInfo(s, lengths[s]) for s in sequences), 0.0, 1.0)
-            for i, (ranks, sequences) in enumerate(self._batches)
-        )
-        return StepPlan("by hand", self.cluster.ranks, batches, 1.0, 1.0, 0.0, 0.0)
 
 
 def step_gradients(planner, config, dtype, lengths):
@@ -106,9 +91,9 @@ def test_plan_by_hand(dtype):
         ((1, 3), (6, 7)),
         ((0,), (8, 9)),
     ]
-    check(FixedPlanner(4, [*batches, ((2, 3), (10, 11))]), CONFIG, dtype, LENGTHS)
+    check(FixedPlanner(4, 1, [*batches, ((2, 3), (10, 11))]), CONFIG, dtype, LENGTHS)
     lengths = (9, 1, 4)
-    check(FixedPlanner(4, [((1, 3), (1, 0)), ((3,), (2,))]), CONFIG, dtype, lengths)
+    check(FixedPlanner(4, 1, [((1, 3), (1, 0)), ((3,), (2,))]), CONFIG, dtype, lengths)
 
 
 def test_untied_embeddings_and_odd_heads():

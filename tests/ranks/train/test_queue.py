@@ -33,13 +33,11 @@ def tokens_of(lengths: Sequence[int]) -> list[torch.Tensor]:
 TOKENS = tokens_of(LENGTHS)
 
 
-class QueuePlanner:
+class QueuePlanner(Planner):
     """One micro-batch on all ranks, and a queue of the others, all named for the last rank of their pool."""
 
     def __init__(self, ranks: int, pools: int = 1) -> None:
-        self.cluster = ClusterSpec(ranks=ranks, capacity=1000)
-        self.cost_model = COST
-        self.memory = Planner(None, self.cluster, cost_model=COST).memory
+        super().__init__(None, ClusterSpec(ranks=ranks, capacity=1000), cost_model=COST)
         self.pools = pools
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
@@ -142,7 +140,7 @@ def test_a_rank_that_is_slow_runs_less() -> None:
         torch.set_num_threads(1)
         with hdp.init() as comm:
             model = Llama(CONFIG, seed=3)
-            trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), QueuePlanner(3), comm)  # type: ignore[arg-type]
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), QueuePlanner(3), comm)
 
             def fetch(i: int) -> torch.Tensor:
                 if comm.rank == 2 and i > 0:
@@ -215,7 +213,7 @@ def test_a_micro_batch_that_ran_twice_or_never_ends_the_step(runs: int, monkeypa
         with hdp.init() as comm:
             model = Llama(CONFIG, seed=3)
             before = [p.detach().clone() for p in model.parameters()]
-            trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), QueuePlanner(2), comm)  # type: ignore[arg-type]
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), QueuePlanner(2), comm)
             with pytest.raises(Error, match=f"of the queue was run {runs} times in one step, once was expected"):
                 trainer.step(LENGTHS, TOKENS.__getitem__)
             kept = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -232,7 +230,7 @@ def test_steps_that_fail_give_their_counter_back() -> None:
         texts = []
         with hdp.init() as comm:
             model = Llama(CONFIG, seed=3)
-            trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), QueuePlanner(2), comm)  # type: ignore[arg-type]
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), QueuePlanner(2), comm)
 
             def broken(_: int) -> torch.Tensor:
                 raise OSError("the disk is gone")
@@ -254,7 +252,7 @@ def test_ranks_are_told_that_the_owner_of_the_counter_has_given_up() -> None:
         torch.set_num_threads(1)
         with hdp.init() as comm:
             model = Llama(CONFIG, seed=3)
-            trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), QueuePlanner(3), comm)  # type: ignore[arg-type]
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), QueuePlanner(3), comm)
 
             def broken(i: int) -> torch.Tensor:
                 if i > 0 and comm.rank == 0:
