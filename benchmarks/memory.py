@@ -25,13 +25,13 @@ import torch
 from torch import nn
 
 import hdpcomm as hdp
+from hdpcomm.measure.costs import forward_backward
+from hdpcomm.measure.memory import profile_memory
 from hdpcomm.models import Llama, LlamaConfig, from_pretrained, set_recompute
 from hdpcomm.offload import ActivationOffload, MemoryMeter, PinnedPool
 from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.train import Trainer
-from hdpcomm.train.memory_profile import profile_memory
-from hdpcomm.train.profile import forward_backward
 
 GPT2 = LlamaConfig(vocabulary=32000, layers=12, hidden=768, heads=12, kv_heads=4, ffn=2048)
 SMALL = LlamaConfig(vocabulary=4000, layers=6, hidden=64, heads=4, kv_heads=2, ffn=176)

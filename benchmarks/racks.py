@@ -40,10 +40,10 @@ def on_rank(arguments: dict[str, Any]) -> dict[str, Any] | None:
 
     import hdpcomm as hdp
     from hdpcomm.comm.topology import by_host, domain_block, measure_topology, node_block
+    from hdpcomm.measure.costs import profile_samples
     from hdpcomm.models import Llama, LlamaConfig
     from hdpcomm.plan import ClusterSpec, CostModel, Planner, StepPlan
     from hdpcomm.train import Trainer
-    from hdpcomm.train.profile import profile_samples
 
     torch.set_num_threads(1)
     capacity, longest = arguments["capacity"], arguments["longest"]

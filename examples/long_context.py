@@ -9,9 +9,8 @@ from functools import partial
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.measure import profile_activations, profile_cost_model, profile_memory
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.train.activation_profile import profile_activations
-from hdpcomm.train.memory_profile import profile_memory
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--length", type=int, default=16384, help="tokens of the sequence")
@@ -31,7 +30,7 @@ with hdp.init() as comm:
     resident = min(tokens, memory.capacity(limit, recompute))
     pool = PinnedPool(int(options.pool * 2**30), device=comm.device)
     offload = ActivationOffload(pool, model, min_bytes=4096)
-    cost = hdp.train.profile_cost_model(model, comm, longest=512)
+    cost = profile_cost_model(model, comm, longest=512)
     profile = profile_activations(model, offload, comm, tokens=256)
     cluster = hdp.ClusterSpec(ranks=comm.size, capacity=resident, offload=True)
     held = profile.memory_model(resident, pool.stats().capacity)

@@ -25,6 +25,7 @@ ROOMS = {
     "models": "Models in the form that the trainer calls.",
     "data": "Text, chats and token stores, with lengths before tokens.",
     "plan": "Who runs what: cost models, clusters, plans.",
+    "measure": "What models cost on the ranks at hand.",
     "run": "Training runs that save, resume and export.",
     "offload": "Activations in pinned host memory.",
     "kernels": "Maths on buffers: losses, reductions.",

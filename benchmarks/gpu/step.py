@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hdpcomm as hdp
+from hdpcomm.measure.activations import profile_activations
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.models import llama as llama_module
 from hdpcomm.offload import ActivationOffload, PinnedPool
@@ -34,7 +35,6 @@ from hdpcomm.plan import ClusterSpec, MemoryModel, Planner
 from hdpcomm.testing import spawn
 from hdpcomm.torch_backend import communicator
 from hdpcomm.train import Trainer
-from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # at the end: this folder has no train.py

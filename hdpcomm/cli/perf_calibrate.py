@@ -51,7 +51,7 @@ def _shown(key: str, seconds: float) -> str:
 def calibrate_rank(transport: str, timeout: float | None) -> dict[str, dict[str, float]]:
     """Runs one rank of --calibrate; returns the costs by the names under which they are saved."""
     from hdpcomm.comm import init
-    from hdpcomm.perf.calibrate import measure_world
+    from hdpcomm.measure.links import measure_world
 
     with init(transport=transport, timeout=timeout) as comm:
         measured = measure_world(comm)

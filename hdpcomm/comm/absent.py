@@ -19,7 +19,7 @@ class AbsentRanks:
     bytes: each message has arrived when it is sent, and what has bytes is the same on all ranks.
 
     A mesh of it, and models cut for that mesh, are those of one rank of many; their passes allocate what that rank's
-    would, so that its memory is known without any of them (:func:`hdpcomm.train.memory_profile.profile_memory`).
+    would, so that its memory is known without any of them (:func:`hdpcomm.measure.memory.profile_memory`).
 
     Args:
         size: number of ranks.

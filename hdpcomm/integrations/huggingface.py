@@ -31,6 +31,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.integrations.huggingface_checkpoints import load_optimizer, load_scheduler, save_optimizer
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel
+from hdpcomm.integrations.row_passes import PlanSettings, RowPasses
 from hdpcomm.models import adapt
 from hdpcomm.models.self_check import is_random
 from hdpcomm.plan import CostModel, PlannedStep
@@ -38,7 +39,6 @@ from hdpcomm.run.flops import spec_of
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
-from hdpcomm.train.row_passes import PlanSettings, RowPasses
 from hdpcomm.train.runner import Runner, StepSettings
 from hdpcomm.train.sequences import Sequences, gather_sequences
 from hdpcomm.train.trainer_check import check_order
@@ -376,7 +376,7 @@ class HybridDataParallel:
             self._train(call.planned, call.batch, terms=terms, ends=ends and last)
 
     def _train(self, planned: PlannedStep, batch: Sequences, *, ends: bool, **more: Any) -> Tensor:
-        """See :meth:`hdpcomm.train.row_passes.RowPasses.train`; with ``ends``, parameters have their gradients then."""
+        """See :meth:`.row_passes.RowPasses.train`; with ``ends``, parameters have their gradients then."""
         assert self._made is not None
         passes, runner = self._made
         before = passes.offloaded_bytes

@@ -2,7 +2,7 @@
 
 TRL's trainers of preferences and policies call ``model(input_ids=, attention_mask=, labels=, fused_lm_head=True)`` and
 compute their losses, whatever these are, from ``log_probs`` and ``entropy`` of what it gives
-(:class:`hdpcomm.train.row_passes.RowPasses`).
+(:class:`hdpcomm.integrations.row_passes.RowPasses`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hdpcomm.train.sequences import Sequences
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.integrations.row_passes import RowPasses, ScoredRows
     from hdpcomm.train.label_terms import LabelTerms
-    from hdpcomm.train.row_passes import RowPasses, ScoredRows
 
 __all__ = ["ComputedLoss", "LogProbModel"]
 

@@ -43,6 +43,7 @@ from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.plain_values import read_plain_values
+from hdpcomm.integrations.row_passes import RowPasses
 from hdpcomm.log import LOG
 from hdpcomm.models import adapt
 from hdpcomm.models.self_check import is_random
@@ -51,7 +52,6 @@ from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
-from hdpcomm.train.row_passes import RowPasses
 from hdpcomm.train.runner import Runner, StepSettings
 from hdpcomm.train.sequences import Sequences
 
@@ -76,12 +76,13 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
 
     What verl computes on each rank of its rows, it computes here, micro-batch by micro-batch, of log-probabilities that
     planned forward passes have made; their derivatives go into the model by a second run of the plan
-    (:mod:`hdpcomm.train.row_passes`). So losses, metrics and gradients are those of verl's FSDP engine. The ranks of a
-    host share parameters, in ``mixed_precision.param_dtype`` (bf16, as in verl), sums of gradients, master weights and
-    the optimizer's state in fp32, as ZeRO-3 does, but wait for nobody's passes; ``reshard_after_forward=False`` leaves
-    parameters whole. Where hosts have one rank or other numbers of them, or ranks send through other memory than the
-    model's, all ranks share masters and state only. A rank holds as many tokens at a time as verl's micro-batches would
-    have (``max_token_len_per_gpu``, or rows of ``micro_batch_size_per_gpu``).
+    (:mod:`hdpcomm.integrations.row_passes`). So losses, metrics and gradients are those of verl's FSDP engine. The
+    ranks of a host share parameters, in ``mixed_precision.param_dtype`` (bf16, as in verl), sums of gradients, master
+    weights and the optimizer's state in fp32, as ZeRO-3 does, but wait for nobody's passes;
+    ``reshard_after_forward=False`` leaves parameters whole. Where hosts have one rank or other numbers of them, or
+    ranks send through other memory than the model's, all ranks share masters and state only. A rank holds as many
+    tokens at a time as verl's micro-batches would have (``max_token_len_per_gpu``, or rows of
+    ``micro_batch_size_per_gpu``).
 
     Not read, as nothing here would differ: how FSDP wraps and prefetches, ``use_remove_padding`` (there is none),
     ``use_fused_kernels``, ``use_torch_compile``, and how entropies are computed (logits never exist as a whole).

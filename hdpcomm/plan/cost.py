@@ -103,7 +103,7 @@ class CostModel:
             of a group have as many tokens.
         weights: share of ``linear`` without ``experts`` that goes to the gradients of weights, which split backward
             passes leave for later (``ClusterSpec.split_backward``): at most one of three matrix products, less where a
-            stage has more than linear layers. :func:`hdpcomm.train.profile.weights_share` measures it.
+            stage has more than linear layers. :func:`hdpcomm.measure.costs.weights_share` measures it.
         noise: standard deviation of the compute of a micro-batch, relative to what is predicted; micro-batches vary
             independently of each other. Plans count with it where each rank has processors of its own, no pipeline and
             no expert group. :class:`hdpcomm.plan.CostLearner` finds it in steps that were measured.

@@ -199,7 +199,7 @@ class Planner:
         check_whole("Planner.measured()", "capacity", capacity, least=1)
         check_whole("Planner.measured()", "longest", longest, least=1)
         # The one call upwards: planning does without torch, and running a model does not.
-        profile: Any = importlib.import_module("hdpcomm.train.profile")
+        profile: Any = importlib.import_module("hdpcomm.measure.costs")
         planner: Planner = profile.measured_planner(
             model, comm, capacity=capacity, longest=longest, policy=policy, queue=queue
         )

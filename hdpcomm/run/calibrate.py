@@ -24,6 +24,7 @@ from hdpcomm.comm.topology import (
     shared_cores,
 )
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.measure.costs import processor_costs, profile_samples
 from hdpcomm.models import NewWeights
 from hdpcomm.offload import CopyRates, PinnedPool, measure_copies
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, MemoryModel, ModelSpec
@@ -34,7 +35,6 @@ from hdpcomm.run.model import check_model, model_spec, new_part
 from hdpcomm.run.optimizers import elementwise_optimizer
 from hdpcomm.run.pipelines import device_recompute
 from hdpcomm.sim import optimizer_seconds, reduction_seconds
-from hdpcomm.train.profile import processor_costs, profile_samples
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

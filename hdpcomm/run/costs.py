@@ -18,6 +18,8 @@ from hdpcomm.comm.topology import domains_of, node_block
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
+from hdpcomm.measure.activations import profile_activations
+from hdpcomm.measure.costs import processor_costs, profile_samples, weights_share
 from hdpcomm.models import NewWeights
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
@@ -27,9 +29,7 @@ from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS, free_models
 from hdpcomm.run.model import check_model, fewest_layers, model_facts, model_spec, new_part
 from hdpcomm.run.pipelines import device_recompute, recompute_by_device
-from hdpcomm.train.activation_profile import profile_activations
 from hdpcomm.train.data_parallel import WholeSequencePlanner
-from hdpcomm.train.profile import processor_costs, profile_samples, weights_share
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -18,6 +18,7 @@ from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.agree import from_rank, raise_together
 from hdpcomm.errors import Error, InvalidUsage, NotFinite
 from hdpcomm.log import LOG
+from hdpcomm.measure.step_times import PlanLearning, SlowRanks
 from hdpcomm.plan import PlanAhead, PlannedStep, Planner
 from hdpcomm.run.batches import Batches, IndexedBatches, LoadedBatches, Loading
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
@@ -49,7 +50,6 @@ from hdpcomm.run.resuming import (
     gather_generators,
 )
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
-from hdpcomm.run.step_times import PlanLearning, SlowRanks
 from hdpcomm.run.stopping import StopRequest
 from hdpcomm.train import StepMetrics, Trainer
 from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group

@@ -17,6 +17,7 @@ from hdpcomm.comm.absent import AbsentRanks
 from hdpcomm.comm.device.joining import arena_bytes
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.measure.memory import profile_memory
 from hdpcomm.models import NewWeights, Weights
 from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
@@ -26,7 +27,6 @@ from hdpcomm.run.optimizers import elementwise_optimizer, is_for_matrices, matri
 from hdpcomm.run.pipelines import mesh_of, recompute_by_device
 from hdpcomm.train.buckets import Sharding
 from hdpcomm.train.matrix_owners import matrix_memory
-from hdpcomm.train.memory_profile import profile_memory
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -12,10 +12,10 @@ import torch
 
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.measure.step_times import StepTimes, rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.plan import CostModel, Planner, StepPlan, Tree
 from hdpcomm.run.batches import LoadingCosts
 from hdpcomm.run.flops import device_peak_flops
-from hdpcomm.run.step_times import StepTimes, rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.train.timeline import Span
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def step_costs(
     ``loader_stall_s``, ``loader_bytes``, ``loader_ready``, ``loader_restarts``: of the loader service, if there is one:
     seconds that a rank waited for it, bytes that came to all ranks, fewest steps that were ready, servers that were
     started again;
-    ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.run.step_times.slowest_rank`; on a mesh the HDP rank; not of
-    DDP.
+    ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.measure.step_times.slowest_rank`; on a mesh the HDP rank;
+    not of DDP.
     """
     groups = dict(zip(plan.table.index.tolist(), plan.table.group_sizes().tolist(), strict=True))
     compute = optimizer = processor = 0.0

@@ -14,7 +14,6 @@ from hdpcomm.arguments import check_has, check_number, check_whole
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Aborted, InvalidUsage
 from hdpcomm.plan import PlannedStep, Tree
-from hdpcomm.train.activation_profile import OffloadedStep
 from hdpcomm.train.buckets import BUCKET_BYTES
 from hdpcomm.train.dtensor import is_fully_sharded
 from hdpcomm.train.expert_load import add_expert_load, expert_loads
@@ -34,6 +33,7 @@ from hdpcomm.train.label_terms import (
 from hdpcomm.train.layout import num_parameters, plain_name
 from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
 from hdpcomm.train.metrics import StepMetrics
+from hdpcomm.train.offloaded_step import OffloadedStep
 from hdpcomm.train.passes import Passes, StepInputs
 from hdpcomm.train.reading import declared, vocabulary_of
 from hdpcomm.train.replicas import check_replicas, settings_of

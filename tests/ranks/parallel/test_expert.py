@@ -10,6 +10,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import Error, InvalidUsage, Mismatch
+from hdpcomm.measure.costs import processor_costs, profile_samples
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
@@ -18,7 +19,6 @@ from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree
 from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from hdpcomm.train.profile import processor_costs, profile_samples
 from tests.harness import pipelines
 from tests.harness.pipelines import COST, SEED, FixedPlanner, tokens_of, wanted
 from tests.harness.plain_llama import batch_gradients

@@ -11,15 +11,15 @@ import pytest
 import hdpcomm as hdp
 from hdpcomm.comm import Communicator
 from hdpcomm.comm.costs import load_costs, save_costs
-from hdpcomm.perf import calibrate
+from hdpcomm.measure import links
 from tests.harness.fakes import run_threads
 
 
 def measure_costs(transport: str) -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate, "_ROUNDS", 1)  # of seconds each
+        patch.setattr(links, "_ROUNDS", 1)  # of seconds each
         with hdp.init(transport=transport) as comm:
-            return calibrate.measure(comm)
+            return links.measure(comm)
 
 
 @pytest.mark.parametrize(("transport", "num_ranks"), [("shm", 2), ("sim", 2), ("sim", 3)])
@@ -38,9 +38,9 @@ def test_calibration(ranks: Any, transport: str, num_ranks: int, tmp_path: Path)
 def measure_on_hosts(names: list[str]) -> dict[str, dict[str, float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HDPCOMM_HOSTID", names[int(os.environ["RANK"])])
-        patch.setattr(calibrate, "_ROUNDS", 1)  # of seconds each
+        patch.setattr(links, "_ROUNDS", 1)  # of seconds each
         with hdp.init() as world:
-            return calibrate.measure_world(world)
+            return links.measure_world(world)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_calibration_on_hosts(ranks: Any, hosts: str, names: list[str], tmp_path
 
 def calibrate_nccl() -> dict[str, dict[str, float]]:
     with hdp.init() as world:
-        return calibrate.measure_world(world)
+        return links.measure_world(world)
 
 
 def test_calibration_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_calibration_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         pairs.append(members)
         return {"alpha_s": 1.0 + members[1]}
 
-    monkeypatch.setattr(calibrate, "measure", measured)
+    monkeypatch.setattr(links, "measure", measured)
     found = run_threads(calibrate_nccl, 3, transport="nccl", hosts=(0, 1, 1))
     assert found == [{"nccl between nodes": {"alpha_s": 2.0}, "nccl": {"alpha_s": 3.0}}] * 3
     assert sorted(pairs) == [(0, 1)] * 3 + [(1, 2)] * 3
@@ -86,8 +86,8 @@ def test_calibration_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_costs_of_peer_reads_are_found(num_ranks: int) -> None:
     want = {"round_s": 5e-6, "signal_s": 2e-6, "read_s_per_byte": 3e-12}
     of_two, of_all = (5e-6 + 2 * (n - 1) * 2e-6 for n in (2, num_ranks))
-    found = calibrate.fit_reads(of_two, of_all, num_ranks, of_two + (4 << 20) * (3e-12 + 1e-12), 1e-12)
+    found = links.fit_reads(of_two, of_all, num_ranks, of_two + (4 << 20) * (3e-12 + 1e-12), 1e-12)
     assert found == pytest.approx(want)
-    alone = calibrate.fit_reads(of_two, of_two, 2, of_two, 1e-12)
+    alone = links.fit_reads(of_two, of_two, 2, of_two, 1e-12)
     assert alone["round_s"] + 2 * alone["signal_s"] == pytest.approx(of_two)
     assert min(alone.values()) > 0

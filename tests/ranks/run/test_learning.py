@@ -14,11 +14,11 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm import mesh
 from hdpcomm.data import open_corpus
+from hdpcomm.measure.step_times import SlowRanks, StepTimes, rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.models import LlamaConfig
 from hdpcomm.plan import CostModel, CostSample, MicroBatch, RankTimes, SequenceFragment, SequenceInfo, StepPlan
 from hdpcomm.run import RunConfig, RunFiles, Saving, Watching, open_checkpoint, read_metrics, step_record, train
 from hdpcomm.run import costs as run_costs
-from hdpcomm.run.step_times import SlowRanks, StepTimes, rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.testing import run_threads
 from hdpcomm.trace.run_report import run_report
 from hdpcomm.train import StepMetrics

@@ -60,8 +60,8 @@ def test_two_hosts(ranks: Any) -> None:
 def dealt_out() -> tuple[tuple[int, ...], int, int, tuple[int, ...], list[tuple[int, bool]]]:
     import os
 
+    from hdpcomm.measure.costs import profile_samples
     from hdpcomm.models import Llama, LlamaConfig
-    from hdpcomm.train.profile import profile_samples
 
     os.environ["HDPCOMM_HOSTID"] = "ab"[int(os.environ["RANK"]) % 2]
     try:
@@ -94,8 +94,8 @@ def four_hosts_in_two_racks() -> tuple[Any, ...]:
     import os
 
     from hdpcomm.comm.topology import domain_block, domains_of
+    from hdpcomm.measure.costs import profile_samples
     from hdpcomm.models import Llama, LlamaConfig
-    from hdpcomm.train.profile import profile_samples
 
     os.environ["HDPCOMM_HOSTID"] = "abcd"[int(os.environ["RANK"])]
     try:
@@ -144,8 +144,8 @@ def test_hosts_of_a_domain_are_side_by_side(ranks: Any) -> None:
 def three_and_one() -> list[tuple[int, bool]]:
     import os
 
+    from hdpcomm.measure.costs import profile_samples
     from hdpcomm.models import Llama, LlamaConfig
-    from hdpcomm.train.profile import profile_samples
 
     os.environ["HDPCOMM_HOSTID"] = "aaab"[int(os.environ["RANK"])]
     try:

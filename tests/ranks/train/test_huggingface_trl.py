@@ -18,8 +18,8 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTr
 
 from hdpcomm.errors import InvalidUsage  # noqa: E402
 from hdpcomm.integrations.huggingface import HybridDataParallel  # noqa: E402
+from hdpcomm.integrations.row_passes import RowPasses  # noqa: E402
 from hdpcomm.plan import Tree  # noqa: E402
-from hdpcomm.train.row_passes import RowPasses  # noqa: E402
 from tests.harness.pipelines import COST  # noqa: E402
 from tests.harness.tiny_huggingface import arguments, leave, tiny, weights  # noqa: E402
 from tests.ranks.train.test_huggingface_sft import WORDS, tokenizer  # noqa: E402
@@ -100,7 +100,7 @@ def trained(kind: Any, out: str, changed: dict[str, Any], lora: bool) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowPasses, "score", counted)
         # measured costs of so small a model say now one and now the other
-        patch.setattr("hdpcomm.train.row_passes.profile_cost_model", lambda *_, **__: COST)
+        patch.setattr("hdpcomm.integrations.row_passes.profile_cost_model", lambda *_, **__: COST)
         trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     history[0]["trees"] = trees

@@ -12,6 +12,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, MixtralConfig, Qwen3Conf
 
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.measure.memory import profile_memory
 from hdpcomm.models import Llama, from_pretrained, set_recompute
 from hdpcomm.models import LlamaConfig as OwnConfig
 from hdpcomm.models.recompute import recomputed_layers
@@ -21,7 +22,6 @@ from hdpcomm.plan.memory import Line, StepMemory
 from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from hdpcomm.train.memory_profile import profile_memory
 from tests.harness.pipelines import FixedPlanner
 
 SIZE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}

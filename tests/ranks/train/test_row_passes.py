@@ -11,13 +11,13 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
+from hdpcomm.integrations.row_passes import PlanSettings, RowPasses
 from hdpcomm.models import Llama
 from hdpcomm.plan import CostModel, Tree
 from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE
 from hdpcomm.train.passes import Passes
-from hdpcomm.train.row_passes import PlanSettings, RowPasses
 from hdpcomm.train.runner import Runner, StepSettings
 from hdpcomm.train.sequences import Sequences
 from tests.harness.mesh_shapes import DENSE
@@ -183,7 +183,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_that_do_not_fit_and_rows_that_wait(way, monkeypatch):
-    monkeypatch.setattr("hdpcomm.train.row_passes.SMALLEST_OFFLOAD", 1)
+    monkeypatch.setattr("hdpcomm.integrations.row_passes.SMALLEST_OFFLOAD", 1)
     of_rank, plan, ran = WAYS[way]
     check_rows(2, of_rank, plan, ran=ran)
 

@@ -11,12 +11,12 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.measure.activations import profile_activations
+from hdpcomm.measure.costs import forward_backward
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.offload import ActivationOffload, MemoryMeter, PinnedPool, measure_copies
 from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, CostModel, Planner
 from hdpcomm.train import Trainer
-from hdpcomm.train.activation_profile import profile_activations
-from hdpcomm.train.profile import forward_backward
 from tests.harness.native import _testing
 
 SMALL = LlamaConfig(layers=8, hidden=64, heads=4, kv_heads=2, ffn=128)

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import hdpcomm as hdp
+from hdpcomm.measure.costs import profile_samples, weights_share
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.models.llama import rope_tables, run_blocks
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.plan import CostModel, CostSample
 from hdpcomm.run import RunConfig
 from hdpcomm.run.costs import weights_put_off
-from hdpcomm.train.profile import profile_samples, weights_share
 
 WIDTH = 6
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.perf import baseline, calibrate
+from hdpcomm.measure import links
+from hdpcomm.perf import baseline
 from hdpcomm.perf.config import REDOPS, PerfConfig, parse_size
 from hdpcomm.perf.data import contribution, reduced, values
 from hdpcomm.perf.dtypes import ALL, element_type
@@ -259,8 +260,8 @@ def test_costs_are_recovered_from_exact_times() -> None:
     costs = {"alpha_s": 5e-6, "message_s": 1e-6, "beta_s_per_byte": 2e-10, "gamma_s_per_byte": 1e-10}
     sizes = (8, 4096, 1 << 20)
     steps = [6e-6 + (size - 8) * 2e-10 for size in sizes]
-    assert calibrate.fit(sizes, steps, 13e-6, 1e-10) == pytest.approx(costs)
-    assert min(calibrate.fit(sizes, [1e-6] * 3, 0.5e-6, 0.0).values()) > 0  # noise does not make a cost 0
+    assert links.fit(sizes, steps, 13e-6, 1e-10) == pytest.approx(costs)
+    assert min(links.fit(sizes, [1e-6] * 3, 0.5e-6, 0.0).values()) > 0  # noise does not make a cost 0
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.comm.launchers import local_place
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.measure.activations import ActivationProfile, profile_activations
+from hdpcomm.measure.costs import profile_cost_model
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
 from hdpcomm.plan import CostModel, MemoryModel, ModelSpec, PlannedStep, Planner, Tree, trees_of_prompts
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.plan.planner import LONGEST_MEASURED, MOST_SLICES
-from hdpcomm.train.activation_profile import ActivationProfile, profile_activations
 from hdpcomm.train.label_terms import (
     Batch,
     KeptLogProbs,
@@ -37,7 +38,6 @@ from hdpcomm.train.label_terms import (
 )
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.passes import StepInputs
-from hdpcomm.train.profile import profile_cost_model
 from hdpcomm.train.sequences import Sequences, gather_sequences
 
 if TYPE_CHECKING:

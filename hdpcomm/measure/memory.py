@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.linear_cross_entropy import default_chunk_tokens
+from hdpcomm.measure.costs import forward_backward
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.recompute import recomputed_layers, set_recompute
 from hdpcomm.models.weight_gradients import WeightGradients
@@ -23,7 +24,6 @@ from hdpcomm.plan.memory import Line, StepMemory
 from hdpcomm.train.buckets import BUCKET_BYTES
 from hdpcomm.train.gradients import trained_parameters
 from hdpcomm.train.matrix_owners import MatrixMemory
-from hdpcomm.train.profile import forward_backward
 from hdpcomm.train.units import Units
 
 if TYPE_CHECKING:

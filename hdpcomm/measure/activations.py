@@ -1,25 +1,22 @@
-"""Offload in a training run: what it is worth on this machine, and what a step made of it."""
+"""Offload of a model's activations on this machine: the bytes that it moves, and how fast."""
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass, replace
-from types import TracebackType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.measure.costs import forward_backward
 from hdpcomm.offload import ActivationOffload, MemoryMeter, measure_copies
 from hdpcomm.plan import MemoryModel
-from hdpcomm.train.metrics import StepMetrics
-from hdpcomm.train.profile import forward_backward
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["ActivationProfile", "OffloadedStep", "profile_activations"]
+__all__ = ["ActivationProfile", "profile_activations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,51 +83,3 @@ def profile_activations(
     comm.all_reduce(shared)
     fixed, per_token, moved, d2h, h2d = (shared / comm.size).tolist()
     return ActivationProfile(max(0.0, fixed), per_token, min(moved, 0.999 * per_token), d2h, h2d)
-
-
-class OffloadedStep:
-    """A step's micro-batches at their ratios, with the device memory and the bytes that they took on this rank."""
-
-    def __init__(self, offload: ActivationOffload | None, memory: MemoryModel, device: torch.device) -> None:
-        self._offload = offload
-        self._memory = memory
-        self._meter = None if offload is None else MemoryMeter(device)
-        self._before = 0 if offload is None else offload.stats().stored_bytes
-        self._ratio = self._predicted = 0.0
-
-    def __enter__(self) -> None:
-        if self._meter is not None:
-            self._meter.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._meter is not None:
-            self._meter.__exit__(kind, error, trace)
-
-    def micro_batch(self, ratio: float, tokens: int, kept: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Context of the forward pass of a micro-batch with ``tokens`` tokens on this rank; ``kept``: of a slice, those
-        of it and all before it."""
-        if self._offload is None:
-            return contextlib.nullcontext()
-        held = tokens * (1 - ratio * self._memory.offloadable) + self._memory.kept_at(ratio) * kept
-        self._ratio = max(self._ratio, ratio)
-        self._predicted = max(self._predicted, self._memory.bytes_held(held) or 0.0)
-        return self._offload.micro_batch(ratio, tokens=tokens)
-
-    def add_to(self, metrics: StepMetrics, comm: Communicator) -> StepMetrics:
-        """The step's metrics with those of offload. Collective over ``comm``, if there is offload."""
-        if self._offload is None or self._meter is None:
-            return metrics
-        most = torch.tensor([self._ratio, self._meter.peak, self._predicted], dtype=torch.float64)
-        comm.all_reduce(most, "max")
-        stored = torch.tensor([self._offload.stats().stored_bytes - self._before], dtype=torch.float64)
-        comm.all_reduce(stored)
-        ratio, memory, predicted = most.tolist()
-        return replace(
-            metrics,
-            offload_ratio=ratio,
-            offloaded_bytes=int(stored[0]),
-            memory_bytes=int(memory),
-            predicted_memory_bytes=int(predicted),
-        )
