@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.measure import profile_activations, profile_cost_model, profile_memory
+from hdpcomm.measure import profile_memory
 from hdpcomm.offload import ActivationOffload, PinnedPool
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -30,11 +30,7 @@ with hdp.init() as comm:
     resident = min(tokens, memory.capacity(limit, recompute))
     pool = PinnedPool(int(options.pool * 2**30), device=comm.device)
     offload = ActivationOffload(pool, model, min_bytes=4096)
-    cost = profile_cost_model(model, comm, longest=512)
-    profile = profile_activations(model, offload, comm, tokens=256)
-    cluster = hdp.ClusterSpec(ranks=comm.size, capacity=resident, offload=True)
-    held = profile.memory_model(resident, pool.stats().capacity)
-    planner = hdp.Planner(None, cluster, cost_model=cost, memory=held)
+    planner = hdp.Planner.measured(model, comm, capacity=resident, offload=offload)
     trainer = hdp.Trainer(model, make_optimizer(model.parameters()), planner, comm, offload=offload)
     for step in range(options.steps):
         done = trainer.step([options.length], lambda _: torch.arange(options.length) % 200)

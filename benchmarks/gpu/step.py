@@ -27,11 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hdpcomm as hdp
-from hdpcomm.measure.activations import profile_activations
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.models import llama as llama_module
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.plan import ClusterSpec, MemoryModel, Planner
+from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.testing import spawn
 from hdpcomm.torch_backend import communicator
 from hdpcomm.train import Trainer
@@ -135,16 +134,8 @@ def hybrid(
     """This library's trainer, planned with measured costs."""
     clean()
     model = new_model(layers, torch.bfloat16)
-    planner = Planner.measured(model, comm, capacity=capacity, longest=min(MEASURED, capacity))
-    mover = None
-    if offload:
-        pool = PinnedPool(POOL_BYTES, device=DEVICE)
-        mover = ActivationOffload(pool, model)
-        memory: MemoryModel = profile_activations(model, mover, comm, tokens=min(MEASURED, capacity)).memory_model(
-            capacity, POOL_BYTES
-        )
-        cluster = ClusterSpec(ranks=comm.size, capacity=capacity, offload=True)
-        planner = Planner(None, cluster, cost_model=planner.cost_model, memory=memory)
+    mover = ActivationOffload(PinnedPool(POOL_BYTES, device=DEVICE), model) if offload else None
+    planner = Planner.measured(model, comm, capacity=capacity, longest=min(MEASURED, capacity), offload=mover)
     trainer = Trainer(model, adamw(model), planner, comm, dtype=torch.bfloat16, offload=mover, zero=int(comm.size > 1))
     fetch, ratio = tokens_of(lengths), 0.0
     found = timed(comm, lambda: trainer.step(lengths, fetch).loss)

@@ -11,21 +11,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_type, check_whole
-from hdpcomm.comm.launchers import local_place
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.measure.activations import ActivationProfile, profile_activations
-from hdpcomm.measure.costs import profile_cost_model
-from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.measure import measured_planner
+from hdpcomm.offload import ActivationOffload, rank_pool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
-from hdpcomm.plan import CostModel, MemoryModel, ModelSpec, PlannedStep, Planner, Tree, trees_of_prompts
-from hdpcomm.plan.memory import StepMemory
+from hdpcomm.plan import CostModel, ModelSpec, PlannedStep, Planner, Tree, trees_of_prompts
 from hdpcomm.plan.planner import LONGEST_MEASURED, MOST_SLICES
 from hdpcomm.train.label_terms import (
     Batch,
@@ -133,25 +130,25 @@ class RowPasses:
         plans: PlanSettings = PlanSettings(),
         spec: ModelSpec | None = None,
     ) -> None:
-        self.comm, self.capacity, self.cost_model = mesh.comm, plans.capacity, plans.cost_model
+        self.comm, self.capacity, self._mesh = mesh.comm, plans.capacity, mesh
         self._plans, self._spec = plans, spec
         self._model, self._runner, self._settings, self._around = model, runner, settings, around
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-        self._cluster = mesh.cluster()
         self._shares = shares_prefixes([model])
         self._planner: Planner | None = None
         self._offload: ActivationOffload | None = None
-        self._activations: ActivationProfile | None = None
-        """The bytes that offload saves and moves."""
         if plans.slices > 1 and spec is None:
             raise InvalidUsage(
                 f"slices={plans.slices}: it is not known how much slices of this kind of model keep for later ones; "
                 "give slices=1, and more ranks, a larger capacity or offload="
             )
-        if plans.offload:
-            _, sharers = local_place(mesh.comm.rank, mesh.comm.size)
-            pool = PinnedPool(plans.offload, device=self._like.device, sharers=sharers)
+        if pool := rank_pool(mesh.comm, plans.offload, self._like.device):
             self._offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
+
+    @property
+    def cost_model(self) -> CostModel | None:
+        """What plans go by; ``None``: no batch has come whose costs are measured."""
+        return self._plans.cost_model if self._planner is None else self._planner.cost_model
 
     def plan(self, lengths: list[int]) -> PlannedStep:
         """A plan for the rows of all ranks, on which they have agreed. Collective.
@@ -167,42 +164,26 @@ class RowPasses:
     def _planned(self, items: Sequence[int | Tree], lengths: list[int]) -> PlannedStep:
         """A plan for rows, or trees of rows, of these lengths. Collective where costs are to be measured."""
         ranks, capacity = self.comm.size, self.capacity
-        self._measure(max(lengths))
         if capacity is None:
             capacity = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
-        if self._planner is None or self._planner.cluster.capacity != capacity:
-            self._planner = Planner(
-                None, replace(self._cluster, capacity=capacity), cost_model=self.cost_model,
-                memory=self._memory(capacity), queue=self._plans.queue, slices=self._plans.slices,
-            )  # fmt: skip
+        if self._planner is None:
+            self._planner = self._measured(capacity, max(lengths))
+        if self._planner.cluster.capacity != capacity:
+            self._planner = self._planner.with_capacity(capacity)
         return PlannedStep(tuple(items), self._planner.plan(items), 0.0)
 
-    def _memory(self, capacity: int) -> MemoryModel:
-        profile = self._activations
-        memory = MemoryModel(capacity) if profile is None else profile.memory_model(capacity, self._plans.offload)
-        if self._plans.slices == 1:
-            return memory
-        assert self._spec is not None
-        spec = replace(self._spec, dtype_bytes=self._like.element_size())
-        recomputed = (
-            spec.layers if any(getattr(each, "gradient_checkpointing", False) for each in self._model.modules()) else 0
-        )
-        token_bytes = memory.token_bytes or StepMemory.of(spec, states=0.0).line(recomputed).token
-        return memory.with_kept(spec, self._cluster, token_bytes)
-
-    def _measure(self, longest: int) -> None:
-        """Measures what passes cost, and what offload is worth, where nobody has said it. Collective then."""
-        offload = self._offload if self._activations is None else None
-        if self.cost_model is not None and offload is None:
-            return
-        longest = max(2, min(LONGEST_MEASURED, longest))
+    def _measured(self, capacity: int, longest: int) -> Planner:
+        """The planner, by what passes cost, and what offload is worth, where nobody has said it. Collective."""
+        plans = self._plans
         with self._runner.weights(), torch.enable_grad():
-            if self.cost_model is None:
-                self.cost_model = profile_cost_model(self._model, self.comm, longest=longest)
-            if offload is not None:
-                self._activations = profile_activations(self._model, offload, self.comm, tokens=longest)
-        if self._runner.gradients is not None:
+            planner = measured_planner(
+                self._model, self._mesh, capacity=capacity, longest=max(2, min(LONGEST_MEASURED, longest)),
+                queue=plans.queue, slices=plans.slices, spec=self._spec, offload=self._offload,
+                cost_model=plans.cost_model,
+            )  # fmt: skip
+        if self._runner.gradients is not None and (plans.cost_model is None or self._offload is not None):
             self._runner.gradients.zero()  # of what was measured
+        return planner
 
     def score(self, own: Sequences, *, temperature: float, entropy: bool) -> ScoredRows:
         """Forward passes over all ranks' rows; the log-probabilities of the labels of this rank's. Collective.

@@ -1,12 +1,12 @@
 """Measurements on the ranks at hand: costs of steps, memory and copies of a model, costs of links."""
 
-from hdpcomm.measure.activations import ActivationProfile, profile_activations
 from hdpcomm.measure.costs import forward_backward, profile_cost_model, profile_samples
-from hdpcomm.measure.memory import profile_memory
+from hdpcomm.measure.memory import profile_activations, profile_memory
+from hdpcomm.measure.planners import measured_planner
 
 __all__ = [
-    "ActivationProfile",
     "forward_backward",
+    "measured_planner",
     "profile_activations",
     "profile_cost_model",
     "profile_memory",

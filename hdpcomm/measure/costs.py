@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import nn
 
-from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.topology import domain_block, node_block
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.indexers import key_limit
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload.layers import find_layers
-from hdpcomm.plan import CostModel, CostSample, Planner
+from hdpcomm.plan import CostModel, CostSample
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.shards import PackedShard, empty_shard, pack_of, sequences_shard
 from hdpcomm.train.timeline import processor_seconds
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "forward_backward",
-    "measured_planner",
     "processor_costs",
     "profile_cost_model",
     "profile_samples",
@@ -59,21 +57,6 @@ def profile_cost_model(
             as training on fifteen times as many tokens per rank.
     """
     return CostModel.fit(profile_samples(model, comm, longest=longest, everyone=everyone))
-
-
-def measured_planner(
-    model: nn.Module, comm: Communicator | Mesh, *, capacity: int, longest: int, policy: str, queue: bool
-) -> Planner:
-    """See :meth:`hdpcomm.plan.Planner.measured`."""
-    mesh = comm if isinstance(comm, Mesh) else Mesh(comm, placement=range(comm.size))
-    if mesh.pipeline > 1:
-        raise InvalidUsage(
-            f"Planner.measured() runs whole models, and the mesh has pipelines of {mesh.pipeline} stages; measure a "
-            "model of one stage's layers by profile_cost_model() and give it to Planner(None, mesh.cluster(...))"
-        )
-    cluster = mesh.cluster(capacity=capacity)
-    costs = profile_cost_model(model, mesh.hdp_comm, longest=min(longest, capacity), everyone=mesh.comm)
-    return Planner(None, cluster, policy, costs, queue=queue)
 
 
 def profile_samples(

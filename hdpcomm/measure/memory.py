@@ -18,9 +18,9 @@ from hdpcomm.measure.costs import forward_backward
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.recompute import recomputed_layers, set_recompute
 from hdpcomm.models.weight_gradients import WeightGradients
-from hdpcomm.offload import MemoryMeter
+from hdpcomm.offload import ActivationOffload, MemoryMeter, measure_copies
 from hdpcomm.offload.layers import AbsentLayer, find_layers
-from hdpcomm.plan.memory import Line, StepMemory
+from hdpcomm.plan.memory import Line, MemoryModel, StepMemory
 from hdpcomm.train.buckets import BUCKET_BYTES
 from hdpcomm.train.gradients import trained_parameters
 from hdpcomm.train.matrix_owners import MatrixMemory
@@ -29,7 +29,7 @@ from hdpcomm.train.units import Units
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["profile_memory"]
+__all__ = ["profile_activations", "profile_memory"]
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -385,3 +385,45 @@ def _largest(args: Any, kwargs: Any) -> int:
     before them is frozen."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
     return max(t.numel() * t.element_size() for t in [t for t in tensors if t.requires_grad] or tensors)
+
+
+def profile_activations(
+    model: nn.Module, offload: ActivationOffload, comm: Communicator, *, tokens: int, capacity: int
+) -> MemoryModel:
+    """Runs three short passes of at most ``tokens`` tokens on each rank alone, and copies, for planners of ranks that
+    hold ``capacity`` tokens without offload. Collective over ``comm``.
+
+    Every rank gets the same model of its memory (means over the ranks). Gradients are dropped.
+
+    Raises:
+        InvalidUsage: fewer than 2 tokens, or the pool is too small for a pass of this length at ratio 1.
+    """
+    if tokens < 2:
+        raise InvalidUsage(f"tokens is {tokens}; at least 2 are needed to see how memory grows")
+    alone = comm.subset([comm.rank])
+    assert alone is not None
+    forward_backward(model, alone, [tokens])  # makes the gradients, which stay
+    peaks = []
+    for length in (tokens // 2, tokens):
+        with MemoryMeter(offload.lane.place) as meter:
+            forward_backward(model, alone, [length])
+        peaks.append(meter.peak)
+    line = _line(tokens, *peaks)
+    before = offload.stats().stored_bytes
+    forward_backward(model, alone, [tokens], context=offload.micro_batch(1.0, tokens=tokens))
+    moved = (offload.stats().stored_bytes - before) / tokens
+    model.zero_grad(set_to_none=True)
+    pool = offload.pool.stats().capacity
+    rates = measure_copies(offload.pool, min(8 << 20, pool // 4))
+    shared = torch.tensor([line.fixed, line.token, moved, rates.both_d2h, rates.both_h2d], dtype=torch.float64)
+    comm.all_reduce(shared)
+    fixed, token, moved, d2h, h2d = (shared / comm.size).tolist()
+    moved = min(moved, 0.999 * token)
+    return MemoryModel(
+        capacity,
+        offloadable=moved / token,
+        copy_s=moved / min(d2h, h2d),
+        host_tokens=pool / token,
+        token_bytes=token,
+        state_bytes=max(0.0, fixed),
+    )

@@ -4,6 +4,15 @@ loaded back during the backward pass (ByteScale, arXiv 2502.21231, section 5.2).
 from hdpcomm.offload.activations import ActivationOffload, OffloadStats
 from hdpcomm.offload.bandwidth import CopyRates, measure_copies
 from hdpcomm.offload.meter import MemoryMeter
-from hdpcomm.offload.pool import PinnedPool, PoolStats
+from hdpcomm.offload.pool import PinnedPool, PoolStats, rank_pool
 
-__all__ = ["ActivationOffload", "CopyRates", "MemoryMeter", "OffloadStats", "PinnedPool", "PoolStats", "measure_copies"]
+__all__ = [
+    "ActivationOffload",
+    "CopyRates",
+    "MemoryMeter",
+    "OffloadStats",
+    "PinnedPool",
+    "PoolStats",
+    "measure_copies",
+    "rank_pool",
+]

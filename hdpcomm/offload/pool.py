@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from hdpcomm._core import offload as core
 from hdpcomm._core.device import Device
 from hdpcomm.arguments import check_whole
+from hdpcomm.comm.launchers import local_place
 from hdpcomm.offload.devices import numa_node_of, open_device
 from hdpcomm.offload.host_memory import check_fits
 
-__all__ = ["PinnedPool", "PoolStats"]
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["PinnedPool", "PoolStats", "rank_pool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +101,13 @@ class PinnedPool:
     def reset_peak(self) -> None:
         """Sets ``peak_in_use`` to what is in use now."""
         self.core.reset_peak()
+
+
+def rank_pool(comm: Communicator, size: int, device: torch.device | None = None) -> PinnedPool | None:
+    """Pool of ``size`` bytes for this rank's activations, beside one of each other rank of its host; ``None`` for 0.
+
+    ``device``: of the activations; default: that of ``comm``.
+    """
+    if not size:
+        return None
+    return PinnedPool(size, device=device or comm.device, sharers=local_place(comm.rank, comm.size)[1])

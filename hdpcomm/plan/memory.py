@@ -251,16 +251,19 @@ class MemoryModel:
         )
         return offloaded.with_kept(model, cluster)
 
-    def with_kept(self, model: ModelSpec, cluster: ClusterSpec, token_bytes: float | None = None) -> MemoryModel:
-        """With what slices of ``model`` keep; ``token_bytes``: of one token, default those that this knows.
+    def with_kept(
+        self, model: ModelSpec, cluster: ClusterSpec, token_bytes: float | None = None, *, recompute: int = 0
+    ) -> MemoryModel:
+        """With what slices of ``model`` keep; ``token_bytes``: of one token, default those that this knows, or else
+        those of the model on a device that recomputes so many layers.
 
         On the device they are those of all layers, and of one layer the gradients that a pass finds, piece and sum.
         With all in host memory there are three sets of one layer: those in use, those that come or leave, and again the
         gradients that a pass finds.
         """
-        size = token_bytes or self.token_bytes
-        if not size:
-            raise InvalidUsage("with_kept() needs the bytes of a token: give token_bytes")
+        whole = math.ceil(model.layers / cluster.pipeline)
+        step = StepMemory.of(model, states=0.0, layers=whole, tensor=cluster.tensor)
+        size = token_bytes or self.token_bytes or step.line(min(whole, recompute)).token
         layers = model.layers / cluster.pipeline
         narrow, wide = model.dtype_bytes, max(4, model.dtype_bytes)
         values = model.kept_values(cluster.tensor) / cluster.pipeline

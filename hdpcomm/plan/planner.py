@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import time
 from collections.abc import Mapping, Sequence
@@ -137,13 +138,13 @@ class Planner:
         self.ring_peers = ring_peers
         self.queue = queue
         self.slices = slices
-        devices = cluster.ranks * cluster.pipeline * cluster.tensor
-        self._spare = 0.0 if cluster.cores is None else max(0.0, 1 - cluster.cores / devices)
-        self._in_waves = cluster.expert > 1 and cluster.pipeline == 1
         self._make_cores()
 
     def _make_cores(self) -> None:
         cost, memory, cluster, slices = self.cost_model, self.memory, self.cluster, self.slices
+        devices = cluster.ranks * cluster.pipeline * cluster.tensor
+        self._spare = 0.0 if cluster.cores is None else max(0.0, 1 - cluster.cores / devices)
+        self._in_waves = cluster.expert > 1 and cluster.pipeline == 1
         self._core = core_cost(cost, memory, cluster, self.ring_peers, slices)
         resident = replace(memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
         self._without_offload = (
@@ -173,7 +174,13 @@ class Planner:
         capacity: int,
         longest: int = LONGEST_MEASURED,
         policy: str = "balanced",
+        context: int = 0,
+        context_ranks: int = 0,
+        ring_peers: int | None = None,
         queue: bool = False,
+        slices: int = 1,
+        spec: ModelSpec | None = None,
+        offload: Any = None,
     ) -> Planner:
         """A planner by what ``model`` takes on these ranks, measured now (:func:`hdpcomm.train.profile_cost_model`).
 
@@ -182,11 +189,14 @@ class Planner:
         Args:
             model: of :class:`hdpcomm.train.Trainer`, on its device; whole, or cut for the mesh.
             comm: the ranks that train together, or a :class:`hdpcomm.Mesh` of them without pipelines.
-            capacity: most tokens that a rank can hold in a micro-batch.
-            longest: tokens of the longest sequence that is measured on one rank.
-            policy, queue: of :class:`Planner`.
+            capacity: most tokens that a rank can hold in a micro-batch, without offload.
+            longest: tokens of the longest sequence that is measured on one rank, where the capacity is not less.
+            policy, context, context_ranks, ring_peers, queue, slices: of :class:`Planner`.
+            spec: the model's sizes, which say what slices keep for later ones; slices need them.
+            offload: the :class:`hdpcomm.offload.ActivationOffload` of the model that the trainer gets; what it is
+                worth is measured, too.
 
-        Raises: InvalidUsage: a mesh with pipelines, of which no rank has a whole model to run.
+        Raises: InvalidUsage: a mesh with pipelines, of which no rank has a whole model to run; slices without ``spec``.
 
         Example:
             >>> import hdpcomm as hdp
@@ -199,26 +209,27 @@ class Planner:
         check_whole("Planner.measured()", "capacity", capacity, least=1)
         check_whole("Planner.measured()", "longest", longest, least=1)
         # The one call upwards: planning does without torch, and running a model does not.
-        profile: Any = importlib.import_module("hdpcomm.measure.costs")
-        planner: Planner = profile.measured_planner(
-            model, comm, capacity=capacity, longest=longest, policy=policy, queue=queue
-        )
+        measure: Any = importlib.import_module("hdpcomm.measure")
+        planner: Planner = measure.measured_planner(
+            model, comm, capacity=capacity, longest=longest, policy=policy, context=context,
+            context_ranks=context_ranks, ring_peers=ring_peers, queue=queue, slices=slices, spec=spec, offload=offload,
+        )  # fmt: skip
         return planner
 
     def with_costs(self, cost_model: CostModel, cluster: ClusterSpec) -> Planner:
         """A planner of the same policy, memory and limits, by other costs and speeds."""
-        return Planner(
-            self.model,
-            cluster,
-            self.policy,
-            cost_model,
-            context=self.context,
-            context_ranks=self.context_ranks,
-            memory=self.memory,
-            ring_peers=self.ring_peers,
-            queue=self.queue,
-            slices=self.slices,
-        )
+        return self._changed(cost_model=cost_model, cluster=cluster)
+
+    def with_capacity(self, capacity: int) -> Planner:
+        """A planner of the same policy, costs and limits, for ranks that hold ``capacity`` tokens without offload."""
+        cluster, memory = (replace(each, capacity=capacity) for each in (self.cluster, self.memory))
+        return self._changed(cluster=cluster, memory=memory)
+
+    def _changed(self, **values: Any) -> Planner:
+        other = copy.copy(self)
+        other.__dict__.update(values)
+        other._make_cores()
+        return other
 
     @property
     def max_length(self) -> int:

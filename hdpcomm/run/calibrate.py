@@ -26,10 +26,10 @@ from hdpcomm.comm.topology import (
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.costs import processor_costs, profile_samples
 from hdpcomm.models import NewWeights
-from hdpcomm.offload import CopyRates, PinnedPool, measure_copies
+from hdpcomm.offload import CopyRates, PinnedPool, measure_copies, rank_pool
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, MemoryModel, ModelSpec
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.costs import calibration_facts, host_memory, measure_offload
+from hdpcomm.run.costs import calibration_facts, measure_offload
 from hdpcomm.run.memory import measure_memory
 from hdpcomm.run.model import check_model, model_spec, new_part
 from hdpcomm.run.optimizers import elementwise_optimizer
@@ -146,7 +146,7 @@ def _slowest(comm: Communicator, call: Callable[[], object]) -> float:
 
 
 def _memory(comm: Communicator, config: RunConfig, model: torch.nn.Module) -> MemoryModel:
-    if (pool := host_memory(comm, config)) is not None:
+    if (pool := rank_pool(comm, config.offload)) is not None:
         return measure_offload(comm, config, model, pool, config.capacity)
     (step,) = measure_memory(comm, config)
     recompute = config.recompute if isinstance(config.recompute, int) else step.layers * (config.recompute == "full")

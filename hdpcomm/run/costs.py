@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.comm import Mesh
-from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.topology import domains_of, node_block
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
-from hdpcomm.measure.activations import profile_activations
 from hdpcomm.measure.costs import processor_costs, profile_samples, weights_share
+from hdpcomm.measure.memory import profile_activations
 from hdpcomm.models import NewWeights
-from hdpcomm.offload import ActivationOffload, PinnedPool
+from hdpcomm.offload import ActivationOffload, PinnedPool, rank_pool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
-from hdpcomm.plan import Calibration, CostModel, CostSample, MemoryModel, ModelSpec, Planner
-from hdpcomm.plan.memory import StepMemory
+from hdpcomm.plan import Calibration, CostModel, CostSample, MemoryModel, Planner
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS, free_models
 from hdpcomm.run.model import check_model, fewest_layers, model_facts, model_spec, new_part
@@ -41,7 +39,6 @@ __all__ = [
     "calibration_facts",
     "calibration_of_run",
     "check_calibration",
-    "host_memory",
     "make_planner",
     "measure_costs",
     "measure_offload",
@@ -95,7 +92,7 @@ def measure_costs(
 
     Raises: InvalidUsage for a calibration of another model.
     """
-    pool = host_memory(comm, config)
+    pool = rank_pool(comm, config.offload)
     if found is not None and same_mesh(found, config):
         facts: dict[str, Any] = dict(found.facts)
         memory, processor = facts.get("memory_model"), facts.get("processor_model")
@@ -181,8 +178,8 @@ def measure_offload(
     """Measures the bytes and the speed of offload into ``pool``, for ranks that hold ``capacity`` tokens without it.
     Collective."""
     offload = ActivationOffload(pool, model, min_bytes=SMALLEST_OFFLOAD)
-    profile = profile_activations(model, offload, comm, tokens=max(2, min(config.capacity, PROFILE_TOKENS // 8)))
-    return profile.memory_model(capacity, config.offload)
+    tokens = max(2, min(config.capacity, PROFILE_TOKENS // 8))
+    return profile_activations(model, offload, comm, tokens=tokens, capacity=capacity)
 
 
 def _calibrated(
@@ -260,8 +257,8 @@ def make_planner(
     memory, slices = costs.memory, config.slices if policy == "balanced" else 1
     if slices > 1 and (spec := model_spec(config.model)) is not None:
         spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
-        known = memory or MemoryModel(costs.capacity)
-        memory = known.with_kept(spec, cluster, known.token_bytes or _token_bytes(spec, config))
+        known, recompute = memory or MemoryModel(costs.capacity), max(recompute_by_device(config))
+        memory = known.with_kept(spec, cluster, recompute=recompute)
     planner = Planner(
         None,
         cluster,
@@ -276,13 +273,6 @@ def make_planner(
     if slices > 1 or config.offload:
         planner.plan([corpus.longest])  # says so now where it fits in no number of slices
     return planner
-
-
-def _token_bytes(spec: ModelSpec, config: RunConfig) -> float:
-    """Bytes that a token takes on the device that recomputes most. Local."""
-    layers = -(-spec.layers // config.pipeline)
-    step = StepMemory.of(spec, states=0.0, layers=layers, tensor=config.tensor)
-    return step.line(min(layers, max(recompute_by_device(config)))).token
 
 
 def weights_put_off(config: RunConfig, measured: float) -> float:
@@ -306,11 +296,3 @@ def same_mesh(found: Checkpoint | KeptCheckpoint, config: RunConfig) -> bool:
 
 def _mesh_sizes(config: Mapping[str, Any]) -> list[int]:
     return [config.get(name, 1) for name in _ONE_DEVICE]
-
-
-def host_memory(comm: Communicator, config: RunConfig) -> PinnedPool | None:
-    """Pinned memory for the activations of this rank, of which the ranks of a host get a share each."""
-    if not config.offload:
-        return None
-    _, sharers = local_place(comm.rank, comm.size)
-    return PinnedPool(config.offload, device=comm.device, sharers=sharers)

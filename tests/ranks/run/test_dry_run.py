@@ -15,8 +15,8 @@ from hdpcomm.comm.absent import AbsentRanks
 from hdpcomm.data import open_corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
+from hdpcomm.offload import rank_pool
 from hdpcomm.run import RunConfig, Saving, dry_run, folder_model, train
-from hdpcomm.run.costs import host_memory
 from hdpcomm.run.memory import measure_memory, memory_beside, predict_memory
 from hdpcomm.run.peer_saves import PeerSaves
 from hdpcomm.testing import run_threads, spawn
@@ -157,7 +157,7 @@ def test_memory_of_the_pool_is_what_it_takes() -> None:
 
     with hdp.init() as comm:
         before = resident()
-        pool = host_memory(comm, config)
+        pool = rank_pool(comm, config.offload)
         assert pool is not None
         beside = memory_beside(config, 1, on_devices=False)
         assert pool.stats().capacity == beside.pool

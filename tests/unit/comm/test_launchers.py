@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from hdpcomm.comm.launchers import (
     tasks_on_node,
 )
 from hdpcomm.comm.machine import Machine
+from hdpcomm.offload import rank_pool
 
 PREFIXES = ("SLURM_", "OMPI_", "PMI", "MPI_", "MASTER_", "WORLD_SIZE", "RANK", "LOCAL_")
 
@@ -282,22 +284,17 @@ def test_the_device_is_the_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_pool_is_shared_with_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hdpcomm.models import LlamaConfig
-    from hdpcomm.run import RunConfig
-
     def pool(_size: int, *, sharers: int, **_: object) -> None:
         raise hdp.InvalidUsage(f"{sharers} sharers")
 
-    run = sys.modules["hdpcomm.run.costs"]
-    monkeypatch.setattr(run, "PinnedPool", pool)
-    config = RunConfig(LlamaConfig(layers=3, hidden=8, heads=2, kv_heads=1, ffn=8), offload=1 << 20)
-    comm = SimpleNamespace(rank=5, size=16, device=torch.device("cpu"))
+    monkeypatch.setattr("hdpcomm.offload.pool.PinnedPool", pool)
+    comm: Any = SimpleNamespace(rank=5, size=16, device=torch.device("cpu"))
     with pytest.raises(hdp.InvalidUsage, match=r"^16 sharers"):
-        run.host_memory(comm, config)
+        rank_pool(comm, 1 << 20)
     variables = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
     use(monkeypatch, **SLURM | variables)
     with pytest.raises(hdp.InvalidUsage, match=r"^8 sharers"):
-        run.host_memory(comm, config)
+        rank_pool(comm, 1 << 20)
 
 
 @pytest.mark.parametrize(

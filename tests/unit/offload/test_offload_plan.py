@@ -11,7 +11,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.measure.activations import profile_activations
+from hdpcomm.measure import profile_activations
 from hdpcomm.measure.costs import forward_backward
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.offload import ActivationOffload, MemoryMeter, PinnedPool, measure_copies
@@ -27,7 +27,13 @@ def test_device_memory_is_as_predicted() -> None:
     model = Llama(SMALL)
     pool = PinnedPool(32 << 20, device="cpu")
     offload = ActivationOffload(pool, model, min_bytes=1)
-    profile = profile_activations(model, offload, comm, tokens=64)
+    memory = profile_activations(model, offload, comm, tokens=64, capacity=100)
+
+    def predicted(tokens: int, ratio: float) -> float:
+        peak = memory.bytes_held(tokens * (1 - ratio * memory.offloadable))
+        assert peak is not None
+        return peak
+
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for tokens in (192, 500):
@@ -35,11 +41,9 @@ def test_device_memory_is_as_predicted() -> None:
             with MemoryMeter("cpu") as meter:
                 context = offload.micro_batch(ratio, tokens=tokens)
                 forward_backward(model, comm, [tokens], context=context)
-            assert meter.peak == pytest.approx(profile.peak_bytes(tokens, ratio), rel=0.05)
-    memory = profile.memory_model(capacity=100, pool_bytes=pool.stats().capacity)
-    assert memory.bytes_held(100) == pytest.approx(profile.peak_bytes(100, 0.0))
+            assert meter.peak == pytest.approx(predicted(tokens, ratio), rel=0.05)
     held = memory.token_limit(1.0)
-    assert profile.peak_bytes(held, 1.0) <= profile.peak_bytes(100, 0.0) * 1.0001
+    assert predicted(held, 1.0) <= predicted(100, 0.0) * 1.0001
 
 
 def test_ranks_of_a_long_sequence_follow_equation_3() -> None:
@@ -102,8 +106,7 @@ def test_the_trainer_carries_the_ratios_out() -> None:
         offload = ActivationOffload(pool, model, min_bytes=1) if offloaded else None
         memory = None
         if offload is not None:
-            profile = profile_activations(model, offload, comm, tokens=64)
-            memory = replace(profile.memory_model(64, pool.stats().capacity), copy_s=1e-6)
+            memory = replace(profile_activations(model, offload, comm, tokens=64, capacity=64), copy_s=1e-6)
         cluster = ClusterSpec(ranks=1, capacity=64 if offloaded else 256, offload=offloaded)
         planner = Planner(None, cluster, cost_model=cost, memory=memory)
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), planner, comm, offload=offload)
@@ -130,7 +133,7 @@ def test_a_trainer_without_a_way_to_host_memory_refuses_such_plans() -> None:
         Trainer(model, torch.optim.SGD(model.parameters(), 0.1), planner, comm)
     offload = ActivationOffload(PinnedPool(1 << 20, device="cpu"), model)
     with pytest.raises(InvalidUsage, match="at least 2"):
-        profile_activations(model, offload, comm, tokens=1)
+        profile_activations(model, offload, comm, tokens=1, capacity=64)
 
 
 def test_rates_of_copies() -> None:

@@ -494,8 +494,14 @@ def test_offload_that_moves_nothing_changes_nothing():
     assert {each.offload_ratio for each in planner.plan([2200]).micro_batches} == {0.0}
     with pytest.raises(InvalidUsage, match="and not in slices, either"):
         planner.plan([60_000])
-    with pytest.raises(InvalidUsage, match=r"with_kept\(\) needs the bytes of a token"):
-        MemoryModel(1000).with_kept(MODELS["llama-7b"], ClusterSpec(2, 1000))
+
+
+def test_bytes_that_nobody_measured_are_those_of_the_model():
+    model, cluster = MODELS["llama-7b"], ClusterSpec(2, 1000)
+    known = MemoryModel.of(model, cluster)
+    assert MemoryModel(1000).with_kept(model, cluster).kept == pytest.approx(known.kept)
+    recomputed = MemoryModel(1000).with_kept(model, cluster, recompute=model.layers)
+    assert recomputed.kept > 3 * known.kept  # as much beside fewer bytes of a token
 
 
 def test_policies_that_cannot_hold_a_step_are_left_out(tmp_path, capsys):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.offload import rank_pool
 from hdpcomm.parallel import tensor_parallel
 from hdpcomm.plan import CostModel
+from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
 
 CONFIG = LlamaConfig(vocabulary=32, layers=1, hidden=16, heads=2, kv_heads=2, ffn=24)
+DEEP = replace(CONFIG, layers=4)
 
 
 def test_every_name_is_there() -> None:
@@ -47,6 +52,29 @@ def test_a_measured_planner_refuses_pipelines() -> None:
         return str(caught.value)
 
     assert all("pipelines of 2 stages" in told for told in run_threads(main, 2))
+
+
+def test_a_measured_planner_offloads_and_slices() -> None:
+    with hdp.init() as comm:
+        model = Llama(DEEP, seed=0)
+        pool = rank_pool(comm, 1 << 20)
+        assert pool is not None
+        offload = hdp.ActivationOffload(pool, model, min_bytes=1)
+        planner = hdp.Planner.measured(
+            model, comm, capacity=10, longest=8, slices=8, spec=spec_of(DEEP), offload=offload, context=40
+        )
+        assert (planner.slices, planner.context, planner.memory.capacity) == (8, 40, 10)
+        assert 0 < planner.memory.offloadable < 1
+        assert 0 < planner.memory.kept < 1
+        assert planner.memory.copy_s > 0
+        wider = planner.with_capacity(20)
+        assert (wider.memory, wider.cluster) == (
+            replace(planner.memory, capacity=20), replace(planner.cluster, capacity=20)
+        )  # fmt: skip
+        trainer = hdp.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), planner, comm, offload=offload)
+        assert 2 < trainer.step([30], lambda _: torch.arange(30)).loss < 5
+        with pytest.raises(InvalidUsage, match="how much slices of this model keep"):
+            hdp.Planner.measured(model, comm, capacity=10, longest=8, slices=2)
 
 
 @pytest.mark.parametrize("wrong", [{"capacity": 0}, {"capacity": 2.5}, {"capacity": 8, "longest": 0}])
