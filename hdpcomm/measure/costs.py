@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,6 +13,7 @@ from torch import nn
 
 from hdpcomm.comm.topology import domain_block, node_block
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.measure.timing import call_s
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.indexers import key_limit
 from hdpcomm.models.weight_gradients import WeightGradients
@@ -215,12 +215,7 @@ def _seconds(
         return run(), 0.0
     with later.put_off(0):
         seconds = run()
-    started = time.perf_counter()
-    later.compute(0)
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    of_weights = time.perf_counter() - started
+    of_weights = call_s(next(model.parameters()).device, lambda: later.compute(0))
     return seconds + of_weights, of_weights
 
 
@@ -254,10 +249,9 @@ def _forward_backward(
     packed: PackedShard,
     context: AbstractContextManager[object] | None = None,
 ) -> float:
-    started = time.perf_counter()
-    with context or nullcontext():
-        loss = micro_batch_loss(model, packed, group)
-    loss.backward()  # type: ignore[no-untyped-call]
-    if packed.tokens.is_cuda:
-        torch.cuda.synchronize(packed.tokens.device)
-    return time.perf_counter() - started
+    def run() -> None:
+        with context or nullcontext():
+            loss = micro_batch_loss(model, packed, group)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    return call_s(packed.tokens.device, run)

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hdpcomm import kernels
 from hdpcomm.comm.costs import cost_names
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.measure.timing import call_s
+from hdpcomm.plan.fit import fit_coefficients
 
 __all__ = ["fit", "fit_reads", "measure", "measure_world"]
 
@@ -71,7 +71,7 @@ def measure(comm: Any, members: tuple[int, int] = (0, 1)) -> dict[str, float]:
                 at = len(steps) + 1 + index
                 times[at] = min(float(times[at]), _one_shot_s(group, size))
     comm.barrier()
-    times[len(steps)] = _reduction_s_per_byte(comm.device)
+    times[len(steps)] = _reduction_s_per_byte(comm)
     comm.broadcast(on_device := times.to(comm.device), members[0])
     *lone, many, gamma, of_two, of_all, large = on_device.tolist()
     costs = fit(_SIZES, lone, many, gamma)
@@ -86,20 +86,12 @@ def _check_size(comm: Any) -> None:
 
 
 def fit(sizes: Sequence[int], steps: Sequence[float], many: float, gamma: float) -> dict[str, float]:
-    """The costs from the seconds of steps with one message of ``sizes`` bytes, and of one with 8 of the smallest.
-
-    beta: least squares of the relative errors beyond the smallest message's time.
-    """
-    message = max((many - steps[0]) / (_MANY - 1), _LEAST)
-    x, t = np.array(sizes, np.float64) - sizes[0], np.array(steps, np.float64)
-    weight = 1.0 / np.maximum(t, _LEAST) ** 2
-    beta = float(((t - t[0]) * x * weight).sum() / (x * x * weight).sum())
-    return {
-        "alpha_s": max(steps[0] - message, _LEAST),
-        "message_s": message,
-        "beta_s_per_byte": max(beta, _LEAST),
-        "gamma_s_per_byte": max(gamma, _LEAST),
-    }
+    """The costs from the seconds of steps with one message of ``sizes`` bytes, and of one with 8 of the smallest, by
+    least squares of the relative errors."""
+    rows = [(1.0, 1.0, float(size)) for size in sizes] + [(1.0, float(_MANY), float(_MANY * sizes[0]))]
+    costs = (*fit_coefficients(rows, [*steps, many]), gamma)
+    names = ("alpha_s", "message_s", "beta_s_per_byte", "gamma_s_per_byte")
+    return {name: max(value, _LEAST) for name, value in zip(names, costs, strict=True)}
 
 
 def fit_reads(of_two: float, of_all: float, num_ranks: int, large: float, gamma: float) -> dict[str, float]:
@@ -122,21 +114,15 @@ def _steps_s(comm: Any, call: Callable[[], object], num_bytes: int) -> float:
     steps = max(5, min(400, 20_000_000 // (num_bytes + 50_000)))
     if comm.device.type == "cuda":  # processes that share a GPU wait for each other's time slices, of milliseconds
         steps = min(steps, 60)
-    for _ in range(3):
+    for _ in range(2):
         call()
-    _finish(comm)
-    started = time.perf_counter()
-    for _ in range(steps):
-        call()
-    _finish(comm)
-    return (time.perf_counter() - started) / steps
 
+    def run() -> None:
+        for _ in range(steps):
+            call()
 
-def _finish(comm: Any) -> None:
-    """Waits for the work on the streams; on the CPU a call's work is done when it returns."""
-    if comm.device.type == "cuda":
-        comm.synchronize()
-        torch.cuda.synchronize(comm.device)
+    call_s(comm.device, call)
+    return call_s(comm.device, run) / steps
 
 
 def _step_s(pair: Any, size: int, messages: int) -> float:
@@ -153,28 +139,9 @@ def _one_shot_s(comm: Any, size: int) -> float:
     return _steps_s(comm, lambda: comm.all_reduce(x, algorithm="one_shot"), size)
 
 
-def _reduction_s_per_byte(device: torch.device) -> float:
+def _reduction_s_per_byte(comm: Any) -> float:
     """Seconds per byte of an addition of two operands: on a CPU of 1 MiB in the cache, as in a pipelined reduction,
     else of 256 MiB."""
-    if device.type == "cuda":
-        return _cuda_reduction_s_per_byte(device)
-    a, b = np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32)
-    times = []
-    for _ in range(15):
-        started = time.perf_counter()
-        np.add(a, b, out=a)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times) / a.nbytes
-
-
-def _cuda_reduction_s_per_byte(device: torch.device) -> float:
-    a, b = (torch.ones(64 << 20, device=device) for _ in range(2))
-    times: list[float] = []
-    for _ in range(15):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        kernels.reduce(a, a, b)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times) / (a.numel() * a.element_size())
+    size = (256 if comm.device.type == "cuda" else 1) << 20
+    a, b = (torch.ones(size // 4, device=comm.device) for _ in range(2))
+    return statistics.median(_steps_s(comm, lambda: kernels.reduce(a, a, b), size) for _ in range(15)) / size

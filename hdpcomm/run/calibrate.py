@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -25,6 +22,7 @@ from hdpcomm.comm.topology import (
 )
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.costs import processor_costs, profile_samples
+from hdpcomm.measure.timing import call_s, slowest_s
 from hdpcomm.models import NewWeights
 from hdpcomm.offload import CopyRates, PinnedPool, measure_copies, rank_pool
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, MemoryModel, ModelSpec
@@ -124,25 +122,10 @@ def _reduction_and_update_s(comm: Communicator, config: RunConfig, model: torch.
     optimizer = elementwise_optimizer(config, trained)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    reduction = _slowest(comm, lambda: comm.all_reduce(gradients)) * elements / gradients.numel()
-    update = _slowest(comm, lambda: optimizer.step())
+    reduction = slowest_s(comm, lambda: comm.all_reduce(gradients)) * elements / gradients.numel()
+    update = slowest_s(comm, optimizer.step)
     model.zero_grad(set_to_none=True)
     return reduction, update
-
-
-def _slowest(comm: Communicator, call: Callable[[], object]) -> float:
-    """Median seconds of a call on the slowest rank; the first call does not count."""
-    found = []
-    for _ in range(_REPEATS + 1):
-        comm.barrier()
-        started = time.perf_counter()
-        call()
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize(comm.device)
-        found.append(time.perf_counter() - started)
-    took = torch.tensor(found[1:], dtype=torch.float64)
-    comm.all_reduce(took, "max")
-    return float(statistics.median(took.tolist()))
 
 
 def _memory(comm: Communicator, config: RunConfig, model: torch.nn.Module) -> MemoryModel:
@@ -222,14 +205,7 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large matrix product while the other ranks run theirs. Local."""
     size = 8192 if device.type == "cuda" else 768
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(_REPEATS):
-        started = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return 2.0 * size**3 / best
+    return 2.0 * size**3 / min(call_s(device, lambda: a @ b) for _ in range(_REPEATS))
 
 
 def _device_name(device: torch.device) -> str:

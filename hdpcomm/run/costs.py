@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -19,6 +17,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
 from hdpcomm.measure.costs import processor_costs, profile_samples, weights_share
 from hdpcomm.measure.memory import profile_activations
+from hdpcomm.measure.timing import slowest_s
 from hdpcomm.models import NewWeights
 from hdpcomm.offload import ActivationOffload, PinnedPool, rank_pool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
@@ -158,18 +157,14 @@ def _sharing_s(comm: Communicator, config: RunConfig, mesh: Mesh) -> float:
     elements = sum(p.numel() for p in part.parameters())
     source, target = torch.ones(_MOVED, dtype=config.parameter_dtype), torch.zeros(_MOVED)
     narrow = torch.empty_like(source)
-    found = []
-    for _ in range(5):
-        comm.barrier()
-        started = time.perf_counter()
+
+    def share() -> None:
         target.add_(source)
         if config.zero == 3:
             narrow.copy_(source)
             narrow.copy_(source)
-        found.append(time.perf_counter() - started)
-    slowest = torch.tensor([statistics.median(found) * elements / _MOVED], dtype=torch.float64)
-    comm.all_reduce(slowest, "max")
-    return float(slowest)
+
+    return slowest_s(comm, share) * elements / _MOVED
 
 
 def measure_offload(

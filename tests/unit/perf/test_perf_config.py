@@ -259,8 +259,8 @@ def test_only_listed_variables_are_recorded() -> None:
 def test_costs_are_recovered_from_exact_times() -> None:
     costs = {"alpha_s": 5e-6, "message_s": 1e-6, "beta_s_per_byte": 2e-10, "gamma_s_per_byte": 1e-10}
     sizes = (8, 4096, 1 << 20)
-    steps = [6e-6 + (size - 8) * 2e-10 for size in sizes]
-    assert links.fit(sizes, steps, 13e-6, 1e-10) == pytest.approx(costs)
+    steps = [6e-6 + size * 2e-10 for size in sizes]
+    assert links.fit(sizes, steps, 13e-6 + 64 * 2e-10, 1e-10) == pytest.approx(costs)
     assert min(links.fit(sizes, [1e-6] * 3, 0.5e-6, 0.0).values()) > 0  # noise does not make a cost 0
 
 
