@@ -23,10 +23,22 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hdpcomm as hdp
+from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.parallel.program import StepProgram
+from hdpcomm.plan import ClusterSpec, Planner, StepPlan
+from hdpcomm.train import Trainer, profile_cost_model
+from hdpcomm.train.passes import Passes, StepInputs
+from hdpcomm.train.runner import Runner, StepSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -34,15 +46,51 @@ MODEL: dict[str, Any] = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4, 
 BUCKET_BYTES = 4 << 20
 
 
+class NotingPasses(Passes):
+    """Notes when the passes of a step end.
+
+    Args:
+        times: of these ends, and of those of reductions.
+        early: reductions begin beside the last backward pass.
+    """
+
+    def __init__(self, model: nn.Module, mesh: hdp.Mesh, times: list[float], early: bool) -> None:
+        super().__init__([model], mesh)
+        self.times, self.early = times, early
+
+    def run(self, step: StepInputs) -> Tensor:
+        total = super().run(step)
+        self.times.append(time.perf_counter())
+        return total
+
+    def program(self, plan: StepPlan, *, training: bool) -> StepProgram:
+        own = super().program(plan, training=training)
+        return own if self.early else replace(own, alone=False)
+
+
+class NotingRunner(Runner):
+    """Notes when the gradients of a step are there."""
+
+    passes: NotingPasses
+
+    def reduce(self, factor: float = 1.0) -> None:
+        super().reduce(factor)
+        self.passes.times.append(time.perf_counter())
+
+
+class NotingTrainer(Trainer):
+    """Steps whose passes and reductions are noted; see :class:`NotingPasses`."""
+
+    def __init__(self, times: list[float], early: bool, *args: Any, **options: Any) -> None:
+        self._noting = times, early
+        super().__init__(*args, **options)
+
+    def make_runner(self, optimizer: torch.optim.Optimizer, settings: StepSettings) -> Runner:
+        return NotingRunner(NotingPasses(self.model, self.mesh, *self._noting), optimizer, settings)
+
+
 def measure(tokens: int, steps: int) -> dict[str, Any]:
     """Runs on all ranks; the same on all."""
-    import torch
-
-    import hdpcomm as hdp
-    from hdpcomm.models import Llama, LlamaConfig
-    from hdpcomm.plan import ClusterSpec, Planner
-    from hdpcomm.train import Trainer, profile_cost_model
-
     torch.set_num_threads(1)
     with hdp.init(timeout=120) as comm:
         trainers: dict[str, Trainer] = {}
@@ -53,12 +101,8 @@ def measure(tokens: int, steps: int) -> dict[str, Any]:
             cost = profile_cost_model(model, comm, longest=64)
             planner = Planner(None, ClusterSpec(comm.size, capacity=tokens), "naive", cost)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            trainer = trainers[name] = Trainer(model, optimizer, planner, comm, zero=1, bucket_bytes=BUCKET_BYTES)
-            gradients = trainer.runner.gradients
-            if name == "after":
-                gradients.reduce_early = _nothing  # type: ignore[method-assign]
-            for owner, method in ((trainer.runner.passes, "run"), (gradients, "reduce")):
-                setattr(owner, method, _noting_end(getattr(owner, method), times[name]))
+            kind = partial(NotingTrainer, times[name], name == "beside")
+            trainers[name] = kind(model, optimizer, planner, comm, zero=1, bucket_bytes=BUCKET_BYTES)
         losses: dict[str, list[float]] = {name: [] for name in trainers}
         took: dict[str, list[float]] = {name: [] for name in trainers}
         for step in range(steps + 1):
@@ -77,19 +121,6 @@ def measure(tokens: int, steps: int) -> dict[str, Any]:
             comm.all_reduce(both, "max")
             result[name] = {"exposed_s": both[0].item(), "step_s": both[1].item()}
         return result
-
-
-def _nothing() -> None:
-    """In place of Gradients.reduce_early."""
-
-
-def _noting_end(method: Callable[..., object], times: list[float]) -> Callable[..., object]:
-    def call(*args: object) -> object:
-        result = method(*args)
-        times.append(time.perf_counter())
-        return result
-
-    return call
 
 
 def on_hosts(mbit: int, tokens: int, steps: int) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from hdpcomm.plan import ClusterSpec, PlanAhead, Planner
 from hdpcomm.train import StepMetrics, Trainer, profile_cost_model
 from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
 from hdpcomm.train.passes import Passes, StepInputs
+from hdpcomm.train.runner import Runner, StepSettings
 from hdpcomm.train.shards import no_tokens, pack_shard
 from hdpcomm.train.timeline import PHASES
 
@@ -88,6 +89,13 @@ class LockstepPasses(Passes):
         return found
 
 
+class LockstepTrainer(Trainer):
+    """A trainer of a model that ``fully_shard`` has sharded, by :class:`LockstepPasses`."""
+
+    def make_runner(self, optimizer: torch.optim.Optimizer, settings: StepSettings) -> Runner:
+        return Runner(LockstepPasses([self.model], self.mesh), optimizer, settings)
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -113,9 +121,7 @@ def compared(corpus: Corpus, steps: int, tokens: int) -> list[Row]:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            trainer = Trainer(model, adamw(model), whole, comm)
-            trainer.runner.passes = LockstepPasses([model], trainer.mesh)
-            return trainer
+            return LockstepTrainer(model, adamw(model), whole, comm)
 
         ddp = Llama(MODEL)
         trainers = {

@@ -37,7 +37,7 @@ from hdpcomm.train import Trainer
 from hdpcomm.train.data_parallel import WholeSequencePlanner
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # at the end: this folder has no train.py
-from train import LockstepPasses
+from train import LockstepTrainer
 
 DEVICE = "cuda"
 K = 1024
@@ -151,8 +151,7 @@ def fsdp2(comm: hdp.Communicator, lengths: Sequence[int], capacity: int) -> dict
     model = sharded(new_model(LAYERS, torch.float32))
     costs = hdp.plan.CostModel(1e-9, 1e-6)
     planner = WholeSequencePlanner(ClusterSpec(ranks=comm.size, capacity=capacity), costs)
-    trainer = Trainer(model, adamw(model), planner, comm)
-    trainer.runner.passes = LockstepPasses([model], trainer.mesh)
+    trainer = LockstepTrainer(model, adamw(model), planner, comm)
     fetch = tokens_of(lengths)
     return timed(comm, lambda: trainer.step(lengths, fetch).loss)
 

@@ -200,7 +200,7 @@ class _DistributedTrainer(Trainer):
         self._group = group
         super().__init__(*args, **options)
 
-    def _make_runner(self, optimizer: torch.optim.Optimizer, _: StepSettings) -> Runner:
+    def make_runner(self, optimizer: torch.optim.Optimizer, _: StepSettings) -> Runner:
         alone = Mesh(cast("Communicator", self.comm.subset([self.comm.rank])))
         # DDP adds up, in place: each rank has all sums
         gradients = Gradients.whole(self.model.parameters(), layout_of(self.model, alone), alone)

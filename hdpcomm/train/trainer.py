@@ -169,12 +169,13 @@ class Trainer:
         self._memory = planner.memory
         if isinstance(loss, GroupLoss):
             self._refuse_fully_sharded("a GroupLoss")
-        self.runner = self._make_runner(optimizer, StepSettings(zero, dtype, bucket_bytes))
+        self.runner = self.make_runner(optimizer, StepSettings(zero, dtype, bucket_bytes))
         self.layout = self.runner.layout
         self._vocabulary = vocabulary_of(self.model, self.layout)
 
-    def _make_runner(self, optimizer: torch.optim.Optimizer, settings: StepSettings) -> Runner:
-        """The runner of the steps. Collective."""
+    def make_runner(self, optimizer: torch.optim.Optimizer, settings: StepSettings) -> Runner:
+        """The runner of the steps, made once, when ``model``, ``mesh``, ``planner`` and ``loss`` are there; a subclass
+        may give one of other passes. Collective."""
         of_logits = None if isinstance(self.loss, (TokenLoss, GroupLoss)) else self.loss
         planner = self.planner if self.stages else None
         return Runner(Passes(self.stages or [self.model], self.mesh, planner, of_logits), optimizer, settings)
