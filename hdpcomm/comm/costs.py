@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 from hdpcomm import _core
@@ -17,7 +16,7 @@ __all__ = ["cost_names", "costs_path", "link_costs", "load_costs", "save_costs"]
 
 _DEFAULTS = _core.collective.DEFAULT_COSTS
 _DEVICE = _core.collective.DEVICE_COSTS
-_NCCL_INSIDE, _NCCL_BETWEEN = (asdict(costs) for costs in nccl_link_costs(DEVICES["h100"]))
+_NCCL_INSIDE, _NCCL_BETWEEN = nccl_link_costs(DEVICES["h100"])
 # Costs of transports that nobody calibrated.
 _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
     # Estimated, for gloo over TCP. `hdpcomm perf --calibrate --transport torch --ranks 2` measures the loopback of a

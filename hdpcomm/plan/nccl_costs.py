@@ -8,11 +8,9 @@ derivation: within one kernel NCCL pays the base once, and then only hops.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hdpcomm.plan.specs import DeviceSpec
 
-__all__ = ["HOP_S", "LAUNCH_S", "NcclLinkCosts", "link_costs", "message_latency_s"]
+__all__ = ["HOP_S", "LAUNCH_S", "link_costs", "message_latency_s"]
 
 #: Seconds from the launch of a group's kernel until its first message is sent.
 LAUNCH_S = 8.4e-6
@@ -30,28 +28,10 @@ def message_latency_s(link: str) -> float:
     return LAUNCH_S + HOP_S[link]
 
 
-@dataclass(frozen=True, slots=True)
-class NcclLinkCosts:
-    """Costs by which the algorithm of a collective is chosen, for NCCL over one kind of link.
-
-    Attributes:
-        alpha_s: seconds per step.
-        message_s: seconds per message of a step.
-        beta_s_per_byte: seconds per byte moved.
-        gamma_s_per_byte: seconds per byte reduced.
-    """
-
-    alpha_s: float
-    message_s: float
-    beta_s_per_byte: float
-    gamma_s_per_byte: float
-
-
-def link_costs(device: DeviceSpec) -> tuple[NcclLinkCosts, NcclLinkCosts]:
-    """NCCL's costs inside a node and between nodes, from the same figures that planner and simulator use."""
-    gamma = _REDUCTION_ACCESSES / device.hbm_bandwidth
-
-    def costs(latency_s: float, bandwidth: float) -> NcclLinkCosts:
-        return NcclLinkCosts(latency_s, _FURTHER_MESSAGE_S, 1 / bandwidth, gamma)
-
-    return costs(device.intra_latency_s, device.intra_bandwidth), costs(device.inter_latency_s, device.inter_bandwidth)
+def link_costs(device: DeviceSpec) -> tuple[dict[str, float], dict[str, float]]:
+    """NCCL's costs inside a node and between nodes, by the names of :mod:`hdpcomm.comm.costs`, from the same figures
+    that planner and simulator use."""
+    shared = {"message_s": _FURTHER_MESSAGE_S, "gamma_s_per_byte": _REDUCTION_ACCESSES / device.hbm_bandwidth}
+    inside = {"alpha_s": device.intra_latency_s, "beta_s_per_byte": 1 / device.intra_bandwidth}
+    between = {"alpha_s": device.inter_latency_s, "beta_s_per_byte": 1 / device.inter_bandwidth}
+    return inside | shared, between | shared

@@ -32,62 +32,40 @@ MODELS: dict[str, ModelSpec] = {
     )
 }
 
-DEVICES: dict[str, DeviceSpec] = {
-    spec.name: spec
-    for spec in (
-        DeviceSpec(
-            name="a100",
-            linear_flops=0.65 * 312e12,
-            attention_flops=0.50 * 312e12,
-            peak_flops=312e12,
-            short_piece=512,
-            memory_bytes=80e9,
-            hbm_bandwidth=2.0e12,
-            intra_bandwidth=240e9,
-            inter_bandwidth=23e9,
-            intra_latency_s=message_latency_s("nvlink"),
-            inter_latency_s=message_latency_s("network"),
-            d2h_bandwidth=18e9,
-            h2d_bandwidth=18e9,
-            host_bytes=200e9,
-            step_overhead_s=20e-6,
-        ),
-        DeviceSpec(
-            name="h100",
-            linear_flops=0.65 * 989e12,
-            attention_flops=0.55 * 989e12,
-            peak_flops=989e12,
-            short_piece=768,
-            memory_bytes=80e9,
-            hbm_bandwidth=3.35e12,
-            intra_bandwidth=370e9,
-            inter_bandwidth=46e9,
-            intra_latency_s=message_latency_s("nvlink"),
-            inter_latency_s=message_latency_s("network"),
-            d2h_bandwidth=40e9,
-            h2d_bandwidth=40e9,
-            host_bytes=200e9,
-            step_overhead_s=15e-6,
-        ),
-        DeviceSpec(
-            name="h200",
-            linear_flops=0.65 * 989e12,
-            attention_flops=0.55 * 989e12,
-            peak_flops=989e12,
-            short_piece=768,
-            memory_bytes=141e9,
-            hbm_bandwidth=4.8e12,
-            intra_bandwidth=370e9,
-            inter_bandwidth=46e9,
-            intra_latency_s=message_latency_s("nvlink"),
-            inter_latency_s=message_latency_s("network"),
-            d2h_bandwidth=40e9,
-            h2d_bandwidth=40e9,
-            host_bytes=200e9,
-            step_overhead_s=15e-6,
-        ),
-    )
-}
+_H100 = DeviceSpec(
+    name="h100",
+    linear_flops=0.65 * 989e12,
+    attention_flops=0.55 * 989e12,
+    peak_flops=989e12,
+    short_piece=768,
+    memory_bytes=80e9,
+    hbm_bandwidth=3.35e12,
+    intra_bandwidth=370e9,
+    inter_bandwidth=46e9,
+    intra_latency_s=message_latency_s("nvlink"),
+    inter_latency_s=message_latency_s("network"),
+    d2h_bandwidth=40e9,
+    h2d_bandwidth=40e9,
+    host_bytes=200e9,
+    step_overhead_s=15e-6,
+)
+_A100 = replace(
+    _H100,
+    name="a100",
+    linear_flops=0.65 * 312e12,
+    attention_flops=0.50 * 312e12,
+    peak_flops=312e12,
+    short_piece=512,
+    hbm_bandwidth=2.0e12,
+    intra_bandwidth=240e9,
+    inter_bandwidth=23e9,
+    d2h_bandwidth=18e9,
+    h2d_bandwidth=18e9,
+    step_overhead_s=20e-6,
+)
+_H200 = replace(_H100, name="h200", memory_bytes=141e9, hbm_bandwidth=4.8e12)
+
+DEVICES: dict[str, DeviceSpec] = {spec.name: spec for spec in (_A100, _H100, _H200)}
 
 _FLOAT32 = {"a100": 19.5e12, "h100": 66.9e12, "h200": 66.9e12}
 """Peaks of the data sheet without tensor cores, which torch leaves alone in float32 unless it is told otherwise."""
