@@ -39,8 +39,9 @@ def on_rank(arguments: dict[str, Any]) -> dict[str, Any] | None:
     import torch
 
     import hdpcomm as hdp
-    from hdpcomm.comm.topology import by_host, domain_block, measure_topology, node_block
+    from hdpcomm.comm.topology import by_host, domain_block, node_block
     from hdpcomm.measure.costs import profile_samples
+    from hdpcomm.measure.topology import measure_topology
     from hdpcomm.models import Llama, LlamaConfig
     from hdpcomm.plan import ClusterSpec, CostModel, Planner, StepPlan
     from hdpcomm.train import Trainer

@@ -13,7 +13,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.options import count
 
 if TYPE_CHECKING:
-    from hdpcomm.comm.topology import LinkCost, Topology
+    from hdpcomm.measure.topology import LinkCost, Topology
 
 __all__ = ["TOPOLOGY_OPTIONS", "add_topology_options", "show_topology"]
 
@@ -62,7 +62,7 @@ def show_topology(options: argparse.Namespace) -> int:
 
 def _on_rank() -> Topology | None:
     from hdpcomm.comm import init
-    from hdpcomm.comm.topology import measure_topology
+    from hdpcomm.measure.topology import measure_topology
 
     with init() as comm:
         topology = measure_topology(comm)

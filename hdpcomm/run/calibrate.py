@@ -13,16 +13,15 @@ import torch
 
 from hdpcomm.comm import Mesh
 from hdpcomm.comm.topology import (
-    Topology,
     by_host,
     domain_block,
-    measure_topology,
     node_block,
     shared_cores,
 )
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.costs import processor_costs, profile_samples
 from hdpcomm.measure.timing import call_s, slowest_s
+from hdpcomm.measure.topology import Topology, measure_topology
 from hdpcomm.models import NewWeights
 from hdpcomm.offload import CopyRates, PinnedPool, measure_copies, rank_pool
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, MemoryModel, ModelSpec

@@ -11,7 +11,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.attention import AttentionOptions, ring_attention, shard
-from hdpcomm.comm.topology import measure_topology
+from hdpcomm.measure.topology import measure_topology
 from hdpcomm.testing import run_threads, spawn
 from tests.harness.worlds import small_slots
 from tests.ranks.device.test_device_collectives import bits, messages

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm.comm import bootstrap, topology
-from hdpcomm.comm.topology import Host, _find_domains, _measure_uplinks, measure_topology
+from hdpcomm.measure.topology import Host, _find_domains, _measure_uplinks, measure_topology
 from hdpcomm.torch_backend import communicator
 from tests.harness.attention_oracle import Case, on_rank
 from tests.ranks.comm import test_collectives as collectives

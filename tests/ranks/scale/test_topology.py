@@ -10,7 +10,8 @@ import pytest
 
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
-from hdpcomm.comm.topology import Topology, by_host, measure_topology, node_block
+from hdpcomm.comm.topology import by_host, node_block
+from hdpcomm.measure.topology import Topology, measure_topology
 from hdpcomm.plan import load_cluster
 
 

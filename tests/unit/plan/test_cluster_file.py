@@ -9,7 +9,7 @@ import pytest
 
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
-from hdpcomm.comm.topology import Host, LinkCost, Topology, host_facts
+from hdpcomm.measure.topology import Host, LinkCost, Topology, host_facts
 from hdpcomm.plan import DEVICES, ClusterSpec, StepPlan, load_cluster, save_cluster
 
 TOPOLOGY = Topology(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hdpcomm.cli.doctor_topology import _lines
 from hdpcomm.cli.main import main
-from hdpcomm.comm.topology import Host, LinkCost, Topology, _near_each_other
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.measure.topology import Host, LinkCost, Topology, _near_each_other
 from hdpcomm.plan import (
     DEVICES,
     MODELS,
