@@ -147,7 +147,7 @@ class RowPasses:
 
     @property
     def cost_model(self) -> CostModel | None:
-        """What plans go by; ``None``: no batch has come whose costs are measured."""
+        """Costs that plans go by; ``None``: no batch has come whose costs are measured."""
         return self._plans.cost_model if self._planner is None else self._planner.cost_model
 
     def plan(self, lengths: list[int]) -> PlannedStep:

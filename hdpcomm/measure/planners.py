@@ -28,9 +28,6 @@ def measured_planner(
     capacity: int,
     longest: int,
     policy: str = "balanced",
-    context: int = 0,
-    context_ranks: int = 0,
-    ring_peers: int | None = None,
     queue: bool = False,
     slices: int = 1,
     spec: ModelSpec | None = None,
@@ -61,15 +58,4 @@ def measured_planner(
         whole = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())  # of transformers
         recompute = spec.layers if whole else recomputed_layers(model)
         memory = memory.with_kept(spec, cluster, recompute=recompute)
-    return Planner(
-        None,
-        cluster,
-        policy,
-        cost_model,
-        context=context,
-        context_ranks=context_ranks,
-        memory=memory,
-        ring_peers=ring_peers,
-        queue=queue,
-        slices=slices,
-    )
+    return Planner(None, cluster, policy, cost_model, memory=memory, queue=queue, slices=slices)

@@ -174,9 +174,6 @@ class Planner:
         capacity: int,
         longest: int = LONGEST_MEASURED,
         policy: str = "balanced",
-        context: int = 0,
-        context_ranks: int = 0,
-        ring_peers: int | None = None,
         queue: bool = False,
         slices: int = 1,
         spec: ModelSpec | None = None,
@@ -191,7 +188,7 @@ class Planner:
             comm: the ranks that train together, or a :class:`hdpcomm.Mesh` of them without pipelines.
             capacity: most tokens that a rank can hold in a micro-batch, without offload.
             longest: tokens of the longest sequence that is measured on one rank, where the capacity is not less.
-            policy, context, context_ranks, ring_peers, queue, slices: of :class:`Planner`.
+            policy, queue, slices: of :class:`Planner`.
             spec: the model's sizes, which say what slices keep for later ones; slices need them.
             offload: the :class:`hdpcomm.offload.ActivationOffload` of the model that the trainer gets; what it is
                 worth is measured, too.
@@ -211,8 +208,8 @@ class Planner:
         # The one call upwards: planning does without torch, and running a model does not.
         measure: Any = importlib.import_module("hdpcomm.measure")
         planner: Planner = measure.measured_planner(
-            model, comm, capacity=capacity, longest=longest, policy=policy, context=context,
-            context_ranks=context_ranks, ring_peers=ring_peers, queue=queue, slices=slices, spec=spec, offload=offload,
+            model, comm, capacity=capacity, longest=longest, policy=policy, queue=queue, slices=slices, spec=spec,
+            offload=offload,
         )  # fmt: skip
         return planner
 

@@ -61,9 +61,9 @@ def test_a_measured_planner_offloads_and_slices() -> None:
         assert pool is not None
         offload = hdp.ActivationOffload(pool, model, min_bytes=1)
         planner = hdp.Planner.measured(
-            model, comm, capacity=10, longest=8, slices=8, spec=spec_of(DEEP), offload=offload, context=40
+            model, comm, capacity=10, longest=8, slices=8, spec=spec_of(DEEP), offload=offload
         )
-        assert (planner.slices, planner.context, planner.memory.capacity) == (8, 40, 10)
+        assert (planner.slices, planner.memory.capacity) == (8, 10)
         assert 0 < planner.memory.offloadable < 1
         assert 0 < planner.memory.kept < 1
         assert planner.memory.copy_s > 0
