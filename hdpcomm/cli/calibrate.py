@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hdpcomm.cli.output import check_writable, ranks_here
+from hdpcomm.cli.train_options import TrainOptions, add_options
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
-from hdpcomm.options import count, num_bytes, recompute
+from hdpcomm.options import count
 
 if TYPE_CHECKING:
     from hdpcomm.plan import Calibration
     from hdpcomm.run import RunConfig
 
 __all__ = ["add_parser"]
+
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn")
+_TRAINED = ("dtype", "recompute", "offload")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,18 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="TOKENS",
         help="what a rank holds at once; measured up to there (default %(default)s)",
     )
-    model = parser.add_argument_group("model", "as for train")
-    model.add_argument("--model", type=Path, metavar="FOLDER", help="Hugging Face folder; else a Llama of these sizes:")
-    model.add_argument("--vocabulary", type=count, default="256", metavar="N", help="tokens (default: bytes, 256)")
-    for name, default in (("layers", 4), ("hidden", 32), ("heads", 2), ("kv-heads", 1), ("ffn", 96)):
-        model.add_argument(f"--{name}", type=count, default=str(default), metavar="N", help="(default %(default)s)")
-    model.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(default %(default)s)")
-    model.add_argument(
-        "--recompute", type=recompute, default="none", metavar="none|full|N", help="layers (default %(default)s)"
-    )
-    model.add_argument(
-        "--offload", type=num_bytes, default="0", metavar="SIZE", help="pinned host memory of a rank (default 0: none)"
-    )
+    parser.add_argument("--vocabulary", type=count, default="256", metavar="N", help="tokens (default: bytes, 256)")
+    add_options(parser, ("model", *_SIZES, *_TRAINED))
     parser.set_defaults(func=_calibrate)
 
 
@@ -87,23 +81,16 @@ def _config(options: argparse.Namespace) -> RunConfig:
     from hdpcomm.models import LlamaConfig
     from hdpcomm.run import RunConfig, folder_model, model_path
 
-    if options.recompute == "auto":
+    given = TrainOptions(**{name: getattr(options, name) for name in ("model", *_SIZES, *_TRAINED) if name in options})
+    if given.recompute == "auto":
         raise InvalidUsage("--recompute auto depends on what is measured here; give none, full or a number of layers")
+    sizes = {name: getattr(given, name) for name in _SIZES}
     return RunConfig(
-        model=folder_model(model_path(options.model))
-        if options.model
-        else LlamaConfig(
-            vocabulary=options.vocabulary,
-            layers=options.layers,
-            hidden=options.hidden,
-            heads=options.heads,
-            kv_heads=options.kv_heads,
-            ffn=options.ffn,
-        ),
+        model=folder_model(model_path(given.model))
+        if given.model
+        else LlamaConfig(vocabulary=options.vocabulary, **sizes),
         capacity=options.capacity,
-        dtype=options.dtype,
-        recompute=options.recompute,
-        offload=options.offload,
+        **{name: getattr(given, name) for name in _TRAINED},
     )
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -221,10 +221,13 @@ _ONE_CALL = ("out", "resume", "join", "export", "json", "log", "trace", "dry_run
 """Options of one call, which RUN/config.yaml leaves out."""
 
 
-def add_options(parser: Any) -> None:
-    """Adds every option to a parser of argparse or jsonargparse. Those that are not given stay out of the namespace."""
+def add_options(parser: Any, only: Collection[str] = ()) -> None:
+    """Adds every option, or some, to a parser of argparse or jsonargparse. Those that are not given stay out of the
+    namespace."""
     groups: dict[str, Any] = {}
     for each in _ordered():
+        if only and each.name not in only:
+            continue
         about = dict(each.metadata)
         group = about.pop("group")
         if group not in groups:
