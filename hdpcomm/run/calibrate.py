@@ -132,10 +132,8 @@ def _memory(comm: Communicator, config: RunConfig, model: torch.nn.Module) -> Me
         return measure_offload(comm, config, model, pool, config.capacity)
     (step,) = measure_memory(comm, config)
     recompute = config.recompute if isinstance(config.recompute, int) else step.layers * (config.recompute == "full")
-    tokens = float(config.capacity)
-    line = (step.activation_bytes(tokens, recompute) - step.activation_bytes(tokens / 2, recompute)) / (tokens / 2)
-    fixed = step.activation_bytes(tokens, recompute) - line * tokens
-    return MemoryModel(config.capacity, token_bytes=line, state_bytes=step.states + max(0.0, fixed))
+    line = step.line(recompute)
+    return MemoryModel(config.capacity, token_bytes=line.token, state_bytes=step.states + line.fixed)
 
 
 def _device(

@@ -21,7 +21,7 @@ from hdpcomm.measure.timing import slowest_s
 from hdpcomm.models import NewWeights
 from hdpcomm.offload import ActivationOffload, PinnedPool, rank_pool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
-from hdpcomm.plan import Calibration, CostModel, CostSample, MemoryModel, Planner
+from hdpcomm.plan import Calibration, ClusterSpec, CostModel, CostSample, MemoryModel, ModelSpec, Planner
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS, free_models
 from hdpcomm.run.model import check_model, fewest_layers, model_facts, model_spec, new_part
@@ -41,6 +41,7 @@ __all__ = [
     "make_planner",
     "measure_costs",
     "measure_offload",
+    "planner_of",
     "same_mesh",
     "weights_put_off",
 ]
@@ -247,27 +248,35 @@ def make_planner(
         split_backward=config.split_backward,
         offload=config.offload > 0,
     )
-    if policy == "ddp":
-        return WholeSequencePlanner(cluster, costs.cost_model)
     memory, slices = costs.memory, config.slices if policy == "balanced" else 1
     if slices > 1 and (spec := model_spec(config.model)) is not None:
         spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
         known, recompute = memory or MemoryModel(costs.capacity), max(recompute_by_device(config))
         memory = known.with_kept(spec, cluster, recompute=recompute)
-    planner = Planner(
-        None,
-        cluster,
-        policy,
-        costs.cost_model,
-        context=corpus.longest,
-        memory=memory,
-        ring_peers=config.ring_peers,
-        queue=config.queue and policy == "balanced",
-        slices=slices,
-    )
-    if slices > 1 or config.offload:
+    planner = planner_of(config, cluster, policy, costs.cost_model, memory, context=corpus.longest)
+    if planner.slices > 1 or config.offload:
         planner.plan([corpus.longest])  # says so now where it fits in no number of slices
     return planner
+
+
+def planner_of(
+    config: RunConfig,
+    cluster: ClusterSpec,
+    policy: str,
+    cost_model: CostModel,
+    memory: MemoryModel | None,
+    *,
+    context: int,
+    spec: ModelSpec | None = None,
+) -> Planner:
+    """The planner of a policy with the options of a run. Local; ``spec``: for simulators, what follows the passes."""
+    if policy == "ddp":
+        return WholeSequencePlanner(cluster, cost_model)
+    balanced = policy == "balanced"
+    return Planner(
+        spec, cluster, policy, cost_model, context=context, memory=memory, ring_peers=config.ring_peers,
+        queue=config.queue and balanced, slices=config.slices if balanced else 1,
+    )  # fmt: skip
 
 
 def weights_put_off(config: RunConfig, measured: float) -> float:

@@ -22,7 +22,7 @@ from hdpcomm.plan.memory import StepMemory
 from hdpcomm.plan.presets import NODE_DEVICES, device_in
 from hdpcomm.run.batches import batch_sampler
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.costs import make_planner, measure_costs
+from hdpcomm.run.costs import make_planner, measure_costs, planner_of
 from hdpcomm.run.limits import check_limits
 from hdpcomm.run.memory import (
     MemoryBeside,
@@ -174,16 +174,7 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
         costs = CostModel.analytic(spec, cluster).with_recompute(share, head)
         memory = MemoryModel.of(spec, cluster).with_kept(spec, cluster, token_bytes)
         planners = {
-            policy: Planner(
-                spec,
-                cluster,
-                policy,
-                costs,
-                context=corpus.longest,
-                memory=memory,
-                ring_peers=config.ring_peers,
-                slices=config.slices if policy == "balanced" else 1,
-            )
+            policy: planner_of(config, cluster, policy, costs, memory, context=corpus.longest, spec=spec)
             for policy in config.policies
         }
     beside = memory_beside(config, min(ranks, NODE_DEVICES), on_devices=True)
