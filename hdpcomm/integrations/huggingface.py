@@ -12,11 +12,11 @@ transformers. Needs ``pip install hdpcomm[huggingface]``; importing this module 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,6 +30,7 @@ from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.integrations.huggingface_checkpoints import load_optimizer, load_scheduler, save_optimizer
+from hdpcomm.integrations.huggingface_folders import FolderSource
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses
 from hdpcomm.models import adapt
@@ -69,6 +70,10 @@ class HybridDataParallel:
     calls it, with log-probabilities that planned forward passes have made in the place of the model, and planned passes
     carry the loss's derivatives into the model (:mod:`hdpcomm.integrations.huggingface_log_probs`): any of their
     losses, with their logs. Other losses are refused.
+
+    A ``model`` given by its folder, or by a name on a hub, is made without memory, and read when it is first needed,
+    each byte by one rank of a host: with ``zero=3`` a rank never has more of it than its part. Adapters of LoRA are
+    added to it as to any other.
 
     With ``zero`` or ``dtype``, checkpoints are those of one device still: ``optimizer.pt`` has the state of all
     parameters, and master weights beside them, so runs resume on other numbers of ranks, and transformers' own trainer
@@ -124,31 +129,56 @@ class HybridDataParallel:
         """The model's weights while it is saved, where ranks have parts of them."""
         self._begins = True
         """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
+        model = kwargs["model"] if "model" in kwargs else args[0] if args else None
+        self._source = FolderSource.of(model, (*args, *kwargs.values()))
+        """The folder of a model whose weights nobody has read yet."""
+        if self._source is not None:
+            model = self._source.model()
+            args, kwargs = (args, kwargs | {"model": model}) if "model" in kwargs else ((model, *args[1:]), kwargs)
         super().__init__(*args, **kwargs)
         this = cast(Any, self)
         self._loss: ComputedLoss | None = None
         self._of_log_probs = _refuse(this, self._kept)
         """The loss is one of TRL's, made of log-probabilities."""
         self._attention = this.model.config._attn_implementation
+        if self._source is not None:
+            self._source.prepare(this.model, self._mesh(), this.args.seed)
         self._adapted = adapt(this.model)
+        if self._source is None:
+            self._check_random()
+        self._own_attention = cast(Any, self._adapted).causal_lm.config._attn_implementation
+
+    def _check_random(self) -> None:
         if self._of_log_probs and is_random(self._adapted):
             raise InvalidUsage(
                 "Trainer: two forward passes of the model in training mode differ (dropout, or noise in its routers), "
                 "and log-probabilities and gradients must see the same model; set the probabilities to 0"
             )
-        self._own_attention = cast(Any, self._adapted).causal_lm.config._attn_implementation
 
     # --- what transformers.Trainer calls -----------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As in the base; the model is prepared without DDP, which would add up gradients once more."""
+        """As in the base; the model is prepared without DDP, which would add up gradients once more, and where it is:
+        moved to ``cpu:0``, parameters without values would get memory."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerator = cast(Any, self).accelerator
-        accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+        prepare = accelerator.prepare_model
+        accelerator.prepare_model = lambda model, **_: prepare(model, device_placement=False, evaluation_mode=True)
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """As in the base; a model without memory stays where it is."""
+        if self._source is None:
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As in the base; weights that nobody has read yet are read from the checkpoint, if it has them all."""
+        if self._source is None or model is not None or not self._source.goes_on(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        read, mesh = self._source is not None, self._mesh()
+        self._read_weights(self._kept.zero)
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
-        mesh = Mesh(self.comm, placement=range(self.comm.size))
         if self._made is not None:
             self._plans = replace(self._plans, cost_model=self._made[0].cost_model)
             self._made = None  # its host memory is free for the next one
@@ -165,7 +195,19 @@ class HybridDataParallel:
             around=lambda: cast(Any, self).compute_loss_context_manager(),
         )  # fmt: skip
         self._made, self._begins = (passes, runner), True
+        if read:
+            with runner.weights():
+                self._check_random()
         return prepared
+
+    def _read_weights(self, zero: int = 0) -> None:
+        """Reads the weights of a model that was given by its folder, once. Collective."""
+        source, self._source = self._source, None
+        if source is not None:
+            source.fill(self._adapted, self._mesh(), zero=zero)
+
+    def _mesh(self) -> Mesh:
+        return Mesh(self.comm, placement=range(self.comm.size))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in the base; ranks wait for those that read data or save, see
@@ -192,6 +234,7 @@ class HybridDataParallel:
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """As in the base; collective with ``zero=3``, where ranks have parts of the model."""
+        self._read_weights()
         masters, this = self._masters, cast(Any, self)
         if masters is None or not masters.pulled:
             super().save_model(*args, **kwargs)  # type: ignore[misc]
@@ -304,6 +347,7 @@ class HybridDataParallel:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As in the base, with the attention that the model came with."""
+        self._read_weights()
         self._evaluates = True
         try:
             with self.original_attention():
@@ -323,7 +367,9 @@ class HybridDataParallel:
 
     @contextlib.contextmanager
     def original_attention(self) -> Iterator[None]:
-        """Inside, the model runs as it came, for ``generate()`` and for calls with padding. Local."""
+        """Inside, the model runs as it came, for ``generate()`` and for calls with padding. Local; the first use of a
+        model that was given by its folder is collective."""
+        self._read_weights()
         weights = contextlib.nullcontext() if self._made is None else self._made[1].weights()
         with weights, self._with_attention(self._attention):
             yield

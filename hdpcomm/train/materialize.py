@@ -65,27 +65,29 @@ def materialize(model: nn.Module, mesh: Mesh, weights: Weights, *, zero: int = 0
     Args:
         model: on the meta device and cut for this mesh by :func:`hdpcomm.parallel.split_model`, ``tensor_parallel`` and
             ``expert_parallel``; or the ``nn.ModuleList`` of the stages on this rank. Parameters become other objects:
-            make optimizers and trainers afterwards. Tied ones stay tied.
+            make optimizers and trainers afterwards. Tied ones stay tied. What has values, as adapters of LoRA may,
+            keeps them.
         weights: of the whole model: :class:`hdpcomm.models.NewWeights` or :class:`hdpcomm.models.FolderWeights`.
         zero: 3: a parameter gets no memory, but the values of this rank's part of it, for a trainer with ``zero=3``. It
             has to be told what is frozen before. Others: the parameters are whole, as the trainer needs them.
 
-    Raises: InvalidUsage: a parameter has values already; what ``weights`` raises, on the rank that reads; the others
-        get PeerLost or Aborted.
+    Raises: InvalidUsage: all parameters have values already; what ``weights`` raises, on the rank that reads; the
+        others get PeerLost or Aborted.
     """
     device = mesh.comm.device
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        raise InvalidUsage(
+            f"all parameters have values already, on {next(model.parameters()).device}; make the model under "
+            "torch.device('meta'), or train it as it is"
+        )
     layout = layout_of(model, mesh)
     placements: dict[int, Placement] = {}
     made: dict[int, Tensor] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         trained = isinstance(tensor, nn.Parameter)
-        if not tensor.is_meta and trained:
-            raise InvalidUsage(
-                f"{name} has values already, on {tensor.device}; make the model under torch.device('meta'), or train "
-                "it as it is"
-            )
-        if not tensor.is_meta:  # a table that its module has computed in spite of torch.device("meta")
-            made[id(tensor)] = tensor.to(device)
+        if not tensor.is_meta:  # adapters, or a table that its module has computed in spite of torch.device("meta")
+            values = tensor.detach().to(device)
+            made[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if trained else values
             continue
         fresh = (
             without_values(tensor.shape, tensor.dtype, device)

@@ -55,10 +55,11 @@ def trainer_of(kind: Any, out: str, batch: int, accumulate: int, changed: dict[s
     args = arguments(Path(out), batch, accumulate).to_dict() | {"assistant_only_loss": True} | changed
     names = SFTConfig.__dataclass_fields__
     config = SFTConfig(**{name: value for name, value in args.items() if name in names})
-    model = tiny()
-    model.config.use_cache = False
+    if "model" not in given:
+        given["model"] = tiny()
+        given["model"].config.use_cache = False
     given |= {"train_dataset": talks(), "eval_dataset": talks(), "processing_class": tokenizer()}
-    return kind(model=model, args=config, **given)
+    return kind(args=config, **given)
 
 
 def train(kind: Any, out: str, batch: int, accumulate: int, changed: dict[str, Any], lora: bool) -> Any:

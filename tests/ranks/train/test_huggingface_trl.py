@@ -116,7 +116,8 @@ def trainer_of(kind: Any, out: str, changed: dict[str, Any], **given: Any) -> An
         args |= {"num_generations": 4, "max_completion_length": 32}
     names = config.__dataclass_fields__
     folder = Path(out).parent / "model"  # a reference is read from where the model came from
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    if "model" not in given:
+        given["model"] = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     prompts = [words(n, n) for n in (3, 9, 5, 14, 2, 7, 12, 4)]
     if of_policy:
         rows = {"prompt": prompts}
@@ -131,7 +132,7 @@ def trainer_of(kind: Any, out: str, changed: dict[str, Any], **given: Any) -> An
         }
     args = {name: value for name, value in (args | changed).items() if name in names}
     return kind(
-        model=model, args=config(**args), processing_class=tokenizer(),
+        args=config(**args), processing_class=tokenizer(),
         train_dataset=datasets.Dataset.from_dict(rows), **given,
     )  # fmt: skip
 
@@ -230,12 +231,16 @@ def test_what_needs_logits_is_refused(tmp_path: Path, kind: Any, changed: dict[s
         leave()
 
 
-def test_a_model_that_drops_out_is_refused(tmp_path: Path) -> None:
+def save_model_that_drops_out(folder: Path) -> None:
     """TRL's ``disable_dropout`` looks for ``nn.Dropout``, which this one has none of."""
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
     config = transformers.SeedOssConfig(**sizes, **heads, residual_dropout=0.1, attention_dropout=0.0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def test_a_model_that_drops_out_is_refused(tmp_path: Path) -> None:
+    save_model_that_drops_out(tmp_path / "model")
     try:
         with pytest.raises(InvalidUsage, match="two forward passes of the model in training mode differ"):
             trainer_of(PlannedDPO, str(tmp_path / "run"), {})

@@ -1,0 +1,104 @@
+"""Models that transformers' and TRL's trainers are given by their folder: made without memory, and read in parts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import transformers
+from torch import nn
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import AdaptedCausalLM, FolderWeights
+from hdpcomm.models.llama import seed_of
+from hdpcomm.models.lora_names import first_value, is_adapter
+from hdpcomm.models.weights import making, weight_files
+from hdpcomm.run.model import check_model, folder_model, model_path, read_config
+from hdpcomm.train import materialize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hdpcomm.comm.mesh import Mesh
+
+__all__ = ["FolderSource"]
+
+
+class FolderSource:
+    """The folder of a model whose weights nobody has read yet.
+
+    Args:
+        folder: of a causal LM as ``save_pretrained`` writes it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = self._weights = folder
+
+    @classmethod
+    def of(cls, model: Any, others: Iterable[Any]) -> FolderSource | None:
+        """The source of a trainer's ``model`` that is a folder, or a name on a hub. Local.
+
+        Args:
+            others: arguments of the trainer; with ``model_init_kwargs`` or ``precompute_ref_log_probs`` in them TRL
+                loads the model itself.
+        """
+        names = ("model_init_kwargs", "precompute_ref_log_probs")
+        whole = any(getattr(each, name, None) for each in others for name in names)
+        if whole or not isinstance(model, (str, os.PathLike)):
+            return None
+        folder = model_path(Path(model))
+        return cls(folder) if (folder / "config.json").is_file() else None
+
+    def model(self) -> Any:
+        """The model of transformers in fp32, on the meta device. Local. Raises InvalidUsage: the folder holds none."""
+        config = read_config(self._folder)
+        weight_files(self._folder)
+        with making, torch.device("meta"):
+            made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if (self._folder / "generation_config.json").is_file():
+            made.generation_config = transformers.GenerationConfig.from_pretrained(self._folder, local_files_only=True)
+        return made.train()
+
+    def prepare(self, model: Any, mesh: Mesh, seed: int) -> None:
+        """Gives adapters of peft their first values, and compares a few layers of such a model with what transformers
+        computes. Collective.
+
+        Raises: InvalidUsage: adapters that begin otherwise than LoRA's, or what :func:`hdpcomm.models.adapt` says.
+        """
+        for name, config in getattr(model, "peft_config", {}).items():
+            _check_adapters(name, config)
+        for path, module in model.named_modules():
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta and is_adapter(name := f"{path}.{leaf}"):
+                    value = first_value(name, parameter.shape, seed_of(name, seed)).to(parameter.dtype)
+                    module._parameters[leaf] = nn.Parameter(value, parameter.requires_grad)
+        check_model(folder_model(self._folder), mesh, seed=seed)
+
+    def goes_on(self, checkpoint: Path) -> bool:
+        """Whether the weights are read from a checkpoint, which has them all. Local."""
+        if any((checkpoint / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+            self._weights = checkpoint
+            return True
+        return False
+
+    def fill(self, adapted: nn.Module, mesh: Mesh, *, zero: int) -> None:
+        """Reads what this rank keeps of the weights: all, or with ``zero=3`` its part. Collective.
+
+        Raises: InvalidUsage: of :class:`hdpcomm.models.FolderWeights`.
+        """
+        materialize(adapted, mesh, FolderWeights(self._weights, cast(AdaptedCausalLM, adapted)), zero=zero)
+
+
+def _check_adapters(name: str, config: Any) -> None:
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    usual = {"peft_type": (kind, "LORA"), "init_lora_weights": (getattr(config, "init_lora_weights", True), True)}
+    for option in ("use_dora", "modules_to_save", "trainable_token_indices", "lora_bias"):
+        usual[option] = getattr(config, option, None) or None, None
+    for option, (given, expected) in usual.items():
+        if given != expected:
+            raise InvalidUsage(
+                f"adapters {name!r} with {option}={given!r} begin with values of the model, which is read in parts "
+                "after them; give the model itself in place of its folder, or LoRA without"
+            )
