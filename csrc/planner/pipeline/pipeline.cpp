@@ -16,7 +16,6 @@ namespace hdpcomm::planner {
 namespace {
 
 constexpr double kRefineLimit = 1 << 10;  // sequences x ranks, for local search
-constexpr double kSliceLimit = 1 << 9;    // the same, with slices
 // Larger clusters with slices are planned in parts of so many ranks; their bounds may be that far
 // above that of all.
 constexpr int kRanksOfPart[] = {1 << 8};
@@ -53,15 +52,6 @@ constexpr Candidate<PlanSearch> kSliced[] = {
      [](PlanSearch& search) {
        search.take(
            planPipeline(search.problem.inSlices(kUsualSlices), search.options, search.lower_bound));
-     }},
-    {"local search with slices",
-     [](const PlanSearch& search) {
-       return search.cluster().mostSlices() > 1 && !search.atBound() && search.small(kSliceLimit);
-     },
-     [](PlanSearch& search) {
-       search.improve([&](Plan plan) {
-         return refine(search.problem, std::move(plan), search.lower_bound, true);
-       });
      }},
 };
 

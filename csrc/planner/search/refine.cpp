@@ -1,12 +1,11 @@
 // Local search on plans of few micro-batches, where packing and fixed costs matter most: simulated
-// annealing over the order, the group sizes, the packs and the slices. The seed is fixed and the
+// annealing over the order, the group sizes and the packs. The seed is fixed and the
 // number of trials depends on the size of the plan only, so equal input gives equal plans.
 #include "planner/search/refine.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <iterator>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -14,7 +13,6 @@
 #include "base/xorshift.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/rings.hpp"
-#include "planner/model/slice_bounds.hpp"
 #include "planner/model/window_maxima.hpp"
 #include "planner/simulate/finish_plan.hpp"
 #include "planner/simulate/level_order.hpp"
@@ -28,26 +26,18 @@ struct Group {
   std::vector<int32_t> sequences;
   Load load;
   int size = 1;
-  int slices = 1;
-  double growth = 1;  // of slices (slice_bounds.hpp)
 };
 
 using Groups = std::vector<Group>;
 
 class Annealer {
  public:
-  Annealer(const Problem& problem, double bound, bool with_slices)
-      : problem_(problem),
-        cost_(problem.cost()),
-        bound_(bound),
-        most_slices_(with_slices ? cost_.cluster().mostSlices() : 1),
-        ready_(problem.ranks()) {}
+  Annealer(const Problem& problem, double bound)
+      : problem_(problem), cost_(problem.cost()), bound_(bound), ready_(problem.ranks()) {}
 
   // Returns the better of the given plan and the best one found.
   Plan improve(Plan plan) {
-    Groups best = groupsOf(plan);
-    if (!allFit(best)) return plan;  // it is cut at other places
-    best = anneal(std::move(best));
+    const Groups best = anneal(groupsOf(plan));
     std::vector<MicroBatch> batches;
     decode(best, &batches);
     Plan found = finishPlan(problem_, std::move(batches));
@@ -58,11 +48,6 @@ class Annealer {
   Groups groupsOf(const Plan& plan) const {
     Groups groups;
     for (const MicroBatch& batch : plan.micro_batches) {
-      if (batch.slice.first > 0) {
-        const auto same = [&](const Group& group) { return group.sequences == batch.sequences; };
-        ++std::find_if(groups.begin(), groups.end(), same)->slices;
-        continue;
-      }
       Group group;
       group.sequences = batch.sequences;
       for (const int32_t sequence : batch.sequences) group.load += problem_.own(sequence);
@@ -103,27 +88,13 @@ class Annealer {
   }
 
   bool fits(const Group& group) const {
-    if (group.size > problem_.ranks() || group.sequences.empty()) return false;
-    if (group.slices == 1) {
-      return planner::fits(problem_, group.load, group.sequences, group.size);
-    }
-    const int32_t sequence = group.sequences.front();
-    if (group.sequences.size() > 1 || !sliceable(problem_, sequence)) return false;
-    return problem_.lengths()[sequence] >= group.slices && !bounds(group).empty();
-  }
-
-  bool allFit(const Groups& groups) const {
-    return std::all_of(groups.begin(), groups.end(), [this](const Group& group) {
-      return group.slices == 1 || !bounds(group).empty();
-    });
+    return group.size <= problem_.ranks() && !group.sequences.empty() &&
+           planner::fits(problem_, group.load, group.sequences, group.size);
   }
 
   bool mutate(Groups& groups) {
     const size_t i = random_.below(groups.size());
-    switch (random_.below(most_slices_ > 1 ? 6 : 4)) {
-      case 4:
-      case 5:
-        return cut(groups[i]);
+    switch (random_.below(4)) {
       case 0:
         return moveGroup(groups, i);
       case 1:
@@ -154,30 +125,6 @@ class Annealer {
     if (random_.below(3) == 0) size = 1 + static_cast<int>(random_.below(ranks));
     if (size < 1 || size > ranks || size == group.size) return false;
     group.size = size;
-    return fits(group);
-  }
-
-  // In another number of slices, on other ranks with it or not, or with cuts at other places.
-  bool cut(Group& group) {
-    if (group.sequences.size() != 1) return false;
-    const int before = group.slices;
-    switch (random_.below(4)) {
-      case 0:
-        group.slices += random_.below(2) == 0 ? 1 : -1;
-        break;
-      case 1:
-        group.slices = 1 + static_cast<int>(random_.below(most_slices_));
-        break;
-      case 2:
-        group.slices = 1 + static_cast<int>(random_.below(most_slices_));
-        group.size = std::max(1, random_.below(2) == 0 ? group.size / 2 : group.size - 1);
-        break;
-      default:
-        if (group.slices == 1) return false;
-        group.growth = kGrowths[random_.below(std::size(kGrowths))];
-        return fits(group);
-    }
-    if (group.slices < 1 || group.slices > most_slices_ || group.slices == before) return false;
     return fits(group);
   }
 
@@ -224,16 +171,13 @@ class Annealer {
     if (cost_.cluster().pipeline == 1) return decode(groups, nullptr);
     Plan plan;
     const double flat = decode(groups, &plan.micro_batches);
-    const bool cut = std::any_of(groups.begin(), groups.end(),
-                                 [](const Group& group) { return group.slices > 1; });
-    if (cost_.cluster().chunks > 1 && !cut) {
+    if (cost_.cluster().chunks > 1) {
       return simulatePriorities(problem_, plan).makespan + kIdleWeight * flat;
     }
     for (MicroBatch& batch : plan.micro_batches) price(problem_, batch);
-    if (!cut && !cost_.cluster().split) {
-      return makespanByLevels(problem_, plan) + kIdleWeight * flat;
-    }
-    return simulate(problem_, plan).makespan + kIdleWeight * flat;
+    const double makespan = cost_.cluster().split ? simulate(problem_, plan).makespan
+                                                  : makespanByLevels(problem_, plan);
+    return makespan + kIdleWeight * flat;
   }
 
   // Places the groups in order, each on the ranks on which it ends first, and returns the score:
@@ -252,24 +196,15 @@ class Annealer {
     return makespan + kIdleWeight * sum / problem_.ranks();
   }
 
-  std::vector<int64_t> bounds(const Group& group) const {
-    return sliceBounds(problem_, group.sequences.front(), group.size, group.slices, group.growth);
-  }
-
-  // The micro-batches of a group that was placed.
+  // The micro-batch of a group that was placed.
   void add(const Group& group, std::vector<MicroBatch>& batches) const {
     MicroBatch batch;
     for (int i = 0; i < group.size; ++i) batch.ranks.push_back(ready_[i].second);
     std::sort(batch.ranks.begin(), batch.ranks.end());
     batch.ranks = ringOrder(std::move(batch.ranks), cost_.cluster());
     batch.sequences = group.sequences;
-    const std::vector<int64_t> cuts =
-        group.slices > 1 ? bounds(group) : std::vector<int64_t>{0, 0};  // of no slice
-    for (size_t k = 1; k < cuts.size(); ++k) {
-      batch.start = static_cast<double>(batches.size());
-      if (group.slices > 1) batch.slice = sliceOf(problem_, group.sequences.front(), cuts, k - 1);
-      batches.push_back(batch);
-    }
+    batch.start = static_cast<double>(batches.size());
+    batches.push_back(std::move(batch));
   }
 
   // Moves the ranks chosen for the group to the front of ready_ and returns the group's end time:
@@ -355,12 +290,10 @@ class Annealer {
   }
 
   static constexpr double kIdleWeight = 0.02;
-  static constexpr double kGrowths[] = {0.6, 0.75, 0.9, 1, 1.1, 1.3, 1.6};
 
   const Problem& problem_;
   const CostModel& cost_;
   double bound_;
-  const int most_slices_;
   Xorshift random_;
   std::vector<std::pair<double, int>> ready_;  // (time, rank)
   std::vector<double> speed_limits_;
@@ -368,11 +301,8 @@ class Annealer {
 
 }  // namespace
 
-Plan refine(const Problem& problem, Plan plan, double lower_bound, bool with_slices) {
-  const auto sliced = [](const MicroBatch& batch) { return batch.slice.some(); };
-  const auto& batches = plan.micro_batches;
-  if (!with_slices && std::any_of(batches.begin(), batches.end(), sliced)) return plan;
-  return Annealer(problem, lower_bound, with_slices).improve(std::move(plan));
+Plan refine(const Problem& problem, Plan plan, double lower_bound) {
+  return Annealer(problem, lower_bound).improve(std::move(plan));
 }
 
 }  // namespace hdpcomm::planner

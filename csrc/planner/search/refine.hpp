@@ -6,9 +6,7 @@
 
 namespace hdpcomm::planner {
 
-// Improves a plan of few micro-batches by local search; never makes it longer. `with_slices`: where
-// a pipeline has one stage on each device; else sequences stay whole, and a plan that has slices as
-// it is.
-Plan refine(const Problem& problem, Plan plan, double lower_bound, bool with_slices = false);
+// Improves a plan of few micro-batches without slices by local search; never makes it longer.
+Plan refine(const Problem& problem, Plan plan, double lower_bound);
 
 }  // namespace hdpcomm::planner
