@@ -31,6 +31,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.integrations.huggingface_checkpoints import load_optimizer, load_scheduler, save_optimizer
 from hdpcomm.integrations.huggingface_folders import FolderSource
+from hdpcomm.integrations.huggingface_fsdp import without_fsdp
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses
 from hdpcomm.models import adapt
@@ -87,12 +88,12 @@ class HybridDataParallel:
             the other; with ``capacity``.
         offload: bytes of pinned host memory of a rank for activations that do not fit, with ``capacity``.
         zero, dtype: what ranks keep of the optimizer's state, gradients and weights, and the type of parameters beside
-            fp32 masters: as of :class:`hdpcomm.train.Trainer`.
+            fp32 masters: as of :class:`hdpcomm.train.Trainer`. ``fsdp`` of TrainingArguments says the same.
 
     Raises:
         InvalidUsage: what would be wrong in silence: label smoothing, a loss of one's own, NEFTune, fp16, DeepSpeed,
-            FSDP, SFTTrainer's ``loss_type="dft"`` and ``activation_offloading``; models as :func:`hdpcomm.models.adapt`
-            says. All ranks must raise or go on alike.
+            accelerate's FSDP, SFTTrainer's ``loss_type="dft"`` and ``activation_offloading``; models as
+            :func:`hdpcomm.models.adapt` says. All ranks must raise or go on alike.
     """
 
     computes_token_loss = False
@@ -113,8 +114,11 @@ class HybridDataParallel:
         check_whole("Trainer", "zero", zero, least=0, most=3)
         if dtype is not None:
             check_type("Trainer", "dtype", dtype, torch.dtype)
-        check_order(zero, queue=queue)
+        given: dict[Any, Any] = dict(enumerate(args)) | kwargs
         self._kept = StepSettings(zero, dtype)
+        for name, value in given.items():
+            given[name], self._kept = without_fsdp(value, self._kept)
+        check_order(self._kept.zero, queue=queue)
         self._plans = PlanSettings(capacity, cost_model, queue, slices, offload)
         self._counts: Counter[str] = Counter()
         self._comm: Communicator | None = None
@@ -129,13 +133,12 @@ class HybridDataParallel:
         """The model's weights while it is saved, where ranks have parts of them."""
         self._begins = True
         """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
-        model = kwargs["model"] if "model" in kwargs else args[0] if args else None
-        self._source = FolderSource.of(model, (*args, *kwargs.values()))
+        model = "model" if "model" in given else 0
+        self._source = FolderSource.of(given.get(model), given.values())
         """The folder of a model whose weights nobody has read yet."""
         if self._source is not None:
-            model = self._source.model()
-            args, kwargs = (args, kwargs | {"model": model}) if "model" in kwargs else ((model, *args[1:]), kwargs)
-        super().__init__(*args, **kwargs)
+            given[model] = self._source.model()
+        super().__init__(*(given.pop(place) for place in range(len(args))), **given)
         this = cast(Any, self)
         self._loss: ComputedLoss | None = None
         self._of_log_probs = _refuse(this, self._kept)
@@ -484,7 +487,7 @@ def _refuse(trainer: Any, kept: StepSettings) -> bool:
         f"neftune_noise_alpha={args.neftune_noise_alpha}": args.neftune_noise_alpha,
         "fp16=True": args.fp16,
         "deepspeed": args.deepspeed,
-        f"fsdp={args.fsdp!r}": args.fsdp,
+        f"fsdp={args.fsdp or 'of accelerate'!r}": args.fsdp or trainer.is_fsdp_enabled,
         f"{args.n_gpu} GPUs in one process (start a process for each)": args.n_gpu > 1,
         "compute_loss_func": trainer.compute_loss_func,
         f"loss_type={getattr(args, 'loss_type', 'nll')!r}": not of_log_probs

@@ -100,6 +100,55 @@ def test_parts_train_save_and_resume_as_whole_weights_do(ranks: Any, tmp_path: P
         check_close(f"{parts}/plain", f"{parts}/last", rtol=1e-3, atol=1e-4)
 
 
+def trains_with_fsdp(folder: str, options: dict[str, Any], changed: dict[str, Any]) -> Any:
+    from hdpcomm.integrations.huggingface import Trainer
+
+    try:
+        trainer = trainer_of(Trainer, folder, 2, {"cost_model": COST, **options}, **changed)
+        assert bool(changed.get("fsdp")) == (trainer.args.fsdp is False)
+        trainer.train()
+        trainer.save_model(f"{folder}/{'fsdp' if 'fsdp' in changed else 'zero'}")
+        return trainer._kept, losses_of(trainer)
+    finally:
+        leave()
+
+
+@pytest.mark.parametrize(
+    ("config", "bf16", "zero"),
+    [
+        (None, False, 3),
+        ({"reshard_after_forward": False, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}, False, 2),
+        ({"version": 1, "reshard_after_forward": "hybrid_shard", "backward_prefetch": "backward_pre"}, True, 3),
+    ],
+)
+def test_fsdp_of_the_arguments_is_zero(ranks: Any, tmp_path: Path, config: Any, bf16: bool, zero: int) -> None:
+    folder, dtype = str(tmp_path), torch.bfloat16 if bf16 else None
+    fsdp = ranks(2, trains_with_fsdp, folder, {}, {"fsdp": True, "fsdp_config": config, "bf16": bf16})
+    assert [(kept.zero, kept.dtype) for kept, _ in fsdp] == [(zero, dtype)] * 2
+    assert fsdp == ranks(2, trains_with_fsdp, folder, {"zero": zero, "dtype": dtype}, {"bf16": bf16})
+    check_close(f"{folder}/fsdp", f"{folder}/zero", rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"cpu_offload": True}, {}, "'cpu_offload'.=True .* parts on its device"),
+        ({"activation_checkpointing": True}, {}, "gradient_checkpointing=True"),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, {}, "SHARDED_STATE_DICT"),
+        ({"version": 1, "reshard_after_forward": "some"}, {}, "'some' .*give one of .*full_shard"),
+        ({"xla": True}, {}, "'xla'.=True .*not known here"),
+        ({"sharding_group_size": 4}, {}, "'sharding_group_size'.=4 .*not known here"),
+        ({}, {"zero": 1}, "zero=1 is given, and fsdp means zero=3"),
+    ],
+)
+def test_fsdp_that_means_something_else_is_refused(tmp_path: Path, config: Any, options: Any, message: str) -> None:
+    from hdpcomm.integrations.huggingface import Trainer
+
+    with pytest.raises(InvalidUsage, match=message):
+        trainer_of(Trainer, str(tmp_path), 1, options, fsdp=True, fsdp_config=config)
+    leave()
+
+
 @pytest.mark.parametrize(
     ("options", "changed", "message"),
     [
