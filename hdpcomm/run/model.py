@@ -77,12 +77,12 @@ def model_path(given: Path) -> Path:
     if given.exists() or not _HUB_NAME.fullmatch(name):
         return given
     folder = given.name
-    advice = f"`hf download {name} --local-dir {folder}` fetches it where a network is; then give --model {folder}"
+    advice = f"`hf download {name} --local-dir {folder}` fetches it where a network is; then give {folder}"
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise InvalidUsage(
-            f"--model {name} is no folder here, and a name on a hub needs huggingface_hub: pip install "
+            f"model {name} is no folder here, and a name on a hub needs huggingface_hub: pip install "
             f"'hdpcomm[huggingface]'; {advice}"
         ) from error
     try:
@@ -90,7 +90,7 @@ def model_path(given: Path) -> Path:
     except Exception as error:  # of the network, of the hub, of the cache
         reason = " ".join(str(error).split())[:200]
         raise InvalidUsage(
-            f"--model {name} is no folder here, and huggingface_hub does not reach it ({type(error).__name__}: "
+            f"model {name} is no folder here, and huggingface_hub does not reach it ({type(error).__name__}: "
             f"{reason}); {advice}"
         ) from None
 
