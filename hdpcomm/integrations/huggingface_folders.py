@@ -1,4 +1,5 @@
-"""Models that transformers' and TRL's trainers are given by their folder: made without memory, and read in parts."""
+"""Models that transformers', TRL's and verl's trainers are given by their folder: made without memory, and read in
+parts."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ class FolderSource:
 
     Args:
         folder: of a causal LM as ``save_pretrained`` writes it.
+        config: of the model, which keeps and changes it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: Any) -> None:
         self._folder = self._weights = folder
+        self._config = config
 
     @classmethod
     def of(cls, model: Any, others: Iterable[Any]) -> FolderSource | None:
@@ -43,20 +46,23 @@ class FolderSource:
         Args:
             others: arguments of the trainer; with ``model_init_kwargs`` or ``precompute_ref_log_probs`` in them TRL
                 loads the model itself.
+
+        Raises: InvalidUsage: there is no model of this name.
         """
         names = ("model_init_kwargs", "precompute_ref_log_probs")
         whole = any(getattr(each, name, None) for each in others for name in names)
         if whole or not isinstance(model, (str, os.PathLike)):
             return None
         folder = model_path(Path(model))
-        return cls(folder) if (folder / "config.json").is_file() else None
+        if (folder / "adapter_config.json").is_file():  # TRL loads these, and their model
+            return None
+        return cls(folder, read_config(folder))
 
-    def model(self) -> Any:
-        """The model of transformers in fp32, on the meta device. Local. Raises InvalidUsage: the folder holds none."""
-        config = read_config(self._folder)
+    def model(self, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        """The model of transformers on the meta device. Local. Raises InvalidUsage: the folder holds none."""
         weight_files(self._folder)
         with making, torch.device("meta"):
-            made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            made = transformers.AutoModelForCausalLM.from_config(self._config, dtype=dtype, **options)
         if (self._folder / "generation_config.json").is_file():
             made.generation_config = transformers.GenerationConfig.from_pretrained(self._folder, local_files_only=True)
         return made.train()

@@ -42,6 +42,7 @@ from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.integrations.huggingface_folders import FolderSource
 from hdpcomm.integrations.plain_values import read_plain_values
 from hdpcomm.integrations.row_passes import RowPasses
 from hdpcomm.log import LOG
@@ -127,33 +128,45 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         dtype = PrecisionType.to_dtype(given.get("param_dtype", "bf16"))
         trains = not self.engine_config.forward_only
         wide = PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32") if trains else dtype
-        self.module = self._read_model(wide)
-        self._adapted = adapt(self.module)
-        if is_random(self._adapted):
-            raise _unsupported(
-                "dropout or noise (two forward passes in training mode differ)",
-                "log-probabilities and gradients must see the same model: set the probabilities to 0",
-            )
+        zero = _zero_stage(self.engine_config, self.comm, self._device)
+        self._make_model(wide, in_parts=trains and zero == 3)
         if trains:
             self.optimizer = build_optimizer(
                 [p for p in self.module.parameters() if p.requires_grad], self.optimizer_config
             )
             self.lr_scheduler = _schedule(self.optimizer, self.optimizer_config)
-        zero = _zero_stage(self.engine_config, self.comm, self._device)
         settings = StepSettings(zero, None if dtype == wide else dtype)
         self._runner = Runner(Passes([self._adapted], mesh), self.optimizer, settings)
+        with self._runner.weights():
+            random = is_random(self._adapted)
+        if random:
+            raise _unsupported(
+                "dropout or noise (two forward passes in training mode differ)",
+                "log-probabilities and gradients must see the same model: set the probabilities to 0",
+            )
         self._rows = RowPasses(self._adapted, mesh, self._runner, self._settings)
 
-    def _read_model(self, dtype: torch.dtype) -> nn.Module:
-        config = copy.deepcopy(self.model_config.hf_config)  # the attention of this one is changed
-        attention = self.model_config.override_config.get("attn_implementation", "sdpa")
-        module: nn.Module = get_hf_auto_model_class(hf_config=config).from_pretrained(
-            self.model_config.local_path, dtype=dtype, config=config, attn_implementation=attention,
-            trust_remote_code=self.model_config.trust_remote_code,
-        )  # fmt: skip
-        if self.model_config.enable_gradient_checkpointing:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-        return module.to(self._device, dtype)
+    def _make_model(self, dtype: torch.dtype, *, in_parts: bool) -> None:
+        """Reads the model, or this rank's part of it. Collective."""
+        model = self.model_config
+        config = copy.deepcopy(model.hf_config)  # the attention of this one is changed
+        attention = {"attn_implementation": model.override_config.get("attn_implementation", "sdpa")}
+        source = None
+        if in_parts and not getattr(config, "auto_map", None):  # else its code is in the folder
+            source = FolderSource(Path(model.local_path), config)
+            self.module = source.model(dtype, **attention)
+            source.prepare(self.module, self._mesh, self.engine_config.seed)
+        else:
+            kind = get_hf_auto_model_class(hf_config=config)
+            made = kind.from_pretrained(
+                model.local_path, dtype=dtype, config=config, trust_remote_code=model.trust_remote_code, **attention
+            )
+            self.module = made.to(self._device, dtype)
+        if model.enable_gradient_checkpointing:
+            self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        self._adapted = adapt(self.module)
+        if source is not None:
+            source.fill(self._adapted, self._mesh, zero=3)
 
     def _settings(self) -> str:
         return str(self._asked) if self.optimizer is None else settings_of(self.optimizer, self._asked)

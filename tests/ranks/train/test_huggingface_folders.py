@@ -188,6 +188,7 @@ def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
     tiny().config.save_pretrained(tmp_path / "new")
     with pytest.raises(InvalidUsage, match="has no weights"):
         trainer_of(str(tmp_path / "new"), str(tmp_path), 0)
-    with pytest.raises(InvalidUsage, match="no folder"):
-        trainer_of("no/model", str(tmp_path), 0)
+    for name in ("no/model", str(tmp_path / "nothing")):
+        with pytest.raises(InvalidUsage, match="no folder"):
+            trainer_of(name, str(tmp_path), 0)
     leave()
