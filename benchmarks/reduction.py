@@ -33,10 +33,11 @@ import torch
 from torch import Tensor, nn
 
 import hdpcomm as hdp
+from hdpcomm.measure import profile_cost_model
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.parallel.program import StepProgram
 from hdpcomm.plan import ClusterSpec, Planner, StepPlan
-from hdpcomm.train import Trainer, profile_cost_model
+from hdpcomm.train import Trainer
 from hdpcomm.train.passes import Passes, StepInputs
 from hdpcomm.train.runner import Runner, StepSettings
 

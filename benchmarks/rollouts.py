@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.measure import profile_cost_model
 from hdpcomm.plan import ClusterSpec, Planner, Tree, trees_of_prompts
 from hdpcomm.testing import RankPool
-from hdpcomm.train import Trainer, profile_cost_model, rollout
+from hdpcomm.train import Trainer, rollout
 from hdpcomm.train.losses import grpo
 
 RANKS = 2

@@ -23,10 +23,11 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.comm.launch import run_ranks
+from hdpcomm.measure import profile_cost_model
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.sim import simulate_step
-from hdpcomm.train import Trainer, profile_cost_model
+from hdpcomm.train import Trainer
 
 RANKS, CAPACITY, TOKENS, ROUNDS = 2, 2048, 8192, 5
 

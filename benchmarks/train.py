@@ -36,9 +36,10 @@ import hdpcomm as hdp
 from hdpcomm.comm.launch import run_ranks
 from hdpcomm.comm.topology import shared_cores
 from hdpcomm.data import BatchSampler, Corpus, standard_library
+from hdpcomm.measure import profile_cost_model
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, PlanAhead, Planner
-from hdpcomm.train import StepMetrics, Trainer, profile_cost_model
+from hdpcomm.train import StepMetrics, Trainer
 from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
 from hdpcomm.train.passes import Passes, StepInputs
 from hdpcomm.train.runner import Runner, StepSettings

@@ -179,7 +179,7 @@ class Planner:
         spec: ModelSpec | None = None,
         offload: Any = None,
     ) -> Planner:
-        """A planner by what ``model`` takes on these ranks, measured now (:func:`hdpcomm.train.profile_cost_model`).
+        """A planner by what ``model`` takes on these ranks, measured now (:func:`hdpcomm.measure.profile_cost_model`).
 
         Collective over ``comm``; takes about as long as training on 15 times ``longest`` tokens a rank.
 

@@ -114,7 +114,7 @@ class Trainer:
         >>> import hdpcomm as hdp
         >>> from hdpcomm.models import Llama, LlamaConfig
         >>> from hdpcomm.plan import ClusterSpec, Planner
-        >>> from hdpcomm.train import profile_cost_model
+        >>> from hdpcomm.measure import profile_cost_model
         >>> comm = hdp.init()
         >>> model = Llama(LlamaConfig(layers=1, hidden=16, ffn=32))
         >>> cost_model = profile_cost_model(model, comm, longest=64)

@@ -11,12 +11,13 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.data import open_corpus
 from hdpcomm.errors import Error, InvalidUsage, Mismatch
+from hdpcomm.measure import profile_cost_model
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, PlanAhead, Planner
 from hdpcomm.run import RunConfig
 from hdpcomm.run import train as run
 from hdpcomm.testing import run_threads, spawn
-from hdpcomm.train import IGNORE, Trainer, next_token_labels, profile_cost_model
+from hdpcomm.train import IGNORE, Trainer, next_token_labels
 
 CONFIG = LlamaConfig(vocabulary=32, layers=1, hidden=16, heads=2, kv_heads=1, ffn=24)
 CONFIG_OF_BYTES = LlamaConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24)
