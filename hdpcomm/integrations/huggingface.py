@@ -73,8 +73,8 @@ class HybridDataParallel:
     losses, with their logs. Other losses are refused.
 
     A ``model`` given by its folder, or by a name on a hub, is made without memory, and read when it is first needed,
-    each byte by one rank of a host: with ``zero=3`` a rank never has more of it than its part. Adapters of LoRA are
-    added to it as to any other.
+    each tensor by one rank of a host; with ``zero=3`` a rank keeps its part only. Adapters of LoRA are added to it as
+    to any other.
 
     With ``zero`` or ``dtype``, checkpoints are those of one device still: ``optimizer.pt`` has the state of all
     parameters, and master weights beside them, so runs resume on other numbers of ranks, and transformers' own trainer
