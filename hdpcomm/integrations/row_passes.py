@@ -86,7 +86,7 @@ class ScoredRows:
         entries: where in the batch the results of this rank's labels are.
         values: ``[1 or 2, labels of this rank]``: log-probabilities, and entropies; a leaf of the loss's graph, if
             there is to be one.
-        temperature: divides the logits.
+        temperature: divides the logits; ``None``: the results are outputs of the last layer.
     """
 
     batch: Sequences
@@ -94,7 +94,7 @@ class ScoredRows:
     labels: Batch
     entries: Tensor
     values: Tensor
-    temperature: float
+    temperature: float | None
 
     def terms(self, slopes: Tensor | None, comm: Communicator) -> LabelTerms:
         """The losses of the labels that have these derivatives, of the shape of ``values``, on this rank, and others'
@@ -185,8 +185,9 @@ class RowPasses:
             self._runner.gradients.zero()  # of what was measured
         return planner
 
-    def score(self, own: Sequences, *, temperature: float, entropy: bool) -> ScoredRows:
-        """Forward passes over all ranks' rows; the log-probabilities of the labels of this rank's. Collective.
+    def score(self, own: Sequences, *, temperature: float | None, entropy: bool) -> ScoredRows:
+        """Forward passes over all ranks' rows; the log-probabilities of the labels of this rank's, or with no
+        temperature the outputs there, of a model with one. Collective.
 
         The values are a leaf with gradients where autograd is on.
         """

@@ -65,11 +65,12 @@ class LabelLoss(Protocol):
     """Loss of a label as a function of its log-probability; in place of ``weights``.
 
     Attributes:
-        temperature: divides the logits; see :class:`LossOptions`.
+        temperature: divides the logits; see :class:`LossOptions`. ``None``: it is a function of the outputs themselves,
+            of models with other heads than a vocabulary's: ``[labels]`` of a single output, else ``[labels, outputs]``.
         entropy: whether it needs entropies.
     """
 
-    temperature: float
+    temperature: float | None
     entropy: bool
 
     def __call__(
@@ -139,6 +140,7 @@ def linear_cross_entropy(
                 f"z_loss is {job.options.z_loss}, and the loss is a function of log-probabilities, which has none; "
                 "give z_loss=0"
             )
+        assert label_loss.temperature is not None
         job = replace(job, label_loss=label_loss, options=replace(job.options, temperature=label_loss.temperature))
     flat = None if factors is None else factors.detach().reshape(-1).contiguous()
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -193,18 +195,23 @@ def linear_log_probs(
 def loss_of_log_probs(
     logits: Tensor, labels: Tensor, label_loss: LabelLoss, *, ignore_index: int = -100, part: slice | None = None
 ) -> Tensor:
-    """The summed loss of labels by :class:`LabelLoss`, from logits ``[tokens, columns]`` that exist; a scalar. Local.
+    """The summed loss of labels by :class:`LabelLoss`, from logits, or other outputs, ``[tokens, columns]`` that exist;
+    a scalar. Local.
 
     Args:
         logits: before the temperature of ``label_loss``, which divides them here.
         part: which labels these are, where they are a chunk. Default: all.
     """
     logits = logits.to(_wide(logits.dtype))
-    if label_loss.temperature != 1.0:
+    if label_loss.temperature not in (None, 1.0):
         logits = logits / label_loss.temperature
     has = labels != ignore_index
-    logs = torch.where(has[:, None], logits.log_softmax(-1), 0.0)
-    log_probs = logs.gather(1, torch.where(has, labels, 0)[:, None])[:, 0]
+    if label_loss.temperature is None:
+        logs = torch.where(has[:, None], logits, 0.0)
+        log_probs = logs[:, 0] if logs.shape[1] == 1 else logs
+    else:
+        logs = torch.where(has[:, None], logits.log_softmax(-1), 0.0)
+        log_probs = logs.gather(1, torch.where(has, labels, 0)[:, None])[:, 0]
     entropies = None
     if label_loss.entropy:
         entropies = -torch.where(has[:, None] & logs.isfinite(), logs.exp() * logs, 0.0).sum(1)
@@ -307,7 +314,7 @@ class _LinearLogProbs(torch.autograd.Function):
 class _Kept:
     """A label loss that keeps what it gets."""
 
-    def __init__(self, log_probs: Tensor, entropy: bool, temperature: float) -> None:
+    def __init__(self, log_probs: Tensor, entropy: bool, temperature: float | None) -> None:
         self.log_probs, self.entropies = log_probs, torch.empty_like(log_probs) if entropy else None
         self.entropy, self.temperature = entropy, temperature
 
@@ -324,7 +331,7 @@ class _Kept:
 class _Given:
     """A label loss whose derivatives are known."""
 
-    def __init__(self, by_log_probs: Tensor, by_entropies: Tensor | None, temperature: float) -> None:
+    def __init__(self, by_log_probs: Tensor, by_entropies: Tensor | None, temperature: float | None) -> None:
         self._by_log_probs, self._by_entropies = by_log_probs, by_entropies
         self.entropy, self.temperature = by_entropies is not None, temperature
 

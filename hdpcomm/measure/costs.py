@@ -19,6 +19,7 @@ from hdpcomm.models.indexers import key_limit
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.plan import CostModel, CostSample
+from hdpcomm.train.loss import next_token_labels
 from hdpcomm.train.micro_batch import micro_batch_loss
 from hdpcomm.train.shards import PackedShard, empty_shard, pack_of, sequences_shard
 from hdpcomm.train.timeline import processor_seconds
@@ -223,22 +224,27 @@ def forward_backward(
     model: nn.Module, group: Communicator, lengths: list[int], *, context: AbstractContextManager[object] | None = None
 ) -> float:
     """Seconds of one forward and backward of a pack of sequences on ``group``; ``context``: round the forward pass."""
-    device, vocabulary = next(model.parameters()).device, _vocabulary(model)
+    device, vocabulary = next(model.parameters()).device, _rows(model, "embedding", "last_layer")
+
+    def fetch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.arange(i, i + lengths[i]) * _STRIDE % vocabulary
+        return tokens, next_token_labels(tokens).clamp(max=_rows(model, "last_layer", "embedding") - 1)
+
     packed = sequences_shard(
         pack_of(lengths, group.size, key_limit(model)),
         dict(enumerate(lengths)),
-        lambda i: torch.arange(i, i + lengths[i]) * _STRIDE % vocabulary,
+        fetch,
         comm=group,
         device=device,
     )
     return _forward_backward(model, group, packed, context)
 
 
-def _vocabulary(model: nn.Module) -> int:
-    """How many different tokens to use: routers send equal ones to the same experts."""
-    for name in ("last_layer", "embedding"):
+def _rows(model: nn.Module, *layers: str) -> int:
+    """How many different tokens, or labels, there are: routers send equal tokens to the same experts."""
+    for name in layers:
         weight = getattr(getattr(model, name, None), "weight", None)
-        if isinstance(weight, torch.Tensor) and weight.shape[0] > 1:
+        if isinstance(weight, torch.Tensor) and weight.dim() == 2:
             return weight.shape[0]
     return 2
 

@@ -14,6 +14,7 @@ from hdpcomm.attention import packing
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, LossOptions, linear_cross_entropy, loss_of_log_probs
+from hdpcomm.models.heads import NEXT_TOKEN, TOKEN, head_of
 from hdpcomm.models.huggingface import decoder_of, set_attention
 from hdpcomm.models.indexers import IndexerTraining, collecting, train_indexers
 from hdpcomm.models.recompute import refuse_reentrant
@@ -48,19 +49,21 @@ def inner_causal_lm(model: nn.Module) -> Any | None:
     transformers_model = hasattr(found, "base_model") and callable(getattr(found, "get_output_embeddings", None))
     if not transformers_model:
         return None
-    if found.get_output_embeddings() is None:
+    if head_of(found) is None:
         raise InvalidUsage(
-            f"{type(found).__name__} is a transformers model without a head that gives logits of tokens; give a causal "
-            "LM (AutoModelForCausalLM)"
+            f"{type(found).__name__} is a transformers model without a head that is known: neither one that gives "
+            "logits of tokens, nor the layer score of a classifier; give a causal LM (AutoModelForCausalLM), or a "
+            "classifier of sequences or tokens over a causal decoder, as LlamaForSequenceClassification"
         )
     return found
 
 
 class AdaptedCausalLM(nn.Module):
-    """A causal LM of transformers in the form of :func:`hdpcomm.models.adapt`.
+    """A causal LM of transformers, or a classifier over its decoder, in the form of :func:`hdpcomm.models.adapt`.
 
     Attributes:
         model: the model as it was given, trained in place; ``model.save_pretrained(folder)`` exports it.
+        labels_of: to what a label belongs, see :mod:`hdpcomm.models.heads`; a classifier's are numbers of outputs.
     """
 
     takes_labels = True
@@ -85,9 +88,12 @@ class AdaptedCausalLM(nn.Module):
         self.expert: ExpertGroup | None = None
         """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
         causal_lm = self.causal_lm
+        self.labels_of: str = head_of(causal_lm)[1]  # type: ignore[index]
         config = causal_lm.config.get_text_config()
         _check_is_decoder(config, causal_lm)
         undo = set_attention(causal_lm)
+        if model is not causal_lm:  # peft keeps it, too, and trainers set its tokens
+            model.config = causal_lm.config
         try:
             _check_has_decoder(causal_lm)
             self._scale, self._softcap = _logit_maths(config)
@@ -114,7 +120,7 @@ class AdaptedCausalLM(nn.Module):
     @property
     def last_layer(self) -> Any:
         """The layer that makes logits."""
-        return self.causal_lm.get_output_embeddings()
+        return head_of(self.causal_lm)[0]  # type: ignore[index]
 
     def forward(
         self,
@@ -186,8 +192,10 @@ class AdaptedCausalLM(nn.Module):
     ) -> Tensor:
         """From what the decoder gives for so many tokens to logits or loss; labels as of :meth:`forward`."""
         if self.tensor is not None:
-            plain = _is_plain_linear(self.causal_lm.get_output_embeddings())  # its loss sums hidden's gradients itself
+            plain = _is_plain_linear(self.last_layer)  # its loss sums hidden's gradients itself
             hidden = self.tensor.gather(hidden, tokens, partial=labels is None or not plain)
+        if self.labels_of == TOKEN:
+            hidden = self.causal_lm.dropout(hidden)
         if labels is None:
             return self._logits(hidden)
         return self._loss(hidden if label_rows is None else hidden[label_rows], labels, label_weights)
@@ -196,6 +204,11 @@ class AdaptedCausalLM(nn.Module):
     def has_added_losses(self) -> bool:
         """Whether routers or indexers add to the loss."""
         return self.trains_indexers or self.adds_router_loss
+
+    @property
+    def gives_values(self) -> bool:
+        """Whether it is a classifier, whose outputs are not logits of tokens."""
+        return self.labels_of != NEXT_TOKEN
 
     @property
     def takes_trees(self) -> bool:
@@ -242,7 +255,7 @@ class AdaptedCausalLM(nn.Module):
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        head = self.causal_lm.get_output_embeddings()
+        head = self.last_layer
         logits: Tensor = head(_in_dtype_of(head, hidden))
         if self.tensor is not None:
             logits = self.tensor.join_columns(logits)
@@ -251,8 +264,8 @@ class AdaptedCausalLM(nn.Module):
         return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
 
     def _loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | LabelLoss | None) -> Tensor:
-        head = self.causal_lm.get_output_embeddings()
-        if not _is_plain_linear(head):
+        head = self.last_layer
+        if not _is_plain_linear(head) or getattr(weights, "temperature", 1.0) is None:
             return self._loss_of_any_head(hidden, labels, weights)
         return linear_cross_entropy(
             _in_dtype_of(head, hidden), head.weight, labels, weights=weights, bias=head.bias,
@@ -262,8 +275,8 @@ class AdaptedCausalLM(nn.Module):
         )  # fmt: skip
 
     def _loss_of_any_head(self, hidden: Tensor, labels: Tensor, weights: Tensor | LabelLoss | None) -> Tensor:
-        """Loss with a head that is more than a matrix, as one that LoRA changes: its chunks are computed again in
-        the backward pass."""
+        """Loss with a head that is more than a matrix, as one that LoRA changes, or of outputs that are no logits: its
+        chunks are computed again in the backward pass."""
         chunk = self.chunk_tokens or max(256, hidden.shape[-1])
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         start = 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hdpcomm.attention import packing, positions
 from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.models.heads import SEQUENCE, classified_token
 
 __all__ = [
     "CHECKED_TOKENS",
@@ -47,14 +48,14 @@ def check_logits(adapted: Any) -> None:
     if _on_meta(causal_lm):
         return
     with _short_windows(causal_lm):
-        found, wanted = few_logits(adapted), _alone(causal_lm)
+        found, wanted = _own_logits(adapted), _alone(causal_lm)
         if _differs(causal_lm, found, wanted) and not _differs(causal_lm, _packed(causal_lm), wanted):
             raise InvalidUsage(
                 f"{type(causal_lm).__name__} does more between its decoder and its logits than its last layer "
-                f"({type(causal_lm.get_output_embeddings()).__name__}), so its loss cannot be made from the decoder's "
+                f"({type(adapted.last_layer).__name__}), so its loss cannot be made from the decoder's "
                 "outputs; use hdpcomm.models.huggingface.enable(model), whose loss is the model's own"
             )
-    _check_close(causal_lm, found, wanted, partial(few_logits, adapted))
+    _check_close(causal_lm, found, wanted, partial(_own_logits, adapted))
     _check_windows(causal_lm, wanted)
 
 
@@ -69,6 +70,16 @@ def check_outputs(model: Any) -> None:
     _check_windows(model, wanted)
     if model.get_output_embeddings() is not None:
         _check_loss(model)
+
+
+def _own_logits(adapted: Any) -> Tensor:
+    """As :func:`few_logits`; of a classifier of sequences, of their classified tokens only, as transformers gives."""
+    logits = few_logits(adapted)
+    if adapted.labels_of != SEQUENCE:
+        return logits
+    tokens, _ = _few_tokens(adapted.causal_lm)
+    padding = adapted.causal_lm.config.get_text_config().pad_token_id
+    return logits[[a + classified_token(tokens[a:b], padding) for a, b in pairwise(_CU_SEQLENS)]]
 
 
 def few_logits(adapted: Any) -> Tensor:
@@ -211,11 +222,11 @@ def _few_tokens(model: Any) -> tuple[Tensor, Tensor]:
 
 
 def _output(model: Any, tokens: Tensor, **options: Tensor) -> Tensor:
-    """Logits [tokens, vocabulary], or the last hidden states."""
+    """Logits [tokens, vocabulary], of a classifier of sequences [1, outputs], or the last hidden states."""
     with _refusing_on_errors(model):
         out = model(input_ids=tokens[None], use_cache=False, **options)
     found: Tensor = out.logits if getattr(out, "logits", None) is not None else out[0]
-    return found[0]
+    return found.reshape(-1, found.shape[-1])
 
 
 @contextmanager

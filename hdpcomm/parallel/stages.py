@@ -267,6 +267,8 @@ _WITHOUT = "train it without pipelines"
 def _refuse(model: AdaptedCausalLM) -> None:
     """Raises InvalidUsage for what a configuration tells of layers that need more than hidden states."""
     config = model.causal_lm.config.get_text_config()
+    if model.gives_values:
+        raise InvalidUsage(f"{_name(model)} is a classifier, which stages of a pipeline do not know; {_WITHOUT}")
     if model.adds_router_loss:
         raise InvalidUsage(
             f"{_name(model)} adds its routers' auxiliary loss (config.output_router_logits), which multiplies means "

@@ -127,6 +127,8 @@ def check_sizes(config: LlamaConfig, size: int) -> None:
 def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
     causal_lm = model.causal_lm
     name, decoder, head = type(causal_lm).__name__, decoder_of(causal_lm), causal_lm.get_output_embeddings()
+    if model.gives_values:
+        raise InvalidUsage(f"{name} is a classifier, whose last layer tensor ranks do not share; train it without them")
     if model.trains_indexers:
         raise InvalidUsage(
             f"{name} trains its indexers (adapt(indexer_loss=)) on the probabilities of all heads, of which a tensor "

@@ -290,7 +290,7 @@ def kept_terms(kept: KeptLogProbs, batch: Batch) -> LabelTerms:
     return LabelTerms(batch, lambda labels: _Keeper(kept, labels))
 
 
-def given_terms(slopes: Tensor, temperature: float, batch: Batch) -> LabelTerms:
+def given_terms(slopes: Tensor, temperature: float | None, batch: Batch) -> LabelTerms:
     """The derivative by each log-probability is known: ``slopes[0]``, by entry; ``slopes[1]``, if it is there, that by
     each entropy. The losses themselves count as 0."""
     return LabelTerms(batch, lambda labels: _Sloped(slopes, temperature, labels))
@@ -312,13 +312,16 @@ class _OwnLoss:
             if entropies is not None:
                 columns[COMPUTED[0]] = leaves[1]
             found = self._function(leaves[0], columns)
-            _check_losses(found, self._function, log_probs)
+            _check_losses(found, self._function, labelled)
             losses = torch.where(labelled, found * factors, 0.0)
             slopes: list[Tensor | None] = [None] * len(leaves)
             if losses.requires_grad:
                 slopes = list(torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
         first, *others = (
-            torch.zeros_like(log_probs) if slope is None else torch.where(labelled, slope, 0.0) for slope in slopes
+            torch.zeros_like(log_probs)
+            if slope is None
+            else slope.masked_fill(~labelled.view(-1, *[1] * (slope.dim() - 1)), 0.0)
+            for slope in slopes
         )
         return losses.detach().to(log_probs.dtype), first, others[0] if others else None
 
@@ -327,7 +330,7 @@ class KeptLogProbs:
     """Log-probabilities, and entropies, of the labels of a batch by entry; of those that this rank has seen, others
     0."""
 
-    def __init__(self, batch: Batch, like: Tensor, *, entropy: bool, temperature: float) -> None:
+    def __init__(self, batch: Batch, like: Tensor, *, entropy: bool, temperature: float | None) -> None:
         dtype = torch.promote_types(like.dtype, torch.float32)
         size = batch.offsets[-1]
         self.values = torch.zeros(1 + entropy, size, dtype=dtype, device=like.device)
@@ -360,7 +363,7 @@ class _Keeper:
 
 
 class _Sloped:
-    def __init__(self, slopes: Tensor, temperature: float, labels: _Labels) -> None:
+    def __init__(self, slopes: Tensor, temperature: float | None, labels: _Labels) -> None:
         self.temperature, self.entropy = temperature, len(slopes) > 1
         self._slopes = slopes[:, labels.entries].to(labels.labels.device)
 
@@ -463,12 +466,12 @@ def _as(column: Tensor, like: Tensor) -> Tensor:
     return column.to(like.dtype) if column.is_floating_point() else column
 
 
-def _check_losses(found: Any, function: Any, log_probs: Tensor) -> None:
-    if isinstance(found, Tensor) and found.shape == log_probs.shape:
+def _check_losses(found: Any, function: Any, labelled: Tensor) -> None:
+    if isinstance(found, Tensor) and found.shape == labelled.shape:
         return
     told = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
     raise InvalidUsage(
-        f"the loss {function!r} gave {told} for {len(log_probs)} labels; expected a loss for each of them (a loss "
+        f"the loss {function!r} gave {told} for {len(labelled)} labels; expected a loss for each of them (a loss "
         "that looks at several is a GroupLoss)"
     )
 

@@ -55,7 +55,9 @@ class TokenLoss:
         per: what the sum of the losses is divided by: "tokens", the labels of the global batch; "sequences": the loss
             of a sequence is the mean over its labels (0 without any), and that of the batch the mean over sequences; a
             number L: the loss of a sequence is the sum over its labels divided by L, then the mean over sequences.
-        temperature: divides the logits, as where the tokens were sampled.
+        temperature: divides the logits, as where the tokens were sampled. ``None``: the function gets outputs of the
+            last layer in the place of log-probabilities, of classifiers and critics: ``[n]`` where there is one, else
+            ``[n, outputs]``.
         entropy: whether the function needs ``columns["entropies"]``, of each token's whole distribution.
 
     Raises: InvalidUsage for anything else.
@@ -64,7 +66,7 @@ class TokenLoss:
     function: Callable[[Tensor, Columns], Tensor]
     columns: Sequence[str] = ()
     per: str | float = "tokens"
-    temperature: float = 1.0
+    temperature: float | None = 1.0
     entropy: bool = False
 
     def __post_init__(self) -> None:
@@ -103,14 +105,14 @@ class GroupLoss:
             loss of the batch is the sum over the groups divided by the sum of counts (by default 1 each). It is called
             for a group on one rank, for which ``fetch`` is called there.
         columns: what ``fetch`` must give beside tokens and labels; it may give more.
-        temperature: divides the logits, as where the tokens were sampled.
+        temperature: as of :class:`TokenLoss`; of models with one output.
 
     Raises: InvalidUsage for anything else.
     """
 
     function: Callable[[Sequence[Tensor], Sequence[Columns]], Tensor | tuple[Tensor, float]]
     columns: Sequence[str] = ()
-    temperature: float = 1.0
+    temperature: float | None = 1.0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -119,7 +121,10 @@ class GroupLoss:
 def _check(loss: TokenLoss | GroupLoss) -> None:
     kind = type(loss).__name__
     check_has(kind, "function", loss.function, "__call__", "a function of log-probabilities and columns")
-    check_number(kind, "temperature", loss.temperature, above=0)
+    if loss.temperature is not None:
+        check_number(kind, "temperature", loss.temperature, above=0)
+    elif getattr(loss, "entropy", False):
+        raise InvalidUsage(f"{kind}: entropy=True with temperature=None; outputs that are no logits have no entropy")
     if isinstance(loss.columns, str) or not all(isinstance(name, str) for name in loss.columns):
         raise InvalidUsage(f"{kind}: columns is {loss.columns!r}; expected a list of names")
     taken = {"tokens", "labels", *COMPUTED} & set(loss.columns)

@@ -278,19 +278,64 @@ class Trainer:
         """
         check_has("log_probs()", "fetch", fetch, "__call__", "a function of a sequence's number")
         own = self.loss.temperature if isinstance(self.loss, (TokenLoss, GroupLoss)) else 1.0
-        temperature = own if temperature is None else check_number("log_probs()", "temperature", temperature, above=0)
+        given = (own or 1.0) if temperature is None else temperature
+        given = check_number("log_probs()", "temperature", given, above=0)
+        found = self._results("log_probs()", lengths, fetch, trees, root, entropy=entropy, temperature=given)
+        return found[0], found[1] if entropy else None
+
+    def values(
+        self,
+        lengths: Sequence[int],
+        fetch: Fetch,
+        *,
+        root: int | None = None,
+        trees: Sequence[TrajectoryTree] = (),
+    ) -> list[Tensor]:
+        """The output of a critic for each token of a batch; forward passes only, under a plan.
+
+        A critic has one output: a classifier of tokens with ``num_labels=1``, by :func:`hdpcomm.models.adapt`. It is
+        trained by a loss with ``temperature=None``, whose labels are 0 where a token has a loss. Collective; arguments,
+        results and errors as of :meth:`log_probs`; labels are not read.
+        """
+        check_has("values()", "fetch", fetch, "__call__", "a function of a sequence's number")
+        model: Any = self.model
+        if not getattr(model, "gives_values", False) or model.causal_lm.config.num_labels != 1:
+            raise InvalidUsage(
+                "values() is of models with one output for each token, and the trainer's gives logits or several; give "
+                "adapt() a classifier of tokens with num_labels=1, or call log_probs()"
+            )
+
+        def every_token(i: int) -> dict[str, Tensor]:
+            fetched = fetch(i)
+            given: Any = fetched.get("tokens") if isinstance(fetched, Mapping) else fetched
+            tokens = given[0] if isinstance(given, tuple) else given
+            return {"tokens": tokens, "labels": torch.zeros_like(tokens)}
+
+        return self._results("values()", lengths, every_token, trees, root, entropy=False, temperature=None)[0]
+
+    def _results(
+        self,
+        call: str,
+        lengths: Sequence[int],
+        fetch: Fetch,
+        trees: Sequence[TrajectoryTree],
+        root: int | None,
+        *,
+        entropy: bool,
+        temperature: float | None,
+    ) -> list[list[Tensor]]:
+        """Log-probabilities and entropies, or outputs, of each label of each sequence. Collective."""
         if root is not None:
-            check_whole("log_probs()", "root", root, least=0, most=self.comm.size - 1)
-        self._refuse_fully_sharded("log_probs()")
+            check_whole(call, "root", root, least=0, most=self.comm.size - 1)
+        self._refuse_fully_sharded(call)
         with self.comm.liveness_deadlines():
             planned, batch = self._plan_shorter(lengths, trees)
             self._agree(planned.plan, more=(entropy, temperature, root))
             kept = self._log_probs(planned, batch, self._declared(fetch), entropy=entropy, temperature=temperature)
             found = kept.sum(self.comm, root)
         if root not in (None, self.comm.rank):
-            return [], [] if entropy else None
-        split = [list(row.split(batch.lengths)) for row in found]
-        return split[0], split[1] if entropy else None
+            return [[], []]
+        return [list(row.split(batch.lengths)) for row in found]
 
     def _step(
         self,
@@ -354,7 +399,7 @@ class Trainer:
         return group_terms(self.loss, kept.sum(self.comm)[0], batch, numbers, fetch, self.comm)
 
     def _log_probs(
-        self, planned: PlannedStep, batch: Batch, fetch: Fetch, *, entropy: bool, temperature: float
+        self, planned: PlannedStep, batch: Batch, fetch: Fetch, *, entropy: bool, temperature: float | None
     ) -> KeptLogProbs:
         """Log-probabilities of the labels whose last layers are on this rank. Collective, after the agreement on the
         plan."""

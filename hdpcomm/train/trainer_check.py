@@ -231,8 +231,16 @@ def check_log_prob_loss(loss: Any, model: nn.Module, stages: Sequence[Stage]) ->
     """Raises InvalidUsage where a loss of log-probabilities would be another one than it says."""
     if not isinstance(loss, (TokenLoss, GroupLoss)):
         return
+    parts = (*stages, model)
+    if loss.temperature is None and any(
+        getattr(each, "takes_label_rows", False) and not getattr(each, "gives_values", False) for each in parts
+    ):
+        raise InvalidUsage(
+            "the loss is one of outputs (temperature=None), and the model's are logits of tokens; give adapt() a "
+            "classifier or a critic, as AutoModelForTokenClassification with num_labels=1"
+        )
     by_tokens = isinstance(loss, TokenLoss) and loss.per == "tokens"
-    if not by_tokens and any(getattr(each, "has_added_losses", False) for each in (*stages, model)):
+    if not by_tokens and any(getattr(each, "has_added_losses", False) for each in parts):
         raise InvalidUsage(
             "the model's routers or indexers add a loss for each label, and the trainer's loss is divided by something "
             "else than the labels; train without (output_router_logits=False, indexer_loss=0), or with a TokenLoss "

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-__all__ = ["arguments", "documents", "leave", "padded", "run", "tiny", "weights"]
+__all__ = ["arguments", "documents", "in_float64", "leave", "padded", "run", "tiny", "weights"]
 
 LENGTHS = [3, 17, 1, 9, 30, 2, 5, 8, 40, 4, 7, 6]  # documents; 12 = 3 steps of 2 x 2, 2 ranks of 2 x 3, ...
 
 
-def tiny() -> Any:
+def tiny(kind: str = "CausalLM", **changed: Any) -> Any:
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -25,8 +26,21 @@ def tiny() -> Any:
         num_key_value_heads=1,
         max_position_embeddings=128,
         tie_word_embeddings=False,
+        **changed,
     )
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return getattr(transformers, f"AutoModelFor{kind}").from_config(config, attn_implementation="eager")
+
+
+def in_float64(model: Any) -> Any:
+    """The model, all of whose layers compute in float64: its own norms and eager attention go through float32."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, LlamaRMSNorm):
+                norm = torch.nn.RMSNorm(len(child.weight), eps=child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    model.set_attn_implementation("sdpa")
+    return model.double()
 
 
 def documents() -> list[dict[str, list[int]]]:
