@@ -28,13 +28,14 @@ from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.comm import init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.integrations.huggingface_checkpoints import load_optimizer, load_scheduler, save_optimizer
 from hdpcomm.integrations.huggingface_folders import FolderSource
 from hdpcomm.integrations.huggingface_fsdp import without_fsdp
-from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel
+from hdpcomm.integrations.huggingface_labels import ModelLabels
+from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel, ScoreModel
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses
 from hdpcomm.models import adapt
+from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of
 from hdpcomm.models.self_check import is_random
 from hdpcomm.plan import CostModel, PlannedStep
 from hdpcomm.run.flops import spec_of
@@ -134,7 +135,7 @@ class HybridDataParallel:
         self._begins = True
         """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
         model = "model" if "model" in given else 0
-        self._source = FolderSource.of(given.get(model), given.values())
+        self._source = None if _scores(self) else FolderSource.of(given.get(model), given.values())
         """The folder of a model whose weights nobody has read yet."""
         if self._source is not None:
             given[model] = self._source.model()
@@ -147,6 +148,7 @@ class HybridDataParallel:
         if self._source is not None:
             self._source.prepare(this.model, self._mesh(), this.args.seed)
         self._adapted = adapt(this.model)
+        self._labels = ModelLabels(self._adapted)
         if self._source is None:
             self._check_random()
         self._own_attention = cast(Any, self._adapted).causal_lm.config._attn_implementation
@@ -291,7 +293,7 @@ class HybridDataParallel:
         if self._of_log_probs:
             counted: Tensor | None = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
             return counted
-        labelled = sum(int(sequences_of(batch).num_labels) for batch in batch_samples)
+        labelled = sum(int(self._labels.sequences(batch).num_labels) for batch in batch_samples)
         count = torch.tensor([labelled], dtype=torch.int64)
         self.comm.all_reduce(count)
         if not count.item():
@@ -313,9 +315,9 @@ class HybridDataParallel:
             raise InvalidUsage("training_step() got no num_items_in_batch; take get_batch_samples() of this class")
         model.train()
         passes, ends = self._begin()
-        batch, _ = gather_sequences(sequences_of(inputs), self.comm)
-        scale = 1.0 / float(num_items_in_batch)
-        share = self._train(passes.plan(batch.lengths), batch, scale=scale, ends=ends)
+        batch, _ = gather_sequences(self._labels.sequences(inputs), self.comm)
+        scale, terms = 1.0 / float(num_items_in_batch), self._labels.terms(batch)
+        share = self._train(passes.plan(batch.lengths), batch, scale=scale, ends=ends, terms=terms)
         return share.to(cast(Any, self).args.device)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -325,7 +327,11 @@ class HybridDataParallel:
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         this = cast(Any, self)
         assert self._made is not None
-        stand_in = LogProbModel(self._made[0], float(getattr(this, "temperature", 1.0)))
+        stand_in = (
+            ScoreModel(self._made[0], self._labels.padding)
+            if self._labels.of == SEQUENCE
+            else LogProbModel(self._made[0], float(getattr(this, "temperature", 1.0)))
+        )
         with self.original_attention():  # a reference may be the same model without its adapters
             loss: Tensor = super().compute_loss(stand_in, inputs, *args, **kwargs)  # type: ignore[misc]
         for name in _ONLY_LOGGED:
@@ -450,7 +456,10 @@ class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("data_collator") is None and kwargs.get("processing_class") is None and len(args) < 3:
+        model = kwargs.get("model", args[0] if args else None)
+        head = head_of(model) if hasattr(model, "get_output_embeddings") else None
+        flat = head is None or head[1] == NEXT_TOKEN
+        if flat and kwargs.get("data_collator") is None and kwargs.get("processing_class") is None and len(args) < 3:
             kwargs["data_collator"] = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
         super().__init__(*args, **kwargs)
 
@@ -458,7 +467,7 @@ class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]
 _ONLY_LOGGED = ("logits/chosen", "logits/rejected", "mean_token_accuracy")
 """Metrics of TRL that need logits."""
 
-_LOG_PROB_TRAINERS = {f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "rloo")}
+_LOG_PROB_TRAINERS = {f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "reward", "rloo")}
 
 _SHARDED = "leave it out, and give zero=3: ranks share weights, gradients and the optimizer's state"
 _INSTEAD = {
@@ -468,6 +477,11 @@ _INSTEAD = {
     "activation_offloading": "leave it out, and give offload= and capacity=",
 }
 """Advice beside an argument that is refused."""
+
+
+def _scores(trainer: object) -> bool:
+    """Whether the trainer is TRL's of rewards."""
+    return any(kind.__module__ == "trl.trainer.reward_trainer" for kind in type(trainer).__mro__)
 
 
 def _refuse(trainer: Any, kept: StepSettings) -> bool:

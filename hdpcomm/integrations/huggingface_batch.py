@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from hdpcomm.attention.packs import as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_keys import check_keys
+from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, classified_token
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.sequences import Sequences
 
@@ -21,27 +23,52 @@ if TYPE_CHECKING:
 __all__ = ["sequences_of"]
 
 
-def sequences_of(batch: Mapping[str, Any]) -> Sequences:
+def sequences_of(
+    batch: Mapping[str, Any], labels_of: str = NEXT_TOKEN, *, padding: int | None = None, targets: int = 0
+) -> Sequences:
     """The sequences of a batch without padding. Local.
 
-    ``batch``: ``input_ids`` and ``labels``, both ``[rows, tokens]``; the sequences are its rows, where
-    ``attention_mask`` is not 0, or what ``cu_seq_lens_q`` (of a single row), ``seq_idx`` or ``position_ids`` cut them
-    into. Raises InvalidUsage for other batches, and for keys that :mod:`hdpcomm.integrations.huggingface_keys` refuses.
+    Args:
+        batch: ``input_ids`` and ``labels``, both ``[rows, tokens]``; the sequences are its rows, where
+            ``attention_mask`` is not 0, or what ``cu_seq_lens_q`` (of a single row), ``seq_idx`` or ``position_ids``
+            cut them into.
+        labels_of: to what labels belong, see :mod:`hdpcomm.models.heads`. Those of sequences are ``[rows]``.
+        padding: the token that classifies no sequence.
+        targets: of each sequence, ``labels`` are ``[rows, targets]`` then; 0: a label is the number of a class.
+
+    Raises: InvalidUsage for other batches, and for keys that :mod:`hdpcomm.integrations.huggingface_keys` refuses.
     """
     check_keys(batch)
     tokens, labels = batch.get("input_ids"), batch.get("labels")
     if not isinstance(tokens, Tensor) or not isinstance(labels, Tensor) or tokens.ndim != 2:
         raise InvalidUsage(
-            f"a batch has {', '.join(batch)}; input_ids and labels [rows, tokens] were expected: give a collator for "
-            "causal language models, such as DataCollatorWithFlattening"
+            f"a batch has {', '.join(batch)}; input_ids [rows, tokens] and labels were expected: give a collator for "
+            "such models, as DataCollatorWithFlattening for causal language models"
         )
-    tokens, targets = tokens.cpu(), _targets(batch, tokens)
-    seen = _seen(batch, tokens, targets)
+    tokens = tokens.cpu()
+    labelled = torch.full_like(tokens, IGNORE) if labels_of == SEQUENCE else _labelled(batch, tokens, labels_of)
+    seen = _seen(batch, tokens, labelled, labels_of)
     begins = _begins(batch, tokens, seen)
     if not len(begins):
         raise InvalidUsage("a batch has no token; every rank needs at least one")
     starts = [*begins.nonzero()[:, 0].tolist(), len(begins)]
-    return Sequences([b - a for a, b in pairwise(starts)], tokens[seen].long(), targets[seen].long())
+    own = Sequences([b - a for a, b in pairwise(starts)], tokens[seen].long(), labelled[seen].long())
+    return _classified(own, labels.cpu(), len(tokens), padding, targets) if labels_of == SEQUENCE else own
+
+
+def _classified(own: Sequences, labels: Tensor, rows: int, padding: int | None, targets: int) -> Sequences:
+    """With the label of each row at the token that classifies it, 0 if it has targets."""
+    if len(own.lengths) != rows or len(labels) != rows or labels.numel() != rows * max(1, targets):
+        raise InvalidUsage(
+            f"labels has shape {tuple(labels.shape)}, and a batch {rows} rows with {len(own.lengths)} sequences; a "
+            f"classifier of sequences takes one in each row, with {targets or 1} numbers: leave flattening out of the "
+            "collator, and rows without tokens"
+        )
+    if not targets and labels.is_floating_point():
+        raise InvalidUsage(f"labels are {labels.dtype}; expected numbers of classes, or another config.problem_type")
+    places = [a + classified_token(own.tokens[a:b], padding) for a, b in pairwise(own.offsets)]
+    own.labels[places] = 0 if targets else labels.flatten().long()
+    return replace(own, targets=labels.view(rows, targets)) if targets else own
 
 
 def _of_tokens(batch: Mapping[str, Any], name: str, tokens: Tensor) -> Tensor | None:
@@ -55,14 +82,16 @@ def _of_tokens(batch: Mapping[str, Any], name: str, tokens: Tensor) -> Tensor | 
     return None if value is None else value.cpu()
 
 
-def _targets(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """Labels of a row shifted by one, as transformers does it: over the ends of sequences, too."""
+def _labelled(batch: Mapping[str, Any], tokens: Tensor, labels_of: str) -> Tensor:
+    """Labels of next tokens in a row shifted by one, as transformers does it: over the ends of sequences, too."""
     labels, shifted = (_of_tokens(batch, name, tokens) for name in ("labels", "shift_labels"))
     assert labels is not None
+    if labels_of != NEXT_TOKEN:
+        return labels
     return shifted if shifted is not None else nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
 
 
-def _seen(batch: Mapping[str, Any], tokens: Tensor, targets: Tensor) -> Tensor:
+def _seen(batch: Mapping[str, Any], tokens: Tensor, labelled: Tensor, labels_of: str) -> Tensor:
     """Which tokens are no padding. Raises InvalidUsage where hidden ones would change the result."""
     mask = _of_tokens(batch, "attention_mask", tokens)
     if mask is None:
@@ -76,8 +105,10 @@ def _seen(batch: Mapping[str, Any], tokens: Tensor, targets: Tensor) -> Tensor:
             "attention_mask hides tokens between others of a row, which still count in the positions of later ones; "
             "leave such tokens out of input_ids, or show them and set their labels to -100"
         )
-    before = nn.functional.pad(begins, (0, 1))[:, 1:]  # transformers has the last padding predict a first token
-    if ((targets != IGNORE) & ~seen & ~before).any():
+    before = torch.zeros_like(begins)
+    if labels_of == NEXT_TOKEN:  # transformers has the last padding predict a first token
+        before[:, :-1] = begins[:, 1:]
+    if ((labelled != IGNORE) & ~seen & ~before).any():
         raise InvalidUsage("tokens that attention_mask hides have labels; set the labels of padding to -100")
     return seen
 

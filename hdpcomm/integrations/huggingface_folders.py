@@ -56,7 +56,13 @@ class FolderSource:
         folder = model_path(Path(model))
         if (folder / "adapter_config.json").is_file():  # TRL loads these, and their model
             return None
-        return cls(folder, read_config(folder))
+        config = read_config(folder)
+        if any("Classification" in name for name in config.architectures or ()):
+            raise InvalidUsage(
+                f"{folder} holds a {config.architectures[0]}, and models given by their folder are read as causal LMs; "
+                "give the model itself: AutoModelForSequenceClassification.from_pretrained(folder)"
+            )
+        return cls(folder, config)
 
     def model(self, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
         """The model of transformers on the meta device. Local. Raises InvalidUsage: the folder holds none."""

@@ -11,7 +11,7 @@ __all__ = ["CARRIED", "REFUSED", "WITHOUT_EFFECT", "check_keys"]
 
 CARRIED = {
     "input_ids": "the tokens",
-    "labels": "what they predict, shifted along their row as transformers does",
+    "labels": "what they predict, shifted along their row as transformers does; those of classifiers are not",
     "shift_labels": "in their place, not shifted",
     "attention_mask": "ones and zeros: padding on either side of a row is dropped",
     "position_ids": "cut rows into sequences where they begin again with 0, without an attention_mask",

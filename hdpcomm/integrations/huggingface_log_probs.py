@@ -1,4 +1,5 @@
-"""Stand-in for the model where TRL computes a loss: it gives log-probabilities that planned passes have made.
+"""Stand-in for the model where TRL computes a loss: it gives log-probabilities, or scores of sequences, that planned
+passes have made.
 
 TRL's trainers of preferences and policies call ``model(input_ids=, attention_mask=, labels=, fused_lm_head=True)`` and
 compute their losses, whatever these are, from ``log_probs`` and ``entropy`` of what it gives
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import sequences_of
+from hdpcomm.models.heads import SEQUENCE
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.sequences import Sequences
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from hdpcomm.integrations.row_passes import RowPasses, ScoredRows
     from hdpcomm.train.label_terms import LabelTerms
 
-__all__ = ["ComputedLoss", "LogProbModel"]
+__all__ = ["ComputedLoss", "LogProbModel", "ScoreModel"]
 
 _KEYS = {"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"}
 
@@ -73,10 +75,8 @@ class LogProbModel:
         from trl.trainer.utils import FusedCausalLMOutput
 
         own, where = _rows(arguments)
-        scored = self._passes.score(own, temperature=self._temperature, entropy=True)
+        scored = self._scored(own, temperature=self._temperature, entropy=True)
         device = arguments["input_ids"].device
-        if scored.values.requires_grad:
-            self.calls.append(scored)
         none = torch.zeros(where.shape, dtype=scored.values.dtype)
         log_probs, entropy = (none.masked_scatter(where, row).to(device) for row in scored.values)
         none = none.to(device)
@@ -84,12 +84,40 @@ class LogProbModel:
             log_probs=log_probs, entropy=entropy, mean_logits=none, is_top1=none.bool(), label_mask=where.to(device)
         )
 
+    def _scored(self, own: Sequences, **asked: Any) -> ScoredRows:
+        scored = self._passes.score(own, **asked)
+        if scored.values.requires_grad:
+            self.calls.append(scored)
+        return scored
+
     def __getattr__(self, name: str) -> Any:
         raise InvalidUsage(
             f"the loss asks the model for {name!r}; with plans it gets log-probabilities by "
-            "model(input_ids=, attention_mask=, labels=, fused_lm_head=True) only: this version of TRL, or this loss, "
-            "does not work with HybridDataParallel"
+            "model(input_ids=, attention_mask=, labels=, fused_lm_head=True), or scores of sequences, only: this "
+            "version of TRL, or this loss, does not work with HybridDataParallel"
         )
+
+
+class ScoreModel(LogProbModel):
+    """Called in the place of a model that scores sequences, by TRL's RewardTrainer.
+
+    Args:
+        padding: the token that ends no sequence.
+    """
+
+    def __init__(self, passes: RowPasses, padding: int | None) -> None:
+        super().__init__(passes, 1.0)
+        self._padding = padding
+
+    def __call__(self, **arguments: Any) -> Any:
+        """``logits`` ``[rows, 1]``: the score of each row."""
+        from transformers.modeling_outputs import SequenceClassifierOutput
+
+        tokens, mask = arguments["input_ids"], arguments.get("attention_mask")
+        rows = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.new_zeros(len(tokens))}
+        own = sequences_of(rows, SEQUENCE, padding=self._padding)
+        scores = self._scored(own, temperature=None, entropy=False).values[0]
+        return SequenceClassifierOutput(logits=scores[:, None].to(tokens.device))
 
 
 def _rows(arguments: Mapping[str, Any]) -> tuple[Sequences, Tensor]:

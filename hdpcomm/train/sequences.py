@@ -26,12 +26,15 @@ class Sequences:
         lengths: tokens of each.
         tokens: int64 ``[sum(lengths)]``.
         labels: int64, the same shape: what each token is to predict, -100 for nothing.
+        targets: floating point ``[sequences, outputs]`` of losses of outputs, which ``fetch`` gives as the columns "0",
+            "1", ...; ``None``: there are none.
         offsets: where each begins, and the last one ends.
     """
 
     lengths: list[int]
     tokens: Tensor
     labels: Tensor
+    targets: Tensor | None = None
     offsets: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -47,21 +50,25 @@ class Sequences:
         more than one token; equal ones have one name."""
         found: list[tuple[Hashable, int]] = []
         for i in range(len(self.lengths)):
-            tokens, labels = self.fetch(i)
+            place = slice(*self.offsets[i : i + 2])
+            tokens, labels = self.tokens[place], self.labels[place]
             labelled = (labels != IGNORE).nonzero()
             count = int(labelled[0]) + 1 if len(labelled) else 1
             found.append((tokens[:count].numpy().tobytes() if count > 1 else i, count))
         return found
 
-    def fetch(self, place: int) -> tuple[Tensor, Tensor]:
-        """(tokens, labels) of one sequence."""
-        start, stop = self.offsets[place], self.offsets[place + 1]
-        return self.tokens[start:stop], self.labels[start:stop]
+    def fetch(self, place: int) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
+        """(tokens, labels) of one sequence, or a dictionary of them and its targets."""
+        part = slice(*self.offsets[place : place + 2])
+        tokens, labels = self.tokens[part], self.labels[part]
+        if self.targets is None:
+            return tokens, labels
+        return {"tokens": tokens, "labels": labels} | {str(k): each for k, each in enumerate(self.targets[place])}
 
 
 def gather_sequences(own: Sequences, comm: Communicator) -> tuple[Sequences, int]:
     """The sequences of all ranks, in their order, and the number of tokens before this rank's. Collective over
-    ``comm``: three all-gathers, 16 bytes a token."""
+    ``comm``: three all-gathers, 16 bytes a token, and one of targets if there are any."""
     if comm.size == 1:
         return own, 0
     sizes = torch.empty(2 * comm.size, dtype=torch.int64)
@@ -70,7 +77,10 @@ def gather_sequences(own: Sequences, comm: Communicator) -> tuple[Sequences, int
     most = int(counts.max()), int(tokens.max())
     lengths = _gather(torch.tensor(own.lengths)[None], counts.tolist(), most[0], comm)[0]
     both = _gather(torch.stack([own.tokens, own.labels]), tokens.tolist(), most[1], comm)
-    return Sequences(lengths.tolist(), both[0], both[1]), int(tokens[: comm.rank].sum())
+    targets = own.targets
+    if targets is not None:
+        targets = _gather(targets.double().T, counts.tolist(), most[0], comm).T
+    return Sequences(lengths.tolist(), both[0], both[1], targets), int(tokens[: comm.rank].sum())
 
 
 def _gather(rows: Tensor, counts: list[int], most: int, comm: Communicator) -> Tensor:

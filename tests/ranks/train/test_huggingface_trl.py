@@ -14,7 +14,18 @@ pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
+from trl import (  # noqa: E402
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 
 from hdpcomm.errors import InvalidUsage  # noqa: E402
 from hdpcomm.integrations.huggingface import HybridDataParallel  # noqa: E402
@@ -51,7 +62,17 @@ class PlannedKTO(HybridDataParallel, KTOTrainer):  # type: ignore[misc]
     pass
 
 
-CONFIGS = {GRPOTrainer: GRPOConfig, DPOTrainer: DPOConfig, RLOOTrainer: RLOOConfig, KTOTrainer: KTOConfig}
+class PlannedReward(HybridDataParallel, RewardTrainer):  # type: ignore[misc]
+    pass
+
+
+CONFIGS = {
+    GRPOTrainer: GRPOConfig,
+    DPOTrainer: DPOConfig,
+    RLOOTrainer: RLOOConfig,
+    KTOTrainer: KTOConfig,
+    RewardTrainer: RewardConfig,
+}
 
 
 def words(count: int, seed: int) -> str:
@@ -87,7 +108,8 @@ def train(kind: Any, out: str, changed: dict[str, Any], lora: bool) -> Any:
 
 
 def trained(kind: Any, out: str, changed: dict[str, Any], lora: bool) -> Any:
-    given = {"peft_config": peft.LoraConfig(r=2, target_modules="all-linear")} if lora else {}
+    task = "SEQ_CLS" if issubclass(kind, RewardTrainer) else None
+    given = {"peft_config": peft.LoraConfig(r=2, target_modules="all-linear", task_type=task)} if lora else {}
     trainer = trainer_of(kind, out, changed, **given)
     trees, score = 0, RowPasses.score
 
@@ -117,7 +139,9 @@ def trainer_of(kind: Any, out: str, changed: dict[str, Any], **given: Any) -> An
     names = config.__dataclass_fields__
     folder = Path(out).parent / "model"  # a reference is read from where the model came from
     if "model" not in given:
-        given["model"] = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        name = "SequenceClassification" if config is RewardConfig else "CausalLM"
+        auto = getattr(transformers, f"AutoModelFor{name}")
+        given["model"] = auto.from_pretrained(folder, attn_implementation="eager")
     prompts = [words(n, n) for n in (3, 9, 5, 14, 2, 7, 12, 4)]
     if of_policy:
         rows = {"prompt": prompts}
@@ -130,6 +154,8 @@ def trainer_of(kind: Any, out: str, changed: dict[str, Any], **given: Any) -> An
             "chosen": [words(n, 50 + n) for n in ANSWERS],
             "rejected": [words(n, 90 + n) for n in reversed(ANSWERS)],
         }
+        if config is RewardConfig:
+            rows["margin"] = [i / 8 for i in range(len(ANSWERS))]
     args = {name: value for name, value in (args | changed).items() if name in names}
     return kind(
         args=config(**args), processing_class=tokenizer(),
@@ -137,8 +163,11 @@ def trainer_of(kind: Any, out: str, changed: dict[str, Any], **given: Any) -> An
     )  # fmt: skip
 
 
-def check(ranks: Any, tmp_path: Path, kinds: tuple[Any, Any], changed: dict[str, Any], lora: bool = False) -> None:
-    tiny().save_pretrained(tmp_path / "model")
+def check(
+    ranks: Any, tmp_path: Path, kinds: tuple[Any, Any], changed: dict[str, Any], lora: bool = False, model: Any = None
+) -> None:
+    model = tiny() if model is None else model
+    model.save_pretrained(tmp_path / "model")
     planned, plain = (ranks(2, train, kind, str(tmp_path / kind.__name__), changed, lora) for kind in kinds)
     for (found, history), (wanted, logged) in zip(planned, plain, strict=True):
         for name, value in wanted.items():
@@ -151,7 +180,7 @@ def check(ranks: Any, tmp_path: Path, kinds: tuple[Any, Any], changed: dict[str,
                 assert mine[key] == pytest.approx(theirs[key], abs=2e-4), key
     if kinds[0] in (PlannedGRPO, PlannedRLOO):
         assert all(history[0]["trees"] for _, history in planned), "each prompt is computed once"
-    before = weights(tiny())
+    before = weights(model)
     assert lora or max(float((found[name] - value).abs().max()) for name, value in before.items()) > 1e-3
 
 
@@ -194,6 +223,16 @@ def test_weights_and_logs_are_those_of_rloo_trainer(ranks: Any, tmp_path: Path) 
 def test_weights_and_logs_are_those_of_kto_trainer(ranks: Any, tmp_path: Path) -> None:
     """Its divergence is a second call of the model."""
     check(ranks, tmp_path, (PlannedKTO, KTOTrainer), {"beta": 0.3})
+
+
+@pytest.mark.parametrize(
+    ("changed", "lora"), [({"center_rewards_coefficient": 0.1}, False), ({}, True)], ids=["centred", "LoRA"]
+)
+def test_weights_and_logs_are_those_of_reward_trainer(
+    ranks: Any, tmp_path: Path, changed: dict[str, Any], lora: bool
+) -> None:
+    model = tiny("SequenceClassification", num_labels=1)
+    check(ranks, tmp_path, (PlannedReward, RewardTrainer), changed, lora, model)
 
 
 def generating(out: str) -> Any:

@@ -98,3 +98,38 @@ def mask(*values: int) -> dict[str, Any]:
 def test_what_would_be_dropped_is_refused(entries: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidUsage, match=told):
         sequences_of({"input_ids": ROW, "labels": ROW} | entries)
+
+
+def test_a_sequence_is_classified_by_its_last_token_that_is_no_padding() -> None:
+    tokens = torch.tensor([[1, 2, 0, 0], [0, 0, 4, 5], [7, 0, 8, 0]])
+    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1]])
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": torch.tensor([2, 0, 1])}
+    found = sequences_of(batch, "sequence", padding=0)
+    assert found.lengths == [3, 2, 4]
+    assert found.labels.tolist() == [-100, 2, -100, -100, 0, -100, -100, 1, -100]
+    found = sequences_of(batch, "sequence")
+    assert found.labels.tolist() == [-100, -100, 2, -100, 0, -100, -100, -100, 1]
+    found = sequences_of(batch | {"labels": torch.tensor([[0.5], [1.0], [2.0]])}, "sequence", targets=1)
+    assert found.labels.tolist() == [-100, -100, 0, -100, 0, -100, -100, -100, 0]
+    assert found.fetch(2)["0"] == 2.0
+
+
+def test_labels_of_tokens_are_not_shifted() -> None:
+    tokens, labels = torch.tensor([[1, 2, 0], [4, 5, 6]]), torch.tensor([[1, 0, -100], [2, -100, 1]])
+    batch = {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": labels}
+    assert sequences_of(batch, "token").labels.tolist() == [1, 0, 2, -100, 1]
+    with pytest.raises(InvalidUsage, match="tokens that attention_mask hides have labels"):
+        sequences_of(batch | {"labels": labels.abs()}, "token")
+
+
+@pytest.mark.parametrize(
+    ("labels", "places", "told"),
+    [
+        (torch.tensor([1]), FLAT["position_ids"], "a batch 1 rows with 2 sequences"),
+        (ROW, None, "one in each row, with 1 numbers"),
+        (torch.tensor([0.5]), None, "expected numbers of classes"),
+    ],
+)
+def test_other_labels_of_sequences_are_refused(labels: torch.Tensor, places: Any, told: str) -> None:
+    with pytest.raises(InvalidUsage, match=told):
+        sequences_of({"input_ids": ROW, "labels": labels, "position_ids": places}, "sequence")
