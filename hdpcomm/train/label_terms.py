@@ -28,6 +28,7 @@ from hdpcomm.train.shards import Fetch, LabelledTokens, PackedShard, checked, la
 if TYPE_CHECKING:
     from hdpcomm.attention import Pack
     from hdpcomm.comm import Communicator
+    from hdpcomm.comm.mesh import Mesh
     from hdpcomm.kernels import LabelLoss
     from hdpcomm.plan import SequenceFragment, StepPlan, TrajectoryTree, TreeFragment
 
@@ -336,13 +337,15 @@ class KeptLogProbs:
         self.values = torch.zeros(1 + entropy, size, dtype=dtype, device=like.device)
         self.entropy, self.temperature = entropy, temperature
 
-    def sum(self, comm: Communicator, root: int | None = None) -> Tensor:
-        """``[1 or 2, entries]`` of all ranks; with a root on that one. Collective over ``comm``."""
+    def sum(self, mesh: Mesh, root: int | None = None) -> Tensor:
+        """``[1 or 2, entries]`` of all ranks; with a root on that one. Collective over ``mesh.comm``."""
         values = self.values.cpu()
+        if mesh.tensor_rank:  # the first one has the same
+            values.zero_()
         if root is None:
-            comm.all_reduce(values)
+            mesh.comm.all_reduce(values)
         else:
-            comm.reduce(values, root)
+            mesh.comm.reduce(values, root)
         return values
 
 

@@ -22,6 +22,7 @@ from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.pulled_weights import has_part
 from hdpcomm.train.replicas import ChangedBuffers
 from hdpcomm.train.state import State
+from hdpcomm.train.trainer_check import check_elementwise
 
 if TYPE_CHECKING:
     from hdpcomm.plan import StepPlan
@@ -112,6 +113,8 @@ class Runner:
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer, settings: StepSettings) -> None:
         """Makes the sums of gradients, and master weights if the settings ask for them. Collective."""
+        if self._mesh.tensor * self._mesh.expert > 1:
+            check_elementwise(optimizer, "on a mesh with tensor or expert ranks")
         if settings.masters:
             self.masters = Masters(
                 self.passes.chunks, optimizer, self.layout, self._mesh,

@@ -332,7 +332,7 @@ class Trainer:
             planned, batch = self._plan_shorter(lengths, trees)
             self._agree(planned.plan, more=(entropy, temperature, root))
             kept = self._log_probs(planned, batch, self._declared(fetch), entropy=entropy, temperature=temperature)
-            found = kept.sum(self.comm, root)
+            found = kept.sum(self.mesh, root)
         if root not in (None, self.comm.rank):
             return [[], []]
         return [list(row.split(batch.lengths)) for row in found]
@@ -396,7 +396,7 @@ class Trainer:
         assert isinstance(self.loss, GroupLoss)
         numbers = checked_groups(groups, len(batch.lengths))
         kept = self._log_probs(planned, batch, fetch, entropy=False, temperature=self.loss.temperature)
-        return group_terms(self.loss, kept.sum(self.comm)[0], batch, numbers, fetch, self.comm)
+        return group_terms(self.loss, kept.sum(self.mesh)[0], batch, numbers, fetch, self.comm)
 
     def _log_probs(
         self, planned: PlannedStep, batch: Batch, fetch: Fetch, *, entropy: bool, temperature: float | None
@@ -406,8 +406,6 @@ class Trainer:
         like = next(parameter for parameter in self.model.parameters() if parameter.is_floating_point())
         kept = KeptLogProbs(batch, like, entropy=entropy, temperature=temperature)
         self._forward(planned, fetch, kept_terms(kept, batch))
-        if self.mesh.tensor_rank:
-            kept.values.zero_()  # all tensor ranks have them
         return kept
 
     def _forward(self, planned: PlannedStep, fetch: Fetch, terms: LabelTerms | None) -> Tensor:

@@ -166,8 +166,6 @@ def check_model(
             "give the trainer zero=3, or make the model with zero=0"
         )
     check_order(zero, queue=planner.queue, split_backward=planner.cluster.split_backward)
-    if mesh.tensor * mesh.expert > 1:
-        check_elementwise(optimizer, "on a mesh with tensor or expert ranks")
     if stages:
         check_same_stages(stages, mesh)
     else:
