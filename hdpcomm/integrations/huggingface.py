@@ -29,7 +29,7 @@ from hdpcomm.comm import init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_checkpoints import load_optimizer, load_scheduler, save_optimizer
-from hdpcomm.integrations.huggingface_folders import FolderSource
+from hdpcomm.integrations.huggingface_folders import FolderSource, has_weights, load_weights
 from hdpcomm.integrations.huggingface_fsdp import without_fsdp
 from hdpcomm.integrations.huggingface_labels import ModelLabels
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel, ScoreModel
@@ -176,8 +176,10 @@ class HybridDataParallel:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As in the base; weights that nobody has read yet are read from the checkpoint, if it has them all."""
-        if self._source is None or model is not None or not self._source.goes_on(Path(resume_from_checkpoint)):
+        """As in the base, but of experts too, whose tensors have other names in files; weights that nobody has read yet
+        are read from the checkpoint later."""
+        folder = Path(resume_from_checkpoint)
+        if model is not None or not has_weights(folder):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,6 +188,18 @@ class HybridDataParallel:
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
         if self._made is not None:
             self._plans = replace(self._plans, cost_model=self._made[0].cost_model)
+        elif self._source is not None:
+            self._source.go_on(folder)
+        else:
+            load_weights(self._adapted, folder)
+
+    def _load_best_model(self) -> None:
+        """As in the base, but of experts too."""
+        best = cast(Any, self).state.best_model_checkpoint
+        if best is None or not has_weights(Path(best)):
+            super()._load_best_model()  # type: ignore[misc]
+        else:
+            load_weights(self._adapted, Path(best))
             self._made = None  # its host memory is free for the next one
         groups = [list(group["params"]) for group in self._optimizer.param_groups]
         runner = Runner(Passes([self._adapted], mesh), self._optimizer, self._kept, within=self._planned_attention)

@@ -16,6 +16,7 @@ from hdpcomm.models import AdaptedCausalLM, FolderWeights
 from hdpcomm.models.llama import seed_of
 from hdpcomm.models.lora_names import first_value, is_adapter
 from hdpcomm.models.weights import making, weight_files
+from hdpcomm.parallel import expert_parallel, tensor_parallel
 from hdpcomm.run.model import check_model, folder_model, model_path, read_config
 from hdpcomm.train import materialize
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from hdpcomm.comm.mesh import Mesh
 
-__all__ = ["FolderSource"]
+__all__ = ["FolderSource", "has_weights", "load_weights"]
 
 
 class FolderSource:
@@ -88,19 +89,37 @@ class FolderSource:
                     module._parameters[leaf] = nn.Parameter(value, parameter.requires_grad)
         check_model(folder_model(self._folder), mesh, seed=seed)
 
-    def goes_on(self, checkpoint: Path) -> bool:
-        """Whether the weights are read from a checkpoint, which has them all. Local."""
-        if any((checkpoint / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
-            self._weights = checkpoint
-            return True
-        return False
+    def go_on(self, checkpoint: Path) -> None:
+        """Weights are read from a checkpoint that has them all. Local."""
+        self._weights = checkpoint
 
     def fill(self, adapted: nn.Module, mesh: Mesh, *, zero: int) -> None:
-        """Reads what this rank keeps of the weights: all, or with ``zero=3`` its part. Collective.
+        """Cuts the model for the mesh, and reads what this rank keeps of the weights: with ``zero=3`` its part of each.
+        Collective.
 
         Raises: InvalidUsage: of :class:`hdpcomm.models.FolderWeights`.
         """
-        materialize(adapted, mesh, FolderWeights(self._weights, cast(AdaptedCausalLM, adapted)), zero=zero)
+        weights = FolderWeights(self._weights, cast(AdaptedCausalLM, adapted))
+        tensor_parallel(expert_parallel(adapted, mesh), mesh)
+        materialize(adapted, mesh, weights, zero=zero)
+
+
+def has_weights(checkpoint: Path) -> bool:
+    """Whether a checkpoint has all weights of a model, and not those of its adapters alone. Local."""
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return any((checkpoint / name).is_file() for name in names)
+
+
+@torch.no_grad()
+def load_weights(adapted: nn.Module, checkpoint: Path) -> None:
+    """Gives a whole model the values that a checkpoint has, where transformers' trainer keeps the first values of
+    experts that are stored one by one. Local.
+
+    Raises: InvalidUsage: of :class:`hdpcomm.models.FolderWeights`.
+    """
+    weights = FolderWeights(checkpoint, cast(AdaptedCausalLM, adapted))
+    for name, parameter in adapted.named_parameters():
+        parameter.copy_(weights.whole(name))
 
 
 def _check_adapters(name: str, config: Any) -> None:
