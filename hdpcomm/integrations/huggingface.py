@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -37,6 +38,7 @@ from hdpcomm.integrations.row_passes import PlanSettings, RowPasses
 from hdpcomm.models import adapt
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of
 from hdpcomm.models.self_check import is_random
+from hdpcomm.parallel import expert_parallel, tensor_parallel
 from hdpcomm.plan import CostModel, PlannedStep
 from hdpcomm.run.flops import spec_of
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
@@ -90,6 +92,9 @@ class HybridDataParallel:
         offload: bytes of pinned host memory of a rank for activations that do not fit, with ``capacity``.
         zero, dtype: what ranks keep of the optimizer's state, gradients and weights, and the type of parameters beside
             fp32 masters: as of :class:`hdpcomm.train.Trainer`. ``fsdp`` of TrainingArguments says the same.
+        mesh: ``{"tensor": 2, "expert": 2}``, or one of them: how many ranks share the layers, or their experts, once
+            training begins (:class:`hdpcomm.Mesh`). Then evaluation gives the loss alone, and :meth:`save_model` saves
+            the model.
 
     Raises:
         InvalidUsage: what would be wrong in silence: label smoothing, a loss of one's own, NEFTune, fp16, DeepSpeed,
@@ -110,9 +115,11 @@ class HybridDataParallel:
         offload: int = 0,
         zero: int = 0,
         dtype: torch.dtype | None = None,
+        mesh: Mapping[str, int] = MappingProxyType({}),
         **kwargs: Any,
     ) -> None:
         check_whole("Trainer", "zero", zero, least=0, most=3)
+        self._cut = _cut_of(mesh)
         if dtype is not None:
             check_type("Trainer", "dtype", dtype, torch.dtype)
         given: dict[Any, Any] = dict(enumerate(args)) | kwargs
@@ -142,13 +149,15 @@ class HybridDataParallel:
         super().__init__(*(given.pop(place) for place in range(len(args))), **given)
         this = cast(Any, self)
         self._loss: ComputedLoss | None = None
-        self._of_log_probs = _refuse(this, self._kept)
+        self._of_log_probs = _refuse(this, self._kept, self._cut)
         """The loss is one of TRL's, made of log-probabilities."""
         self._attention = this.model.config._attn_implementation
         if self._source is not None:
             self._source.prepare(this.model, self._mesh(), this.args.seed)
         self._adapted = adapt(this.model)
         self._labels = ModelLabels(self._adapted)
+        if self._is_cut and self._labels.of != NEXT_TOKEN:
+            raise InvalidUsage(f"Trainer: {_told(self._cut)} with a classifier is not supported; leave it out")
         if self._source is None:
             self._check_random()
         self._own_attention = cast(Any, self._adapted).causal_lm.config._attn_implementation
@@ -181,13 +190,6 @@ class HybridDataParallel:
         folder = Path(resume_from_checkpoint)
         if model is not None or not has_weights(folder):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        read, mesh = self._source is not None, self._mesh()
-        self._read_weights(self._kept.zero)
-        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
-        if self._made is not None:
-            self._plans = replace(self._plans, cost_model=self._made[0].cost_model)
         elif self._source is not None:
             self._source.go_on(folder)
         else:
@@ -200,6 +202,13 @@ class HybridDataParallel:
             super()._load_best_model()  # type: ignore[misc]
         else:
             load_weights(self._adapted, Path(best))
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        read, mesh = self._source is not None, self._mesh()
+        self._read_weights(self._kept.zero, mesh)
+        prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        if self._made is not None:
+            self._plans = replace(self._plans, cost_model=self._made[0].cost_model)
             self._made = None  # its host memory is free for the next one
         groups = [list(group["params"]) for group in self._optimizer.param_groups]
         runner = Runner(Passes([self._adapted], mesh), self._optimizer, self._kept, within=self._planned_attention)
@@ -219,14 +228,28 @@ class HybridDataParallel:
                 self._check_random()
         return prepared
 
-    def _read_weights(self, zero: int = 0) -> None:
-        """Reads the weights of a model that was given by its folder, once. Collective."""
+    def _read_weights(self, zero: int = 0, mesh: Mesh | None = None) -> None:
+        """Reads the weights of a model that was given by its folder, once; with a mesh, this rank keeps its parts of
+        layers from then on. Collective."""
         source, self._source = self._source, None
+        whole = mesh or Mesh(self.comm, placement=range(self.comm.size))
         if source is not None:
-            source.fill(self._adapted, self._mesh(), zero=zero)
+            source.fill(self._adapted, whole, zero=zero)
+        elif self._made is None:
+            tensor_parallel(expert_parallel(self._adapted, whole), whole)
 
     def _mesh(self) -> Mesh:
-        return Mesh(self.comm, placement=range(self.comm.size))
+        return Mesh(self.comm, **self._cut, placement=None if self._is_cut else range(self.comm.size))
+
+    @property
+    def _is_cut(self) -> bool:
+        """Ranks hold parts of layers, once the model is prepared."""
+        return max(self._cut.values()) > 1
+
+    @property
+    def _shares(self) -> bool:
+        """Ranks hold parts of what the optimizer updates, or of its state."""
+        return self._is_cut or self._kept.masters
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in the base; ranks wait for those that read data or save, see
@@ -252,16 +275,15 @@ class HybridDataParallel:
             return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As in the base; collective with ``zero=3``, where ranks have parts of the model."""
+        """As in the base; collective where ranks have parts of the model."""
         self._read_weights()
-        masters, this = self._masters, cast(Any, self)
-        if masters is None or not masters.pulled:
+        runner, this = None if self._made is None else self._made[1], cast(Any, self)
+        if runner is None or not (self._is_cut or (runner.masters is not None and runner.masters.pulled)):
             super().save_model(*args, **kwargs)  # type: ignore[misc]
             return
-        assert self._made is not None
         try:
             named = this.model.state_dict(keep_vars=True)
-            self._whole = self._made[1].copied_weights(named, keep=this.args.should_save)
+            self._whole = runner.copied_weights(named, keep=this.args.should_save)
             super().save_model(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._whole = None
@@ -270,7 +292,7 @@ class HybridDataParallel:
         super()._save(output_dir, state_dict if self._whole is None else self._whole)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._masters is None:
+        if not self._shares:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         assert self._made is not None
@@ -278,18 +300,17 @@ class HybridDataParallel:
         save_optimizer(state, self._names, this.lr_scheduler, output_dir, writes=this.args.should_save)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self._kept.masters:
+        if checkpoint is None or not self._shares:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         self._resumed = checkpoint  # the optimizer's state has its place once ranks have their parts
         load_scheduler(cast(Any, self).lr_scheduler, checkpoint)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        this = cast(Any, self)
-        return super()._clip_grad_norm(model) if self._masters is None else self._clip(this.args.max_grad_norm)  # type: ignore[misc]
+        return self._clip(cast(Any, self).args.max_grad_norm) if self._shares else super()._clip_grad_norm(model)  # type: ignore[misc]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if self._masters is None or grad_norm is not None:
+        if not self._shares or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         return self._clip(None)
 
@@ -372,11 +393,36 @@ class HybridDataParallel:
         """As in the base, with the attention that the model came with."""
         self._read_weights()
         self._evaluates = True
+        planned = self._is_cut and self._made is not None
         try:
-            with self.original_attention():
+            with contextlib.nullcontext() if planned else self.original_attention():
                 return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._evaluates = False
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in the base; where ranks have parts of layers, the loss of this rank's rows by planned forward passes over
+        those of all. Collective then.
+
+        Raises: InvalidUsage: logits are asked for (``compute_metrics``, :meth:`predict`) where no rank has them.
+        """
+        if not self._is_cut or self._made is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+        if not prediction_loss_only:
+            raise InvalidUsage(
+                f"compute_metrics and predict() take logits, and with {_told(self._cut)} no rank has those of a row; "
+                "give prediction_loss_only=True, or save the model and predict with the saved one"
+            )
+        settings = cast(Any, self).args
+        with torch.no_grad():
+            own = self._made[0].score(self._labels.sequences(inputs), temperature=1.0, entropy=False).values
+        count = self._get_num_items_in_batch([inputs], settings.device)  # of all ranks, if arguments say so
+        share = own.numel() if count is None else count
+        if count is not None and settings.average_tokens_across_devices:
+            share = count / self.comm.size
+        return (-own.sum() / share).to(settings.device), None, None
 
     # --- what it does with a step ------------------------------------------------------------------------------------
 
@@ -393,6 +439,8 @@ class HybridDataParallel:
         """Inside, the model runs as it came, for ``generate()`` and for calls with padding. Local; the first use of a
         model that was given by its folder is collective."""
         self._read_weights()
+        if self._is_cut and self._made is not None:
+            raise InvalidUsage(f"with {_told(self._cut)} no rank runs the model alone; save it, and load it elsewhere")
         weights = contextlib.nullcontext() if self._made is None else self._made[1].weights()
         with weights, self._with_attention(self._attention):
             yield
@@ -498,7 +546,24 @@ def _scores(trainer: object) -> bool:
     return any(kind.__module__ == "trl.trainer.reward_trainer" for kind in type(trainer).__mro__)
 
 
-def _refuse(trainer: Any, kept: StepSettings) -> bool:
+def _cut_of(mesh: Mapping[str, int]) -> dict[str, int]:
+    cut = {"tensor": 1, "expert": 1}
+    if not isinstance(mesh, Mapping) or not mesh.keys() <= cut.keys():
+        raise InvalidUsage(
+            f"Trainer: mesh={mesh!r}; expected sizes by name, as {{'tensor': 2, 'expert': 2}} (pipelines need stages, "
+            "which transformers' trainers do not run: hdpcomm.Trainer)"
+        )
+    for name, size in mesh.items():
+        check_whole("Trainer", f"mesh[{name!r}]", size, least=1)
+    return {**cut, **mesh}
+
+
+def _told(cut: Mapping[str, int]) -> str:
+    sizes = {name: size for name, size in cut.items() if size > 1}
+    return f"mesh={sizes}" if sizes else ""
+
+
+def _refuse(trainer: Any, kept: StepSettings, cut: Mapping[str, int]) -> bool:
     """Whether the loss is one of log-probabilities. Raises InvalidUsage for what would be wrong in silence."""
     args = trainer.args
     kinds = [kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind) and kind is not HybridDataParallel]
@@ -510,6 +575,7 @@ def _refuse(trainer: Any, kept: StepSettings) -> bool:
             f"{owner.__name__}.compute_loss is not called with plans; if its loss is the mean of the labelled tokens' "
             "cross-entropy, set computes_token_loss = True in your class, else use it without HybridDataParallel"
         )
+    parts = _told(cut) or ("zero=3" if kept.zero == 3 else "")
     wrong = {
         f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor,
         f"neftune_noise_alpha={args.neftune_noise_alpha}": args.neftune_noise_alpha,
@@ -521,9 +587,13 @@ def _refuse(trainer: Any, kept: StepSettings) -> bool:
         f"loss_type={getattr(args, 'loss_type', 'nll')!r}": not of_log_probs
         and getattr(args, "loss_type", "nll") != "nll",
         "activation_offloading": getattr(args, "activation_offloading", False),
-        f"zero= or dtype= with transformers {transformers.__version__} (it clips by itself)": kept.masters
+        f"{parts or 'zero= or dtype='} with transformers {transformers.__version__} (it clips by itself)": (
+            kept.masters or parts
+        )
         and not hasattr(transformers.Trainer, "_clip_grad_norm"),
-        "load_best_model_at_end=True with zero=3": kept.zero == 3 and args.load_best_model_at_end,
+        f"load_best_model_at_end=True with {parts}": parts and args.load_best_model_at_end,
+        f"{_told(cut)} with {owner.__name__}": of_log_probs and _told(cut),
+        f"queue=True with {_told(cut)}": cut["expert"] > 1 and trainer._plans.queue,
         "use_vllm=True with zero=3": kept.zero == 3 and getattr(args, "use_vllm", False),
         "the auxiliary loss of routers": of_log_probs and getattr(trainer, "aux_loss_enabled", False),
         "use_weighting=True": of_log_probs and getattr(trainer, "use_weighting", False),

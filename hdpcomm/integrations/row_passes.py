@@ -163,7 +163,7 @@ class RowPasses:
 
     def _planned(self, items: Sequence[int | Tree], lengths: list[int]) -> PlannedStep:
         """A plan for rows, or trees of rows, of these lengths. Collective where costs are to be measured."""
-        ranks, capacity = self.comm.size, self.capacity
+        ranks, capacity = self._mesh.hdp, self.capacity
         if capacity is None:
             capacity = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
         if self._planner is None:
@@ -199,7 +199,7 @@ class RowPasses:
         kept = KeptLogProbs(labels, self._like, entropy=entropy, temperature=temperature)
         self._runner.forward(self._inputs(planned, batch, terms=kept_terms(kept, labels)))
         entries = first + (own.labels != IGNORE).nonzero()[:, 0]
-        values = kept.sum(self.comm)[:, entries].requires_grad_(torch.is_grad_enabled())
+        values = kept.sum(self._mesh)[:, entries].requires_grad_(torch.is_grad_enabled())
         return ScoredRows(batch, planned, labels, entries, values, temperature)
 
     def train(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-__all__ = ["arguments", "documents", "in_float64", "leave", "padded", "run", "tiny", "weights"]
+__all__ = ["arguments", "documents", "in_float64", "leave", "padded", "run", "tiny", "tiny_experts", "weights"]
 
 LENGTHS = [3, 17, 1, 9, 30, 2, 5, 8, 40, 4, 7, 6]  # documents; 12 = 3 steps of 2 x 2, 2 ranks of 2 x 3, ...
 
@@ -41,6 +41,24 @@ def in_float64(model: Any) -> Any:
                 setattr(module, name, norm)
     model.set_attn_implementation("sdpa")
     return model.double()
+
+
+def tiny_experts() -> Any:
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        sliding_window=None,
+        tie_word_embeddings=False,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
 def documents() -> list[dict[str, list[int]]]:

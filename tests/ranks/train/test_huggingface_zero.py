@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 
 from hdpcomm.errors import InvalidUsage  # noqa: E402
 from hdpcomm.plan import CostModel  # noqa: E402
-from tests.harness.tiny_huggingface import arguments, documents, leave, tiny  # noqa: E402
+from tests.harness.tiny_huggingface import arguments, documents, leave, padded, tiny, tiny_experts  # noqa: E402
 
 COST = CostModel(1e-9, 1e-6, 1e-4)
 OPTIONS = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1}
@@ -24,8 +24,8 @@ def trainer_of(kind: Any, folder: str, accumulate: int, options: dict[str, Any],
     torch.set_num_threads(1)
     args = arguments(Path(folder), 1, accumulate, **OPTIONS | changed)
     data = {"train_dataset": documents(), "eval_dataset": documents()}
-    collator = transformers.DataCollatorWithFlattening()
-    return kind(model=tiny(), args=args, data_collator=collator, **data, **options)
+    model = tiny_experts() if "expert" in options.get("mesh", {}) else tiny()
+    return kind(args=args, data_collator=padded, **{"model": model, **data, **options})
 
 
 def losses_of(trainer: Any) -> list[float]:
@@ -41,7 +41,7 @@ def trains(folder: str, options: dict[str, Any]) -> Any:
         trainer.train()
         found = trainer.evaluate()["eval_loss"]
         trainer.save_model(f"{folder}/last")
-        if options:
+        if "zero" in options or "dtype" in options:
             with pytest.raises(InvalidUsage, match=r"train\(\) was called before"):
                 trainer.train()
         norms = [float(row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
@@ -75,29 +75,62 @@ def check_close(found: str, expected: str, **limits: float) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "dtype": torch.bfloat16}],
-    ids=["zero 1", "zero 2", "zero 3", "zero 3 in bf16"],
+    [
+        {"zero": 1},
+        {"zero": 2},
+        {"zero": 3},
+        {"zero": 3, "dtype": torch.bfloat16},
+        {"mesh": {"tensor": 2}},
+        {"mesh": {"tensor": 2}, "zero": 3},
+        {"mesh": {"expert": 2}},
+    ],
+    ids=["zero 1", "zero 2", "zero 3", "zero 3 in bf16", "tensor ranks", "tensor ranks and zero 3", "expert ranks"],
 )
 def test_parts_train_save_and_resume_as_whole_weights_do(ranks: Any, tmp_path: Path, options: dict[str, Any]) -> None:
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
-    twin = {"dtype": options["dtype"]} if "dtype" in options else {}
-    (losses, norms, evaluated), *_ = ranks(2, trains, whole, twin)
-    near = {"rtol": 1e-2, "atol": 2e-2} if twin else {"rtol": 1e-4, "atol": 1e-5}
-    for found, found_norms, found_evaluated in ranks(2, trains, parts, options):
-        assert found == pytest.approx(losses, rel=1e-2 if twin else 1e-5)
-        assert found_norms == pytest.approx(norms, rel=1e-2 if twin else 1e-4)
-        assert found_evaluated == pytest.approx(evaluated, rel=1e-2 if twin else 1e-5)
+    twin = (
+        {"dtype": options["dtype"]}
+        if "dtype" in options
+        else {"mesh": {"expert": 1}}
+        if "expert" in options.get("mesh", {})
+        else {}
+    )
+    size = 2
+    if {"mesh", "zero"} <= options.keys():  # by its folder
+        tiny().save_pretrained(tmp_path / "model")
+        size, options = 4, {**options, "model": str(tmp_path / "model")}
+    (losses, norms, evaluated), *_ = ranks(size, trains, whole, twin)
+    near = {"rtol": 1e-2, "atol": 2e-2} if "dtype" in twin else {"rtol": 1e-4, "atol": 1e-5}
+    for found, found_norms, found_evaluated in ranks(size, trains, parts, options):
+        assert found == pytest.approx(losses, rel=1e-2 if "dtype" in twin else 1e-5)
+        assert found_norms == pytest.approx(norms, rel=1e-2 if "dtype" in twin else 1e-4)
+        assert found_evaluated == pytest.approx(evaluated, rel=1e-2 if "dtype" in twin else 1e-5)
     check_close(f"{parts}/last", f"{whole}/last", **near)
     # On as many ranks every bit, on another number, without parts, and by transformers' own trainer the same run.
-    ranks(2, resumes, parts, 2, options, "again")
+    ranks(size, resumes, parts, 2, options, "again")
     check_close(f"{parts}/again", f"{parts}/last", rtol=0, atol=0)
-    ranks(1, resumes, parts, 4, twin, "alone")
+    ranks(1, resumes, parts, 2 * size, twin, "alone")
     check_close(f"{parts}/alone", f"{parts}/last", **near)
     if not twin:
-        plain = trainer_of(transformers.Trainer, parts, 4, {})
+        plain = trainer_of(transformers.Trainer, parts, 2 * size, {})
         plain.train(resume_from_checkpoint=f"{parts}/{LAST}")
         plain.save_model(f"{parts}/plain")
         check_close(f"{parts}/plain", f"{parts}/last", rtol=1e-3, atol=1e-4)
+
+
+def test_the_best_experts_come_back(tmp_path: Path) -> None:
+    """Their files have a tensor for each, which transformers' own trainer leaves out."""
+    from hdpcomm.integrations.huggingface import Trainer
+
+    often = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    worst = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = trainer_of(Trainer, str(tmp_path), 2, {"cost_model": COST, "mesh": {"expert": 1}}, **often, **worst)
+    trainer.train()
+    leave()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    saved = weights_of(trainer.state.best_model_checkpoint)
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(parameter, saved[name], rtol=0, atol=0)
 
 
 def trains_with_fsdp(folder: str, options: dict[str, Any], changed: dict[str, Any]) -> Any:
@@ -153,6 +186,14 @@ def test_fsdp_that_means_something_else_is_refused(tmp_path: Path, config: Any, 
     ("options", "changed", "message"),
     [
         ({"zero": 4}, {}, "zero"),
+        ({"mesh": {"tensor": 0}}, {}, "tensor"),
+        ({"mesh": {"pipeline": 2}}, {}, "pipelines need stages"),
+        (
+            {"mesh": {"tensor": 2}},
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
+            "load_best_model_at_end=True with mesh={'tensor': 2}",
+        ),
+        ({"mesh": {"expert": 2}, "queue": True}, {}, "queue=True with mesh={'expert': 2}"),
         ({"dtype": "bf16"}, {}, "dtype"),
         (
             {"zero": 3},
