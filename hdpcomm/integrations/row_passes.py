@@ -12,17 +12,19 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_type, check_whole
+from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure import measured_planner
 from hdpcomm.offload import ActivationOffload, rank_pool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
-from hdpcomm.plan import CostModel, ModelSpec, PlannedStep, Planner, Tree, trees_of_prompts
+from hdpcomm.plan import CostModel, ModelSpec, PlannedStep, Planner, TrajectoryTree, Tree, trees_of_prompts
 from hdpcomm.plan.planner import LONGEST_MEASURED, MOST_SLICES
 from hdpcomm.train.label_terms import (
     Batch,
@@ -193,7 +195,11 @@ class RowPasses:
         """
         batch, first = gather_sequences(own, self.comm)
         lengths = batch.lengths
-        trees = trees_of_prompts(lengths, batch.prompts())
+        if temperature is None:  # labels do not tell where prompts end
+            folded = fold([batch.tokens[a:b] for a, b in pairwise(batch.offsets)])
+            trees: Sequence[TrajectoryTree] = [tree for tree in folded if len(tree.trajectories) > 1]
+        else:
+            trees = trees_of_prompts(lengths, batch.prompts())
         planned, labels = shorter_plan(lambda items: self._planned(items, lengths), lengths, trees, shares=self._shares)
         self._agreed(planned)
         kept = KeptLogProbs(labels, self._like, entropy=entropy, temperature=temperature)

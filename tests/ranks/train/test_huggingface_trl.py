@@ -178,7 +178,7 @@ def check(
             ties = {"rewards/accuracies"} if abs(theirs.get("rewards/margins", 1.0)) < 1e-6 else set()
             for key in set(theirs) - UNLIKE - ties:
                 assert mine[key] == pytest.approx(theirs[key], abs=2e-4), key
-    if kinds[0] in (PlannedGRPO, PlannedRLOO):
+    if kinds[0] in (PlannedGRPO, PlannedReward, PlannedRLOO):
         assert all(history[0]["trees"] for _, history in planned), "each prompt is computed once"
     before = weights(model)
     assert lora or max(float((found[name] - value).abs().max()) for name, value in before.items()) > 1e-3
