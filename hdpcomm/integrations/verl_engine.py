@@ -1,8 +1,8 @@
 """verl's training engine with Hybrid Data Parallelism: ``strategy=hdpcomm`` in the place of FSDP.
 
 Importing this module registers it, so verl is told to: ``actor_rollout_ref.model.external_lib=`` this module, and
-``actor_rollout_ref.actor.strategy=hdpcomm``. Actor and reference then run here, with verl's own losses, metrics,
-optimizer, schedule and workers. Written for verl 0.9.1; importing this module imports verl.
+``actor_rollout_ref.actor.strategy=hdpcomm``; ``critic`` has both, too. Actor, reference and critic then run here, with
+verl's own losses, metrics, optimizer, schedule and workers. Written for verl 0.9.1; importing this module imports verl.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import AutoModelForTokenClassification
 from verl.utils import tensordict_utils
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.dataset.dataset_utils import DatasetPadMode
@@ -73,11 +74,11 @@ class HdpEngineConfig(FSDPEngineConfig):  # type: ignore[misc]
 @EngineRegistry.register(model_type="language_model", backend="hdpcomm", device=["cuda", "cpu"])
 @EngineRegistry.register(model_type="value_model", backend="hdpcomm", device=["cuda", "cpu"])
 class HdpEngine(BaseEngine):  # type: ignore[misc]
-    """verl's engine for language models: the rows of all ranks are one global batch, under one plan.
+    """verl's engine for language models and critics: the rows of all ranks are one global batch, under one plan.
 
-    What verl computes on each rank of its rows, it computes here, micro-batch by micro-batch, of log-probabilities that
-    planned forward passes have made; their derivatives go into the model by a second run of the plan
-    (:mod:`hdpcomm.integrations.row_passes`). So losses, metrics and gradients are those of verl's FSDP engine. The
+    What verl computes on each rank of its rows, it computes here, micro-batch by micro-batch, of log-probabilities, or
+    a critic's values, that planned forward passes have made; their derivatives go into the model by a second run of the
+    plan (:mod:`hdpcomm.integrations.row_passes`). So losses, metrics and gradients are those of verl's FSDP engine. The
     ranks of a host share parameters, in ``mixed_precision.param_dtype`` (bf16, as in verl), sums of gradients, master
     weights and the optimizer's state in fp32, as ZeRO-3 does, but wait for nobody's passes;
     ``reshard_after_forward=False`` leaves parameters whole. Where hosts have one rank or other numbers of them, or
@@ -102,8 +103,10 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         self.rank = dist.get_rank()
         name = get_device_name()
         self._device = torch.device(name) if name == "cpu" else torch.device(name, get_device_id())
-        self._asked: tuple[float, bool] = (1.0, False)
-        """Temperature, and whether entropies are computed, of the batch that runs."""
+        self._critic = model_config.model_type == "value_model"
+        """It gives values of tokens."""
+        self._asked: tuple[float | None, bool] = (1.0, False)
+        """Temperature (``None``: of values), and whether entropies are computed, of the batch that runs."""
         self._ends = False
         """The batch that runs is all of its step."""
         self._saved: list[str] = []
@@ -152,12 +155,14 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         config = copy.deepcopy(model.hf_config)  # the attention of this one is changed
         attention = {"attn_implementation": model.override_config.get("attn_implementation", "sdpa")}
         source = None
-        if in_parts and not getattr(config, "auto_map", None):  # else its code is in the folder
+        if self._critic:
+            config.num_labels, config.classifier_dropout = 1, 0.0
+        if in_parts and not self._critic and not getattr(config, "auto_map", None):  # else its code is in the folder
             source = FolderSource(Path(model.local_path), config)
             self.module = source.model(dtype, **attention)
             source.prepare(self.module, self._mesh, self.engine_config.seed)
         else:
-            kind = get_hf_auto_model_class(hf_config=config)
+            kind = AutoModelForTokenClassification if self._critic else get_hf_auto_model_class(hf_config=config)
             made = kind.from_pretrained(
                 model.local_path, dtype=dtype, config=config, trust_remote_code=model.trust_remote_code, **attention
             )
@@ -237,11 +242,12 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         more = {"batch_num_tokens": tokens.item(), "dp_size": self.get_data_parallel_size()}
         tensordict_utils.assign_non_tensor(data, **more)
         keeps = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
-        self._asked = (_temperature(data), bool(tensordict_utils.get_non_tensor_data(data, "calculate_entropy", False)))
+        entropy = bool(tensordict_utils.get_non_tensor_data(data, "calculate_entropy", False))
+        self._asked = (None, False) if self._critic else (_temperature(data), entropy)
         with self.comm.liveness_deadlines():
             limit = self._limit(data)
             micro_batches, indices = prepare_micro_batches(data=data, dp_group=dp_group, same_micro_num_in_dp=True)
-            own = _sequences([each["input_ids"] for each in micro_batches])
+            own = _sequences([each["input_ids"] for each in micro_batches], values=self._critic)
             self._rows.capacity = limit or self._most(int(each["input_ids"].offsets()[-1]) for each in micro_batches)
             with torch.set_grad_enabled(not forward_only):
                 scored = self._rows.score(own, temperature=self._asked[0], entropy=self._asked[1])
@@ -268,7 +274,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
             stop = first + int(offsets[-1])
             rows = [torch.nested.nested_tensor_from_jagged(row[first:stop], offsets) for row in every]
             first = stop
-            output = dict(zip(("log_probs", "entropy"), rows, strict=False))
+            output = {"values": rows[0]} if self._critic else dict(zip(("log_probs", "entropy"), rows, strict=False))
             loss, metrics = torch.tensor(1.0), {}
             if loss_function is not None:
                 loss, metrics = loss_function(model_output=output, data=each, dp_group=self.get_data_parallel_group())
@@ -469,12 +475,13 @@ class _Mode(BaseEngineCtx):  # type: ignore[misc]
         super().__exit__(exc_type, exc_val, exc_tb)
 
 
-def _sequences(nested: list[Any]) -> Sequences:
-    """The rows of micro-batches, one after the other; every token but a row's first is a label."""
+def _sequences(nested: list[Any], *, values: bool) -> Sequences:
+    """The rows of micro-batches, one after the other; every token but a row's first is a label, or has a value."""
     lengths = torch.cat([each.offsets().diff() for each in nested]).cpu()
     tokens = torch.cat([each.values() for each in nested]).cpu().long()
-    labels = tokens.roll(-1)
-    labels[lengths.cumsum(0) - 1] = IGNORE
+    labels = torch.zeros_like(tokens) if values else tokens.roll(-1)
+    if not values:
+        labels[lengths.cumsum(0) - 1] = IGNORE
     return Sequences(lengths.tolist(), tokens, labels)
 
 
@@ -509,9 +516,6 @@ def _refuse(model: Any, engine: Any) -> None:
     replay = engine.router_replay.get("mode", "disabled")  # a dictionary, unless the user names its class
     verls = "leave it out, or use strategy=fsdp2"
     wrong: Mapping[str, tuple[Any, str]] = {
-        "a critic (value_model)": (
-            model.model_type != "language_model", "leave critic.strategy=fsdp: verl's own engine goes beside this one",
-        ),
         f"lora_rank={model.lora_rank}": (model.lora_rank > 0 or model.lora_adapter_path, verls),
         "use_liger=True": (model.use_liger, verls),
         "tiled_mlp.enabled=True": (model.tiled_mlp.get("enabled", False), verls),

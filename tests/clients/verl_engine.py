@@ -208,18 +208,13 @@ def check_saved(engine: Any, folder: str) -> None:
     assert not read
 
 
-def supervised(strategy: str, rank: int, found: Figures) -> None:
-    """As verl's SFT trainer does: prompts are not trained, rows in micro-batches by tokens."""
-    from functools import partial
-
-    import torch
+def worker_of(strategy: str, kind: str, path: str, loss: Any, lr: float) -> Any:
+    """One of verl's workers for a model that is no policy, in micro-batches by tokens."""
     from verl.trainer.config import CheckpointConfig
-    from verl.utils import tensordict_utils
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
-    from verl.workers.utils.losses import sft_loss
 
-    model = HFModelConfig(path="model", load_tokenizer=False, override_config={"attn_implementation": "sdpa"})
+    model = HFModelConfig(path=path, load_tokenizer=False, override_config={"attn_implementation": "sdpa"})
     given: dict[str, Any] = {"mixed_precision": dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")}
     given |= {"use_torch_compile": False, "max_token_len_per_gpu": 50, "infer_max_token_len_per_gpu": 70}
     if strategy == "hdpcomm":
@@ -230,13 +225,58 @@ def supervised(strategy: str, rank: int, found: Figures) -> None:
         engine = FSDPEngineConfig(strategy=strategy, **given)
     worker = TrainingWorker(
         TrainingWorkerConfig(
-            model_type="language_model", model_config=model, engine_config=engine,
-            optimizer_config=FSDPOptimizerConfig(optimizer="SGD", lr=1.0, total_training_steps=4),
+            model_type=kind, model_config=model, engine_config=engine,
+            optimizer_config=FSDPOptimizerConfig(optimizer="SGD", lr=lr, total_training_steps=4),
             checkpoint_config=CheckpointConfig(),
         )
     )  # fmt: skip
     worker.reset()
-    worker.set_loss_fn(partial(sft_loss, config=None))
+    worker.set_loss_fn(loss)
+    return worker
+
+
+def critic(strategy: str, rank: int, found: Figures) -> None:
+    """As verl's trainer of PPO does: values of tokens, and updates by verl's loss of them."""
+    from functools import partial
+
+    import torch
+    import transformers
+    import verl.utils.model
+    from verl.utils import tensordict_utils
+    from verl.workers.utils.losses import value_loss
+
+    def load(local_path: str, torch_dtype: Any, model_config: Any, **_: Any) -> Any:
+        auto = transformers.AutoModelForTokenClassification
+        return auto.from_pretrained(local_path, dtype=torch_dtype, config=model_config, attn_implementation="sdpa")
+
+    verl.utils.model.load_valuehead_model = load  # its own takes a GPU
+    config = types.SimpleNamespace(cliprange_value=0.3, loss_agg_mode="token-mean", loss_scale_factor=None)
+    worker = worker_of(strategy, "value_model", "critic", partial(value_loss, config=config), 0.05)
+    data = trajectories(rank)
+    more = {"global_token_num": None, "global_batch_size": len(ANSWERS[0]) * torch.distributed.get_world_size()}
+    scored = worker.infer_batch(asked(data, compute_loss=False, **more))
+    values = answers_of(scored, data, "values")
+    found["critic values"] = everywhere(values)
+    data["values"] = values
+    shift = torch.randn(values.values().shape, generator=torch.Generator().manual_seed(rank))
+    data["returns"] = torch.nested.nested_tensor_from_jagged(values.values() + shift, values.offsets())
+    for step in range(3):
+        output = worker.train_batch(asked(data, update_lr_scheduler=True, **more))
+        metrics = tensordict_utils.get(output, "metrics")
+        found[f"critic {step}"] = [float(metrics[key]) for key in ("loss", "grad_norm", "lr")]
+    for key, tensor in worker.engine.get_per_tensor_param()[0]:
+        found[f"critic {key}"] = tensor.flatten().tolist()
+
+
+def supervised(strategy: str, rank: int, found: Figures) -> None:
+    """As verl's SFT trainer does: prompts are not trained, rows in micro-batches by tokens."""
+    from functools import partial
+
+    import torch
+    from verl.utils import tensordict_utils
+    from verl.workers.utils.losses import sft_loss
+
+    worker = worker_of(strategy, "language_model", "model", partial(sft_loss, config=None), 1.0)
     rows = trajectories(rank)
     lengths = zip(rows["prompts"].offsets().diff(), rows["responses"].offsets().diff(), strict=True)
     masks = [torch.cat((torch.zeros(int(a)), torch.ones(int(b)))).long() for a, b in lengths]
@@ -277,7 +317,6 @@ REFUSED = {
     "model.use_liger": True,
     "model.enable_activation_offload": True,
     "model.tiled_mlp": {"enabled": True, "num_shards": 2},
-    "model.model_type": "value_model",
     "actor.ulysses_sequence_parallel_size": 2,
     "actor.fsdp_config.param_offload": True,
     "actor.fsdp_config.optimizer_offload": True,
@@ -305,7 +344,7 @@ def check_refusals(rank: int) -> None:
 
     for option, value in REFUSED.items():
         name = next(part for part in reversed(option.split(".")) if part not in ("enable", "param_dtype"))
-        refused(value if name == "model_type" else name, lambda: actor_with(option, value))  # noqa: B023 (called now)
+        refused(name, lambda: actor_with(option, value))  # noqa: B023 (called now)
     engine = actor_with("actor.optim.optimizer", "SGD").actor.engine
     several = trajectories(rank)
     several["temperature"] = torch.arange(1.0, 1.0 + len(several))
@@ -372,12 +411,18 @@ def work(backend: str) -> Figures:
         os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # where its engine is registered
     if rank == 0:
         tiny_llama().save_pretrained("model")
+        import transformers
+
+        config = tiny_llama().config
+        config.num_labels = 1
+        transformers.AutoModelForTokenClassification.from_config(config).save_pretrained("critic")
     dist.barrier()
     found: Figures = {}
     strategy = "hdpcomm" if backend == "hdpcomm" else "fsdp2"
     for name, options in CASES.items():
         case(strategy, options, rank, found, name)
     supervised(strategy, rank, found)
+    critic(strategy, rank, found)
     if backend == "hdpcomm":
         check_bf16(rank, found["plain old_log_probs"])
         check_refusals(rank)
