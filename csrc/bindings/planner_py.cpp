@@ -100,8 +100,8 @@ CostModel costModelOf(const py::dict& given) {
 using TreeRows = std::vector<std::tuple<int32_t, std::vector<int64_t>, std::vector<int64_t>>>;
 
 // (columns, makespan, lower bound, idle share, seconds that noise adds to the mean makespan,
-// micro-batches that wait in a queue, pools of ranks, the candidate that made the plan, slices as
-// PlanColumns has them). `next_id`: of the first slice.
+// micro-batches that wait in a queue, pools of ranks, the candidate that made the plan).
+// `next_id`: of the first slice.
 py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
                        const std::string& policy, int64_t context, int context_ranks,
                        std::vector<double> squares, const std::vector<int64_t>& ids, bool queue,
@@ -137,9 +137,8 @@ py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
     if (!mean) mean = planner::expectedMakespan(problem, plan);
     noise_s = std::max(0.0, *mean - makespan);
   }
-  auto slices = std::move(columns->slices);
   return py::make_tuple(std::move(*columns).toTuple(), makespan, lower_bound, idle_share, noise_s,
-                        queued, pools, made_by, std::move(slices));
+                        queued, pools, made_by);
 }
 
 // The simulator counts on ranks that the cluster has.

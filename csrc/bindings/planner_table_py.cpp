@@ -150,6 +150,20 @@ py::tuple makeBatches(const py::tuple& arrays, size_t first, size_t last,
   return batches;
 }
 
+// The slices of a plan, from PlanColumns::slices.
+py::tuple makeFragments(const py::array_t<int64_t, py::array::c_style>& slices,
+                        const py::object& fragment_class) {
+  const CollectorPause pause;
+  const SlotFiller make_fragment(fragment_class, {"sequence", "start", "stop"});
+  py::tuple fragments(static_cast<size_t>(slices.size()) / 3);
+  const int64_t* numbers = slices.data();
+  for (size_t k = 0; k < fragments.size(); ++k, numbers += 3) {
+    fragments[k] =
+        make_fragment.make(py::int_(numbers[0]), py::int_(numbers[1]), py::int_(numbers[2]));
+  }
+  return fragments;
+}
+
 // The rows of each rank, rising, rank after rank; and the bounds of each rank's among them.
 py::tuple rowsByRank(const py::tuple& arrays, int num_ranks) {
   const TableView table(arrays);
@@ -247,7 +261,7 @@ PlanColumns::PlanColumns(const planner::Plan& plan, const std::vector<int64_t>& 
       lengths.push_back(all_lengths[static_cast<size_t>(place)]);
     }
     if (batch.slice.some()) {
-      slices.emplace_back(ids.back(), batch.slice.first, batch.slice.end);
+      slices.insert(slices.end(), {ids.back(), batch.slice.first, batch.slice.end});
       ids.back() = next_id++;
       lengths.back() = batch.slice.end - batch.slice.first;
     }
@@ -257,10 +271,10 @@ PlanColumns::PlanColumns(const planner::Plan& plan, const std::vector<int64_t>& 
 }
 
 py::tuple PlanColumns::toTuple() && {
-  return py::make_tuple(owned(std::move(index)), owned(std::move(rank_bounds)),
-                        owned(std::move(ranks)), owned(std::move(sequence_bounds)),
-                        owned(std::move(ids)), owned(std::move(lengths)),
-                        owned(std::move(offload_ratio)), owned(std::move(predicted_s)));
+  return py::make_tuple(
+      owned(std::move(index)), owned(std::move(rank_bounds)), owned(std::move(ranks)),
+      owned(std::move(sequence_bounds)), owned(std::move(ids)), owned(std::move(lengths)),
+      owned(std::move(offload_ratio)), owned(std::move(predicted_s)), owned(std::move(slices)));
 }
 
 TableView::TableView(const py::tuple& arrays) : owner_(arrays) {
@@ -300,6 +314,7 @@ std::span<const int64_t> TableView::lengths(size_t row) const {
 void bindPlannerTable(py::module_& module) {
   module.def("make_batches", &makeBatches, py::arg("table"), py::arg("first"), py::arg("last"),
              py::arg("batch_class"), py::arg("sequence_class"));
+  module.def("make_fragments", &makeFragments, py::arg("slices"), py::arg("fragment_class"));
   module.def("rows_by_rank", &rowsByRank, py::arg("table"), py::arg("num_ranks"));
   module.def("hashed_text", &hashedText, py::arg("table"));
 }

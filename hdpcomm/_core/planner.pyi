@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hdpcomm.plan.micro_batch import MicroBatch, SequenceInfo
+from hdpcomm.plan.micro_batch import MicroBatch, SequenceFragment, SequenceInfo
 
 class CostModel:
     def __init__(self, values: Mapping[str, Any]) -> None: ...
@@ -24,7 +24,7 @@ def solve(
     queue: bool = False,
     next_id: int = 0,
     trees: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
-) -> tuple[Columns, float, float, float, float, int, int, str, list[tuple[int, int, int]]]: ...
+) -> tuple[Columns, float, float, float, float, int, int, str]: ...
 def make_batches(
     table: Columns,
     first: int,
@@ -32,6 +32,9 @@ def make_batches(
     batch_class: type[MicroBatch],
     sequence_class: type[SequenceInfo],
 ) -> tuple[MicroBatch, ...]: ...
+def make_fragments(
+    slices: npt.NDArray[np.int64], fragment_class: type[SequenceFragment]
+) -> tuple[SequenceFragment, ...]: ...
 def rows_by_rank(table: Columns, num_ranks: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
 def hashed_text(table: Columns) -> bytes: ...
 def lower_bound(cost: CostModel, lengths: Sequence[int], squares: Sequence[float] = ()) -> float: ...

@@ -47,8 +47,8 @@ class _Solved(NamedTuple):
     queued: int = 0
     queue_pools: int = 1
     made_by: str = ""
-    slices: Sequence[tuple[int, int, int]] = ()
-    """(sequence, first token, token after the last one) of micro-batches that are slices, in the plan's order."""
+    slices: Sequence[SequenceFragment] = ()
+    """The micro-batches that are slices, in the plan's order."""
 
     @property
     def expected(self) -> float:
@@ -285,7 +285,7 @@ class Planner:
             made_by=solved.made_by,
             key_limit=self.cost_model.limit[0],
             limited=self.cost_model.limit[1],
-            fragments=(*jobs.fragments, *(SequenceFragment(*each) for each in solved.slices)),
+            fragments=(*jobs.fragments, *solved.slices),
         )
 
     def _too_long(self, jobs: Jobs) -> dict[int, tuple[int, float]]:
@@ -340,7 +340,7 @@ class Planner:
             tokens = jobs.tokens[place]
             bounds = [tokens * k // count for k in range(count + 1)]
             for first, end in pairwise(bounds):
-                slices.append((ids[place], first, end))
+                slices.append(SequenceFragment(ids[place], first, end))
                 held = (SequenceInfo(next_id + len(batches), end - first),)
                 batches.append(MicroBatch(len(batches), ranks, held, ratio, 0.0))
         table = PlanTable.of(batches).followed_by(solved.table)
@@ -463,7 +463,8 @@ class Planner:
         found = core.solve(
             cost, jobs.tokens, *options, squares=jobs.squares, ids=jobs.ids, queue=queue, next_id=next_id, trees=trees
         )
-        return _Solved(PlanTable(*found[0]), *found[1:])
+        *columns, slices = found[0]
+        return _Solved(PlanTable(*columns), *found[1:], slices=core.make_fragments(slices, SequenceFragment))
 
     def schedule(self, plan: StepPlan) -> PipelineSchedule:
         """The order in which the stages of all ranks run the passes of a plan; ranks that plan alike get the same one.

@@ -151,10 +151,15 @@ double Lane::attempt(const LaneForm& form, double unit) {
     if (!cut(run, own, form.growth, plan.micro_batches)) return passes;
   }
   const Cluster& cluster = problem_.cost().cluster();
-  for (MicroBatch& batch : plan.micro_batches) {
-    price(problem_, batch);
+  std::vector<int64_t> numbers;
+  for (const MicroBatch& batch : plan.micro_batches) {
     passes += 2.0 * cluster.pipeline * static_cast<double>(batch.ranks.size());
+    numbers.insert(numbers.end(), batch.ranks.begin(), batch.ranks.end());
+    numbers.insert(numbers.end(), batch.sequences.begin(), batch.sequences.end());
+    numbers.push_back(-batch.slice.end - 1);
   }
+  if (!plans_.insert(std::move(numbers)).second) return passes;
+  for (MicroBatch& batch : plan.micro_batches) price(problem_, batch);
   const double makespan = cluster.split ? simulatedMakespan(problem_, plan, makespan_)
                                         : makespanByPriorities(problem_, plan, makespan_);
   if (makespan < makespan_) {

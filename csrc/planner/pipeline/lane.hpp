@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <set>
 #include <vector>
 
 #include "planner/model/plan.hpp"
@@ -96,7 +97,8 @@ class Lane {
   std::vector<Run> shared_;                  // in their order
   std::vector<std::vector<int32_t>> alone_;  // by place: sequences, by falling length
   std::vector<LaneForm> tried_;
-  LaneForm form_;  // that ends first so far
+  std::set<std::vector<int64_t>> plans_;  // of these: many forms have the same one
+  LaneForm form_;                         // that ends first so far
   std::vector<MicroBatch> best_;
   double makespan_ = std::numeric_limits<double>::infinity();
   bool settled_ = false;

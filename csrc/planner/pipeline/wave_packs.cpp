@@ -87,7 +87,7 @@ void WavePacks::fill(std::vector<Wave>& waves, const std::vector<Lacking>& share
         passed.push_back(entry);
         continue;
       }
-      pack += problem_.own(job.sequence);
+      pack += job.load;
       dealt_.push_back({-entry.second, job.sequence});
       placed = true;
       if (pack.tokens < capacity()) {

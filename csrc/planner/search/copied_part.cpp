@@ -56,9 +56,9 @@ std::optional<Plan> copied(const Problem& problem, const std::vector<int32_t>& o
                            const Plan& first) {
   std::vector<MicroBatch> batches;
   batches.reserve(first.micro_batches.size() * parts);
-  for (const MicroBatch& batch : first.micro_batches) {
-    const auto size = static_cast<int>(batch.ranks.size());
-    for (int copy = 0; copy < parts; ++copy) {
+  for (int copy = 0; copy < parts; ++copy) {
+    for (const MicroBatch& batch : first.micro_batches) {
+      const auto size = static_cast<int>(batch.ranks.size());
       MicroBatch own;
       Load load;
       own.sequences.reserve(batch.sequences.size());

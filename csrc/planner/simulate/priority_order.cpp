@@ -82,23 +82,25 @@ class Simulator {
       costs_.push_back(passCosts(problem, batch));
     }
     units_.resize(static_cast<size_t>(problem.ranks()) * devices_);
+    if (limit_ < kNever) findLeft();
+    if (too_late_) return;
     taken_.assign(count, 1);
     findSlices();
     queueForwards();
-    if (limit_ < kNever) findLeft();
     votes_.assign(count * stages_ * 2, 0);
     passed_.assign(count, 0);
     if (!following_.empty()) backward_ends_.assign(count * stages_, 0);
     forwards_done_.assign(count, 0);
     to_host_.assign(units_.size(), 0.0);
     from_host_.assign(units_.size(), 0.0);
-    for (auto* values :
-         {&result_.busy, &result_.exposed, &result_.stalled, &result_.end, &result_.peak_tokens}) {
-      values->assign(problem.ranks(), 0.0);
-    }
+    result_.begin(problem.ranks());
   }
 
   SimulatedStep run() {
+    if (too_late_) {
+      result_.finish(limit_);
+      return std::move(result_);
+    }
     size_t done = 0;
     double latest = 0;
     for (const std::vector<int32_t>& ranks : parts()) {
@@ -113,10 +115,9 @@ class Simulator {
                                             " passes: the ranks wait for each other");
     }
     result_.finish(chunks_ == 1 || too_late_ ? latest : makespan_);
-    for (int rank = 0; rank < problem_.ranks(); ++rank) {
-      for (int device = 0; device < devices_; ++device) {
-        result_.peak_tokens[rank] = std::max(result_.peak_tokens[rank], unit(rank, device).peak);
-      }
+    for (size_t i = 0; i < units_.size(); ++i) {
+      double& peak = result_.peak_tokens[i / devices_];
+      peak = std::max(peak, units_[i].peak);
     }
     return std::move(result_);
   }
@@ -251,11 +252,8 @@ class Simulator {
 
   void findLeft() {
     rank_times_ = rankTimes(problem_, plan_, costs_);
-    for (int rank = 0; rank < problem_.ranks(); ++rank) {
-      for (int device = 0; device < devices_; ++device) {
-        unit(rank, device).left = rank_times_[rank].busy;
-      }
-    }
+    too_late_ = leastMakespan(problem_, rank_times_) >= limit_;
+    for (size_t i = 0; i < units_.size(); ++i) units_[i].left = rank_times_[i / devices_].busy;
   }
 
   // At the start, and where release() has not found all that wait for each other. As no device runs
