@@ -448,9 +448,12 @@ class Planner:
             share = (rest + dense.linear) / whole if whole > 0 else 1.0
             memory = replace(memory, copy_s=memory.copy_s * max(share, 1e-9))
         bound = core.lower_bound(core_cost(dense, memory, self.cluster), jobs.tokens, squares=jobs.squares)
-        linear = dense.linear + min(cost.experts, cost.linear) + cost.piece
-        mean = (cost.attention * squares + linear * sum(jobs.tokens)) / self.cluster.ranks
-        return max((1 - self._spare) * bound, mean)
+        linear = cost.linear + cost.experts * (self.cluster.expert_imbalance - 1)
+        limit = self.memory.token_limit(1.0 if self.memory.copy_s else 0.0)
+        # What short pieces lose, on as few ranks as memory asks for.
+        pieces = sum(tokens * min(-(-tokens // limit), self.cluster.ranks) for tokens in jobs.tokens)
+        work = cost.attention * squares + linear * sum(jobs.tokens) + cost.piece * pieces
+        return max((1 - self._spare) * bound, work / self.cluster.ranks)
 
     def _solve(self, cost: core.CostModel, jobs: Jobs, policy: str | None = None) -> _Solved:
         """``policy``: another one, without a queue."""

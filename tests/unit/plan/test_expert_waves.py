@@ -106,6 +106,18 @@ def test_a_rank_without_tokens_does_its_part_for_the_others() -> None:
     assert processor_seconds(plan, COSTS, cluster) == pytest.approx(COSTS.seconds([1000]) + COSTS.fixed)
 
 
+def test_the_bound_of_waves_knows_what_short_pieces_cost() -> None:
+    """Sequences that take all ranks run at the bound, but for the fixed costs; no plan is below it."""
+    costs = replace(COSTS, piece=2e-5, fixed=1e-9)
+    planner = Planner(None, ClusterSpec(ranks=4, capacity=1000, expert=2, expert_imbalance=1.2), cost_model=costs)
+    plan = planner.plan([4000, 3900, 3950])
+    assert plan.lower_bound_s == pytest.approx(plan.makespan_s, rel=1e-6)
+    draw = random.Random(8)
+    for _ in range(30):
+        plan = planner.plan([draw.randint(1, draw.choice((900, 2100, 4000))) for _ in range(draw.randint(1, 12))])
+        assert plan.lower_bound_s <= plan.makespan_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("policy", ["balanced", "naive", "static"])
 def test_plans_know_their_waves(policy: str) -> None:
     draw = random.Random(3)
