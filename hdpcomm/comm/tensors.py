@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.dlpack import from_dlpack
 
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Buffer", "code_of", "describe", "dtype_name"]
+__all__ = ["Buffer", "code_of", "describe", "dtype_name", "plain_tensors", "wraps_tensors"]
 
 _CODES = _core.DTYPES
 _TORCH = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
@@ -47,7 +49,7 @@ def describe(x: Any, what: str, *, writable: bool = False) -> Buffer:
     if plain is not None:
         return plain
     if isinstance(x, torch.Tensor):
-        code = _TORCH.get(x.dtype)
+        code = None if wraps_tensors(x) else _TORCH.get(x.dtype)
         if x.is_cpu and code is not None and x.is_contiguous() and not x.is_neg():
             return x.data_ptr(), x.numel(), code
         raise _bad_torch(x, what)
@@ -73,7 +75,26 @@ def _describe_numpy(x: np.ndarray[Any, Any], what: str, *, writable: bool) -> Bu
     return x.__array_interface__["data"][0], x.size, code
 
 
-def _bad_torch(x: torch.Tensor, what: str) -> InvalidUsage:
+def wraps_tensors(x: torch.Tensor) -> bool:
+    """Whether a tensor has no memory of its own, but others with its values, as torchao's quantised ones. Local."""
+    return bool(is_traceable_wrapper_subclass(x))
+
+
+def plain_tensors(x: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold the values of one: itself, or those that it wraps. Local."""
+    if not wraps_tensors(x):
+        yield x
+        return
+    for name in x.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(x, name))
+
+
+def _bad_torch(x: Any, what: str) -> InvalidUsage:
+    if wraps_tensors(x):
+        return InvalidUsage(
+            f"{what} is a {type(x).__name__}, whose values lie in the tensors {x.__tensor_flatten__()[0]}; give those, "
+            "one by one (of a DTensor to_local())"
+        )
     if x.layout != torch.strided:
         return InvalidUsage(f"{what} is a tensor of layout {x.layout}; give a dense one (x.to_dense())")
     if not x.is_cpu:

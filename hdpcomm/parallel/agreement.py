@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hdpcomm.comm.mesh import Mesh
+from hdpcomm.comm.tensors import plain_tensors
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.parallel.stages import Stage
 
@@ -117,9 +118,10 @@ def _mismatch(message: str, mesh: Mesh) -> Mismatch:
 
 
 def share_values(comm: Communicator, tensors: Iterable[Tensor], root: int = 0) -> None:
-    """Gives all ranks the values of ``root``, in place; the tensors may be strided. Collective over ``comm``."""
+    """Gives all ranks the values of ``root``, in place; the tensors may be strided, or quantised. Collective over
+    ``comm``."""
     with torch.no_grad():
-        for tensor in tensors:
+        for tensor in (plain for each in tensors for plain in plain_tensors(each)):
             whole = tensor.detach().resolve_conj().contiguous()
             comm.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, root)
             if whole.data_ptr() != tensor.data_ptr():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.comm.mesh import Mesh
+from hdpcomm.comm.tensors import wraps_tensors
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.buckets import Bucket, Sharding, make_buckets
@@ -80,7 +81,7 @@ class Masters:
 
     Args:
         chunks: the model, or its stages, on this rank, with equal parameters on all replicas; frozen ones only change
-            their type, and are cut with ``zero=3``.
+            their type, and are cut with ``zero=3`` unless they are quantised.
         optimizer: over the trained parameters; one that updates each element by itself. State that it has already goes
             on, each element's with the element.
         layout, mesh, bucket_bytes: of :class:`hdpcomm.train.Gradients`.
@@ -125,7 +126,8 @@ class Masters:
                     "HDP ranks is on a host of its own; place several on a host, or give zero=1"
                 )
             if zero == 3:
-                self._frozen = unit_buckets(units, [p for p in everything if not p.requires_grad], layout, zero)
+                frozen = [p for p in everything if not (p.requires_grad or wraps_tensors(p))]
+                self._frozen = unit_buckets(units, frozen, layout, zero)
                 self._weights = PulledWeights(units, [*buckets, *self._frozen], memory, side_work(mesh.comm), dtype)
             sums = PushedSums(units, buckets, mesh, memory, side_work(mesh.comm), wide)
             memory.make()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm.tensors import plain_tensors
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.log import LOG
 from hdpcomm.train.dtensor import is_dtensor
@@ -46,7 +47,12 @@ def check_replicas(
     """
     if comm.size == 1:
         return
-    tensors = {name: t.detach() for name, t in tensors.items() if not is_dtensor(t)}
+    tensors = {
+        f"{name} ({number})" if number else name: plain.detach()
+        for name, tensor in tensors.items()
+        if not is_dtensor(tensor)
+        for number, plain in enumerate(plain_tensors(tensor))
+    }
     told = settings_of(optimizer, settings)
     bits = [_bits(tensor) for tensor in tensors.values()]
     sums = torch.stack(bits).tolist() if bits else []

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import hdpcomm as hdp
+from hdpcomm.errors import Mismatch
 from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.parallel.agreement import share_values
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
@@ -183,3 +185,21 @@ def test_rounding_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
 def test_other_tensors_and_what_is_no_number(change: Any, told: str) -> None:
     with pytest.raises(hdp.Mismatch, match=told):
         run_threads(compared, 2, change, timeout=60.0)
+
+
+def shares_wrapped() -> list[float]:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    with hdp.init() as comm:
+        mine = torch.full((4,), float(comm.rank))
+        tensor = TwoTensor(mine, mine + 7)
+        share_values(comm, [tensor], root=1)
+        check_replicas({"weight": tensor}, torch.optim.SGD([torch.zeros(1)]), comm)
+        tensor.b[0] = comm.rank
+        with pytest.raises(Mismatch, match=r"weight \(1\)"):
+            check_replicas({"weight": tensor}, torch.optim.SGD([torch.zeros(1)]), comm)
+        return [float(tensor.a.sum()), float(tensor.b[1:].sum())]
+
+
+def test_tensors_that_wrap_others_are_shared_and_compared(ranks: Any) -> None:
+    assert ranks(2, shares_wrapped) == [[4.0, 24.0]] * 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hdpcomm.comm.tensors import describe, dtype_name
+from hdpcomm.comm.tensors import describe, dtype_name, plain_tensors
 from hdpcomm.errors import InvalidUsage
 
 DTYPES = [
@@ -51,6 +51,16 @@ def test_unusual_tensors(x: torch.Tensor, count: int) -> None:
     assert elements == count
     assert dtype_name(code) == "float32"
     assert count == 0 or address == x.data_ptr()
+
+
+def test_tensors_that_wrap_others_are_refused() -> None:
+    """They have no memory of their own: the core would read from address 0."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    wrapping = TwoTensor(torch.ones(4), torch.zeros(4))
+    with pytest.raises(InvalidUsage, match=r"x is a TwoTensor, whose values lie in the tensors .*'a', 'b'"):
+        describe(wrapping, "x")
+    assert [each.tolist() for each in plain_tensors(wrapping)] == [[1.0] * 4, [0.0] * 4]
 
 
 class Wrapped(torch.Tensor):
