@@ -32,6 +32,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "transformers_trainer": ("transformers", "accelerate"),
     "planning_trainer": ("transformers", "accelerate"),
     "accelerate_launch": ("transformers", "accelerate"),
+    "qlora": ("transformers", "accelerate", "peft", "torchao==0.18.0"),
     "trl_sft": ("transformers", "accelerate", "trl", "datasets"),
     "lightning_fabric": ("transformers", "lightning==2.6.6"),
     "deepspeed_zero": ("transformers", "deepspeed==0.19.8", "setuptools", "ninja"),
