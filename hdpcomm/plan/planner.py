@@ -150,15 +150,10 @@ class Planner:
         self._without_offload = (
             core_cost(cost, resident, cluster, self.ring_peers, slices) if memory.offloadable else None
         )
-        self._without_slices = (
-            core_cost(cost, memory, cluster, self.ring_peers)
-            if slices > 1 and cluster.expert > 1 and cluster.pipeline > 1
-            else None
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copy: all but what the core makes of it."""
-        made = ("_core", "_without_offload", "_without_slices")
+        made = ("_core", "_without_offload")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -255,20 +250,20 @@ class Planner:
             return self._made(jobs, start, self._solved_in_waves(jobs, solved))
         if self.policy == "balanced" and self._spare:
             return self._plan_for_shared_cores(jobs, self._shorter_waves(jobs, solved, start), lower_bound, start)
-        others = self._without_offload
-        if (
-            others is not None
-            and solved.makespan > lower_bound * (1 + 1e-9)
-            and max(jobs.tokens, default=0) <= self.max_length
-        ):
-            with contextlib.suppress(InvalidUsage):  # policies that round group sizes up may not fit without offload
-                plain = self._solve(others, jobs)
-                if plain.expected < solved.expected:  # heuristics may find a better plan with fewer choices
-                    solved = plain._replace(made_by=f"{plain.made_by}, without offload")
-        solved = self._shorter_waves(jobs, solved, start)
+        solved = self._shorter_waves(jobs, self._or_without_offload(jobs, solved), start)
         if self._spare:
             solved = self._priced_on_cores(solved)
         return self._made(jobs, start, solved._replace(lower_bound=lower_bound))
+
+    def _or_without_offload(self, jobs: Jobs, solved: _Solved) -> _Solved:
+        """The plan, or a shorter one without offload: heuristics may find it with fewer choices."""
+        least = self._bound_on_cores(jobs, solved.lower_bound) * (1 + 1e-9)
+        if self._without_offload and solved.makespan > least and max(jobs.tokens, default=0) <= self.max_length:
+            with contextlib.suppress(InvalidUsage):  # policies that round group sizes up may not fit without offload
+                plain = self._solve(self._without_offload, jobs)
+                if plain.expected < solved.expected:
+                    return plain._replace(made_by=f"{plain.made_by}, without offload")
+        return solved
 
     def _made(self, jobs: Jobs, start: float, solved: _Solved) -> StepPlan:
         return StepPlan.of_table(
@@ -409,9 +404,10 @@ class Planner:
     def _shorter_waves(self, jobs: Jobs, solved: _Solved, start: float) -> _Solved:
         """The plan; where it has slices and ranks share experts, one without if its waves end earlier: ranks that wait
         for each other wait longer where one has a sequence in slices."""
-        if self._without_slices is None or not solved.slices:
+        if self.cluster.expert == 1 or not solved.slices:
             return solved
-        whole = self._solve(self._without_slices, jobs)
+        other = self._changed(slices=1)
+        whole = other._or_without_offload(jobs, other._solve(other._core, jobs))
         seconds = []
         for each in (solved, whole):
             plan = self._made(jobs, start, each)

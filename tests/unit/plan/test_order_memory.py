@@ -143,6 +143,14 @@ def test_devices_hold_what_they_have_room_for(chunks: int) -> None:
     assert sliced >= STEPS // 5
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_slices_make_no_step_longer(chunks: int) -> None:
+    """Of one that is shorter without them and without offload, too, where ranks share experts."""
+    planner, lengths = random_step(92, chunks)
+    whole = Planner(planner.model, planner.cluster)
+    assert planner.plan(lengths).makespan_s <= whole.plan(lengths).makespan_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_steps_take_what_their_order_takes(chunks: int) -> None:
     """No device waits in the prediction while its next pass could run."""
