@@ -145,7 +145,7 @@ def test_devices_hold_what_they_have_room_for(chunks: int) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_slices_make_no_step_longer(chunks: int) -> None:
-    """Of one that is shorter without them and without offload, too, where ranks share experts."""
+    """The planner tries plans without slices and without offload, too, where ranks share experts."""
     planner, lengths = random_step(92, chunks)
     whole = Planner(planner.model, planner.cluster)
     assert planner.plan(lengths).makespan_s <= whole.plan(lengths).makespan_s * (1 + 1e-9)
