@@ -537,6 +537,7 @@ _INSTEAD = {
     "deepspeed": _SHARDED,
     "fsdp": _SHARDED,
     "activation_offloading": "leave it out, and give offload= and capacity=",
+    "a model that was loaded with tp_plan": "load it without, and give mesh={'tensor': N}",
 }
 """Advice beside an argument that is refused."""
 
@@ -595,6 +596,7 @@ def _refuse(trainer: Any, kept: StepSettings, cut: Mapping[str, int]) -> bool:
         f"{_told(cut)} with {owner.__name__}": of_log_probs and _told(cut),
         f"queue=True with {_told(cut)}": cut["expert"] > 1 and trainer._plans.queue,
         "use_vllm=True with zero=3": kept.zero == 3 and getattr(args, "use_vllm", False),
+        "a model that was loaded with tp_plan": (getattr(trainer.model, "_tp_size", None) or 1) > 1,
         "the auxiliary loss of routers": of_log_probs and getattr(trainer, "aux_loss_enabled", False),
         "use_weighting=True": of_log_probs and getattr(trainer, "use_weighting", False),
         "cast_lm_head_to_fp32=True": of_log_probs and getattr(args, "cast_lm_head_to_fp32", False),

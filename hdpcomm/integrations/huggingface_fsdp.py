@@ -34,7 +34,14 @@ def without_fsdp(given: Any, settings: StepSettings) -> tuple[Any, StepSettings]
 
     Raises: InvalidUsage: options that mean something else here, or settings that say otherwise.
     """
-    if not isinstance(given, transformers.TrainingArguments) or given.fsdp is not True:
+    if not isinstance(given, transformers.TrainingArguments):
+        return given, settings
+    if getattr(given, "parallelism_config", None) is not None:
+        raise InvalidUsage(
+            "Trainer: parallelism_config is not supported with plans, which choose the ranks of each sequence; leave "
+            "it out: mesh={'tensor': N} cuts layers, and zero=3 weights"
+        )
+    if given.fsdp is not True:
         return given, settings  # lists, of older releases, are refused later
     plugin = given.fsdp_plugin_args or {}  # none of XLA's
     stage = _STAGES.get(str(plugin.get("reshard_after_forward")).lower())
