@@ -112,14 +112,14 @@ def has_weights(checkpoint: Path) -> bool:
 
 @torch.no_grad()
 def load_weights(adapted: nn.Module, checkpoint: Path) -> None:
-    """Gives a whole model the values that a checkpoint has, where transformers' trainer keeps the first values of
-    experts that are stored one by one. Local.
+    """Gives a whole model the parameters and buffers that a checkpoint has, where transformers' trainer keeps the first
+    values of experts that are stored one by one. Local.
 
     Raises: InvalidUsage: of :class:`hdpcomm.models.FolderWeights`.
     """
     weights = FolderWeights(checkpoint, cast(AdaptedCausalLM, adapted))
-    for name, parameter in adapted.named_parameters():
-        parameter.copy_(weights.whole(name))
+    for name, tensor in adapted.state_dict().items():
+        tensor.copy_(weights.whole(name))
 
 
 def _check_adapters(name: str, config: Any) -> None:

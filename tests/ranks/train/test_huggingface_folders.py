@@ -15,7 +15,8 @@ peft = pytest.importorskip("peft")
 
 from hdpcomm.errors import InvalidUsage  # noqa: E402
 from hdpcomm.integrations.huggingface import Trainer  # noqa: E402
-from hdpcomm.models import FolderWeights  # noqa: E402
+from hdpcomm.integrations.huggingface_folders import load_weights  # noqa: E402
+from hdpcomm.models import FolderWeights, adapt  # noqa: E402
 from hdpcomm.plan import CostModel  # noqa: E402
 from hdpcomm.train.runner import Runner  # noqa: E402
 from tests.harness.tiny_huggingface import arguments, documents, leave, tiny  # noqa: E402
@@ -192,3 +193,20 @@ def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidUsage, match="no folder"):
             trainer_of(name, str(tmp_path), 0)
     leave()
+
+
+def test_buffers_of_a_checkpoint_come_back(tmp_path: Path) -> None:
+    """As the bias that routers of DeepSeek-V3 keep: a buffer, which is saved."""
+    model = tiny()
+    layer = model.model.layers[1]
+    layer.register_buffer("bias_of_router", torch.tensor([1.0, 2.0]))
+    model.save_pretrained(tmp_path)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    adapted = adapt(model)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.zero_()
+    load_weights(adapted, tmp_path)
+    assert layer.bias_of_router.tolist() == [1.0, 2.0]
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=0)
