@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from hdpcomm.parallel.expert import expert_parallel
-from hdpcomm.parallel.program import (
-    Action,
-    StepProgram,
-    check_programs,
-    make_program,
-    make_programs,
-    pipeline_program,
-    plan_program,
-)
+from hdpcomm.parallel.program import Action, StepProgram, pipeline_program, plan_program
 from hdpcomm.parallel.stages import Stage, split_model
 from hdpcomm.parallel.tensor import tensor_parallel
 
@@ -19,10 +11,7 @@ __all__ = [
     "Action",
     "Stage",
     "StepProgram",
-    "check_programs",
     "expert_parallel",
-    "make_program",
-    "make_programs",
     "pipeline_program",
     "plan_program",
     "split_model",

@@ -100,8 +100,8 @@ class Passes:
     """Runs this rank's part of steps: all layers of a model, or the stages of a pipeline that are here.
 
     What runs is the program of a step (:mod:`hdpcomm.parallel.program`). That of a pipeline follows the order that the
-    planner's schedule has simulated (:meth:`hdpcomm.plan.Planner.schedule`), which is checked, and compared between the
-    ranks, before anything runs. Pipelines may have different numbers of micro-batches; inside a stage the ranks of a
+    planner's schedule has simulated (:meth:`hdpcomm.plan.Planner.schedule`), which is compared between the ranks
+    before anything runs. Pipelines may have different numbers of micro-batches; inside a stage the ranks of a
     micro-batch run ring attention as without pipelines.
 
     Args:
@@ -148,7 +148,6 @@ class Passes:
         self.planner.validate(plan)
         waves = plan_waves(plan, self.mesh.expert)
         schedule = self.planner.schedule(waves.plan)
-        schedule.validate(waves.plan)
         self._scheduled = schedule, waves
         order: bytes = schedule.passes.tobytes() + schedule.places_of_messages().tobytes()
         return order if schedule.alone is None else order + schedule.alone.tobytes()

@@ -236,30 +236,6 @@ def test_trees_go_through_pipelines():
     assert run_threads(pipelined, 4) == pytest.approx([want] * 4, rel=1e-12)
 
 
-class WrongOrder(FixedPlanner):
-    """Runs the first backward pass before the forward pass of the last stage."""
-
-    def schedule(self, plan):
-        schedule = super().schedule(plan)
-        last = self.cluster.pipeline - 1
-        rows = schedule.passes.tolist()
-        first, second = rows.index([0, last, 0]), rows.index([0, last, 1])
-        rows[first], rows[second] = rows[second], rows[first]
-        return PipelineSchedule(schedule.stages, torch.tensor(rows, dtype=torch.int32).numpy())
-
-
-def test_a_wrong_order_is_found_before_anything_runs():
-    def rank():
-        with hdp.init() as comm:
-            trainer = trainer_of(comm, WrongOrder(2, 2, UNEVEN), CONFIG, torch.float32)
-            sent = comm.stats()["messages_sent"]
-            with pytest.raises(InvalidUsage, match="comes before the pass that it needs"):
-                trainer.step(LENGTHS, lambda _: pytest.fail("a sequence was read"))
-            return comm.stats()["messages_sent"] - sent
-
-    assert run_threads(rank, 4) == [0] * 4
-
-
 class OtherOrder(FixedPlanner):
     """Two passes that do not depend on each other in the other order, on one rank."""
 

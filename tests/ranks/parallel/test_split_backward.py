@@ -8,9 +8,9 @@ import os
 import pytest
 import torch
 
-from hdpcomm.parallel import check_programs, make_programs
 from hdpcomm.testing import run_threads
 from tests.harness.pipelines import CONFIG, FixedPlanner, check_gradients, one_step
+from tests.harness.programs import check_programs, pipeline_programs
 from tests.ranks.parallel.test_pipeline import LENGTHS, LIMIT, SMALL, UNEVEN, random_plan
 
 PLANS = int(os.environ.get("HDPCOMM_TEST_PIPELINE_PLANS", "12"))
@@ -22,7 +22,7 @@ def check_step(planner, config, dtype, lengths, *, transport="shm", **options):
     plan = planner.plan(lengths)
     schedule = planner.schedule(plan)
     assert schedule.split
-    check_programs(make_programs(schedule, plan), plan, stages=schedule.stages, split=True)
+    check_programs(pipeline_programs(schedule, plan), plan, stages=schedule.stages, split=True)
     results = run_threads(lambda: one_step(planner, config, dtype, lengths, **options), ranks, transport=transport)
     check_gradients([r[1] for r in results], results[0][0], config, dtype, lengths, LIMIT[dtype])
     assert all(r[0] == results[0][0] for r in results)

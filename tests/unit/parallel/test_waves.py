@@ -10,10 +10,11 @@ from typing import NamedTuple
 import pytest
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.parallel import check_programs, make_programs, plan_program
+from hdpcomm.parallel import plan_program
 from hdpcomm.parallel.program import KEEP
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceFragment, SequenceInfo, StepPlan
 from hdpcomm.plan.waves import blocks_of, make_waves, plan_waves
+from tests.harness.programs import check_programs, pipeline_programs
 
 PLANS = int(os.environ.get("HDPCOMM_TEST_WAVE_PLANS", "60"))
 
@@ -188,7 +189,7 @@ def test_pipelines_run_random_waves_to_their_end():
         waves = plan_waves(plan, expert)
         cluster = ClusterSpec(ranks, 8, pipeline=stages, chunks=chunks)
         schedule = Planner(None, cluster, cost_model=CostModel(attention=1e-6, linear=1e-5)).schedule(waves.plan)
-        check_programs(make_programs(schedule, waves.plan), waves.plan, stages=stages * chunks)
+        check_programs(pipeline_programs(schedule, waves.plan), waves.plan, stages=stages * chunks)
         for rank in range(ranks):
             own = waves.of_rank(rank)
             assert [batch for _, batch in sorted(own.items()) if batch] == list(plan.for_rank(rank))
@@ -205,8 +206,7 @@ def test_pipelines_run_random_slices_to_their_end(split):
         chunks = generator.choice([1, 1, 2, 3])
         cluster = ClusterSpec(expert * groups, 16, pipeline=devices, chunks=chunks, split_backward=split)
         schedule = Planner(None, cluster, cost_model=CostModel(attention=1e-6, linear=1e-5)).schedule(planned.plan)
-        schedule.validate(planned.plan)
-        programs = make_programs(schedule, planned.plan)
+        programs = pipeline_programs(schedule, planned.plan)
         check_programs(programs, planned.plan, stages=schedule.stages, split=split)
         for rank in range(expert * groups):
             own = planned.of_rank(rank)

@@ -235,7 +235,7 @@ def test_waves_of_a_plan_with_few_ring_peers_are_scheduled(slices: int) -> None:
     plan = planner.plan(lengths)
     waves = plan_waves(plan, 2).plan
     assert plan.table.most_peers() <= 3 < waves.table.most_peers()
-    planner.schedule(waves).validate(waves)
+    assert len(planner.schedule(waves).passes) == 2 * 4 * len(waves.micro_batches)
 
 
 def test_longest_first_is_the_same_work() -> None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 import pytest
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.parallel import check_programs, make_programs
 from hdpcomm.plan import (
     MODELS,
     ClusterSpec,
@@ -29,6 +28,7 @@ from hdpcomm.plan import (
 )
 from hdpcomm.plan.token_mixing import latent_mixing
 from hdpcomm.plan.waves import PlannedWaves, plan_waves
+from tests.harness.programs import check_programs, pipeline_programs
 
 STEPS = -(-int(os.environ.get("HDPCOMM_TEST_SLICES_PLANS", "30")) // 3)
 COST = CostModel(attention=1e-9, linear=1e-6, fixed=1e-4, ring_step=1e-5, kv_intra=1e-8, kv_inter=4e-8)
@@ -132,8 +132,7 @@ def test_devices_hold_what_they_have_room_for(chunks: int) -> None:
         most = cluster.pipeline + ((cluster.pipeline - 1) / chunks if chunks > 1 else 0)
         waves = plan_waves(plan, cluster.expert)
         schedule = planner.schedule(waves.plan)
-        schedule.validate(waves.plan)
-        held, programs = most_held(planner, waves, schedule), make_programs(schedule, waves.plan)
+        held, programs = most_held(planner, waves, schedule), pipeline_programs(schedule, waves.plan)
         known = {"split": cluster.split_backward, "memory": planner.memory, "waves": waves}
         check_programs(programs, waves.plan, stages=schedule.stages, **known)
         assert held <= most * planner.memory.capacity * (1 + 1e-9), (seed, planner.cluster, lengths)

@@ -17,7 +17,6 @@ import pytest
 from hdpcomm._core import planner as core
 from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.parallel.program import check_programs, make_programs
 from hdpcomm.plan import (
     MODELS,
     ClusterSpec,
@@ -34,6 +33,7 @@ from hdpcomm.plan.cost import core_cost
 from hdpcomm.plan.token_mixing import delta_mixing, latent_mixing, softmax_mixing
 from hdpcomm.plan.tree import tree_of
 from hdpcomm.sim import simulate_step
+from tests.harness.programs import check_programs, pipeline_programs
 from tests.harness.tree_oracle import random_tree
 
 STEPS = int(os.environ.get("HDPCOMM_TEST_SLICES_PLANS", "30"))
@@ -88,9 +88,10 @@ def test_a_step_is_no_longer_and_can_run(seed, chunks):
     after.validate(lengths, memory=planner.memory)
     assert StepPlan.from_json(after.to_json()).hash == after.hash
     schedule = sliced.schedule(after)
-    schedule.validate(after)
     split = planner.cluster.split_backward
-    check_programs(make_programs(schedule, after), after, stages=schedule.stages, split=split, memory=planner.memory)
+    check_programs(
+        pipeline_programs(schedule, after), after, stages=schedule.stages, split=split, memory=planner.memory
+    )
     found = simulate_step(sliced, after)
     assert abs(found.compute_s - after.makespan_s) <= 1e-9 * after.makespan_s
     assert found.rank_peak_tokens.max() <= most_held(planner.cluster) * planner.memory.capacity * (1 + 1e-9)
@@ -126,8 +127,9 @@ def test_a_step_with_trees_is_no_longer_and_can_run(seed):
         item = tree_of(planned.sequence, items, after.fragments) or items[planned.sequence]
         assert planned.bounds == tuple(sorted({0, *planned.bounds, _tokens(item)}))
     schedule = sliced.schedule(after)
-    schedule.validate(after)
-    check_programs(make_programs(schedule, after), after, stages=schedule.stages, split=planner.cluster.split_backward)
+    check_programs(
+        pipeline_programs(schedule, after), after, stages=schedule.stages, split=planner.cluster.split_backward
+    )
     found = simulate_step(sliced, after, items=items)
     assert found.compute_s == pytest.approx(after.makespan_s, rel=1e-9)
     for again in (pickle.loads(pickle.dumps(after)), StepPlan.from_json(after.to_json())):
@@ -290,9 +292,8 @@ def test_the_bound_is_below_plans_by_hand(kind, seed):
         found = simulate_step(sliced, plan, items=lengths)
         assert least <= found.compute_s * (1 + 1e-9)
         schedule = sliced.schedule(plan)
-        schedule.validate(plan)
     split = planner.cluster.split_backward
-    check_programs(make_programs(schedule, plan), plan, stages=schedule.stages, split=split)
+    check_programs(pipeline_programs(schedule, plan), plan, stages=schedule.stages, split=split)
 
 
 def equal_slices(cost, length, size, count):
@@ -365,8 +366,7 @@ def test_no_device_waits_for_ever(seed):
     )
     plan = StepPlan("by hand", ranks, made, 0.0, 0.0, 0.0, 0.0, fragments=tuple(fragments))
     schedule = planner.schedule(plan)
-    schedule.validate(plan)
-    check_programs(make_programs(schedule, plan), plan, stages=schedule.stages, split=split, memory=planner.memory)
+    check_programs(pipeline_programs(schedule, plan), plan, stages=schedule.stages, split=split, memory=planner.memory)
     found = planner.simulate(plan)
     assert found["peak_tokens"].max() <= most_held(cluster) * capacity * (1 + 1e-9)
     assert planner.lower_bound(lengths) <= found["makespan"] * (1 + 1e-9)
