@@ -94,11 +94,6 @@ class RingPlan:
         """KV rows that this rank sends in forward."""
         return sum(message.rows.total for step in self.steps for message in step.kv_sends)
 
-    @property
-    def grad_rows_sent(self) -> int:
-        """Gradient rows that this rank sends in backward."""
-        return sum(message.rows.total for step in self.steps for message in step.grad_sends)
-
 
 Plan = TypeVar("Plan")
 

@@ -13,12 +13,11 @@ from torch.utils.dlpack import from_dlpack
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Buffer", "code_of", "describe", "dtype_name", "plain_tensors", "wraps_tensors"]
+__all__ = ["Buffer", "code_of", "describe", "plain_tensors", "wraps_tensors"]
 
 _CODES = _core.DTYPES
 _TORCH = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
 _NUMPY = {np.dtype(name): code for name, code in _CODES.items() if name != "bfloat16"}
-_NAMES = {code: name for name, code in _CODES.items()}
 
 _describe_torch = _core.comm.describe_torch
 if (_api := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not None:  # torch 2.10 and later
@@ -30,11 +29,6 @@ Buffer = tuple[int, int, int]  # address, elements, dtype code
 def code_of(dtype: Any) -> int | None:
     """The core's code of a torch type or of what numpy takes for one; None if it has none."""
     return _TORCH.get(dtype) if isinstance(dtype, torch.dtype) else _NUMPY.get(np.dtype(dtype))
-
-
-def dtype_name(code: int) -> str:
-    """The name of a dtype code of the core."""
-    return _NAMES[code]
 
 
 def describe(x: Any, what: str, *, writable: bool = False) -> Buffer:

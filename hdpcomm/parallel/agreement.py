@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.tensors import plain_tensors
+from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.parallel.stages import Stage
 
@@ -45,8 +46,9 @@ def check_same_mesh(mesh: Mesh, model: str) -> None:
 
     Raises: Mismatch on every rank, naming the ranks with another one.
     """
-    digest, digests = _digests(f"{mesh.pipeline} {mesh.tensor} {mesh.expert} {mesh.positions.tolist()} {model}", mesh)
-    others = [mesh.comm.ranks[at] for at in range(mesh.comm.size) if digests[at] != digest]
+    own = _digest(f"{mesh.pipeline} {mesh.tensor} {mesh.expert} {mesh.positions.tolist()} {model}")
+    digests = gather_json(mesh.comm, own)
+    others = [rank for rank, digest in zip(mesh.comm.ranks, digests, strict=True) if digest != own]
     if others:
         raise _mismatch(
             f"rank {mesh.comm.global_rank} has another mesh or another model than the ranks {others}: {mesh}; give "
@@ -83,9 +85,9 @@ def check_same_trained(trained: Collection[str], mesh: Mesh) -> None:
         InvalidUsage: on every rank, where a stage has none.
     """
     nothing = _digest("")
-    _, digests = _digests("\n".join(sorted(trained)), mesh)
+    digests = gather_json(mesh.comm, _digest("\n".join(sorted(trained))))
     for stage, positions in enumerate(mesh.positions.flatten(1).tolist()):
-        found = {position: int(digests[position]) for position in positions}
+        found = {position: digests[position] for position in positions}
         usual, _ = Counter(found.values()).most_common(1)[0]
         if others := [mesh.comm.ranks[position] for position in positions if found[position] != usual]:
             raise _mismatch(
@@ -101,16 +103,8 @@ def check_same_trained(trained: Collection[str], mesh: Mesh) -> None:
             )
 
 
-def _digests(facts: str, mesh: Mesh) -> tuple[int, Tensor]:
-    """The digest of ``facts``, and int64 ``[ranks]``, those of all ranks. Collective over the mesh."""
-    digest = _digest(facts)
-    digests = torch.empty(mesh.comm.size, dtype=torch.int64)
-    mesh.comm.all_gather(digests, torch.tensor([digest], dtype=torch.int64))
-    return digest, digests
-
-
-def _digest(facts: str) -> int:
-    return int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "big")
+def _digest(facts: str) -> str:
+    return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def _mismatch(message: str, mesh: Mesh) -> Mismatch:

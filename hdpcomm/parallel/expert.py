@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.comm.mesh import Mesh
+from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import AdaptedCausalLM, Llama
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
@@ -85,10 +86,9 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True, bounded: bo
 
 def _check_same(group: ExpertGroup) -> None:
     """Raises Mismatch unless all ranks exchange rows alike. Collective."""
-    bounded = torch.empty(group.comm.size, dtype=torch.int64)
-    group.comm.all_gather(bounded, torch.tensor([int(group.bounded)]))
-    if bool(bounded.any()) and not bool(bounded.all()):
-        given = dict(zip(group.comm.ranks, map(bool, bounded.tolist()), strict=True))
+    bounded = gather_json(group.comm, group.bounded)
+    if any(bounded) and not all(bounded):
+        given = dict(zip(group.comm.ranks, bounded, strict=True))
         raise Mismatch(f"expert_parallel() got bounded by rank {given}; give all ranks the same", op="expert_parallel")
 
 

@@ -15,11 +15,11 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.buckets import Bucket, Sharding, make_buckets
 from hdpcomm.train.gradients import Gradients, trained_parameters, wide_type
-from hdpcomm.train.host_memory import HostMemory
 from hdpcomm.train.layout import Layout
 from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.pulled_weights import PulledWeights
 from hdpcomm.train.pushed_sums import PushedSums
+from hdpcomm.train.shared_shards import SharedShards
 from hdpcomm.train.side_work import side_work
 from hdpcomm.train.trainer_check import check_elementwise
 from hdpcomm.train.units import Units, unit_buckets
@@ -118,7 +118,7 @@ class Masters:
             sums: WholeSums | PushedSums = WholeSums(buckets, mesh.comm, wide, trained[0].device)
         else:
             self._units = units = Units(chunks)
-            memory = HostMemory()
+            memory = SharedShards()
             buckets = unit_buckets(units, trained, layout, zero)
             if mesh.hdp > 1 and all(bucket.parts == 1 for bucket in buckets):
                 raise InvalidUsage(
@@ -231,11 +231,6 @@ class Masters:
                 for each in {id(t): t for t in (own, wide.get(id(bucket), own))}.values():
                     if comm is not None:
                         share_values(comm, [each])
-
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of this rank's master weights beside the parameters."""
-        return sum(wide.nbytes for memory, wide in self._memories if memory.dtype != wide.dtype)
 
     def finish(self) -> None:
         """Hands the gradients to the optimizer; parameters that no rank has used have none. Call before its step."""

@@ -14,7 +14,7 @@ from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.train.buckets import Bucket
-    from hdpcomm.train.host_memory import BucketShards, HostMemory
+    from hdpcomm.train.shared_shards import BucketShards, SharedShards
     from hdpcomm.train.side_work import SideWork, Started
     from hdpcomm.train.units import Unit, Units
 
@@ -42,7 +42,7 @@ class PulledWeights:
         self,
         units: Units,
         buckets: Sequence[Bucket],
-        memory: HostMemory,
+        memory: SharedShards,
         side: SideWork,
         dtype: torch.dtype | None,
     ) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Work
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.train.buckets import Bucket
-    from hdpcomm.train.host_memory import BucketShards, HostMemory
+    from hdpcomm.train.shared_shards import BucketShards, SharedShards
     from hdpcomm.train.side_work import SideWork
     from hdpcomm.train.units import Unit, Units
 
@@ -96,7 +96,7 @@ class PushedSums:
         units: Units,
         buckets: Sequence[Bucket],
         mesh: Mesh,
-        memory: HostMemory,
+        memory: SharedShards,
         side: SideWork,
         wide: torch.dtype,
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,88 +15,61 @@ from hdpcomm.comm.device.communicator import DeviceCommunicator
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["SideStream", "SideThread", "SideWork", "side_work"]
+__all__ = ["SideStream", "SideThread", "SideWork", "Started", "side_work"]
 
 Work = Callable[[], None]
 
 
-class Started(Protocol):
-    """Work that :meth:`SideWork.start` has begun."""
-
-    def wait(self) -> None:
-        """Orders what the caller computes from now on after it. Raises: what the work has raised."""
-        ...
-
-
-class SideWork(Protocol):
-    """Runs work beside what its caller computes."""
-
-    def start(self, work: Work) -> Started:
-        """Begins work that comes after all that the caller has computed so far, and returns."""
-        ...
-
-    def mark(self) -> Any:
-        """Marks what the caller has computed so far, for :meth:`run_after`."""
-        ...
-
-    def run_after(self, mark: Any, work: Work) -> None:
-        """Work that comes after a mark, on the calling thread: any other than the one that computes."""
-        ...
-
-    def finish(self) -> None:
-        """The calling thread waits until all of its :meth:`run_after` has ended. Raises: CommTimeout."""
-        ...
-
-    def close(self) -> None:
-        """Ends what :meth:`start` needs, until it is called again."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class _OnThread:
+class Started:
+    """Work that :meth:`SideThread.start` has begun; a stream gives a mark with the same method."""
+
     future: Future[None]
 
     def wait(self) -> None:
+        """Orders what the caller computes from now on after it. Raises: what the work has raised."""
         self.future.result()
 
 
 class SideThread:
-    """:class:`SideWork` where the host computes."""
+    """Runs work beside what its caller computes, where the host computes."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
     def start(self, work: Work) -> Started:
+        """Begins work that comes after all that the caller has computed so far, and returns."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="hdpcomm-weights")
-        return _OnThread(self._pool.submit(work))
+        return Started(self._pool.submit(work))
 
     def mark(self) -> None:
-        """All that the host has computed is there."""
+        """Marks what the caller has computed so far, for :meth:`run_after`: all of it is there."""
 
-    def run_after(self, mark: None, work: Work) -> None:
-        del mark
+    def run_after(self, _: Any, work: Work) -> None:
+        """Work that comes after a mark, on the calling thread: any other than the one that computes."""
         work()
 
     def finish(self) -> None:
-        """It has ended when it returns."""
+        """The calling thread waits until all of its :meth:`run_after` has ended; here it has. Raises: CommTimeout."""
 
     def close(self) -> None:
+        """Ends what :meth:`start` needs, until it is called again."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
 
 
 class SideStream:
-    """:class:`SideWork` where a GPU computes: a stream beside the caller's current one. Memory that :meth:`start` of
-    work allocates is this stream's, and the caller may free it while it still computes with it: the next work that
-    takes its place comes after that. So who starts work on a stream gives it no :meth:`run_after`."""
+    """As :class:`SideThread`, where a GPU computes: a stream beside the caller's current one. Memory that work of
+    :meth:`start` allocates is this stream's, and the caller may free it while it still computes with it: the next work
+    that takes its place comes after that. So who starts work on a stream gives it no :meth:`run_after`."""
 
     def __init__(self, comm: DeviceCommunicator) -> None:
         self._comm = comm
         self._stream = torch.cuda.Stream(comm.device)  # type: ignore[no-untyped-call]
 
-    def start(self, work: Work) -> Started:
+    def start(self, work: Work) -> Any:
         begun = self.mark()
         with torch.cuda.stream(self._stream):
             begun.wait()
@@ -118,6 +91,9 @@ class SideStream:
 
     def close(self) -> None:
         """There is nothing to end."""
+
+
+SideWork = SideThread | SideStream
 
 
 def side_work(comm: Communicator) -> SideWork:

@@ -137,7 +137,8 @@ def test_what_a_rank_keeps(dtype, zero, ranks):
         trainer = trainer_of(hdp.init(), zero=zero, dtype=dtype)
         trainer.step(LENGTHS, functools.partial(fetch, 0))
         state = sum(x.numel() * x.element_size() for entry in trainer.optimizer.state.values() for x in entry.values())
-        masters = 0 if trainer.runner.masters is None else trainer.runner.masters.master_bytes
+        memories = [] if trainer.runner.masters is None else trainer.runner.masters._memories
+        masters = sum(wide.nbytes for memory, wide in memories if memory.dtype != wide.dtype)
         return trainer.model.num_parameters(), state, trainer.runner.gradients, masters
 
     results = run_threads(main, ranks, timeout=60.0)

@@ -1,4 +1,4 @@
-"""Shards of the ranks of a host, in memory that all of them map: :class:`HostMemory`."""
+"""Shards of the ranks of a host, in memory that all of them map: :class:`SharedShards`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.train.buckets import Bucket
 
-__all__ = ["HostMemory", "BucketShards"]
+__all__ = ["BucketShards", "SharedShards"]
 
 _ALIGNED = 64
 """Bytes to whose multiple parts begin: a cache line."""
@@ -46,7 +46,7 @@ class BucketShards:
         return self.part(self.owners.rank)
 
 
-class HostMemory:
+class SharedShards:
     """Collects what is to lie in shared memory, and makes one window for each set of owners."""
 
     def __init__(self) -> None:
