@@ -9,8 +9,8 @@ from pathlib import Path
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text, user_folder, write_whole
-from hdpcomm.plan.nccl_costs import link_costs as nccl_link_costs
 from hdpcomm.plan.presets import DEVICES
+from hdpcomm.plan.presets import link_costs as nccl_link_costs
 
 __all__ = ["cost_names", "costs_path", "link_costs", "load_costs", "save_costs"]
 
@@ -25,7 +25,7 @@ _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
     # By benchmarks/host_links.py, between two network namespaces of one machine (2 cores, 2026-11-23).
     "tcp": {"alpha_s": 5e-5, "message_s": 1e-5, "beta_s_per_byte": 7e-10, "gamma_s_per_byte": 0.8e-10},
     "cuda": _DEVICE,  # derived, with its sources in csrc/collective/peer_reads.hpp
-    # By the figures of planner and simulator (hdpcomm/plan/nccl_costs.py): inside a node, and between nodes.
+    # By the figures of planner and simulator (hdpcomm/plan/presets.py): inside a node, and between nodes.
     "nccl": _NCCL_INSIDE,
     "nccl between nodes": _NCCL_BETWEEN,
     # Measured by --calibrate between two processes on 2 cores (Xeon at 2.5 GHz, 2026-11-21).

@@ -155,7 +155,7 @@ class RowPasses:
     def plan(self, lengths: list[int]) -> PlannedStep:
         """A plan for the rows of all ranks, on which they have agreed. Collective.
 
-        Raises: Mismatch: of :func:`hdpcomm.train.plan_check.check_same_plan`.
+        Raises: Mismatch: of :func:`hdpcomm.train.replicas.check_same_plan`.
         """
         return self._agreed(self._planned(lengths, lengths))
 

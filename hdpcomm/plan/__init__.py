@@ -2,8 +2,7 @@
 
 from hdpcomm.plan.ahead import PlanAhead, PlannedStep
 from hdpcomm.plan.calibration import Calibration
-from hdpcomm.plan.cluster import ClusterSpec
-from hdpcomm.plan.cluster_file import load_cluster, save_cluster
+from hdpcomm.plan.cluster import ClusterSpec, load_cluster, save_cluster
 from hdpcomm.plan.cost import CostModel, CostSample
 from hdpcomm.plan.learn import CostLearner, RankTimes
 from hdpcomm.plan.memory import MemoryModel

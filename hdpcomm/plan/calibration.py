@@ -9,8 +9,7 @@ from typing import Any
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text, write_whole
-from hdpcomm.plan.cluster import ClusterSpec
-from hdpcomm.plan.cluster_file import cluster_from_dict, cluster_to_dict
+from hdpcomm.plan.cluster import ClusterSpec, cluster_from_dict, cluster_to_dict
 from hdpcomm.plan.cost import CostModel, CostSample
 from hdpcomm.plan.memory import MemoryModel
 from hdpcomm.plan.specs import ModelSpec

@@ -4,18 +4,45 @@ Model shapes: ByteScale (arXiv 2502.21231) Table 1 gives layers, heads, KV group
 vocabularies are those of the published LLaMA-2/-1 and Mixtral configurations. Device rates: matrix products at 65% of
 the data sheet's dense bf16 peak and attention at 50% (FlashAttention-2 on A100) or 55% (FlashAttention-3 on H100/H200),
 which are usual sustained rates; links one way: NVLink 4 at 370 of 450 GB/s, NVLink 3 at 240 of 300 GB/s, one 400 Gb/s
-(A100: 200 Gb/s) NIC per device at 92%; PCIe Gen5 (Gen4) x16 under two-way load at 40 (18) GB/s. Latencies are NCCL's
-(:mod:`hdpcomm.plan.nccl_costs`).
+(A100: 200 Gb/s) NIC per device at 92%; PCIe Gen5 (Gen4) x16 under two-way load at 40 (18) GB/s. Latencies are NCCL's: a
+single message (a step of a schedule is one group, and so one kernel) costs the latency with which NCCL's own model
+starts a ring, plus one hop over its kind of link, both for the protocol of large messages (Simple). Source: NCCL,
+src/graph/tuning.cc, defaults: base 8.4 us; hops of a ring: NVLink 3.4, PCI 5.7, network 14 us. Adding the two is our
+derivation: within one kernel NCCL pays the base once, and then only hops.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from hdpcomm.plan.nccl_costs import message_latency_s
 from hdpcomm.plan.specs import DeviceSpec, ModelSpec
 
-__all__ = ["DEVICES", "MODELS", "NODE_DEVICES", "device_in"]
+__all__ = ["DEVICES", "HOP_S", "LAUNCH_S", "MODELS", "NODE_DEVICES", "device_in", "link_costs", "message_latency_s"]
+
+#: Seconds from the launch of a group's kernel until its first message is sent.
+LAUNCH_S = 8.4e-6
+#: Seconds of a hop, by kind of link.
+HOP_S = {"nvlink": 3.4e-6, "pci": 5.7e-6, "network": 14e-6}
+# Each further message of a group takes another channel of the same kernel, and a part of its launch: derived, not
+# measured.
+_FURTHER_MESSAGE_S = 0.5e-6
+# Three memory accesses per byte, at 85% of the data sheet's rate.
+_REDUCTION_ACCESSES = 3 / 0.85
+
+
+def message_latency_s(link: str) -> float:
+    """Seconds until the first byte of a single message arrives over a link of this kind."""
+    return LAUNCH_S + HOP_S[link]
+
+
+def link_costs(device: DeviceSpec) -> tuple[dict[str, float], dict[str, float]]:
+    """NCCL's costs inside a node and between nodes, by the names of :mod:`hdpcomm.comm.costs`, from the same figures
+    that planner and simulator use."""
+    shared = {"message_s": _FURTHER_MESSAGE_S, "gamma_s_per_byte": _REDUCTION_ACCESSES / device.hbm_bandwidth}
+    inside = {"alpha_s": device.intra_latency_s, "beta_s_per_byte": 1 / device.intra_bandwidth}
+    between = {"alpha_s": device.inter_latency_s, "beta_s_per_byte": 1 / device.inter_bandwidth}
+    return inside | shared, between | shared
+
 
 NODE_DEVICES = 8
 """Devices of a host."""

@@ -3,7 +3,7 @@
 from hdpcomm.run.batches import Loading
 from hdpcomm.run.calibrate import calibrate
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder, open_checkpoint
-from hdpcomm.run.config import RunConfig, learning_rate
+from hdpcomm.run.config import RunConfig, Schedule, learning_rate
 from hdpcomm.run.dry_run import DryRun, dry_run, dry_run_elsewhere
 from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.export import export_model
@@ -13,7 +13,6 @@ from hdpcomm.run.loop import train
 from hdpcomm.run.metrics_log import MetricsLog, read_lines, read_metrics
 from hdpcomm.run.model import FolderModel, folder_model, model_path
 from hdpcomm.run.options import RunResult, Saving, Watching
-from hdpcomm.run.schedule import Schedule
 
 __all__ = [
     "Checkpoint",

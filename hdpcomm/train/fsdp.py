@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch.distributed.tensor import DTensor
+
     from hdpcomm.comm import Communicator
 
-__all__ = ["FullyShardedParameters"]
+__all__ = ["FullyShardedParameters", "is_dtensor", "is_fully_sharded"]
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether this is a ``torch.distributed.tensor.DTensor``: none is before something has imported that module."""
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def is_fully_sharded(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether any of the parameters is a shard of FSDP2."""
+    return any(is_dtensor(parameter) for parameter in parameters)
 
 
 class FullyShardedParameters:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,15 @@ from hdpcomm.models.moe import refuse_trees
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.parallel.program import KEEP, RECEIVE, RUN, SEND, WHOLE, StepProgram, pipeline_program, plan_program
 from hdpcomm.plan.waves import PlannedWaves, plan_waves
-from hdpcomm.train.expert_load import expert_loads, uncounted
 from hdpcomm.train.label_terms import LabelTerms
-from hdpcomm.train.micro_batch import micro_batch_loss
+from hdpcomm.train.metrics import expert_loads, uncounted
 from hdpcomm.train.queue import StepQueue
 from hdpcomm.train.shards import (
     Fetch,
     PackedShard,
     empty_shard,
     holds_trees,
+    micro_batch_loss,
     no_tokens,
     pack_of,
     pack_shard,
@@ -42,21 +42,12 @@ if TYPE_CHECKING:
     from hdpcomm.plan import MicroBatch, PlannedStep, Planner, StepPlan
     from hdpcomm.plan.micro_batch import PlannedSlice
     from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
+    from hdpcomm.train.fsdp import FullyShardedParameters
+    from hdpcomm.train.gradients import Gradients
 
-__all__ = ["Passes", "ReducedGradients", "StepInputs"]
+__all__ = ["Passes", "StepInputs"]
 
 Loss = Callable[..., Tensor]
-
-
-class ReducedGradients(Protocol):
-    """Events of passes for the reduction of gradients: :class:`hdpcomm.train.Gradients`."""
-
-    def passes(
-        self, empty_pass: Callable[[], object], order: Callable[[], Sequence[Sequence[int]]], /
-    ) -> AbstractContextManager[None]: ...
-    def begin_pass(self, chunk: int = 0) -> None: ...
-    def end_pass(self) -> None: ...
-    def reduce_early(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +72,7 @@ class StepInputs:
     planned: PlannedStep
     fetch: Fetch
     scale: float = 1.0
-    gradients: ReducedGradients | None = None
+    gradients: Gradients | FullyShardedParameters | None = None
     offload_context: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
     offload: ActivationOffload | None = None
     on_pass: Callable[[int | None], object] = lambda _: None

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from hdpcomm.comm.tensors import plain_tensors
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.log import LOG
-from hdpcomm.train.dtensor import is_dtensor
+from hdpcomm.train.fsdp import is_dtensor
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.plan import StepPlan
 
-__all__ = ["ChangedBuffers", "check_replicas", "raise_unlike", "settings_of"]
+__all__ = ["ChangedBuffers", "check_replicas", "check_same_plan", "raise_unlike", "settings_of"]
 
 _FEW = 8
 """Other bits in no more than one of so many tensors are no rounding."""
@@ -192,3 +193,50 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _digest(facts: object) -> bytes:
     return hashlib.sha256(repr(facts).encode()).digest()[:_DIGEST]
+
+
+def check_same_plan(
+    plan: StepPlan,
+    comm: Communicator,
+    *,
+    more: bytes = b"",
+    settings: str = "",
+    alike: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Compares hashes of the plan and of the optimizer's settings of all ranks. Collective over ``comm``; 48 bytes a
+    rank in one message.
+
+    Args:
+        more: what else the step follows, as the order of a pipeline's passes; it must be equal, too.
+        settings: of the optimizer (:func:`hdpcomm.train.replicas.settings_of`).
+        alike: positions in ``comm`` whose settings must be the same, by stage; ``None``: all.
+
+    Raises:
+        Mismatch: on every rank, naming which ranks hold which plan, or those whose settings are not like most.
+    """
+    if comm.size == 1:
+        return
+    digest = bytes.fromhex(plan.hash) if not more else hashlib.sha256(bytes.fromhex(plan.hash) + more).digest()
+    digest += hashlib.sha256(settings.encode()).digest()[:16]
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    hashes = torch.empty(comm.size, mine.numel(), dtype=torch.uint8)
+    comm.all_gather(hashes, mine)
+    rows = [bytes(row.tolist()) for row in hashes]
+    groups: dict[str, list[int]] = {}
+    for position, row in enumerate(rows):
+        groups.setdefault(row[:32].hex(), []).append(comm.ranks[position])
+    if len(groups) > 1:
+        told = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {key[:12]}"
+            for key, ranks in groups.items()
+        )
+        raise Mismatch(
+            f"ranks made different plans for this step ({told}); all ranks must pass the same lengths and use the "
+            "same planner and cost model",
+            rank=comm.global_rank,
+            op="plan",
+            ranks=comm.ranks,
+        )
+    for places in alike or [range(comm.size)]:
+        if len({rows[place][32:] for place in places}) > 1:
+            raise_unlike(comm, [rows[p][32:] for p in places], "the optimizer's settings", f"here {settings}", places)

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.buckets import BUCKET_BYTES
-from hdpcomm.train.dtensor import is_fully_sharded
-from hdpcomm.train.fsdp import FullyShardedParameters
+from hdpcomm.train.fsdp import FullyShardedParameters, is_fully_sharded
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.layout import layout_of, plain_name
 from hdpcomm.train.masters import Masters
-from hdpcomm.train.plan_check import check_same_plan
 from hdpcomm.train.pulled_weights import has_part
-from hdpcomm.train.replicas import ChangedBuffers
+from hdpcomm.train.replicas import ChangedBuffers, check_same_plan
 from hdpcomm.train.state import State
 from hdpcomm.train.trainer_check import check_elementwise
 
@@ -171,7 +169,7 @@ class Runner:
         Args:
             settings: what ranks of the same stage must have alike (:func:`hdpcomm.train.replicas.settings_of`).
 
-        Raises: Mismatch: of :func:`hdpcomm.train.plan_check.check_same_plan`.
+        Raises: Mismatch: of :func:`hdpcomm.train.replicas.check_same_plan`.
         """
         if self.masters is not None and self.masters.shared:
             self.synchronize()  # from the agreement on, others pull this rank's parts and add to them

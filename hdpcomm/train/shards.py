@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdpcomm.attention import BalancedPack, Pack, SlicedSequence, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.queue import fixed_for_rank
 from hdpcomm.plan.tree import Tree, join_trees
-from hdpcomm.train.loss import IGNORE, next_token_labels
+from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
     from hdpcomm.plan import MicroBatch, SequenceFragment, StepPlan, TreeFragment
+    from hdpcomm.train.layout import Layout
 
 __all__ = [
     "Fetch",
@@ -29,15 +30,18 @@ __all__ = [
     "LabelledTokens",
     "PackedShard",
     "checked",
+    "declared",
     "empty_shard",
     "holds_trees",
     "labelled_shard",
+    "micro_batch_loss",
     "no_tokens",
     "pack_of",
     "pack_shard",
     "parts_of_rank",
     "sequences_shard",
     "tree_shard",
+    "vocabulary_of",
 ]
 
 Fetch = Callable[[int], "Tensor | tuple[Tensor, Tensor] | Mapping[str, Any]"]
@@ -226,6 +230,32 @@ def _refuse_identity(sequence: int, tokens: Tensor, labels: Tensor) -> None:
     )
 
 
+def micro_batch_loss(
+    model: nn.Module,
+    packed: PackedShard,
+    comm: Communicator,
+    loss: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """The summed loss of this rank's shard of a micro-batch; the forward pass. Collective over ``comm``.
+
+    A model with ``takes_labels = True`` gets the labels and returns the sum, unless ``loss(logits, labels)`` is given;
+    with any other, the logits exist as a whole. The labels of a tree, and those with losses of their own, go only to a
+    model with ``takes_label_rows = True``; ``loss(logits, labels, weights)`` gets the logits of each label's token and
+    the label's factor.
+    """
+    places = {"positions": packed.positions, "cu_seqlens": packed.cu_seqlens, "comm": comm}
+    rows, weights = packed.label_rows, packed.label_weights
+    plain = rows is None and weights is None
+    if loss is None and getattr(model, "takes_labels" if plain else "takes_label_rows", False):
+        more = {} if plain else {"label_rows": rows, "label_weights": weights}
+        total: Tensor = model(packed.tokens, **places, labels=packed.labels, **more)
+        return total
+    logits = model(packed.tokens, **places)
+    if plain:
+        return (loss or summed_loss)(logits, packed.labels)
+    return (loss or summed_loss)(logits if rows is None else logits[rows], packed.labels, weights)
+
+
 def holds_trees(places: Iterable[int], items: Sequence[int | Tree]) -> bool:
     """Whether a sequence of a micro-batch is a tree, or a fragment of one."""
     return any(place >= len(items) or isinstance(items[place], Tree) for place in places)
@@ -347,3 +377,60 @@ def _checked_tree(fetched: Any, i: int, tree: Tree) -> tuple[Tensor, Tensor]:
                 f"tree, whose {name} are {dtype} [{tree.num_tokens}]"
             )
     return tokens, weights
+
+
+class _Declared:
+    def __init__(self, fetch: Any, comm: Communicator, vocabulary: int | None) -> None:
+        self._fetch, self._comm, self._vocabulary = fetch, comm, vocabulary
+
+    def __call__(self, place: int, /) -> Any:
+        with self._comm.busy("reads data"):
+            fetched = self._fetch(place)
+        given = fetched.get("tokens") if isinstance(fetched, Mapping) else fetched
+        self._check(given[0] if isinstance(given, tuple) and given else given, place)
+        return fetched
+
+    def _check(self, tokens: Any, place: int) -> None:
+        if self._vocabulary is None or not isinstance(tokens, Tensor) or not tokens.numel() or tokens.is_cuda:
+            return
+        for token in map(int, tokens.aminmax()):
+            if not 0 <= token < self._vocabulary:
+                raise InvalidUsage(
+                    f"fetch({place}) gave the token {token}; the model has embeddings of tokens 0 to "
+                    f"{self._vocabulary - 1}: use its tokenizer, or a model with a larger vocabulary"
+                )
+
+
+class _DeclaredParts(_Declared):
+    def part(self, place: int, start: int, stop: int, /) -> tuple[Tensor, Tensor]:
+        with self._comm.busy("reads data"):
+            parts: tuple[Tensor, Tensor] = self._fetch.part(place, start, stop)
+        self._check(parts[0] if parts else None, place)
+        return parts
+
+
+class _DeclaredAhead(_DeclaredParts):
+    def ahead(self, parts: Sequence[tuple[int, int, int]], /) -> None:
+        self._fetch.ahead(parts)
+
+
+def declared(fetch: Fetch, comm: Communicator, vocabulary: int | None) -> Fetch:
+    """``fetch``, each call of which is an activity of this rank (:meth:`hdpcomm.comm.Communicator.busy`). It reads
+    parts of sequences, and reads ahead, if ``fetch`` does. Local.
+
+    Args:
+        vocabulary: a token of at least that, or below 0, is an InvalidUsage; ``None``: nobody knows.
+    """
+    if isinstance(fetch, FetchAhead):
+        return _DeclaredAhead(fetch, comm, vocabulary)
+    return (_DeclaredParts if isinstance(fetch, FetchParts) else _Declared)(fetch, comm, vocabulary)
+
+
+def vocabulary_of(model: nn.Module, layout: Layout) -> int | None:
+    """Rows of the whole model's embedding of tokens, where this rank has it under a name that is known. Local."""
+    for module in model.modules():
+        for name in ("embedding", "embed_tokens", "wte"):
+            embedding = getattr(module, name, None)
+            if isinstance(embedding, nn.Embedding):
+                return layout.of(embedding.weight).shape[0]
+    return None

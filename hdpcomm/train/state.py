@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train.dtensor import is_dtensor
+from hdpcomm.train.fsdp import is_dtensor
 from hdpcomm.train.layout import Placement, plain_name
 from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.tensor_part import TensorPart

@@ -15,8 +15,7 @@ from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Aborted, InvalidUsage
 from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.buckets import BUCKET_BYTES
-from hdpcomm.train.dtensor import is_fully_sharded
-from hdpcomm.train.expert_load import add_expert_load, expert_loads
+from hdpcomm.train.fsdp import is_fully_sharded
 from hdpcomm.train.gradients import trained_parameters
 from hdpcomm.train.label_terms import (
     Batch,
@@ -32,13 +31,12 @@ from hdpcomm.train.label_terms import (
 )
 from hdpcomm.train.layout import num_parameters, plain_name
 from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
-from hdpcomm.train.metrics import StepMetrics
+from hdpcomm.train.metrics import StepMetrics, add_expert_load, expert_loads
 from hdpcomm.train.offloaded_step import OffloadedStep
 from hdpcomm.train.passes import Passes, StepInputs
-from hdpcomm.train.reading import declared, vocabulary_of
 from hdpcomm.train.replicas import check_replicas, settings_of
 from hdpcomm.train.runner import Runner, StepSettings
-from hdpcomm.train.shards import Fetch
+from hdpcomm.train.shards import Fetch, declared, vocabulary_of
 from hdpcomm.train.timeline import Timeline
 from hdpcomm.train.trainer_check import (
     check_finite,

@@ -18,7 +18,7 @@ from hdpcomm.models.self_check import CHECKED_TOKENS, is_random
 from hdpcomm.models.tensor_group import TensorGroup
 from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, check_same_trained, checked_stages
 from hdpcomm.parallel.stages import Stage
-from hdpcomm.train.dtensor import is_fully_sharded
+from hdpcomm.train.fsdp import is_fully_sharded
 from hdpcomm.train.losses import GroupLoss, TokenLoss
 from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.pulled_weights import has_part

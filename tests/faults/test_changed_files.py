@@ -26,7 +26,7 @@ from hdpcomm.comm.costs import load_costs, save_costs
 from hdpcomm.data import open_corpus, open_store
 from hdpcomm.perf import baseline
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, Planner, StepPlan
-from hdpcomm.plan.cluster_file import cluster_to_dict, load_cluster
+from hdpcomm.plan.cluster import cluster_to_dict, load_cluster
 from hdpcomm.plan.distributions import read_lengths
 from hdpcomm.plan.model_config import load_model
 from hdpcomm.run.checkpoints import CheckpointFolder, open_checkpoint

@@ -15,7 +15,7 @@ import hdpcomm as hdp
 from hdpcomm.cli.main import main
 from hdpcomm.cli.plan import read_profile
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, StepPlan
-from hdpcomm.plan.cluster_file import load_cluster
+from hdpcomm.plan.cluster import load_cluster
 
 COEFFICIENTS = {"attention": 1e-12, "linear": 1e-7, "fixed": 1e-4, "piece": 1e-9, "ring_step": 1e-5}
 CLUSTER = ClusterSpec(ranks=8, ranks_per_node=4, device="h100", capacity=4096)

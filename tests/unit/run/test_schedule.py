@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.run import FolderModel, RunConfig, Schedule, learning_rate
-from hdpcomm.run.schedule import SCHEDULES
+from hdpcomm.run.config import SCHEDULES
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(0, 30), st.floats(0, 1), st.floats(0, 1), st.integers(1, 60))
