@@ -91,27 +91,40 @@ def profile_memory(
     """
     if tokens < 8:
         raise InvalidUsage(f"tokens is {tokens}; at least 8 are needed to see how memory grows")
-    every = find_layers(model)
-    if next(model.parameters()).is_meta and (some := _some_of(model, every)):
-        with _only(model, every, some):
-            short = profile_memory(
-                model, comm, optimizer, tokens=tokens, zero=zero, dtype=dtype, everyone=everyone,
-                split_backward=split_backward, replicas=replicas, matrices=matrices,
-            )  # fmt: skip
-        more = len(every) - len(some)
-        replicas = (replicas or comm.size) if zero else 1
-        weights, gradients, others, update = _state_bytes(
-            model, optimizer, ranks=replicas, zero=zero, dtype=dtype, matrices=matrices
-        )
-        return replace(
-            short,
-            layers=len(every),
-            forward=replace(short.forward, token=short.forward.token + more * short.layer),
-            backward=replace(short.backward, token=short.backward.token + more * short.layer),
-            recomputed=replace(short.recomputed, token=short.recomputed.token + more * short.layer_input),
-            states=weights + gradients + others, weights=weights, gradients=gradients, update=update,
-        )  # fmt: skip
-    layers = every
+    layers = find_layers(model)
+    some = _some_of(model, layers) if next(model.parameters()).is_meta else []
+    with _only(model, layers, some) if some else nullcontext():
+        passes = _measured_passes(model, comm, tokens, everyone or comm, split_backward=split_backward)
+    more = len(layers) - len(some) if some else 0
+    kept, backward, recomputed, layer, layer_input, owed = passes
+    replicas = (replicas or comm.size) if zero else 1
+    weights, gradients, others, update = _state_bytes(
+        model, optimizer, ranks=replicas, zero=zero, dtype=dtype, matrices=matrices
+    )
+    logits, chunk, _ = _logits(model)
+    return StepMemory(
+        layers=len(layers),
+        states=weights + gradients + others,
+        layer=layer,
+        layer_input=layer_input,
+        forward=replace(kept, token=kept.token + more * layer),
+        backward=replace(backward, token=backward.token + more * layer),
+        recomputed=replace(recomputed, token=recomputed.token + more * layer_input),
+        logits=logits,
+        chunk=chunk,
+        update=update,
+        owed=owed,
+        weights=weights,
+        gradients=gradients,
+    )
+
+
+def _measured_passes(
+    model: nn.Module, comm: Communicator, tokens: int, everyone: Communicator, *, split_backward: bool
+) -> tuple[Line, Line, Line, float, float, float]:
+    """See :class:`StepMemory`: the lines ``forward``, ``backward`` and ``recomputed``, the bytes a token ``layer``,
+    ``layer_input`` and ``owed``, the most of the ranks of ``comm``. Collective over ``everyone``."""
+    layers = find_layers(model)
     # What is before the first layer may be frozen (LoRA); then it keeps less than the others, the second one tells.
     few = (0, 1, 2) if _begins_frozen(model, layers) else (0, 1)
     before = recomputed_layers(model)
@@ -150,7 +163,7 @@ def profile_memory(
             slopes = torch.tensor([kept.token, backward.token, recomputed.token])
             steady = before_that is not None and torch.allclose(slopes, before_that, rtol=change)
             steady = steady and working > 0 and backward.token > len(layers) * layer + working / 2
-            if _all_agree(everyone or comm, steady):
+            if _all_agree(everyone, steady):
                 break
             tokens, before_that = 2 * tokens, slopes  # what does not grow with the tokens was the most
     finally:
@@ -159,35 +172,17 @@ def profile_memory(
             later.leave(layers)
         set_recompute(model, before)
         model.zero_grad(set_to_none=True)
-    logits, usual, narrow = _logits(model)
-    replicas = (replicas or comm.size) if zero else 1
-    weights, gradients, kept_states, update = _state_bytes(
-        model, optimizer, ranks=replicas, zero=zero, dtype=dtype, matrices=matrices
-    )
-    found = torch.tensor(
+    narrow = _logits(model)[2]
+    most = torch.tensor(
         [
             kept.fixed + narrow, kept.token + layer_input, backward.fixed, backward.token, recomputed.fixed,
             recomputed.token, layer, layer_input, owed,
         ],
         dtype=torch.float64,
     )  # fmt: skip
-    comm.all_reduce(found, "max")
-    values = found.tolist()
-    return StepMemory(
-        layers=len(layers),
-        states=weights + gradients + kept_states,
-        layer=values[6],
-        layer_input=values[7],
-        forward=Line(values[0], values[1]),
-        backward=Line(values[2], values[3]),
-        recomputed=Line(values[4], values[5]),
-        logits=logits,
-        chunk=usual,
-        update=update,
-        owed=values[8],
-        weights=weights,
-        gradients=gradients,
-    )
+    comm.all_reduce(most, "max")
+    values = most.tolist()
+    return Line(*values[:2]), Line(*values[2:4]), Line(*values[4:6]), values[6], values[7], values[8]
 
 
 def _some_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
