@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -112,10 +112,13 @@ class Bucket:
         """This rank's part of ``[length]``: a view."""
         return whole[self.sharding.own * self.part : (self.sharding.own + 1) * self.part]
 
-    def overlap(self, place: int, part: int) -> tuple[int, int]:
-        """First and last (exclusive) element of the parameter at ``place`` in a part; equal: none."""
-        begin, size = part * self.part - self.offsets[place], self.parameters[place].numel()
-        return min(max(begin, 0), size), min(max(begin + self.part, 0), size)
+    def spans(self, part: int) -> Iterator[tuple[nn.Parameter, int, int, slice]]:
+        """For each parameter the first and last (exclusive) of its elements in a part, equal if there are none, and
+        where they are in the part."""
+        for parameter, offset in zip(self.parameters, self.offsets, strict=True):
+            begin, size = part * self.part - offset, parameter.numel()
+            start, stop = min(max(begin, 0), size), min(max(begin + self.part, 0), size)
+            yield parameter, start, stop, slice(start - begin, stop - begin)
 
     def add(self, parameter: nn.Parameter) -> None:
         self.parameters.append(parameter)

@@ -88,20 +88,10 @@ class FullyShardedParameters:
         self._set(sync=True)
         scatter()
 
-    def begin_pass(self, chunk: int = 0) -> None:
-        """Nothing is to be done before a pass of one micro-batch."""
+    def _nothing(self, *_: object) -> None:
+        """Nothing is to do beside the passes, after which the sums are scattered, on all ranks alike."""
 
-    def end_pass(self) -> None:
-        """Nor after it."""
-
-    def reduce_early(self) -> None:
-        """The sums are scattered after the last pass, on all ranks alike."""
-
-    def start(self) -> None:
-        """The sums have been scattered."""
-
-    def drain(self) -> None:
-        """No reduction is under way outside of the passes."""
+    begin_pass = end_pass = reduce_early = start = drain = finish = _nothing
 
     def _set(self, *, sync: bool) -> None:
         for module in self._modules:
@@ -130,9 +120,6 @@ class FullyShardedParameters:
             for gradient in gradients:
                 gradient *= max_norm / norm
         return norm
-
-    def finish(self) -> None:
-        """Nothing is left to do before the optimizer's step."""
 
 
 def _local(tensor: object) -> torch.Tensor:

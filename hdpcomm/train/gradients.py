@@ -99,14 +99,9 @@ class Gradients:
                 are to end.
         """
         self._open = True
-        if isinstance(self.sums, PushedSums):
-            self.sums.begin(order())
         try:
-            yield
-            self.sums.end()
-        except BaseException:
-            self.sums.give_up()
-            raise
+            with self.sums.passes(order()) if isinstance(self.sums, PushedSums) else contextlib.nullcontext():
+                yield
         finally:
             self._open = False
 

@@ -157,12 +157,9 @@ class Masters:
         else:
             memory, wide = self._flatten(bucket, dtype, wide_dtype, mesh)
         gradients, own = self.gradients.own(bucket), bucket.sharding.own
-        for place, (parameter, offset) in enumerate(zip(bucket.parameters, bucket.offsets, strict=True)):
-            start, stop = bucket.overlap(place, own)
+        for parameter, start, stop, span in bucket.spans(own):
             if start < stop or (parameter.numel() == 0 and own == 0):
                 shape = parameter.shape if bucket.parts == 1 else (stop - start,)
-                begin = offset + start - own * bucket.part
-                span = slice(begin, begin + stop - start)
                 master = nn.Parameter(wide[span].view(shape))
                 self.pieces.append(MasterShard(parameter, start, master, gradients[span].view(shape), bucket.sharding))
         return memory, wide
@@ -214,10 +211,8 @@ class Masters:
             return
         for bucket in (*self.gradients.buckets, *self._frozen):
             own, sharding = self._weights.own(bucket), bucket.sharding
-            for place, (parameter, offset) in enumerate(zip(bucket.parameters, bucket.offsets, strict=True)):
-                start, stop = bucket.overlap(place, sharding.own)
-                begin = offset + start - sharding.own * bucket.part
-                yield LocalShard(parameter, start, own[begin : begin + stop - start], sharding)
+            for parameter, start, _, span in bucket.spans(sharding.own):
+                yield LocalShard(parameter, start, own[span], sharding)
 
     @torch.no_grad()
     def same_start(self) -> None:

@@ -213,6 +213,6 @@ def _own_ranges(model: nn.Module, mesh: Mesh) -> dict[int, tuple[int, int]]:
     for trained in (True, False):
         parameters = [p for p in model.parameters() if p.requires_grad == trained]
         for bucket in unit_buckets(units, parameters, layout, 3):
-            for place, parameter in enumerate(bucket.parameters):
-                found[id(parameter)] = bucket.overlap(place, bucket.sharding.own)
+            for parameter, start, stop, _ in bucket.spans(bucket.sharding.own):
+                found[id(parameter)] = start, stop
     return found

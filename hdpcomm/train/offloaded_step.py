@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,24 +19,18 @@ __all__ = ["OffloadedStep"]
 
 
 class OffloadedStep:
-    """A step's micro-batches at their ratios, with the device memory and the bytes that they took on this rank."""
+    """A step's micro-batches at their ratios, with the device memory and the bytes that they took on this rank.
+
+    Attributes:
+        meter: context of the passes; ``None`` without offload.
+    """
 
     def __init__(self, offload: ActivationOffload | None, memory: MemoryModel, device: torch.device) -> None:
         self._offload = offload
         self._memory = memory
-        self._meter = None if offload is None else MemoryMeter(device)
+        self.meter = None if offload is None else MemoryMeter(device)
         self._before = 0 if offload is None else offload.stats().stored_bytes
         self._ratio = self._predicted = 0.0
-
-    def __enter__(self) -> None:
-        if self._meter is not None:
-            self._meter.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._meter is not None:
-            self._meter.__exit__(kind, error, trace)
 
     def micro_batch(self, ratio: float, tokens: int, kept: int = 0) -> contextlib.AbstractContextManager[None]:
         """Context of the forward pass of a micro-batch with ``tokens`` tokens on this rank; ``kept``: of a slice, those
@@ -51,9 +44,9 @@ class OffloadedStep:
 
     def add_to(self, metrics: StepMetrics, comm: Communicator) -> StepMetrics:
         """The step's metrics with those of offload. Collective over ``comm``, if there is offload."""
-        if self._offload is None or self._meter is None:
+        if self._offload is None or self.meter is None:
             return metrics
-        most = torch.tensor([self._ratio, self._meter.peak, self._predicted], dtype=torch.float64)
+        most = torch.tensor([self._ratio, self.meter.peak, self._predicted], dtype=torch.float64)
         comm.all_reduce(most, "max")
         stored = torch.tensor([self._offload.stats().stored_bytes - self._before], dtype=torch.float64)
         comm.all_reduce(stored)

@@ -23,7 +23,7 @@ from torch import Tensor
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import Error
-from hdpcomm.train.reshard import Box, Parts, Reshard, boxes_of, cells, cut_box, describe_shards, parse_shards
+from hdpcomm.train.reshard import Box, Cell, Parts, Reshard, boxes_of, cells, cut_cell, describe_shards, parse_shards
 from hdpcomm.train.tensor_part import TensorPart
 
 if TYPE_CHECKING:
@@ -36,27 +36,19 @@ _END = 2  # int64 after a message's cells: its step and checksum
 
 
 @dataclass(frozen=True, slots=True)
-class _Cell:
-    """A box of a tensor that one rank owns and another one keeps, as positions in the communicator."""
+class _Cell(Cell):
+    """A box of a tensor that one rank owns and another one keeps, as positions in the communicator.
 
-    number: int
-    name: str
+    Attributes:
+        shape: of the whole tensor.
+        held: whether the keeper holds the elements itself.
+    """
+
     shape: tuple[int, ...]
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-    dtype: torch.dtype
-    owner: int
-    keeper: int
-    held: bool
-    """Whether the keeper holds the elements itself."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.first, self.last, strict=True))
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
+    number: int = -1
+    owner: int = -1
+    keeper: int = -1
+    held: bool = False
 
     @property
     def room(self) -> int:
@@ -262,12 +254,9 @@ def _parts_of(segments: Iterable[_Segment]) -> dict[str, TensorPart]:
 def _elements(boxes: Sequence[tuple[tuple[int, ...], Tensor]], cell: _Cell) -> Tensor:
     """The cell's elements in the box of this rank that has them."""
     for offsets, tensor in boxes:
-        ends = (o + n for o, n in zip(offsets, tensor.shape, strict=True))
-        if all(o <= a for o, a in zip(offsets, cell.first, strict=True)) and all(
-            b <= end for b, end in zip(cell.last, ends, strict=True)
-        ):
-            places = zip(offsets, cell.first, cell.last, strict=True)
-            return tensor.detach()[tuple(slice(a - o, b - o) for o, a, b in places)]
+        ends = [o + n for o, n in zip(offsets, tensor.shape, strict=True)]
+        if all(o <= a and b <= end for o, a, b, end in zip(offsets, cell.first, cell.last, ends, strict=True)):
+            return cell.within(offsets, tensor)
     raise AssertionError(f"{cell} is in none of this rank's boxes")
 
 
@@ -302,8 +291,8 @@ def _plan(told: Sequence[Mapping[str, Any]], hosts: Sequence[int]) -> list[_Cell
         for first, last in cells(boxes, []) if boxes else ():
             holders = sorted({box.rank for box in boxes if box.holds(first, last)})
             if holders:
-                whole = _Cell(-1, name, shapes[name], first, last, boxes[0].dtype, -1, -1, held=False)
-                found += [(cell, holders) for cell in cut_box(whole, most)]
+                whole = _Cell(name, first, last, boxes[0].dtype, shapes[name])
+                found += [(cell, holders) for cell in cut_cell(whole, most)]
     loads = [0] * len(hosts)
     done: list[_Cell] = []
     for cell, holders in sorted(found, key=lambda each: (-each[0].nbytes, each[0].name, each[0].first)):

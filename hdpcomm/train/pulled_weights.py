@@ -78,15 +78,13 @@ class PulledWeights:
         first = bucket.parameters[0]
         wide = torch.zeros(bucket.part, dtype=first.dtype, device=first.device)
         narrow = self.own(bucket)
-        for place, parameter in enumerate(bucket.parameters):
-            start, stop = bucket.overlap(place, bucket.sharding.own)
-            begin = bucket.offsets[place] + start - bucket.sharding.own * bucket.part
+        for parameter, start, stop, span in bucket.spans(bucket.sharding.own):
             if has_part(parameter):
                 values = _taken_part(parameter, start, stop)
             else:
                 values = parameter.detach().flatten()[start:stop]
             if start < stop:
-                wide[begin : begin + stop - start] = values
+                wide[span] = values
             parameter.data = without_values(parameter.shape, narrow.dtype, narrow.device)
         narrow.copy_(wide)
         return narrow if narrow.dtype == wide.dtype else wide

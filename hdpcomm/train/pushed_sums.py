@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -135,8 +135,10 @@ class PushedSums:
 
     # --- passes ------------------------------------------------------------------------------------------------------
 
-    def begin(self, order: Sequence[Sequence[int]]) -> None:
-        """The passes of a plan begin; a step may have several plans, one after the other. Local.
+    @contextlib.contextmanager
+    def passes(self, order: Sequence[Sequence[int]]) -> Iterator[None]:
+        """Context of the passes of a plan, after which all gradients of this rank are in their sums; a step may have
+        several plans, one after the other. Local. Raises: what kept a gradient from its sum.
 
         Args:
             order: for each chunk on this rank, the HDP ranks in the order in which their backward passes are to end.
@@ -147,6 +149,16 @@ class PushedSums:
             window.start()
         self._thread = threading.Thread(target=self._push_all, name="hdpcomm-gradients", daemon=True)
         self._thread.start()
+        try:
+            yield
+            self._put(None)
+            thread, self._thread = self._thread, None
+            thread.join()
+            self.check()
+        except BaseException:
+            self._stop()
+            self._now = None
+            raise
 
     def begin_pass(self, chunk: int) -> None:
         """A backward pass begins, over a chunk of the model."""
@@ -181,20 +193,6 @@ class PushedSums:
         before = now.gradients.get(key)
         now.gradients[key] = gradient if before is None else before.add_(gradient)
         now.made[id(unit)] = self._side.mark()
-
-    def end(self) -> None:
-        """The passes of a plan have ended: all gradients of this rank are in their sums then. Raises: what kept one
-        from that."""
-        self._put(None)
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        self.check()
-
-    def give_up(self) -> None:
-        """The passes have failed. Local."""
-        self._stop()
-        self._now = None
 
     def take(self) -> list[Work]:
         """No reduction is under way."""
@@ -285,8 +283,6 @@ class PushedSums:
 @torch.no_grad()
 def _add_to(sums: Tensor, owner: int, bucket: Bucket, gradients: dict[int, Tensor]) -> None:
     """Adds what an owner has of a bucket."""
-    for place, parameter in enumerate(bucket.parameters):
-        start, stop = bucket.overlap(place, owner)
+    for parameter, start, stop, span in bucket.spans(owner):
         if id(parameter) in gradients and start < stop:
-            begin = bucket.offsets[place] + start - owner * bucket.part
-            sums[begin : begin + stop - start].add_(gradients[id(parameter)].reshape(-1)[start:stop])
+            sums[span].add_(gradients[id(parameter)].reshape(-1)[start:stop])

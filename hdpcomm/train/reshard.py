@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from hdpcomm.train.tensor_part import TensorPart
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
 
-__all__ = ["Box", "Reshard", "boxes_of", "cells", "cut_box", "parse_shards", "describe_shards"]
+__all__ = ["Box", "Reshard", "boxes_of", "Cell", "cells", "cut_cell", "parse_shards", "describe_shards"]
 
 Parts = Mapping[str, "TensorPart | Tensor"]
 
@@ -44,21 +44,36 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
-    """A box of a tensor that goes from a box of one rank to one of another, in a type; ``forward``: what the sender has
-    got itself, so after all others."""
+class Cell:
+    """Elements ``first`` to ``last`` of a tensor, in a type."""
 
     name: str
     first: tuple[int, ...]
     last: tuple[int, ...]
-    source: Box
-    target: Box
     dtype: torch.dtype
-    forward: bool
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.first, self.last, strict=True))
 
     @property
     def nbytes(self) -> int:
-        return math.prod(b - a for a, b in zip(self.first, self.last, strict=True)) * self.dtype.itemsize
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+    def within(self, offsets: Sequence[int], tensor: Tensor) -> Tensor:
+        """These elements, of a box that has them and begins at ``offsets``; a view."""
+        places = zip(offsets, self.first, self.last, strict=True)
+        return tensor.detach()[tuple(slice(a - o, b - o) for o, a, b in places)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Move(Cell):
+    """A cell that goes from a box of one rank to one of another; ``forward``: what the sender has got itself, so after
+    all others."""
+
+    source: Box
+    target: Box
+    forward: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +224,7 @@ class Reshard:
         """
         self._check_idle()
         failed: list[Error] = []
-        kept = [
-            (move, _view(self._source, move, move.source).detach().to(move.dtype, copy=True)) for move in self._local
-        ]
+        kept = [(move, _view(self._source, move, move.source).to(move.dtype, copy=True)) for move in self._local]
         phase = self._phases[0]
         self._started = _Started(self._begin(phase, range(phase.messages), failed), kept, failed)
 
@@ -292,7 +305,7 @@ class Reshard:
         buffer = torch.empty(sum(move.nbytes for move in moves), dtype=torch.uint8)
         for move, place in zip(moves, _places(moves), strict=True):
             values = _view(self._target if move.forward else self._source, move, move.source)
-            flat = values.detach().to("cpu", move.dtype).contiguous().reshape(-1)
+            flat = values.to("cpu", move.dtype).contiguous().reshape(-1)
             buffer[place : place + move.nbytes] = flat.view(torch.uint8)
         return buffer
 
@@ -349,7 +362,7 @@ class Reshard:
             # what is passed on has come in the narrower type, whatever it was written to
             given = holders[0].dtype if forward else source.dtype
             dtype = min(given, taker.dtype, key=lambda kind: kind.itemsize)
-            move = _Move(name, first, last, source, taker, dtype, forward)
+            move = _Move(name, first, last, dtype, source, taker, forward)
             if source.rank != taker.rank:
                 loads[source.rank] += move.nbytes
             came.setdefault(key, taker)
@@ -417,7 +430,7 @@ def _pieces(moves: Sequence[_Move], most: int) -> list[list[_Move]]:
     """Messages of at most ``most`` bytes, or of one move; moves that are larger are cut along their longest side."""
     found: list[list[_Move]] = []
     size = most + 1
-    for move in itertools.chain.from_iterable(cut_box(move, most) for move in moves):
+    for move in itertools.chain.from_iterable(cut_cell(move, most) for move in moves):
         if size + move.nbytes > most:
             found.append([])
             size = 0
@@ -426,30 +439,19 @@ def _pieces(moves: Sequence[_Move], most: int) -> list[list[_Move]]:
     return found
 
 
-class _Cuttable(Protocol):
-    """A dataclass of elements ``first`` to ``last`` of a tensor."""
-
-    @property
-    def first(self) -> tuple[int, ...]: ...
-    @property
-    def last(self) -> tuple[int, ...]: ...
-    @property
-    def nbytes(self) -> int: ...
+_C = TypeVar("_C", bound=Cell)
 
 
-_B = TypeVar("_B", bound=_Cuttable)
-
-
-def cut_box(box: _B, most: int) -> Iterator[_B]:
+def cut_cell(cell: _C, most: int) -> Iterator[_C]:
     """Parts of at most ``most`` bytes, or of one element a side, cut along the longest side."""
-    sides = [b - a for a, b in zip(box.first, box.last, strict=True)]
-    if box.nbytes <= most or max(sides, default=1) == 1:
-        yield box
+    sides = cell.sizes
+    if cell.nbytes <= most or max(sides, default=1) == 1:
+        yield cell
         return
     d = sides.index(max(sides))
-    middle = box.first[d] + sides[d] // 2
-    yield from cut_box(replace(box, last=(*box.last[:d], middle, *box.last[d + 1 :])), most)  # type: ignore[type-var]
-    yield from cut_box(replace(box, first=(*box.first[:d], middle, *box.first[d + 1 :])), most)  # type: ignore[type-var]
+    middle = cell.first[d] + sides[d] // 2
+    yield from cut_cell(replace(cell, last=(*cell.last[:d], middle, *cell.last[d + 1 :])), most)
+    yield from cut_cell(replace(cell, first=(*cell.first[:d], middle, *cell.first[d + 1 :])), most)
 
 
 def _places(moves: Sequence[_Move]) -> list[int]:
@@ -459,5 +461,4 @@ def _places(moves: Sequence[_Move]) -> list[int]:
 
 def _view(side: Mapping[str, list[tuple[tuple[int, ...], Tensor]]], move: _Move, box: Box) -> Tensor:
     """The moved elements in one of this rank's boxes."""
-    offsets, tensor = side[move.name][box.place]
-    return tensor[tuple(slice(a - o, b - o) for o, a, b in zip(offsets, move.first, move.last, strict=True))]
+    return move.within(*side[move.name][box.place])

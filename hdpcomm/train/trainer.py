@@ -358,7 +358,7 @@ class Trainer:
         inputs = StepInputs(
             planned, fetch, scale, runner.gradients, offloading.micro_batch, self.offload, self._ends_pass, terms=terms
         )
-        total, labels = runner.train(inputs, known, offloading)
+        total, labels = runner.train(inputs, known, offloading.meter)
         self.timeline.end("wait for others")
         mean = self._mean(total, labels)
         runner.reduce(1.0 / (scale * labels))

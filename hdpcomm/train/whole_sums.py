@@ -111,12 +111,6 @@ class WholeSums:
                 self._start(started)
                 started += 1
 
-    def end(self) -> None:
-        """The passes of a step have ended."""
-
-    def give_up(self) -> None:
-        """The passes have failed; reductions that have started go on, until :meth:`take`."""
-
     def start(self) -> None:
         """Starts the reductions of all buckets that have not started; after the rank's last backward pass."""
         for place in range(len(self._works), len(self._buckets)):
