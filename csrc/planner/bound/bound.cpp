@@ -517,7 +517,7 @@ double boundOfAll(const Problem& problem, double known = 0) {
 // beside slices short ones may fill more idle time, as far as is known, than they take.
 double boundOfLongest(const Problem& problem, double least) {
   const CostModel& cost = problem.cost();
-  const std::vector<int32_t> order = problem.byLength();
+  const std::vector<int32_t>& order = problem.byLength();
   std::vector<int32_t> part;
   double seconds = 0;  // of these one after the other on all ranks: no less than their bound
   double longest = 0;

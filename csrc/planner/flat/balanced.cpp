@@ -10,6 +10,7 @@
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "planner/flat/block_packer.hpp"
@@ -153,17 +154,29 @@ Plan planBySpeed(const Problem& problem, double lower_bound) {
   const Cluster& cluster = problem.cost().cluster();
   std::stable_sort(ranks.begin(), ranks.end(),
                    [&](int a, int b) { return cluster.speed(a) > cluster.speed(b); });
-  Cluster by_speed = cluster;
-  const int of_class = problem.ranks() > kLarge ? problem.ranks() / kSpeedClasses : 1;
-  for (int place = 0; place < problem.ranks(); ++place) {
-    const int last = std::min(problem.ranks(), (place / of_class + 1) * of_class) - 1;
-    by_speed.speeds[place] = cluster.speed(ranks[last]);
+  const auto sorted = [&](int of_class) {
+    Cluster by_speed = cluster;
+    for (int place = 0; place < problem.ranks(); ++place) {
+      const int last = std::min(problem.ranks(), (place / of_class + 1) * of_class) - 1;
+      by_speed.speeds[place] = cluster.speed(ranks[last]);
+    }
+    return problem.onCluster(by_speed);
+  };
+  const auto planned = [](const Problem& part, double bound) {
+    Plan plan = planBlocks(part, bound);
+    if (plan.makespan > bound * (1 + kGoodGap)) {
+      if (auto waves = planWaves(part, bound, plan.makespan)) plan = std::move(*waves);
+    }
+    return plan;
+  };
+  const bool large = problem.ranks() > kLarge;
+  std::optional<Plan> copies;
+  if (large) {
+    copies =
+        planCopiedPart(sorted(1), lower_bound, kFair, std::span(kRanksOfParts).last(1), planned);
   }
-  const Problem sorted = problem.onCluster(by_speed);
-  Plan plan = planBlocks(sorted, lower_bound);
-  if (plan.makespan > lower_bound * (1 + kGoodGap)) {
-    if (auto waves = planWaves(sorted, lower_bound, plan.makespan)) plan = std::move(*waves);
-  }
+  Plan plan = copies ? std::move(*copies)
+                     : planned(sorted(large ? problem.ranks() / kSpeedClasses : 1), lower_bound);
   for (MicroBatch& batch : plan.micro_batches) {
     for (int32_t& rank : batch.ranks) rank = ranks[rank];
     std::sort(batch.ranks.begin(), batch.ranks.end());
@@ -182,7 +195,10 @@ Plan planUniform(const Problem& problem) {
 }
 
 constexpr Candidate<PlanSearch> kBlockCandidates[] = {
-    {"copies", [](const PlanSearch& search) { return search.problem.ranks() >= kLarge; },
+    {"copies",
+     [](const PlanSearch& search) {
+       return search.problem.ranks() >= kLarge && search.cluster().speeds.empty();
+     },
      [](PlanSearch& search) {
        search.take(planCopiedPart(search.problem, search.lower_bound, kFair, kRanksOfParts,
                                   [&](const Problem& part, double lower_bound) {

@@ -84,7 +84,9 @@ Problem Problem::part(const std::vector<int32_t>& sequences, const CostModel& co
 Problem Problem::withCosts(const CostModel& cost) const {
   std::vector<int32_t> all(lengths_.size());
   std::iota(all.begin(), all.end(), 0);
-  return part(all, cost);
+  Problem other = part(all, cost);
+  other.by_length_ = by_length_;
+  return other;
 }
 
 void Problem::addTree(int32_t item, const Segments& segments,
@@ -190,7 +192,12 @@ bool fits(const Problem& problem, const Load& load, const std::vector<int32_t>& 
   return held <= cost.memory().capacity || held <= cost.tokenLimit(cost.maxOffload(load));
 }
 
-std::vector<int32_t> Problem::byLength() const {
+const std::vector<int32_t>& Problem::byLength() const {
+  if (!by_length_) by_length_ = std::make_shared<const std::vector<int32_t>>(sortedByLength());
+  return *by_length_;
+}
+
+std::vector<int32_t> Problem::sortedByLength() const {
   std::vector<int32_t> order(lengths_.size());
   std::iota(order.begin(), order.end(), 0);
   constexpr size_t kFewForComparisons = 4096;

@@ -60,7 +60,7 @@ class Problem {
   std::vector<int32_t> withRiders(int sequence) const;
   Load load(int sequence) const;
   // Positions by falling length, equal ones by position.
-  std::vector<int32_t> byLength() const;
+  const std::vector<int32_t>& byLength() const;
 
  private:
   struct Tree {
@@ -68,6 +68,7 @@ class Problem {
     std::vector<double> squares_before;  // of all tokens before each segment
   };
 
+  std::vector<int32_t> sortedByLength() const;
   void addTree(int32_t item, const Segments& segments, std::map<int32_t, Tree>& trees) const;
   double squaresBefore(const Tree& tree, int64_t token) const;
   void findHost(int sequence);
@@ -79,6 +80,7 @@ class Problem {
   std::vector<int32_t> min_ranks_;
   std::vector<int32_t> host_;  // the sequence that each one rides on, or -1; empty: none does
   std::vector<int32_t> riders_;
+  mutable std::shared_ptr<const std::vector<int32_t>> by_length_;  // once it was asked for
   std::shared_ptr<const std::map<int32_t, Tree>> trees_;  // none: all sequences are plain, or whole
   CostModel cost_;
 };

@@ -61,21 +61,23 @@ Plan planPipeline(const Problem& problem, const PolicyOptions& options, double l
   if (problem.count() == 0) return finishPlan(problem, {});
   const bool slices = problem.cost().cluster().mostSlices() > 1;
   const double whole = slices ? lowerBound(problem.inSlices(1)) : lower_bound;
-  if (slices) {
-    auto copies = planCopiedPart(
+  std::optional<Plan> copies;
+  if (slices && problem.cost().cluster().speeds.empty()) {
+    copies = planCopiedPart(
         problem, lower_bound, kFair, kRanksOfPart,
         [&](const Problem& part, double bound) { return planPipeline(part, options, bound); });
-    if (copies) {
-      if (copies->makespan <= whole) return std::move(*copies);
-      Plan plan = planPipeline(problem.inSlices(1), options, whole);
-      return plan.makespan <= copies->makespan ? plan : std::move(*copies);
-    }
+    if (copies && copies->makespan <= whole) return std::move(*copies);
   }
-  PlanSearch search{problem, options, whole};
+  const double limit = copies ? copies->makespan : kNoLimit;
+  const std::optional<Problem> unsliced =
+      copies ? std::optional(problem.inSlices(1)) : std::nullopt;
+  PlanSearch search{copies ? *unsliced : problem, options, whole};
+  if (copies) search.take(std::move(copies));
   const double good_enough = lower_bound * (1 + nearBound(problem.cost().cluster()));
-  ShapedPlans plans = findShape(problem, whole, good_enough);
+  ShapedPlans plans = findShape(search.problem, whole, good_enough, limit);
   search.take(std::move(plans.whole));
   tryBaselines(search);
+  if (unsliced) return std::move(search).result();
   tryAll(kImprovements, search);
   if (!plans.sliced.micro_batches.empty()) search.take(std::move(plans.sliced));
   search.lower_bound = lower_bound;

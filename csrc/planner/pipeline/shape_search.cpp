@@ -15,6 +15,7 @@
 #include "planner/pipeline/wave_planner.hpp"
 #include "planner/pipeline/wave_shape.hpp"
 #include "planner/search/candidates.hpp"
+#include "planner/search/copied_part.hpp"
 #include "planner/simulate/finish_plan.hpp"
 #include "planner/simulate/level_order.hpp"
 #include "planner/simulate/priority_order.hpp"
@@ -22,6 +23,10 @@
 
 namespace hdpcomm::planner {
 namespace {
+
+// Larger clusters are searched on a sample of so many ranks or more, with this part of the work.
+constexpr int kSampleRanks = 1 << 11;
+constexpr double kSampleBudget = 0.25;
 
 class ShapeSearch {
  public:
@@ -33,10 +38,20 @@ class ShapeSearch {
         bound_(whole_bound),
         slices_bound_(lower_bound) {}
 
-  // Empty where no shape has a plan.
-  ShapedPlans run();
+  // Tries all shapes, with this part of the usual work.
+  void tryAllShapes(double budget);
 
-  static constexpr double kVeryFar = 1.25;  // of the bound
+  // Tries the best shapes of each kind that the search on a sample of the step has found, unless
+  // their plans of it are clearly longer than `limit`, and improves the best one a little.
+  void tryBestOf(const ShapeSearch& sample, double limit);
+
+  // Empty where no shape has a plan.
+  ShapedPlans plans();
+
+  static constexpr double kVeryFar = 1.25;     // of the bound
+  static constexpr double kSampled = 1.02;     // of a sample's best plan, for shapes that are tried
+  static constexpr double kImproving = 0.125;  // of the usual work, after these
+  static constexpr int kAllOwn = std::numeric_limits<int>::max();
 
   const char* trying = "";  // a candidate
 
@@ -129,7 +144,7 @@ class ShapeSearch {
     for (int slices = 2; slices <= mostSlices(); slices += std::max(1, slices / 2)) {
       for (const double seconds : wanted) {
         if (seconds >= best_.makespan) break;
-        for (const int own : {1, 2, std::numeric_limits<int>::max()}) {
+        for (const int own : {1, 2, kAllOwn}) {
           for (const int beside : {0, 3}) {
             Shape shape{8, stages_, stages_};
             shape.top = seconds * slices / (slices + passing());
@@ -337,6 +352,7 @@ class ShapeSearch {
     if (makespan >= best_.makespan) return makespan;
     best_ = {shape, waves_.heights(), makespan, waves_.predicted(),
              changing_ ? improvedBy(best_.made_by, trying) : trying};
+    best_of_kind_[{inSlices(), trying}] = best_;
     return makespan;
   }
 
@@ -448,7 +464,9 @@ class ShapeSearch {
   double bound_;
   const double slices_bound_;
   Found best_;
-  Found whole_;       // the best one without slices, where these were tried, too
+  Found whole_;  // the best one without slices, where these were tried, too
+  // By candidate, those without slices first: the last one that was best for a while.
+  std::map<std::pair<bool, std::string>, Found> best_of_kind_;
   double spent_ = 0;  // in all trials
   double budget_ = kBudget;
   int count_ = 0;             // of waves that are tried
@@ -476,6 +494,12 @@ constexpr Shapes kNumbered[] = {
      [](ShapeSearch& search) { search.attemptSlopes(); }},
     {"ramps", [](const ShapeSearch& search) { return search.count() > 2; },
      [](ShapeSearch& search) { search.attemptRamps(); }},
+};
+
+constexpr Shapes kChanges[] = {
+    {"descent", [](const ShapeSearch& search) { return search.found(); },
+     [](ShapeSearch& search) { search.descend(); }},
+    {"tuning", kByLevels, [](ShapeSearch& search) { search.tune(); }},
 };
 
 constexpr Shapes kShapes[] = {
@@ -513,20 +537,70 @@ Plan ShapeSearch::planOf(const Found& found) {
   return plan;
 }
 
-ShapedPlans ShapeSearch::run() {
+void ShapeSearch::tryAllShapes(double budget) {
+  budget_ *= budget;
   for (const int count : {1, 2, 3, 4, 6, 8, 11, 14, 18, 24, 32}) {
     count_ = count;
     tryAll(kNumbered, *this);
   }
   tryAll(kShapes, *this);
+}
+
+void ShapeSearch::tryBestOf(const ShapeSearch& sample, double limit) {
+  std::vector<std::pair<bool, const Found*>> shapes;
+  for (const auto& [kind, found] : sample.best_of_kind_) shapes.emplace_back(kind.first, &found);
+  std::sort(shapes.begin(), shapes.end(), [&](const auto& a, const auto& b) {
+    return std::pair{a.first, a.second->makespan} < std::pair{b.first, b.second->makespan};
+  });
+  const int parts = problem_.ranks() / sample.problem_.ranks();
+  double least[] = {limit, limit};  // without slices, and in slices
+  for (const auto& [sliced, found] : shapes) {
+    if (found->makespan > kSampled * least[sliced]) continue;
+    least[sliced] = std::min(least[sliced], found->makespan);
+    if (sliced) allowSlices();
+    Shape shape = found->shape;
+    shape.own = static_cast<int>(std::min<int64_t>(int64_t{shape.own} * parts, kAllOwn));
+    trying = found->made_by.c_str();
+    attempt(shape);
+  }
+  budget_ = spent_ + kImproving * kBudget;
+  tryAll(kChanges, *this);
+}
+
+ShapedPlans ShapeSearch::plans() {
   if (!inSlices()) return {planOf(best_), {}};
   return {planOf(whole_), planOf(best_)};
 }
 
+// The plans, or copies of those of a sample where these are clearly shorter, and than `limit`.
+ShapedPlans shorterOf(const Problem& problem, ShapedPlans plans, const Problem& sample,
+                      const ShapedPlans& of_sample, double limit) {
+  constexpr double kClearly = 0.999;
+  const auto take = [&](Plan& plan, const Plan& part) {
+    const double before = plan.micro_batches.empty() ? limit : plan.makespan;
+    if (part.micro_batches.empty() || part.makespan > kClearly * before) return;
+    auto copies = copiesOf(problem, problem.ranks() / sample.ranks(), part);
+    if (copies && copies->makespan < before) plan = std::move(*copies);
+  };
+  take(plans.whole, of_sample.whole);
+  take(plans.sliced, of_sample.sliced);
+  return plans;
+}
+
 }  // namespace
 
-ShapedPlans findShape(const Problem& problem, double whole_bound, double lower_bound) {
-  return ShapeSearch(problem, whole_bound, lower_bound).run();
+ShapedPlans findShape(const Problem& problem, double whole_bound, double lower_bound,
+                      double limit) {
+  ShapeSearch search(problem, whole_bound, lower_bound);
+  const auto sample = search.alike() ? sampleOf(problem, kSampleRanks) : std::nullopt;
+  if (sample) {
+    ShapeSearch sampled(*sample, whole_bound, lower_bound);
+    sampled.tryAllShapes(kSampleBudget);
+    search.tryBestOf(sampled, limit);
+    return shorterOf(problem, search.plans(), *sample, sampled.plans(), limit);
+  }
+  search.tryAllShapes(1);
+  return search.plans();
 }
 
 }  // namespace hdpcomm::planner

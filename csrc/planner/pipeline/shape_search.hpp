@@ -14,6 +14,8 @@ struct ShapedPlans {
 
 // The best plans; a makespan is infinite, and the plan is empty, where no shape has one.
 // `whole_bound`: of plans without slices, which are tried first, as if there were no others.
-ShapedPlans findShape(const Problem& problem, double whole_bound, double lower_bound);
+// Large clusters are searched on a sample of the step, whose best shapes are tried on the whole,
+// unless their plans of the sample are clearly longer than `limit`.
+ShapedPlans findShape(const Problem& problem, double whole_bound, double lower_bound, double limit);
 
 }  // namespace hdpcomm::planner

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -15,11 +16,14 @@ namespace {
 
 constexpr double kNear = 0.004;  // to the bound, where no other part is tried
 
-// How many equal parts of whole nodes and domains.
+// How many equal parts of whole nodes and domains; where speeds fall from rank to rank, of any.
 int numParts(const Problem& problem, int ranks_of_part) {
   const Cluster& cluster = problem.cost().cluster();
-  if (!cluster.speeds.empty() || problem.hasRiders()) return 1;
-  const int whole = std::max(cluster.ranks_per_node, cluster.ranks_per_domain);
+  const auto& speeds = cluster.speeds;
+  if (problem.hasRiders() || !std::is_sorted(speeds.begin(), speeds.end(), std::greater<>())) {
+    return 1;
+  }
+  const int whole = speeds.empty() ? std::max(cluster.ranks_per_node, cluster.ranks_per_domain) : 1;
   int parts = 1;
   while (cluster.ranks % (2 * parts * whole) == 0 && cluster.ranks / (2 * parts) >= ranks_of_part) {
     parts *= 2;
@@ -27,12 +31,24 @@ int numParts(const Problem& problem, int ranks_of_part) {
   return parts;
 }
 
-// The first part: each sequence whose place in `order` is a multiple of the number of parts. None
-// where these do not fit.
-std::optional<Problem> firstPart(const Problem& problem, const std::vector<int32_t>& order,
-                                 int parts) {
+// The rank of all that is this one of a part. Where speeds fall, a part has one of each few ranks
+// that follow each other.
+int32_t rankOf(const Cluster& cluster, int32_t rank, int part, int parts) {
+  return cluster.speeds.empty() ? rank + part * (cluster.ranks / parts) : rank * parts + part;
+}
+
+// The first part, with the least speeds of all parts: each sequence whose place in `order` is a
+// multiple of the number of parts. None where these do not fit.
+std::optional<Problem> firstPart(const Problem& problem, int parts) {
+  const std::vector<int32_t>& order = problem.byLength();
   Cluster cluster = problem.cost().cluster();
   cluster.ranks /= parts;
+  if (!cluster.speeds.empty()) {
+    for (int rank = 0; rank < cluster.ranks; ++rank) {
+      cluster.speeds[rank] = problem.cost().cluster().speed(rank * parts + parts - 1);
+    }
+    cluster.speeds.resize(cluster.ranks);
+  }
   std::vector<int32_t> sequences;
   for (size_t i = 0; i < order.size(); i += parts) {
     if (problem.minRanks(order[i]) > cluster.ranks) return {};
@@ -51,9 +67,10 @@ Slice copyOf(const Problem& problem, int32_t sequence, const Slice& slice) {
           problem.squares(sequence, slice.first, end)};
 }
 
-// None where memory has no room for a copy, or a sequence cannot run in slices as another one does.
-std::optional<Plan> copied(const Problem& problem, const std::vector<int32_t>& order, int parts,
-                           const Plan& first) {
+}  // namespace
+
+std::optional<Plan> copiesOf(const Problem& problem, int parts, const Plan& first) {
+  const std::vector<int32_t>& order = problem.byLength();
   std::vector<MicroBatch> batches;
   batches.reserve(first.micro_batches.size() * parts);
   for (int copy = 0; copy < parts; ++copy) {
@@ -76,7 +93,7 @@ std::optional<Plan> copied(const Problem& problem, const std::vector<int32_t>& o
         own.slice = copyOf(problem, own.sequences.front(), batch.slice);
       }
       own.ranks = batch.ranks;
-      for (int32_t& rank : own.ranks) rank += copy * (problem.ranks() / parts);
+      for (int32_t& rank : own.ranks) rank = rankOf(problem.cost().cluster(), rank, copy, parts);
       own.start = static_cast<double>(batches.size());
       batches.push_back(std::move(own));
     }
@@ -86,18 +103,21 @@ std::optional<Plan> copied(const Problem& problem, const std::vector<int32_t>& o
   return plan;
 }
 
-}  // namespace
+std::optional<Problem> sampleOf(const Problem& problem, int ranks) {
+  const int parts = numParts(problem, ranks);
+  if (parts == 1) return {};
+  return firstPart(problem, parts);
+}
 
 std::optional<Plan> planCopiedPart(const Problem& problem, double bound, double fair,
                                    std::span<const int> ranks_of_parts,
                                    const std::function<Plan(const Problem&, double)>& plan_part) {
-  const std::vector<int32_t> order = problem.byLength();
   int parts = 1;
   Plan best;
   for (const int ranks : ranks_of_parts) {
     const int tried = numParts(problem, ranks);
     if (tried == parts) continue;
-    const std::optional<Problem> part = firstPart(problem, order, tried);
+    const std::optional<Problem> part = firstPart(problem, tried);
     if (!part) continue;
     const double part_bound = lowerBound(*part);
     if (part_bound > bound * (1 + fair)) continue;
@@ -108,7 +128,7 @@ std::optional<Plan> planCopiedPart(const Problem& problem, double bound, double 
     if (best.makespan <= bound * (1 + kNear)) break;
   }
   if (parts == 1) return {};
-  return copied(problem, order, parts, best);
+  return copiesOf(problem, parts, best);
 }
 
 }  // namespace hdpcomm::planner
