@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from hdpcomm.plan import MicroBatch, StepPlan
 from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 from hdpcomm.plan.queue import fixed_for_rank
@@ -138,9 +140,10 @@ def pipeline_program(
         schedule: of ``waves.plan``.
         waves: of the step's plan, see :func:`hdpcomm.plan.waves.plan_waves`.
     """
-    devices = schedule.devices
-    numbers = schedule.rows_of(waves.plan, rank)
-    handed = schedule.places_of_messages()
+    devices, handed = schedule.devices, schedule.handed
+    batches = waves.of_rank(rank)
+    own = np.isin(schedule.passes[:, 0], np.array(list(batches), dtype=np.int32))
+    numbers = np.flatnonzero(own & ((schedule.alone == -1) | (schedule.alone == rank)))
     rows = zip(numbers.tolist(), handed[numbers].tolist(), schedule.passes[numbers].tolist(), strict=True)
     actions: list[tuple[tuple[int, int, int], Action]] = []
     """With their places: a message that is handed on when n passes have begun comes before pass number n."""
@@ -165,4 +168,4 @@ def pipeline_program(
         return [[rank for *_, index, at in ends if at == chunk for rank in groups[index]] for chunk in own]
 
     in_order = [action for _, action in sorted(actions, key=lambda each: each[0])]
-    return StepProgram(in_order, waves.of_rank(rank), backward_order)
+    return StepProgram(in_order, batches, backward_order)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hdpcomm.plan.step import StepPlan
-
 __all__ = ["Pass", "PipelineSchedule"]
 
 
@@ -38,37 +36,21 @@ class PipelineSchedule:
         stages: stages that the model is cut into.
         passes: int32 [passes, 3]: index of the micro-batch, stage; 0 for forward, 1 for backward, 2 for the gradients
             of weights that a split backward pass has left.
-        chunks: stages on each device of a rank's pipeline: stage s is on device ``s % (stages / chunks)``.
         handed: int64 [passes]: how many passes of the order have begun when this one has ended and hands what it gave
             to the next stage. Sender and receiver take a message at this place of the order, so that neither computes
-            while the other waits. Default: right after it has begun.
-        alone: int32 [passes]: the rank that computes gradients of weights, -1 for other passes. Given where backward
-            passes are split; then each one has its gradients of weights after it, on each of its ranks.
+            while the other waits.
+        alone: int32 [passes]: the rank that computes gradients of weights, -1 for other passes. Where backward passes
+            are split, each one has its gradients of weights after it, on each of its ranks.
+        chunks: stages on each device of a rank's pipeline: stage s is on device ``s % (stages / chunks)``.
     """
 
     stages: int
     passes: NDArray[np.int32]
+    handed: NDArray[np.int64]
+    alone: NDArray[np.int32]
     chunks: int = 1
-    handed: NDArray[np.int64] | None = None
-    alone: NDArray[np.int32] | None = None
 
     @property
     def devices(self) -> int:
         """Devices of each rank's pipeline."""
         return self.stages // self.chunks
-
-    @property
-    def split(self) -> bool:
-        """Whether gradients of weights have passes of their own."""
-        return self.alone is not None
-
-    def rows_of(self, plan: StepPlan, rank: int) -> NDArray[np.int64]:
-        """The places of the passes in which a rank takes part."""
-        own = np.isin(self.passes[:, 0], np.array([batch.index for batch in plan.for_rank(rank)], dtype=np.int32))
-        if self.alone is not None:
-            own &= (self.alone == -1) | (self.alone == rank)
-        return np.flatnonzero(own)
-
-    def places_of_messages(self) -> NDArray[np.int64]:
-        """``handed``, or its default."""
-        return np.arange(1, len(self.passes) + 1) if self.handed is None else self.handed

@@ -481,8 +481,7 @@ class Planner:
         passes[:, 0] = index[spans[:, 0]] if len(index) else 0
         handed = np.maximum(np.searchsorted(times[:, 0], times[:, 1]), np.arange(1, len(passes) + 1))
         chunks = self.cluster.chunks
-        alone = found["alone"] if self.cluster.split_backward else None
-        return PipelineSchedule(self.cluster.pipeline * chunks, passes, chunks, handed, alone)
+        return PipelineSchedule(self.cluster.pipeline * chunks, passes, handed, found["alone"], chunks)
 
     def simulate(self, plan: StepPlan, squares: Mapping[int, float] | None = None) -> dict[str, Any]:
         """The passes and times of the simulated step (:func:`hdpcomm.sim.simulate_step` makes a report of them).

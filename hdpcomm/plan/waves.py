@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,15 +19,15 @@ from hdpcomm.plan.table import PlanTable
 __all__ = [
     "PlannedWaves",
     "Slices",
-    "WaveTimes",
+    "WaveClock",
     "blocks_of",
     "in_turns",
     "in_waves",
     "make_waves",
     "passes_without_tokens",
     "plan_waves",
+    "run_waves",
     "sorted_for_waves",
-    "wave_times",
     "wave_times_in_order",
 ]
 
@@ -108,40 +108,14 @@ def passes_without_tokens(batches: Sequence[MicroBatch], expert: int, slices: Sl
     return idle
 
 
-@dataclass(frozen=True, slots=True)
-class WaveTimes:
-    """When micro-batches run if the ranks of an expert group wait for each other in every layer.
-
-    Attributes:
-        start_s, end_s: of each micro-batch, in the given order; of one that runs forward twice, the second time.
-        kept_s: start and end of these forward passes the first time, by place.
-        rank_end: by rank, seconds until its last wave has ended.
-        rank_busy: by rank, seconds of its own work, with its part of the experts' work for others.
-    """
-
-    start_s: list[float]
-    end_s: list[float]
-    rank_end: list[float]
-    rank_busy: list[float]
-    kept_s: dict[int, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def makespan_s(self) -> float:
-        return max(self.rank_end, default=0.0)
-
-
-def wave_times(
+def run_waves(
     batches: Sequence[MicroBatch],
-    seconds: Sequence[float],
+    seconds: Sequence[float] | NDArray[np.float64],
     costs: CostModel,
     cluster: ClusterSpec,
     slices: Slices = _NONE,
-) -> WaveTimes:
+) -> WaveClock:
     """Runs micro-batches in waves. Local.
-
-    In a wave, the ranks of an expert group, and all groups that a micro-batch joins, end together: after the longest of
-    what their micro-batches take without experts, and the experts' work for all tokens of a group, of which each of its
-    ranks does an equal part (``cluster.expert_imbalance`` times that the busiest one).
 
     Args:
         seconds: what each micro-batch would take if all ranks of its groups had as much to do; of slices that run
@@ -149,17 +123,17 @@ def wave_times(
     """
     place = {batch.index: row for row, batch in enumerate(batches)}
     forward_only = [row for row, batch in enumerate(batches) if batch.index in slices and not slices[batch.index].last]
-    clock = _WaveClock(PlanTable.of(batches), seconds, costs, cluster, forward_only)
+    clock = WaveClock(PlanTable.of(batches), seconds, costs, cluster, forward_only)
     for wave, keeps in in_turns(make_waves(batches, slices), slices):
         clock.run(np.array([place[batch.index] for batch in wave]), keeps)
-    return clock.times()
+    return clock
 
 
 def wave_times_in_order(
     table: PlanTable, order: NDArray[np.int64], costs: CostModel, cluster: ClusterSpec
 ) -> tuple[float, float]:
     """Makespan and a rank's mean work, in seconds, of micro-batches without slices in an order of their rows. Local."""
-    clock = _WaveClock(table, table.predicted_s, costs, cluster)
+    clock = WaveClock(table, table.predicted_s, costs, cluster)
     last, waves = [0] * cluster.ranks, list[list[int]]()
     ranks, bounds = table.ranks.tolist(), table.rank_bounds.tolist()
     for row in order.tolist():
@@ -175,8 +149,19 @@ def wave_times_in_order(
     return float(clock.rank_end.max()), float(clock.rank_busy.mean())
 
 
-class _WaveClock:
-    """Runs waves one after the other, all micro-batches of a wave at once."""
+class WaveClock:
+    """Runs waves one after the other, all micro-batches of a wave at once.
+
+    In a wave, the ranks of an expert group, and all groups that a micro-batch joins, end together: after the longest of
+    what their micro-batches take without experts, and the experts' work for all tokens of a group, of which each of its
+    ranks does an equal part (``cluster.expert_imbalance`` times that the busiest one).
+
+    Attributes:
+        start, end: seconds, of each row of the table; of one that runs forward twice, the second time.
+        kept: by row, start and end of its forward pass the first time.
+        rank_end: by rank, seconds until its last wave has ended.
+        rank_busy: by rank, seconds of its own work, with its part of the experts' work for others.
+    """
 
     def __init__(
         self,
@@ -192,8 +177,8 @@ class _WaveClock:
         once = np.array(seconds, dtype=np.float64)
         once[list(forward_only)] /= 1 + costs.forward
         self._alone = np.maximum(0.0, once - self._experts * self._held)
-        self._start, self._end = np.zeros(len(table)), np.zeros(len(table))
-        self._kept: dict[int, tuple[float, float]] = {}
+        self.start, self.end = np.zeros(len(table)), np.zeros(len(table))
+        self.kept: dict[int, tuple[float, float]] = {}
         self.rank_end, self.rank_busy = np.zeros(cluster.ranks), np.zeros(cluster.ranks)
 
     def run(self, rows: NDArray[np.int64], keeps: bool) -> None:
@@ -219,15 +204,9 @@ class _WaveClock:
         self.rank_busy.reshape(count, size)[present] += shared[present, None]
         np.add.at(self.rank_busy, ranks, alone[which])
         if keeps:
-            self._kept |= dict(
-                zip(rows.tolist(), zip(start[own].tolist(), end[own].tolist(), strict=True), strict=True)
-            )
+            self.kept |= dict(zip(rows.tolist(), zip(start[own].tolist(), end[own].tolist(), strict=True), strict=True))
         else:
-            self._start[rows], self._end[rows] = start[own], end[own]
-
-    def times(self) -> WaveTimes:
-        ends, busy = self.rank_end.tolist(), self.rank_busy.tolist()
-        return WaveTimes(self._start.tolist(), self._end.tolist(), ends, busy, self._kept)
+            self.start[rows], self.end[rows] = start[own], end[own]
 
 
 def _joined_groups(groups: NDArray[np.int32], which: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -262,17 +241,17 @@ def in_waves(
     which, times = found["which"], found["times"]
     took = np.zeros((len(batches), 2))
     took[which[:, 0], which[:, 2]] = times[:, 1] - times[:, 0]
-    waves = wave_times(batches, took.sum(1).tolist(), costs, cluster, slices)
-    start, end = np.array(waves.start_s), np.array(waves.end_s)
+    clock = run_waves(batches, took.sum(1), costs, cluster, slices)
+    start, end = clock.start, clock.end
     turn = start + (end - start) * took[:, 0] / np.maximum(took.sum(1), 1e-300)
     forward, backward = np.stack((start, turn), 1), np.stack((turn, end), 1)
-    for place, kept in waves.kept_s.items():
+    for place, kept in clock.kept.items():
         forward[place], backward[place, 0] = kept, start[place]  # which runs forward again
     moved = np.where(which[:, 2:] == 0, forward[which[:, 0]], backward[which[:, 0]])
     order = np.lexsort((which[:, 0], moved[:, 0]))
-    changed = {"which": which[order], "times": moved[order], "makespan": waves.makespan_s}
+    changed = {"which": which[order], "times": moved[order], "makespan": float(clock.rank_end.max())}
     changed["alone"] = found["alone"][order]
-    return found | changed | {"end": np.array(waves.rank_end), "busy": np.array(waves.rank_busy)}
+    return found | changed | {"end": clock.rank_end, "busy": clock.rank_busy}
 
 
 def _joined(wave: Sequence[MicroBatch], size: int) -> Iterator[tuple[list[MicroBatch], list[int]]]:
@@ -333,8 +312,7 @@ class PlannedWaves:
         free: dict[tuple[int, int], float] = {}
         """By rank and device."""
         ends: dict[tuple[int, int, int, int], float] = {}
-        alone = [-1] * len(schedule.passes) if schedule.alone is None else schedule.alone.tolist()
-        for (wave, stage, kind), rank in zip(schedule.passes.tolist(), alone, strict=True):
+        for (wave, stage, kind), rank in zip(schedule.passes.tolist(), schedule.alone.tolist(), strict=True):
             device = stage % schedule.devices
             if rank >= 0:
                 own = self._batches.get((wave, rank))

@@ -140,8 +140,7 @@ class Passes:
         waves = plan_waves(plan, self.mesh.expert)
         schedule = self.planner.schedule(waves.plan)
         self._scheduled = schedule, waves
-        order: bytes = schedule.passes.tobytes() + schedule.places_of_messages().tobytes()
-        return order if schedule.alone is None else order + schedule.alone.tobytes()
+        return b"".join(each.tobytes() for each in (schedule.passes, schedule.handed, schedule.alone))
 
     def open(self, plan: StepPlan) -> AbstractContextManager[object]:
         """Context of a step from its passes to the agreement on its loss: the plan's queue, if it has one. Collective

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel import Action, pipeline_program
@@ -11,10 +14,16 @@ from hdpcomm.parallel.program import KEEP, RECEIVE, RUN, SEND, WHOLE
 from hdpcomm.plan import MemoryModel, Pass, PipelineSchedule, StepPlan
 from hdpcomm.plan.waves import PlannedWaves, plan_waves
 
-__all__ = ["action_text", "check_programs", "pipeline_programs", "stage_passes"]
+__all__ = ["action_text", "check_programs", "pipeline_programs", "schedule_by_hand", "stage_passes"]
 
 Programs = Mapping[tuple[int, int], Sequence[Action]]
 """By (HDP rank, stage of the device)."""
+
+
+def schedule_by_hand(stages: int, passes: Any) -> PipelineSchedule:
+    """A schedule of whole backward passes whose messages leave right after their passes have begun."""
+    rows = np.array(passes, dtype=np.int32)
+    return PipelineSchedule(stages, rows, np.arange(1, len(rows) + 1), np.full(len(rows), -1, dtype=np.int32))
 
 
 def pipeline_programs(schedule: PipelineSchedule, plan: StepPlan) -> dict[tuple[int, int], tuple[Action, ...]]:

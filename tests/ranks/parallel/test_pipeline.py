@@ -7,6 +7,7 @@ import functools
 import os
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.parallel import split_model
 from hdpcomm.parallel.tensor import own_part
-from hdpcomm.plan import ClusterSpec, PipelineSchedule, Planner, Tree
+from hdpcomm.plan import ClusterSpec, Planner, Tree
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from tests.harness.pipelines import (
@@ -250,7 +251,7 @@ class OtherOrder(FixedPlanner):
         rows = schedule.passes.tolist()
         at = next(n for n in range(len(rows) - 1) if rows[n][0] != rows[n + 1][0])
         rows[at], rows[at + 1] = rows[at + 1], rows[at]
-        return PipelineSchedule(schedule.stages, torch.tensor(rows, dtype=torch.int32).numpy())
+        return dataclasses.replace(schedule, passes=np.array(rows, dtype=np.int32))
 
 
 def test_ranks_that_disagree_are_told_and_the_next_step_works():

@@ -21,7 +21,7 @@ def check_step(planner, config, dtype, lengths, *, transport="shm", **options):
     ranks = cluster.ranks * cluster.pipeline * cluster.tensor
     plan = planner.plan(lengths)
     schedule = planner.schedule(plan)
-    assert schedule.split
+    assert (schedule.alone >= 0).any()
     check_programs(pipeline_programs(schedule, plan), plan, stages=schedule.stages, split=True)
     results = run_threads(lambda: one_step(planner, config, dtype, lengths, **options), ranks, transport=transport)
     check_gradients([r[1] for r in results], results[0][0], config, dtype, lengths, LIMIT[dtype])

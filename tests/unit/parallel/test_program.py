@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,12 +17,11 @@ from hdpcomm.plan import (
     MemoryModel,
     MicroBatch,
     Pass,
-    PipelineSchedule,
     Planner,
     SequenceInfo,
     StepPlan,
 )
-from tests.harness.programs import action_text, check_programs, pipeline_programs
+from tests.harness.programs import action_text, check_programs, pipeline_programs, schedule_by_hand
 
 COST = CostModel(1e-9, 1e-6, 1e-4, kv_intra=1e-6, kv_inter=5e-6)
 EXAMPLES = int(os.environ.get("HDPCOMM_TEST_PIPELINE_PLANS", "12"))
@@ -148,7 +146,7 @@ def test_more_than_devices_have_room_for_is_refused():
     plan = plan_of(1, [((0,), 800)] * 3)
     passes = [(i, stage, 0) for i in range(3) for stage in range(2)]
     passes += [(i, stage, 1) for i in range(3) for stage in (1, 0)]
-    programs = pipeline_programs(PipelineSchedule(2, np.array(passes, dtype=np.int32)), plan)
+    programs = pipeline_programs(schedule_by_hand(2, passes), plan)
     check_programs(programs, plan, stages=2)
     told = r"rank 0, stage 0 holds 2400 tokens after run forward pass of micro-batch 2, stage 0, and has room for 2000"
     with pytest.raises(InvalidUsage, match=told):
@@ -167,7 +165,7 @@ def test_every_swap_of_passes_that_breaks_an_order_is_refused():
     for at in range(len(passes) - 1):
         changed = passes.copy()
         changed[[at, at + 1]] = changed[[at + 1, at]]
-        programs = pipeline_programs(PipelineSchedule(2, changed), plan)
+        programs = pipeline_programs(schedule_by_hand(2, changed), plan)
         if passes[at][0] == passes[at + 1][0]:
             refused += 1
             with pytest.raises(InvalidUsage, match=r"comes before|would wait"):

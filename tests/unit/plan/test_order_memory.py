@@ -79,9 +79,9 @@ def most_held(planner: Planner, waves: PlannedWaves, schedule: PipelineSchedule)
     own = [waves.of_rank(rank) for rank in range(planner.cluster.ranks)]
     held: dict[tuple[int, int], float] = defaultdict(float)
     most, batches = 0.0, {batch.index: batch for batch in waves.plan.micro_batches}
-    alone = [-1] * len(schedule.passes) if schedule.alone is None else schedule.alone.tolist()
+    alone = schedule.alone.tolist()
     for (index, stage, kind), rank in zip(schedule.passes.tolist(), alone, strict=True):
-        for member in batches[index].ranks if kind == 0 or not schedule.split else [rank][: kind == 2]:
+        for member in batches[index].ranks if kind == 0 or not planner.cluster.split_backward else [rank][: kind == 2]:
             batch, device = own[member][index], stage % schedule.devices
             if batch is None:  # ranks that share experts run passes without tokens
                 continue
@@ -97,7 +97,7 @@ def replayed(plan: StepPlan, schedule: PipelineSchedule, took: dict[tuple[int, i
     free: dict[tuple[int, int], float] = defaultdict(float)
     done: dict[tuple[int, int, int], float] = {}
     ranks = {batch.index: batch.ranks for batch in plan.micro_batches}
-    alone = [-1] * len(schedule.passes) if schedule.alone is None else schedule.alone.tolist()
+    alone = schedule.alone.tolist()
     for (index, stage, kind), rank in zip(schedule.passes.tolist(), alone, strict=True):
         device = stage % schedule.devices
         if kind == 2:
