@@ -87,7 +87,8 @@ class _MicroBatch:
             self._inside = False
             self._next += 1
             if 2 <= self._next <= len(self._records) + 1:
-                self._finish_stores(self._next - 2)
+                for record in self._records[self._next - 2]:
+                    record.finish_store()
 
     def pack(self, tensor: torch.Tensor) -> StoredTensor | ResidentTensor:
         owner, layer = self._owner, self._next
@@ -140,10 +141,6 @@ class _MicroBatch:
             f"{self._ratio:.3f}",
         )
         return ResidentTensor(tensor, self, layer)
-
-    def _finish_stores(self, layer: int) -> None:
-        for record in self._records[layer]:
-            record.finish_store()
 
     def end(self, *, failed: bool) -> None:
         """Ends the forward pass: finishes all stores, so no device memory is held for a copy any more."""

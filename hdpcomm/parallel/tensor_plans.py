@@ -59,11 +59,6 @@ class Region:
     row: AdaptedLinear
     tokens_of: TokensOf
 
-    @property
-    def has_latent(self) -> bool:
-        """Multi-head latent attention, with projections that all heads share."""
-        return _has_latent(self.module)
-
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
@@ -165,7 +160,7 @@ def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
     cut = {id(embedding)}
     cut |= {id(linear) for each in layers for linear in (each.linear, *(a for pair in each.adapters for a in pair))}
     cut |= {id(module) for place, module in decoder.named_modules() if place.startswith(experts)}
-    cut |= {id(module) for region in regions if region.has_latent for module in region.module.modules()}
+    cut |= {id(module) for region in regions if _has_latent(region.module) for module in region.module.modules()}
     for place, module in causal_lm.named_modules():
         if id(module) not in cut and any(p.dim() > 1 for p in module.parameters(recurse=False)):
             raise InvalidUsage(
@@ -219,6 +214,7 @@ def _regions(
 
 
 def _has_latent(module: nn.Module) -> bool:
+    """Multi-head latent attention, with projections that all heads share."""
     return hasattr(module, "kv_b_proj") and hasattr(module, "num_heads")
 
 

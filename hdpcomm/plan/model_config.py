@@ -89,16 +89,11 @@ def _window_types(config: _Config, model_type: str) -> list[str]:
     return config.layer_types(lambda _: _WINDOW if config.values.get("sliding_window") else _FULL)
 
 
-def _head_dim(config: _Config) -> int:
-    return config.size("head_dim", default=config.size("hidden_size") // config.size("num_attention_heads"))
-
-
 def _softmax(config: _Config, window: int | None, *, gated: bool = False) -> TokenMixing:
-    heads = config.size("num_attention_heads")
-    return softmax_mixing(
-        config.size("hidden_size"), heads, config.size("num_key_value_heads", default=heads), _head_dim(config),
-        window=window, gated=gated,
-    )  # fmt: skip
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    kv_heads = config.size("num_key_value_heads", default=heads)
+    head_dim = config.size("head_dim", default=hidden // heads)
+    return softmax_mixing(hidden, heads, kv_heads, head_dim, window=window, gated=gated)
 
 
 def _latent(config: _Config) -> TokenMixing:
@@ -191,10 +186,6 @@ def _of_kimi_linear(config: _Config, _: str) -> list[TokenMixing]:
     return _of_types(types, {_FULL: lambda: _latent(config), _LINEAR: lambda: _kda(config)})
 
 
-def _of_mamba2(config: _Config, _: str) -> list[TokenMixing]:
-    return [_mamba2(config)] * config.layers
-
-
 def _of_types(types: list[str], known: Mapping[str, Callable[[], TokenMixing]]) -> list[TokenMixing]:
     """Token mixing of each layer, by its type."""
     for layer_type in types:
@@ -216,7 +207,7 @@ ARCHITECTURES: dict[str, Callable[[_Config, str], list[TokenMixing]]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _of_gated_delta),
     "kimi_linear": _of_kimi_linear,
     "llama4_text": _of_chunked,
-    "mamba2": _of_mamba2,
+    "mamba2": lambda config, _: [_mamba2(config)] * config.layers,
 }
 """By ``model_type``: what mixes tokens in each layer."""
 

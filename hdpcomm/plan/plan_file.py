@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hdpcomm.plan.plan_checks import check_values
 from hdpcomm.plan.table import COLUMNS, PlanTable
 from hdpcomm.plan.tree import TreeFragment
 
-__all__ = ["check_plan_suffix", "read_plan", "read_text", "write_file", "write_plan"]
+__all__ = ["check_plan_suffix", "plan_values", "read_plan", "read_text", "write_file", "write_plan"]
 
 _SUFFIXES = (".json", ".safetensors")
 _PLAN_BYTES = 1 << 31  # the most that is read
@@ -109,7 +110,11 @@ def read_plan(path: Path) -> tuple[PlanTable, dict[str, Any], tuple[TreeFragment
         if told != _checksum(metadata, columns):
             raise ValueError("its checksum is another one: it was changed since it was written")
         table = PlanTable(**columns)
-        values = _values(metadata)
+        if metadata.keys() - _LATER.keys() != {*_TEXTS, "fragments"}:
+            raise ValueError(
+                f"its __metadata__ has {sorted(metadata)}, expected {sorted({*_TEXTS, 'fragments', 'sha256'})}"
+            )
+        values = plan_values(metadata)
         check_values(table, values)
         return table, values, _fragments(metadata["fragments"])
     except OSError as error:
@@ -128,14 +133,11 @@ def _checksum(metadata: dict[str, str], columns: dict[str, NDArray[Any]]) -> str
     return digest.hexdigest()
 
 
-def _values(metadata: dict[str, str]) -> dict[str, Any]:
-    if metadata.keys() - _LATER.keys() != {*_TEXTS, "fragments"}:
-        raise ValueError(
-            f"its __metadata__ has {sorted(metadata)}, expected {sorted({*_TEXTS, 'fragments', 'sha256'})}"
-        )
-    values: dict[str, Any] = {"policy": metadata["policy"], "num_ranks": int(metadata["num_ranks"])}
-    values |= {name: float(metadata[name]) for name in _TEXTS if name.endswith(("_s", "_share"))}
-    return values | {name: type(before)(metadata.get(name, before)) for name, before in _LATER.items()}
+def plan_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan's plain attributes from numbers, or texts, by name. Raises: KeyError, TypeError, ValueError."""
+    values: dict[str, Any] = {"policy": str(given["policy"]), "num_ranks": int(given["num_ranks"])}
+    values |= {name: float(given[name]) for name in _TEXTS if name.endswith(("_s", "_share"))}
+    return values | {name: type(before)(given.get(name, before)) for name, before in _LATER.items()}
 
 
 def _fragments(text: str) -> tuple[TreeFragment | SequenceFragment, ...]:

@@ -15,6 +15,7 @@ from hdpcomm.parallel.tensor_plans import check_sizes
 from hdpcomm.plan import POLICIES, Calibration
 from hdpcomm.run.model import FolderModel, model_spec
 from hdpcomm.run.optimizers import check_optimizer
+from hdpcomm.train.trainer_check import check_order
 
 __all__ = ["BASELINES", "RunConfig", "SCHEDULES", "Schedule", "learning_rate"]
 
@@ -154,7 +155,8 @@ class RunConfig(TrainingOptions):
             raise InvalidUsage(
                 f"dtype is {self.dtype!r} and zero {self.zero!r}; give fp32 or bf16, and 0, 1, 2, 3 or auto"
             )
-        self._check_zero()
+        if isinstance(self.zero, int):
+            check_order(self.zero, queue=self.queue, split_backward=self.split_backward)
         layers = self.model.layers
         if "auto" in (self.recompute, self.zero) and not self.memory:
             name, other = ("recompute", "number of layers") if self.recompute == "auto" else ("zero", "stage")
@@ -227,14 +229,6 @@ class RunConfig(TrainingOptions):
             )
         if "ddp" in self.policies and self.on_mesh:
             raise InvalidUsage(f"{what} do not go together with ddp yet: leave out either")
-
-    def _check_zero(self) -> None:
-        if self.zero in (2, 3) and (self.queue or self.split_backward):
-            given = "queue" if self.queue else "split_backward"
-            raise InvalidUsage(
-                f"zero {self.zero} adds gradients in the order in which the plan's backward passes end, which is not "
-                f"known with {given}; leave that out, or give zero 1"
-            )
 
     def _check_recompute_of_stages(self, counts: tuple[int, ...]) -> None:
         stages = self.pipeline * self.chunks

@@ -191,7 +191,7 @@ def rollout(prompt: Any, answer: Any, **columns: Any) -> dict[str, Tensor]:
 
 def sft(temperature: float = 1.0) -> TokenLoss:
     """The mean of the labels' negative log-probabilities: what a trainer does without a loss."""
-    return TokenLoss(_NegativeLogProb(), temperature=temperature)
+    return TokenLoss(_negative_log_prob, temperature=temperature)
 
 
 def ppo(
@@ -311,10 +311,8 @@ def simpo(beta: float = 2.0, *, margin: float = 1.0, temperature: float = 1.0) -
     return GroupLoss(_Preference(beta, "sigmoid", 0.0, True, margin), (), temperature)
 
 
-@dataclass(frozen=True, slots=True)
-class _NegativeLogProb:
-    def __call__(self, log_probs: Tensor, _: Columns) -> Tensor:
-        return -log_probs
+def _negative_log_prob(log_probs: Tensor, _: Columns) -> Tensor:
+    return -log_probs
 
 
 @dataclass(frozen=True, slots=True)

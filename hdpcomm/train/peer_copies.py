@@ -206,7 +206,8 @@ class PeerCopies:
             steps = [slot.step for slot in copies._slots if slot.step >= 0]
         told = gather_json(living, steps)
         for step in sorted({each for own in told for each in own}, reverse=True):
-            slot = None if copies is None else copies._slot_of(step)
+            slots = () if copies is None else copies._slots
+            slot = next((each for each in slots if each.step == step), None)
             whole = [] if slot is None else list(slot.whole(step))
             parts = _parts_of(whole)
             numbers = sorted(cell.number for each in whole for cell in each.cells)
@@ -215,9 +216,6 @@ class PeerCopies:
             if len(there) in {count for count, _ in everyone if count is not None}:
                 return KeptStep(step, gather_json(living, None if slot is None else slot.notes), parts)
         return None
-
-    def _slot_of(self, step: int) -> _Slot | None:
-        return next((slot for slot in self._slots if slot.step == step), None)
 
 
 @dataclass(frozen=True, slots=True)

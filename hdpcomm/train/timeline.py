@@ -89,40 +89,26 @@ class Timeline:
         self._comm = comm
         self._stalled = stalled
         self._waits = waits
-        self._shared_s = self._apart_s = 0.0
-        self._stall_s = 0.0
-        self.origin = self._last = 0.0  # of time.perf_counter()
-        self._waited = self._sent = 0
-        self._processor_s = 0.0
+        self.origin = 0.0  # of time.perf_counter()
+        self._last: tuple[float, ...] = ()
         self.spans: list[Span] = []
+
+    def _read(self) -> tuple[float, ...]:
+        """The clock, and what counts up to now, in the order of the attributes of :class:`Span`."""
+        now, stats = time.perf_counter(), self._comm.stats()
+        counts = stats["wait_ns"] * 1e-9, stats["bytes_sent"], self._stalled(), processor_seconds()
+        return (now, *counts, *self._waits())
 
     def begin(self) -> None:
         """Forgets the step before; called right after a collective, so that all ranks count from the same moment."""
         self.spans = []
-        self.origin = self._last = time.perf_counter()
-        self._processor_s = processor_seconds()
-        stats = self._comm.stats()
-        self._waited, self._sent, self._stall_s = stats["wait_ns"], stats["bytes_sent"], self._stalled()
-        self._shared_s, self._apart_s = self._waits()
+        self._last = self._read()
+        self.origin = self._last[0]
 
     def end(self, phase: str, index: int = -1) -> None:
         """Ends a span now, which also tells the others that this rank has got on."""
         self._comm.tick()
-        now, stats, stalled = time.perf_counter(), self._comm.stats(), self._stalled()
-        processor, (shared, apart) = processor_seconds(), self._waits()
-        self.spans.append(
-            Span(
-                phase,
-                index,
-                self._last - self.origin,
-                now - self.origin,
-                (stats["wait_ns"] - self._waited) * 1e-9,
-                stats["bytes_sent"] - self._sent,
-                stalled - self._stall_s,
-                processor - self._processor_s,
-                shared - self._shared_s,
-                apart - self._apart_s,
-            )
-        )
-        self._processor_s, self._shared_s, self._apart_s = processor, shared, apart
-        self._last, self._waited, self._sent, self._stall_s = now, stats["wait_ns"], stats["bytes_sent"], stalled
+        last, self._last = self._last, self._read()
+        wait_s, sent, *others = (after - before for before, after in zip(last[1:], self._last[1:], strict=True))
+        start_s, end_s = last[0] - self.origin, self._last[0] - self.origin
+        self.spans.append(Span(phase, index, start_s, end_s, wait_s, int(sent), *others))

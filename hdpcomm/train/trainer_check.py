@@ -155,7 +155,8 @@ def check_model(
     for each in (*stages,) or (module,):
         _check_cut(each, mesh)
     _check_cluster(planner, mesh, max(1, len(stages)))
-    if isinstance(optimizer, MatrixOwners) and not _same_mesh(optimizer.mesh, mesh):
+    places = mesh.comm.ranks, mesh.positions.tolist()
+    if isinstance(optimizer, MatrixOwners) and places != (optimizer.mesh.comm.ranks, optimizer.mesh.positions.tolist()):
         raise InvalidUsage(
             f"the optimizer shares its matrices among the ranks of {optimizer.mesh}, and the trainer's are {mesh}; "
             "give MatrixOwners the trainer's mesh"
@@ -182,10 +183,6 @@ def check_order(zero: int, *, queue: bool, split_backward: bool = False) -> None
             f"zero={zero} adds gradients in the order in which the plan's backward passes end, and the planner has "
             f"{given}; plan without, or give zero=1"
         )
-
-
-def _same_mesh(one: Mesh, other: Mesh) -> bool:
-    return one.comm.ranks == other.comm.ranks and one.positions.tolist() == other.positions.tolist()
 
 
 def _check_cluster(planner: Planner, mesh: Mesh, chunks: int) -> None:

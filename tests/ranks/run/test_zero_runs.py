@@ -130,8 +130,8 @@ def test_auto_runs(data: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"zero": 2, "queue": True}, "zero 2 adds gradients in the order .* with queue"),
-        ({"zero": 3, "pipeline": 2, "split_backward": True}, "zero 3 .* with split_backward"),
+        ({"zero": 2, "queue": True}, "zero=2 adds gradients in the order .* queue=True"),
+        ({"zero": 3, "pipeline": 2, "split_backward": True}, "zero=3 .* split_backward=True"),
         ({"zero": "auto"}, "zero is 'auto' and no limit was given"),
         ({"zero": 4}, "zero 4; give fp32 or bf16, and 0, 1, 2, 3 or auto"),
         ({"zero": 3, "policies": ("ddp",)}, "DDP keeps the whole optimizer"),
