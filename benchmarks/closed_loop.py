@@ -25,7 +25,7 @@ import numpy as np
 
 from hdpcomm.plan import MODELS, ClusterSpec, CostLearner, CostModel, Planner, RankTimes, StepPlan
 from hdpcomm.plan.distributions import sample_lengths
-from hdpcomm.plan.queue import as_run
+from hdpcomm.plan.step import as_run
 
 CAPACITY = 8192
 NODE = 8

@@ -18,7 +18,7 @@ import numpy as np
 
 from hdpcomm.plan import MicroBatch, StepPlan
 from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
-from hdpcomm.plan.queue import fixed_for_rank
+from hdpcomm.plan.step import fixed_for_rank
 from hdpcomm.plan.waves import PlannedWaves, in_turns, make_waves
 
 __all__ = [

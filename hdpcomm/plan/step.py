@@ -6,7 +6,7 @@ import hashlib
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,23 @@ from hdpcomm.plan.plan_checks import (
     check_values,
     slices_of,
 )
-from hdpcomm.plan.plan_file import check_plan_suffix, read_plan, read_text, write_file, write_plan
+from hdpcomm.plan.plan_file import check_plan_suffix, plan_values, read_plan, read_text, write_file, write_plan
 from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.tree import Tree, TreeFragment
 
 if TYPE_CHECKING:
     from hdpcomm.plan.memory import MemoryModel
 
-__all__ = ["MicroBatch", "SequenceFragment", "SequenceInfo", "StepPlan", "format_ranks"]
+__all__ = [
+    "MicroBatch",
+    "SequenceFragment",
+    "SequenceInfo",
+    "StepPlan",
+    "as_run",
+    "fixed_for_rank",
+    "format_ranks",
+    "pool_rows",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,7 @@ class StepPlan:
             runs what is bound to it, then takes the next one of the queue until none is left. The rank that the plan
             names for it is the one that would take it if all went as predicted; a plan may also be run so.
         queue_pools: queues that there are: a micro-batch is for the ranks that are equal to its own one modulo this
-            number (:mod:`hdpcomm.plan.queue`).
+            number (:func:`pool_rows`).
         made_by: what of the policy made the plan, as "waves + swaps" (docs/policies.md); not part of the hash.
         fragments: parts of trees that were cut, and slices of sequences; number i has the id ``len(lengths) + i``, and
             its tree or sequence none.
@@ -322,19 +331,8 @@ class StepPlan:
             data = json.loads(text)
             plan = cls.of_table(
                 PlanTable.of_dicts(data["micro_batches"]),
-                policy=str(data["policy"]),
-                num_ranks=int(data["ranks"]),
-                makespan_s=float(data["makespan_s"]),
-                lower_bound_s=float(data["lower_bound_s"]),
-                planning_s=float(data["planning_s"]),
-                idle_share=float(data["idle_share"]),
-                noise_s=float(data.get("noise_s", 0.0)),
-                queued=int(data.get("queued", 0)),
-                queue_pools=int(data.get("queue_pools", 1)),
-                made_by=str(data.get("made_by", "")),
-                key_limit=float(data.get("key_limit", 0.0)),
-                limited=float(data.get("limited", 0.0)),
                 fragments=tuple(map(_fragment, data.get("fragments", ()))),
+                **plan_values({**data, "num_ranks": data["ranks"]}),
             )
             plan.policy.encode()  # as its hash does: JSON may hold what is no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -433,3 +431,25 @@ def _plan_of_objects(
 ) -> StepPlan:
     """A pickled plan made by hand."""
     return StepPlan(micro_batches=batches, fragments=fragments, **values)
+
+
+def pool_rows(plan: StepPlan, pool: int) -> NDArray[np.int64]:
+    """Rows of the plan's table that the ranks of a pool take, in this order: int64 ``[queued in the pool]``."""
+    named = plan.table.ranks[len(plan.table.ranks) - plan.queued :]  # those of the queue have one rank each
+    return len(plan.table) - plan.queued + np.flatnonzero(named % plan.queue_pools == pool)
+
+
+def fixed_for_rank(plan: StepPlan, rank: int) -> tuple[MicroBatch, ...]:
+    """:meth:`StepPlan.for_rank` without those of the queue: what the plan binds to the rank, in order."""
+    first = len(plan.table) - plan.queued
+    return plan.for_rank(rank, rows=first)
+
+
+def as_run(plan: StepPlan, takers: NDArray[Any]) -> StepPlan:
+    """The plan with the ranks that have run the micro-batches of its queue in the place of those that it names.
+
+    ``takers``: whole numbers ``[queued]``, in the order of the table; each of the pool of the micro-batch.
+    """
+    ranks = plan.table.ranks.copy()
+    ranks[len(ranks) - plan.queued :] = takers
+    return plan.with_table(replace(plan.table, ranks=ranks))

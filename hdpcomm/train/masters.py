@@ -13,13 +13,12 @@ from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.tensors import wraps_tensors
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.agreement import share_values
-from hdpcomm.train.buckets import Bucket, Sharding, make_buckets
+from hdpcomm.train.buckets import Bucket, Sharding, SharedShards, make_buckets
 from hdpcomm.train.gradients import Gradients, trained_parameters, wide_type
 from hdpcomm.train.layout import Layout
 from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.pulled_weights import PulledWeights
 from hdpcomm.train.pushed_sums import PushedSums
-from hdpcomm.train.shared_shards import SharedShards
 from hdpcomm.train.side_work import side_work
 from hdpcomm.train.trainer_check import check_elementwise
 from hdpcomm.train.units import Units, unit_buckets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 from hdpcomm.models.expert_group import ExpertLoad
+from hdpcomm.offload import ActivationOffload, MemoryMeter
+from hdpcomm.plan import MemoryModel
 
 if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
 
-__all__ = ["StepMetrics", "Totals", "add_expert_load", "expert_loads", "totals", "uncounted"]
+__all__ = ["OffloadedStep", "StepMetrics", "Totals", "add_expert_load", "expert_loads", "totals", "uncounted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +170,45 @@ def add_expert_load(metrics: StepMetrics, loads: Sequence[ExpertLoad], mesh: Mes
     mesh.comm.all_reduce(most, "max")
     mean, busiest, dropped = most.tolist()
     return replace(metrics, expert_tokens_mean=mean, expert_tokens_max=int(busiest), expert_tokens_dropped=int(dropped))
+
+
+class OffloadedStep:
+    """A step's micro-batches at their ratios, with the device memory and the bytes that they took on this rank.
+
+    Attributes:
+        meter: context of the passes; ``None`` without offload.
+    """
+
+    def __init__(self, offload: ActivationOffload | None, memory: MemoryModel, device: torch.device) -> None:
+        self._offload = offload
+        self._memory = memory
+        self.meter = None if offload is None else MemoryMeter(device)
+        self._before = 0 if offload is None else offload.stats().stored_bytes
+        self._ratio = self._predicted = 0.0
+
+    def micro_batch(self, ratio: float, tokens: int, kept: int = 0) -> AbstractContextManager[None]:
+        """Context of the forward pass of a micro-batch with ``tokens`` tokens on this rank; ``kept``: of a slice, those
+        of it and all before it."""
+        if self._offload is None:
+            return nullcontext()
+        held = tokens * (1 - ratio * self._memory.offloadable) + self._memory.kept_at(ratio) * kept
+        self._ratio = max(self._ratio, ratio)
+        self._predicted = max(self._predicted, self._memory.bytes_held(held) or 0.0)
+        return self._offload.micro_batch(ratio, tokens=tokens)
+
+    def add_to(self, metrics: StepMetrics, comm: Communicator) -> StepMetrics:
+        """The step's metrics with those of offload. Collective over ``comm``, if there is offload."""
+        if self._offload is None or self.meter is None:
+            return metrics
+        most = torch.tensor([self._ratio, self.meter.peak, self._predicted], dtype=torch.float64)
+        comm.all_reduce(most, "max")
+        stored = torch.tensor([self._offload.stats().stored_bytes - self._before], dtype=torch.float64)
+        comm.all_reduce(stored)
+        ratio, memory, predicted = most.tolist()
+        return replace(
+            metrics,
+            offload_ratio=ratio,
+            offloaded_bytes=int(stored[0]),
+            memory_bytes=int(memory),
+            predicted_memory_bytes=int(predicted),
+        )

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
-    from hdpcomm.train.buckets import Bucket
-    from hdpcomm.train.shared_shards import BucketShards, SharedShards
+    from hdpcomm.train.buckets import Bucket, BucketShards, SharedShards
     from hdpcomm.train.side_work import SideWork, Started
     from hdpcomm.train.units import Unit, Units
 

@@ -19,8 +19,7 @@ from hdpcomm.errors import Aborted, Error
 if TYPE_CHECKING:
     from hdpcomm.comm import Work
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.train.buckets import Bucket
-    from hdpcomm.train.shared_shards import BucketShards, SharedShards
+    from hdpcomm.train.buckets import Bucket, BucketShards, SharedShards
     from hdpcomm.train.side_work import SideWork
     from hdpcomm.train.units import Unit, Units
 

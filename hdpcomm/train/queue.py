@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from hdpcomm.errors import Aborted, Error, InvalidUsage, PeerLost
-from hdpcomm.plan.queue import as_run, pool_rows
+from hdpcomm.plan.step import as_run, pool_rows
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, SharedCounter

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hdpcomm.attention import BalancedPack, Pack, SlicedSequence, as_pack
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.queue import fixed_for_rank
+from hdpcomm.plan.step import fixed_for_rank
 from hdpcomm.plan.tree import Tree, join_trees
 from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
 

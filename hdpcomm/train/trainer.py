@@ -31,8 +31,7 @@ from hdpcomm.train.label_terms import (
 )
 from hdpcomm.train.layout import num_parameters, plain_name
 from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
-from hdpcomm.train.metrics import StepMetrics, add_expert_load, expert_loads
-from hdpcomm.train.offloaded_step import OffloadedStep
+from hdpcomm.train.metrics import OffloadedStep, StepMetrics, add_expert_load, expert_loads
 from hdpcomm.train.passes import Passes, StepInputs
 from hdpcomm.train.replicas import check_replicas, settings_of
 from hdpcomm.train.runner import Runner, StepSettings
@@ -561,7 +560,7 @@ class Trainer:
 
     def _metrics(self, planned: PlannedStep, own: Sequence[float], *, loss: float, grad_norm: float) -> StepMetrics:
         """``own``: this rank's seconds, idle seconds, bytes sent and seconds of processor time. Collective."""
-        plan = planned.plan
+        plan, ran = planned.plan, self.runner.ran
         longest, longest_ranks = plan.longest()
         row = torch.tensor([*own, planned.waited_s, plan.planning_s], dtype=torch.float64)
         rows = row.new_empty(self.comm.size, row.numel())
@@ -585,10 +584,5 @@ class Trainer:
             processor_s=rows[:, 3].max().item(),
             sequences_on_ranks=plan.sequences_on_ranks(),
             queued=plan.queued,
-            moved=_moved(plan, self.runner.ran),
+            moved=0 if ran is None or ran is plan else int((ran.table.ranks != plan.table.ranks).sum()),
         )
-
-
-def _moved(plan: StepPlan, ran: StepPlan | None) -> int:
-    """Micro-batches that ran on other ranks than planned."""
-    return 0 if ran is None or ran is plan else int((ran.table.ranks != plan.table.ranks).sum())

@@ -13,7 +13,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
-from hdpcomm.plan.queue import pool_rows
+from hdpcomm.plan.step import pool_rows
 from hdpcomm.testing import spawn
 from hdpcomm.train import Trainer
 from tests.harness.fault_cases import LONG_S

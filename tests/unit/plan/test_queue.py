@@ -13,7 +13,7 @@ import pytest
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan
-from hdpcomm.plan.queue import as_run, fixed_for_rank, pool_rows
+from hdpcomm.plan.step import as_run, fixed_for_rank, pool_rows
 
 
 def batch(index: int, *ranks: int, offload: float = 0.0) -> MicroBatch:

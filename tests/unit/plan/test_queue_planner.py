@@ -15,7 +15,7 @@ from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner, StepPlan, Tree
 from hdpcomm.plan.distributions import sample_lengths
-from hdpcomm.plan.queue import as_run, fixed_for_rank, pool_rows
+from hdpcomm.plan.step import as_run, fixed_for_rank, pool_rows
 
 CLUSTER = ClusterSpec(32, 8192, ranks_per_node=8)
 COST = replace(CostModel.analytic(MODELS["llama-7b"], CLUSTER), noise=0.05)
