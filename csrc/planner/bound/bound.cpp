@@ -513,6 +513,8 @@ double boundOfAll(const Problem& problem, double known = 0) {
   return Bound(withoutWeights(problem), put_off, max_offload).solve(known);
 }
 
+constexpr int kLarge = 1 << 11;  // ranks from which on fewer numbers of them are looked at
+
 // The largest bound of the longest sequences alone, some numbers of them, if it is above `least`:
 // beside slices short ones may fill more idle time, as far as is known, than they take.
 double boundOfLongest(const Problem& problem, double least) {
@@ -521,7 +523,8 @@ double boundOfLongest(const Problem& problem, double least) {
   std::vector<int32_t> part;
   double seconds = 0;  // of these one after the other on all ranks: no less than their bound
   double longest = 0;
-  for (size_t count = 1; 4 * count <= order.size(); count *= 2) {
+  const size_t step = problem.ranks() >= kLarge ? 4 : 2;
+  for (size_t count = 1; 4 * count <= order.size(); count *= step) {
     while (part.size() < count) {
       const int32_t sequence = order[part.size()];
       const Load load = problem.own(sequence);

@@ -8,6 +8,7 @@ namespace hdpcomm::planner {
 
 LongSequences::LongSequences(const Problem& problem)
     : cost_(problem.cost()), ranks_(problem.ranks()) {
+  loads.reserve(problem.count());
   for (const int32_t sequence : problem.byLength()) loads.push_back(problem.own(sequence));
 }
 

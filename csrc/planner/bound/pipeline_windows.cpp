@@ -7,12 +7,16 @@
 namespace hdpcomm::planner {
 
 PipelineWindows::PipelineWindows(const Problem& problem, double filling)
-    : cost_(problem.cost()), filling_(filling), others_(cost_.cluster().pipeline - 1) {
-  tokens_.push_back(0);
-  squares_.push_back(0);
+    : problem_(problem),
+      cost_(problem.cost()),
+      filling_(filling),
+      others_(cost_.cluster().pipeline - 1) {
+  for (std::vector<double>* each : {&tokens_, &squares_}) {
+    each->reserve(problem.count() + 1);
+    each->push_back(0);
+  }
   for (const int32_t sequence : problem.byLength()) {
     const Load load = problem.own(sequence);
-    loads_.push_back(load);
     tokens_.push_back(tokens_.back() + load.tokens);
     squares_.push_back(squares_.back() + load.squares);
   }
@@ -23,7 +27,7 @@ PipelineWindows::PipelineWindows(const Problem& problem, double filling)
     forward_ = std::max(forward_, params.forward_transfer);
     backward_ = std::max(backward_, 1 - params.forward_transfer);
   }
-  for (size_t count = 1; count <= loads_.size(); count += 1 + count / 4) counts_.push_back(count);
+  for (size_t count = 1; count < tokens_.size(); count += 1 + count / 4) counts_.push_back(count);
 }
 
 bool PipelineWindows::fit(double time, int least, const Charges& charges) {
@@ -36,7 +40,7 @@ bool PipelineWindows::fit(double time, int least, const Charges& charges) {
   time_ = time;
   const int ranks = cost_.cluster().ranks;
   for (const size_t count : counts_) {
-    const Load& shortest = loads_[count - 1];
+    const Load shortest = problem_.own(problem_.byLength()[count - 1]);
     const PassTimes times(cost_, shortest, leastRanks(shortest), ranks);
     const double way = others_ * times.within(ranks);
     if (way <= filling_) break;  // and all shorter ones
@@ -91,7 +95,7 @@ double PipelineWindows::hidden(size_t count, int ranks, double work) const {
 double PipelineWindows::workOfTokens(double tokens) const {
   const size_t end = std::upper_bound(tokens_.begin(), tokens_.end(), tokens) - tokens_.begin() - 1;
   const double whole = workOf(end);
-  if (end == loads_.size()) return whole;
+  if (end + 1 == tokens_.size()) return whole;
   const double share = (tokens - tokens_[end]) / (tokens_[end + 1] - tokens_[end]);
   return whole + share * (workOf(end + 1) - whole);
 }

@@ -47,13 +47,13 @@ class PipelineWindows {
   double workOfTokens(double tokens) const;
   double workOf(size_t count) const;
 
+  const Problem& problem_;
   const CostModel& cost_;
   const double filling_;
   const int others_;  // micro-batches in flight beside one
   double forward_ = 0;
   double backward_ = 0;
-  std::vector<Load> loads_;      // by falling length
-  std::vector<double> tokens_;   // of the first ones
+  std::vector<double> tokens_;   // of the first ones by falling length
   std::vector<double> squares_;  // of these
   std::vector<double> beyond_;   // of these: what several ranks cost more than one
   std::vector<size_t> counts_;   // how many of the longest sequences are tried

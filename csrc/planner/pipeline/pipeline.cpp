@@ -20,6 +20,7 @@ constexpr double kRefineLimit = 1 << 10;  // sequences x ranks, for local search
 // above that of all.
 constexpr int kRanksOfPart[] = {1 << 8};
 constexpr double kFair = 0.02;
+constexpr double kFar = 1.05;  // of a part's plan, for one without slices that no whole one is near
 // With more slices allowed the search tries others, which may be worse: it tries these, too.
 constexpr int kUsualSlices = 16;
 
@@ -55,34 +56,43 @@ constexpr Candidate<PlanSearch> kSliced[] = {
      }},
 };
 
-}  // namespace
-
-Plan planPipeline(const Problem& problem, const PolicyOptions& options, double lower_bound) {
-  if (problem.count() == 0) return finishPlan(problem, {});
+// `unsliced`: set to the least makespan without slices where the problem was not planned in parts.
+Plan planOf(const Problem& problem, const PolicyOptions& options, double lower_bound,
+            double& unsliced) {
   const bool slices = problem.cost().cluster().mostSlices() > 1;
   const double whole = slices ? lowerBound(problem.inSlices(1)) : lower_bound;
   std::optional<Plan> copies;
   if (slices && problem.cost().cluster().speeds.empty()) {
     copies = planCopiedPart(
         problem, lower_bound, kFair, kRanksOfPart,
-        [&](const Problem& part, double bound) { return planPipeline(part, options, bound); });
-    if (copies && copies->makespan <= whole) return std::move(*copies);
+        [&](const Problem& part, double bound) { return planOf(part, options, bound, unsliced); });
+    if (copies && (copies->makespan <= whole || unsliced >= kFar * copies->makespan)) {
+      return std::move(*copies);
+    }
   }
   const double limit = copies ? copies->makespan : kNoLimit;
-  const std::optional<Problem> unsliced =
-      copies ? std::optional(problem.inSlices(1)) : std::nullopt;
-  PlanSearch search{copies ? *unsliced : problem, options, whole};
+  const std::optional<Problem> in_one = copies ? std::optional(problem.inSlices(1)) : std::nullopt;
+  PlanSearch search{copies ? *in_one : problem, options, whole};
   if (copies) search.take(std::move(copies));
   const double good_enough = lower_bound * (1 + nearBound(problem.cost().cluster()));
   ShapedPlans plans = findShape(search.problem, whole, good_enough, limit);
   search.take(std::move(plans.whole));
   tryBaselines(search);
-  if (unsliced) return std::move(search).result();
+  if (in_one) return std::move(search).result();
   tryAll(kImprovements, search);
+  unsliced = search.best->makespan;
   if (!plans.sliced.micro_batches.empty()) search.take(std::move(plans.sliced));
   search.lower_bound = lower_bound;
   tryAll(kSliced, search);
   return std::move(search).result();
+}
+
+}  // namespace
+
+Plan planPipeline(const Problem& problem, const PolicyOptions& options, double lower_bound) {
+  if (problem.count() == 0) return finishPlan(problem, {});
+  double unsliced = 0;
+  return planOf(problem, options, lower_bound, unsliced);
 }
 
 }  // namespace hdpcomm::planner
