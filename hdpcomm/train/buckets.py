@@ -166,7 +166,7 @@ def make_buckets(
     return buckets
 
 
-_ALIGNED = 64
+_ALIGNED_BYTES = 64
 """Bytes to whose multiple parts begin: a cache line."""
 
 
@@ -209,7 +209,7 @@ class SharedShards:
         assert owners is not None
         wanted = self._wanted.setdefault(owners.ranks, [])
         end = wanted[-1].offset + wanted[-1].count * wanted[-1].dtype.itemsize if wanted else 0
-        made = BucketShards(owners, bucket.part, dtype, -(-end // _ALIGNED) * _ALIGNED, len(wanted))
+        made = BucketShards(owners, bucket.part, dtype, -(-end // _ALIGNED_BYTES) * _ALIGNED_BYTES, len(wanted))
         wanted.append(made)
         return made
 
