@@ -45,6 +45,11 @@ def layers_of_stages(layers: int, stages: int) -> list[range]:
     return [range(stage * each, (stage + 1) * each) for stage in range(stages)]
 
 
+def _of_model(name: str) -> Any:
+    """An attribute of a stage that is one of its model."""
+    return property(lambda stage: getattr(stage.model, name), lambda stage, value: setattr(stage.model, name, value))
+
+
 class Stage(nn.Module):
     """Some consecutive layers of a model, with its embedding or its head at the ends.
 
@@ -67,6 +72,18 @@ class Stage(nn.Module):
 
     takes_labels = True
     takes_label_rows = True
+    embedding: nn.Module = _of_model("embedding")
+    """The layer that makes hidden states of tokens; on the first stage."""
+    last_layer: nn.Module = _of_model("last_layer")
+    """The layer that makes logits; on the last stage."""
+    tensor: TensorGroup | None = _of_model("tensor")
+    """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
+    expert: ExpertGroup | None = _of_model("expert")
+    """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
+    chunk_tokens: int | None = _of_model("chunk_tokens")
+    """Tokens in a chunk of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
+    has_added_losses: bool = _of_model("has_added_losses")
+    """Whether layers add to the loss."""
 
     def __init__(self, model: Llama | AdaptedCausalLM, anatomy: _Anatomy, layers: range) -> None:
         super().__init__()
@@ -85,48 +102,6 @@ class Stage(nn.Module):
     def config(self) -> Any:
         """Configuration of the whole model."""
         return self.model.config if isinstance(self.model, Llama) else self.model.causal_lm.config
-
-    @property
-    def embedding(self) -> nn.Module:
-        """The layer that makes hidden states of tokens; on the first stage."""
-        return cast(nn.Module, self.model.embedding)
-
-    @property
-    def last_layer(self) -> nn.Module:
-        """The layer that makes logits; on the last stage."""
-        return cast(nn.Module, self.model.last_layer)
-
-    @property
-    def tensor(self) -> TensorGroup | None:
-        """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
-        return self.model.tensor
-
-    @tensor.setter
-    def tensor(self, group: TensorGroup) -> None:
-        self.model.tensor = group
-
-    @property
-    def expert(self) -> ExpertGroup | None:
-        """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
-        return self.model.expert
-
-    @expert.setter
-    def expert(self, group: ExpertGroup) -> None:
-        self.model.expert = group
-
-    @property
-    def chunk_tokens(self) -> int | None:
-        """Tokens in a chunk of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
-        return self.model.chunk_tokens
-
-    @chunk_tokens.setter
-    def chunk_tokens(self, tokens: int | None) -> None:
-        self.model.chunk_tokens = tokens
-
-    @property
-    def has_added_losses(self) -> bool:
-        """Whether layers add to the loss."""
-        return self.model.has_added_losses
 
     @property
     def takes_trees(self) -> bool:

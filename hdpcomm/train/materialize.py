@@ -18,6 +18,7 @@ from hdpcomm.models.weights import own_pages
 from hdpcomm.parallel.stages import Stage
 from hdpcomm.train.layout import Placement, layout_of, plain_name
 from hdpcomm.train.pulled_weights import set_part, without_values
+from hdpcomm.train.tensor_part import box_slices
 from hdpcomm.train.units import Units, unit_buckets
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class _Part:
 
     def of(self, whole: Tensor) -> Tensor:
         """Its elements; a view of them unless they are some of a box that is a view itself."""
-        box = whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.shape, strict=True))]
+        box = whole[box_slices(self.offsets, self.shape)]
         return box if self.sizes == self.shape else box.flatten()[self.start : self.stop]
 
 

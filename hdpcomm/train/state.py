@@ -15,7 +15,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.fsdp import is_dtensor
 from hdpcomm.train.layout import Placement, plain_name
 from hdpcomm.train.matrix_owners import MatrixOwners
-from hdpcomm.train.tensor_part import TensorPart
+from hdpcomm.train.tensor_part import TensorPart, box_slices
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -294,7 +294,7 @@ def _whole_tensors(parts: Mapping[str, Any], comm: Communicator) -> Iterator[tup
                 else:
                     box = torch.empty(sizes, dtype=whole.dtype, device=device)
                 comm.broadcast(box, rank)
-                whole[_slices(offsets, sizes)] = box
+                whole[box_slices(offsets, sizes)] = box
         yield path, whole
 
 
@@ -313,11 +313,7 @@ def _fill(live: Any, given: Any) -> None:
             live.copy_(given if isinstance(given, Tensor) else torch.as_tensor(given))
         return
     for offsets, tensor in live.boxes:
-        tensor.copy_(given[_slices(offsets, tensor.shape)])
-
-
-def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        tensor.copy_(given[box_slices(offsets, tensor.shape)])
 
 
 def path_name(path: Path) -> str:

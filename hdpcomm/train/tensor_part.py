@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["TensorPart", "boxes"]
+__all__ = ["TensorPart", "box_slices", "boxes"]
 
 
 class TensorPart:
@@ -94,6 +94,11 @@ class TensorPart:
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self.box(index.offset)
+
+
+def box_slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """The place of a box in a tensor."""
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
