@@ -29,7 +29,7 @@ from hdpcomm.train.units import Units
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["profile_activations", "profile_memory"]
+__all__ = ["profile_activations", "profile_memory", "with_states"]
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -38,6 +38,8 @@ _CHANGE = 2e-3  # of bytes a token, from some tokens to twice as many
 _EXPERTS_CHANGE = 0.05
 _CHUNK = 16
 """Tokens whose logits exist at a time in the passes, so that they are not the most of them."""
+_CHUNK_ON_META, _CHUNKS_ON_META = 64, 64
+"""There each chunk takes time, and no memory: a long pass has larger ones, at least so many."""
 _SEQUENCE = 256
 """Tokens of a rank of one sequence: packs of short ones take the memory of a long one, and less time."""
 _SEQUENCE_ON_META = 8192
@@ -97,14 +99,10 @@ def profile_memory(
         passes = _measured_passes(model, comm, tokens, everyone or comm, split_backward=split_backward)
     more = len(layers) - len(some) if some else 0
     kept, backward, recomputed, layer, layer_input, owed = passes
-    replicas = (replicas or comm.size) if zero else 1
-    weights, gradients, others, update = _state_bytes(
-        model, optimizer, ranks=replicas, zero=zero, dtype=dtype, matrices=matrices
-    )
     logits, chunk, _ = _logits(model)
-    return StepMemory(
+    found = StepMemory(
         layers=len(layers),
-        states=weights + gradients + others,
+        states=0.0,
         layer=layer,
         layer_input=layer_input,
         forward=replace(kept, token=kept.token + more * layer),
@@ -112,11 +110,30 @@ def profile_memory(
         recomputed=replace(recomputed, token=recomputed.token + more * layer_input),
         logits=logits,
         chunk=chunk,
-        update=update,
         owed=owed,
-        weights=weights,
-        gradients=gradients,
     )
+    return with_states(
+        found, model, optimizer, zero=zero, dtype=dtype, replicas=replicas or comm.size, matrices=matrices
+    )
+
+
+def with_states(
+    passes: StepMemory,
+    model: nn.Module,
+    optimizer: MakeOptimizer,
+    *,
+    replicas: int,
+    zero: int = 0,
+    dtype: torch.dtype | None = None,
+    matrices: MatrixMemory | None = None,
+) -> StepMemory:
+    """The memory of a step whose passes are known, with the states under another ``zero``. Local; arguments of
+    :func:`profile_memory`."""
+    weights, gradients, others, update = _state_bytes(
+        model, optimizer, ranks=replicas if zero else 1, zero=zero, dtype=dtype, matrices=matrices
+    )
+    states = weights + gradients + others
+    return replace(passes, states=states, update=update, weights=weights, gradients=gradients)
 
 
 def _measured_passes(
@@ -135,12 +152,13 @@ def _measured_passes(
     hook = layers[0].register_forward_pre_hook(
         lambda _, args, kwargs: inputs.append(_largest(args, kwargs)), with_kwargs=True
     )
+    meta = next(model.parameters()).is_meta
     shorter: dict[int, tuple[int, int]] = {}  # peaks of half the tokens, by layers recomputed
     later = WeightGradients() if split_backward else None
     owed = 0.0
     try:
         for _ in range(_DOUBLINGS):
-            chunk = min(_CHUNK, tokens // 4)
+            chunk = _chunk(tokens, meta=meta)
             with _small_chunks(model, chunk):
                 set_recompute(model, 0)
                 forward_backward(model, comm, [2 * comm.size])  # makes the gradients, which stay
@@ -155,7 +173,7 @@ def _measured_passes(
                     if recompute == 0:
                         layer_input, owed = inputs[-1] / tokens, left / tokens / len(layers)
                     lines[recompute] = tuple(map(partial(_line, tokens), half, whole))
-                    if chunk == _CHUNK:  # else the next passes have larger ones
+                    if chunk == _chunk(2 * tokens, meta=meta):  # else the next passes have larger ones
                         shorter[recompute] = whole[0], whole[1]
                 (kept, backward), (_, recomputed) = lines[0], lines[len(layers)]
             layer = lines[few[-2]][0].token - lines[few[-1]][0].token + layer_input
@@ -183,6 +201,11 @@ def _measured_passes(
     comm.all_reduce(most, "max")
     values = most.tolist()
     return Line(*values[:2]), Line(*values[2:4]), Line(*values[4:6]), values[6], values[7], values[8]
+
+
+def _chunk(tokens: int, *, meta: bool) -> int:
+    """Tokens of a pass whose logits exist at a time."""
+    return min(_CHUNK_ON_META if meta else _CHUNK, max(_CHUNK, tokens // _CHUNKS_ON_META), tokens // 4)
 
 
 def _some_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from hdpcomm.comm.absent import AbsentRanks
 from hdpcomm.comm.device.joining import arena_bytes
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.measure.memory import profile_memory
+from hdpcomm.measure.memory import profile_memory, with_states
 from hdpcomm.models import NewWeights, Weights
 from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
@@ -134,13 +134,14 @@ def fit_zero(
     """
     if comm is not None:
         ranks, ranks_per_node = comm.size, owners_on_host(mesh_of(comm, config))
+    memory: tuple[StepMemory, ...] = ()
     for zero in range(most + 1):
         try:
             tried = replace(config, zero=zero, memory=config.memory if config.recompute == "auto" else 0)
         except InvalidUsage as error:  # such a run cannot have it
             needs = f"zero {zero - 1} needs more than {size_text(config.memory)}"
             raise InvalidUsage(f"--zero auto: {needs}; {error}") from None
-        memory = predict_memory(tried, ranks, ranks_per_node)
+        memory = predict_memory(tried, ranks, ranks_per_node, memory)
         if config.recompute != "auto":
             needed = max(
                 each.peak_bytes(config.capacity, count, 1.0 if config.offload else 0.0)
@@ -212,7 +213,9 @@ _RING = 8
 same buffers."""
 
 
-def predict_memory(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> tuple[StepMemory, ...]:
+def predict_memory(
+    config: RunConfig, ranks: int, ranks_per_node: int | None = None, known: Sequence[StepMemory] = ()
+) -> tuple[StepMemory, ...]:
     """Predicts the memory of a step for ``ranks`` ranks that are not here. Local; allocates nothing, so models and
     ranks may be any number.
 
@@ -220,6 +223,7 @@ def predict_memory(config: RunConfig, ranks: int, ranks_per_node: int | None = N
 
     Args:
         ranks_per_node: HDP ranks that share a host; ``None``: all do.
+        known: of a configuration that differs in ``zero`` and what is recomputed only, which takes much less time.
 
     Raises: InvalidUsage: the ranks cannot be such a mesh.
     """
@@ -233,7 +237,8 @@ def predict_memory(config: RunConfig, ranks: int, ranks_per_node: int | None = N
         absent = AbsentRanks(config.pipeline * fewer * config.tensor, device * fewer * config.tensor)
         mesh = Mesh(cast("Communicator", absent), placement=range(absent.size), **sizes)
         if ends not in rows:
-            rows[ends] = asdict(_profiled(config, mesh, None, replicas=_owners(config, hdp, ranks_per_node)))
+            owners, before = _owners(config, hdp, ranks_per_node), known[device] if known else None
+            rows[ends] = asdict(_profiled(config, mesh, None, replicas=owners, known=before))
         found.append(_of_device(dict(rows[ends]), config, device))
     return tuple(found)
 
@@ -249,6 +254,7 @@ def _profiled(
     weights: Callable[[nn.Module], Weights] | None,
     *,
     replicas: int | None = None,
+    known: StepMemory | None = None,
 ) -> StepMemory:
     """A device's part of the model as it will be trained, by itself. Collective over the mesh."""
     recompute = ["none"] * config.pipeline * config.chunks
@@ -260,17 +266,19 @@ def _profiled(
         own = nn.ModuleList(parts) if mesh.pipeline > 1 else model
         make = partial(matrix_optimizer, config)
         matrices = matrix_memory(own, mesh, make, replicas=replicas or mesh.hdp)
+    optimizer = partial(elementwise_optimizer, config)
+    options: dict[str, Any] = {"zero": int(config.zero), "dtype": config.dtype_with_masters, "matrices": matrices}
+    if known is not None:
+        return with_states(known, model, optimizer, replicas=replicas or mesh.hdp, **options)
     return profile_memory(
         model,
         mesh.hdp_comm,
-        partial(elementwise_optimizer, config),
+        optimizer,
         tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
-        zero=int(config.zero),
-        dtype=config.dtype_with_masters,
         everyone=mesh.comm,
         split_backward=config.split_backward,
         replicas=replicas,
-        matrices=matrices,
+        **options,
     )
 
 
