@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
     from hdpcomm.sim import StepReport
 
-__all__ = ["Progress", "cluster_text", "print_dry_run", "print_report", "to_json"]
+__all__ = [
+    "Progress",
+    "cluster_text",
+    "model_text",
+    "new_table",
+    "print_dry_run",
+    "print_report",
+    "stdout_console",
+    "to_json",
+]
 
 
 class Progress:
@@ -81,11 +90,11 @@ _MOST_ROWS = 20  # of the table of steps; metrics.jsonl has all
 
 def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) -> None:
     """Prints on stdout what was trained, each step of the first policy, and a comparison of all policies."""
-    console = _stdout()
+    console = stdout_console()
     policy = config.policies[0]
     console.print(corpus.text)
     console.print(
-        f"{_model_text(config)} of {result.parameters:,} parameters on {_ranks_text(result.ranks)} "
+        f"{model_text(config)} of {result.parameters:,} parameters on {_ranks_text(result.ranks)} "
         f"({result.transport}), capacity {config.capacity:,} tokens a rank"
     )
     if result.step_memory:
@@ -132,30 +141,30 @@ def _queue_text(steps: list[StepMetrics]) -> str:
     )
 
 
-def _stdout() -> Console:
+def stdout_console() -> Console:
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False)
     return console if console.is_terminal else Console(file=sys.stdout, highlight=False, width=100)
 
 
-def _model_text(config: RunConfig) -> str:
+def model_text(config: RunConfig) -> str:
     return config.model.architecture if isinstance(config.model, FolderModel) else "Llama"
 
 
 def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> None:
     """Prints on stdout what the first steps would take, and the memory of each rank."""
-    console = _stdout()
+    console = stdout_console()
     console.print(corpus.text)
     console.print(
-        f"{_model_text(config)} of {found.parameters:,} parameters on {_ranks_text(found.ranks)}; nothing was trained"
+        f"{model_text(config)} of {found.parameters:,} parameters on {_ranks_text(found.ranks)}; nothing was trained"
     )
     _print_devices(console, config, found)  # what does not fit has no time
     if not found.reports:
         console.print("this model is no plain decoder, so what its steps take is not known without running it")
         return
     costs = "with the costs measured here" if found.elsewhere is None else f"on {found.elsewhere}s (preset)"
-    steps = _table(f"the first {len(found.reports[config.policies[0]])} steps, simulated {costs}")
+    steps = new_table(f"the first {len(found.reports[config.policies[0]])} steps, simulated {costs}")
     mfu = ("MFU",) if found.elsewhere is not None else ()
     for name in ("policy", "seconds/step", "tokens/s", *mfu, "micro-batches", "longest on", "idle", "exposed"):
         steps.add_column(name, justify="left" if name == "policy" else "right")
@@ -178,10 +187,10 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
     rates = {policy: _tokens_per_s(reports) for policy, reports in found.reports.items()}
     hours = ", ".join(f"{total / rate / 3600:,.3g} hours under {policy}" for policy, rate in rates.items())
     console.print(f"{total:,} tokens, in {config.steps:,} steps, take {hours}")
-    if found.elsewhere is not None and found.ranks > _MOST_ROWS:
+    if found.elsewhere is not None and found.ranks > _MOST_RANKS:
         return
     for policy, ranks in found.memory.items():
-        table = _table(f"memory of a rank ({policy}; {size_text(found.token_bytes)} of activations a token, measured)")
+        table = new_table(f"memory of a rank ({policy}; {size_text(found.token_bytes)} of activations a token)")
         for name in ("rank", "tokens at once", "states", "activations", "together"):
             table.add_column(name, justify="right")
         for rank, memory in enumerate(ranks):
@@ -191,7 +200,7 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
         console.print(table)
 
 
-_MOST_ROWS = 64
+_MOST_RANKS = 64
 
 
 def _tokens_per_s(reports: Sequence[StepReport]) -> float:
@@ -201,7 +210,7 @@ def _tokens_per_s(reports: Sequence[StepReport]) -> float:
 def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
     """The memory of a full device by its parts. Raises: InvalidUsage: there is not so much."""
     devices = "device" if len(found.devices) == 1 else "device of each pipeline stage"
-    table = _table(f"memory of a {devices} with {config.capacity:,} tokens at once")
+    table = new_table(f"memory of a {devices} with {config.capacity:,} tokens at once")
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "together")
     for name in ("stage", "recomputed", *parts):
         table.add_column(name, justify="right")
@@ -217,7 +226,7 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
         table.add_row(str(stage), str(recompute), *map(size_text, sizes))
     console.print(table)
     if (beside := found.beside) is not None:
-        table = _table("beside it, of each rank")
+        table = new_table("beside it, of each rank")
         columns = {
             "offload pool (pinned)": beside.pool,
             "messages (shared by the host)": beside.shared,
@@ -256,7 +265,7 @@ def _memory_text(config: RunConfig, result: RunResult) -> str:
     )
 
 
-def _table(title: str) -> Table:
+def new_table(title: str) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -264,7 +273,7 @@ def _table(title: str) -> Table:
 
 
 def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
-    table = _table(f"policy {policy}")
+    table = new_table(f"policy {policy}")
     names = ("step", "loss", "tokens", "tokens/s", "longest", "on ranks", "micro-batches", "sent", "idle")
     for name in names:
         table.add_column(name, justify="right")
@@ -288,7 +297,7 @@ def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
 
 
 def _policies_table(result: RunResult) -> Table:
-    table = _table("the same batches" if len(result.steps) > 1 else "the whole run")
+    table = new_table("the same batches" if len(result.steps) > 1 else "the whole run")
     for name in ("", "loss first", "last", "tokens/s", "s/step", "sequences on ranks", "sent/step", "idle"):
         table.add_column(name, justify="left" if name in ("", "sequences on ranks") else "right")
     for policy, steps in result.steps.items():
@@ -381,7 +390,7 @@ def cluster_text() -> str:
 
 def _offload_table(result: RunResult) -> Table:
     """Predicted and measured memory (the largest of a step) and seconds (the mean of the steps)."""
-    table = _table("offload")
+    table = new_table("offload")
     for name in ("policy", "largest ratio", "to host/step", "memory", "predicted", "seconds/step", "predicted"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for policy, steps in result.steps.items():
