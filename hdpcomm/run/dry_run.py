@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import PinnedPool
 
-__all__ = ["DryRun", "RankMemory", "dry_run", "dry_run_elsewhere"]
+__all__ = ["DryRun", "RankMemory", "cluster_elsewhere", "dry_run", "dry_run_elsewhere", "planners_elsewhere"]
 
 STEPS = 4
 _SHORT, _SHORT_STEPS = 8, 3
@@ -139,10 +139,27 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
     check_limits(corpus, config, ranks=ranks)
     if "ddp" in config.policies or config.calibration is not None:
         raise InvalidUsage("ranks elsewhere have no calibration and do not run DDP; leave out --calibration and ddp")
+    cluster = cluster_elsewhere(config, ranks, device)
+    if config.zero == "auto":
+        most = 1 if cluster.ranks > 1 and cluster.ranks_per_node == 1 else 3
+        zero = fit_zero(None, config, ranks, cluster.ranks_per_node, most=most)
+        config = replace(config, zero=zero, memory=config.memory if config.recompute == "auto" else 0)
+    devices = predict_memory(config, ranks, cluster.ranks_per_node)
+    if config.recompute == "auto":
+        config, _ = fit_recompute(config, devices)
+    planners = planners_elsewhere(config, cluster, devices, context=corpus.longest)
+    beside = memory_beside(config, min(ranks, NODE_DEVICES), on_devices=True)
+    return replace(_dry_run(corpus, config, ranks, planners, devices), beside=beside, elsewhere=device)
+
+
+def cluster_elsewhere(config: RunConfig, ranks: int, device: str) -> ClusterSpec:
+    """The HDP ranks that so many devices of a kind make, on nodes of :data:`hdpcomm.plan.presets.NODE_DEVICES`. Local.
+
+    Raises: InvalidUsage: they cannot be such a mesh, cannot be cut so, or the kind is not known.
+    """
     sizes: dict[str, Any] = {"pipeline": config.pipeline, "tensor": config.tensor, "expert": config.expert}
-    mesh = Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes)
     cluster = ClusterSpec(
-        ranks=mesh.hdp,
+        ranks=Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes).hdp,
         capacity=config.capacity,
         ranks_per_node=max(1, NODE_DEVICES // (config.pipeline * config.tensor)),
         chunks=config.chunks,
@@ -151,34 +168,36 @@ def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str
         device=device_in(device, config.parameter_dtype.itemsize),
         **sizes,
     )
-    alone = cluster.ranks > 1 and cluster.ranks_per_node == 1
-    if config.zero in (2, 3) and alone:
+    if config.zero in (2, 3) and cluster.ranks > 1 and cluster.ranks_per_node == 1:
         raise InvalidUsage(
             f"zero {config.zero} cuts weights and gradients among the HDP ranks of a host, and pipeline and tensor "
             f"ranks take all {NODE_DEVICES} {device}s of one; give --zero 1, or fewer of them"
         )
-    if config.zero == "auto":
-        zero = fit_zero(None, config, ranks, cluster.ranks_per_node, most=1 if alone else 3)
-        config = replace(config, zero=zero, memory=config.memory if config.recompute == "auto" else 0)
-    devices = predict_memory(config, ranks, cluster.ranks_per_node)
-    if config.recompute == "auto":
-        config, _ = fit_recompute(config, devices)
+    return cluster
+
+
+def planners_elsewhere(
+    config: RunConfig, cluster: ClusterSpec, devices: Sequence[StepMemory], *, context: int
+) -> dict[str, Planner]:
+    """By policy, planners with the costs of the cluster's preset; none for a model that is no plain decoder. Local.
+
+    Args:
+        devices: memory of a step on each device of a pipeline.
+        context: the longest sequence.
+    """
     spec = model_spec(config.model)
-    planners = {}
-    if spec is not None:
-        spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
-        recompute = recompute_by_device(config)
-        token_bytes = min(_token_bytes(devices, recompute))
-        share = max(count / memory.layers for count, memory in zip(recompute, devices, strict=True))
-        head = 2 * spec.hidden * spec.vocab / spec.linear_flops_per_token
-        costs = CostModel.analytic(spec, cluster).with_recompute(share, head)
-        memory = MemoryModel.of(spec, cluster).with_kept(spec, cluster, token_bytes)
-        planners = {
-            policy: planner_of(config, cluster, policy, costs, memory, context=corpus.longest, spec=spec)
-            for policy in config.policies
-        }
-    beside = memory_beside(config, min(ranks, NODE_DEVICES), on_devices=True)
-    return replace(_dry_run(corpus, config, ranks, planners, devices), beside=beside, elsewhere=device)
+    if spec is None:
+        return {}
+    spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
+    recompute = recompute_by_device(config)
+    share = max(count / memory.layers for count, memory in zip(recompute, devices, strict=True))
+    head = 2 * spec.hidden * spec.vocab / spec.linear_flops_per_token
+    costs = CostModel.analytic(spec, cluster).with_recompute(share, head)
+    memory = MemoryModel.of(spec, cluster).with_kept(spec, cluster, min(_token_bytes(devices, recompute)))
+    return {
+        policy: planner_of(config, cluster, policy, costs, memory, context=context, spec=spec)
+        for policy in config.policies
+    }
 
 
 def _dry_run(

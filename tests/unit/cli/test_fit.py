@@ -1,0 +1,85 @@
+"""``hdpcomm fit``: what fits, what it takes, and which setting to take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hdpcomm.cli.main import main
+from hdpcomm.models import LlamaConfig
+from hdpcomm.run import RunConfig
+from hdpcomm.run.fit import Setting, best_setting, fit_settings
+from hdpcomm.run.memory import predict_memory
+
+SIZES = ["--layers", "4", "--hidden", "64", "--heads", "4", "--kv-heads", "2", "--ffn", "128", "--context", "16K"]
+
+
+def table(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, list[dict[str, Any]], str]:
+    path = tmp_path / "fit.json"
+    code = main(["fit", *SIZES, "--ranks", "4", "--tensor", "2", "--json", str(path), *more])
+    rows = json.loads(path.read_text())["settings"] if path.exists() else []
+    printed = capsys.readouterr()
+    return code, rows, printed.out + printed.err
+
+
+def test_it_names_what_to_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, rows, text = table(tmp_path, capsys)
+    assert code == 0
+    assert [(row["tensor"], row["zero"]) for row in rows] == [(2, 0), (2, 1), (2, 2), (2, 3)]
+    assert [row["take"] for row in rows] == [True, False, False, False]  # all are as fast: the one that cuts least
+    for row in rows:
+        assert row["fits"]
+        assert row["tokens_per_s"] > 0
+        parts = sum(row[name] for name in ("weights", "gradients", "optimizer", "activations"))
+        assert 0 < parts <= row["together"]
+    assert rows[1]["optimizer"] < rows[0]["optimizer"]
+    assert rows[2]["gradients"] < rows[1]["gradients"]
+    assert 'HybridDataParallel(zero=0, dtype=torch.bfloat16, mesh={"tensor": 2})' in " ".join(text.split())
+
+
+def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, rows, text = table(tmp_path, capsys, "--memory", "1M", "--zero", "3")
+    assert code == 6
+    assert [(row["fits"], row["take"], row["recomputed"], row["step_s"]) for row in rows] == [(False, False, 4, None)]
+    assert "nothing of this fits into 1.0 MB of h100: give more --ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--ranks", "2", "--device", "b200"], "--device is 'b200'; choose from a100"),
+        ([], "--ranks was not given"),
+        (["--ranks", "3", "--tensor", "2"], "must be a multiple of 2"),
+    ],
+)
+def test_wrong_options(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *given]) == 6
+    assert message in capsys.readouterr().err
+
+
+def test_less_memory_recomputes_more_and_cuts_more() -> None:
+    """The passes of a stage of ZeRO are known from another one, and the same as predicted for it alone."""
+    model = LlamaConfig(vocabulary=2048, layers=4, hidden=128, heads=4, kv_heads=2, ffn=256)
+    config = RunConfig(model=model, capacity=1024, tokens_per_step=8192, dtype="bf16")
+
+    def settings(memory: int) -> list[Setting]:
+        limited = replace(config, recompute="auto", memory=memory)
+        return list(fit_settings(limited, [2048, 1000, 500], 2, "h100", tensor=[1], zero=[0, 1, 2]))
+
+    roomy = settings(10**10)
+    assert [each.recomputed for each in roomy] == [0, 0, 0]
+    (alone,) = predict_memory(replace(config, zero=2), 2, 8)
+    assert (roomy[2].device.states, roomy[2].device.update) == (alone.states, alone.update)
+    assert roomy[2].device.peak_bytes(1024) == pytest.approx(alone.peak_bytes(1024), rel=2e-3)
+    limit = int(roomy[1].taken + roomy[2].taken) // 2  # not enough for zero 1, if no layer is recomputed
+    assert roomy[2].taken < limit < roomy[1].taken < roomy[0].taken
+    tight = settings(limit)
+    assert [each.recomputed > 0 for each in tight] == [True, True, False]
+    best = best_setting(tight)
+    assert best is not None
+    assert best.config.zero == 2
+    assert all(each.step_s is not None and each.step_s > best.step_s for each in tight[:2] if each.fits)
