@@ -45,10 +45,10 @@ class Lane:
 
     def sweep(self) -> None:
         """Frees the pool blocks of copies that no autograd graph refers to any more."""
-        while True:
+        while self.released:
             try:
                 copy = self.released.popleft()
-            except IndexError:  # empty, or another thread was faster
+            except IndexError:  # another thread was faster
                 return
             copy.release()
 
