@@ -41,7 +41,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Adds the generated pages."""
     from mkdocs.structure.files import File
 
-    pages = {"reference/commands.md": commands_page(), **api_pages()}
+    pages = {"reference/commands.md": commands_page(), "reference/trainer-options.md": options_page(), **api_pages()}
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     return files
@@ -50,7 +50,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_config(config: Any) -> Any:
     """Adds the generated pages to the navigation."""
     rooms = [{f"hdpcomm.{room}": f"reference/{room}.md"} for room in ROOMS]
-    reference = [{"Commands": "reference/commands.md"}, {"hdpcomm": "reference/hdpcomm.md"}, *rooms]
+    options = {"Options of transformers' and TRL's trainers": "reference/trainer-options.md"}
+    reference = [{"Commands": "reference/commands.md"}, options, {"hdpcomm": "reference/hdpcomm.md"}, *rooms]
     config["nav"].append({"Reference": reference})
     return config
 
@@ -70,6 +71,22 @@ def commands_page() -> str:
     parts = ["# Commands\n\nAs `hdpcomm COMMAND --help` prints them.\n", _usage("hdpcomm", parser)]
     parts += [_usage(f"hdpcomm {name}", each) for name, each in _commands(parser)]
     return "\n".join(parts)
+
+
+def options_page() -> str:
+    """What becomes of each option of transformers' and TRL's trainers."""
+    from hdpcomm.integrations.huggingface_options import NO_EFFECT, REFUSED, WORKS
+
+    lines = [
+        "# Options of transformers' and TRL's trainers\n\nWith `HybridDataParallel` "
+        "([Hugging Face models](../how-to/hugging-face.md)). What is refused ends in an error before training begins."
+    ]
+    for kind in WORKS:
+        lines.append(f"\n## {kind}\n\n| options | | |\n|---|---|---|")
+        for verdict, table in (("works", WORKS), ("no effect", NO_EFFECT), ("refused", REFUSED)):
+            for names, reason in table.get(kind, {}).items():
+                lines.append(f"| {', '.join(f'`{name}`' for name in names.split())} | {verdict} | {reason} |")
+    return "\n".join(lines)
 
 
 def _commands(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.ArgumentParser]]:

@@ -34,6 +34,7 @@ from hdpcomm.integrations.huggingface_folders import FolderSource, has_weights, 
 from hdpcomm.integrations.huggingface_fsdp import without_fsdp
 from hdpcomm.integrations.huggingface_labels import ModelLabels
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel, ScoreModel
+from hdpcomm.integrations.huggingface_options import check_options, is_reward_trainer, mesh_sizes, mesh_text
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses
 from hdpcomm.models import adapt
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of
@@ -97,8 +98,7 @@ class HybridDataParallel:
             the model.
 
     Raises:
-        InvalidUsage: what would be wrong in silence: label smoothing, a loss of one's own, NEFTune, fp16, DeepSpeed,
-            accelerate's FSDP, SFTTrainer's ``loss_type="dft"`` and ``activation_offloading``; models as
+        InvalidUsage: what would be wrong in silence (:mod:`hdpcomm.integrations.huggingface_options`); models as
             :func:`hdpcomm.models.adapt` says. All ranks must raise or go on alike.
     """
 
@@ -119,7 +119,7 @@ class HybridDataParallel:
         **kwargs: Any,
     ) -> None:
         check_whole("Trainer", "zero", zero, least=0, most=3)
-        self._cut = _cut_of(mesh)
+        self._cut = mesh_sizes(mesh)
         if dtype is not None:
             check_type("Trainer", "dtype", dtype, torch.dtype)
         given: dict[Any, Any] = dict(enumerate(args)) | kwargs
@@ -142,22 +142,24 @@ class HybridDataParallel:
         self._begins = True
         """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
         model = "model" if "model" in given else 0
-        self._source = None if _scores(self) else FolderSource.of(given.get(model), given.values())
+        self._source = None if is_reward_trainer(self) else FolderSource.of(given.get(model), given.values())
         """The folder of a model whose weights nobody has read yet."""
         if self._source is not None:
             given[model] = self._source.model()
         super().__init__(*(given.pop(place) for place in range(len(args))), **given)
         this = cast(Any, self)
         self._loss: ComputedLoss | None = None
-        self._of_log_probs = _refuse(this, self._kept, self._cut)
+        self._of_log_probs = check_options(this, self._kept, self._cut)
         """The loss is one of TRL's, made of log-probabilities."""
         self._attention = this.model.config._attn_implementation
         if self._source is not None:
             self._source.prepare(this.model, self._mesh(), this.args.seed)
+        if getattr(this, "aux_loss_enabled", False):  # TRL weighs the routers' loss itself
+            getattr(this.model, "get_base_model", lambda: this.model)().router_aux_loss_coef = this.router_aux_loss_coef
         self._adapted = adapt(this.model)
         self._labels = ModelLabels(self._adapted)
         if self._is_cut and self._labels.of != NEXT_TOKEN:
-            raise InvalidUsage(f"Trainer: {_told(self._cut)} with a classifier is not supported; leave it out")
+            raise InvalidUsage(f"Trainer: {mesh_text(self._cut)} with a classifier is not supported; leave it out")
         if self._source is None:
             self._check_random()
         self._own_attention = cast(Any, self._adapted).causal_lm.config._attn_implementation
@@ -412,8 +414,8 @@ class HybridDataParallel:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
         if not prediction_loss_only:
             raise InvalidUsage(
-                f"compute_metrics and predict() take logits, and with {_told(self._cut)} no rank has those of a row; "
-                "give prediction_loss_only=True, or save the model and predict with the saved one"
+                f"compute_metrics and predict() take logits, and with {mesh_text(self._cut)} no rank has those of a "
+                "row; give prediction_loss_only=True, or save the model and predict with the saved one"
             )
         settings = cast(Any, self).args
         with torch.no_grad():
@@ -440,7 +442,9 @@ class HybridDataParallel:
         model that was given by its folder is collective."""
         self._read_weights()
         if self._is_cut and self._made is not None:
-            raise InvalidUsage(f"with {_told(self._cut)} no rank runs the model alone; save it, and load it elsewhere")
+            raise InvalidUsage(
+                f"with {mesh_text(self._cut)} no rank runs the model alone; save it, and load it elsewhere"
+            )
         weights = contextlib.nullcontext() if self._made is None else self._made[1].weights()
         with weights, self._with_attention(self._attention):
             yield
@@ -528,83 +532,3 @@ class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]
 
 _ONLY_LOGGED = ("logits/chosen", "logits/rejected", "mean_token_accuracy")
 """Metrics of TRL that need logits."""
-
-_LOG_PROB_TRAINERS = {f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "reward", "rloo")}
-
-_SHARDED = "leave it out, and give zero=3: ranks share weights, gradients and the optimizer's state"
-_INSTEAD = {
-    "fp16": "give bf16=True",
-    "deepspeed": _SHARDED,
-    "fsdp": _SHARDED,
-    "activation_offloading": "leave it out, and give offload= and capacity=",
-    "a model that was loaded with tp_plan": "load it without, and give mesh={'tensor': N}",
-}
-"""Advice beside an argument that is refused."""
-
-
-def _scores(trainer: object) -> bool:
-    """Whether the trainer is TRL's of rewards."""
-    return any(kind.__module__ == "trl.trainer.reward_trainer" for kind in type(trainer).__mro__)
-
-
-def _cut_of(mesh: Mapping[str, int]) -> dict[str, int]:
-    cut = {"tensor": 1, "expert": 1}
-    if not isinstance(mesh, Mapping) or not mesh.keys() <= cut.keys():
-        raise InvalidUsage(
-            f"Trainer: mesh={mesh!r}; expected sizes by name, as {{'tensor': 2, 'expert': 2}} (pipelines need stages, "
-            "which transformers' trainers do not run: hdpcomm.Trainer)"
-        )
-    for name, size in mesh.items():
-        check_whole("Trainer", f"mesh[{name!r}]", size, least=1)
-    return {**cut, **mesh}
-
-
-def _told(cut: Mapping[str, int]) -> str:
-    sizes = {name: size for name, size in cut.items() if size > 1}
-    return f"mesh={sizes}" if sizes else ""
-
-
-def _refuse(trainer: Any, kept: StepSettings, cut: Mapping[str, int]) -> bool:
-    """Whether the loss is one of log-probabilities. Raises InvalidUsage for what would be wrong in silence."""
-    args = trainer.args
-    kinds = [kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind) and kind is not HybridDataParallel]
-    owner = kinds[0]
-    of_log_probs = not trainer.computes_token_loss and any(kind.__module__ in _LOG_PROB_TRAINERS for kind in kinds)
-    known = owner is transformers.Trainer or owner.__module__ == "trl.trainer.sft_trainer" or of_log_probs
-    if not known and not trainer.computes_token_loss:
-        raise InvalidUsage(
-            f"{owner.__name__}.compute_loss is not called with plans; if its loss is the mean of the labelled tokens' "
-            "cross-entropy, set computes_token_loss = True in your class, else use it without HybridDataParallel"
-        )
-    parts = _told(cut) or ("zero=3" if kept.zero == 3 else "")
-    wrong = {
-        f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor,
-        f"neftune_noise_alpha={args.neftune_noise_alpha}": args.neftune_noise_alpha,
-        "fp16=True": args.fp16,
-        "deepspeed": args.deepspeed,
-        f"fsdp={args.fsdp or 'of accelerate'!r}": args.fsdp or trainer.is_fsdp_enabled,
-        f"{args.n_gpu} GPUs in one process (start a process for each)": args.n_gpu > 1,
-        "compute_loss_func": trainer.compute_loss_func,
-        f"loss_type={getattr(args, 'loss_type', 'nll')!r}": not of_log_probs
-        and getattr(args, "loss_type", "nll") != "nll",
-        "activation_offloading": getattr(args, "activation_offloading", False),
-        f"{parts or 'zero= or dtype='} with transformers {transformers.__version__} (it clips by itself)": (
-            kept.masters or parts
-        )
-        and not hasattr(transformers.Trainer, "_clip_grad_norm"),
-        f"load_best_model_at_end=True with {parts}": parts and args.load_best_model_at_end,
-        f"{_told(cut)} with {owner.__name__}": of_log_probs and _told(cut),
-        f"queue=True with {_told(cut)}": cut["expert"] > 1 and trainer._plans.queue,
-        "use_vllm=True with zero=3": kept.zero == 3 and getattr(args, "use_vllm", False),
-        "a model that was loaded with tp_plan": (getattr(trainer.model, "_tp_size", None) or 1) > 1,
-        "the auxiliary loss of routers": of_log_probs and getattr(trainer, "aux_loss_enabled", False),
-        "use_weighting=True": of_log_probs and getattr(trainer, "use_weighting", False),
-        "cast_lm_head_to_fp32=True": of_log_probs and getattr(args, "cast_lm_head_to_fp32", False),
-    }
-    for name, given in wrong.items():
-        if given:
-            raise InvalidUsage(
-                f"Trainer: {name} is not supported with plans; "
-                + _INSTEAD.get(name.partition("=")[0], "leave it out, or use transformers.Trainer")
-            )
-    return of_log_probs

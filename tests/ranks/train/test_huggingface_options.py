@@ -194,6 +194,9 @@ def refused(_kind: Any, out: str, changed: dict[str, Any], options: dict[str, An
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1"),
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha=5.0"),
         ({}, {"compute_loss_func": print}, "compute_loss_func"),
+        ({"torch_compile": True}, {}, "torch_compile=True .*planned passes call the layers"),
+        ({"auto_find_batch_size": True}, {}, "auto_find_batch_size=True .*give capacity="),
+        ({"torch_empty_cache_steps": 2}, {}, "torch_empty_cache_steps=2 .*in a callback"),
         ({}, {"capacity": 0}, "capacity"),
     ],
 )
@@ -207,7 +210,9 @@ def test_what_would_be_wrong_in_silence_is_refused(
     ("name", "value", "told"),
     [("fp16", True, "fp16=True .*bf16=True"), ("deepspeed", "zero.json", "deepspeed .*give zero=3"),
      ("fsdp", ["full_shard"], "full_shard.*give zero=3"), ("_n_gpu", 2, "2 GPUs .*a process for each"),
-     ("activation_offloading", True, "activation_offloading .*give offload= and capacity=")],
+     ("activation_offloading", True, "activation_offloading .*give offload= and capacity="),
+     ("use_liger_kernel", True, "use_liger_kernel=True .*no whole logits"),
+     ("optim", "adalomo", "optim=adalomo .*updates in the backward pass")],
 )  # fmt: skip
 def test_arguments_that_this_machine_cannot_take_are_refused(tmp_path: Path, name: str, value: Any, told: str) -> None:
     """transformers itself checks these against the machine, so they are set behind its back."""

@@ -18,7 +18,7 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from hdpcomm.errors import InvalidUsage  # noqa: E402
 from hdpcomm.integrations.huggingface import HybridDataParallel  # noqa: E402
-from tests.harness.tiny_huggingface import arguments, leave, tiny, weights  # noqa: E402
+from tests.harness.tiny_huggingface import arguments, leave, tiny, tiny_experts, weights  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(40)]
 TEMPLATE = (
@@ -94,6 +94,26 @@ def test_weights_and_losses_are_those_of_sft_trainer(
             torch.testing.assert_close(its_weights[name], value, rtol=0, atol=1e-5, msg=name)
         assert losses == pytest.approx(logged, abs=2e-4)
     assert found[0][2] == pytest.approx(evaluated, rel=0.05)  # the mean of batches' means, of smaller batches
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_loss_of_routers_has_the_trainers_weight(tmp_path: Path, lora: bool) -> None:
+    """On batches of one sequence, where its mean is that of transformers."""
+    changed = {"router_aux_loss_coef": 5.0, "max_steps": 3, "learning_rate": 0.5}
+    found = {}
+    for kind in (PlanningSFT, SFTTrainer):
+        given: dict[str, Any] = {"model": tiny_experts()}
+        if lora:
+            torch.manual_seed(5)
+            given["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "gate"])
+        try:
+            trainer = trainer_of(kind, str(tmp_path / kind.__name__), 1, 1, changed, **given)
+            trainer.train()
+            found[kind] = weights(trainer.model)
+        finally:
+            leave()
+    for name, value in found[SFTTrainer].items():
+        torch.testing.assert_close(found[PlanningSFT][name], value, rtol=0, atol=1e-5, msg=name)
 
 
 def test_another_loss_is_refused(tmp_path: Path) -> None:

@@ -213,7 +213,8 @@ def test_what_would_not_work_is_refused(tmp_path: Path, options: dict[str, Any],
 def test_accelerates_own_cuts_are_refused(tmp_path: Path) -> None:
     from accelerate import ParallelismConfig
 
-    from hdpcomm.integrations.huggingface import Trainer, _refuse
+    from hdpcomm.integrations.huggingface import Trainer
+    from hdpcomm.integrations.huggingface_options import check_options
 
     with pytest.raises(InvalidUsage, match=r"parallelism_config .*mesh={'tensor': N} cuts layers"):
         trainer_of(Trainer, str(tmp_path), 1, {}, parallelism_config=ParallelismConfig())
@@ -221,7 +222,7 @@ def test_accelerates_own_cuts_are_refused(tmp_path: Path) -> None:
     leave()
     trainer.model._tp_size = 2  # as from_pretrained(tp_plan="auto") leaves it on two ranks
     with pytest.raises(InvalidUsage, match=r"loaded with tp_plan .*give mesh={'tensor': N}"):
-        _refuse(trainer, trainer._kept, trainer._cut)
+        check_options(trainer, trainer._kept, trainer._cut)
 
 
 PARTS = {"zero": 3, "capacity": 14, "slices": 16}
