@@ -219,10 +219,10 @@ def test_accelerates_own_cuts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidUsage, match=r"parallelism_config .*mesh={'tensor': N} cuts layers"):
         trainer_of(Trainer, str(tmp_path), 1, {}, parallelism_config=ParallelismConfig())
     trainer = trainer_of(Trainer, str(tmp_path), 1, {})
-    leave()
     trainer.model._tp_size = 2  # as from_pretrained(tp_plan="auto") leaves it on two ranks
     with pytest.raises(InvalidUsage, match=r"loaded with tp_plan .*give mesh={'tensor': N}"):
         check_options(trainer, trainer._kept, trainer._cut)
+    leave()
 
 
 PARTS = {"zero": 3, "capacity": 14, "slices": 16}
