@@ -74,7 +74,7 @@ def commands_page() -> str:
 
 
 def options_page() -> str:
-    """What becomes of each option of transformers' and TRL's trainers."""
+    """A page with the table of all options of transformers' and TRL's trainers."""
     from hdpcomm.integrations.huggingface_options import NO_EFFECT, REFUSED, WORKS
 
     lines = [

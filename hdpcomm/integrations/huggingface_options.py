@@ -20,7 +20,8 @@ Reasons = Mapping[str, Mapping[str, str]]
 
 WORKS: Reasons = {
     "TrainingArguments": {
-        "output_dir num_train_epochs max_steps seed data_seed full_determinism use_cpu tf32 bf16 debug local_rank": (
+        "output_dir num_train_epochs max_steps seed data_seed full_determinism use_cpu use_cache tf32 bf16 debug "
+        "local_rank": (
             "as without plans; with bf16 passes run under autocast, or in bf16 beside fp32 masters by dtype="
         ),
         "per_device_train_batch_size gradient_accumulation_steps train_sampling_strategy length_column_name "
@@ -35,7 +36,7 @@ WORKS: Reasons = {
             "(lomo, layerwise) are refused"
         ),
         "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing "
-        "activation_checkpointing_kwargs use_cache": "layers are computed again in the backward pass",
+        "activation_checkpointing_kwargs": "layers are computed again in the backward pass",
         "do_train do_eval do_predict eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size "
         "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics prediction_loss_only "
         "include_for_metrics bf16_full_eval fp16_full_eval": "as without plans; with mesh= the loss only",
@@ -203,6 +204,7 @@ def _given(trainer: Any, kept: StepSettings, cut: Mapping[str, int], log_probs: 
         "sync_ref_model=True with zero=3": kept.zero == 3 and getattr(args, "sync_ref_model", False),
         "a model that was loaded with tp_plan": (getattr(trainer.model, "_tp_size", None) or 1) > 1,
         "the auxiliary loss of routers": of_log_probs and getattr(trainer, "aux_loss_enabled", False),
+        "padding_free=True": of_log_probs and getattr(args, "padding_free", False),
         "use_weighting=True": of_log_probs and getattr(trainer, "use_weighting", False),
         "cast_lm_head_to_fp32=True": of_log_probs and getattr(args, "cast_lm_head_to_fp32", False),
     }

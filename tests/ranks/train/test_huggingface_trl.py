@@ -258,6 +258,7 @@ def test_answers_that_the_model_samples(ranks: Any, tmp_path: Path) -> None:
     ("kind", "changed", "refused"),
     [
         (PlannedDPO, {"use_weighting": True}, "use_weighting=True"),
+        (PlannedDPO, {"padding_free": True}, "padding_free=True .*drop padding"),
         (PlannedGRPO, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
     ],
 )
