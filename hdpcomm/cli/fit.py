@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdpcomm.arguments import size_text
-from hdpcomm.cli.output import check_writable, write_json
+from hdpcomm.cli.output import check_writable, new_table, stdout_console, write_json
 from hdpcomm.cli.train_options import TrainOptions, add_options
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
@@ -152,7 +153,7 @@ def _print(
     lengths: Sequence[int],
     options: argparse.Namespace,
 ) -> None:
-    from hdpcomm.cli.train_report import model_text, new_table, stdout_console
+    from hdpcomm.cli.train_report import model_text
 
     console = stdout_console()
     console.print(
@@ -172,18 +173,26 @@ def _print(
         table.add_row(str(row["tensor"]), str(row["zero"]), recomputed, *sizes, *times, verdict)
     console.print(table)
     if best is not None:
-        console.print(_advice(best))
+        console.print(_advice(best), soft_wrap=True)  # to be copied
 
 
 def _advice(best: Setting) -> str:
     """The options of the command and of transformers' Trainer that say the same."""
     config = best.config
-    tensor = f" --tensor {config.tensor}" if config.tensor > 1 else ""
-    layers = f" --recompute {config.recompute}" if best.recomputed and config.pipeline == 1 else ""
-    mesh = f', mesh={{"tensor": {config.tensor}}}' if config.tensor > 1 else ""
+    sizes = {name: getattr(config, name) for name in ("pipeline", "chunks", "tensor", "expert")}
+    cut = {name: size for name, size in sizes.items() if size > 1}
+    options = "".join(f" --{name} {size}" for name, size in cut.items())
+    if isinstance(config.recompute, tuple):
+        options += f" --recompute auto --memory {int(best.limit)}"
+    elif best.recomputed:
+        options += f" --recompute {config.recompute}"
+    command = f"take hdpcomm train --dtype {config.dtype} --zero {config.zero}{options} --capacity {config.capacity}"
+    if config.pipeline > 1:
+        return command
+    mesh = f", mesh={json.dumps(cut)}" if cut else ""
     dtype = ", dtype=torch.bfloat16" if config.dtype == "bf16" else ""
     checkpointing = " and gradient_checkpointing=True" if best.recomputed else ""
     return (
-        f"take hdpcomm train --dtype {config.dtype} --zero {config.zero}{tensor}{layers} --capacity {config.capacity}; "
-        f"in transformers' Trainer HybridDataParallel(zero={config.zero}{dtype}{mesh}){checkpointing}"
+        f"{command}; in transformers' Trainer HybridDataParallel(zero={config.zero}{dtype}{mesh}, "
+        f"capacity={config.capacity}){checkpointing}"
     )

@@ -6,12 +6,18 @@ import argparse
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hdpcomm.arguments import size_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import write_whole
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 TRANSPORTS = ("auto", "shm", "tcp", "torch", "sim", "cuda", "nccl", "cuda+nccl")
 """Transports of :func:`hdpcomm.init`, for parsers, which import no torch."""
@@ -20,8 +26,10 @@ __all__ = [
     "TRANSPORTS",
     "check_drawing",
     "check_writable",
+    "new_table",
     "ranks_here",
     "refuse_others",
+    "stdout_console",
     "write_json",
     "write_text",
 ]
@@ -99,3 +107,19 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a file so that a reader sees either the old one or the complete new one."""
     write_whole(path, text.encode())
+
+
+def stdout_console() -> Console:
+    """For tables on stdout, 100 columns wide where that is no terminal."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False)
+    return console if console.is_terminal else Console(file=sys.stdout, highlight=False, width=100)
+
+
+def new_table(title: str) -> Table:
+    """A table without columns."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")

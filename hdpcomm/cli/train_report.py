@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hdpcomm.arguments import ranks_text, size_text
+from hdpcomm.cli.output import new_table, stdout_console
 from hdpcomm.data import CorpusSummary
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
@@ -31,10 +31,8 @@ __all__ = [
     "Progress",
     "cluster_text",
     "model_text",
-    "new_table",
     "print_dry_run",
     "print_report",
-    "stdout_console",
     "to_json",
 ]
 
@@ -139,13 +137,6 @@ def _queue_text(steps: list[StepMetrics]) -> str:
         f"{queued:,} of {sum(step.micro_batches for step in steps):,} micro-batches waited in a queue; "
         f"{moved / queued:.0%} of them were taken by another rank than predicted"
     )
-
-
-def stdout_console() -> Console:
-    from rich.console import Console
-
-    console = Console(file=sys.stdout, highlight=False)
-    return console if console.is_terminal else Console(file=sys.stdout, highlight=False, width=100)
 
 
 def model_text(config: RunConfig) -> str:
@@ -263,13 +254,6 @@ def _memory_text(config: RunConfig, result: RunResult) -> str:
         f"{sum(by_device)} of {config.model.layers} layers are recomputed{where}: {config.capacity:,} tokens then take "
         f"{size_text(taken)} of {size_text(config.memory)}, {size_text(states)} of it states"
     )
-
-
-def new_table(title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
 
 
 def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:

@@ -11,6 +11,7 @@ import pytest
 
 from hdpcomm.cli.main import main
 from hdpcomm.models import LlamaConfig
+from hdpcomm.plan.memory import StepMemory
 from hdpcomm.run import RunConfig
 from hdpcomm.run.fit import Setting, best_setting, fit_settings
 from hdpcomm.run.memory import predict_memory
@@ -38,7 +39,9 @@ def test_it_names_what_to_take(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert 0 < parts <= row["together"]
     assert rows[1]["optimizer"] < rows[0]["optimizer"]
     assert rows[2]["gradients"] < rows[1]["gradients"]
-    assert 'HybridDataParallel(zero=0, dtype=torch.bfloat16, mesh={"tensor": 2})' in " ".join(text.split())
+    assert 'HybridDataParallel(zero=0, dtype=torch.bfloat16, mesh={"tensor": 2}, capacity=8192)' in " ".join(
+        text.split()
+    )
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,10 +64,18 @@ def test_wrong_options(given: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
-def test_less_memory_recomputes_more_and_cuts_more() -> None:
+def test_less_memory_recomputes_more_and_cuts_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes of a stage of ZeRO are known from another one, and the same as predicted for it alone."""
     model = LlamaConfig(vocabulary=2048, layers=4, hidden=128, heads=4, kv_heads=2, ffn=256)
     config = RunConfig(model=model, capacity=1024, tokens_per_step=8192, dtype="bf16")
+
+    profiled: list[tuple[StepMemory, ...]] = []
+
+    def predict_once(tried: RunConfig, ranks: int, on_host: int | None, _: Any) -> tuple[StepMemory, ...]:
+        profiled.append(predict_memory(tried, ranks, on_host, profiled[0] if profiled else ()))
+        return profiled[-1]
+
+    monkeypatch.setattr("hdpcomm.run.fit.predict_memory", predict_once)
 
     def settings(memory: int) -> list[Setting]:
         limited = replace(config, recompute="auto", memory=memory)
