@@ -6,7 +6,8 @@ Costs are those of ``benchmarks/planner.py``: ``compute`` alone, ``h100`` with l
 Prints the table of docs/planner-figures.md; the whole takes about half an hour. With ``--slices 16`` that of
 docs/slices.md: steps of pipelines with and without slices of long sequences, and a table of gaps to their bound;
 ``--chunks 2``: with so many stages on each device, and a table of what these gain. ``--unseen``: gaps and processor
-time of lengths that no part of the planner was made for, for one stage, 4 stages, and 4 with 16 slices.
+time of one step of each family and of lengths that no part of the planner was made for, for one stage, 4 stages, and 4
+with 16 slices.
 """
 
 from __future__ import annotations
@@ -104,19 +105,19 @@ def unseen_table(ranks: list[int], rows: dict[str, list[float]]) -> Iterator[str
     is not in ``rows``."""
     yield "| stages | lengths | " + " | ".join(f"{count:,} ranks" for count in ranks) + " |"
     yield "|" + "---|" * (2 + len(ranks))
-    for (stages, slices), name in itertools.product(((1, 1), (4, 1), (4, 16)), UNSEEN):
+    for (stages, slices), name in itertools.product(((1, 1), (4, 1), (4, 16)), (*UNSEEN, *FAMILIES)):
         kind = f"{stages}, {slices} slices" if slices > 1 else str(stages)
         cells = []
         for count in ranks:
             if (key := f"{kind} | {name} | {count}") not in rows:
                 made = make_planner("h100", count, stages)
                 planner = Planner(made.model, made.cluster, cost_model=made.cost_model, slices=slices)
-                lengths = unseen_lengths(name, count, 0)
+                lengths = (unseen_lengths if name in UNSEEN else lengths_of)(name, count, 0)
                 started = time.process_time()
                 plan = planner.plan(lengths)
                 seconds = time.process_time() - started
                 planner.validate(plan, lengths)
-                rows[key] = [plan.makespan_s / plan.lower_bound_s, seconds]
+                rows[key] = [plan.makespan_s / plan.lower_bound_s, seconds, plan.makespan_s]
             cells.append(f"{gap(rows[key][0])} ({rows[key][1]:.2f} s)")
         yield f"| {kind} | {name} | {' | '.join(cells)} |"
 

@@ -65,7 +65,7 @@ def unseen() -> Cells:
     table = [["lengths", *(f"{stages}: {int(ranks):,}" for stages, ranks in columns)]]
     for lengths in dict.fromkeys(name[1] for name in rows):
         cells = [rows[stages, lengths, ranks] for stages, ranks in columns]
-        table.append([lengths, *(f"{percent(ratio)} ({seconds:.2f} s)" for ratio, seconds in cells)])
+        table.append([lengths, *(f"{percent(ratio)} ({seconds:.2f} s)" for ratio, seconds, *_ in cells)])
     return table
 
 
