@@ -39,41 +39,55 @@ class Window:
     """
 
     def __init__(self, comm: Communicator, *, words: int, nbytes: int) -> None:
-        self.comm = comm
-        device = comm.streams.device if isinstance(comm, DeviceCommunicator) and nbytes else None
+        self.comm, self.nbytes = comm, nbytes
+        self._device = comm.streams.device if isinstance(comm, DeviceCommunicator) and nbytes else None
         self._memories: list[_core.device.Memory] = []
         """By rank, that on devices."""
-        handle = bytes(_HANDLE_BYTES)
         error: Error | None = None
         try:
-            self._core = _core.comm.Window(comm._core, words, 0 if device else nbytes)
-            if device:
-                own_memory = _core.device.Memory(device, nbytes)
-                handle = own_memory.handle
-                from_dlpack(own_memory.dlpack()).zero_()
-                if not device.is_sim:
-                    torch.cuda.synchronize(comm.device)
+            self._core = _core.comm.Window(comm._core, words, 0 if self._device else nbytes)
         except Error as failure:
             error = failure
         places = torch.empty(comm.size, 2, dtype=torch.int64)
-        own = torch.tensor([os.getpid(), -1 if error else self._core.descriptor], dtype=torch.int64)
-        handles = torch.empty(comm.size, _HANDLE_BYTES, dtype=torch.uint8)
-        comm.all_gather(places, own)
-        comm.all_gather(handles, torch.frombuffer(bytearray(handle), dtype=torch.uint8))
+        comm.all_gather(places, torch.tensor([os.getpid(), -1 if error else self._core.descriptor], dtype=torch.int64))
         if not error and bool((places[:, 1] >= 0).all()):
             try:
                 for position, (pid, descriptor) in enumerate(places.tolist()):
                     self._core.open(position, pid, descriptor)
-                    if device:
-                        mine = position == comm.rank
-                        theirs = bytes(handles[position].tolist())
-                        self._memories.append(
-                            own_memory if mine else _core.device.Memory.mapped(device, theirs, nbytes)
-                        )
             except Error as failure:
                 error = failure
+        self._share(error)
+
+    def _share(self, error: Error | None) -> None:
+        """Makes this rank's device memory and maps that of the others. Raises: what has failed on any rank, before this
+        or here. Collective; until it ends, all owners keep their files open."""
+        comm, device = self.comm, self._device
+        handle = bytes(_HANDLE_BYTES)
+        if device and not error:
+            try:
+                own_memory = _core.device.Memory(device, self.nbytes)
+                handle = own_memory.handle
+                from_dlpack(own_memory.dlpack()).zero_()
+                if not device.is_sim:
+                    torch.cuda.synchronize(comm.device)
+            except Error as failure:
+                error = failure
+        if device:
+            handles = torch.empty(comm.size, _HANDLE_BYTES, dtype=torch.uint8)
+            comm.all_gather(handles, torch.frombuffer(bytearray(handle), dtype=torch.uint8))
+            if not error and bool(handles.any(1).all()):  # else another rank has none
+                try:
+                    for position, row in enumerate(handles.tolist()):
+                        mine = position == comm.rank
+                        self._memories.append(
+                            own_memory if mine else _core.device.Memory.mapped(device, bytes(row), self.nbytes)
+                        )
+                except Error as failure:
+                    error = failure
         failed = torch.tensor([error is not None], dtype=torch.int32)
-        comm.all_reduce(failed, "max")  # also: until here, all owners keep their files open
+        comm.all_reduce(failed, "max")
+        if error is not None or int(failed):
+            self._memories.clear()
         if error is not None:
             raise error
         if int(failed):
@@ -83,13 +97,32 @@ class Window:
                 op="window",
             )
 
+    @property
+    def on_device(self) -> bool:
+        """Whether its bytes are device memory."""
+        return self._device is not None
+
+    def release(self) -> None:
+        """Gives the device memory back, until :meth:`restore`. Collective, and no rank has tensors of it any more."""
+        own = self._memories[self.comm.rank : self.comm.rank + 1]
+        self._memories.clear()
+        self.comm.barrier()  # nobody maps it
+        own.clear()
+
+    def restore(self) -> None:
+        """Takes device memory again, 0 at first. Collective.
+
+        Raises: Error: of making the window, on all ranks; nothing is taken then.
+        """
+        self._share(None)
+
     def tensor(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         """``[count]`` elements of a rank's memory, from the byte ``offset`` on. Local."""
         if count == 0:
             return torch.empty(0, dtype=dtype, device=self.comm.device)
-        if self._memories:
+        if self._device:
             memory = from_dlpack(self._memories[rank].dlpack())
-            return memory[offset : offset + count * dtype.itemsize].view(dtype)
+            return memory[offset : offset + count * dtype.itemsize].view(dtype).detach()  # knows no other views
         return torch.frombuffer(self._core.data(rank), dtype=dtype, count=count, offset=offset)
 
     def set(self, rank: int, word: int, value: int) -> None:

@@ -101,7 +101,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
         self.rank = dist.get_rank()
-        name = get_device_name()
+        self._device_name = name = get_device_name()
         self._device = torch.device(name) if name == "cpu" else torch.device(name, get_device_id())
         self._critic = model_config.model_type == "value_model"
         """It gives values of tokens."""
@@ -148,6 +148,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
                 "log-probabilities and gradients must see the same model: set the probabilities to 0",
             )
         self._rows = RowPasses(self._adapted, mesh, self._runner, self._settings)
+        self._offload()
 
     def _make_model(self, dtype: torch.dtype, *, in_parts: bool) -> None:
         """Reads the model, or this rank's part of it. Collective."""
@@ -178,13 +179,13 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
 
     @property
     def is_param_offload_enabled(self) -> bool:
-        """No."""
-        return False
+        """Whether the model is in host memory between verl's contexts."""
+        return bool(self.engine_config.param_offload)
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        """No."""
-        return False
+        """Whether what the optimizer has is in host memory between verl's contexts of training."""
+        return bool(self.engine_config.optimizer_offload)
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Every rank has the outputs of the rows that verl gave it, whichever ranks have computed them."""
@@ -211,16 +212,23 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         return _Mode(self, "eval", **kwargs)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """The model stays where it trains.
+        """Moves the model, with its sums of gradients, and master weights and the optimizer's state to pinned host
+        memory (``"cpu"``), or back to the device. On CPUs they are there anyway. Collective.
 
-        Raises: InvalidUsage: it is to go elsewhere.
+        Raises: InvalidUsage: to another device.
         """
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
-        if (model or optimizer or grad) and device != self._device.type:
+        if device not in (self._device_name, "cpu"):
             raise _unsupported(
-                f"to({device!r}) of an engine on {self._device.type}",
-                "weights and optimizer state stay there: give rollouts devices or memory of their own",
+                f"to({device!r}) of an engine on {self._device_name}", f"give {self._device_name!r} or 'cpu'"
             )
+        move = self._runner.bring_back if device == self._device_name else self._runner.store
+        move(model=model, optimizer=optimizer)
+
+    def _offload(self) -> None:
+        """Moves to host memory, by the options, all that is to be there between verl's contexts. Collective."""
+        parameters = self.is_param_offload_enabled
+        self.to("cpu", model=parameters, optimizer=self.is_optimizer_offload_enabled, grad=parameters)
 
     # --- a batch -----------------------------------------------------------------------------------------------------
 
@@ -331,7 +339,8 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
         """The names and tensors that inference engines load, whole, one at a time. Collective: every rank goes through
-        all of them."""
+        all of them. Weights in host memory come back to the device, for :meth:`to` to be called when they are sent."""
+        self._runner.bring_back(optimizer=False)
         return unfuse_moe_params(self._whole_weights(), self.model_config.hf_config.model_type), None
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -358,6 +367,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         """Writes what ``checkpoint.save_contents`` names into a folder that all ranks share, each rank its part of the
         optimizer's state; returns when it is on the disk. Collective."""
         contents = set(self.checkpoint_config.get("save_contents", None) or ("model", "optimizer", "extra"))
+        self._runner.bring_back()
         folder = Path(local_path)
         weights: dict[str, Tensor] = {}
         if "hf_model" in contents:
@@ -384,6 +394,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
                 files.save(global_step, self._parts(wanted), {}, copy=False)
                 files.wait()
         self.comm.barrier()
+        self._offload()
         self._forget(local_path, max_ckpt_to_keep)
 
     def load_checkpoint(
@@ -400,6 +411,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         if local_path is None:
             return
         contents = set(self.checkpoint_config.get("load_contents", None) or ("model", "optimizer", "extra"))
+        self._runner.bring_back()
         folder = Path(local_path)
         if wanted := contents & {"model", "optimizer"}:
             found, damaged = CheckpointFolder(folder, keep=1, rank=self.rank).newest()
@@ -420,6 +432,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
             if own.exists():
                 BaseCheckpointManager.load_rng_state(extra["rng"])
         self.comm.barrier()
+        self._offload()
 
     def _extra(self, folder: Path) -> Path:
         return folder / f"extra_rank_{self.rank}.pt"
@@ -521,9 +534,8 @@ def _refuse(model: Any, engine: Any) -> None:
         "tiled_mlp.enabled=True": (model.tiled_mlp.get("enabled", False), verls),
         "enable_activation_offload=True": (model.enable_activation_offload, verls),
         "mtp.enable=True": (model.mtp.enable, verls),
-        "param_offload=True, optimizer_offload=True or offload_policy=True": (
-            engine.param_offload or engine.optimizer_offload or engine.offload_policy,
-            "weights and optimizer state stay on the device: set them to False, with devices or memory for rollouts",
+        "offload_policy=True": (
+            engine.offload_policy, "give param_offload=True and optimizer_offload=True, which move them between passes",
         ),
         f"ulysses_sequence_parallel_size={engine.ulysses_sequence_parallel_size}": (
             engine.ulysses_sequence_parallel_size > 1, "set it to 1: plans give long sequences several ranks",

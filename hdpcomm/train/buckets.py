@@ -202,6 +202,8 @@ class SharedShards:
     def __init__(self) -> None:
         self._wanted: dict[tuple[int, ...], list[BucketShards]] = {}
         self.windows: list[Window] = []
+        self.made: list[BucketShards] = []
+        """All that are in the windows."""
 
     def reserve(self, bucket: Bucket, dtype: torch.dtype) -> BucketShards:
         """The shards of a bucket, whose memory :meth:`make` brings. Local; in one order on all owners."""
@@ -221,4 +223,5 @@ class SharedShards:
             for parts in wanted:
                 parts.window = window
             self.windows.append(window)
+            self.made += wanted
         self._wanted.clear()

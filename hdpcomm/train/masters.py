@@ -87,6 +87,7 @@ class Masters:
 
     Attributes:
         gradients: of these parameters, summed where the pieces are.
+        windows: what ranks of a host share.
 
     Raises:
         InvalidUsage: an optimizer that looks at whole matrices, parameters that it does not hold, sharded ones
@@ -111,13 +112,13 @@ class Masters:
         self._weights: PulledWeights | None = None
         self._units: Units | None = None
         self._frozen: list[Bucket] = []
+        self.windows = memory = SharedShards()
         if zero < 2:
             elements = bucket_bytes // wide.itemsize
             buckets = make_buckets(trained, layout, zero=zero, elements=elements, group_of=lambda p: dtype or p.dtype)
             sums: WholeSums | PushedSums = WholeSums(buckets, mesh.comm, wide, trained[0].device)
         else:
             self._units = units = Units(chunks)
-            memory = SharedShards()
             buckets = unit_buckets(units, trained, layout, zero)
             if mesh.hdp > 1 and all(bucket.parts == 1 for bucket in buckets):
                 raise InvalidUsage(
@@ -160,7 +161,8 @@ class Masters:
             if start < stop or (parameter.numel() == 0 and own == 0):
                 shape = parameter.shape if bucket.parts == 1 else (stop - start,)
                 master = nn.Parameter(wide[span].view(shape))
-                self.pieces.append(MasterShard(parameter, start, master, gradients[span].view(shape), bucket.sharding))
+                gradient = gradients[span].view(shape).detach()  # keeps no other view's memory
+                self.pieces.append(MasterShard(parameter, start, master, gradient, bucket.sharding))
         return memory, wide
 
     @staticmethod
@@ -212,6 +214,13 @@ class Masters:
             own, sharding = self._weights.own(bucket), bucket.sharding
             for parameter, start, _, span in bucket.spans(sharding.own):
                 yield LocalShard(parameter, start, own[span], sharding)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Parameters, masters and gradients of this rank, as flat memory and as views of it."""
+        for memory, wide in self._memories:
+            yield from (memory, wide)
+        for piece in self.pieces:
+            yield from (piece.master, piece.gradient)
 
     @torch.no_grad()
     def same_start(self) -> None:

@@ -15,12 +15,14 @@ from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.buckets import BUCKET_BYTES
 from hdpcomm.train.fsdp import FullyShardedParameters, is_fully_sharded
 from hdpcomm.train.gradients import Gradients
+from hdpcomm.train.host_copies import HostCopies
 from hdpcomm.train.layout import layout_of, plain_name
 from hdpcomm.train.masters import Masters
 from hdpcomm.train.pulled_weights import has_part
 from hdpcomm.train.replicas import ChangedBuffers, check_same_plan
 from hdpcomm.train.state import State
 from hdpcomm.train.trainer_check import check_elementwise
+from hdpcomm.train.whole_sums import WholeSums
 
 if TYPE_CHECKING:
     from hdpcomm.plan import StepPlan
@@ -98,6 +100,7 @@ class Runner:
         self._compiled = False
         """Whether a step has made what kernels and compilers make at their first call."""
         self._reduced = False
+        self._model_copies, self._optimizer_copies = HostCopies(self._device), HostCopies(self._device)
 
     def _same_start(self) -> None:
         """Gives all ranks that hold the same part of the model the values of the first one. Collective."""
@@ -129,8 +132,50 @@ class Runner:
     @property
     def state(self) -> State:
         """Weights and the optimizer's state, for checkpoints."""
+        self._check_here(self._model_copies, self._optimizer_copies)
+        return self._state()
+
+    def _state(self) -> State:
         assert self.optimizer is not None
         return State(self.model, self.optimizer, self.layout, self._mesh, self.masters)
+
+    # --- memory for others -------------------------------------------------------------------------------------------
+
+    def store(self, *, model: bool = True, optimizer: bool = True) -> None:
+        """Moves what is on the device to pinned host memory, for others to have the device's: the parameters, buffers
+        and sums of gradients, the master weights and the optimizer's state. Nothing for what is stored already.
+        Collective, with the same arguments on all ranks."""
+        self.drain()
+        masters = self.masters
+        own = [*self.model.parameters(), *self.model.buffers()]
+        if isinstance(self.gradients, Gradients) and isinstance(self.gradients.sums, WholeSums):
+            own.append(self.gradients.sums.flat)
+        if model and not self._model_copies.away:
+            own += masters.tensors() if masters is not None and masters.shared else ()
+            self._model_copies.store(own, windows=None if masters is None else masters.windows)
+        if optimizer and self.optimizer is not None and not self._optimizer_copies.away:
+            state = [each for values in self.optimizer.state.values() for each in values.values()]
+            kept = [each for each in state if isinstance(each, Tensor)]
+            kept += masters.tensors() if masters is not None else ()
+            self._optimizer_copies.store(kept, but=own)
+
+    def bring_back(self, *, model: bool = True, optimizer: bool = True) -> None:
+        """Moves what :meth:`store` has stored to the device again. Collective, with the same arguments on all ranks."""
+        for wanted, copies in ((model, self._model_copies), (optimizer, self._optimizer_copies)):
+            if wanted and copies.away:
+                copies.bring_back()
+
+    @property
+    def stored(self) -> tuple[bool, bool]:
+        """Whether the model, and what the optimizer has, are in host memory."""
+        return self._model_copies.away, self._optimizer_copies.away
+
+    def _check_here(self, *copies: HostCopies) -> None:
+        if any(each.away for each in copies):
+            what = "weights" if self._model_copies.away else "the optimizer's state"
+            raise InvalidUsage(
+                f"{what} are in host memory, so that others have the device's; bring them back to {self._device} first"
+            )
 
     def whole_weights(self, named: Mapping[str, Tensor]) -> Iterator[tuple[list[str], Tensor]]:
         """A state dict with whole weights in the place of this rank's parts: (names, tensor), one at a time, with the
@@ -143,7 +188,8 @@ class Runner:
         for name, value in named.items():
             names.setdefault(id(value), []).append(name)
         parameters = {plain_name(name): id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
-        for name, tensor in self.state.whole_tensors():
+        self._check_here(self._model_copies)
+        for name, tensor in self._state().whole_tensors():
             if found := names.pop(parameters.get(name, 0), None):
                 yield found, tensor
         yield from ((others, named[others[0]].detach()) for others in names.values())
@@ -159,6 +205,7 @@ class Runner:
     def zero(self) -> None:
         """A step begins: forgets all gradients. Local; before the agreement, after which others may add to the sums."""
         assert self.gradients is not None
+        self._check_here(self._model_copies)
         self.gradients.zero()
         self._buffers.begin()
         self._reduced = False
@@ -171,6 +218,7 @@ class Runner:
 
         Raises: Mismatch: of :func:`hdpcomm.train.replicas.check_same_plan`.
         """
+        self._check_here(self._model_copies)
         if self.masters is not None and self.masters.shared:
             self.synchronize()  # from the agreement on, others pull this rank's parts and add to them
         more = self.passes.prepare(plan)
@@ -255,6 +303,7 @@ class Runner:
         """Hands the gradients to the optimizer; :meth:`update` does so. Local."""
         holder = self.masters or self.gradients
         assert holder is not None
+        self._check_here(self._model_copies, self._optimizer_copies)
         holder.finish()
 
     def publish_after_steps(self) -> None:
@@ -270,6 +319,7 @@ class Runner:
 
     def weights(self) -> AbstractContextManager[None]:
         """Context of forward passes of the model: the weights are there. Local, after an update or a step."""
+        self._check_here(self._model_copies)
         return nullcontext() if self.masters is None else self.masters.open()
 
     def synchronize(self) -> None:

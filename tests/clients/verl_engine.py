@@ -145,6 +145,39 @@ def everywhere(rows: Any) -> list[float]:
     return [value for own in everyone for value in own]
 
 
+def offload(worker: Any) -> None:
+    """The CPU stands for another device from now on in what verl's contexts and calls say to this worker's engine."""
+    from unittest.mock import patch
+
+    from verl.workers.engine import base
+
+    base.get_device_name = lambda: "device"
+    worker.actor.engine._device_name = "device"
+    worker.to("cpu")
+    check_away(worker.actor.engine)
+    with patch("verl.workers.engine_workers.get_device_name", base.get_device_name):
+        worker.to("device")
+    assert worker.actor.engine._runner.stored == (False, False)
+    worker.to("cpu", grad=False)
+
+
+def check_away(engine: Any) -> None:
+    """The optimizer's state takes no memory, but for small tensors, and a step says where weights are."""
+    import torch
+
+    from hdpcomm.errors import InvalidUsage
+
+    assert engine._runner.stored == (True, True)
+    state = [each for values in engine.optimizer.state.values() for each in values.values()]
+    assert all(each.untyped_storage().nbytes() < 4096 for each in state if isinstance(each, torch.Tensor))
+    told = "nothing"
+    try:
+        engine.optimizer_zero_grad()
+    except InvalidUsage as error:
+        told = str(error)
+    assert told.startswith("weights are in host memory"), told
+
+
 def case(strategy: str, options: tuple[str, ...], rank: int, found: Figures, name: str) -> None:
     import torch
     import torch.distributed as dist
@@ -154,9 +187,14 @@ def case(strategy: str, options: tuple[str, ...], rank: int, found: Figures, nam
     longer = name == "long" and dist.get_world_size() == 2
     if longer and strategy == "hdpcomm":  # than a rank holds: the longest rows take both; verl's must fit one
         options = tuple(option.replace("per_gpu=40", "per_gpu=20") for option in options)
+    if name == "tokens" and strategy == "hdpcomm":
+        options = (*options, "fsdp_config.param_offload=True", "fsdp_config.optimizer_offload=True")
     config = config_of(strategy, options)
     actor = ActorRolloutRefWorker(config, "actor")
     actor.init_model()
+    offloads = name == "tokens" and strategy == "hdpcomm"
+    if offloads:
+        offload(actor)
     data = trajectories(rank)
     scored = actor.compute_log_prob(asked(data, compute_loss=False, calculate_entropy=True))
     reference = scored
@@ -181,9 +219,13 @@ def case(strategy: str, options: tuple[str, ...], rank: int, found: Figures, nam
             actor = ActorRolloutRefWorker(config_of(strategy, options), "actor")
             actor.init_model()
             actor.load_checkpoint(folder)
+            if offloads:
+                offload(actor)
         told = {"global_batch_size": rows_a_step, "mini_batch_size": rows_a_step, "epochs": 2, "seed": 4}
         told |= {"dataloader_kwargs": {"shuffle": True}, "calculate_entropy": "calculate_entropy=True" in options}
         metrics = tensordict_utils.get(actor.update_actor(asked(data, **told)), "metrics")
+        if offloads:
+            check_away(actor.actor.engine)
         for key, values in metrics.items():
             # The last two are means over micro-batches, whichever there are.
             if not key.startswith(("perf/", "mfu", *(("actor/ppo_kl", "actor/pg_clipfrac") if longer else ()))):
@@ -318,8 +360,6 @@ REFUSED = {
     "model.enable_activation_offload": True,
     "model.tiled_mlp": {"enabled": True, "num_shards": 2},
     "actor.ulysses_sequence_parallel_size": 2,
-    "actor.fsdp_config.param_offload": True,
-    "actor.fsdp_config.optimizer_offload": True,
     "actor.fsdp_config.offload_policy": True,
     "actor.fsdp_config.pad_to_length": True,
     "actor.fsdp_config.qat.enable": True,
@@ -407,8 +447,7 @@ def work(backend: str) -> Figures:
     warnings.simplefilter("ignore")
     rank, _ = join("gloo")  # as in a job of verl, which makes a group of its own kind
     cpu_platform()
-    if backend == "gloo":
-        os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # where its engine is registered
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda" if backend == "gloo" else "cpu"  # where its engine is registered
     if rank == 0:
         tiny_llama().save_pretrained("model")
         import transformers
