@@ -11,10 +11,10 @@ import copy
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from verl.utils import tensordict_utils
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.fsdp_utils import replace_lora_wrapper
 from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
@@ -46,8 +47,10 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_folders import FolderSource
 from hdpcomm.integrations.plain_values import read_plain_values
 from hdpcomm.integrations.row_passes import RowPasses
+from hdpcomm.integrations.verl_lora import adapter_weights, merged_weights, with_adapters
 from hdpcomm.log import LOG
 from hdpcomm.models import adapt
+from hdpcomm.models.lora_names import base_name, is_adapter
 from hdpcomm.models.self_check import is_random
 from hdpcomm.run.checkpoints import CheckpointFolder
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
@@ -105,6 +108,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         self._device = torch.device(name) if name == "cpu" else torch.device(name, get_device_id())
         self._critic = model_config.model_type == "value_model"
         """It gives values of tokens."""
+        self._lora = model_config.lora_rank > 0 or bool(model_config.lora_adapter_path)
         self._asked: tuple[float | None, bool] = (1.0, False)
         """Temperature (``None``: of values), and whether entropies are computed, of the batch that runs."""
         self._ends = False
@@ -161,13 +165,16 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         if in_parts and not self._critic and not getattr(config, "auto_map", None):  # else its code is in the folder
             source = FolderSource(Path(model.local_path), config)
             self.module = source.model(dtype, **attention)
-            source.prepare(self.module, self._mesh, self.engine_config.seed)
         else:
             kind = AutoModelForTokenClassification if self._critic else get_hf_auto_model_class(hf_config=config)
             made = kind.from_pretrained(
                 model.local_path, dtype=dtype, config=config, trust_remote_code=model.trust_remote_code, **attention
             )
             self.module = made.to(self._device, dtype)
+        if self._lora:
+            self.module = with_adapters(self.module, model).to(dtype)
+        if source is not None:
+            source.prepare(self.module, self._mesh, self.engine_config.seed)
         if model.enable_gradient_checkpointing:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         self._adapted = adapt(self.module)
@@ -337,18 +344,42 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """The names and tensors that inference engines load, whole, one at a time. Collective: every rank goes through
+    def get_per_tensor_param(
+        self, base_sync_done: bool = False, **_: Any
+    ) -> tuple[Iterable[tuple[str, Tensor]], dict[str, Any] | None]:
+        """The names and tensors that inference engines load, whole, one at a time; with LoRA the adapters once
+        ``base_sync_done``, or, by ``lora.merge``, weights with adapters in them. Collective: every rank goes through
         all of them. Weights in host memory come back to the device, for :meth:`to` to be called when they are sent."""
         self._runner.bring_back(optimizer=False)
-        return unfuse_moe_params(self._whole_weights(), self.model_config.hf_config.model_type), None
+        kind = self.model_config.hf_config.model_type
+        if not self._lora:
+            return unfuse_moe_params(self._whole_weights(self._named_weights()), kind), None
+        named = self.module.state_dict(keep_vars=True)
+        adapters = {name: each for name, each in named.items() if is_adapter(name)}
+        base = {name: each for name, each in named.items() if name not in adapters}
+        if self.model_config.lora.get("merge", False):
+            whole = self._runner.copied_weights(adapters, keep=True)
+            return merged_weights(self.module, self._whole_weights(base), whole), None
+        config: Any = cast(Any, self.module).peft_config["default"]
+        if base_sync_done:
+            return adapter_weights(self.module, self._runner.copied_weights(adapters, keep=True)), config.to_dict()
+        names = {name: replace_lora_wrapper(base_name(name), config) for name in base}
+        weights = ((names[name], tensor) for name, tensor in self._whole_weights(base))
+        return unfuse_moe_params(weights, kind), config.to_dict()
 
-    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_weights(self) -> Mapping[str, Tensor]:
         trains = self.optimizer is not None
-        named = convert_weight_keys(self.module.state_dict(keep_vars=trains), self.module)
-        if not trains:
+        found: Mapping[str, Tensor] = convert_weight_keys(self.module.state_dict(keep_vars=trains), self.module)
+        return found
+
+    def _whole_weights(self, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        if self.optimizer is None:
             return iter(named.items())
         return ((name, tensor) for names, tensor in self._runner.whole_weights(named) for name in names)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Context in which the model is the one without adapters: verl's reference."""
+        return self.module.disable_adapter() if self._lora else nullcontext()  # type: ignore[operator]
 
     def get_per_tensor_param_shard(self, **_: Any) -> Any:
         """Raises InvalidUsage."""
@@ -371,7 +402,10 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         folder = Path(local_path)
         weights: dict[str, Tensor] = {}
         if "hf_model" in contents:
-            weights = self._runner.copied_weights(self.module.state_dict(keep_vars=True), keep=self.rank == 0)
+            named = self.module.state_dict(keep_vars=True)
+            if self._lora:  # peft saves these only
+                named = {name: each for name, each in named.items() if is_adapter(name)}
+            weights = self._runner.copied_weights(named, keep=self.rank == 0)
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             processor = self.model_config.get_processor()
@@ -419,7 +453,9 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
                 raise InvalidUsage(damaged[0] if damaged else f"{folder}: no checkpoint of strategy=hdpcomm")
             state = self._parts(wanted)
             found.load_into(state)
-            self._runner.state.load({**self._runner.state.parts(), **state})
+            parts = self._runner.state.parts()
+            state["model"] = {**parts["model"], **state.get("model", {})}
+            self._runner.state.load({**parts, **state})
         if "extra" in contents:
             own = self._extra(folder)
             path = own if own.exists() else folder / "extra_rank_0.pt"
@@ -440,6 +476,8 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
     def _parts(self, wanted: set[str]) -> dict[str, Any]:
         """Collective."""
         parts = self._runner.state.parts()
+        if self._lora and self.checkpoint_config.get("save_lora_only", False):
+            parts["model"] = {name: each for name, each in parts["model"].items() if is_adapter(name)}
         kept = wanted | ({"masters"} if "model" in wanted else set())
         return {name: value for name, value in parts.items() if name in kept}
 
@@ -528,8 +566,15 @@ def _refuse(model: Any, engine: Any) -> None:
     precision = (engine.mixed_precision or {}).get("param_dtype", "bf16")
     replay = engine.router_replay.get("mode", "disabled")  # a dictionary, unless the user names its class
     verls = "leave it out, or use strategy=fsdp2"
+    lora = model.lora_rank > 0 or model.lora_adapter_path
     wrong: Mapping[str, tuple[Any, str]] = {
-        f"lora_rank={model.lora_rank}": (model.lora_rank > 0 or model.lora_adapter_path, verls),
+        f"lora_rank={model.lora_rank} of a critic": (
+            lora and model.model_type == "value_model", "train all of it: its last layer is new",
+        ),
+        f"target_parameters={model.target_parameters}": (
+            lora and model.target_parameters, "name layers in target_modules, or use strategy=fsdp2",
+        ),
+        f"lora.rank={model.lora.get('rank', 0)}": (model.lora.get("rank", 0) > 0, "give lora_rank"),
         "use_liger=True": (model.use_liger, verls),
         "tiled_mlp.enabled=True": (model.tiled_mlp.get("enabled", False), verls),
         "enable_activation_offload=True": (model.enable_activation_offload, verls),

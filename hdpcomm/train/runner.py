@@ -189,7 +189,7 @@ class Runner:
             names.setdefault(id(value), []).append(name)
         parameters = {plain_name(name): id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         self._check_here(self._model_copies)
-        for name, tensor in self._state().whole_tensors():
+        for name, tensor in self._state().whole_tensors({name for name, key in parameters.items() if key in names}):
             if found := names.pop(parameters.get(name, 0), None):
                 yield found, tensor
         yield from ((others, named[others[0]].detach()) for others in names.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,10 +96,14 @@ class State:
                     _put(parts, path, tensor)
         return parts
 
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def whole_tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers of the whole model by name, one at a time. Collective over the mesh: every rank goes
-        through all of them."""
-        model = {path[1]: value for path, value in self._live_model()}
+        through all of them.
+
+        Args:
+            names: of those that are wanted, alike on all ranks; ``None``: all.
+        """
+        model = {path[1]: value for path, value in self._live_model() if names is None or path[1] in names}
         tensors: Iterable[tuple[Path, Tensor]] = (((name,), value) for name, value in model.items())
         if not self._whole or any(isinstance(value, TensorPart) for value in model.values()):
             tensors = _whole_tensors(model, self._mesh.comm)

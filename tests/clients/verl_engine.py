@@ -239,6 +239,79 @@ def case(strategy: str, options: tuple[str, ...], rank: int, found: Figures, nam
         assert actor.actor.engine.comm.stats()["bytes_sent"] > 1000
 
 
+def adapters() -> None:
+    """A folder with adapters of the model that change what it computes."""
+    import peft
+    import torch
+
+    config = peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, r=4, lora_alpha=8, target_modules="all-linear")
+    made = peft.get_peft_model(tiny_llama(), config)
+    for name, parameter in made.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    made.save_pretrained("adapters")
+
+
+def lora(strategy: str, rank: int, found: Figures) -> None:
+    """Adapters of a folder are trained, the model without them is the reference, and rollouts get what verl's get."""
+    import peft
+    import torch
+    import torch.distributed as dist
+    from omegaconf import open_dict
+    from verl.utils import tensordict_utils
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    def worker(**options: Any) -> Any:
+        config = config_of(strategy, ("optim.lr=1e-3", "use_dynamic_bsz=True", "ppo_max_token_len_per_gpu=40"))
+        with open_dict(config):
+            config.model.update(lora_rank=4, **options)
+            config.actor.checkpoint.update(
+                save_lora_only=True, save_contents=["model", "optimizer", "extra", "hf_model"]
+            )
+        made = ActorRolloutRefWorker(config, "actor")
+        made.init_model()
+        return made
+
+    data = trajectories(rank)
+    actor = worker(target_modules=["q_proj", "up_proj"], exclude_modules=".*layers.1.mlp.*")
+    scored = actor.compute_log_prob(asked(data, compute_loss=False, calculate_entropy=False))
+    found["lora new"] = everywhere(answers_of(scored, data, "log_probs"))
+    for key, tensor in actor.actor.engine.get_per_tensor_param(base_sync_done=True)[0]:
+        found[f"lora new {key}"] = [float(each) for each in tensor.shape]
+    actor = worker(lora_adapter_path="adapters")
+    scored = actor.compute_log_prob(asked(data, compute_loss=False, calculate_entropy=False))
+    data["old_log_probs"] = answers_of(scored, data, "log_probs")
+    told = {"compute_loss": False, "calculate_entropy": False, "no_lora_adapter": True}
+    data["ref_log_prob"] = answers_of(actor.compute_log_prob(asked(data, **told)), data, "log_probs")
+    for column in ("old_log_probs", "ref_log_prob"):
+        found[f"lora {column}"] = everywhere(data[column])
+    rows = 4 * dist.get_world_size()
+    more = {"global_batch_size": rows, "mini_batch_size": rows, "epochs": 1, "seed": 4, "calculate_entropy": False}
+    for step in range(2):
+        if step and strategy == "hdpcomm":
+            actor.save_checkpoint("checkpoint-lora", global_step=step)
+            kept = peft.load_peft_weights("checkpoint-lora/huggingface")
+            for key, tensor in actor.actor.engine.get_per_tensor_param(base_sync_done=True)[0]:
+                assert torch.equal(kept.pop(key), tensor), key
+            assert not kept
+            actor = worker(lora_adapter_path="adapters")
+            actor.load_checkpoint("checkpoint-lora")
+        metrics = actor.update_actor(asked(data, dataloader_kwargs={"shuffle": False}, **more))
+        metrics = tensordict_utils.get(metrics, "metrics")
+        found[f"lora {step}"] = [float(each) for key in ("loss", "grad_norm") for each in metrics[key]]
+    engine = actor.actor.engine
+    for done in (True, False):
+        weights, config = engine.get_per_tensor_param(base_sync_done=done)
+        assert (config["r"], config["lora_alpha"]) == (4, 8)
+        for key, tensor in weights:
+            found[f"lora {done} {key}"] = tensor.flatten().tolist()
+    engine.model_config.lora.update(merge=True)
+    weights, config = engine.get_per_tensor_param()
+    assert config is None
+    for key, tensor in weights:
+        found[f"lora merged {key}"] = tensor.flatten().tolist()
+
+
 def check_saved(engine: Any, folder: str) -> None:
     """transformers reads the weights that the ranks have together."""
     import torch
@@ -355,7 +428,8 @@ def check_bf16(rank: int, expected: list[float]) -> None:
 
 
 REFUSED = {
-    "model.lora_rank": 4,
+    "model.target_parameters": ["mlp.down_proj.weight"],
+    "model.lora.rank": 4,
     "model.use_liger": True,
     "model.enable_activation_offload": True,
     "model.tiled_mlp": {"enabled": True, "num_shards": 2},
@@ -455,11 +529,13 @@ def work(backend: str) -> Figures:
         config = tiny_llama().config
         config.num_labels = 1
         transformers.AutoModelForTokenClassification.from_config(config).save_pretrained("critic")
+        adapters()
     dist.barrier()
     found: Figures = {}
     strategy = "hdpcomm" if backend == "hdpcomm" else "fsdp2"
     for name, options in CASES.items():
         case(strategy, options, rank, found, name)
+    lora(strategy, rank, found)
     supervised(strategy, rank, found)
     critic(strategy, rank, found)
     if backend == "hdpcomm":
