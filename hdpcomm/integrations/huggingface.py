@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +35,8 @@ from hdpcomm.integrations.huggingface_folders import FolderSource, has_weights, 
 from hdpcomm.integrations.huggingface_fsdp import without_fsdp
 from hdpcomm.integrations.huggingface_labels import ModelLabels
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel, ScoreModel
-from hdpcomm.integrations.huggingface_options import check_options, is_reward_trainer, mesh_sizes, mesh_text
+from hdpcomm.integrations.huggingface_losses import TokenMetrics, add_noise, token_loss
+from hdpcomm.integrations.huggingface_options import check_options, is_trainer_of, mesh_sizes, mesh_text
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses
 from hdpcomm.models import adapt
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of
@@ -142,7 +144,7 @@ class HybridDataParallel:
         self._begins = True
         """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
         model = "model" if "model" in given else 0
-        self._source = None if is_reward_trainer(self) else FolderSource.of(given.get(model), given.values())
+        self._source = None if is_trainer_of(self, "reward") else FolderSource.of(given.get(model), given.values())
         """The folder of a model whose weights nobody has read yet."""
         if self._source is not None:
             given[model] = self._source.model()
@@ -158,11 +160,28 @@ class HybridDataParallel:
             getattr(this.model, "get_base_model", lambda: this.model)().router_aux_loss_coef = this.router_aux_loss_coef
         self._adapted = adapt(this.model)
         self._labels = ModelLabels(self._adapted)
+        self._keeps_metrics = is_trainer_of(self, "sft")
+        """TRL's logs have the entropy of tokens, and how many are predicted."""
+        self._set_loss()
         if self._is_cut and self._labels.of != NEXT_TOKEN:
             raise InvalidUsage(f"Trainer: {mesh_text(self._cut)} with a classifier is not supported; leave it out")
         if self._source is None:
             self._check_random()
         self._own_attention = cast(Any, self._adapted).causal_lm.config._attn_implementation
+
+    def _set_loss(self) -> None:
+        """The loss of a label, where it is no plain cross-entropy."""
+        this, labels = cast(Any, self), self._labels
+        labels.dynamic = self._keeps_metrics and this.args.loss_type == "dft"
+        if self._of_log_probs or (this.compute_loss_func is None and this.label_smoother is None):
+            return
+        name, function = "compute_loss_func", this.compute_loss_func
+        if function is None:
+            name = f"label_smoothing_factor={this.args.label_smoothing_factor}"
+            function = partial(this.label_smoother, shift_labels=labels.of == NEXT_TOKEN)
+        config = this.model.config.get_text_config()
+        columns = config.vocab_size if labels.of == NEXT_TOKEN else config.num_labels
+        labels.loss = token_loss(name, function, labels.of, columns)
 
     def _check_random(self) -> None:
         if self._of_log_probs and is_random(self._adapted):
@@ -214,6 +233,9 @@ class HybridDataParallel:
             self._made = None  # its host memory is free for the next one
         groups = [list(group["params"]) for group in self._optimizer.param_groups]
         runner = Runner(Passes([self._adapted], mesh), self._optimizer, self._kept, within=self._planned_attention)
+        if (alpha := cast(Any, self).neftune_noise_alpha) is not None:
+            cast(Any, self).neftune_hook_handle.remove()  # its noise is by the tokens of a row, of any sequences
+            cast(Any, self).neftune_hook_handle = add_noise(cast(Any, self._adapted).embedding, alpha)
         self._names = [[runner.layout.of(parameter).trained for parameter in group] for group in groups]
         runner.publish_after_steps()
         if self._resumed is not None:
@@ -353,9 +375,23 @@ class HybridDataParallel:
         model.train()
         passes, ends = self._begin()
         batch, _ = gather_sequences(self._labels.sequences(inputs), self.comm)
-        scale, terms = 1.0 / float(num_items_in_batch), self._labels.terms(batch)
+        metrics = TokenMetrics() if self._keeps_metrics else None
+        scale, terms = 1.0 / float(num_items_in_batch), self._labels.terms(batch, metrics)
         share = self._train(passes.plan(batch.lengths), batch, scale=scale, ends=ends, terms=terms)
+        if metrics is not None:
+            self._note(metrics, sum(batch.lengths))
         return share.to(cast(Any, self).args.device)
+
+    def _note(self, metrics: TokenMetrics, tokens: int) -> None:
+        """Adds a global batch to the metrics that TRL's trainer logs. Collective."""
+        assert self._made is not None
+        this = cast(Any, self)
+        this._total_train_tokens += tokens
+        entropy, accuracy = metrics.means(self._made[0].mesh)
+        logged = this._metrics["train"]
+        logged["entropy"].append(entropy)
+        logged["mean_token_accuracy"].append(accuracy)
+        logged["num_tokens"] = [this._total_train_tokens]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As in the base; in a training step of log-probabilities what it gives has no way back into the model, which

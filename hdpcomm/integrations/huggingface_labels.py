@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import sequences_of
+from hdpcomm.integrations.huggingface_losses import LogitLoss, TokenMetrics, function_terms
 from hdpcomm.models.heads import SEQUENCE
 from hdpcomm.train.label_terms import Batch, LabelTerms, token_terms
 from hdpcomm.train.losses import TokenLoss
@@ -26,9 +28,15 @@ class ModelLabels:
 
     Args:
         adapted: an :class:`hdpcomm.models.AdaptedCausalLM`.
+
+    Attributes:
+        loss: a function of logits in the place of the cross-entropy.
+        dynamic: cross-entropies count as much as the probability of their label (DFT).
     """
 
     def __init__(self, adapted: Any) -> None:
+        self.loss: LogitLoss | None = None
+        self.dynamic = False
         self.of: str = adapted.labels_of
         self._config = adapted.causal_lm.config
 
@@ -50,10 +58,23 @@ class ModelLabels:
         targets = 0 if config.problem_type == _CLASSES else config.num_labels
         return sequences_of(batch, SEQUENCE, padding=self.padding, targets=targets)
 
-    def terms(self, batch: Sequences) -> LabelTerms | None:
-        """The losses of targets; ``None``: there are none, and each label's loss is its cross-entropy. Local."""
+    def terms(self, batch: Sequences, metrics: TokenMetrics | None = None) -> LabelTerms | None:
+        """The losses of labels or targets; ``None``: each label's loss is its cross-entropy. Local.
+
+        Args:
+            metrics: get what they count, of next tokens.
+
+        Raises: InvalidUsage: a function of logits, and targets that are no classes.
+        """
         if batch.targets is None:
-            return None
+            if self.loss is None and metrics is None and not self.dynamic:
+                return None
+            return function_terms(batch.lengths, self.loss, metrics, dynamic=self.dynamic)
+        if self.loss is not None:
+            raise InvalidUsage(
+                f"Trainer: a function of logits with problem_type={self._config.problem_type!r} is not supported with "
+                "plans; leave out compute_loss_func and label_smoothing_factor"
+            )
         function = _squared_errors if self._config.problem_type == _REGRESSION else _binary_cross_entropies
         columns = [str(k) for k in range(batch.targets.shape[1])]
         return token_terms(TokenLoss(function, columns, temperature=None), Batch(batch.lengths))

@@ -14,7 +14,7 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.train.runner import StepSettings
 
-__all__ = ["NO_EFFECT", "REFUSED", "WORKS", "check_options", "is_reward_trainer", "mesh_sizes", "mesh_text"]
+__all__ = ["NO_EFFECT", "REFUSED", "WORKS", "check_options", "is_trainer_of", "mesh_sizes", "mesh_text"]
 
 Reasons = Mapping[str, Mapping[str, str]]
 
@@ -47,6 +47,11 @@ WORKS: Reasons = {
         "log_on_each_node disable_tqdm report_to run_name project trackio_bucket_id trackio_space_id "
         "trackio_static_space_id skip_memory_metrics push_to_hub hub_always_push hub_model_id hub_private_repo "
         "hub_revision hub_strategy hub_token": "as without plans",
+        "label_smoothing_factor": "of chunks of logits; not with mesh=, nor of log-probabilities",
+        "neftune_noise_alpha": (
+            "noise by the length of each sequence, where transformers takes that of the padded row; not with tensor "
+            "ranks, nor of log-probabilities"
+        ),
         "fsdp fsdp_config": "True is zero=3, or 2 with reshard_after_forward=False; other meanings are refused",
         "ddp_backend ddp_timeout": "of torch.distributed, where transformers begins it",
     },
@@ -55,7 +60,7 @@ WORKS: Reasons = {
         "dataset_text_field eos_token pad_token max_length truncation_mode pad_to_multiple_of shuffle_dataset "
         "model_init_kwargs trust_remote_code": "as without plans",
         "packing packing_strategy eval_packing padding_free": "packs are taken apart into sequences, and planned",
-        "loss_type": "nll and chunked_nll, which are the same number; others are refused",
+        "loss_type": "nll and dft, of chunks of logits; dft not with mesh=",
         "router_aux_loss_coef": "the mean of each sequence, whatever the plan; transformers takes that of a batch",
     },
     "DPOConfig": {
@@ -106,8 +111,6 @@ REFUSED: Reasons = {
         "fp16": "give bf16=True",
         "deepspeed": _SHARDED,
         "parallelism_config": "leave it out: mesh={'tensor': N} cuts layers, and zero=3 weights",
-        "label_smoothing_factor": _LEAVE,
-        "neftune_noise_alpha": _LEAVE,
         "torch_compile torch_compile_backend torch_compile_mode": (
             "leave it out: planned passes call the layers, and what is compiled is the model around them"
         ),
@@ -178,8 +181,13 @@ def _given(trainer: Any, kept: StepSettings, cut: Mapping[str, int], log_probs: 
     updates = any(word in str(getattr(args.optim, "value", args.optim)) for word in ("lomo", "layerwise"))
     of_log_probs, clips_itself = log_probs is not None, not hasattr(transformers.Trainer, "_clip_grad_norm")
     wrong = {
-        f"label_smoothing_factor={args.label_smoothing_factor}": args.label_smoothing_factor,
-        f"neftune_noise_alpha={args.neftune_noise_alpha}": args.neftune_noise_alpha,
+        f"label_smoothing_factor={args.label_smoothing_factor} with {parts or log_probs}": (
+            args.label_smoothing_factor and (mesh or of_log_probs)
+        ),
+        f"compute_loss_func with {parts or log_probs}": trainer.compute_loss_func and (mesh or of_log_probs),
+        f"neftune_noise_alpha={args.neftune_noise_alpha} with {mesh or log_probs}": (
+            args.neftune_noise_alpha and (cut["tensor"] > 1 or of_log_probs)
+        ),
         "fp16=True": args.fp16 or precision == "fp16",
         f"mixed precision {precision}": precision == "fp8",
         "deepspeed": args.deepspeed,
@@ -190,8 +198,8 @@ def _given(trainer: Any, kept: StepSettings, cut: Mapping[str, int], log_probs: 
         f"torch_empty_cache_steps={args.torch_empty_cache_steps}": args.torch_empty_cache_steps,
         "use_liger_kernel=True": args.use_liger_kernel,
         f"optim={args.optim!s} (updates in the backward pass)": updates,
-        "compute_loss_func": trainer.compute_loss_func,
-        f"loss_type={loss_type!r}": not of_log_probs and loss_type != "nll",
+        f"loss_type={loss_type!r}": not of_log_probs and loss_type not in ("nll", "dft"),
+        f"loss_type={loss_type!r} with {mesh}": not of_log_probs and loss_type == "dft" and mesh,
         "activation_offloading": getattr(args, "activation_offloading", False),
         f"{parts or 'zero= or dtype='} with transformers {transformers.__version__} (it clips by itself)": (
             kept.masters or parts
@@ -211,9 +219,9 @@ def _given(trainer: Any, kept: StepSettings, cut: Mapping[str, int], log_probs: 
     return (name for name, given in wrong.items() if given)
 
 
-def is_reward_trainer(trainer: object) -> bool:
-    """Whether the trainer is TRL's of rewards."""
-    return any(kind.__module__ == "trl.trainer.reward_trainer" for kind in type(trainer).__mro__)
+def is_trainer_of(trainer: object, name: str) -> bool:
+    """Whether it is TRL's trainer of that name, as "sft" or "reward"."""
+    return any(kind.__module__ == f"trl.trainer.{name}_trainer" for kind in type(trainer).__mro__)
 
 
 def mesh_sizes(mesh: Mapping[str, int]) -> dict[str, int]:

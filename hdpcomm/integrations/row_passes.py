@@ -132,7 +132,7 @@ class RowPasses:
         plans: PlanSettings = PlanSettings(),
         spec: ModelSpec | None = None,
     ) -> None:
-        self.comm, self.capacity, self._mesh = mesh.comm, plans.capacity, mesh
+        self.comm, self.capacity, self.mesh = mesh.comm, plans.capacity, mesh
         self._plans, self._spec = plans, spec
         self._model, self._runner, self._settings, self._around = model, runner, settings, around
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
@@ -165,7 +165,7 @@ class RowPasses:
 
     def _planned(self, items: Sequence[int | Tree], lengths: list[int]) -> PlannedStep:
         """A plan for rows, or trees of rows, of these lengths. Collective where costs are to be measured."""
-        ranks, capacity = self._mesh.hdp, self.capacity
+        ranks, capacity = self.mesh.hdp, self.capacity
         if capacity is None:
             capacity = max(-(-sum(lengths) // ranks), max(-(-length // ranks) for length in lengths))
         if self._planner is None:
@@ -179,7 +179,7 @@ class RowPasses:
         plans = self._plans
         with self._runner.weights(), torch.enable_grad():
             planner = measured_planner(
-                self._model, self._mesh, capacity=capacity, longest=max(2, min(LONGEST_MEASURED, longest)),
+                self._model, self.mesh, capacity=capacity, longest=max(2, min(LONGEST_MEASURED, longest)),
                 queue=plans.queue, slices=plans.slices, spec=self._spec, offload=self._offload,
                 cost_model=plans.cost_model,
             )  # fmt: skip
@@ -205,7 +205,7 @@ class RowPasses:
         kept = KeptLogProbs(labels, self._like, entropy=entropy, temperature=temperature)
         self._runner.forward(self._inputs(planned, batch, terms=kept_terms(kept, labels)))
         entries = first + (own.labels != IGNORE).nonzero()[:, 0]
-        values = kept.sum(self._mesh)[:, entries].requires_grad_(torch.is_grad_enabled())
+        values = kept.sum(self.mesh)[:, entries].requires_grad_(torch.is_grad_enabled())
         return ScoredRows(batch, planned, labels, entries, values, temperature)
 
     def train(

@@ -40,10 +40,11 @@ class VocabularyShard:
         return everyone
 
 
-def row_losses(rows: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """(losses ``[tokens]``, sums ``[2, tokens]``: the largest logit and the sum of exp(logit - largest)), fp32.
-
-    Collective over the shard's ``comm``.
+def row_losses(
+    rows: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(losses ``[tokens]``, sums ``[2, tokens]``: the largest logit and the sum of exp(logit - largest), and for each
+    shard these two and the logit of the label, ``[shards, 3, tokens]``), fp32. Collective over the shard's ``comm``.
     """
     tokens = rows.shape[0]
     stats = torch.empty(3, tokens, dtype=torch.float32, device=rows.device)
@@ -57,7 +58,7 @@ def row_losses(rows: Tensor, labels: Tensor, weights: Tensor | None, shard: Voca
         _core.cross_entropy_loss, rows, everyone.data_ptr(), labels.data_ptr(), _address(weights), sums.data_ptr(),
         losses.data_ptr(), everyone.shape[0], tokens, shard.ignore_index,
     )  # fmt: skip
-    return losses[0], sums
+    return losses[0], sums, everyone
 
 
 def row_gradient(
@@ -81,9 +82,15 @@ def row_gradient(
 
 
 class LogitRows(Protocol):
-    """A chunk of logits ``[tokens, columns]`` with its labels, factors and z-loss; ``losses``: ``[tokens]``."""
+    """A chunk of logits ``[tokens, columns]`` with its labels, factors and z-loss.
+
+    Attributes:
+        losses: ``[tokens]``.
+        stats: ``[shards, 3, tokens]``: the largest logit, the sum of exp(logit - largest), and the logit of the label.
+    """
 
     losses: Tensor
+    stats: Tensor
 
     def entropies(self) -> Tensor:
         """Entropy of each token's distribution, ``[tokens]``; 0 where there is no label. Collective over ``comm``."""
@@ -104,7 +111,7 @@ class FusedRows:
         self._logits, self._labels, self._weights, self._shard = logits, labels, weights, shard
         self._z = None
         self._entropy: _Entropy | None = None
-        self.losses, self._sums = row_losses(logits, labels, weights, shard)
+        self.losses, self._sums, self.stats = row_losses(logits, labels, weights, shard)
         if z_loss:
             self._z = _ZLoss(self._sums, labels, weights, shard, z_loss)
             self.losses = self.losses + self._z.losses
@@ -150,7 +157,7 @@ class PlainRows:
         stats[1] = (logits - stats[0][:, None]).nan_to_num_(nan=-torch.inf).exp_().sum(1)
         stats[2, self._rows] = logits[self._rows, self._columns]
         stats[:, ~self._counts] = 0.0
-        everyone = shard.gather(stats)
+        self.stats = everyone = shard.gather(stats)
         largest = everyone[:, 0].amax(0)
         total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)
         self._factors = self._counts.to(logits.dtype) if weights is None else self._counts * weights.to(logits.dtype)

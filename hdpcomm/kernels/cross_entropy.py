@@ -82,7 +82,7 @@ class _Job:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, labels: Tensor, weights: Tensor | None, job: _Job) -> Tensor:
-        losses, sums = row_losses(rows, labels, weights, job.shard)
+        losses, sums, _ = row_losses(rows, labels, weights, job.shard)
         ctx.job = job
         ctx.save_for_backward(rows, labels, weights, sums)
         return losses

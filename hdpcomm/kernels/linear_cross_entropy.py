@@ -62,7 +62,9 @@ class LossOptions:
 
 
 class LabelLoss(Protocol):
-    """Loss of a label as a function of its log-probability; in place of ``weights``.
+    """Loss of a label as a function of its log-probability; in place of ``weights``. If it has a method
+    ``ranked(largest, part)``, that is called before: with whether each label has the largest logit, bool ``[labels of
+    the chunk]``, and any value where there is no label.
 
     Attributes:
         temperature: divides the logits; see :class:`LossOptions`. ``None``: it is a function of the outputs themselves,
@@ -216,6 +218,8 @@ def loss_of_log_probs(
     if label_loss.entropy:
         entropies = -torch.where(has[:, None] & logs.isfinite(), logs.exp() * logs, 0.0).sum(1)
     part = slice(0, len(labels)) if part is None else part
+    if (ranked := getattr(label_loss, "ranked", None)) is not None:
+        ranked(log_probs.detach() >= logs.detach().amax(1), part)
     losses, by_log_probs, by_entropies = label_loss(
         log_probs.detach(), None if entropies is None else entropies.detach(), part
     )
@@ -373,6 +377,8 @@ def _chunks(
 
 def _label_losses(rows: LogitRows, label_loss: LabelLoss, part: slice) -> Tensor:
     log_probs = rows.losses.neg().add_(0.0)  # no -0.0
+    if (ranked := getattr(label_loss, "ranked", None)) is not None:
+        ranked(rows.stats[:, 2].sum(0) >= rows.stats[:, 0].amax(0), part)
     losses, by_log_probs, by_entropies = label_loss(log_probs, rows.entropies() if label_loss.entropy else None, part)
     rows.weigh(-by_log_probs, by_entropies)
     return losses

@@ -191,9 +191,6 @@ def refused(_kind: Any, out: str, changed: dict[str, Any], options: dict[str, An
 @pytest.mark.parametrize(
     ("changed", "options", "told"),
     [
-        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1"),
-        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha=5.0"),
-        ({}, {"compute_loss_func": print}, "compute_loss_func"),
         ({"torch_compile": True}, {}, "torch_compile=True .*planned passes call the layers"),
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size=True .*give capacity="),
         ({"torch_empty_cache_steps": 2}, {}, "torch_empty_cache_steps=2 .*in a callback"),
