@@ -63,6 +63,7 @@ def profile_memory(
     everyone: Communicator | None = None,
     split_backward: bool = False,
     replicas: int | None = None,
+    owners: int | None = None,
     matrices: MatrixMemory | None = None,
 ) -> StepMemory:
     """Measures passes of ``tokens / 2`` and ``tokens`` tokens, with no layer, a few and all layers recomputed.
@@ -83,6 +84,7 @@ def profile_memory(
         everyone: all ranks that measure at the same time, since they share layers; default: those of ``comm``. Each
             stage of a pipeline gets figures of its own.
         replicas: HDP ranks among which ``zero`` cuts; default: those of ``comm``.
+        owners: of these, the ranks of a host, among which it cuts weights and gradients; default: all.
         matrices: what the optimizer of whole matrices takes, if there is one
             (:class:`hdpcomm.train.MatrixOwners`); ``optimizer`` is then that of all other parameters.
         split_backward: backward passes leave weight gradients for later
@@ -113,8 +115,9 @@ def profile_memory(
         owed=owed,
     )
     return with_states(
-        found, model, optimizer, zero=zero, dtype=dtype, replicas=replicas or comm.size, matrices=matrices
-    )
+        found, model, optimizer,
+        zero=zero, dtype=dtype, replicas=replicas or comm.size, owners=owners, matrices=matrices,
+    )  # fmt: skip
 
 
 def with_states(
@@ -123,6 +126,7 @@ def with_states(
     optimizer: MakeOptimizer,
     *,
     replicas: int,
+    owners: int | None = None,
     zero: int = 0,
     dtype: torch.dtype | None = None,
     matrices: MatrixMemory | None = None,
@@ -130,8 +134,9 @@ def with_states(
     """The memory of a step whose passes are known, with the states under another ``zero``. Local; arguments of
     :func:`profile_memory`."""
     weights, gradients, others, update = _state_bytes(
-        model, optimizer, ranks=replicas if zero else 1, zero=zero, dtype=dtype, matrices=matrices
-    )
+        model, optimizer, replicas=replicas if zero else 1, owners=owners or replicas, zero=zero, dtype=dtype,
+        matrices=matrices,
+    )  # fmt: skip
     states = weights + gradients + others
     return replace(passes, states=states, update=update, weights=weights, gradients=gradients)
 
@@ -320,7 +325,8 @@ def _state_bytes(
     model: nn.Module,
     optimizer: MakeOptimizer,
     *,
-    ranks: int,
+    replicas: int,
+    owners: int,
     zero: int,
     dtype: torch.dtype | None,
     matrices: MatrixMemory | None,
@@ -329,23 +335,26 @@ def _state_bytes(
     most that its optimizer's step adds.
 
     Args:
-        ranks: among which ``zero`` cuts; what belongs to experts among those that hold the same ones.
+        replicas: among which ``zero`` cuts; what belongs to experts among those that hold the same ones.
+        owners: among which it cuts weights and gradients.
     """
     trained = trained_parameters(model.parameters())
     wide = torch.float64 if torch.float64 in {p.dtype for p in trained} or dtype == torch.float64 else torch.float32
     sharded = bool(zero) or dtype is not None
     held = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    parts = _parts(model, ranks)
-    count, own = sum(p.numel() for p in trained), sum(p.numel() / parts[id(p)] for p in trained)
+    parts = _parts(model, replicas)
+    count, updated = sum(p.numel() for p in trained), sum(p.numel() / parts[id(p)] for p in trained)
     weights: float = sum(_narrow_bytes(t, dtype) for t in held)
     gradients: float = count * wide.itemsize
     if zero > 1:
+        shared = _parts(model, owners)
+        own = sum(p.numel() / shared[id(p)] for p in trained)
         root, layer = _unit_bytes(model, model.parameters(), dtype)
         trained_root, trained_layer = _unit_bytes(model, trained, dtype)
         gradients = own * wide.itemsize + trained_root + _GRADIENTS_ON_THEIR_WAY * trained_layer
         if zero == 3:
             whole = sum(_narrow_bytes(p, dtype) for p in model.parameters())
-            weights += sum(_narrow_bytes(p, dtype) / parts[id(p)] for p in model.parameters()) - whole
+            weights += sum(_narrow_bytes(p, dtype) / shared[id(p)] for p in model.parameters()) - whole
             weights += root + 2 * layer  # the one that computes, and the next one
     narrow = sum(p.numel() / parts[id(p)] for p in trained if (dtype or p.dtype) != wide) if sharded else 0
     kept, added = _needs(optimizer, wide)
@@ -355,7 +364,7 @@ def _state_bytes(
         return weights, gradients, state, update
     largest = max(p.numel() for p in trained)
     part = min(count, max(BUCKET_BYTES // wide.itemsize, largest)) / min(parts.values()) if sharded else largest
-    return weights, gradients, narrow * wide.itemsize + kept * own, added * part
+    return weights, gradients, narrow * wide.itemsize + kept * updated, added * part
 
 
 def _narrow_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
@@ -380,7 +389,7 @@ def _parts(model: nn.Module, ranks: int) -> dict[int, int]:
     for module in model.modules():
         if ranks > 1 and isinstance(group := getattr(module, "expert", None), ExpertGroup):
             own = dict(module.named_parameters(remove_duplicate=False))
-            found |= {id(own[name]): ranks // group.comm.size for name in group.shards if name in own}
+            found |= {id(own[name]): max(1, ranks // group.comm.size) for name in group.shards if name in own}
     return found
 
 

@@ -197,10 +197,10 @@ def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, .
 
     With ``zero=3``, where a rank may have no room for the whole model, it is predicted (:func:`predict_memory`)."""
     mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
-    owners = _owners(config, mesh.hdp, owners_on_host(mesh) if config.zero in (2, 3) else None)
+    owners = owners_on_host(mesh) if config.zero in (2, 3) else mesh.hdp
     if config.zero == 3:
         return predict_memory(config, comm.size, owners)
-    profiled = _profiled(config, mesh, partial(NewWeights, seed=config.seed), replicas=owners)
+    profiled = _profiled(config, mesh, partial(NewWeights, seed=config.seed), mesh.hdp, owners)
     rows = gather_json(comm, asdict(profiled))
     return tuple(
         _of_device(_largest([rows[rank] for rank in ranks]), config, device)
@@ -237,26 +237,23 @@ def predict_memory(
         absent = AbsentRanks(config.pipeline * fewer * config.tensor, device * fewer * config.tensor)
         mesh = Mesh(cast("Communicator", absent), placement=range(absent.size), **sizes)
         if ends not in rows:
-            owners, before = _owners(config, hdp, ranks_per_node), known[device] if known else None
-            rows[ends] = asdict(_profiled(config, mesh, None, replicas=owners, known=before))
+            owners, before = min(hdp, ranks_per_node or hdp), known[device] if known else None
+            rows[ends] = asdict(_profiled(config, mesh, None, hdp, owners, known=before))
         found.append(_of_device(dict(rows[ends]), config, device))
     return tuple(found)
-
-
-def _owners(config: RunConfig, hdp: int, ranks_per_node: int | None) -> int:
-    """Among how many ranks the run's ZeRO cuts."""
-    return min(hdp, ranks_per_node or hdp) if config.zero in (2, 3) else hdp
 
 
 def _profiled(
     config: RunConfig,
     mesh: Mesh,
     weights: Callable[[nn.Module], Weights] | None,
+    replicas: int,
+    owners: int,
     *,
-    replicas: int | None = None,
     known: StepMemory | None = None,
 ) -> StepMemory:
-    """A device's part of the model as it will be trained, by itself. Collective over the mesh."""
+    """A device's part of the model as it will be trained, by itself; arguments of
+    :func:`hdpcomm.measure.memory.profile_memory`. Collective over the mesh."""
     recompute = ["none"] * config.pipeline * config.chunks
     parts: list[Any] = list(new_part(config.model, mesh, weights=weights, recompute=recompute, chunks=config.chunks))
     model: nn.Module = DeviceStages(parts) if mesh.pipeline > 1 else parts[0]
@@ -265,11 +262,14 @@ def _profiled(
     if is_for_matrices(config):
         own = nn.ModuleList(parts) if mesh.pipeline > 1 else model
         make = partial(matrix_optimizer, config)
-        matrices = matrix_memory(own, mesh, make, replicas=replicas or mesh.hdp)
+        matrices = matrix_memory(own, mesh, make, replicas=replicas)
     optimizer = partial(elementwise_optimizer, config)
-    options: dict[str, Any] = {"zero": int(config.zero), "dtype": config.dtype_with_masters, "matrices": matrices}
+    options: dict[str, Any] = {
+        "zero": int(config.zero), "dtype": config.dtype_with_masters, "matrices": matrices, "replicas": replicas,
+        "owners": owners,
+    }  # fmt: skip
     if known is not None:
-        return with_states(known, model, optimizer, replicas=replicas or mesh.hdp, **options)
+        return with_states(known, model, optimizer, **options)
     return profile_memory(
         model,
         mesh.hdp_comm,
@@ -277,7 +277,6 @@ def _profiled(
         tokens=max(8, min(config.capacity, PROFILE_TOKENS // 8)),
         everyone=mesh.comm,
         split_backward=config.split_backward,
-        replicas=replicas,
         **options,
     )
 

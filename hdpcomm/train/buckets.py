@@ -23,7 +23,7 @@ BUCKET_BYTES = 32 << 20
 """Long enough for the wire, short enough that the first bucket leaves early."""
 
 _ALIGNED = 16
-"""Elements to whose multiple a rank's part is rounded up, so that parts begin at whole cache lines."""
+"""Elements to whose multiple a rank's piece is rounded up, so that pieces begin at whole cache lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,21 @@ class Sharding:
         """Whether this rank is the first of those that have its part."""
         return self.across is None or self.across.rank == 0
 
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces a part is cut, of which each rank that has it updates one."""
+        return 1 if self.owners is None or self.across is None else self.across.size
+
+    @property
+    def updates_alone(self) -> bool:
+        """Whether no other rank updates what this one does, or this is the first of those."""
+        return self.owners is not None or self.first
+
     @classmethod
     def of(cls, replicas: Communicator, zero: int) -> Sharding:
         """Sharding of ZeRO's stages (Rajbhandari et al., arXiv 1910.02054): 1 cuts among all replicas, 2 and 3 among
-        those of a host, where each reads and writes the memory of the others. Local.
+        those of a host, where each reads and writes the memory of the others, and the optimizer's state once more among
+        the hosts. Local.
 
         Raises: InvalidUsage: hosts have other numbers of replicas.
         """
@@ -90,12 +101,14 @@ class Bucket:
         start: place of its first element in the flat buffer of all buckets.
         offsets: of each parameter, from ``start``.
         part: elements of one part; the last part ends with padding.
+        piece: elements of a part that one rank updates: all, unless hosts share the optimizer's state.
     """
 
     holders: Holders
     sharding: Sharding
     start: int = 0
     part: int = 0
+    piece: int = 0
     parameters: list[nn.Parameter] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     elements: int = 0
@@ -114,12 +127,28 @@ class Bucket:
         """This rank's part of ``[length]``: a view."""
         return whole[self.sharding.own * self.part : (self.sharding.own + 1) * self.part]
 
+    def own_piece(self, part: Tensor) -> Tensor:
+        """The piece of this rank's part ``[part]`` that it updates: a view."""
+        return part[self._piece * self.piece : (self._piece + 1) * self.piece]
+
+    @property
+    def _piece(self) -> int:
+        across = self.sharding.across
+        return across.rank if across is not None and self.sharding.pieces > 1 else 0
+
     def spans(self, part: int) -> Iterator[tuple[nn.Parameter, int, int, slice]]:
         """For each parameter the first and last (exclusive) of its elements in a part, equal if there are none, and
         where they are in the part."""
+        return self._spans(part * self.part, self.part)
+
+    def piece_spans(self) -> Iterator[tuple[nn.Parameter, int, int, slice]]:
+        """:meth:`spans` of the piece that this rank updates."""
+        return self._spans(self.sharding.own * self.part + self._piece * self.piece, self.piece)
+
+    def _spans(self, first: int, count: int) -> Iterator[tuple[nn.Parameter, int, int, slice]]:
         for parameter, offset in zip(self.parameters, self.offsets, strict=True):
-            begin, size = part * self.part - offset, parameter.numel()
-            start, stop = min(max(begin, 0), size), min(max(begin + self.part, 0), size)
+            begin, size = first - offset, parameter.numel()
+            start, stop = min(max(begin, 0), size), min(max(begin + count, 0), size)
             yield parameter, start, stop, slice(start - begin, stop - begin)
 
     def add(self, parameter: nn.Parameter) -> None:
@@ -161,7 +190,9 @@ def make_buckets(
     start = 0
     for bucket in buckets:
         bucket.start = start
-        bucket.part = -(-bucket.elements // (bucket.parts * _ALIGNED)) * _ALIGNED
+        pieces = bucket.sharding.pieces
+        bucket.piece = -(-bucket.elements // (bucket.parts * pieces * _ALIGNED)) * _ALIGNED
+        bucket.part = pieces * bucket.piece
         start += bucket.length
     return buckets
 

@@ -77,8 +77,8 @@ class Gradients:
         return cls(make_buckets(trained, layout, elements=elements), layout, mesh)
 
     def own(self, bucket: Bucket) -> Tensor:
-        """This rank's part of a bucket's gradients: a view."""
-        return self.sums.own(bucket)
+        """The gradients of a bucket that this rank has after :meth:`reduce`, of what it updates: a view."""
+        return bucket.own_piece(self.sums.own(bucket))
 
     # --- one step, in this order -----------------------------------------------------------------------------------
 
@@ -142,7 +142,8 @@ class Gradients:
         else:
             shardings = [(bucket, bucket.sharding.across) for bucket in self.buckets]
             works = [
-                None if comm is None else comm.all_reduce(self.own(each), async_op=True) for each, comm in shardings
+                None if comm is None else comm.reduce_scatter(self.own(each), self.sums.own(each), async_op=True)
+                for each, comm in shardings
             ]
         alike: list[Work] = []
         for work, bucket in zip(works, self.buckets, strict=True):
@@ -180,7 +181,7 @@ class Gradients:
     def _counts(self, bucket: Bucket) -> bool:
         """Without ZeRO every HDP rank has all that is on all of them: the first of an expert group counts it."""
         if self._cut:
-            return bucket.holders.counts and bucket.sharding.first
+            return bucket.holders.counts
         return bucket.holders.counts and (bucket.holders.expert or self._mesh.expert_rank == 0)
 
     def finish(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from hdpcomm.train.trainer_check import check_elementwise
 from hdpcomm.train.units import Units, unit_buckets
 from hdpcomm.train.whole_sums import WholeSums, memory_of
 
+if TYPE_CHECKING:
+    from hdpcomm.comm import Work
+
 __all__ = ["Masters", "LocalShard", "MasterShard"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -37,14 +41,14 @@ class MasterShard:
         start: its first element in the parameter, in row-major order.
         master: its values in the wide type: what the optimizer has in place of the parameter.
         gradient: of these, a view of the flat gradients.
-        sharding: the ranks that have the other parts, and those that have this one.
+        first: whether this rank is the first of those that update it.
     """
 
     parameter: nn.Parameter
     start: int
     master: nn.Parameter
     gradient: Tensor
-    sharding: Sharding
+    first: bool
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -70,7 +74,8 @@ class Masters:
     updated parameters (Rajbhandari et al., arXiv 1910.02054, stage 1). With ``zero=0`` every rank keeps all of them.
     Parameters in the wide type are their own masters. With ``zero=2`` the sums of gradients are cut, too
     (:class:`hdpcomm.train.pushed_sums.PushedSums`), and with ``zero=3`` the parameters
-    (:class:`hdpcomm.train.pulled_weights.PulledWeights`), both among the replicas of a host.
+    (:class:`hdpcomm.train.pulled_weights.PulledWeights`), both among the replicas of a host; those of other hosts that
+    have the same part share its master weights and state.
 
     Tensor ranks that hold the same parameters have the same part of them, and so have both ends of a pipeline of a tied
     one.
@@ -142,7 +147,7 @@ class Masters:
         self.pieces: list[MasterShard] = []
         self._is_open = False
         self._memories = [self._take_over(bucket, dtype, wide, mesh) for bucket in buckets]
-        """The parameters of each bucket, or the part that others pull, and this rank's part in the wide type."""
+        """The parameters of each bucket, or the part that others pull, and in the wide type what this rank updates."""
         _cut_state(optimizer, self.pieces)
         by_parameter = {id(piece.parameter): piece.master for piece in self.pieces}
         for group in optimizer.param_groups:
@@ -152,17 +157,19 @@ class Masters:
         self, bucket: Bucket, dtype: torch.dtype | None, wide_dtype: torch.dtype, mesh: Mesh
     ) -> tuple[Tensor, Tensor]:
         if self._weights is not None:
-            wide = self._weights.take_over(bucket).to(wide_dtype)
+            wide = bucket.own_piece(self._weights.take_over(bucket)).to(wide_dtype)
             memory = self._weights.own(bucket)
+            if bucket.piece < bucket.part and memory.dtype != wide_dtype:
+                wide = wide.clone()  # the rest of the part may go
         else:
             memory, wide = self._flatten(bucket, dtype, wide_dtype, mesh)
-        gradients, own = self.gradients.own(bucket), bucket.sharding.own
-        for parameter, start, stop, span in bucket.spans(own):
-            if start < stop or (parameter.numel() == 0 and own == 0):
-                shape = parameter.shape if bucket.parts == 1 else (stop - start,)
+        gradients, sharding = self.gradients.own(bucket), bucket.sharding
+        for parameter, start, stop, span in bucket.piece_spans():
+            if start < stop or (parameter.numel() == 0 and sharding.own == 0 and sharding.first):
+                shape = parameter.shape if bucket.length == bucket.piece else (stop - start,)
                 master = nn.Parameter(wide[span].view(shape))
                 gradient = gradients[span].view(shape).detach()  # keeps no other view's memory
-                self.pieces.append(MasterShard(parameter, start, master, gradient, bucket.sharding))
+                self.pieces.append(MasterShard(parameter, start, master, gradient, sharding.updates_alone))
         return memory, wide
 
     @staticmethod
@@ -170,7 +177,7 @@ class Masters:
     def _flatten(
         bucket: Bucket, dtype: torch.dtype | None, wide_dtype: torch.dtype, mesh: Mesh
     ) -> tuple[Tensor, Tensor]:
-        """Makes the parameters of a bucket views of its memory; that, and this rank's part in the wide type."""
+        """Makes the parameters of a bucket views of its memory; that, and in the wide type what this rank updates."""
         first = bucket.parameters[0]
         narrow = dtype or first.dtype
         memory = memory_of(mesh.comm, bucket.length, narrow, first.device)
@@ -181,7 +188,8 @@ class Masters:
         memory.copy_(whole)
         for parameter, span in zip(bucket.parameters, spans, strict=True):
             parameter.data = memory[span].view(parameter.shape)
-        return memory, bucket.own_part(memory) if narrow == wide_dtype else bucket.own_part(whole).clone()
+        wide = bucket.own_piece(bucket.own_part(memory if narrow == wide_dtype else whole))
+        return memory, wide if narrow == wide_dtype else wide.clone()
 
     @property
     def shared(self) -> bool:
@@ -224,16 +232,18 @@ class Masters:
 
     @torch.no_grad()
     def same_start(self) -> None:
-        """Gives all ranks that have the same parts the values of the first one. Collective over the mesh."""
+        """Gives all ranks that have the same parts the values of one: of the first, or of that which updates them.
+        Collective over the mesh."""
         if self._weights is None:
             return
-        wide = {id(b): w for (_, w), b in zip(self._memories, self.gradients.buckets, strict=True)}
-        for bucket in (*self.gradients.buckets, *self._frozen):
-            own = self._weights.own(bucket)
+        for bucket in self._frozen:
             for comm in (bucket.sharding.across, bucket.holders.ends):
-                for each in {id(t): t for t in (own, wide.get(id(bucket), own))}.values():
-                    if comm is not None:
-                        share_values(comm, [each])
+                if comm is not None:
+                    share_values(comm, [self._weights.own(bucket)])
+        for (_, wide), bucket in zip(self._memories, self.gradients.buckets, strict=True):
+            if bucket.holders.ends is not None:
+                share_values(bucket.holders.ends, [wide])
+        self.publish()
 
     def finish(self) -> None:
         """Hands the gradients to the optimizer; parameters that no rank has used have none. Call before its step."""
@@ -242,18 +252,26 @@ class Masters:
 
     def publish(self) -> None:
         """Gives the updated parameters to all ranks. Call after the optimizer's step. Collective."""
-        works = []
+        among_hosts: list[Work | None] = []
+        in_hosts: list[Work] = []
+        buckets = self.gradients.buckets
+        parts = [m if self._weights else b.own_part(m) for (m, _), b in zip(self._memories, buckets, strict=True)]
         with torch.no_grad():
-            for (memory, wide), bucket in zip(self._memories, self.gradients.buckets, strict=True):
-                own = memory if self._weights else bucket.own_part(memory)
-                if memory.dtype != wide.dtype:
-                    own.copy_(wide)
-                if bucket.parts > 1 and not self._weights:
-                    owners = bucket.sharding.owners
-                    assert owners is not None
-                    works.append(owners.all_gather(memory, own, async_op=True))
-        for work in works:
-            work.wait()
+            for part, (_, wide), bucket in zip(parts, self._memories, buckets, strict=True):
+                piece, across = bucket.own_piece(part), bucket.sharding.across
+                if part.dtype != wide.dtype:
+                    piece.copy_(wide)
+                cut = across is not None and bucket.sharding.pieces > 1
+                among_hosts.append(across.all_gather(part, piece, async_op=True) if cut else None)  # type: ignore[union-attr]
+        for work, part, (memory, _), bucket in zip(among_hosts, parts, self._memories, buckets, strict=True):
+            if work is not None:
+                work.wait()
+            if bucket.parts > 1 and not self._weights:
+                owners = bucket.sharding.owners
+                assert owners is not None
+                in_hosts.append(owners.all_gather(memory, part, async_op=True))
+        for each in in_hosts:
+            each.wait()
 
 
 def _cut_state(optimizer: torch.optim.Optimizer, pieces: Sequence[MasterShard]) -> None:

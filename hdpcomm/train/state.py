@@ -208,7 +208,7 @@ class State:
         cut = piece.master.shape != piece.parameter.shape
         if not cut and not self._cut():
             return self._part(placement, value, piece.parameter.shape)
-        first = placement.holders.first and piece.sharding.first and not placement.copy
+        first = placement.holders.first and piece.first and not placement.copy
         if not same:
             alone = first and piece.start == 0 and not any(placement.offsets)
             return TensorPart(value.size(), [([0] * value.dim(), value)], written=alone)
@@ -219,7 +219,7 @@ class State:
         """Whether ranks have parts of the optimizer's state, or of weights: with ZeRO-3 one rank alone, too."""
         if self._masters is None:
             return self._owners is not None
-        cut = any(bucket.parts > 1 for bucket in self._masters.gradients.buckets)
+        cut = any(bucket.length > bucket.piece for bucket in self._masters.gradients.buckets)
         return cut or next(self._masters.parts(), None) is not None
 
     def _optimized(self) -> Iterator[tuple[nn.Parameter, Placement]]:

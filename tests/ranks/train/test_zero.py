@@ -25,7 +25,7 @@ from hdpcomm.models import Llama, LlamaConfig, adapt, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import ClusterSpec, MicroBatch, Planner, SequenceInfo, StepPlan
 from hdpcomm.testing import run_threads
-from hdpcomm.train import Trainer, masters
+from hdpcomm.train import Trainer, buckets, masters
 from hdpcomm.train.side_work import SideStream
 from tests.harness import families
 from tests.harness.pipelines import COST, tokens_of
@@ -327,3 +327,47 @@ def test_refusals(zero, queue, told):
             optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
         with pytest.raises(InvalidUsage, match=told):
             Trainer(model, optimizer, planner, comm, zero=zero)
+
+
+def steps_on(ranks, zero, dtype, state=None, count=2):
+    """By rank: (losses, norms, state of the whole model, elements that the rank updates) after some steps."""
+
+    def rank():
+        torch.set_num_threads(1)
+        comm = hdp.init()
+        torch.manual_seed(3)
+        model = Llama(replace(CONFIG, tied_embeddings=False), dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        planner = Planner(None, ClusterSpec(comm.size, 64), cost_model=COST)
+        trainer = Trainer(model, optimizer, planner, comm, max_grad_norm=0.1, zero=zero, dtype=dtype)
+        if state is not None:
+            trainer.load_state_dict(state)
+        lengths = [40, 9, 23, 5, 31, 2]
+        metrics = [trainer.step(lengths, tokens_of(lengths, CONFIG).__getitem__) for _ in range(count)]
+        trainer.check_replicas()
+        masters = trainer.runner.masters
+        updated = 0 if masters is None else sum(piece.master.numel() for piece in masters.pieces)
+        return [m.loss for m in metrics], [m.grad_norm for m in metrics], trainer.state_dict(), updated
+
+    return run_threads(rank, ranks, timeout=60.0)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("zero", "ranks", "on_host"), [(2, 4, 2), (3, 4, 2), (3, 6, 2), (3, 6, 3)])
+def test_hosts_share_the_optimizers_state(zero, ranks, on_host, dtype, monkeypatch):
+    (losses, norms, wanted, _), *_ = steps_on(1, 0, dtype)
+    again = steps_on(1, 0, dtype, state=wanted)[0]
+    monkeypatch.setattr(buckets, "nodes_of", lambda comm: [rank // on_host for rank in range(comm.size)])
+    found = steps_on(ranks, zero, dtype)
+    limit = 1e-5 if dtype is None else 2e-2
+    total = sum(p.numel() for p in Llama(replace(CONFIG, tied_embeddings=False)).parameters())
+    assert sum(updated for *_, updated in found) == total
+    assert max(updated for *_, updated in found) < 1.3 * total / ranks
+    for its_losses, its_norms, state, _ in found:
+        assert its_losses == pytest.approx(losses, rel=limit)
+        assert its_norms == pytest.approx(norms, rel=limit)
+        for name, value in wanted["model"].items():
+            torch.testing.assert_close(state["model"][name], value, rtol=0, atol=limit, msg=name)
+    for its_losses, *_ in steps_on(ranks, zero, dtype, state=wanted):
+        assert its_losses == pytest.approx(again[0], rel=limit)
+    assert steps_on(1, 0, dtype, state=found[0][2])[0][0] == pytest.approx(again[0], rel=limit)
