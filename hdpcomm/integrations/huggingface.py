@@ -148,7 +148,8 @@ class HybridDataParallel:
         """The folder of a model whose weights nobody has read yet."""
         if self._source is not None:
             given[model] = self._source.model()
-        super().__init__(*(given.pop(place) for place in range(len(args))), **given)
+        positional = [given.pop(place) for place in range(len(args))]
+        super().__init__(*positional, **given)
         this = cast(Any, self)
         self._loss: ComputedLoss | None = None
         self._of_log_probs = check_options(this, self._kept, self._cut)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import runpy
 import socket
@@ -26,6 +27,10 @@ def run(path, words):
             runpy.run_path(path, run_name="__main__")
     finally:
         sys.argv = given
+        if path.split(os.sep)[-1].startswith("trl"):
+            from tests.harness.tiny_huggingface import leave
+
+            leave()
     return told.getvalue()
 
 
@@ -105,6 +110,47 @@ def test_lora(started, tmp_path):
     changed = [p for name, p in loaded.named_parameters() if "lora_B" in name]
     assert changed
     assert all(torch.count_nonzero(p) for p in changed)
+
+
+@pytest.fixture
+def chat_model(tmp_path):
+    from tests.harness.tiny_huggingface import tiny
+    from tests.ranks.train.test_huggingface_sft import tokenizer
+
+    tiny().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("lora", [[], ["--lora", "2"]], ids=["whole", "adapters"])
+def test_trl_sft(started, chat_model, tmp_path, lora):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    say = lambda role, count: {"role": role, "content": " ".join(f"w{i % 40}" for i in range(count))}
+    chats = [{"messages": [say("user", 1 + 5 * i % 7), say("assistant", 1 + 9 * i % 31)]} for i in range(16)]
+    data = write_lines(tmp_path / "chats.jsonl", chats)
+    started("trl_sft.py", chat_model, data, "--out", tmp_path / "out", "--context", "64", "--steps", "2", *lora)
+    before = AutoModelForCausalLM.from_pretrained(chat_model)
+    trained = AutoModelForCausalLM.from_pretrained(chat_model if lora else tmp_path / "out")
+    if lora:
+        trained = PeftModel.from_pretrained(trained, tmp_path / "out").merge_and_unload()
+    changed = [name for name, p in trained.named_parameters() if not torch.equal(p, before.get_parameter(name))]
+    assert len(changed) >= (8 if lora else 15)
+
+
+def test_trl_grpo(started, chat_model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    rows = [{"prompt": f"w{i} w{i + 1}", "answer": "w3"} for i in range(4)]
+    data = write_lines(tmp_path / "questions.jsonl", rows)
+    started("trl_grpo.py", chat_model, data, "--out", tmp_path / "out", "--length", "6", "--steps", "1")
+    assert all(p.isfinite().all() for p in AutoModelForCausalLM.from_pretrained(tmp_path / "out").parameters())
 
 
 def test_long_context(started):
