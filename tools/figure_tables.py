@@ -63,7 +63,8 @@ def unseen() -> Cells:
     rows = {tuple(name.split(" | ")): row for name, row in result("planner_unseen")["rows"].items()}
     columns = [(stages, ranks) for stages in ("1", "4", "4, 16 slices") for ranks in ("1024", "16384")]
     table = [["lengths", *(f"{stages}: {int(ranks):,}" for stages, ranks in columns)]]
-    for lengths in dict.fromkeys(name[1] for name in rows):
+    known = {row["lengths"] for row in result("planner_families")["rows"]}
+    for lengths in dict.fromkeys(name[1] for name in rows if name[1] not in known):
         cells = [rows[stages, lengths, ranks] for stages, ranks in columns]
         table.append([lengths, *(f"{percent(ratio)} ({seconds:.2f} s)" for ratio, seconds, *_ in cells)])
     return table
