@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from hdpcomm.train.units import Units
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["profile_activations", "profile_memory", "with_states"]
+__all__ = ["Replicas", "profile_activations", "profile_memory", "with_states"]
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -52,6 +52,19 @@ _SAMPLE = 4096
 """Elements of the tensor on which an optimizer shows what it needs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """How many HDP ranks share what ZeRO cuts; what belongs to experts those share that hold the same ones.
+
+    Attributes:
+        all: they share the optimizer's state and master weights.
+        on_host: of these, they share weights and gradients.
+    """
+
+    all: int
+    on_host: int
+
+
 def profile_memory(
     model: nn.Module,
     comm: Communicator,
@@ -62,8 +75,7 @@ def profile_memory(
     dtype: torch.dtype | None = None,
     everyone: Communicator | None = None,
     split_backward: bool = False,
-    replicas: int | None = None,
-    owners: int | None = None,
+    replicas: Replicas | None = None,
     matrices: MatrixMemory | None = None,
 ) -> StepMemory:
     """Measures passes of ``tokens / 2`` and ``tokens`` tokens, with no layer, a few and all layers recomputed.
@@ -83,8 +95,7 @@ def profile_memory(
         zero, dtype: as the trainer gets them.
         everyone: all ranks that measure at the same time, since they share layers; default: those of ``comm``. Each
             stage of a pipeline gets figures of its own.
-        replicas: HDP ranks among which ``zero`` cuts; default: those of ``comm``.
-        owners: of these, the ranks of a host, among which it cuts weights and gradients; default: all.
+        replicas: among which ``zero`` cuts; default: the ranks of ``comm``, on one host.
         matrices: what the optimizer of whole matrices takes, if there is one
             (:class:`hdpcomm.train.MatrixOwners`); ``optimizer`` is then that of all other parameters.
         split_backward: backward passes leave weight gradients for later
@@ -114,10 +125,8 @@ def profile_memory(
         chunk=chunk,
         owed=owed,
     )
-    return with_states(
-        found, model, optimizer,
-        zero=zero, dtype=dtype, replicas=replicas or comm.size, owners=owners, matrices=matrices,
-    )  # fmt: skip
+    replicas = replicas or Replicas(comm.size, comm.size)
+    return with_states(found, model, optimizer, zero=zero, dtype=dtype, replicas=replicas, matrices=matrices)
 
 
 def with_states(
@@ -125,8 +134,7 @@ def with_states(
     model: nn.Module,
     optimizer: MakeOptimizer,
     *,
-    replicas: int,
-    owners: int | None = None,
+    replicas: Replicas,
     zero: int = 0,
     dtype: torch.dtype | None = None,
     matrices: MatrixMemory | None = None,
@@ -134,9 +142,8 @@ def with_states(
     """The memory of a step whose passes are known, with the states under another ``zero``. Local; arguments of
     :func:`profile_memory`."""
     weights, gradients, others, update = _state_bytes(
-        model, optimizer, replicas=replicas if zero else 1, owners=owners or replicas, zero=zero, dtype=dtype,
-        matrices=matrices,
-    )  # fmt: skip
+        model, optimizer, replicas=replicas if zero else Replicas(1, 1), zero=zero, dtype=dtype, matrices=matrices
+    )
     states = weights + gradients + others
     return replace(passes, states=states, update=update, weights=weights, gradients=gradients)
 
@@ -325,29 +332,23 @@ def _state_bytes(
     model: nn.Module,
     optimizer: MakeOptimizer,
     *,
-    replicas: int,
-    owners: int,
+    replicas: Replicas,
     zero: int,
     dtype: torch.dtype | None,
     matrices: MatrixMemory | None,
 ) -> tuple[float, float, float, float]:
     """Bytes that a trainer keeps between steps: weights, gradients, and masters with the optimizer's state; and the
-    most that its optimizer's step adds.
-
-    Args:
-        replicas: among which ``zero`` cuts; what belongs to experts among those that hold the same ones.
-        owners: among which it cuts weights and gradients.
-    """
+    most that its optimizer's step adds."""
     trained = trained_parameters(model.parameters())
     wide = torch.float64 if torch.float64 in {p.dtype for p in trained} or dtype == torch.float64 else torch.float32
     sharded = bool(zero) or dtype is not None
     held = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    parts = _parts(model, replicas)
+    parts = _parts(model, replicas.all)
     count, updated = sum(p.numel() for p in trained), sum(p.numel() / parts[id(p)] for p in trained)
     weights: float = sum(_narrow_bytes(t, dtype) for t in held)
     gradients: float = count * wide.itemsize
     if zero > 1:
-        shared = _parts(model, owners)
+        shared = _parts(model, replicas.on_host)
         own = sum(p.numel() / shared[id(p)] for p in trained)
         root, layer = _unit_bytes(model, model.parameters(), dtype)
         trained_root, trained_layer = _unit_bytes(model, trained, dtype)

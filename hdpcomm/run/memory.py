@@ -17,7 +17,7 @@ from hdpcomm.comm.absent import AbsentRanks
 from hdpcomm.comm.device.joining import arena_bytes
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.measure.memory import profile_memory, with_states
+from hdpcomm.measure.memory import Replicas, profile_memory, with_states
 from hdpcomm.models import NewWeights, Weights
 from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
@@ -200,7 +200,7 @@ def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, .
     owners = owners_on_host(mesh) if config.zero in (2, 3) else mesh.hdp
     if config.zero == 3:
         return predict_memory(config, comm.size, owners)
-    profiled = _profiled(config, mesh, partial(NewWeights, seed=config.seed), mesh.hdp, owners)
+    profiled = _profiled(config, mesh, partial(NewWeights, seed=config.seed), Replicas(mesh.hdp, owners))
     rows = gather_json(comm, asdict(profiled))
     return tuple(
         _of_device(_largest([rows[rank] for rank in ranks]), config, device)
@@ -238,7 +238,7 @@ def predict_memory(
         mesh = Mesh(cast("Communicator", absent), placement=range(absent.size), **sizes)
         if ends not in rows:
             owners, before = min(hdp, ranks_per_node or hdp), known[device] if known else None
-            rows[ends] = asdict(_profiled(config, mesh, None, hdp, owners, known=before))
+            rows[ends] = asdict(_profiled(config, mesh, None, Replicas(hdp, owners), known=before))
         found.append(_of_device(dict(rows[ends]), config, device))
     return tuple(found)
 
@@ -247,8 +247,7 @@ def _profiled(
     config: RunConfig,
     mesh: Mesh,
     weights: Callable[[nn.Module], Weights] | None,
-    replicas: int,
-    owners: int,
+    replicas: Replicas,
     *,
     known: StepMemory | None = None,
 ) -> StepMemory:
@@ -262,11 +261,10 @@ def _profiled(
     if is_for_matrices(config):
         own = nn.ModuleList(parts) if mesh.pipeline > 1 else model
         make = partial(matrix_optimizer, config)
-        matrices = matrix_memory(own, mesh, make, replicas=replicas)
+        matrices = matrix_memory(own, mesh, make, replicas=replicas.all)
     optimizer = partial(elementwise_optimizer, config)
     options: dict[str, Any] = {
-        "zero": int(config.zero), "dtype": config.dtype_with_masters, "matrices": matrices, "replicas": replicas,
-        "owners": owners,
+        "zero": int(config.zero), "dtype": config.dtype_with_masters, "matrices": matrices, "replicas": replicas
     }  # fmt: skip
     if known is not None:
         return with_states(known, model, optimizer, **options)
