@@ -50,7 +50,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_config(config: Any) -> Any:
     """Adds the generated pages to the navigation."""
     rooms = [{f"hdpcomm.{room}": f"reference/{room}.md"} for room in ROOMS]
-    options = {"Options of transformers' and TRL's trainers": "reference/trainer-options.md"}
+    options = {"Options of others' trainers": "reference/trainer-options.md"}
     reference = [{"Commands": "reference/commands.md"}, options, {"hdpcomm": "reference/hdpcomm.md"}, *rooms]
     config["nav"].append({"Reference": reference})
     return config
@@ -74,18 +74,21 @@ def commands_page() -> str:
 
 
 def options_page() -> str:
-    """A page with the table of all options of transformers' and TRL's trainers."""
-    from hdpcomm.integrations.huggingface_options import NO_EFFECT, REFUSED, WORKS
+    """A page with the table of all options of transformers', TRL's and verl's trainers."""
+    from hdpcomm.integrations import huggingface_options, verl_options
 
     lines = [
-        "# Options of transformers' and TRL's trainers\n\nWith `HybridDataParallel` "
-        "([Hugging Face models](../how-to/hugging-face.md)). What is refused ends in an error before training begins."
+        "# Options of others' trainers\n\nOf transformers and TRL with `HybridDataParallel` "
+        "([Hugging Face models](../how-to/hugging-face.md)), and of [verl](../how-to/verl.md) with `strategy=hdpcomm`. "
+        "What is refused ends in an error before training begins."
     ]
-    for kind in WORKS:
-        lines.append(f"\n## {kind}\n\n| options | | |\n|---|---|---|")
-        for verdict, table in (("works", WORKS), ("no effect", NO_EFFECT), ("refused", REFUSED)):
-            for names, reason in table.get(kind, {}).items():
-                lines.append(f"| {', '.join(f'`{name}`' for name in names.split())} | {verdict} | {reason} |")
+    for tables in (huggingface_options, verl_options):
+        verdicts = (("works", tables.WORKS), ("no effect", tables.NO_EFFECT), ("refused", tables.REFUSED))
+        for kind in tables.WORKS:
+            lines.append(f"\n## {kind}\n\n| options | | |\n|---|---|---|")
+            for verdict, table in verdicts:
+                for names, reason in table.get(kind, {}).items():
+                    lines.append(f"| {', '.join(f'`{name}`' for name in names.split())} | {verdict} | {reason} |")
     return "\n".join(lines)
 
 

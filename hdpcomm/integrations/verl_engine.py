@@ -48,6 +48,7 @@ from hdpcomm.integrations.huggingface_folders import FolderSource
 from hdpcomm.integrations.plain_values import read_plain_values
 from hdpcomm.integrations.row_passes import RowPasses
 from hdpcomm.integrations.verl_lora import adapter_weights, merged_weights, with_adapters
+from hdpcomm.integrations.verl_options import check_options, unsupported
 from hdpcomm.log import LOG
 from hdpcomm.models import adapt
 from hdpcomm.models.lora_names import base_name, is_adapter
@@ -89,8 +90,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
     tokens at a time as verl's micro-batches would have (``max_token_len_per_gpu``, or rows of
     ``micro_batch_size_per_gpu``).
 
-    Not read, as nothing here would differ: how FSDP wraps and prefetches, ``use_remove_padding`` (there is none),
-    ``use_fused_kernels``, ``use_torch_compile``, and how entropies are computed (logits never exist as a whole).
+    Which of verl's options work, have no effect or are refused: :mod:`hdpcomm.integrations.verl_options`.
 
     All ranks must raise or go on alike. Raises InvalidUsage for what is not supported, by the name of its option.
     """
@@ -99,7 +99,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any, **_: Any
     ) -> None:
         super().__init__()
-        _refuse(model_config, engine_config)
+        check_options(model_config, engine_config, checkpoint_config, ranks=dist.get_world_size())
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
@@ -147,7 +147,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         with self._runner.weights():
             random = is_random(self._adapted)
         if random:
-            raise _unsupported(
+            raise unsupported(
                 "dropout or noise (two forward passes in training mode differ)",
                 "log-probabilities and gradients must see the same model: set the probabilities to 0",
             )
@@ -226,7 +226,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         """
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         if device not in (self._device_name, "cpu"):
-            raise _unsupported(
+            raise unsupported(
                 f"to({device!r}) of an engine on {self._device_name}", f"give {self._device_name!r} or 'cpu'"
             )
         move = self._runner.bring_back if device == self._device_name else self._runner.store
@@ -383,7 +383,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
 
     def get_per_tensor_param_shard(self, **_: Any) -> Any:
         """Raises InvalidUsage."""
-        raise _unsupported(
+        raise unsupported(
             'rollout.checkpoint_engine.backend="delta_sharded"', "parameters are not cut as verl's are: use another one"
         )
 
@@ -540,7 +540,7 @@ def _temperature(data: Any) -> float:
     given = tensordict_utils.get(data, "temperature", 1.0)
     values = {float(each) for each in given} if isinstance(given, Tensor) and given.dim() else {float(given)}
     if len(values) != 1:
-        raise _unsupported("rows of several temperatures", "give those of one temperature at a time")
+        raise unsupported("rows of several temperatures", "give those of one temperature at a time")
     return values.pop()
 
 
@@ -557,64 +557,21 @@ def _schedule(optimizer: torch.optim.Optimizer, config: Any) -> Any:
     )  # fmt: skip
 
 
-def _unsupported(what: str, instead: str) -> InvalidUsage:
-    return InvalidUsage(f"strategy=hdpcomm does not support {what}; {instead}")
-
-
-def _refuse(model: Any, engine: Any) -> None:
-    """Raises InvalidUsage for options that would be wrong, or without effect, in silence."""
-    precision = (engine.mixed_precision or {}).get("param_dtype", "bf16")
-    replay = engine.router_replay.get("mode", "disabled")  # a dictionary, unless the user names its class
-    verls = "leave it out, or use strategy=fsdp2"
-    lora = model.lora_rank > 0 or model.lora_adapter_path
-    wrong: Mapping[str, tuple[Any, str]] = {
-        f"lora_rank={model.lora_rank} of a critic": (
-            lora and model.model_type == "value_model", "train all of it: its last layer is new",
-        ),
-        f"target_parameters={model.target_parameters}": (
-            lora and model.target_parameters, "name layers in target_modules, or use strategy=fsdp2",
-        ),
-        f"lora.rank={model.lora.get('rank', 0)}": (model.lora.get("rank", 0) > 0, "give lora_rank"),
-        "use_liger=True": (model.use_liger, verls),
-        "tiled_mlp.enabled=True": (model.tiled_mlp.get("enabled", False), verls),
-        "enable_activation_offload=True": (model.enable_activation_offload, verls),
-        "mtp.enable=True": (model.mtp.enable, verls),
-        "offload_policy=True": (
-            engine.offload_policy, "give param_offload=True and optimizer_offload=True, which move them between passes",
-        ),
-        f"ulysses_sequence_parallel_size={engine.ulysses_sequence_parallel_size}": (
-            engine.ulysses_sequence_parallel_size > 1, "set it to 1: plans give long sequences several ranks",
-        ),
-        f"fsdp_size={engine.fsdp_size}": (
-            0 < engine.fsdp_size < dist.get_world_size(), "set it to -1: weights are shared by the ranks of each host",
-        ),
-        "pad_to_length=True": (engine.pad_to_length, "set it to False: plans have no padding"),
-        "qat.enable=True": (engine.qat.enable, verls),
-        f"router_replay.mode={replay}": (replay != "disabled", verls),
-        f"mixed_precision.param_dtype={precision}": (
-            PrecisionType.to_dtype(precision) == torch.float16, "give bf16 or fp32",
-        ),
-    }  # fmt: skip
-    for name, (given, instead) in wrong.items():
-        if given:
-            raise _unsupported(name, instead)
-
-
 _OUTPUTS = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "enable_routing_replay")
 
 
 def _refuse_batch(data: Any) -> None:
     for name in _OUTPUTS:
         if tensordict_utils.get_non_tensor_data(data, name, False):
-            raise _unsupported(name, "a loss gets log-probabilities and entropies only: set it to False")
+            raise unsupported(name, "a loss gets log-probabilities and entropies only: set it to False")
     if tensordict_utils.get_non_tensor_data(data, "pad_mode", DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
-        raise _unsupported("pad_mode other than no_padding", "use verl's default")
+        raise unsupported("pad_mode other than no_padding", "use verl's default")
     if any(each for each in data.get("multi_modal_inputs", None) or ()):
-        raise _unsupported("images and videos (multi_modal_inputs)", "use a model and data of text")
+        raise unsupported("images and videos (multi_modal_inputs)", "use a model and data of text")
     rows, places = data["input_ids"], data["position_ids"]
     if not rows.is_nested or not places.is_nested or places.dim() != 2:
-        raise _unsupported("rows that are no nested tensors of tokens", "use a model and data of text")
+        raise unsupported("rows that are no nested tensors of tokens", "use a model and data of text")
     starts, lengths = rows.offsets()[:-1], rows.offsets().diff()
     expected = torch.arange(len(rows.values()), device=starts.device) - starts.repeat_interleave(lengths)
     if not torch.equal(places.values(), expected.to(places.values().dtype)):
-        raise _unsupported("position_ids other than 0, 1, 2, ... in each row", "use rows without gaps")
+        raise unsupported("position_ids other than 0, 1, 2, ... in each row", "use rows without gaps")

@@ -428,7 +428,6 @@ def check_bf16(rank: int, expected: list[float]) -> None:
 
 
 REFUSED = {
-    "model.target_parameters": ["mlp.down_proj.weight"],
     "model.lora.rank": 4,
     "model.use_liger": True,
     "model.enable_activation_offload": True,
@@ -437,10 +436,29 @@ REFUSED = {
     "actor.fsdp_config.offload_policy": True,
     "actor.fsdp_config.pad_to_length": True,
     "actor.fsdp_config.qat.enable": True,
+    "actor.checkpoint.async_save": True,
     "actor.fsdp_config.router_replay": {"mode": "R2"},
     "actor.fsdp_config.mixed_precision.param_dtype": "fp16",
 }
 """Options that the error names."""
+
+
+def check_table() -> None:
+    """The table of options has each of verl's once."""
+    import dataclasses
+
+    import verl.workers.config
+    from verl.trainer.config import CheckpointConfig
+
+    from hdpcomm.integrations.verl_options import NO_EFFECT, REFUSED, WORKS
+
+    for kind in WORKS:
+        config = CheckpointConfig if kind == "CheckpointConfig" else getattr(verl.workers.config, kind)
+        known = sorted({each.name for each in dataclasses.fields(config)} - {"_target_"})
+        listed = [
+            name for table in (WORKS, NO_EFFECT, REFUSED) for names in table.get(kind, {}) for name in names.split()
+        ]
+        assert sorted(listed) == known, (kind, {*listed} ^ {*known})
 
 
 def check_refusals(rank: int) -> None:
@@ -540,6 +558,7 @@ def work(backend: str) -> Figures:
     critic(strategy, rank, found)
     if backend == "hdpcomm":
         check_bf16(rank, found["plain old_log_probs"])
+        check_table()
         check_refusals(rank)
     leave("gloo")
     return found
