@@ -31,7 +31,7 @@ from hdpcomm.comm import init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_checkpoints import load_optimizer, load_scheduler, save_optimizer
-from hdpcomm.integrations.huggingface_folders import FolderSource, has_weights, load_weights
+from hdpcomm.integrations.huggingface_folders import FolderSource, has_weights, load_weights, weights_for
 from hdpcomm.integrations.huggingface_fsdp import without_fsdp
 from hdpcomm.integrations.huggingface_labels import ModelLabels
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel, ScoreModel
@@ -222,6 +222,9 @@ class HybridDataParallel:
         best = cast(Any, self).state.best_model_checkpoint
         if best is None or not has_weights(Path(best)):
             super()._load_best_model()  # type: ignore[misc]
+        elif self._made is not None and self._shares:
+            self._made[1].state.load_weights(weights_for(cast(Any, self._adapted).causal_lm.config, Path(best)))
+            self.comm.barrier()
         else:
             load_weights(self._adapted, Path(best))
 

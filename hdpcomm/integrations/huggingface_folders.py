@@ -3,6 +3,7 @@ parts."""
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +13,7 @@ import transformers
 from torch import nn
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import AdaptedCausalLM, FolderWeights
+from hdpcomm.models import AdaptedCausalLM, FolderWeights, from_pretrained
 from hdpcomm.models.llama import seed_of
 from hdpcomm.models.lora_names import first_value, is_adapter
 from hdpcomm.models.weights import making, weight_files
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from hdpcomm.comm.mesh import Mesh
 
-__all__ = ["FolderSource", "has_weights", "load_weights"]
+__all__ = ["FolderSource", "has_weights", "load_weights", "weights_for"]
 
 
 class FolderSource:
@@ -108,6 +109,13 @@ def has_weights(checkpoint: Path) -> bool:
     """Whether a checkpoint has all weights of a model, and not those of its adapters alone. Local."""
     names = ("model.safetensors", "model.safetensors.index.json")
     return any((checkpoint / name).is_file() for name in names)
+
+
+def weights_for(config: Any, checkpoint: Path) -> FolderWeights:
+    """The weights of a checkpoint, for a model of this configuration that is cut, or has no values. Local."""
+    with torch.device("meta"):
+        model = from_pretrained(copy.deepcopy(config), dtype=torch.float32, device="meta", check=False)
+    return FolderWeights(checkpoint, model)
 
 
 @torch.no_grad()

@@ -42,7 +42,9 @@ WORKS: Reasons = {
         "include_for_metrics bf16_full_eval fp16_full_eval": "as without plans; with mesh= the loss only",
         "save_strategy save_steps save_total_limit save_on_each_node save_only_model resume_from_checkpoint "
         "load_best_model_at_end metric_for_best_model greater_is_better restore_callback_states_from_checkpoint "
-        "enable_jit_checkpoint": "checkpoints of one device; load_best_model_at_end not with zero=3 and mesh=",
+        "enable_jit_checkpoint": (
+            "checkpoints of one device; load_best_model_at_end not of adapters with zero=3 or mesh="
+        ),
         "logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_level log_level_replica "
         "log_on_each_node disable_tqdm report_to run_name project trackio_bucket_id trackio_space_id "
         "trackio_static_space_id skip_memory_metrics push_to_hub hub_always_push hub_model_id hub_private_repo "
@@ -205,7 +207,9 @@ def _given(trainer: Any, kept: StepSettings, cut: Mapping[str, int], log_probs: 
             kept.masters or parts
         )
         and clips_itself,
-        f"load_best_model_at_end=True with {parts}": parts and args.load_best_model_at_end,
+        f"load_best_model_at_end=True of adapters with {parts}": (
+            parts and args.load_best_model_at_end and hasattr(trainer.model, "peft_config")
+        ),
         f"{mesh} with {log_probs}": of_log_probs and mesh,
         f"queue=True with {mesh}": cut["expert"] > 1 and trainer._plans.queue,
         "use_vllm=True with zero=3": kept.zero == 3 and getattr(args, "use_vllm", False),

@@ -20,6 +20,7 @@ from hdpcomm.train.tensor_part import TensorPart, box_slices
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
+    from hdpcomm.models import Weights
     from hdpcomm.train.layout import Layout
     from hdpcomm.train.masters import LocalShard, Masters, MasterShard
 
@@ -138,6 +139,23 @@ class State:
                 if not isinstance(value, (Tensor, TensorPart)) and not isinstance(own.get(key), Tensor):
                     own[key] = value
         self._load_groups(state["optimizer"]["param_groups"])
+
+    @torch.no_grad()
+    def load_weights(self, weights: Weights) -> None:
+        """Takes this rank's part of a whole model's tensors, master weights included; the optimizer's state stays.
+        Local, but that others pull parts of parameters from here: call it on all ranks, between steps."""
+        wanted: dict[str, list[Any]] = {}
+        for path, live in self._live_model():
+            wanted.setdefault(path[-1], []).append(live)
+        for piece in self._masters.pieces if self._masters is not None else ():
+            if piece.master.dtype != piece.parameter.dtype:
+                placement = self._layout.of(piece.parameter)
+                part = self._piece(placement, piece, piece.master.detach(), same=True)
+                wanted.setdefault(placement.name, []).append(part)
+        for name, live in wanted.items():
+            value = weights.whole(name)
+            for each in live:
+                _fill(each, value)
 
     def _load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Takes the options of each group from that which had its parameters; of a group without any here, from the one
