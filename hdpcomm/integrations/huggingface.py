@@ -36,6 +36,7 @@ from hdpcomm.integrations.huggingface_fsdp import without_fsdp
 from hdpcomm.integrations.huggingface_labels import ModelLabels
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel, ScoreModel
 from hdpcomm.integrations.huggingface_losses import TokenMetrics, add_noise, token_loss
+from hdpcomm.integrations.huggingface_memory import least_zero
 from hdpcomm.integrations.huggingface_options import check_options, is_trainer_of, mesh_sizes, mesh_text
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses
 from hdpcomm.models import adapt
@@ -94,7 +95,8 @@ class HybridDataParallel:
             the other; with ``capacity``.
         offload: bytes of pinned host memory of a rank for activations that do not fit, with ``capacity``.
         zero, dtype: what ranks keep of the optimizer's state, gradients and weights, and the type of parameters beside
-            fp32 masters: as of :class:`hdpcomm.train.Trainer`. ``fsdp`` of TrainingArguments says the same.
+            fp32 masters: as of :class:`hdpcomm.train.Trainer`. ``fsdp`` of TrainingArguments says the same;
+            ``zero="auto"``, with ``capacity``, is the least stage that the devices, or the hosts, have memory for.
         mesh: ``{"tensor": 2, "expert": 2}``, or one of them: how many ranks share the layers, or their experts, once
             training begins (:class:`hdpcomm.Mesh`). Then evaluation gives the loss alone, and :meth:`save_model` saves
             the model.
@@ -115,23 +117,28 @@ class HybridDataParallel:
         queue: bool = False,
         slices: int = 1,
         offload: int = 0,
-        zero: int = 0,
+        zero: int | str = 0,
         dtype: torch.dtype | None = None,
         mesh: Mapping[str, int] = MappingProxyType({}),
         **kwargs: Any,
     ) -> None:
-        check_whole("Trainer", "zero", zero, least=0, most=3)
+        self._comm: Communicator | None = None
+        auto = zero == "auto"
+        check_whole("Trainer", "zero", 0 if auto else zero, least=0, most=3)
         self._cut = mesh_sizes(mesh)
         if dtype is not None:
             check_type("Trainer", "dtype", dtype, torch.dtype)
         given: dict[Any, Any] = dict(enumerate(args)) | kwargs
-        self._kept = StepSettings(zero, dtype)
+        self._kept = StepSettings(0 if auto else int(zero), dtype)
         for name, value in given.items():
             given[name], self._kept = without_fsdp(value, self._kept)
+        model = "model" if "model" in given else 0
+        if auto and not self._kept.zero:  # else fsdp has said it
+            stage = least_zero(given.get(model), given.values(), self.comm, capacity=capacity, dtype=self._kept.dtype)
+            self._kept = replace(self._kept, zero=stage)
         check_order(self._kept.zero, queue=queue)
         self._plans = PlanSettings(capacity, cost_model, queue, slices, offload)
         self._counts: Counter[str] = Counter()
-        self._comm: Communicator | None = None
         self._evaluates = False
         self._made: tuple[RowPasses, Runner] | None = None
         """Plans of rows, and what runs them; made when the model is prepared."""
@@ -143,7 +150,6 @@ class HybridDataParallel:
         """The model's weights while it is saved, where ranks have parts of them."""
         self._begins = True
         """No pass of this step has run: gradients of several batches are added up where transformers accumulates."""
-        model = "model" if "model" in given else 0
         self._source = None if is_trainer_of(self, "reward") else FolderSource.of(given.get(model), given.values())
         """The folder of a model whose weights nobody has read yet."""
         if self._source is not None:

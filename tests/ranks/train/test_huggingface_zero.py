@@ -9,6 +9,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 
 from hdpcomm.errors import InvalidUsage  # noqa: E402
@@ -118,6 +119,35 @@ def test_parts_train_save_and_resume_as_whole_weights_do(ranks: Any, tmp_path: P
         check_close(f"{parts}/plain", f"{parts}/last", rtol=1e-3, atol=1e-4)
 
 
+def stage_of(folder: str, memory: float, model: Any, changed: dict[str, Any], **given: Any) -> int | str:
+    from hdpcomm.integrations import huggingface_memory
+    from hdpcomm.integrations.huggingface import Trainer
+
+    before, huggingface_memory._memory_bytes = huggingface_memory._memory_bytes, lambda *_: memory
+    try:
+        options = {"cost_model": COST, "zero": "auto", "capacity": 64, "model": model}
+        return trainer_of(Trainer, folder, 2, {**options, **given}, **changed)._kept.zero
+    except InvalidUsage as error:
+        return str(error)
+    finally:
+        huggingface_memory._memory_bytes = before
+        leave()
+
+
+def test_the_least_stage_that_fits(ranks: Any, tmp_path: Path) -> None:
+    config = tiny().config
+    config.update({"hidden_size": 128, "intermediate_size": 512, "head_dim": 64})
+    large = transformers.AutoModelForCausalLM.from_config(config)
+    large.save_pretrained(tmp_path / "model")
+    sizes = {"whole": 1e9, "less": 10.5e6, "none": 1e5}
+    found = {name: ranks(2, stage_of, str(tmp_path), size, large, {})[1] for name, size in sizes.items()}
+    assert (found["whole"], found["less"]) == (0, 1)
+    assert "no stage of ZeRO brings a step within" in found["none"]
+    assert ranks(2, stage_of, str(tmp_path), sizes["less"], str(tmp_path / "model"), {})[0] == 1
+    adapters = peft.get_peft_model(large, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert ranks(2, stage_of, str(tmp_path), sizes["less"], adapters, {})[0] == 0
+
+
 def trains_worst(folder: str, options: dict[str, Any]) -> Any:
     """(best checkpoint, whole weights that are saved after it came back)."""
     from hdpcomm.integrations.huggingface import Trainer
@@ -200,6 +230,7 @@ def test_fsdp_that_means_something_else_is_refused(tmp_path: Path, config: Any, 
     ("options", "changed", "message"),
     [
         ({"zero": 4}, {}, "zero"),
+        ({"zero": "auto"}, {}, "zero='auto' without capacity="),
         ({"mesh": {"tensor": 0}}, {}, "tensor"),
         ({"mesh": {"pipeline": 2}}, {}, "pipelines need stages"),
         ({"mesh": {"expert": 2}, "queue": True}, {}, "queue=True with mesh={'expert': 2}"),
