@@ -157,18 +157,19 @@ class Masters:
         self, bucket: Bucket, dtype: torch.dtype | None, wide_dtype: torch.dtype, mesh: Mesh
     ) -> tuple[Tensor, Tensor]:
         if self._weights is not None:
-            wide = bucket.own_piece(self._weights.take_over(bucket)).to(wide_dtype)
+            wide = bucket.own_piece(self._weights.take_over(bucket)).to(wide_dtype).detach()
             memory = self._weights.own(bucket)
             if bucket.piece < bucket.part and memory.dtype != wide_dtype:
                 wide = wide.clone()  # the rest of the part may go
         else:
             memory, wide = self._flatten(bucket, dtype, wide_dtype, mesh)
         gradients, sharding = self.gradients.own(bucket), bucket.sharding
+        # Views that know others, as all do that are not detached, would keep a window's memory that is given back.
         for parameter, start, stop, span in bucket.piece_spans():
             if start < stop or (parameter.numel() == 0 and sharding.own == 0 and sharding.first):
                 shape = parameter.shape if bucket.length == bucket.piece else (stop - start,)
                 master = nn.Parameter(wide[span].view(shape))
-                gradient = gradients[span].view(shape).detach()  # keeps no other view's memory
+                gradient = gradients[span].view(shape).detach()
                 self.pieces.append(MasterShard(parameter, start, master, gradient, sharding.updates_alone))
         return memory, wide
 
