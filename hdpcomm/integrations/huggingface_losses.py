@@ -106,10 +106,18 @@ def _called(
     if of == NEXT_TOKEN:  # one row, with labels as those of a batch
         logits = torch.cat((logits, logits.new_zeros(1, logits.shape[1]) if last is None else last))
         labels = torch.cat((labels.new_full((1,), IGNORE), labels))
+    else:
+        logits = logits.clone()  # as a model's, they may be changed
     if of != SEQUENCE:
         logits, labels = logits[None], labels[None]
     count = torch.tensor(items, device=labels.device)
-    loss = function(CausalLMOutput(logits=logits), labels, num_items_in_batch=count)
+    try:
+        loss = function(CausalLMOutput(logits=logits), labels, num_items_in_batch=count)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InvalidUsage(
+            f"Trainer: {name} ended with {error!r}; with plans it gets outputs that have logits and nothing else, "
+            "labels, and num_items_in_batch="
+        ) from error
     if not isinstance(loss, Tensor) or loss.dim():
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise InvalidUsage(f"Trainer: {name} gave {got}; expected a scalar tensor")

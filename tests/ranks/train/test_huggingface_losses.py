@@ -94,6 +94,7 @@ def test_a_classifier_of_tokens_has_labels_of_its_own_tokens() -> None:
         (lambda *given, **_: F.cross_entropy(*pairs(*given), reduction="sum"), "no mean over labelled tokens"),
         (lambda *given, **_: F.cross_entropy(*pairs(*given), reduction="none").max(), "no mean over labelled tokens"),
         (lambda *given, **_: given[0].logits[:, :-1].mean((0, 1)).std(), "no mean over labelled tokens"),
+        (lambda outputs, *_, **__: outputs.loss * 2, "ended with TypeError.* have logits and nothing else"),
         (lambda *_, **__: 0.0, "gave 0.0; expected a scalar tensor"),
         (lambda *given, **_: given[0].logits, r"gave a tensor of shape \(1, 8, 64\); expected a scalar"),
     ],

@@ -21,11 +21,11 @@ from hdpcomm.comm.device.paths import StreamMark
 from hdpcomm.comm.device.tensors import SimTensors
 from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import Llama, LlamaConfig, adapt, set_recompute
+from hdpcomm.models import Llama, LlamaConfig, NewWeights, adapt, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import ClusterSpec, MicroBatch, Planner, SequenceInfo, StepPlan
 from hdpcomm.testing import run_threads
-from hdpcomm.train import Trainer, buckets, masters
+from hdpcomm.train import Trainer, buckets, masters, materialize
 from hdpcomm.train.side_work import SideStream
 from tests.harness import families
 from tests.harness.pipelines import COST, tokens_of
@@ -329,14 +329,20 @@ def test_refusals(zero, queue, told):
             Trainer(model, optimizer, planner, comm, zero=zero)
 
 
-def steps_on(ranks, zero, dtype, state=None, count=2):
-    """By rank: (losses, norms, state of the whole model, elements that the rank updates) after some steps."""
+def steps_on(ranks, zero, dtype, state=None, count=2, parts=False):
+    """By rank: (losses, norms, state of the whole model, elements that the rank updates) after some steps.
+
+    ``parts``: the model is made in parts.
+    """
 
     def rank():
         torch.set_num_threads(1)
         comm = hdp.init()
         torch.manual_seed(3)
-        model = Llama(replace(CONFIG, tied_embeddings=False), dtype=torch.float32)
+        config = replace(CONFIG, tied_embeddings=False)
+        model = Llama(config, device="meta" if parts else "cpu", dtype=torch.float32)
+        if parts:
+            materialize(model, hdp.Mesh(comm), NewWeights(model, 3), zero=zero)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         planner = Planner(None, ClusterSpec(comm.size, 64), cost_model=COST)
         trainer = Trainer(model, optimizer, planner, comm, max_grad_norm=0.1, zero=zero, dtype=dtype)
@@ -371,3 +377,6 @@ def test_hosts_share_the_optimizers_state(zero, ranks, on_host, dtype, monkeypat
     for its_losses, *_ in steps_on(ranks, zero, dtype, state=wanted):
         assert its_losses == pytest.approx(again[0], rel=limit)
     assert steps_on(1, 0, dtype, state=found[0][2])[0][0] == pytest.approx(again[0], rel=limit)
+    if zero == 3:
+        alone = steps_on(1, 0, dtype, parts=True)[0][0]
+        assert steps_on(ranks, zero, dtype, parts=True)[0][0] == pytest.approx(alone, rel=limit)
