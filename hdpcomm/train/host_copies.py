@@ -126,15 +126,17 @@ class HostCopies:
     def bring_back(self) -> None:
         """Gives the tensors memory and their bytes again. Collective, where there are windows; others read this rank's
         after the next operation of all."""
-        for window in self._windows:
-            window.restore()
-        self._windows = []
+        if self._windows and self._device.type == "cuda":
+            torch.cuda.empty_cache()  # windows are made by another allocator
+        while self._windows:  # what does not fit is tried again by the next call, here and below
+            self._windows[-1].restore()
+            self._windows.pop()
         for parts, copy in self._parts:
             copy.fill(parts.own)
         for view in self._views:
             view.come_back()
         self._parts, self._views = [], []
-        while self._storages:  # one that does not fit is tried again by the next call
+        while self._storages:
             storage, size, copy = self._storages[-1]
             storage.resize_(size)
             copy.fill(_bytes(storage))

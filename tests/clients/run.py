@@ -115,7 +115,7 @@ def main() -> int:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=600,
+            timeout=900,
             check=False,
         )
         last = done.stdout.strip().splitlines()[-1:] or [""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm import _core
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.testing import run_threads, spawn
 from hdpcomm.train import Trainer, host_copies
 from tests.ranks.train.test_trainer import LENGTHS, fetch, trainer_of
@@ -158,3 +159,41 @@ def test_use_while_away() -> None:
     for step, evaluation, *rest in run_threads(used_while_away, 2, {"model": False}, transport="sim"):
         assert step == rest[-1] == f"the optimizer's state {sentence}"
         assert evaluation == ""
+
+
+def brought_back_later(failing: set[int]) -> tuple[str, float]:
+    """(the error of the first try, the loss of the step after the second)"""
+    with hdp.init() as comm:
+        trainer = trainer_of(comm, zero=3)
+        trainer.step(LENGTHS, fetch)
+        trainer.runner.store()
+        if comm.rank == 1:
+            failing.add(threading.get_ident())
+        told = "nothing"
+        try:
+            trainer.runner.bring_back()
+        except Error as error:
+            told = str(error)
+        assert trainer.runner.stored == (True, True)
+        trainer.runner.bring_back()
+        return told, trainer.step(LENGTHS, fetch).loss
+
+
+def test_memory_that_others_have_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing: set[int] = set()
+    memory = _core.device.Memory
+
+    class Scarce:
+        mapped = memory.mapped
+
+        def __new__(cls, device: Any, nbytes: int) -> Any:
+            if threading.get_ident() in failing:
+                failing.clear()
+                raise Error("no such memory is free", rank=1, op="window")
+            return memory(device, nbytes)
+
+    monkeypatch.setattr(_core.device, "Memory", Scarce)
+    (first, loss), (second, _) = run_threads(brought_back_later, 2, failing, transport="sim")
+    assert "another rank of this host could not map the memory" in first
+    assert "no such memory is free" in second
+    assert loss == run_threads(training, 2, False, {"zero": 3}, transport="sim")[0][0][1]
