@@ -177,15 +177,12 @@ class RowPasses:
     def _measured(self, capacity: int, longest: int) -> Planner:
         """The planner, by what passes cost, and what offload is worth, where nobody has said it. Collective."""
         plans = self._plans
-        with self._runner.weights(), torch.enable_grad():
-            planner = measured_planner(
+        with self._runner.trial() if plans.cost_model is None or self._offload else contextlib.nullcontext():
+            return measured_planner(
                 self._model, self.mesh, capacity=capacity, longest=max(2, min(LONGEST_MEASURED, longest)),
                 queue=plans.queue, slices=plans.slices, spec=self._spec, offload=self._offload,
                 cost_model=plans.cost_model,
             )  # fmt: skip
-        if self._runner.gradients is not None and (plans.cost_model is None or self._offload is not None):
-            self._runner.gradients.zero()  # of what was measured
-        return planner
 
     def score(self, own: Sequences, *, temperature: float | None, entropy: bool) -> ScoredRows:
         """Forward passes over all ranks' rows; the log-probabilities of the labels of this rank's, or with no

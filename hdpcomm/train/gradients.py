@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Gradients", "trained_parameters", "wide_type"]
 
+_PIECE = 1 << 22
+"""Elements whose norm is taken at a time: torch makes a copy of them in fp64 on CPUs."""
+
 
 class Gradients:
     """The gradients of all parameters on a rank, and of all ranks that hold the same parameters: summed in fp32 (fp64
@@ -50,7 +53,7 @@ class Gradients:
         self.sums = sums or WholeSums(buckets, mesh.comm, wide_type(self.parameters), device)
         self._cut = any(bucket.sharding.owners is not None for bucket in buckets)
         self._use = _UsedFlags(self.parameters, layout)
-        self._open = False
+        self._open = self._measures = False
         self._reached: set[int] = set()
         """Parameters that the backward passes of this step have reached."""
         own = weakref.ref(self)  # the hooks stay with the parameters, and do nothing once this object is gone
@@ -59,6 +62,8 @@ class Gradients:
             if (found := own()) is not None and found._open:
                 found._reached.add(id(parameter))
                 found.sums.arrived(parameter)
+            elif found is not None and found._measures:
+                found.sums.measured(parameter)
 
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
@@ -104,6 +109,16 @@ class Gradients:
                 yield
         finally:
             self._open = False
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Context of passes that take as long as those of a step, and whose gradients nobody needs: they take no memory
+        of their own. Call :meth:`zero` afterwards."""
+        self._measures = True
+        try:
+            yield
+        finally:
+            self._measures = False
 
     def begin_pass(self, chunk: int = 0) -> None:
         """A backward pass over a chunk of the model begins. Call before each."""
@@ -166,7 +181,8 @@ class Gradients:
         """
         mesh = self._mesh
         counted = [bucket for bucket in self.buckets if self._counts(bucket)]
-        norms = [torch.linalg.vector_norm(self.own(bucket), dtype=torch.float64) for bucket in counted]
+        pieces = [piece for bucket in counted for piece in torch.split(self.own(bucket), _PIECE)]
+        norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
         squares = torch.zeros(1, dtype=torch.float64)
         if norms:
             squares += torch.stack(norms).square().sum().cpu()

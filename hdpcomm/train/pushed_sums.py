@@ -193,6 +193,10 @@ class PushedSums:
         now.gradients[key] = gradient if before is None else before.add_(gradient)
         now.made[id(unit)] = self._side.mark()
 
+    def measured(self, parameter: nn.Parameter) -> None:
+        """As :meth:`arrived` in a pass that is only measured: the gradient goes nowhere."""
+        parameter.grad = None
+
     def take(self) -> list[Work]:
         """No reduction is under way."""
         return []

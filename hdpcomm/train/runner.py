@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -194,12 +194,18 @@ class Runner:
                 yield found, tensor
         yield from ((others, named[others[0]].detach()) for others in names.values())
 
-    def copied_weights(self, named: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    def copied_weights(
+        self,
+        named: Mapping[str, Tensor],
+        *,
+        keep: bool,
+        copy: Callable[[Tensor], Tensor] = lambda each: each.to("cpu", copy=True),
+    ) -> dict[str, Tensor]:
         """All of :meth:`whole_weights`, copied to the CPU; nothing unless this rank keeps them. Collective."""
         copies: dict[str, Tensor] = {}
         for names, tensor in self.whole_weights(named):
             if keep:
-                copies.update(dict.fromkeys(names, tensor.to("cpu", copy=True)))
+                copies.update(dict.fromkeys(names, copy(tensor)))
         return copies
 
     def zero(self) -> None:
@@ -321,6 +327,16 @@ class Runner:
         """Context of forward passes of the model: the weights are there. Local, after an update or a step."""
         self._check_here(self._model_copies)
         return nullcontext() if self.masters is None else self.masters.open()
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Context of passes that are only measured: the weights are there, and gradients are forgotten. Local."""
+        gradients = self.gradients
+        own = gradients.measuring() if isinstance(gradients, Gradients) else nullcontext()
+        with self.weights(), torch.enable_grad(), own:
+            yield
+        if gradients is not None:
+            gradients.zero()
 
     def synchronize(self) -> None:
         """Waits for this rank's device. Local."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,19 +82,22 @@ class State:
         groups = [{**group, "params": group["params"][:1]} for group in self._groups()]
         return tensors, {"groups": groups, "plain": [[list(path), value] for path, value in self._plain()]}
 
-    def whole(self, kinds: Sequence[str] = tuple(_KINDS), *, keep: bool = True) -> dict[str, Any]:
+    def whole(
+        self, kinds: Sequence[str] = tuple(_KINDS), *, keep: Callable[[Tensor], Tensor] | None = lambda each: each
+    ) -> dict[str, Any]:
         """State with whole tensors, equal on every rank; those that are whole on this rank anyway are the live ones.
         Collective over the mesh, if ranks have parts of the model or of the optimizer's state.
 
         Args:
             kinds: of ``model``, ``optimizer`` and ``masters``.
-            keep: ``False``: this rank helps others, and has no use for what it returns.
+            keep: gives what is returned of a tensor that ranks have parts of; ``None``: this rank helps others, and has
+                no use for what it returns.
         """
         parts = {kind: part for kind, part in self.parts().items() if kind in kinds}
         if not self._whole or self._cut():
             for path, tensor in _whole_tensors(parts, self._mesh.comm):
-                if keep:
-                    _put(parts, path, tensor)
+                if keep is not None:
+                    _put(parts, path, keep(tensor))
         return parts
 
     def whole_tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -100,16 +100,20 @@ class WholeSums:
                 rank=self._rank,
                 op="backward",
             )
-        view = self._views[key]
-        if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
-            view += parameter.grad
-            parameter.grad = view if parameter.dtype == view.dtype else None
+        self.measured(parameter)
         self._arrivals[key] = self._arrivals.get(key, 0) + 1
         if self._early:
             self._left[place] -= 1
             while started < len(self._buckets) and self._left[started] <= 0:
                 self._start(started)
                 started += 1
+
+    def measured(self, parameter: nn.Parameter) -> None:
+        """As :meth:`arrived` in a pass that is only measured."""
+        view = self._views[id(parameter)]
+        if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
+            view += parameter.grad
+            parameter.grad = view if parameter.dtype == view.dtype else None
 
     def start(self) -> None:
         """Starts the reductions of all buckets that have not started; after the rank's last backward pass."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ import hdpcomm as hdp
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses
+from hdpcomm.measure import costs
 from hdpcomm.models import Llama
 from hdpcomm.plan import CostModel, Tree
 from hdpcomm.run.flops import spec_of
@@ -51,6 +53,14 @@ def answers_of(rank):
     return Sequences([len(row) for row in rows], torch.cat(rows), torch.cat(labels))
 
 
+KINDS = {
+    "whole": StepSettings(bucket_bytes=1 << 12),
+    "shared": StepSettings(zero=1, bucket_bytes=1 << 12),
+    "parts": StepSettings(zero=3),
+    "narrow": StepSettings(dtype=torch.bfloat16, bucket_bytes=1 << 12),
+}
+
+
 def loss_of(values, rank):
     """Each rank's own function of all its log-probabilities and entropies at once."""
     log_probs, entropies = values
@@ -77,7 +87,7 @@ def passes_of(comm, kind, capacity, cost=COST, **plans):
     model = Llama(DENSE, seed=SEED, dtype=torch.float64)
     mesh = Mesh(comm, placement=range(comm.size))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings = StepSettings(zero=1 if kind == "shared" else 0, bucket_bytes=1 << 12)
+    settings = KINDS[kind]
     runner = Runner(Passes([model], mesh), optimizer, settings)
     return (
         model,
@@ -199,16 +209,31 @@ def test_what_a_rank_holds_is_given_with_slices_and_offload():
                 passes_of(comm, "whole", None, **options)
 
 
-def test_costs_that_are_measured_leave_no_gradients():
+@pytest.mark.parametrize("kind", KINDS)
+def test_costs_that_are_measured_leave_no_gradients(kind, monkeypatch):
+    """They have no memory of their own either, but for the sums."""
+    measured, own = costs.forward_backward, threading.local()
+
+    def checked(model, *args, **more):
+        seconds = measured(model, *args, **more)
+        sums = own.runner.gradients.sums
+        flat = None if kind == "parts" else sums.flat.untyped_storage().data_ptr()
+        assert all(p.grad is None or p.grad.untyped_storage().data_ptr() == flat for p in model.parameters())
+        own.passes += 1
+        return seconds
+
     def rank():
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            _, runner, rows = passes_of(comm, "whole", None, cost=None)
+            _, runner, rows = passes_of(comm, kind, None, cost=None)
+            own.runner, own.passes = runner, 0
             runner.zero()
             rows.plan([9, 5])
+            assert own.passes > 3
             runner.reduce()
             return runner.clip(None)
 
+    monkeypatch.setattr(costs, "forward_backward", checked)
     assert run_threads(rank, 2) == [0.0, 0.0]
 
 
