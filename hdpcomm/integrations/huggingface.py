@@ -30,7 +30,7 @@ from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.comm import init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations.huggingface_checkpoints import load_optimizer, load_scheduler, save_optimizer
+from hdpcomm.integrations.huggingface_checkpoints import file_copy, load_optimizer, load_scheduler, save_optimizer
 from hdpcomm.integrations.huggingface_folders import FolderSource, has_weights, load_weights, weights_for
 from hdpcomm.integrations.huggingface_fsdp import without_fsdp
 from hdpcomm.integrations.huggingface_labels import ModelLabels
@@ -308,17 +308,20 @@ class HybridDataParallel:
         with self.comm.busy("saves a checkpoint"):
             return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """As in the base; collective where ranks have parts of the model."""
         self._read_weights()
         runner, this = None if self._made is None else self._made[1], cast(Any, self)
         if runner is None or not (self._is_cut or (runner.masters is not None and runner.masters.pulled)):
-            super().save_model(*args, **kwargs)  # type: ignore[misc]
+            super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]
             return
+        folder = output_dir or this.args.output_dir
         try:
+            if this.args.should_save:
+                Path(folder).mkdir(parents=True, exist_ok=True)
             named = this.model.state_dict(keep_vars=True)
-            self._whole = runner.copied_weights(named, keep=this.args.should_save)
-            super().save_model(*args, **kwargs)  # type: ignore[misc]
+            self._whole = runner.copied_weights(named, keep=this.args.should_save, copy=file_copy(folder))
+            super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._whole = None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from hdpcomm.errors import InvalidUsage
@@ -15,11 +17,27 @@ from hdpcomm.integrations.plain_values import read_plain_values
 if TYPE_CHECKING:
     from hdpcomm.train.state import State
 
-__all__ = ["load_optimizer", "load_scheduler", "save_optimizer"]
+__all__ = ["file_copy", "load_optimizer", "load_scheduler", "save_optimizer"]
 
 _MASTERS = "hdpcomm_masters"
 """In the file of the optimizer's state, which torch's optimizers leave alone: wide weights by name."""
 _INSTEAD = "resume from another checkpoint"
+_IN_MEMORY = 1 << 20
+"""Bytes up to which a tensor is copied into memory."""
+
+
+def file_copy(folder: str) -> Callable[[Tensor], Tensor]:
+    """A function that copies a tensor into a file of the folder that has no name and is gone with the copy: of what is
+    whole nowhere, a rank that saves keeps no more in memory than the system likes to. Local."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        if tensor.nbytes < _IN_MEMORY:
+            return tensor.to("cpu", copy=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".hdpcomm-") as file:
+            made = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        return made.view(tensor.shape).copy_(tensor)
+
+    return copy
 
 
 def save_optimizer(state: State, names: Sequence[Sequence[str]], scheduler: Any, folder: str, *, writes: bool) -> None:
@@ -30,7 +48,7 @@ def save_optimizer(state: State, names: Sequence[Sequence[str]], scheduler: Any,
         names: of the parameters of each group, in the order in which the optimizer was made.
         writes: this rank does.
     """
-    whole = state.whole(("optimizer", "masters"), keep=writes)
+    whole = state.whole(("optimizer", "masters"), keep=file_copy(folder) if writes else None)
     if not writes:
         return
     optimizer = whole["optimizer"]
