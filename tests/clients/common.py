@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["batches", "figures_of", "join", "leave", "main", "tiny_llama"]
+__all__ = ["batches", "figures_of", "join", "leave", "main", "tiny_llama", "trained", "word_tokenizer"]
 
 VOCABULARY = 64
 Figures = dict[str, list[float]]
@@ -89,6 +89,34 @@ def figures_of(model: Any) -> list[float]:
         for p in model.parameters()
         for f in (lambda x: x.sum(), lambda x: x.square().sum())
     ]
+
+
+def word_tokenizer() -> Any:
+    """A tokenizer of the words w2, w3, .. up to the vocabulary of :func:`tiny_llama`."""
+    import tokenizers
+    import transformers
+
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
+
+
+def trained(trainer: Any, name: str) -> Figures:
+    """The losses of a trainer of :func:`tiny_llama`, and figures of what it saves."""
+    from safetensors.torch import load_file
+
+    before = tiny_llama().state_dict()
+    trainer.train()
+    trainer.save_model()
+    trainer.accelerator.wait_for_everyone()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    [file] = Path(trainer.args.output_dir).glob("*.safetensors")
+    saved = {name: tensor.double() for name, tensor in sorted(load_file(file).items())}
+    moved = max(float((tensor - before.get(key, 0.0)).abs().max()) for key, tensor in saved.items())
+    assert moved > 1e-3, f"{name}: no weight has moved by more than {moved}"
+    weights = [float(figure) for tensor in saved.values() for figure in (tensor.sum(), tensor.square().sum())]
+    return {f"losses, {name}": losses, f"weights, {name}": weights}
 
 
 def main(

@@ -1,32 +1,38 @@
-"""hdpcomm.integrations.huggingface.Trainer on 2 ranks of the backend, against transformers.Trainer in one process."""
+"""hdpcomm.integrations.huggingface.Trainer on 2 ranks of the backend, with weights whole and in parts, against
+transformers.Trainer in one process."""
 
 from __future__ import annotations
 
-from common import Figures, figures_of, join, leave, main, tiny_llama
+from typing import Any
+
+from common import Figures, join, leave, main, tiny_llama, trained
 from transformers_trainer import arguments, rows
 
 
 def work(backend: str) -> Figures:
     import transformers
 
-    model = tiny_llama()
+    planned = backend == "hdpcomm"
     # Documents of 12, 11, .. 1 tokens, twice.
     cut = [{name: row[: 12 - i % 12] for name, row in each.items()} for i, each in enumerate(rows())]
-    if backend == "hdpcomm":
+    if planned:
         join(backend)  # before TrainingArguments, which would take gloo
-    args = arguments(f"out-{backend}", 3 if backend == "hdpcomm" else 6, optim="sgd", learning_rate=0.1)
-    if backend == "hdpcomm":
-        from hdpcomm.integrations.huggingface import Trainer
 
-        trainer = Trainer(model=model, args=args, train_dataset=cut)
-    else:
+    def trainer(zero: int) -> Any:
+        args = arguments(f"out-{backend}-{zero}", 3 if planned else 6, optim="sgd", learning_rate=0.1)
+        if planned:
+            from hdpcomm.integrations.huggingface import Trainer
+
+            return Trainer(model=tiny_llama(), args=args, train_dataset=cut, zero=zero)
         collator = transformers.DataCollatorWithFlattening()
-        trainer = transformers.Trainer(model=model, args=args, train_dataset=cut, data_collator=collator)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    if backend == "hdpcomm":
+        return transformers.Trainer(model=tiny_llama(), args=args, train_dataset=cut, data_collator=collator)
+
+    figures = {}
+    for zero in (0, 3):
+        figures |= trained(trainer(zero), f"zero {zero}")
+    if planned:
         leave(backend)
-    return {"losses": losses, "weights": figures_of(model)}
+    return figures
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "planning_trainer": ("transformers", "accelerate"),
     "accelerate_launch": ("transformers", "accelerate"),
     "qlora": ("transformers", "accelerate", "peft", "torchao==0.18.0"),
-    "trl_sft": ("transformers", "accelerate", "trl", "datasets"),
+    "trl_sft": ("transformers", "accelerate", "trl", "datasets", "peft"),
+    "planning_trl": ("transformers", "accelerate", "trl", "datasets", "peft"),
     "lightning_fabric": ("transformers", "lightning==2.6.6"),
     "deepspeed_zero": ("transformers", "deepspeed==0.19.8", "setuptools", "ninja"),
     # Some modules of Megatron-Core import Triton, for which it does not ask; nor does torchtitan.

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from common import Figures, figures_of, join, leave, main, tiny_llama
+from common import Figures, figures_of, join, leave, main, tiny_llama, word_tokenizer
 from transformers_trainer import arguments, rows
 
 
 def work(backend: str) -> Figures:
     import datasets
-    import tokenizers
-    import transformers
     from trl import SFTConfig, SFTTrainer
 
     join(backend)
-    words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 64)}}
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
     text = [" ".join(f"w{max(2, i)}" for i in row["input_ids"]) for row in rows()]
     data = [{"prompt": line[: line.index(" ") + 1], "completion": line[line.index(" ") + 1 :]} for line in text]
     given = arguments(f"out-{backend}", 3).to_dict()
     config = SFTConfig(**{name: value for name, value in given.items() if name in SFTConfig.__dataclass_fields__})
     model = tiny_llama()
     trainer = SFTTrainer(
-        model=model, args=config, train_dataset=datasets.Dataset.from_list(data), processing_class=tokenizer
+        model=model, args=config, train_dataset=datasets.Dataset.from_list(data), processing_class=word_tokenizer()
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
