@@ -1,12 +1,16 @@
 """hdpcomm's Trainer for transformers beside transformers.Trainer with packing and DDP over gloo, on the same documents.
 
     python benchmarks/huggingface.py --json benchmarks/results/huggingface.json     two ranks on two cores, some minutes
+    python benchmarks/huggingface.py --equal 512 --json benchmarks/results/huggingface_equal.json
 
 Documents are blocks of Python's standard library, a byte a token, drawn at random: hundreds of short ones and some long
 ones. Both take the same documents in each step, on each rank as many, flattened to one row without padding
 (``DataCollatorWithFlattening``), and train the same Llama from the same weights with AdamW. Losses a token of all steps
 are compared. Both run in turns, each in fresh processes; the first steps, in which the planner's costs are measured and
 memory is touched, are not counted. Compare the ratio: whatever else the machine does is in both.
+
+With ``--equal`` all documents have so many tokens, of one text, and both get them as rows of a batch, where there is
+nothing to plan and transformers' attention is fastest.
 """
 
 from __future__ import annotations
@@ -29,14 +33,26 @@ WARM_UP = 3  # steps
 KINDS = ("hdpcomm", "transformers")
 
 
-def documents(count: int, context: int) -> list[dict[str, list[int]]]:
+def documents(count: int, context: int, equal: int) -> list[dict[str, list[int]]]:
     import random
+    from itertools import chain, islice
 
     from hdpcomm.data import standard_library
 
     corpus = standard_library(context=context)
+    if equal:
+        text = chain.from_iterable(corpus.read(place).tolist() for place in range(len(corpus.lengths)))
+        return [{"input_ids": list(islice(text, equal))} for _ in range(count)]
     places = random.Random(1).sample([i for i, n in enumerate(corpus.lengths) if n > 1], count)
     return [{"input_ids": corpus.read(place).tolist()} for place in places]
+
+
+def stacked(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+    """A batch of rows of one length."""
+    import torch
+
+    tokens = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def run_rank(kind: str, out: Path, options: argparse.Namespace) -> None:
@@ -61,7 +77,7 @@ def run_rank(kind: str, out: Path, options: argparse.Namespace) -> None:
         max_position_embeddings=options.context,
     )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    rows = documents(options.documents, options.context)
+    rows = documents(options.documents, options.context, options.equal)
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -89,7 +105,7 @@ def run_rank(kind: str, out: Path, options: argparse.Namespace) -> None:
         model=model,
         args=args,
         train_dataset=rows,
-        data_collator=transformers.DataCollatorWithFlattening(),
+        data_collator=stacked if options.equal else transformers.DataCollatorWithFlattening(),
         callbacks=[clock],
     )
     trainer.train()
@@ -116,7 +132,7 @@ def run_rank(kind: str, out: Path, options: argparse.Namespace) -> None:
 def run(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        words = ["--documents", "--context", "--batch", "--hidden"]
+        words = ["--documents", "--context", "--batch", "--hidden", "--equal"]
         same = [word for name in words for word in (name, str(getattr(options, name[2:])))]
         start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
         command = [sys.executable, *start, str(Path(__file__).resolve()), "--kind", kind, "--out", str(out), *same]
@@ -141,6 +157,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096, help="longest document, in tokens")
     parser.add_argument("--batch", type=int, default=8, help="documents of a rank in a step")
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--equal", type=int, default=0, metavar="TOKENS", help="all documents have so many tokens")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
@@ -167,7 +184,7 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        **{name: getattr(options, name) for name in ("ranks", "documents", "context", "batch", "hidden")},
+        **{name: getattr(options, name) for name in ("ranks", "documents", "context", "batch", "hidden", "equal")},
         "tokens": turns[0]["hdpcomm"]["tokens"],
         "ratio": median(a / b for a, b in zip(rows[0]["turns"], rows[1]["turns"], strict=True)),
         "largest_loss_difference": max(abs(a - b) / abs(b) for a, b in pairs),
