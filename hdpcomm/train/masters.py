@@ -22,7 +22,7 @@ from hdpcomm.train.pulled_weights import PulledWeights
 from hdpcomm.train.pushed_sums import PushedSums
 from hdpcomm.train.side_work import side_work
 from hdpcomm.train.trainer_check import check_elementwise
-from hdpcomm.train.units import Units, return_large_blocks, unit_buckets
+from hdpcomm.train.units import Units, unit_buckets
 from hdpcomm.train.whole_sums import WholeSums, memory_of
 
 if TYPE_CHECKING:
@@ -124,8 +124,6 @@ class Masters:
             sums: WholeSums | PushedSums = WholeSums(buckets, mesh.comm, wide, trained[0].device)
         else:
             self._units = units = Units(chunks)
-            if mesh.comm.device.type == "cpu":
-                return_large_blocks()
             buckets = unit_buckets(units, trained, layout, zero)
             if mesh.hdp > 1 and all(bucket.parts == 1 for bucket in buckets):
                 raise InvalidUsage(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,10 +21,7 @@ from hdpcomm.train.buckets import Bucket, make_buckets
 if TYPE_CHECKING:
     from hdpcomm.train.layout import Layout
 
-__all__ = ["Unit", "Units", "return_large_blocks", "unit_buckets"]
-
-_LARGE = 1 << 20
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+__all__ = ["Unit", "Units", "unit_buckets"]
 
 
 @dataclass(eq=False, slots=True)
@@ -123,16 +118,6 @@ class Units:
         assert unit.layer is not None
         unit.layer.register_forward_pre_hook(begins, prepend=True)  # before those that look at the weights
         unit.layer.register_forward_hook(ends)
-
-
-def return_large_blocks() -> None:
-    """Has glibc give blocks of at least 1 MiB back to the system when they are freed, in the whole process. Layers and
-    their gradients come and go on several threads, each with a heap of its own, and heaps would keep half as much again
-    as they need. Local; does nothing where ``MALLOC_MMAP_THRESHOLD_`` is set."""
-    process = ctypes.CDLL(None)
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(process, "mallopt"):
-        process.mallopt(_M_MMAP_THRESHOLD, _LARGE)
-        process.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE)
 
 
 def unit_buckets(units: Units, parameters: Iterable[nn.Parameter], layout: Layout, zero: int) -> list[Bucket]:
