@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,12 +29,16 @@ _IN_MEMORY = 1 << 20
 
 def file_copy(folder: str) -> Callable[[Tensor], Tensor]:
     """A function that copies a tensor into a file of the folder that has no name and is gone with the copy: of what is
-    whole nowhere, a rank that saves keeps no more in memory than the system likes to. Local."""
+    whole nowhere, a rank that saves keeps no more in memory than the system likes to. Local.
+
+    Raises (the function): OSError: the disk has no room.
+    """
 
     def copy(tensor: Tensor) -> Tensor:
         if tensor.nbytes < _IN_MEMORY:
             return tensor.to("cpu", copy=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hdpcomm-") as file:
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # a page without room would be a SIGBUS later
             made = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
         return made.view(tensor.shape).copy_(tensor)
 

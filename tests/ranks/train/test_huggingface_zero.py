@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,21 @@ def test_losses_of_trl_see_whole_weights(ranks: Any, tmp_path: Path, preferences
         for mine, theirs in zip(history, logged, strict=True):
             assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    from hdpcomm.integrations.huggingface_checkpoints import file_copy
+
+    copy, large = file_copy(str(tmp_path)), torch.arange(1 << 19)
+    assert torch.equal(copy(large), large)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            copy(large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
