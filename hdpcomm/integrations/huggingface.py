@@ -134,8 +134,9 @@ class HybridDataParallel:
             given[name], self._kept = without_fsdp(value, self._kept)
         model = "model" if "model" in given else 0
         if auto and not self._kept.zero:  # else fsdp has said it
-            stage = least_zero(given.get(model), given.values(), self.comm, capacity=capacity, dtype=self._kept.dtype)
-            self._kept = replace(self._kept, zero=stage)
+            kept, where = self._kept, self._mesh()
+            stage = least_zero(given.get(model), given.values(), where, capacity=capacity, dtype=kept.dtype)
+            self._kept = replace(kept, zero=stage)
         check_order(self._kept.zero, queue=queue)
         self._plans = PlanSettings(capacity, cost_model, queue, slices, offload)
         self._counts: Counter[str] = Counter()

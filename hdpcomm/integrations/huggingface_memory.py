@@ -19,7 +19,7 @@ from hdpcomm.run.memory import fit_zero
 from hdpcomm.run.model import folder_model, model_path
 
 if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
+    from hdpcomm.comm.mesh import Mesh
 
 __all__ = ["least_zero"]
 
@@ -28,13 +28,19 @@ _ROOM = 0.9
 
 
 def least_zero(
-    model: Any, given: Iterable[Any], comm: Communicator, *, capacity: int | None, dtype: torch.dtype | None
+    model: Any,
+    given: Iterable[Any],
+    mesh: Mesh,
+    *,
+    capacity: int | None,
+    dtype: torch.dtype | None,
 ) -> int:
     """The least stage with which a step fits, as ``hdpcomm train --zero auto`` finds it. Collective; the first rank
     predicts, which takes some seconds.
 
     Args:
         model: the trainer's, or its folder.
+        mesh: on which it will be trained.
         given: arguments of the trainer; adapters, and whether layers are computed again, are looked for in them.
 
     Raises: InvalidUsage: no capacity, or no stage fits. On all ranks alike.
@@ -43,12 +49,13 @@ def least_zero(
         raise InvalidUsage(
             "Trainer: zero='auto' without capacity=; give the most tokens of a rank at once, with which memory grows"
         )
+    comm = mesh.comm
     found: list[Any] = [None, None]
     with comm.liveness_deadlines():
         if comm.rank == 0:
             with comm.busy("predicts the memory of a step"):
                 try:
-                    found = [_least_zero(model, list(given), comm, capacity, dtype), None]
+                    found = [_least_zero(model, list(given), mesh, capacity, dtype), None]
                 except InvalidUsage as error:
                     found = [None, str(error)]
         (zero, problem), *_ = gather_json(comm, found)
@@ -57,8 +64,8 @@ def least_zero(
     return int(zero)
 
 
-def _least_zero(model: Any, given: list[Any], comm: Communicator, capacity: int, dtype: torch.dtype | None) -> int:
-    nodes = nodes_of(comm)
+def _least_zero(model: Any, given: list[Any], mesh: Mesh, capacity: int, dtype: torch.dtype | None) -> int:
+    comm, nodes = mesh.comm, nodes_of(mesh.comm)
     on_host = nodes.count(nodes[0])
     arguments = [each for each in given if isinstance(each, transformers.TrainingArguments)]
     again = any(each.gradient_checkpointing for each in arguments)
@@ -72,9 +79,9 @@ def _least_zero(model: Any, given: list[Any], comm: Communicator, capacity: int,
         config = RunConfig(
             model=kind, lora=_adapters(adapters), capacity=capacity, zero="auto",
             dtype="bf16" if dtype == torch.bfloat16 else "fp32", recompute="full" if again else "none",
-            memory=int(_ROOM * _memory_bytes(comm.device, on_host)),
+            memory=int(_ROOM * _memory_bytes(comm.device, on_host)), tensor=mesh.tensor, expert=mesh.expert,
         )  # fmt: skip
-        return fit_zero(None, config, comm.size, on_host)
+        return fit_zero(None, config, comm.size, max(1, on_host // mesh.tensor))
 
 
 def _adapters(given: list[Any]) -> str | None:

@@ -120,14 +120,14 @@ def test_parts_train_save_and_resume_as_whole_weights_do(ranks: Any, tmp_path: P
         check_close(f"{parts}/plain", f"{parts}/last", rtol=1e-3, atol=1e-4)
 
 
-def stage_of(folder: str, memory: float, model: Any, changed: dict[str, Any], **given: Any) -> int | str:
+def stage_of(folder: str, memory: float, model: Any, given: dict[str, Any]) -> int | str:
     from hdpcomm.integrations import huggingface_memory
     from hdpcomm.integrations.huggingface import Trainer
 
     before, huggingface_memory._memory_bytes = huggingface_memory._memory_bytes, lambda *_: memory
     try:
         options = {"cost_model": COST, "zero": "auto", "capacity": 64, "model": model}
-        return trainer_of(Trainer, folder, 2, {**options, **given}, **changed)._kept.zero
+        return trainer_of(Trainer, folder, 2, {**options, **given})._kept.zero
     except InvalidUsage as error:
         return str(error)
     finally:
@@ -145,6 +145,9 @@ def test_the_least_stage_that_fits(ranks: Any, tmp_path: Path) -> None:
     assert (found["whole"], found["less"]) == (0, 1)
     assert "no stage of ZeRO brings a step within" in found["none"]
     assert ranks(2, stage_of, str(tmp_path), sizes["less"], str(tmp_path / "model"), {})[0] == 1
+    cut = {"mesh": {"tensor": 2}}  # of which each rank has half
+    assert ranks(2, stage_of, str(tmp_path), 8.5e6, large, cut)[0] == 0
+    assert ranks(2, stage_of, str(tmp_path), 8.5e6, large, {})[0] != 0
     adapters = peft.get_peft_model(large, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     assert ranks(2, stage_of, str(tmp_path), sizes["less"], adapters, {})[0] == 0
 

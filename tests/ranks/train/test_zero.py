@@ -28,6 +28,7 @@ from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer, buckets, masters, materialize
 from hdpcomm.train.side_work import SideStream
 from tests.harness import families
+from tests.harness.patience import PATIENCE
 from tests.harness.pipelines import COST, tokens_of
 from tests.harness.plain_llama import batch_gradients
 from tests.ranks.train import test_tree_training as trees
@@ -164,7 +165,7 @@ def one_step(planner, model_of, lengths, fetch, zero, *, slow=None, transport="s
         metrics = trainer.step(lengths, fetch)
         return metrics.loss, trainer
 
-    results = run_threads(rank, planner.cluster.ranks, timeout=60.0, transport=transport)
+    results = run_threads(rank, planner.cluster.ranks, timeout=60.0 * PATIENCE, transport=transport)
     return [loss for loss, _ in results], gradients_of([trainer for _, trainer in results])
 
 
@@ -310,7 +311,7 @@ def test_a_parameter_has_no_values_between_steps():
         own = sum(each.values.numel() for each in trainer.runner.masters.parts())
         return kept, own, sum(p.numel() for p in model.parameters())
 
-    results = run_threads(rank, 3, timeout=60.0)
+    results = run_threads(rank, 3, timeout=60.0 * PATIENCE)
     assert sum(own for _, own, _ in results) == results[0][2]
     assert all(kept <= 4 * 40 for kept, _, _ in results)
 
@@ -355,7 +356,7 @@ def steps_on(ranks, zero, dtype, state=None, count=2, parts=False):
         updated = 0 if masters is None else sum(piece.master.numel() for piece in masters.pieces)
         return [m.loss for m in metrics], [m.grad_norm for m in metrics], trainer.state_dict(), updated
 
-    return run_threads(rank, ranks, timeout=60.0)
+    return run_threads(rank, ranks, timeout=60.0 * PATIENCE)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
