@@ -198,7 +198,7 @@ class _OfLogProbs:
         self._largest: Tensor | None = None
 
     def ranked(self, largest: Tensor, _: slice) -> None:
-        """See :class:`hdpcomm.kernels.LabelLoss`."""
+        """See :class:`hdpcomm.kernels.linear_cross_entropy.RankedLoss`."""
         self._largest = largest
 
     def __call__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LabelLoss",
     "LossOptions",
+    "RankedLoss",
     "default_chunk_tokens",
     "linear_cross_entropy",
     "linear_log_probs",
@@ -62,9 +63,7 @@ class LossOptions:
 
 
 class LabelLoss(Protocol):
-    """Loss of a label as a function of its log-probability; in place of ``weights``. If it has a method
-    ``ranked(largest, part)``, that is called before: with whether each label has the largest logit, bool ``[labels of
-    the chunk]``, and any value where there is no label.
+    """Loss of a label as a function of its log-probability; in place of ``weights``.
 
     Attributes:
         temperature: divides the logits; see :class:`LossOptions`. ``None``: it is a function of the outputs themselves,
@@ -88,6 +87,15 @@ class LabelLoss(Protocol):
             entropies: the same shape, of the whole distribution; ``None`` without :attr:`entropy`.
             part: which labels these are.
         """
+
+
+@runtime_checkable
+class RankedLoss(LabelLoss, Protocol):
+    """One that hears of the labels' ranks, too."""
+
+    def ranked(self, largest: Tensor, part: slice, /) -> None:
+        """Called before the loss of a chunk: ``largest``, bool ``[labels of the chunk]``, says whether the label has
+        the largest logit; any value where there is no label."""
 
 
 def linear_cross_entropy(
@@ -218,8 +226,8 @@ def loss_of_log_probs(
     if label_loss.entropy:
         entropies = -torch.where(has[:, None] & logs.isfinite(), logs.exp() * logs, 0.0).sum(1)
     part = slice(0, len(labels)) if part is None else part
-    if (ranked := getattr(label_loss, "ranked", None)) is not None:
-        ranked(log_probs.detach() >= logs.detach().amax(1), part)
+    if isinstance(label_loss, RankedLoss):
+        label_loss.ranked(log_probs.detach() >= logs.detach().amax(1), part)
     losses, by_log_probs, by_entropies = label_loss(
         log_probs.detach(), None if entropies is None else entropies.detach(), part
     )
@@ -370,6 +378,7 @@ def _chunks(
                 logits, labels[part], None if factors is None else factors[part], job.shard, job.options.z_loss
             )
             losses[part] = rows.losses if job.label_loss is None else _label_losses(rows, job.label_loss, part)
+            del rows.stats  # before there are gradients
             if any(wanted):
                 gradients.add(part, hidden[part], weight, _logit_gradient(rows, logits, job.options))
         return losses, gradients.finish(job.shard.comm)
@@ -377,8 +386,8 @@ def _chunks(
 
 def _label_losses(rows: LogitRows, label_loss: LabelLoss, part: slice) -> Tensor:
     log_probs = rows.losses.neg().add_(0.0)  # no -0.0
-    if (ranked := getattr(label_loss, "ranked", None)) is not None:
-        ranked(rows.stats[:, 2].sum(0) >= rows.stats[:, 0].amax(0), part)
+    if isinstance(label_loss, RankedLoss):
+        label_loss.ranked(rows.stats[:, 2].sum(0) >= rows.stats[:, 0].amax(0), part)
     losses, by_log_probs, by_entropies = label_loss(log_probs, rows.entropies() if label_loss.entropy else None, part)
     rows.weigh(-by_log_probs, by_entropies)
     return losses
