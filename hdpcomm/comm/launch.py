@@ -30,6 +30,7 @@ from hdpcomm.log import shown, shown_level
 
 __all__ = ["RankPool", "run_ranks"]
 
+_PF_EXITING = 0x4  # Linux, include/linux/sched.h
 _GRACE_S = 5.0  # for the other ranks to notice that one failed, before they are ended
 
 
@@ -305,7 +306,9 @@ def _end_with_parent(parent: Any, folder: str) -> None:
     a signal has ended the fork server only, the launcher removes its folder itself."""
     multiprocessing.connection.wait([parent.sentinel])
     with contextlib.suppress(OSError):  # a process that is not there, or a folder
-        if Path(f"/proc/{parent.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+        state, *_, flags = Path(f"/proc/{parent.pid}/stat").read_text().rpartition(")")[2].split()[:7]
+        # One that ends closes its files some time before it is a zombie.
+        if state not in "ZX" and not int(flags) & _PF_EXITING:
             os._exit(1)
     with contextlib.suppress(OSError):
         for socket in Path(folder).glob("listener-*"):
