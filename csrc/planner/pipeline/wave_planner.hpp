@@ -14,7 +14,6 @@
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 #include "planner/pipeline/ranks_by_speed.hpp"
-#include "planner/pipeline/wave.hpp"
 #include "planner/pipeline/wave_order.hpp"
 #include "planner/pipeline/wave_packs.hpp"
 #include "planner/pipeline/wave_shape.hpp"

@@ -1,10 +1,12 @@
-// What a plan of waves looks like (wave_planner.hpp): how many there are, and how high they are.
+// What a plan of waves looks like (wave_planner.hpp): how many there are, how high they are, and
+// what each of them runs.
 #pragma once
 
+#include <cstddef>
 #include <limits>
 #include <vector>
 
-#include "planner/model/pipeline_ramps.hpp"
+#include "planner/model/cost_model.hpp"
 
 namespace hdpcomm::planner {
 
@@ -43,9 +45,41 @@ struct Shape {
   bool operator==(const Shape&) const = default;
 
   // Equal for shapes that make the same waves.
-  Shape withoutUnused() const;
+  Shape withoutUnused() const {
+    Shape used = *this;
+    if (ramps > 0) {
+      used.up = used.down = 0;
+      used.growth = used.last = 0;
+    } else {
+      used.later = 0;
+    }
+    if (top <= 0) {
+      used.beside = used.own = 0;
+      used.slices = 1;
+    }
+    return used;
+  }
 };
 
-std::vector<double> relativeHeights(const Shape& shape, const PipelineRamps& ramps);
+// Micro-batches side by side on neighbouring by_speed, fastest ranks first (ranks_by_speed.hpp).
+struct Wave {
+  static constexpr size_t kIdle = static_cast<size_t>(-1);  // a job: the ranks stay idle
+
+  struct Wide {  // on several ranks
+    size_t job;
+    int size;
+    double seconds;  // of each slice
+  };
+
+  int first = 0;
+  int last = 0;       // the place after the last one
+  double height = 0;  // of each slice
+  int slices = 1;  // that its sequences run in, one after the other; other ranks run as many packs
+  std::vector<Wide> wide;
+  int used = 0;             // the place after their ranks
+  std::vector<Load> packs;  // of the ranks from there on, `slices` for each
+  int placeOf(size_t pack) const { return used + static_cast<int>(pack) / slices; }
+  bool turned = false;  // lies on its ranks the other way round
+};
 
 }  // namespace hdpcomm::planner

@@ -1,6 +1,7 @@
 // What the simulation of a step finds out.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -26,10 +27,18 @@ struct SimulatedStep {
   double makespan = 0;
 
   // Forgets everything; the figures of each rank are 0.
-  void begin(int ranks);
+  void begin(int ranks) {
+    *this = SimulatedStep{};
+    for (auto* values : {&busy, &exposed, &stalled, &end, &peak_tokens}) values->assign(ranks, 0.0);
+  }
+
   // Sorts the spans by start. A pass starts no earlier than those that it needs and stands behind
   // them, so it stays there.
-  void finish(double seconds);
+  void finish(double seconds) {
+    std::stable_sort(spans.begin(), spans.end(),
+                     [](const Span& a, const Span& b) { return a.start < b.start; });
+    makespan = seconds;
+  }
 };
 
 }  // namespace hdpcomm::planner

@@ -18,7 +18,7 @@ namespace hdpcomm::planner {
 // earlier. Slices of a sequence are in flight together, as as many micro-batches as they have
 // tokens for; several chunks run all of them in one group. Split backward passes are those of
 // split_order.hpp. Without a pipeline, rings that share links take time from each other
-// (link_sharing.hpp).
+// (priority_order.cpp).
 SimulatedStep simulate(const Problem& problem, const Plan& plan);
 
 // Whether no device holds more tokens than as many full micro-batches as there are devices.
