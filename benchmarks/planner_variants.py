@@ -58,7 +58,6 @@ OPTIONS = (
     _option("flat", "ring peers", FEW, ring_peers=4),
     _option("flat", "experts", FEW, expert=8),
     _option("flat", "shared cores", (16, 32), cores=8),
-    _option("flat", "noise", FEW),
     _option("flat", "queue", FEW, queue=True),
     _option("small", "compute on few ranks", SMALL),
     _option("small", "h100 on few ranks", SMALL),
@@ -94,8 +93,6 @@ def planner_of(option: Option, ranks: int) -> Planner:
         cluster = replace(cluster, speeds=tuple(rng.uniform(0.7, 1) for _ in range(ranks)))
     model = MODELS["mistral-8x7b" if option.name == "experts" else "llama-7b"]
     costs = COMPUTE_ONLY if "compute" in option.name else CostModel.analytic(model, cluster)
-    if option.name.split()[0] in ("noise", "queue"):
-        costs = replace(costs, noise=0.05)
     return Planner(model, cluster, cost_model=costs, **option.planner)
 
 
@@ -131,7 +128,7 @@ def rows_of(kinds: list[str], every: int, seed: int) -> Iterator[Row]:
                 "lengths": name,
                 "ranks": ranks,
                 "made_by": plan.made_by,
-                "makespan_s": plan.makespan_s + plan.noise_s,
+                "makespan_s": plan.makespan_s,
                 "bound_s": plan.lower_bound_s,
                 "seconds": seconds,
             }

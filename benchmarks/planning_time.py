@@ -1,4 +1,4 @@
-"""Planning time of the steps that take longest to plan: large clusters that are pipelines, have speeds or noise.
+"""Planning time of the steps that take longest to plan: large clusters that are pipelines, have speeds or a queue.
 
 Seconds are processor time of ``Planner.plan``, the median of ``--runs``, with the costs of LLaMA-7B on H100 and the
 steps of ``benchmarks/planner_families.py`` (seed 0); ``byted 4G`` are 32,768 tokens a rank. ``--before FILE`` adds the
@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from planner_families import lengths_of
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, Planner
 from hdpcomm.plan.distributions import sample_lengths
 
-KINDS = ("one stage", "4 stages", "8 stages", "speeds", "noise", "queue")
+KINDS = ("one stage", "4 stages", "8 stages", "speeds", "queue")
 PIPELINES = ("lognormal", "long", "bimodal", "equal", "middle")
 LARGEST = 131_072
 LARGE = 16_384
@@ -49,7 +48,7 @@ def planner_of(kind: str, ranks: int) -> Planner:
     rng = random.Random(0)
     speeds = tuple(rng.uniform(0.5, 1) for _ in range(ranks)) if kind == "speeds" else None
     cluster = ClusterSpec(ranks=ranks, capacity=CAPACITY, ranks_per_node=8, speeds=speeds)
-    costs = replace(CostModel.analytic(MODELS["llama-7b"], cluster), noise=0.0 if kind == "speeds" else 0.05)
+    costs = CostModel.analytic(MODELS["llama-7b"], cluster)
     return Planner(MODELS["llama-7b"], cluster, "balanced", costs, queue=kind == "queue")
 
 
@@ -66,7 +65,7 @@ def measure(kind: str, name: str, ranks: int, runs: int) -> dict[str, Any]:
         times.append(time.process_time() - started)
     seconds = statistics.median(times)
     row = {"kind": kind, "lengths": name, "ranks": ranks, "sequences": len(lengths), "seconds": seconds}
-    return row | {"expected_s": plan.makespan_s + plan.noise_s, "bound_s": plan.lower_bound_s}
+    return row | {"makespan_s": plan.makespan_s, "bound_s": plan.lower_bound_s}
 
 
 def main() -> int:
@@ -90,7 +89,7 @@ def main() -> int:
         for name, ranks in cases(kind):
             row = measure(kind, name, ranks, options.runs)
             if old := known.get((kind, name, ranks)):
-                row |= {"before_s": old["seconds"], "before_expected_s": old["expected_s"]}
+                row |= {"before_s": old["seconds"], "before_makespan_s": old["makespan_s"]}
             rows.append(row)
             print(table_row(row), flush=True)
     if options.json:
@@ -100,10 +99,10 @@ def main() -> int:
 
 
 def table_row(row: dict[str, Any]) -> str:
-    """Gaps in percent; of the expected step where there is noise."""
+    """Gaps in percent."""
     gap, was = (
         f"{100 * (row[key] / row['bound_s'] - 1):.2f}" if key in row else ""
-        for key in ("expected_s", "before_expected_s")
+        for key in ("makespan_s", "before_makespan_s")
     )
     seconds = f"{row['before_s']:.2f}" if "before_s" in row else ""
     where = f"{row['ranks']:,}, {row['kind']}"

@@ -80,12 +80,11 @@ def rank(cost: CostModel, context: int, half_speed: bool, steps: int) -> list[di
         cluster = ClusterSpec(comm.size, CAPACITY, ranks_per_node=NODE)
         slow = comm.size // 3
         model = Waits(cost, 0.5 if half_speed and comm.rank == slow else 1.0)
-        knowing = replace(cost, noise=NOISE)
         speeds = tuple(0.5 if half_speed and each == slow else 1.0 for each in range(comm.size))
         true = Planner(None, replace(cluster, speeds=speeds), cost_model=cost)
         planners = {
-            "static": Planner(None, cluster, cost_model=knowing),
-            "queue": Planner(None, cluster, cost_model=knowing, queue=True),
+            "static": Planner(None, cluster, cost_model=cost),
+            "queue": Planner(None, cluster, cost_model=cost, queue=True),
         }
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         trainers = {name: Trainer(model, optimizer, planner, comm) for name, planner in planners.items()}

@@ -231,13 +231,6 @@ def makespan_of(
     batches: Sequence[tuple[Sequence[int], Sequence[int]]],
     limit: float = ...,
 ) -> float: ...
-def drawn_mean(
-    cost: CostModel,
-    lengths: Sequence[int],
-    batches: Sequence[tuple[Sequence[int], Sequence[int]]],
-    noise: float,
-    limit: float = ...,
-) -> float: ...
 
 # --- fuzzers
 

@@ -89,7 +89,7 @@ def planning_time() -> Cells:
     for ranks, kind in dict.fromkeys((row["ranks"], row["kind"]) for row in rows):
         chosen = {row["lengths"]: row for row in rows if (row["ranks"], row["kind"]) == (ranks, kind)}
         cells = [
-            f"{chosen[name]['seconds']:.2f} s, {percent(chosen[name]['expected_s'] / chosen[name]['bound_s'])}"
+            f"{chosen[name]['seconds']:.2f} s, {percent(chosen[name]['makespan_s'] / chosen[name]['bound_s'])}"
             if name in chosen
             else ""
             for name in lengths
@@ -139,16 +139,6 @@ def closed_loop() -> Cells:
         steps = [rows[case, 256, step] for step in (0, 1, 5)]
         cells = [f"{row['over_bound']:.3f} ({row['worst_over_bound']:.3f})" for row in steps]
         table.append([case, *cells, f"{steps[-1]['not_learning_over_bound']:.3f}"])
-    return table
-
-
-def noise_floor() -> Cells:
-    """Steps with noise over the bound without it, by context."""
-    names = {"floor": "floor", "blind": "blind", "knowing": "knowing", "queue": "with a queue"}
-    table = [["context", *names.values(), "micro-batches"]]
-    for row in result("noise_floor")["rows"]:
-        times = [f"{row[name]:.3f}" for name in names]
-        table.append([f"{row['context']:,}", *times, f"x {row['queue_more_batches']:.2f}"])
     return table
 
 
@@ -283,7 +273,6 @@ TABLES: dict[str, Callable[[], Cells]] = {
         uneven_links,
         shared_nics,
         closed_loop,
-        noise_floor,
         queue_steps,
         collectives,
         torch_backend,

@@ -13,7 +13,6 @@
 #include "planner/model/cost_model.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
-#include "planner/noise/noise.hpp"
 #include "planner/policies/policies.hpp"
 #include "planner/policies/queue.hpp"
 #include "planner/simulate/simulated_step.hpp"
@@ -67,7 +66,6 @@ CostModel costModelOf(const py::dict& given) {
   set("forward", cost.forward);
   set("forward_transfer", cost.forward_transfer);
   set("put_off", cost.put_off);
-  set("noise", cost.noise);
   set("key_limit", cost.key_limit);
   set("limited", cost.limited);
   set("capacity", memory.capacity);
@@ -99,8 +97,8 @@ CostModel costModelOf(const py::dict& given) {
 // (item, rows, starts): the segments of trees that may run in slices.
 using TreeRows = std::vector<std::tuple<int32_t, std::vector<int64_t>, std::vector<int64_t>>>;
 
-// (columns, makespan, lower bound, idle share, seconds that noise adds to the mean makespan,
-// micro-batches that wait in a queue, pools of ranks, the candidate that made the plan).
+// (columns, makespan, lower bound, idle share, micro-batches that wait in a queue, pools of ranks,
+// the candidate that made the plan).
 // `next_id`: of the first slice.
 py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
                        const std::string& policy, int64_t context, int context_ranks,
@@ -110,7 +108,6 @@ py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
   double lower_bound = 0;
   double makespan = 0;
   double idle_share = 0;
-  double noise_s = 0;
   int queued = 0;
   int pools = 1;
   std::string made_by;
@@ -122,23 +119,19 @@ py::tuple solveToTuple(const CostModel& cost, std::vector<int64_t> lengths,
     lower_bound = planner::lowerBound(problem);
     const PolicyOptions options{context, context_ranks};
     Plan plan = planner::planPolicy(problem, policy, options, lower_bound);
-    std::optional<double> mean;
     if (queue && problem.count() > 0) {
       planner::QueuedPlan found = planner::planQueue(problem, options, std::move(plan));
       plan = std::move(found.plan);
       queued = found.queued;
-      pools = queued > 0 ? found.pools : 1;
-      if (queued > 0) mean = found.mean;
+      pools = found.pools;
     }
     columns.emplace(plan, problem.lengths(), ids, next_id);
     makespan = plan.makespan;
     idle_share = plan.idle_share;
     made_by = plan.made_by;
-    if (!mean) mean = planner::expectedMakespan(problem, plan);
-    noise_s = std::max(0.0, *mean - makespan);
   }
-  return py::make_tuple(std::move(*columns).toTuple(), makespan, lower_bound, idle_share, noise_s,
-                        queued, pools, made_by);
+  return py::make_tuple(std::move(*columns).toTuple(), makespan, lower_bound, idle_share, queued,
+                        pools, made_by);
 }
 
 // The simulator counts on ranks that the cluster has.

@@ -13,7 +13,6 @@
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 #include "planner/model/round_queue.hpp"
-#include "planner/noise/noise_draws.hpp"
 #include "planner/pipeline/wave_planner.hpp"
 #include "planner/simulate/finish_plan.hpp"
 #include "testing/module.hpp"
@@ -116,17 +115,6 @@ void bindSearches(py::module_& module) {
         return planner::finishPlan(problem, microBatches(batches), limit).makespan;
       },
       py::arg("cost"), py::arg("lengths"), py::arg("batches"), py::arg("limit") = kNever);
-  module.def(
-      "drawn_mean",
-      [](const CostModel& cost, std::vector<int64_t> lengths, const Batches& batches, double noise,
-         double limit) {
-        constexpr int kSteps = 16;
-        const Problem problem(std::move(lengths), cost);
-        const planner::NoiseDraws draws(problem.count(), kSteps, noise);
-        return planner::DrawnEnds(problem, microBatches(batches), draws, limit).meanMakespan();
-      },
-      py::arg("cost"), py::arg("lengths"), py::arg("batches"), py::arg("noise"),
-      py::arg("limit") = kNever);
 }
 
 }  // namespace hdpcomm::testing

@@ -24,7 +24,7 @@ def solve(
     queue: bool = False,
     next_id: int = 0,
     trees: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
-) -> tuple[Columns, float, float, float, float, int, int, str]: ...
+) -> tuple[Columns, float, float, float, int, int, str]: ...
 def make_batches(
     table: Columns,
     first: int,

@@ -16,7 +16,7 @@ from hdpcomm.cli.output import check_drawing, check_writable, write_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text
 from hdpcomm.log import LOG
-from hdpcomm.options import count, positive, seed, share, slices
+from hdpcomm.options import count, positive, seed, slices
 
 if TYPE_CHECKING:
     from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner, StepPlan
@@ -113,13 +113,6 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         "--slow-ranks",
         metavar="RANK:SPEED,...",
         help="speeds of ranks that are slower than the others, 0.001 to 1 (3:0.5,9:0.8)",
-    )
-    cluster.add_argument(
-        "--noise",
-        type=share,
-        metavar="SHARE",
-        help="standard deviation of a micro-batch's compute, relative, 0 to 1 (0.05; default: as in --profile or "
-        "--calibration, else 0)",
     )
     cluster.add_argument(
         "--slices",
@@ -272,8 +265,6 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
     cluster = _with_domains(options, cluster, measured)
     _check_size(options, model, cluster)
     cost = read_profile(options.profile) if options.profile else None
-    if options.noise is not None:
-        cost = replace(cost or Planner(model, cluster).cost_model, noise=options.noise)
     if options.context is None and not options.lengths:
         options.context = _default_context(Planner(model, cluster, cost_model=cost))
     context = 0 if options.lengths else options.context
@@ -380,8 +371,6 @@ def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -
     memory = found.memory if options.offload else replace(found.memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
     speeds = _speeds(options.slow_ranks, found.cluster.ranks)
     cluster = replace(found.cluster, offload=options.offload, speeds=speeds)
-    noise = found.cost_model.noise if options.noise is None else options.noise
-    cost_model = replace(found.cost_model, noise=noise)
     queued, sliced = _queued(options, policies), _sliced(options, policies)
 
     def planner(policy: str, context: int) -> Planner:
@@ -389,7 +378,7 @@ def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -
             found.model,
             cluster,
             policy,
-            cost_model,
+            found.cost_model,
             context=context,
             memory=memory,
             ring_peers=options.ring_peers,

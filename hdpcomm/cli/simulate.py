@@ -113,10 +113,6 @@ def _show(
     )
     for policy, report in zip(policies, reports, strict=True):
         print(_row(policy, report, reports[-1]))
-    noise = [sum(step.plan.noise_s for step in report.steps) / len(report.steps) for report in reports]
-    if any(noise):
-        told = ", ".join(f"{policy} {seconds:.3g} s" for policy, seconds in zip(policies, noise, strict=True))
-        print(f"steps are those without noise; in the mean it adds {told} to each")
     for policy, report in zip(policies, reports, strict=True):
         if queued := sum(step.plan.queued for step in report.steps):
             count = sum(len(step.plan.table) for step in report.steps)
@@ -155,7 +151,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=Path,
         metavar="RUN",
         help="the model, costs, mesh and batches of a run of hdpcomm train --out RUN, beside what its steps took; "
-        "--ranks, --ranks-per-node, --capacity, --slow-ranks, --noise, --queue and --slices may differ",
+        "--ranks, --ranks-per-node, --capacity, --slow-ranks, --queue and --slices may differ",
     )
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="run the plan that hdpcomm plan --out wrote, and make none"

@@ -179,7 +179,7 @@ class PlanLearning:
 def _resumed(planner: Planner, found: Any) -> Planner:
     cluster: ClusterSpec = planner.cluster
     try:
-        cost_model, speeds = CostModel(**found["cost_model"]), found["speeds"]
+        cost_model, speeds = CostModel.from_dict(found["cost_model"]), found["speeds"]
         if speeds is not None and len(speeds) == cluster.ranks:  # on other ranks, they start anew
             cluster = cluster.with_speeds(tuple(map(float, speeds)))
     except (KeyError, TypeError, ValueError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -104,9 +104,6 @@ class CostModel:
         weights: share of ``linear`` without ``experts`` that goes to the gradients of weights, which split backward
             passes leave for later (``ClusterSpec.split_backward``): at most one of three matrix products, less where a
             stage has more than linear layers. :func:`hdpcomm.measure.costs.weights_share` measures it.
-        noise: standard deviation of the compute of a micro-batch, relative to what is predicted; micro-batches vary
-            independently of each other. Plans count with it where each rank has processors of its own, no pipeline and
-            no expert group. :class:`hdpcomm.plan.CostLearner` finds it in steps that were measured.
         key_limit: keys that a query sees at most in layers that choose them (``top_k`` of an indexer); 0: none do.
         limited: of ``attention``, the share of these layers without the indexers' scores, which are of all keys.
     """
@@ -126,13 +123,12 @@ class CostModel:
     weights: float = 1 / 3
     kv_domain: float | None = None
     latency_domain: float | None = None
-    noise: float = 0.0
     key_limit: float = 0.0
     limited: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            share = field.name.startswith("forward") or field.name in ("weights", "noise", "limited")
+            share = field.name.startswith("forward") or field.name in ("weights", "limited")
             most = 1.0 if share else math.inf
             value = getattr(self, field.name)
             if value is not None or not field.name.endswith("_domain"):
@@ -376,17 +372,22 @@ class CostModel:
         return json.dumps(asdict(self))
 
     @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CostModel:
+        """From its coefficients by name. Files of earlier releases have one more, ``noise``, which is left out."""
+        return cls(**{name: value for name, value in values.items() if name != "noise"})
+
+    @classmethod
     def from_json(cls, text: str) -> CostModel:
         """Reads :meth:`to_json` back. Raises InvalidUsage for anything else."""
         try:
             values = json.loads(text)
             if not isinstance(values, dict):
                 raise TypeError(f"a {type(values).__name__} was given")
-            if wrong := sorted(set(values) - {field.name for field in fields(cls)}):
+            if wrong := sorted(set(values) - {field.name for field in fields(cls)} - {"noise"}):
                 raise TypeError(f"it has no coefficient {wrong[0]!r}")
             if missing := {"attention", "linear"} - set(values):
                 raise TypeError(f"{sorted(missing)[0]!r} is missing")
-            return cls(**{n: float(value) if type(value) is int else value for n, value in values.items()})
+            return cls.from_dict({n: float(value) if type(value) is int else value for n, value in values.items()})
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             names = ", ".join(field.name for field in fields(cls))
             raise InvalidUsage(f"no cost model ({error}): expected a JSON object with numbers for {names}") from error
@@ -453,9 +454,6 @@ def core_cost(
     values["linear"] += experts * (cluster.expert_imbalance - 1)
     values["kv_domain"], values["latency_domain"] = cost.links(one_node=False, one_domain=True)
     domain = cluster.ranks_per_domain or 0 if cluster.node_ranks < cluster.ranks else 0  # else all are on one node
-    shared_links = cluster.node_ranks < cluster.ranks and bool(cluster.nics or cluster.uplinks)
-    if cluster.cores is not None or cluster.pipeline > 1 or cluster.expert > 1 or shared_links:
-        values["noise"] = 0.0  # ranks then wait for others at other times than at the end of a step
     values |= {
         "capacity": memory.capacity,
         "offloadable": memory.offloadable,

@@ -28,7 +28,6 @@ _ROUNDS = 6  # coefficients and speeds take turns
 _MAY_BE_OFF = 0.3  # of a coefficient, from one step to the next
 _SMALL_SHARE = 0.005  # of the time, for coefficients that are 0
 _UNEXPLAINED = 0.1  # relative deviation that is more than noise
-_LEAST_NOISE = 0.01  # relative deviation below which a plan need not know of it
 _SAME_SPEED = 0.05  # ranks that differ less from the median are all alike
 _SIGNIFICANT = 5.0  # standard deviations by which a speed has to differ; a median has 1.25 times those of a mean
 _SPEED_STEP = 1 / 64
@@ -84,10 +83,9 @@ class CostLearner:
     Compute: a regression of relative errors over the last steps, robust (Huber) and with forgetting, whose coefficients
     stay where they are as far as the steps say nothing about them; in turns with the speeds, medians of what a rank
     should have taken over what it took, 1 where noise explains the rest: that of each micro-batch, and that which all
-    micro-batches of a rank have in common in a step and not in the next one. Noise: the deviation that is left, by the
-    median of the absolute errors. Links: the bandwidth with the least sum of absolute errors of the waiting that
-    no compute hid: the ranks of a group also wait for the last one to come and for the slowest one to compute, so what
-    the shortest stay of a rank has beyond the longest compute is what counts.
+    micro-batches of a rank have in common in a step and not in the next one. Links: the bandwidth with the least sum of
+    absolute errors of the waiting that no compute hid: the ranks of a group also wait for the last one to come and for
+    the slowest one to compute, so what the shortest stay of a rank has beyond the longest compute is what counts.
     The idea of telling slow ranks from slow work by comparing each with what it would ideally take is that of the
     what-if analysis of stragglers, arXiv 2505.05713.
 
@@ -195,8 +193,7 @@ class CostLearner:
         self._speeds = speeds
         fastest, own = _distinct(speeds)
         names = dict(zip(_COEFFICIENTS, (value / fastest for value in found), strict=True))
-        noise = min(deviation, 1.0) if deviation >= _LEAST_NOISE else 0.0
-        self.cost_model = replace(self.cost_model, **names, noise=noise)
+        self.cost_model = replace(self.cost_model, **names)
         self.cluster = replace(self.cluster, speeds=own)
 
     def _fit(

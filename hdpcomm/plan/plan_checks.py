@@ -33,7 +33,7 @@ def check_values(table: PlanTable, values: dict[str, Any]) -> None:
     """
     if not 1 <= values["num_ranks"] <= _MOST_RANKS:
         raise InvalidUsage(f"the plan is for {values['num_ranks']} ranks, expected 1 to {_MOST_RANKS}")
-    for name in ("makespan_s", "lower_bound_s", "planning_s", "idle_share", "noise_s"):
+    for name in ("makespan_s", "lower_bound_s", "planning_s", "idle_share"):
         if not 0 <= values[name] < math.inf:
             raise InvalidUsage(f"the plan's {name} is {values[name]}, expected a number of at least 0")
     key_limit, limited = values["key_limit"], values["limited"]

@@ -32,7 +32,7 @@ _FORMAT, _VERSION = "hdpcomm.plan", "2"
 _TEXTS = ("format", "version", "policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share")
 # Values that files may lack, and what they are there.
 _LATER: dict[str, float | int | str] = {
-    "noise_s": 0.0, "queued": 0, "queue_pools": 1, "made_by": "", "key_limit": 0.0, "limited": 0.0,
+    "queued": 0, "queue_pools": 1, "made_by": "", "key_limit": 0.0, "limited": 0.0,
 }  # fmt: skip
 _KINDS = {np.int64: "I64", np.int32: "I32", np.float64: "F64"}
 

@@ -43,17 +43,11 @@ class _Solved(NamedTuple):
     makespan: float
     lower_bound: float
     idle_share: float
-    noise_s: float
     queued: int = 0
     queue_pools: int = 1
     made_by: str = ""
     slices: Sequence[SequenceFragment] = ()
     """The micro-batches that are slices, in the plan's order."""
-
-    @property
-    def expected(self) -> float:
-        """The mean makespan."""
-        return self.makespan + self.noise_s
 
 
 class Planner:
@@ -73,7 +67,7 @@ class Planner:
             number. A plan that has no more than that anyway stays as it is. Else groups are of neighbouring ranks, of
             which a rank has 4 at most; rings that leave each host once are made where there is room for their peers.
         queue: sequences that fit one rank wait in a queue (:attr:`StepPlan.queued`) in small micro-batches, from which
-            ranks take when they are free, so that a rank that noise hits or that was thought faster does less. A
+            ranks take when they are free, so that a rank that is late or was thought faster does less. A
             step in which that would take longer has none. For ``balanced`` without pipelines and expert ranks.
         slices: the most slices of tokens that a long sequence or tree may run in, one after the other on the same ranks
             (:class:`hdpcomm.plan.SequenceFragment`); 1: none. In pipelines where that makes the step shorter. Without a
@@ -261,7 +255,7 @@ class Planner:
         if self._without_offload and solved.makespan > least and max(jobs.tokens, default=0) <= self.max_length:
             with contextlib.suppress(InvalidUsage):  # policies that round group sizes up may not fit without offload
                 plain = self._solve(self._without_offload, jobs)
-                if plain.expected < solved.expected:
+                if plain.makespan < solved.makespan:
                     return plain._replace(made_by=f"{plain.made_by}, without offload")
         return solved
 
@@ -274,7 +268,6 @@ class Planner:
             lower_bound_s=solved.lower_bound,
             planning_s=time.perf_counter() - start,
             idle_share=solved.idle_share,
-            noise_s=solved.noise_s,
             queued=solved.queued,
             queue_pools=solved.queue_pools,
             made_by=solved.made_by,
@@ -351,7 +344,7 @@ class Planner:
         idle = 1 - float(found["busy"].sum()) / (makespan * self.cluster.ranks) if makespan else 0.0
         made_by = f"slices + {solved.made_by}" if others else "slices"
         solved = solved._replace(
-            table=PlanTable(**columns), makespan=makespan, idle_share=max(0.0, idle), noise_s=0.0, made_by=made_by
+            table=PlanTable(**columns), makespan=makespan, idle_share=max(0.0, idle), made_by=made_by
         )
         return self._made(rest, start, solved)
 
@@ -374,7 +367,7 @@ class Planner:
         seconds = np.repeat(solved.table.predicted_s, solved.table.group_sizes())
         mean = float(seconds.sum()) / self.cluster.ranks
         makespan = self._on_shared_cores(mean, solved.makespan)
-        return solved._replace(makespan=makespan, idle_share=1 - mean / makespan if makespan else 0.0, noise_s=0.0)
+        return solved._replace(makespan=makespan, idle_share=1 - mean / makespan if makespan else 0.0)
 
     def _on_shared_cores(self, mean: float, makespan: float) -> float:
         """Seconds of a step: ``mean`` is the work of its devices, ``makespan`` what it takes if each is as slow as
@@ -399,7 +392,7 @@ class Planner:
         if longest_first:
             table, made_by = PlanTable.of(sorted_for_waves(table.micro_batches())), f"{made_by}, longest first"
         idle_share = 1 - mean / makespan if makespan else 0.0
-        return _Solved(table, makespan, self._bound_in_waves(jobs), idle_share, 0.0, made_by=made_by)
+        return _Solved(table, makespan, self._bound_in_waves(jobs), idle_share, made_by=made_by)
 
     def _shorter_waves(self, jobs: Jobs, solved: _Solved, start: float) -> _Solved:
         """The plan; where it has slices and ranks share experts, one without if its waves end earlier: ranks that wait

@@ -60,7 +60,6 @@ class StepPlan:
         lower_bound_s: seconds that no plan can beat under the same cost model (docs/bound.md).
         planning_s: seconds that planning took; not part of the hash.
         idle_share: share of ranks x makespan in which ranks wait or are done.
-        noise_s: seconds that the noise of the cost model adds to the makespan in the mean; 0 without noise.
         queued: micro-batches at the end of the plan that wait in a queue, each for one rank and without offload. A rank
             runs what is bound to it, then takes the next one of the queue until none is left. The rank that the plan
             names for it is the one that would take it if all went as predicted; a plan may also be run so.
@@ -80,7 +79,6 @@ class StepPlan:
     planning_s: float
     idle_share: float
     fragments: tuple[TreeFragment | SequenceFragment, ...] = ()
-    noise_s: float = 0.0
     queued: int = 0
     queue_pools: int = 1
     made_by: str = ""
@@ -133,11 +131,6 @@ class StepPlan:
     def gap(self) -> float:
         """How far the makespan is above the lower bound: 0.02 means 2%."""
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
-
-    @property
-    def expected_s(self) -> float:
-        """Mean seconds until the last rank is done, with the noise of the cost model."""
-        return self.makespan_s + self.noise_s
 
     @property
     def tokens(self) -> int:
@@ -268,12 +261,11 @@ class StepPlan:
         tokens = table.tokens()
         ring_tokens = int(((table.group_sizes() - 1) * tokens).sum())
         widest = ranks_text(int(table.group_sizes().max(initial=0)))
-        noise = f" and {self.noise_s:.3g} s of noise" if self.noise_s else ""
         made_by = f" by {self.made_by}" if self.made_by not in ("", self.policy) else ""
         lines = [
             f"policy {self.policy} on {ranks_text(self.num_ranks)}: {self.tokens:,} tokens in {len(table)} "
             f"micro-batches, {counts.min()} to {counts.max()} a rank",
-            f"predicted {self.makespan_s:.6g} s{noise}, lower bound {self.lower_bound_s:.6g} s "
+            f"predicted {self.makespan_s:.6g} s, lower bound {self.lower_bound_s:.6g} s "
             f"(gap {100 * self.gap:.2f}%), idle {100 * self.idle_share:.2f}%, "
             f"planned in {1e3 * self.planning_s:.1f} ms{made_by}",
             f"widest group {widest}, at most {table.most_peers()} ring peers a rank, "
@@ -307,7 +299,6 @@ class StepPlan:
             "gap": self.gap,
             "planning_s": self.planning_s,
             "idle_share": self.idle_share,
-            "noise_s": self.noise_s,
             "made_by": self.made_by,
             **self._rare_values(),
             "hash": self.hash,
@@ -405,9 +396,7 @@ class StepPlan:
 
 
 _QUEUE_VALUES, _LIMIT_VALUES = ("queued", "queue_pools"), ("key_limit", "limited")
-_ALWAYS = (
-    "policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share", "noise_s", "made_by",
-)  # fmt: skip
+_ALWAYS = ("policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share", "made_by")
 _VALUES = (*_ALWAYS, *_QUEUE_VALUES, *_LIMIT_VALUES)
 
 

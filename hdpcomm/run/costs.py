@@ -97,11 +97,11 @@ def measure_costs(
         facts: dict[str, Any] = dict(found.facts)
         memory, processor = facts.get("memory_model"), facts.get("processor_model")
         return Costs(
-            CostModel(**facts["cost_model"]),
+            CostModel.from_dict(facts["cost_model"]),
             capacity,
             MemoryModel(**memory) if memory else None,
             pool,
-            CostModel(**processor) if processor else None,
+            CostModel.from_dict(processor) if processor else None,
             facts.get("nics"),
             facts.get("uplinks"),
         )

@@ -341,7 +341,6 @@ class _Run:
         if policy in self.learning:
             self.learning[policy].add(ran, times.ranks)
             costs["slowest_rank"], costs["slowest_speed"] = self.learning[policy].slowest()
-            costs["noise"] = trainer.planner.cost_model.noise
         if watching.on_step is not None:
             watching.on_step(policy, metrics, costs)
         if self._is_watched(step):

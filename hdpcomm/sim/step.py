@@ -83,7 +83,7 @@ class StepReport:
         names += ["stalled_share", "peak_tokens", "peak_bytes"]
         plan = self.plan
         head = {"policy": plan.policy, "ranks": plan.num_ranks, "tokens": plan.tokens, "planning_s": plan.planning_s}
-        head |= {"predicted_s": plan.makespan_s, "noise_s": plan.noise_s, "lower_bound_s": plan.lower_bound_s}
+        head |= {"predicted_s": plan.makespan_s, "lower_bound_s": plan.lower_bound_s}
         return head | {name: getattr(self, name) for name in names}
 
 

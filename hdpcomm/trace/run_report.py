@@ -69,7 +69,7 @@ def _page(run: Path) -> str:
     parts = [_head(run, by_policy)]
     parts.append(_section("Curves", curves(by_policy, evaluations)))
     parts.append(_section("Policies side by side", _policies(by_policy, timelines), _long_steps(run, by_policy)))
-    told = "".join(tell(by_policy) for tell in (_slow_ranks, _noise, _queue))
+    told = "".join(tell(by_policy) for tell in (_slow_ranks, _queue))
     parts.append(_section("Plans against the clock", _clock(by_policy), told))
     parts.append(_section("Where the time went", time_shares({p: _shares(rows) for p, rows in by_policy.items()})))
     for place, (policy, row) in enumerate(timelines.items()):
@@ -247,13 +247,6 @@ def _slow_ranks(by_policy: Mapping[str, Sequence[Row]]) -> str:
     if not found:
         return "No rank was slow in half of the steps or more."
     return f"Slow ranks: {'; '.join(found)}. hdpcomm train --learn-costs gives them less; with --queue they take less."
-
-
-def _noise(by_policy: Mapping[str, Sequence[Row]]) -> str:
-    """The model of noise in the last step's plan."""
-    last = {policy: steps[-1].get("noise") for policy, steps in by_policy.items() if steps}
-    told = [f"{noise:.1%} under {policy}" for policy, noise in last.items() if isinstance(noise, (int, float))]
-    return f" Micro-batches took longer or shorter by chance (standard deviation): {', '.join(told)}." if told else ""
 
 
 def _queue(by_policy: Mapping[str, Sequence[Row]]) -> str:

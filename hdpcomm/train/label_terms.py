@@ -133,7 +133,7 @@ def shorter_plan(
         other = plan(shared.items)
     except InvalidUsage:  # the ranks hold its sequences, but no tree of them
         return planned, plain
-    if other.plan.expected_s >= planned.plan.expected_s:
+    if other.plan.makespan_s >= planned.plan.makespan_s:
         return planned, plain
     return replace(other, waited_s=other.waited_s + planned.waited_s), shared
 

@@ -578,7 +578,7 @@ class Trainer:
             longest=longest,
             longest_ranks=longest_ranks,
             micro_batches=len(plan.table),
-            predicted_s=plan.expected_s,
+            predicted_s=plan.makespan_s,
             planning_s=planning / self.comm.size,
             plan_wait_s=plan_wait / self.comm.size,
             processor_s=rows[:, 3].max().item(),

@@ -20,7 +20,7 @@ from tests.harness.fault_cases import LONG_S
 
 CONFIG = LlamaConfig(vocabulary=31, layers=1, hidden=16, heads=2, kv_heads=1, ffn=24)
 LENGTHS = (90, 1, 7, 33, 2, 18, 40, 5, 24, 3, 12, 29)
-COST = CostModel(attention=1e-4, linear=1e-2, fixed=1e-3, ring_step=1e-2, noise=0.1)
+COST = CostModel(attention=1e-4, linear=1e-2, fixed=1e-3, ring_step=1e-2)
 
 
 def trainer_on(comm: hdp.Communicator, model: Llama) -> Trainer:

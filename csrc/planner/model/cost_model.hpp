@@ -25,7 +25,6 @@ struct CostParams {
   double forward = 1 / 3.;           // share of the compute that is the forward pass
   double forward_transfer = 1 / 4.;  // share of the transfers
   double put_off = 0;  // of `linear`: gradients of weights, which split backward passes put off
-  double noise = 0;    // relative standard deviation of a micro-batch's compute
   // Layers whose queries see at most so many keys, and their share of `attention`. The squares of
   // sequences know of it, so this is for slices alone.
   double key_limit = 0;

@@ -36,7 +36,6 @@ struct MicroBatch {
 struct Plan {
   std::vector<MicroBatch> micro_batches;  // in the global order
   double makespan = 0;
-  double expected = 0;    // mean makespan where there is noise; 0: not known yet
   double idle_share = 0;  // of ranks x makespan
   std::string made_by;    // the candidate of a search, or the policy; not a part of what runs
 };

@@ -15,7 +15,6 @@
 #include "planner/flat/balanced.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/rings.hpp"
-#include "planner/noise/noise.hpp"
 #include "planner/pipeline/pipeline.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
@@ -133,7 +132,7 @@ Plan planFreely(const Problem& problem, const std::string& policy, const PolicyO
   if (policy == "pow2") return named(planPow2(problem));
   if (isBalanced(policy)) {
     const auto plan = problem.cost().cluster().pipeline > 1 ? planPipeline : planBalanced;
-    return planForNoise(problem, plan(problem, options, lower_bound));
+    return plan(problem, options, lower_bound);
   }
   throwInvalidUsage("policy is '" + policy +
                     "', expected static, naive, balanced, pipeline or pow2");

@@ -3,16 +3,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <numeric>
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include "planner/bound/bound.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/round_queue.hpp"
-#include "planner/noise/free_ranks.hpp"
-#include "planner/noise/noise_draws.hpp"
 #include "planner/policies/policies.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
@@ -25,18 +21,9 @@ constexpr int kPoolRanks = 256;  // that one counter answers
 constexpr int kLarge = 1 << 14;
 // What a rank waits for the counter's answer: of its own host, of another one.
 constexpr double kAskSeconds[] = {5e-6, 200e-6};
-// Deviation that micro-batches are thought to have where the cost model knows of none: no clock of
-// a step was ever without.
-constexpr double kAssumedNoise = 0.02;
-// A queue may be longer than the plan without one by this share, in the mean: what nobody predicts
+// A queue may be longer than the plan without one by this share, as predicted: what nobody predicts
 // speaks for it.
-constexpr double kWorthIt = 0.005;
-// Sequences x possible steps that are looked at for each try, and for the best one; and steps.
-constexpr size_t kMostTriedTimes = 1 << 17;
-constexpr size_t kMostTimes = 1 << 19;
-constexpr int kMostLooksTried = 16;
-constexpr int kMostLooks = 256;
-constexpr int kFewestLooks = 4;
+constexpr double kWorthIt = 0.01;
 constexpr double kLeastPack = 8;  // fixed costs of a micro-batch that its sequences take at least
 // A micro-batch takes this part of what would be each rank's share of all that is left (guided
 // self-scheduling).
@@ -90,107 +77,72 @@ struct Candidate {
   std::vector<int32_t> waiting;
 };
 
-class Queue {
- public:
-  Queue(const Problem& problem, int pools)
-      : problem_(problem),
-        pools_(pools),
-        ask_(kAskSeconds[problem.ranks() > problem.cost().cluster().ranks_per_node]) {}
-
-  // The ranks that take these micro-batches after those of `bound`.
-  std::vector<int32_t> takers(const Plan& bound, const std::vector<Pack>& packs) const {
-    std::vector<double> ready(problem_.ranks(), 0.0);
-    for (const MicroBatch& batch : bound.micro_batches) {
-      double end = 0;
-      for (const int32_t rank : batch.ranks) end = std::max(end, ready[rank]);
-      for (const int32_t rank : batch.ranks) ready[rank] = end + batch.predicted_s;
-    }
-    std::vector<RoundQueue::Entry> entries;
-    for (int32_t rank = 0; rank < problem_.ranks(); ++rank) entries.emplace_back(ready[rank], rank);
-    RoundQueue free(std::move(entries));
-    std::vector<int32_t> ranks;
-    for (const Pack& pack : packs) {
-      const auto [when, rank] = free.top();
-      ranks.push_back(rank);
-      free.replaceTop({when + ask_ + pack.seconds / problem_.cost().cluster().speed(rank), rank});
-    }
-    return ranks;
-  }
-
-  // The plan of that.
-  Plan plan(Plan bound, std::vector<Pack> packs, const std::vector<int32_t>& takers) const {
-    std::vector<MicroBatch> batches = std::move(bound.micro_batches);
-    batches.reserve(batches.size() + packs.size());
-    for (size_t i = 0; i < packs.size(); ++i) {
-      MicroBatch batch;
-      batch.ranks = {takers[i]};
-      batch.sequences = std::move(packs[i].sequences);
-      batch.predicted_s = packs[i].seconds / problem_.cost().cluster().speed(takers[i]);
-      batches.push_back(std::move(batch));
-    }
-    for (size_t i = 0; i < batches.size(); ++i) batches[i].start = static_cast<double>(i);
-    return finishPlan(problem_, std::move(batches), kNever, true);
-  }
-
-  // Mean makespan over possible steps, in each of which the ranks take from the queue as they are
-  // free then; one that is not below `limit` as soon as that is certain. `takers`: of these
-  // packs.
-  double mean(const DrawnEnds& bound, const NoiseDraws& draws, const std::vector<Pack>& packs,
-              const std::vector<int32_t>& takers, double limit) const {
-    struct Waiting {
-      double seconds;
-      const float* factors;
-    };
-    std::vector<std::vector<Waiting>> of_pool(pools_);
-    for (size_t i = 0; i < packs.size(); ++i) {
-      of_pool[takers[i] % pools_].push_back(
-          {packs[i].seconds, draws.of(packs[i].sequences.front())});
-    }
-    std::vector<double> makespans;
-    for (int step = 0; step < draws.steps(); ++step) makespans.push_back(bound.makespan(step));
-    const auto meanOfAll = [&] {
-      return std::accumulate(makespans.begin(), makespans.end(), 0.0) / draws.steps();
-    };
-    const Cluster& cluster = problem_.cost().cluster();
-    const double slowest = cluster.slowest(0, problem_.ranks());
-    FreeRanks free;
-    for (int pool = 0; pool < pools_ && meanOfAll() < limit; ++pool) {
-      const int ranks = (problem_.ranks() - pool + pools_ - 1) / pools_;
-      for (int step = 0; step < draws.steps(); ++step) {
-        double& makespan = makespans[step];
-        double sum = 0;
-        for (int32_t rank = pool; rank < problem_.ranks(); rank += pools_) {
-          sum += bound.ofRank(rank, step);
-        }
-        // Who is free first is so no later than the mean of all.
-        double latest = 0;
-        for (const Waiting& each : of_pool[pool]) {
-          const double seconds = ask_ + each.seconds * each.factors[step] / slowest;
-          latest = std::max(latest, sum / ranks + seconds);
-          sum += seconds;
-        }
-        if (latest <= makespan * (1 - 1e-9)) continue;
-        free.clear();
-        for (int32_t rank = pool; rank < problem_.ranks(); rank += pools_) {
-          free.add(bound.ofRank(rank, step), rank);
-        }
-        free.arrange();
-        for (const Waiting& each : of_pool[pool]) {
-          const double seconds = each.seconds * each.factors[step];
-          const double end = free.when() + ask_ + seconds / cluster.speed(free.rank());
-          makespan = std::max(makespan, end);
-          free.delayFirst(end);
-        }
-      }
-    }
-    return meanOfAll();
-  }
-
- private:
-  const Problem& problem_;
-  int pools_;
-  double ask_;
+// The ranks that take the micro-batches of a queue, and when all have ended.
+struct Taken {
+  std::vector<int32_t> ranks;
+  double makespan = 0;
 };
+
+// As predicted: whoever is free first takes the next one.
+Taken takeInTurn(const Problem& problem, const std::vector<MicroBatch>& bound,
+                 const std::vector<Pack>& packs) {
+  const Cluster& cluster = problem.cost().cluster();
+  const double ask = kAskSeconds[problem.ranks() > cluster.ranks_per_node];
+  std::vector<double> ready(problem.ranks(), 0.0);
+  Taken taken;
+  for (const MicroBatch& batch : bound) {
+    double end = 0;
+    for (const int32_t rank : batch.ranks) end = std::max(end, ready[rank]);
+    end += batch.predicted_s;
+    for (const int32_t rank : batch.ranks) ready[rank] = end;
+    taken.makespan = std::max(taken.makespan, end);
+  }
+  std::vector<RoundQueue::Entry> entries;
+  for (int32_t rank = 0; rank < problem.ranks(); ++rank) entries.emplace_back(ready[rank], rank);
+  RoundQueue free(std::move(entries));
+  for (const Pack& pack : packs) {
+    const auto [when, rank] = free.top();
+    const double end = when + ask + pack.seconds / cluster.speed(rank);
+    taken.ranks.push_back(rank);
+    taken.makespan = std::max(taken.makespan, end);
+    free.replaceTop({end, rank});
+  }
+  return taken;
+}
+
+// The plan of that.
+Plan planOf(const Problem& problem, std::vector<MicroBatch> batches, std::vector<Pack> packs,
+            const std::vector<int32_t>& takers) {
+  batches.reserve(batches.size() + packs.size());
+  for (size_t i = 0; i < packs.size(); ++i) {
+    MicroBatch batch;
+    batch.ranks = {takers[i]};
+    batch.sequences = std::move(packs[i].sequences);
+    batch.predicted_s = packs[i].seconds / problem.cost().cluster().speed(takers[i]);
+    batches.push_back(std::move(batch));
+  }
+  for (size_t i = 0; i < batches.size(); ++i) batches[i].start = static_cast<double>(i);
+  return finishPlan(problem, std::move(batches), kNever, true);
+}
+
+// Those that take longest first.
+void sortByTime(const Problem& problem, std::vector<int32_t>& sequences) {
+  constexpr size_t kFew = 4096;
+  if (sequences.size() > kFew) {  // longer ones mostly take longer, and lengths are sorted faster
+    std::vector<bool> there(problem.count(), false);
+    for (const int32_t each : sequences) there[each] = true;
+    sequences = problem.byLength();
+    std::erase_if(sequences, [&](int32_t each) { return !there[each]; });
+  }
+  std::vector<std::pair<double, int32_t>> by_time;  // negated
+  by_time.reserve(sequences.size());
+  for (const int32_t each : sequences) {
+    by_time.emplace_back(-problem.cost().seconds(problem.own(each), 1), each);
+  }
+  if (std::is_sorted(by_time.begin(), by_time.end())) return;
+  std::sort(by_time.begin(), by_time.end());
+  for (size_t i = 0; i < by_time.size(); ++i) sequences[i] = by_time[i].second;
+}
 
 // Whether a sequence can wait: it fits a rank without offload, and nothing rides on it.
 bool canWait(const Problem& problem, int sequence) {
@@ -210,13 +162,9 @@ std::vector<int32_t> shortOnes(const Problem& problem, double longest) {
   return found;
 }
 
-// These sequences wait; the others are planned as if there were no more, and no noise, which those
-// that wait make up for.
+// These sequences wait; the others are planned as if there were no more.
 Candidate waitingAll(const Problem& problem, PolicyOptions options, std::vector<int32_t> waiting) {
   options.baselines = problem.ranks() < kLarge;
-  CostParams params = problem.cost().params();
-  params.noise = 0;
-  const CostModel cost(params, problem.cost().memory(), problem.cost().cluster());
   Candidate found;
   found.waiting = std::move(waiting);
   std::vector<bool> waits(problem.count(), false);
@@ -226,7 +174,7 @@ Candidate waitingAll(const Problem& problem, PolicyOptions options, std::vector<
     if (!waits[i]) others.push_back(i);
   }
   if (others.empty()) return found;
-  const Problem rest = problem.part(others, cost);
+  const Problem rest = problem.part(others, problem.cost());
   Plan plan = planPolicy(rest, "balanced", options, lowerBound(rest));
   for (MicroBatch& batch : plan.micro_batches) {
     for (int32_t& sequence : batch.sequences) sequence = others[sequence];
@@ -236,49 +184,51 @@ Candidate waitingAll(const Problem& problem, PolicyOptions options, std::vector<
   return found;
 }
 
+// The micro-batches of a plan that ranks share or that keep memory by offload, with what comes
+// before them on these ranks; what ranks run by themselves after them waits.
+Candidate waitingTails(const Problem& problem, const Plan& plan) {
+  std::vector<bool> shared(plan.micro_batches.size(), false);
+  std::vector<bool> alone(problem.ranks(), true);
+  Candidate found;
+  for (size_t i = shared.size(); i-- > 0;) {  // the last ones of ranks first
+    const MicroBatch& batch = plan.micro_batches[i];
+    if (batch.ranks.size() == 1 && batch.offload == 0 && alone[batch.ranks.front()]) {
+      found.waiting.insert(found.waiting.end(), batch.sequences.begin(), batch.sequences.end());
+      continue;
+    }
+    shared[i] = true;
+    for (const int32_t member : batch.ranks) alone[member] = false;
+  }
+  for (size_t i = 0; i < shared.size(); ++i) {
+    if (shared[i]) found.bound.push_back(plan.micro_batches[i]);
+  }
+  sortByTime(problem, found.waiting);
+  return found;
+}
+
 }  // namespace
 
 QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan bound) {
-  const double known = problem.cost().params().noise;
-  const double noise = known > 0 ? known : kAssumedNoise;
   if (problem.ranks() == 1) return {std::move(bound)};
-  const int pools = (problem.ranks() + kPoolRanks - 1) / kPoolRanks;
-  const Queue queue(problem, pools);
-  const auto count = static_cast<size_t>(problem.count());
-  const NoiseDraws draws(count, drawsFor(count, kMostTriedTimes, kFewestLooks, kMostLooksTried),
-                         noise);
-
-  QueuedPlan best;
-  Plan best_bound;
+  Candidate best;
   std::vector<Pack> best_packs;
-  std::vector<int32_t> best_takers;
-  double best_mean = kNever;
+  Taken best_taken{{}, kNever};
   double best_share = 0;
   const auto attempt = [&](Candidate candidate) {
     if (candidate.waiting.empty()) return;
-    const DrawnEnds ends(problem, candidate.bound, draws, best_mean * (1 - kBetter));
-    const double least = ends.meanMakespan();  // whatever waits
-    if (least >= best_mean * (1 - kBetter)) return;
-    Plan bound_plan;
-    bound_plan.micro_batches = std::move(candidate.bound);
-    const bool first = best.queued == 0;
+    const bool first = best_packs.empty();
     bool better = false;
     for (const double share : kShares) {
       if (!first && share != best_share) continue;  // the size that was best for another one
-      const double limit = best_mean * (1 - kBetter);
-      if (least >= limit) break;
       std::vector<Pack> packs = packGuided(problem, candidate.waiting, share);
-      std::vector<int32_t> takers = queue.takers(bound_plan, packs);
-      const double mean = queue.mean(ends, draws, packs, takers, limit);
-      if (mean >= limit) continue;
+      Taken taken = takeInTurn(problem, candidate.bound, packs);
+      if (taken.makespan >= best_taken.makespan * (1 - kBetter)) continue;
       better = true;
-      best_mean = mean;
       best_share = share;
-      best.queued = static_cast<int>(packs.size());
       best_packs = std::move(packs);
-      best_takers = std::move(takers);
+      best_taken = std::move(taken);
     }
-    if (better) best_bound = std::move(bound_plan);
+    if (better) best = std::move(candidate);
   };
   size_t most = 0;  // sequences that waited
   for (const double share : kShort) {
@@ -287,27 +237,16 @@ QueuedPlan planQueue(const Problem& problem, const PolicyOptions& options, Plan 
     if (waiting.empty() || same) continue;
     attempt(waitingAll(problem, options, std::move(waiting)));
   }
-  Tails tails = takeTails(problem, bound);
-  attempt({std::move(tails.shared), std::move(tails.sequences)});
-  if (best.queued == 0) return {std::move(bound)};
-
-  // Both by as many possible steps as there is time for.
-  const int steps = drawsFor(count, kMostTimes, kFewestLooks, kMostLooks);
-  std::optional<NoiseDraws> made;
-  if (steps != draws.steps()) {
-    made.emplace(count, steps, noise);
-    const DrawnEnds ends(problem, best_bound.micro_batches, *made);
-    best_mean = queue.mean(ends, *made, best_packs, best_takers, kNever);
+  attempt(waitingTails(problem, bound));
+  if (best_packs.empty() || best_taken.makespan > bound.makespan * (1 + kWorthIt)) {
+    return {std::move(bound)};
   }
-  best.plan = queue.plan(std::move(best_bound), std::move(best_packs), best_takers);
-  best.mean = std::max(best_mean, best.plan.makespan);
-  best.pools = pools;
-  const NoiseDraws& all = made ? *made : draws;
-  const double without = DrawnEnds(problem, bound.micro_batches, all, best.mean).meanMakespan();
-  if (best.mean > without * (1 + kWorthIt)) return {std::move(bound)};
-  best.plan.made_by = bound.made_by + " + queue";
-  if (known <= 0) best.mean = best.plan.makespan;
-  return best;
+  QueuedPlan found;
+  found.queued = static_cast<int>(best_packs.size());
+  found.pools = (problem.ranks() + kPoolRanks - 1) / kPoolRanks;
+  found.plan = planOf(problem, std::move(best.bound), std::move(best_packs), best_taken.ranks);
+  found.plan.made_by = bound.made_by + " + queue";
+  return found;
 }
 
 }  // namespace hdpcomm::planner

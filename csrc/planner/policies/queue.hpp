@@ -16,7 +16,6 @@ struct QueuedPlan {
   int queued = 0;
   // A micro-batch is for the ranks that are equal to its own one modulo this number.
   int pools = 1;
-  double mean = 0;  // makespan with the noise of the cost model
 };
 
 // `bound`: the plan without a queue.

@@ -63,7 +63,7 @@ def test_gradients_are_those_of_one_process(how, dtype):
 
 
 def test_tensor_ranks_take_from_a_queue_together():
-    cost = CostModel(attention=1e-4, linear=1e-2, fixed=1e-3, ring_step=1e-3, noise=0.1)
+    cost = CostModel(attention=1e-4, linear=1e-2, fixed=1e-3, ring_step=1e-3)
     planner = Planner(None, ClusterSpec(2, 60, tensor=2), cost_model=cost, queue=True)
     results = run_threads(lambda: one_step(planner, CONFIG, torch.float64, LENGTHS), 4)
     check(results, CONFIG, torch.float64, LENGTHS)

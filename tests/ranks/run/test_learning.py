@@ -95,10 +95,6 @@ def test_a_rank_at_half_speed_gets_less_and_is_named(data: str, tmp_path: Path, 
     assert last["measured_s"] == pytest.approx(last["predicted_s"], rel=0.1)
     report = run_report(tmp_path)
     assert "rank 1 computed at 0.5" in report
-    assert (
-        f"Micro-batches took longer or shorter by chance (standard deviation): {last['noise']:.1%} under balanced"
-        in report
-    )
     facts = open_checkpoint(tmp_path / "saved" / "step-7").facts
     learned = facts["learned"]["balanced"]
     assert learned["speeds"] == [1.0, pytest.approx(0.5, abs=0.03)]
@@ -129,7 +125,6 @@ def test_real_clocks_give_equal_plans_on_all_ranks(data: str, tmp_path: Path) ->
     for row in told[0]:
         assert row["measured_s"] > 0
         assert 0 <= row["slowest_rank"] < 3
-        assert 0 <= row["noise"] <= 1
 
 
 @pytest.mark.usefixtures("half_speed")

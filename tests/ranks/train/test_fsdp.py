@@ -17,7 +17,7 @@ from hdpcomm.train.data_parallel import gloo_group
 
 CONFIG = LlamaConfig(vocabulary=31, layers=3, hidden=16, heads=2, kv_heads=1, ffn=24)
 COST = CostModel(1e-6, 1e-5)
-NOISY = CostModel(1e-4, 1e-2, 1e-3, ring_step=1e-2, noise=0.1)  # whose plans have a queue
+NOISY = CostModel(1e-4, 1e-2, 1e-3, ring_step=1e-2)  # whose plans have a queue
 
 
 def sharded(model, mesh):

@@ -15,7 +15,7 @@ from hdpcomm.errors import InvalidUsage  # noqa: E402
 from hdpcomm.plan import CostModel  # noqa: E402
 from tests.harness.tiny_huggingface import arguments, documents, leave, weights  # noqa: E402
 
-COST = CostModel(1e-9, 1e-6, 1e-4, noise=0.1)
+COST = CostModel(1e-9, 1e-6, 1e-4)
 SLOW = CostModel(1e-9, 1.0)
 """Passes behind which copies hide, however slow they are while others use this machine."""
 

@@ -185,7 +185,7 @@ WAYS = {
     ),
     "queue": (
         partial(rows_of, lengths=[40, 2, 3, 4, 6, 8, 7, 5]),
-        {"capacity": 80, "queue": True, "cost": CostModel(1e-4, 1e-2, fixed=1e-3, ring_step=1e-3, noise=0.1)},
+        {"capacity": 80, "queue": True, "cost": CostModel(1e-4, 1e-2, fixed=1e-3, ring_step=1e-3)},
         lambda _, plan: plan.queued,
     ),
 }

@@ -116,15 +116,6 @@ def test_noise_alone_makes_nobody_slow() -> None:
     assert learner.cost_model.attention == pytest.approx(COST.attention, rel=0.1)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.02, 0.05, 0.15])
-def test_the_noise_of_micro_batches_is_found(noise: float) -> None:
-    learner = CostLearner(COST, CLUSTER)
-    run(learner, COST, (1.0,) * RANKS, steps=4, noise=noise)
-    assert learner.cost_model.noise == pytest.approx(noise, rel=0.25)
-    run(learner, COST, (1.0,) * RANKS, steps=12)
-    assert learner.cost_model.noise == 0
-
-
 def test_what_a_rank_has_in_common_in_one_step_makes_nobody_slow() -> None:
     """As where ranks take turns on processors: they are slow in one step and quick in the next one."""
     wrong = 0

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner
@@ -99,44 +96,6 @@ def test_each_sequence_goes_to_the_fullest_pack_with_room(capacity: int) -> None
     planner = Planner(None, cluster, "static", COSTS, memory=MemoryModel(capacity))
     found = planner.plan(lengths).micro_batches
     assert [[each.id for each in batch.sequences] for batch in found] == packs
-
-
-@pytest.mark.parametrize("noise", [0.02, 0.3])
-def test_possible_steps_end_once_their_mean_is_too_long(noise: float) -> None:
-    rng = random.Random(1)
-    ranks, lengths = 8, [rng.randint(1, 1000) for _ in range(6000)]
-    cost, batches = cost_of(ranks), batches_of(rng, 8, 6000)
-    exact = _testing.drawn_mean(cost, lengths, batches, noise)
-    assert exact / 2 <= _testing.drawn_mean(cost, lengths, batches, noise, limit=exact / 2) < 0.9 * exact
-    assert _testing.drawn_mean(cost, lengths, batches, noise, limit=1.001 * exact) == exact
-
-
-def numbers() -> Iterator[float]:
-    """xorshift64*, from the planner's seed on."""
-    state = 0x9E3779B97F4A7C15
-    while True:
-        state ^= state >> 12
-        state ^= state << 25 & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 27
-        yield ((state * 0x2545F4914F6CDD1D & 0xFFFFFFFFFFFFFFFF) >> 32) * 2.0**-32
-
-
-@pytest.mark.parametrize("pair", [(0, 1), (3, 0), (40, 39)])
-def test_draws_of_a_sequence_do_not_depend_on_who_asks(pair: tuple[int, int]) -> None:
-    """Numbers are drawn for the sequences that need them, and are those of a draw for all in turn."""
-    noise, half, rng = 0.3, 8, random.Random(7)
-    lengths = [rng.randint(100, 1000) for _ in range(41)]
-    random_numbers = numbers()
-    ends = np.zeros(2 * half, np.float32)
-    for sequence, length in enumerate(lengths):
-        normal = [-6 + sum(next(random_numbers) for _ in range(12)) for _ in range(half)]
-        scale = noise / math.sqrt(sum(value * value for value in normal) / half)
-        factors = [max(0.0, 1 + sign * scale * value) for sign in (1, -1) for value in normal]
-        if sequence in pair:
-            seconds = np.float32(COSTS.attention * length**2 + COSTS.linear * length + COSTS.fixed)
-            ends = np.maximum(ends, seconds * np.array(factors, np.float32))
-    batches = [([rank], [sequence]) for rank, sequence in enumerate(pair)]
-    assert _testing.drawn_mean(cost_of(2), lengths, batches, noise) == pytest.approx(float(ends.mean()), rel=1e-6)
 
 
 def test_blocks_of_slow_ranks_are_not_looked_at_for_fast_groups() -> None:

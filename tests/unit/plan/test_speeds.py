@@ -142,7 +142,7 @@ def test_many_ranks_each_of_its_own_speed() -> None:
     rng, ranks = random.Random(0), 8192
     speeds = tuple(rng.uniform(0.5, 1) for _ in range(ranks))
     cluster = ClusterSpec(ranks, 8192, ranks_per_node=8, speeds=speeds)
-    costs = replace(CostModel.analytic(MODELS["llama-7b"], cluster), noise=0.0)
+    costs = CostModel.analytic(MODELS["llama-7b"], cluster)
     lengths = sample_lengths("lognormal:6.5:1.6", tokens=ranks * 32_768, context=1 << 21, seed=0)
     plan = Planner(MODELS["llama-7b"], cluster, "balanced", costs).plan(lengths)
     assert plan.makespan_s < 1.01 * plan.lower_bound_s
