@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 TOP = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TOP))
+sys.path[:0] = [str(TOP), str(TOP / "tools")]
+
+import trainer_options  # noqa: E402 (mkdocs puts the path back after this)
 
 # Room -> what it is for, in the order of the reference.
 ROOMS = {
@@ -75,18 +77,15 @@ def commands_page() -> str:
 
 def options_page() -> str:
     """A page with the table of all options of transformers', TRL's and verl's trainers."""
-    from hdpcomm.integrations import huggingface_options, verl_options
-
     lines = [
         "# Options of others' trainers\n\nOf transformers and TRL with `HybridDataParallel` "
         "([Hugging Face models](../how-to/hugging-face.md)), and of [verl](../how-to/verl.md) with `strategy=hdpcomm`. "
         "What is refused ends in an error before training begins."
     ]
-    for tables in (huggingface_options, verl_options):
-        verdicts = (("works", tables.WORKS), ("no effect", tables.NO_EFFECT), ("refused", tables.REFUSED))
-        for kind in tables.WORKS:
+    for tables in (trainer_options.HUGGINGFACE, trainer_options.VERL):
+        for kind in tables["works"]:
             lines.append(f"\n## {kind}\n\n| options | | |\n|---|---|---|")
-            for verdict, table in verdicts:
+            for verdict, table in tables.items():
                 for names, reason in table.get(kind, {}).items():
                     lines.append(f"| {', '.join(f'`{name}`' for name in names.split())} | {verdict} | {reason} |")
     return "\n".join(lines)

@@ -1,7 +1,4 @@
-"""Options of transformers' and TRL's trainers: which work with plans, have no effect, or are refused.
-
-The reference of the docs shows the table, and tests compare it with the installed packages. ``check_options`` refuses.
-"""
+"""Options of transformers' and TRL's trainers that are refused with plans; tools/trainer_options.py has all others."""
 
 from __future__ import annotations
 
@@ -14,96 +11,9 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.train.runner import StepSettings
 
-__all__ = ["NO_EFFECT", "REFUSED", "WORKS", "check_options", "is_trainer_of", "mesh_sizes", "mesh_text"]
+__all__ = ["REFUSED", "check_options", "is_trainer_of", "mesh_sizes", "mesh_text"]
 
 Reasons = Mapping[str, Mapping[str, str]]
-
-WORKS: Reasons = {
-    "TrainingArguments": {
-        "output_dir num_train_epochs max_steps seed data_seed full_determinism use_cpu use_cache tf32 bf16 debug "
-        "local_rank": (
-            "as without plans; with bf16 passes run under autocast, or in bf16 beside fp32 masters by dtype="
-        ),
-        "per_device_train_batch_size gradient_accumulation_steps train_sampling_strategy length_column_name "
-        "remove_unused_columns label_names ignore_data_skip include_num_input_tokens_seen dataloader_drop_last "
-        "dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers "
-        "dataloader_pin_memory dataloader_prefetch_factor accelerator_config": (
-            "batches are read as without plans; those of all ranks are one global batch"
-        ),
-        "optim optim_args optim_target_modules learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon "
-        "max_grad_norm lr_scheduler_type lr_scheduler_kwargs warmup_steps": (
-            "with zero or dtype optimizers that treat each element by itself; those that update in the backward pass "
-            "(lomo, layerwise) are refused"
-        ),
-        "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing "
-        "activation_checkpointing_kwargs": "layers are computed again in the backward pass",
-        "do_train do_eval do_predict eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size "
-        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object batch_eval_metrics prediction_loss_only "
-        "include_for_metrics bf16_full_eval fp16_full_eval": "as without plans; with mesh= the loss only",
-        "save_strategy save_steps save_total_limit save_on_each_node save_only_model resume_from_checkpoint "
-        "load_best_model_at_end metric_for_best_model greater_is_better restore_callback_states_from_checkpoint "
-        "enable_jit_checkpoint": (
-            "checkpoints of one device; load_best_model_at_end not of adapters with zero=3 or mesh="
-        ),
-        "logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_level log_level_replica "
-        "log_on_each_node disable_tqdm report_to run_name project trackio_bucket_id trackio_space_id "
-        "trackio_static_space_id skip_memory_metrics push_to_hub hub_always_push hub_model_id hub_private_repo "
-        "hub_revision hub_strategy hub_token": "as without plans",
-        "label_smoothing_factor": "of chunks of logits; not with mesh=, nor of log-probabilities",
-        "neftune_noise_alpha": (
-            "noise by the length of each sequence, where transformers takes that of the padded row; not with tensor "
-            "ranks, nor of log-probabilities"
-        ),
-        "fsdp fsdp_config": "True is zero=3, or 2 with reshard_after_forward=False; other meanings are refused",
-        "ddp_backend ddp_timeout": "of torch.distributed, where transformers begins it",
-    },
-    "SFTConfig": {
-        "assistant_only_loss chat_template_path completion_only_loss dataset_kwargs dataset_num_proc "
-        "dataset_text_field eos_token pad_token max_length truncation_mode pad_to_multiple_of shuffle_dataset "
-        "model_init_kwargs trust_remote_code": "as without plans",
-        "packing packing_strategy eval_packing padding_free": "packs are taken apart into sequences, and planned",
-        "loss_type": "nll and dft, of chunks of logits; dft not with mesh=",
-        "router_aux_loss_coef": "the mean of each sequence, whatever the plan; transformers takes that of a batch",
-    },
-    "DPOConfig": {
-        "beta discopop_tau f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha loss_type loss_weights "
-        "disable_dropout max_length truncation_mode pad_to_multiple_of pad_token dataset_num_proc model_init_kwargs "
-        "trust_remote_code precompute_ref_batch_size precompute_ref_log_probs": (
-            "TRL's own loss, of log-probabilities that planned passes make"
-        ),
-        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps": "not with zero=3",
-    },
-    "GRPOConfig": {
-        "beta delta epsilon epsilon_high importance_sampling_level loss_type mask_truncated_completions "
-        "multi_objective_aggregation num_iterations off_policy_mask_threshold reward_weights scale_rewards "
-        "sapo_temperature_neg sapo_temperature_pos vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos "
-        "top_entropy_quantile entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target "
-        "use_adaptive_entropy use_bias_correction_kl disable_dropout model_init_kwargs trust_remote_code": (
-            "TRL's own loss, of log-probabilities and entropies that planned passes make"
-        ),
-        "num_generations num_generations_eval generation_batch_size steps_per_generation max_completion_length "
-        "temperature top_p top_k min_p repetition_penalty generation_kwargs cache_implementation chat_template_kwargs "
-        "max_tool_calling_iterations shuffle_dataset pad_to_multiple_of use_transformers_continuous_batching "
-        "use_transformers_paged transformers_continuous_batching_config log_completions log_completions_hub_repo "
-        "log_multimodal log_unique_prompts num_completions_to_print": "as without plans",
-        "use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port "
-        "vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_max_model_length "
-        "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex "
-        "vllm_tensor_parallel_size": "not with zero=3",
-        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps": "not with zero=3",
-    },
-}
-
-NO_EFFECT: Reasons = {
-    "TrainingArguments": {
-        "average_tokens_across_devices": "the loss is the mean over the labelled tokens of all ranks in any case",
-        "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph": (
-            "gradients are added up without DDP"
-        ),
-    },
-    "GRPOConfig": {"ds3_gather_for_generation": "of DeepSpeed, which is refused"},
-}
 
 _SHARDED = "leave it out, and give zero=3: ranks share weights, gradients and the optimizer's state"
 _NO_LOGITS = "leave it out: planned passes make no whole logits"

@@ -90,7 +90,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
     tokens at a time as verl's micro-batches would have (``max_token_len_per_gpu``, or rows of
     ``micro_batch_size_per_gpu``).
 
-    Which of verl's options work, have no effect or are refused: :mod:`hdpcomm.integrations.verl_options`.
+    Options that are refused: :mod:`hdpcomm.integrations.verl_options`; the reference of the docs has all others.
 
     All ranks must raise or go on alike. Raises InvalidUsage for what is not supported, by the name of its option.
     """

@@ -1,7 +1,4 @@
-"""Options of verl's actors, engines, optimizers and models: which work, have no effect, or are refused.
-
-The reference of the docs shows the table, and ``make clients`` compares it with verl's. ``check_options`` refuses.
-"""
+"""Options of verl's actors, engines and models that are refused; tools/trainer_options.py has all others."""
 
 from __future__ import annotations
 
@@ -11,88 +8,9 @@ from typing import Any
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["NO_EFFECT", "REFUSED", "WORKS", "check_options", "unsupported"]
+__all__ = ["REFUSED", "check_options", "unsupported"]
 
 Reasons = Mapping[str, Mapping[str, str]]
-
-_BY_VERL = "as with fsdp2: read by verl's workers, losses and trainer"
-WORKS: Reasons = {
-    "FSDPActorConfig": {
-        "strategy": "hdpcomm, with model.external_lib=hdpcomm.integrations.verl_engine",
-        "ppo_mini_batch_size ppo_epochs shuffle data_loader_seed rollout_n policy_loss loss_agg_mode loss_scale_factor "
-        "clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c tau_pos tau_neg entropy_coeff calculate_entropy "
-        "use_kl_loss kl_loss_coef kl_loss_type use_rollout_log_probs global_batch_info profiler": _BY_VERL,
-        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_infer_micro_batch_size_per_gpu": (
-            "rows of the micro-batches of verl's losses; a rank holds as many tokens as the fullest of them has"
-        ),
-        "use_dynamic_bsz ppo_max_token_len_per_gpu ppo_infer_max_token_len_per_gpu": (
-            "a rank holds so many tokens; longer rows take several ranks"
-        ),
-        "grad_clip optim": "see FSDPOptimizerConfig",
-        "checkpoint": "see CheckpointConfig",
-        "fsdp_config engine": "see FSDPEngineConfig",
-        "model_config": "see HFModelConfig",
-    },
-    "FSDPEngineConfig": {
-        "strategy use_dynamic_bsz max_token_len_per_gpu micro_batch_size_per_gpu infer_max_token_len_per_gpu "
-        "infer_micro_batch_size_per_gpu": "see FSDPActorConfig",
-        "param_offload optimizer_offload": (
-            "weights and sums of gradients, and master weights and the optimizer's state, are in pinned host memory "
-            "between passes"
-        ),
-        "forward_only": "of references and reward models: their weights are whole on each rank",
-        "reshard_after_forward": "True: ZeRO-3; False: ZeRO-2, parameters stay whole",
-        "model_dtype": "type in which weights are read; master weights are fp32 at least",
-        "mixed_precision": (
-            "param_dtype is bf16 or fp32 (fp16 is refused); gradients are summed in fp32 whatever reduce_dtype says, "
-            "and buffers stay as they are"
-        ),
-        "seed full_determinism": "as with fsdp2",
-    },
-    "FSDPOptimizerConfig": {
-        "optimizer optimizer_impl override_optimizer_config": "any that updates each element by itself",
-        "lr betas weight_decay clip_grad grad_clip lr_scheduler_type warmup_style lr_warmup_steps "
-        "lr_warmup_steps_ratio total_training_steps min_lr_ratio num_cycles zero_indexed_step": "as with fsdp2",
-    },
-    "HFModelConfig": {
-        "path local_path hf_config_path local_hf_config_path tokenizer_path local_tokenizer_path model_type "
-        "load_tokenizer hf_config generation_config tokenizer processor use_shm trust_remote_code custom_chat_template "
-        "external_lib architectures": "as with fsdp2; models of text",
-        "override_config": "as with fsdp2; attn_implementation is that of the check against transformers",
-        "enable_gradient_checkpointing": "layers are computed again in the backward pass",
-        "lora_rank lora_alpha target_modules exclude_modules lora_adapter_path": (
-            "LoRA of peft, as with fsdp2; not of critics"
-        ),
-        "lora": "merge=True sends weights with adapters in them; a rank above 0, of Megatron's LoRA, is refused",
-    },
-    "CheckpointConfig": {
-        "save_contents load_contents": "model, optimizer, extra and hf_model; with LoRA hf_model is the adapters",
-        "save_lora_only": "model has the adapters only",
-    },
-}
-
-_NO_FSDP = "FSDP wraps nothing here"
-_NO_LOGITS = "logits never exist as a whole"
-_NO_PADDING = "there is no padding"
-NO_EFFECT: Reasons = {
-    "FSDPActorConfig": {
-        "use_torch_compile use_fused_kernels entropy_from_logits_with_chunking entropy_from_logits_chunk_size "
-        "entropy_checkpointing": _NO_LOGITS,
-        "use_remove_padding": _NO_PADDING,
-        "use_prefix_grouper": "prompts that rows share are computed once in any case",
-        "freeze_vision_tower": "models are of text",
-        "qat": "verl's engines read that of FSDPEngineConfig",
-    },
-    "FSDPEngineConfig": {
-        "wrap_policy forward_prefetch use_orig_params use_no_sync_for_gradient_accumulation turbo_config": _NO_FSDP,
-        "entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing use_torch_compile "
-        "use_fused_kernels": _NO_LOGITS,
-        "use_remove_padding pad_to_length_bucket": _NO_PADDING,
-        "dtype": "mixed_precision says it, as with fsdp2",
-    },
-    "HFModelConfig": {"use_fused_kernels fused_kernel_options": _NO_LOGITS, "use_remove_padding": _NO_PADDING},
-    "CheckpointConfig": {"strict": "of Megatron's exports"},
-}
 
 _FSDP = "leave it out, or use strategy=fsdp2"
 _LONG_ROWS = "set it to 1: plans give long sequences several ranks"

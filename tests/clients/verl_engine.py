@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import tempfile
 import types
 import warnings
@@ -450,14 +451,12 @@ def check_table() -> None:
     import verl.workers.config
     from verl.trainer.config import CheckpointConfig
 
-    from hdpcomm.integrations.verl_options import NO_EFFECT, REFUSED, WORKS
-
-    for kind in WORKS:
+    tools = Path(__file__).resolve().parents[2] / "tools"
+    tables: dict[str, Any] = runpy.run_path(str(tools / "trainer_options.py"))["VERL"]
+    for kind in tables["works"]:
         config = CheckpointConfig if kind == "CheckpointConfig" else getattr(verl.workers.config, kind)
         known = sorted({each.name for each in dataclasses.fields(config)} - {"_target_"})
-        listed = [
-            name for table in (WORKS, NO_EFFECT, REFUSED) for names in table.get(kind, {}) for name in names.split()
-        ]
+        listed = [name for table in tables.values() for names in table.get(kind, {}) for name in names.split()]
         assert sorted(listed) == known, (kind, {*listed} ^ {*known})
 
 

@@ -11,10 +11,9 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from hdpcomm.integrations.huggingface_options import NO_EFFECT, REFUSED, WORKS  # noqa: E402
-
-TABLES = (WORKS, NO_EFFECT, REFUSED)
-KINDS = [*WORKS]
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
+TABLES: dict[str, Any] = runpy.run_path(str(TOOLS / "trainer_options.py"))["HUGGINGFACE"]
+KINDS = [*TABLES["works"]]
 
 
 def fields_of(kind: str) -> set[str]:
@@ -28,16 +27,16 @@ def fields_of(kind: str) -> set[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_has_each_option_of_the_installed_package_once(kind: str) -> None:
-    listed = [name for table in TABLES for names in table.get(kind, {}) for name in names.split()]
+    listed = [name for table in TABLES.values() for names in table.get(kind, {}) for name in names.split()]
     assert len(listed) == len(set(listed))
     assert set(listed) == fields_of(kind)
 
 
 def test_the_docs_have_a_page_of_it() -> None:
-    page: str = runpy.run_path(str(Path(__file__).resolve().parents[3] / "tools/docs_pages.py"))["options_page"]()
+    page: str = runpy.run_path(str(TOOLS / "docs_pages.py"))["options_page"]()
     for kind in KINDS:
         assert f"## {kind}" in page
-    for table in TABLES:
+    for table in TABLES.values():
         for groups in table.values():
             for names, reason in groups.items():
                 assert reason in page
@@ -45,5 +44,5 @@ def test_the_docs_have_a_page_of_it() -> None:
 
 
 def test_no_reason_is_empty() -> None:
-    reasons: list[Any] = [text for table in TABLES for groups in table.values() for text in groups.values()]
+    reasons: list[Any] = [text for table in TABLES.values() for groups in table.values() for text in groups.values()]
     assert min(map(len, reasons)) > 10

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations.verl_options import NO_EFFECT, REFUSED, WORKS, check_options
+from hdpcomm.integrations.verl_options import REFUSED, check_options
 
 
 def configurations(**options: Any) -> tuple[Any, Any, Any]:
@@ -73,13 +73,13 @@ def test_each_refusal_of_the_table_is_one() -> None:
 
 
 def test_the_docs_have_a_page_of_it() -> None:
-    page: str = runpy.run_path(str(Path(__file__).resolve().parents[3] / "tools/docs_pages.py"))["options_page"]()
-    for kind in WORKS:
+    tools = Path(__file__).resolve().parents[3] / "tools"
+    tables: dict[str, Any] = runpy.run_path(str(tools / "trainer_options.py"))["VERL"]
+    page: str = runpy.run_path(str(tools / "docs_pages.py"))["options_page"]()
+    for kind in tables["works"]:
         assert f"## {kind}" in page
-        listed = [
-            name for table in (WORKS, NO_EFFECT, REFUSED) for names in table.get(kind, {}) for name in names.split()
-        ]
+        listed = [name for table in tables.values() for names in table.get(kind, {}) for name in names.split()]
         assert len(listed) == len(set(listed))
         assert all(f"`{name}`" in page for name in listed)
-    for table in (WORKS, NO_EFFECT, REFUSED):
+    for table in tables.values():
         assert all(reason in page for groups in table.values() for reason in groups.values())
