@@ -76,37 +76,8 @@ class _Move(Cell):
     forward: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Phase:
-    """A rank's messages of moves that may go at once.
-
-    Attributes:
-        sent: by receiver, the moves of each message that this rank sends.
-        got: by sender, those of each that it gets.
-    """
-
-    sent: dict[int, list[list[_Move]]]
-    got: dict[int, list[list[_Move]]]
-
-    @property
-    def peers(self) -> list[int]:
-        return sorted({*self.sent, *self.got})
-
-    @property
-    def messages(self) -> int:
-        """With the peer that has most."""
-        return max(map(len, (*self.sent.values(), *self.got.values())), default=0)
-
-    def sends(self, peer: int, number: int) -> list[_Move]:
-        return _at(self.sent, peer, number)
-
-    def recvs(self, peer: int, number: int) -> list[_Move]:
-        return _at(self.got, peer, number)
-
-
-def _at(side: Mapping[int, list[list[_Move]]], peer: int, number: int) -> list[_Move]:
-    messages = side.get(peer, [])
-    return messages[number] if number < len(messages) else []
+_Exchange = tuple[int, list[_Move], list[_Move]]
+"""A peer, the moves of a message that this rank sends there, and those of one that it gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +151,7 @@ class Reshard:
         self._local = [move for move in moves if move.source.rank == move.target.rank == rank]
         sent = [move for move in moves if move.source.rank != move.target.rank]
         self._phases = [
-            _phase_of([move for move in sent if move.forward == forward], rank, message_bytes)
+            _rounds([move for move in sent if move.forward == forward], rank, message_bytes)
             for forward in (False, True)
         ]
         self.bytes_sent = sum(move.nbytes for move in sent if move.source.rank == rank)
@@ -203,8 +174,8 @@ class Reshard:
             _view(self._target, move, move.target).copy_(_view(self._source, move, move.source))
         failed: list[Error] = []
         for phase in self._phases:
-            for number in range(phase.messages):
-                failed += self._end(self._begin(phase, [number], failed))
+            for messages in phase:
+                failed += self._end(self._begin(messages, failed))
         if failed:
             with contextlib.suppress(Error):
                 self._comm.barrier()
@@ -225,8 +196,7 @@ class Reshard:
         self._check_idle()
         failed: list[Error] = []
         kept = [(move, _view(self._source, move, move.source).to(move.dtype, copy=True)) for move in self._local]
-        phase = self._phases[0]
-        self._started = _Started(self._begin(phase, range(phase.messages), failed), kept, failed)
+        self._started = _Started(self._begin(itertools.chain(*self._phases[0]), failed), kept, failed)
 
     def ready(self) -> bool:
         """Whether the messages of :meth:`start` have come, so that :meth:`finish` waits for nobody, or only for those
@@ -247,8 +217,7 @@ class Reshard:
         for move, values in started.kept:
             _view(self._target, move, move.target).copy_(values)
         failed = started.failed + self._end(started.messages)
-        forwarding = self._phases[1]
-        failed += self._end(self._begin(forwarding, range(forwarding.messages), failed))
+        failed += self._end(self._begin(itertools.chain(*self._phases[1]), failed))
         if failed:
             self._raise(failed)
         self.version += 1
@@ -270,14 +239,10 @@ class Reshard:
             )
         raise own or failed[0] from failed[0]
 
-    def _begin(self, phase: _Phase, numbers: Iterable[int], failed: list[Error]) -> list[_Message]:
-        """Messages of these numbers with each peer; what goes wrong with some, in ``failed``, says nothing of the
-        others."""
+    def _begin(self, messages: Iterable[_Exchange], failed: list[Error]) -> list[_Message]:
+        """Begins messages; what goes wrong with some, in ``failed``, says nothing of the others."""
         begun = []
-        for number, peer in itertools.product(numbers, phase.peers):
-            own, theirs = phase.sends(peer, number), phase.recvs(peer, number)
-            if not own and not theirs:
-                continue
+        for peer, own, theirs in messages:
             buffer = torch.empty(sum(move.nbytes for move in theirs), dtype=torch.uint8)
             try:
                 work = self._comm.exchange(
@@ -413,17 +378,21 @@ def parse_shards(
         ]
 
 
-def _phase_of(moves: Sequence[_Move], rank: int, most: int) -> _Phase:
-    """The part of a rank in some moves of all ranks, in one order on both sides of a message."""
+def _rounds(moves: Sequence[_Move], rank: int, most: int) -> list[list[_Exchange]]:
+    """The messages of a rank in some moves of all ranks, in one order on both sides; at a time one with each peer."""
     sends: dict[int, list[_Move]] = defaultdict(list)
-    recvs: dict[int, list[_Move]] = defaultdict(list)
+    gets: dict[int, list[_Move]] = defaultdict(list)
     for move in moves:
         if move.source.rank == rank:
             sends[move.target.rank].append(move)
         elif move.target.rank == rank:
-            recvs[move.source.rank].append(move)
-    first, second = ({peer: _pieces(each, most) for peer, each in side.items()} for side in (sends, recvs))
-    return _Phase(first, second)
+            gets[move.source.rank].append(move)
+    by_peer: list[list[_Exchange]] = []
+    none: list[_Move] = []
+    for peer in sorted({*sends, *gets}):
+        both = itertools.zip_longest(_pieces(sends[peer], most), _pieces(gets[peer], most), fillvalue=none)
+        by_peer.append([(peer, own, theirs) for own, theirs in both])
+    return [[each for each in found if each is not None] for found in itertools.zip_longest(*by_peer)]
 
 
 def _pieces(moves: Sequence[_Move], most: int) -> list[list[_Move]]:
