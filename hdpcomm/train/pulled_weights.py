@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.train.buckets import Bucket, BucketShards, SharedShards
-    from hdpcomm.train.side_work import SideWork, Started
+    from hdpcomm.train.side_work import SideWork
     from hdpcomm.train.units import Unit, Units
 
 __all__ = ["PulledWeights", "has_part", "set_part", "without_values"]
@@ -60,7 +60,7 @@ class PulledWeights:
             )
             whole.untyped_storage().resize_(0)
         self._here: dict[int, Unit] = {}
-        self._coming: dict[int, tuple[Unit, Started]] = {}
+        self._coming: dict[int, tuple[Unit, Callable[[], object]]] = {}
         self._open = False
         units.listen(self._on_layer_entered)
 
@@ -120,9 +120,9 @@ class PulledWeights:
         if id(unit) in self._here:
             return
         if id(unit) in self._coming:
-            self._coming.pop(id(unit))[1].wait()
+            self._coming.pop(id(unit))[1]()
         else:
-            self._side.start(partial(self._pull, unit)).wait()
+            self._side.start(partial(self._pull, unit))()
         self._here[id(unit)] = unit
         for bucket in self._by_unit.get(id(unit), ()):
             whole = self._whole[id(bucket)]
@@ -140,7 +140,7 @@ class PulledWeights:
     def _drop(self, unit: Unit) -> None:
         if id(unit) in self._coming:
             with suppress(Exception):  # nobody needs what it brings
-                self._coming.pop(id(unit))[1].wait()
+                self._coming.pop(id(unit))[1]()
         self._here.pop(id(unit), None)
         for bucket in self._by_unit.get(id(unit), ()):
             whole = self._whole[id(bucket)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,20 +14,9 @@ from hdpcomm.comm.device.communicator import DeviceCommunicator
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["SideStream", "SideThread", "SideWork", "Started", "side_work"]
+__all__ = ["SideStream", "SideThread", "SideWork", "side_work"]
 
 Work = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """Work that :meth:`SideThread.start` has begun; a stream gives a mark with the same method."""
-
-    future: Future[None]
-
-    def wait(self) -> None:
-        """Orders what the caller computes from now on after it. Raises: what the work has raised."""
-        self.future.result()
 
 
 class SideThread:
@@ -37,11 +25,12 @@ class SideThread:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
-    def start(self, work: Work) -> Started:
-        """Begins work that comes after all that the caller has computed so far, and returns."""
+    def start(self, work: Work) -> Callable[[], object]:
+        """Begins work that comes after all that the caller has computed so far. Returns a function that orders what
+        the caller computes from its call on after the work, and raises what that has raised."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="hdpcomm-weights")
-        return Started(self._pool.submit(work))
+        return self._pool.submit(work).result
 
     def mark(self) -> None:
         """Marks what the caller has computed so far, for :meth:`run_after`: all of it is there."""
@@ -69,12 +58,13 @@ class SideStream:
         self._comm = comm
         self._stream = torch.cuda.Stream(comm.device)  # type: ignore[no-untyped-call]
 
-    def start(self, work: Work) -> Any:
+    def start(self, work: Work) -> Callable[[], object]:
         begun = self.mark()
         with torch.cuda.stream(self._stream):
             begun.wait()
             work()
-            return self._comm.mark()
+            wait: Callable[[], object] = self._comm.mark().wait
+            return wait
 
     def mark(self) -> Any:
         return self._comm.mark()

@@ -11,7 +11,6 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ class LateWork:
             while todo:
                 todo.pop()()
 
-        return SimpleNamespace(wait=wait)
+        return wait
 
     def mark(self):
         return "marked"
