@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -211,52 +210,41 @@ class WeightSender:
         """Leaves the workers. Local."""
         self._world.close()
 
-    def _calling(
-        self, name: str, told: Mapping[str, Any], world: Communicator | None = None
-    ) -> AbstractContextManager[None]:
-        """Rank 0 calls the client meanwhile."""
+    @contextlib.contextmanager
+    def _calling(self, name: str, told: Mapping[str, Any], world: Communicator | None = None) -> Iterator[None]:
+        """Rank 0 calls the client meanwhile: all workers do in it what the ``with`` does here. When the call fails,
+        nobody is left to exchange with, so the ``with`` is ended, too."""
         if self._rank:
-            return contextlib.nullcontext()
-        return _Calling(name, getattr(self._client, name), told, world, self._timeout)
+            yield
+            return
+        errors: list[BaseException] = []
 
+        def run() -> None:
+            try:
+                getattr(self._client, name)(told)
+            except BaseException as error:
+                errors.append(error)
+                if world is not None:
+                    world.abort(f"a worker of vLLM failed: {error}")
 
-class _Calling(AbstractContextManager[None]):
-    """A call of all workers, who do in it what the ``with`` does here. When the call fails, nobody is left to exchange
-    with, so the ``with`` is ended, too."""
-
-    def __init__(
-        self,
-        name: str,
-        call: Callable[..., Any],
-        told: Mapping[str, Any],
-        world: Communicator | None,
-        timeout: float,
-    ) -> None:
-        self._name, self._world, self._timeout = name, world, timeout
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(call, told), daemon=True)
-
-    def _run(self, call: Callable[..., Any], told: Mapping[str, Any]) -> None:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
         try:
-            call(told)
+            yield
         except BaseException as error:
-            self._error = error
-            if self._world is not None:
-                self._world.abort(f"a worker of vLLM failed: {error}")
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._thread.join(self._timeout if error is None else 5.0)  # a worker may not answer after an error here
-        if self._error is not None:
-            raise self._error from error
-        if error is None and self._thread.is_alive():
+            thread.join(5.0)  # a worker may not answer after an error here
+            if errors:
+                raise errors[0] from error
+            raise
+        thread.join(self._timeout)
+        if errors:
+            raise errors[0]
+        if thread.is_alive():
             raise CommTimeout(
-                f"rank 0 has no answer of vLLM's workers to {self._name}() {self._timeout} s after they got their "
-                "part; look at their logs, or give WeightSender a longer timeout",
+                f"rank 0 has no answer of vLLM's workers to {name}() {self._timeout} s after they got their part; look "
+                "at their logs, or give WeightSender a longer timeout",
                 rank=0,
-                op=self._name,
+                op=name,
             )
 
 
