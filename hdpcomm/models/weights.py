@@ -14,6 +14,7 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -137,15 +138,12 @@ class FolderWeights:
             of LoRA or without.
         seed: of the adapters, which the folder has not.
 
-    Attributes:
-        bytes_read: of the files, so far.
-
     Raises: InvalidUsage: no weights, quantised ones, or a tensor of the model that the folder lacks or has in another
         shape.
     """
 
     def __init__(self, folder: Path, model: AdaptedCausalLM, *, seed: int = 0) -> None:
-        self.folder, self.bytes_read = folder, 0
+        self.folder = folder
         if getattr(model.causal_lm.config, "quantization_config", None) is not None:
             raise InvalidUsage(f"{folder} has quantised weights, which are not trained; give those in bf16 or fp32")
         self._new = NewWeights(model, seed)  # for what is computed and not stored
@@ -166,12 +164,17 @@ class FolderWeights:
                     "LM with all of its weights"
                 )
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the files, so far."""
+        return self._files.bytes_read
+
     def whole(self, name: str) -> Tensor:
         plain = base_name(name.removeprefix(_ADAPTED))
         if plain not in self._names or is_adapter(name):
             return self._new.whole(name)
         plain = self._names[plain]
-        tensor = self._sources[plain](self._count)
+        tensor = self._sources[plain]()
         place, _, leaf = plain.rpartition(".")
         self._check_shape(plain, list(tensor.shape), getattr(self._causal_lm.get_submodule(place), leaf).shape)
         return tensor
@@ -183,16 +186,11 @@ class FolderWeights:
                 "files and the configuration are of two models"
             )
 
-    def _count(self, tensor: Tensor) -> Tensor:
-        self.bytes_read += tensor.nbytes
-        return tensor
-
 
 _ADAPTED = "model."
 """Before the names of a transformers model in an :class:`AdaptedCausalLM`."""
 
-_Counting = Callable[[Tensor], Tensor]
-_Source = Callable[[_Counting], Tensor]
+_Source = Callable[[], Tensor]
 
 
 def _on_meta(model: Any) -> Any:
@@ -269,6 +267,7 @@ class _Files:
 
     def __init__(self, folder: Path) -> None:
         self._opened: dict[Path, Any] = {}
+        self.bytes_read = 0
         files = weight_files(folder)
         self._file_of = {name: file for file in sorted(files) for name in self._open(file).keys()}  # noqa: SIM118
 
@@ -278,6 +277,7 @@ class _Files:
     def read(self, name: str) -> Tensor:
         opened = self._open(self._file_of[name])
         tensor: Tensor = opened[name] if isinstance(opened, Mapping) else opened.get_tensor(name)
+        self.bytes_read += tensor.nbytes
         return tensor
 
     def shape(self, name: str) -> list[int]:
@@ -345,7 +345,7 @@ def _sources(causal_lm: Any, files: _Files) -> dict[str, _Source]:
         for pattern in patterns:
             target = name.replace(patterns[0], pattern)
             if target in known:
-                found[target] = conversion.source_of(target)
+                found[target] = partial(conversion.read, target)
     return found
 
 
@@ -359,8 +359,8 @@ class _Read:
     def shape(self) -> list[int]:
         return self._files.shape(self._key)
 
-    def __call__(self, count: _Counting) -> Tensor:
-        return count(self._files.read(self._key))
+    def __call__(self) -> Tensor:
+        return self._files.read(self._key)
 
 
 class _Conversion:
@@ -374,25 +374,21 @@ class _Conversion:
         self._files, self._name, self.converter, self.model = files, name, converter, model
         self.parts: dict[str, list[str]] = {}
 
-    def source_of(self, target: str) -> _Source:
-        return lambda count: self._read(target, count)
-
-    def _read(self, target: str, count: _Counting) -> Tensor:
+    def read(self, target: str) -> Tensor:
         kinds = [type(operation).__name__ for operation in self.converter.operations]
         dims = [getattr(operation, "dim", None) for operation in self.converter.operations]
-        if kinds == ["MergeModulelist"] and dims == [0] and len(self.parts) == 1:
-            return self._stacked(count)
-        if kinds == ["MergeModulelist", "Concatenate"] and dims == [0, 1]:
-            return self._stacked(count)
+        one = kinds == ["MergeModulelist"] and dims == [0] and len(self.parts) == 1
+        if one or (kinds == ["MergeModulelist", "Concatenate"] and dims == [0, 1]):
+            return self._stacked()
         converter = copy.deepcopy(self.converter)
         for pattern, keys in self.parts.items():
             for key in keys:
-                converter.add_tensor(self._name, key, pattern, lambda key=key: count(self._files.read(key)))
+                converter.add_tensor(self._name, key, pattern, partial(self._files.read, key))
         made = converter.convert(self._name, model=self.model, config=self.model.config)[target]
         tensor: Tensor = made[0] if isinstance(made, list) else made
         return tensor
 
-    def _stacked(self, count: _Counting) -> Tensor:
+    def _stacked(self) -> Tensor:
         """One tensor for all experts of a layer, filled one expert at a time, so that nothing exists twice."""
         patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.parts]
         rows = [self._files.shape(self.parts[pattern][0])[0] for pattern in patterns]
@@ -401,7 +397,7 @@ class _Conversion:
         begin = 0
         for pattern, height in zip(patterns, rows, strict=True):
             for expert, key in enumerate(self.parts[pattern]):
-                part = count(self._files.read(key))
+                part = self._files.read(key)
                 if whole is None:
                     whole = own_pages((len(self.parts[pattern]), sum(rows), *inner), part.dtype)
                 whole[expert, begin : begin + height] = part
