@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Fetch",
-    "FetchAhead",
     "FetchParts",
     "LabelledTokens",
     "PackedShard",
@@ -54,21 +53,17 @@ each token's loss as what is to be predicted; by default, how many trajectories 
 
 @runtime_checkable
 class FetchParts(Protocol):
-    """A :data:`Fetch` that can also read a part of a sequence: then a rank reads no more than its shards."""
+    """A :data:`Fetch` that can also read a part of a sequence: then a rank reads no more than its shards.
+
+    One with ``ahead([(place, start, stop), ...])`` is told first of parts that are about to be asked for, begins to
+    read them all, and does not wait.
+    """
 
     def __call__(self, place: int, /) -> tuple[Tensor, Tensor]:
         """(tokens, labels) of a whole sequence."""
 
     def part(self, place: int, start: int, stop: int, /) -> tuple[Tensor, Tensor]:
         """(tokens, labels) ``[stop - start]`` of a part of it; the label of the last token is still the next one."""
-
-
-@runtime_checkable
-class FetchAhead(FetchParts, Protocol):
-    """:class:`FetchParts` that reads many parts at once where it is told before."""
-
-    def ahead(self, parts: Sequence[tuple[int, int, int]], /) -> None:
-        """Begins to read (place, start, stop), which are about to be asked for. Does not wait."""
 
 
 _ENOUGH = 8
@@ -164,8 +159,8 @@ def sequences_shard(
         none = torch.zeros(0, dtype=torch.int64)
         tokens, labels = (torch.cat([none, *(part[i] for part in parts)]) for i in (0, 1))
     else:
-        if isinstance(fetch, FetchAhead):
-            fetch.ahead([(place, 0, length) for place, length in lengths.items()])
+        if (ahead := getattr(fetch, "ahead", None)) is not None:
+            ahead([(place, 0, length) for place, length in lengths.items()])
         whole = [checked(fetch(place), place, length) for place, length in lengths.items()]
         tokens, labels = (torch.cat(each)[pack.places(rank, size)] for each in zip(*whole, strict=True))
     return PackedShard(tokens.to(device), labels.to(device), pack.positions(rank, size, device), cu_seqlens)
@@ -382,6 +377,7 @@ def _checked_tree(fetched: Any, i: int, tree: Tree) -> tuple[Tensor, Tensor]:
 class _Declared:
     def __init__(self, fetch: Any, comm: Communicator, vocabulary: int | None) -> None:
         self._fetch, self._comm, self._vocabulary = fetch, comm, vocabulary
+        self.ahead = getattr(fetch, "ahead", None)
 
     def __call__(self, place: int, /) -> Any:
         with self._comm.busy("reads data"):
@@ -409,11 +405,6 @@ class _DeclaredParts(_Declared):
         return parts
 
 
-class _DeclaredAhead(_DeclaredParts):
-    def ahead(self, parts: Sequence[tuple[int, int, int]], /) -> None:
-        self._fetch.ahead(parts)
-
-
 def declared(fetch: Fetch, comm: Communicator, vocabulary: int | None) -> Fetch:
     """``fetch``, each call of which is an activity of this rank (:meth:`hdpcomm.comm.Communicator.busy`). It reads
     parts of sequences, and reads ahead, if ``fetch`` does. Local.
@@ -421,8 +412,6 @@ def declared(fetch: Fetch, comm: Communicator, vocabulary: int | None) -> Fetch:
     Args:
         vocabulary: a token of at least that, or below 0, is an InvalidUsage; ``None``: nobody knows.
     """
-    if isinstance(fetch, FetchAhead):
-        return _DeclaredAhead(fetch, comm, vocabulary)
     return (_DeclaredParts if isinstance(fetch, FetchParts) else _Declared)(fetch, comm, vocabulary)
 
 
