@@ -16,7 +16,7 @@ import torch
 from common import Row, Rows, main, row
 
 from hdpcomm.offload import measure_copies
-from hdpcomm.offload.host_memory import host_memory
+from hdpcomm.offload.pool import host_memory
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # at the end: this folder has no offload.py
 import offload as bench

@@ -33,12 +33,11 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_checkpoints import file_copy, load_optimizer, load_scheduler, save_optimizer
 from hdpcomm.integrations.huggingface_folders import FolderSource, has_weights, load_weights, weights_for
 from hdpcomm.integrations.huggingface_fsdp import without_fsdp
-from hdpcomm.integrations.huggingface_labels import ModelLabels
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel, ScoreModel
-from hdpcomm.integrations.huggingface_losses import TokenMetrics, add_noise, token_loss
+from hdpcomm.integrations.huggingface_losses import ModelLabels, TokenMetrics, add_noise, token_loss
 from hdpcomm.integrations.huggingface_memory import least_zero
 from hdpcomm.integrations.huggingface_options import check_options, is_trainer_of, mesh_sizes, mesh_text
-from hdpcomm.integrations.row_passes import PlanSettings, RowPasses
+from hdpcomm.integrations.row_passes import PlanSettings, RowPasses, Sequences, gather_sequences
 from hdpcomm.models import adapt
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of
 from hdpcomm.models.self_check import is_random
@@ -49,7 +48,6 @@ from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
 from hdpcomm.train.runner import Runner, StepSettings
-from hdpcomm.train.sequences import Sequences, gather_sequences
 from hdpcomm.train.trainer_check import check_order
 
 if TYPE_CHECKING:

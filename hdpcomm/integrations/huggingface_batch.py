@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from hdpcomm.attention.packs import as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_keys import check_keys
+from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, classified_token
 from hdpcomm.train.loss import IGNORE
-from hdpcomm.train.sequences import Sequences
 
 if TYPE_CHECKING:
     pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,13 +13,12 @@ import torch
 from torch import Tensor
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations.plain_values import read_plain_values
+from hdpcomm.errors import InvalidUsage, first_line
 
 if TYPE_CHECKING:
     from hdpcomm.train.state import State
 
-__all__ = ["file_copy", "load_optimizer", "load_scheduler", "save_optimizer"]
+__all__ = ["file_copy", "load_optimizer", "load_scheduler", "read_plain_values", "save_optimizer"]
 
 _MASTERS = "hdpcomm_masters"
 """In the file of the optimizer's state, which torch's optimizers leave alone: wide weights by name."""
@@ -108,3 +108,19 @@ def load_optimizer(state: State, names: Sequence[Sequence[str]], folder: str) ->
     if masters := saved.get(_MASTERS):
         given["masters"] = masters
     state.load({**state.parts(), **given})
+
+
+def read_plain_values(path: Path, expected: str) -> Any:
+    """Reads a file of ``torch.save`` without running code of it; tensors stay in the file until they are used. Local.
+
+    Args:
+        expected: the content, and what to do without it, for the error.
+
+    Raises: InvalidUsage: it is damaged, cannot be read, or holds more than plain values.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        # torch's own text says how to let such a file run code.
+        told = "no plain values" if isinstance(error, pickle.UnpicklingError) else first_line(error)
+        raise InvalidUsage(f"{path}: {told}; expected {expected}") from None

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import sequences_of
+from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.models.heads import SEQUENCE
 from hdpcomm.train.loss import IGNORE
-from hdpcomm.train.sequences import Sequences
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

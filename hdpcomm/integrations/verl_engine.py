@@ -44,9 +44,9 @@ from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.integrations.huggingface_checkpoints import read_plain_values
 from hdpcomm.integrations.huggingface_folders import FolderSource
-from hdpcomm.integrations.plain_values import read_plain_values
-from hdpcomm.integrations.row_passes import RowPasses
+from hdpcomm.integrations.row_passes import RowPasses, Sequences
 from hdpcomm.integrations.verl_lora import adapter_weights, merged_weights, with_adapters
 from hdpcomm.integrations.verl_options import check_options, unsupported
 from hdpcomm.log import LOG
@@ -59,7 +59,6 @@ from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
 from hdpcomm.train.runner import Runner, StepSettings
-from hdpcomm.train.sequences import Sequences
 
 __all__ = ["HdpEngine", "HdpEngineConfig"]
 

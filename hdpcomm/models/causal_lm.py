@@ -17,8 +17,8 @@ from hdpcomm.kernels import LabelLoss, LossOptions, linear_cross_entropy, loss_o
 from hdpcomm.models.heads import NEXT_TOKEN, TOKEN, head_of
 from hdpcomm.models.huggingface import decoder_of, set_attention
 from hdpcomm.models.indexers import IndexerTraining, collecting, train_indexers
+from hdpcomm.models.moe import router_loss
 from hdpcomm.models.recompute import refuse_reentrant
-from hdpcomm.models.router_loss import router_loss
 from hdpcomm.models.self_check import check_logits
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class AdaptedCausalLM(nn.Module):
         comm: Communicator | None,
     ) -> Tensor:
         """Losses of routers and indexers, from the outputs of :meth:`run_layers`; see
-        :func:`hdpcomm.models.router_loss.router_loss` and :func:`hdpcomm.attention.indexer_loss`. Collective over
+        :func:`hdpcomm.models.moe.router_loss` and :func:`hdpcomm.attention.indexer_loss`. Collective over
         ``comm``."""
         router_logits, index_losses = added
         total = torch.zeros((), device=labels.device)

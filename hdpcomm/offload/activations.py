@@ -16,9 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from hdpcomm._core.offload import CopyEngine
 from hdpcomm.arguments import check_number, check_type, check_whole
 from hdpcomm.errors import Error, InvalidUsage
-from hdpcomm.offload.host_memory import bytes_text
 from hdpcomm.offload.layers import find_layers, parameter_storages
-from hdpcomm.offload.pool import PinnedPool, PoolStats
+from hdpcomm.offload.pool import PinnedPool, PoolStats, bytes_text
 from hdpcomm.offload.records import Lane, ResidentTensor, StorageRecord, StoredTensor
 
 __all__ = ["SMALLEST_OFFLOAD", "ActivationOffload", "OffloadStats"]

@@ -10,8 +10,7 @@ import torch
 
 from hdpcomm._core.offload import CopyEngine
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.offload.devices import compute_stream
-from hdpcomm.offload.pool import PinnedPool
+from hdpcomm.offload.pool import PinnedPool, compute_stream
 
 __all__ = ["CopyRates", "measure_copies"]
 

@@ -11,7 +11,7 @@ import torch
 from hdpcomm._core.device import Device
 from hdpcomm._core.offload import CopyEngine, PooledCopy
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.offload.devices import compute_stream
+from hdpcomm.offload.pool import compute_stream
 
 __all__ = ["HostCopy", "Lane", "ResidentTensor", "StorageRecord", "StoredTensor", "changed_in_place"]
 

@@ -1,8 +1,8 @@
-"""Simulation of one planned step on a cluster, which need not exist."""
+"""Simulation of planned steps on a cluster, which need not exist: one, or many that are planned in the background."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +11,67 @@ from numpy.typing import NDArray
 
 from hdpcomm.arguments import check_has
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import CostModel, Planner, StepPlan, Tree, TreeFragment
+from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner, StepPlan, Tree, TreeFragment
 from hdpcomm.plan.fragments import squares_by_id
 from hdpcomm.plan.tree import tree_of
-from hdpcomm.sim.sync import optimizer_seconds, reduction_seconds
+from hdpcomm.plan.waves import passes_without_tokens
 
-__all__ = ["StepReport", "simulate_step"]
+__all__ = [
+    "StepReport",
+    "StreamReport",
+    "optimizer_seconds",
+    "processor_seconds",
+    "reduction_seconds",
+    "simulate_step",
+    "simulate_stream",
+]
+
+_GRADIENT_BYTES = 4  # fp32, reduce-scattered over all ranks
+_OPTIMIZER_BYTES = 28  # read weight, gradient and two moments, write the weight and the moments; fp32
+
+
+def reduction_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
+    """Seconds of the reduce-scatter of the gradients and the all-gather of the weights (ZeRO-1 over all ranks).
+
+    Both are hierarchical: first inside a node over the fast link, then each device sends its part of the node's sum
+    over its own NIC, or its part of the node's (``ClusterSpec.nics``), first inside a domain where there are any
+    (``ClusterSpec.ranks_per_domain``, whose ranks share its ``uplinks``). Nothing is hidden behind compute.
+    """
+    device = cluster.hardware
+    volume = model.params / (cluster.tensor * cluster.pipeline)
+    volume *= _GRADIENT_BYTES + model.dtype_bytes  # weights are gathered back
+    local = cluster.node_ranks
+    near = cluster.domain_ranks // local if cluster.ranks_per_domain else 1  # nodes of a domain
+    far = -(-cluster.ranks // (near * local))
+    domain, domain_latency = device.domain_link if near > 1 else device.inter_link
+    inside = (local - 1) / local * volume / max(device.intra_bandwidth, domain)
+    nics = local if cluster.nics is None else min(cluster.nics, local)
+    between = (near - 1) / near * volume / nics / domain
+    uplinks = nics * near if cluster.uplinks is None else min(cluster.uplinks, nics * near)
+    beyond = (far - 1) / far * volume / uplinks / device.inter_bandwidth
+    latency = (local - 1) * device.intra_latency_s + (near - 1) * domain_latency + (far - 1) * device.inter_latency_s
+    return inside + between + beyond + 2 * latency
+
+
+def optimizer_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
+    """Seconds of AdamW on a rank's share of the parameters, bound by memory bandwidth."""
+    share = model.params / (cluster.tensor * cluster.pipeline) / cluster.ranks
+    return share * _OPTIMIZER_BYTES / cluster.hardware.hbm_bandwidth
+
+
+def processor_seconds(plan: StepPlan, costs: CostModel, cluster: ClusterSpec) -> float:
+    """Processor seconds of all ranks together for forward and backward of a plan without trees. Local.
+
+    Other than the time of a step, it does not depend on who waits for whom, or shares processors with whom.
+
+    Args:
+        costs: ``Calibration.processor_model``, of one device.
+    """
+    total = costs.fixed * passes_without_tokens(plan.micro_batches, cluster.expert, plan.slices)
+    for batch in plan.micro_batches:
+        lengths = [sequence.length for sequence in batch.sequences]
+        total += len(batch.ranks) * costs.seconds(lengths, len(batch.ranks))
+    return total * cluster.pipeline * cluster.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +222,47 @@ def _mfu(planner: Planner, plan: StepPlan, step: float, squares: float) -> float
         return None
     devices = cluster.ranks * cluster.tensor * cluster.pipeline
     return float(model.training_flops(plan.tokens, squares) / (step * devices * cluster.hardware.peak_flops))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReport:
+    """Result of several simulated steps, each planned while the one before runs.
+
+    Attributes:
+        steps: the report of each step.
+        waits_s: by step, seconds that it waits for its plan; the first step always waits.
+        total_s: seconds of all steps and waits.
+    """
+
+    steps: tuple[StepReport, ...]
+    waits_s: tuple[float, ...]
+    total_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput of the whole cluster."""
+        return sum(step.plan.tokens for step in self.steps) / self.total_s if self.total_s > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain Python objects."""
+        return {
+            "total_s": self.total_s,
+            "tokens_per_s": self.tokens_per_s,
+            "waits_s": list(self.waits_s),
+            "steps": [step.to_dict() for step in self.steps],
+        }
+
+
+def simulate_stream(planner: Planner, batches: Iterable[Sequence[int]]) -> StreamReport:
+    """Plans and simulates a step for each list of lengths; plan n + 1 is made while step n runs."""
+    steps: list[StepReport] = []
+    waits: list[float] = []
+    now = 0.0  # when the previous step ends
+    begun = 0.0  # when the previous step began, and with it the planning of this one
+    for lengths in batches:
+        report = simulate_step(planner, lengths)
+        waits.append(max(0.0, begun + report.plan.planning_s - now))
+        begun = now + waits[-1]
+        now = begun + report.step_s
+        steps.append(report)
+    return StreamReport(steps=tuple(steps), waits_s=tuple(waits), total_s=now)

@@ -12,7 +12,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
-from hdpcomm.integrations.row_passes import PlanSettings, RowPasses
+from hdpcomm.integrations.row_passes import PlanSettings, RowPasses, Sequences
 from hdpcomm.measure import costs
 from hdpcomm.models import Llama
 from hdpcomm.plan import CostModel, Tree
@@ -21,7 +21,6 @@ from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.runner import Runner, StepSettings
-from hdpcomm.train.sequences import Sequences
 from tests.harness.mesh_shapes import DENSE
 from tests.harness.pipelines import COST, SEED
 from tests.harness.plain_losses import log_probs_of

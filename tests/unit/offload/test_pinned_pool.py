@@ -19,7 +19,7 @@ from hdpcomm._core.device import Device, open_sim
 from hdpcomm._core.offload import CopyEngine, PooledCopy
 from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
 from hdpcomm.offload import PinnedPool
-from hdpcomm.offload.host_memory import HostMemory, check_fits, host_memory
+from hdpcomm.offload.pool import HostMemory, check_fits, host_memory
 
 KIB = 1024
 
@@ -276,7 +276,7 @@ def test_other_threads_run_while_an_engine_ends() -> None:
 MAKING = """
 import sys, threading
 from hdpcomm._core import offload, transport
-from hdpcomm.offload.devices import open_device
+from hdpcomm.offload.pool import open_device
 
 sys.setswitchinterval(1e-6)
 device, over = open_device("cpu"), threading.Event()
