@@ -51,6 +51,8 @@ class Gradients:
         self._mesh = mesh
         device = self.parameters[0].device
         self.sums = sums or WholeSums(buckets, mesh.comm, wide_type(self.parameters), device)
+        self.begin_pass, self.end_pass = self.sums.begin_pass, self.sums.end_pass
+        self.reduce_early = self.sums.reduce_early
         self._cut = any(bucket.sharding.owners is not None for bucket in buckets)
         self._use = _UsedFlags(self.parameters, layout)
         self._open = self._measures = False
@@ -119,24 +121,6 @@ class Gradients:
             yield
         finally:
             self._measures = False
-
-    def begin_pass(self, chunk: int = 0) -> None:
-        """A backward pass over a chunk of the model begins. Call before each."""
-        self.sums.begin_pass(chunk)
-
-    def end_pass(self) -> None:
-        """The backward pass has ended: what it gave goes on its way before this rank waits for others in a later pass.
-        Call after each."""
-        if isinstance(self.sums, PushedSums):
-            self.sums.end_pass()
-
-    def reduce_early(self) -> None:
-        """The next backward pass is this rank's last, and communicates nothing: gradients may leave during it. Call
-        before it."""
-        if isinstance(self.sums, WholeSums):
-            self.sums.reduce_early()
-        else:
-            self.sums.begin_pass(0)
 
     def start(self) -> None:
         """Starts the reductions that have not started; after the rank's last backward pass."""

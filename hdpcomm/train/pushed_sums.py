@@ -159,14 +159,17 @@ class PushedSums:
             self._now = None
             raise
 
-    def begin_pass(self, chunk: int) -> None:
-        """A backward pass begins, over a chunk of the model."""
+    def begin_pass(self, chunk: int = 0) -> None:
+        """A backward pass begins, over a chunk of the model. Call before each."""
         self._now = _Pass(chunk, self._passes[chunk])
         self._passes[chunk] += 1
 
+    reduce_early = begin_pass
+
     def end_pass(self) -> None:
         """The backward pass has ended: the gradients of the layers that it ended with leave. Without this they would
-        wait for the next pass, before which the rank may wait for one whose own gradients come after these."""
+        wait for the next pass, before which the rank may wait for one whose own gradients come after these. Call after
+        each."""
         now = self._now
         if now is None:
             return

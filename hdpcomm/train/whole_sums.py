@@ -74,10 +74,13 @@ class WholeSums:
             parameter.grad = view if parameter.dtype == view.dtype else None
 
     def begin_pass(self, _: int = 0) -> None:
-        """A backward pass begins, over any part of the model."""
+        """A backward pass begins, over any part of the model. Call before each."""
         for key, count in self._arrivals.items():
             self._times[key] = max(count, self._times.get(key, 0))
         self._arrivals.clear()
+
+    def end_pass(self) -> None:
+        """The backward pass has ended: its gradients stay here."""
 
     def reduce_early(self) -> None:
         """The next backward pass is this rank's last, and communicates nothing: each bucket's reduction starts when its
