@@ -14,12 +14,24 @@ import numpy as np
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import CostModel
 
-__all__ = ["MegatronScheduler"]
+__all__ = ["MegatronScheduler", "longest_first"]
 
 #: Megatron's own estimate: the square of the length, divided by the ranks.
 SQUARES = CostModel(attention=1.0, linear=0.0)
 # Targets between the mean load and twice of it; the best plan counts.
 _TARGETS = tuple(1 + step / 12 for step in range(13))
+
+
+def longest_first(samples: Sequence[tuple[int, int]], ranks: int, max_tokens: int) -> list[tuple[int, int]]:
+    """(id, tokens) of samples by falling length. Raises: InvalidUsage: all ranks cannot hold one, or it is empty."""
+    ordered = sorted(samples, key=lambda sample: (-sample[1], sample[0]))
+    for sample, length in (*ordered[:1], *ordered[-1:]):
+        if not 1 <= length <= ranks * max_tokens:
+            raise InvalidUsage(
+                f"sample {sample} has {length} tokens, expected 1 to {ranks} ranks x {max_tokens} tokens: cut it, or "
+                "raise max_seqlen_per_dp_cp_rank"
+            )
+    return ordered
 
 
 class _Group(Protocol):
@@ -88,15 +100,9 @@ class MegatronScheduler:
         Raises:
             InvalidUsage: a sample that is empty, or that all ranks together cannot hold.
         """
-        samples = sorted(sample_id_seqlens, key=lambda sample: (-sample[1], sample[0]))
+        samples = longest_first(sample_id_seqlens, self.total_hdp_gpus, self.max_seq_len_per_rank)
         if not samples:
             return [], []
-        for sample, length in (samples[0], samples[-1]):
-            if length < 1 or self.gpus_needed(length) > self.total_hdp_gpus:
-                raise InvalidUsage(
-                    f"sample {sample} has {length} tokens, expected 1 to {self.total_hdp_gpus} ranks x "
-                    f"{self.max_seq_len_per_rank} tokens: cut it, or raise max_seqlen_per_dp_cp_rank"
-                )
         lengths = [length for _, length in samples]
         times = [self._times(length) for length in lengths]
         least = sum(min(time * 2**k for k, time in found.items()) for found in times) / self.total_hdp_gpus

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations.megatron import SQUARES
+from hdpcomm.integrations.megatron import SQUARES, longest_first
 from hdpcomm.plan import CostModel
 
 __all__ = ["megatron_packing_scheduler", "pack_micro_batches"]
@@ -146,13 +146,7 @@ def pack_micro_batches(
         )
     if not samples:
         return []
-    ordered = sorted(samples, key=lambda sample: (-sample[1], sample[0]))
-    for sample, length in (ordered[0], ordered[-1]):
-        if not 1 <= length <= ranks * max_tokens:
-            raise InvalidUsage(
-                f"sample {sample} has {length} tokens, expected 1 to {ranks} ranks x {max_tokens} tokens: cut it, or "
-                "raise max_seqlen_per_dp_cp_rank"
-            )
+    ordered = longest_first(samples, ranks, max_tokens)
     # The groups that Megatron-Core makes: create_dynamic_dp_cp_groups(), and that of all ranks.
     sizes = [2**k for k in range(ranks.bit_length() - 1) if 2**k >= min_ranks]
     sizes = [size for size in sizes if size < ranks] + [ranks]
