@@ -41,10 +41,10 @@ from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, PlanAhead, Planner
 from hdpcomm.train import StepMetrics, Trainer
 from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
+from hdpcomm.train.metrics import PHASES
 from hdpcomm.train.passes import Passes, StepInputs
 from hdpcomm.train.runner import Runner, StepSettings
 from hdpcomm.train.shards import no_tokens, pack_shard
-from hdpcomm.train.timeline import PHASES
 
 MODEL = LlamaConfig(layers=4, hidden=32, heads=2, kv_heads=1, ffn=96)
 
@@ -55,7 +55,7 @@ class Row:
 
     Attributes:
         seconds: of each step.
-        phases: seconds of a step by phase of ``hdpcomm.train.timeline.PHASES``, mean over steps and ranks.
+        phases: seconds of a step by phase of ``hdpcomm.train.metrics.PHASES``, mean over steps and ranks.
         processor_s: processor time of a step on the busiest rank, mean over the steps.
         sent_bytes: of a step, all ranks; ``None`` where torch does not tell.
         losses: of each step.

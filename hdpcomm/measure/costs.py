@@ -20,8 +20,8 @@ from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.plan import CostModel, CostSample
 from hdpcomm.train.loss import next_token_labels
+from hdpcomm.train.metrics import processor_seconds
 from hdpcomm.train.shards import PackedShard, empty_shard, micro_batch_loss, pack_of, sequences_shard
-from hdpcomm.train.timeline import processor_seconds
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -135,18 +135,9 @@ class AdaptedCausalLM(nn.Module):
     ) -> Tensor:
         """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
 
-        Args:
-            tokens: ``[tokens]`` int64, this rank's shard of the pack; may be empty.
-            positions: ``[tokens]`` int64, the place of each token inside its own sequence.
-            cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree, not
-                with a router's auxiliary loss.
-            comm: the ranks that share the pack. Collective over all of them, in forward and in backward.
-            labels: ``[tokens]`` int64, :data:`IGNORE` for a token without a loss. With a router's auxiliary loss,
-                each labelled token adds the coefficient times that of its sequence; with ``indexer_loss`` its own of
-                each layer.
-            label_rows: int64, for each label its token's row; a token of a tree may have several. ``None``: one each.
-            label_weights: float32, for each label the factor of its loss, or what their losses are
-                (:class:`hdpcomm.kernels.LabelLoss`); ``None``: 1.
+        Collective over ``comm``, in forward and in backward. Arguments are those of
+        :meth:`hdpcomm.models.Llama.forward`; a router's auxiliary loss takes no tree. Each labelled token adds the
+        coefficient of that loss times its sequence's, and with ``indexer_loss`` its own of each layer.
         """
         hidden, added = self.run_layers(tokens, positions=positions, cu_seqlens=cu_seqlens, comm=comm)
         out = self.finish(hidden, positions.shape[0], labels, label_rows, label_weights)

@@ -5,10 +5,9 @@ from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
 from hdpcomm.train.losses import GroupLoss, TokenLoss, rollout
 from hdpcomm.train.materialize import materialize
 from hdpcomm.train.matrix_owners import MatrixOwners
-from hdpcomm.train.metrics import StepMetrics, Totals, totals
+from hdpcomm.train.metrics import Span, StepMetrics, Timeline, Totals, totals
 from hdpcomm.train.reshard import Reshard
 from hdpcomm.train.shards import Fetch, FetchParts, PackedShard, pack_shard
-from hdpcomm.train.timeline import Span, Timeline
 from hdpcomm.train.trainer import Trainer
 
 __all__ = [

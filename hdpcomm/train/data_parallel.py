@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -69,17 +70,14 @@ class WholeSequencePlanner(Planner):
             else:
                 packs[rank].append([sequence])
         seconds = [[self.cost_model.seconds([s.length for s in pack]) for pack in own] for own in packs]
-        micro_batches = [
-            (rank, tuple(pack), cost)
-            for rank, own in enumerate(packs)
-            for pack, cost in zip(own, seconds[rank], strict=True)
-        ]
         busy = [sum(own) for own in seconds]
+        placed = [(rank, tuple(pack)) for rank, own in enumerate(packs) for pack in own]
         return StepPlan(
             policy=self.policy,
             num_ranks=ranks,
             micro_batches=tuple(
-                MicroBatch(index, (rank,), pack, 0.0, cost) for index, (rank, pack, cost) in enumerate(micro_batches)
+                MicroBatch(index, (rank,), pack, 0.0, cost)
+                for index, ((rank, pack), cost) in enumerate(zip(placed, chain(*seconds), strict=True))
             ),
             makespan_s=max(busy),
             lower_bound_s=max(busy),

@@ -31,12 +31,11 @@ from hdpcomm.train.label_terms import (
 )
 from hdpcomm.train.layout import num_parameters, plain_name
 from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
-from hdpcomm.train.metrics import OffloadedStep, StepMetrics, add_expert_load, expert_loads
+from hdpcomm.train.metrics import OffloadedStep, StepMetrics, Timeline, add_expert_load, expert_loads
 from hdpcomm.train.passes import Passes, StepInputs
 from hdpcomm.train.replicas import check_replicas, settings_of
 from hdpcomm.train.runner import Runner, StepSettings
 from hdpcomm.train.shards import Fetch, declared, vocabulary_of
-from hdpcomm.train.timeline import Timeline
 from hdpcomm.train.trainer_check import (
     check_finite,
     check_log_prob_loss,
