@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -244,7 +243,6 @@ class ActivationOffload:
         place = torch.device("cpu") if device.is_sim else torch.device("cuda", device.ordinal)
         self.lane = Lane(CopyEngine(pool.core, timeout=timeout), device, place)
         self._active = False
-        self._default: contextlib.AbstractContextManager[None] | None = None
 
     @contextlib.contextmanager
     def micro_batch(self, ratio: float | None = None, *, tokens: int | None = None) -> Iterator[None]:
@@ -289,17 +287,6 @@ class ActivationOffload:
             for handle in handles:
                 handle.remove()
             batch.end(failed=failed)
-
-    def __enter__(self) -> None:
-        self._default = self.micro_batch()
-        self._default.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        assert self._default is not None
-        context, self._default = self._default, None
-        return context.__exit__(kind, error, trace)
 
     def sweep_after_backward(self) -> None:
         """Frees pool blocks that the backward pass has released, now and at its end. Call it in a backward pass."""

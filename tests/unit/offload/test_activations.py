@@ -75,7 +75,7 @@ def test_gradients_of_the_reference_llama_are_the_same_to_the_bit() -> None:
         assert (stats.stored_bytes > before) == (ratio > 0)
         before = stats.stored_bytes
     assert stats.shared > 0  # the rotary tables, and what q, k and v have in common
-    with offload:
+    with offload.micro_batch():
         loss = case.loss()
     loss.backward()
     assert_idle(offload)
@@ -400,5 +400,5 @@ def test_bad_arguments() -> None:
     offload = ActivationOffload(pool, case.model)
     with pytest.raises(InvalidUsage, match="tokens is -1"), offload.micro_batch(tokens=-1):
         pass
-    with offload, pytest.raises(InvalidUsage, match="open already"), offload.micro_batch(0.5):
+    with offload.micro_batch(), pytest.raises(InvalidUsage, match="open already"), offload.micro_batch(0.5):
         pass
