@@ -30,13 +30,20 @@ from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.comm import init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations.huggingface_checkpoints import file_copy, load_optimizer, load_scheduler, save_optimizer
-from hdpcomm.integrations.huggingface_folders import FolderSource, has_weights, load_weights, weights_for
-from hdpcomm.integrations.huggingface_fsdp import without_fsdp
+from hdpcomm.integrations.huggingface_checkpoints import (
+    FolderSource,
+    file_copy,
+    has_weights,
+    load_optimizer,
+    load_scheduler,
+    load_weights,
+    save_optimizer,
+    weights_for,
+)
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel, ScoreModel
 from hdpcomm.integrations.huggingface_losses import ModelLabels, TokenMetrics, add_noise, token_loss
-from hdpcomm.integrations.huggingface_memory import least_zero
 from hdpcomm.integrations.huggingface_options import check_options, is_trainer_of, mesh_sizes, mesh_text
+from hdpcomm.integrations.huggingface_zero import least_zero, without_fsdp
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses, Sequences, gather_sequences
 from hdpcomm.models import adapt
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of

@@ -44,8 +44,7 @@ from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations.huggingface_checkpoints import read_plain_values
-from hdpcomm.integrations.huggingface_folders import FolderSource
+from hdpcomm.integrations.huggingface_checkpoints import FolderSource, read_plain_values
 from hdpcomm.integrations.row_passes import RowPasses, Sequences
 from hdpcomm.integrations.verl_lora import adapter_weights, merged_weights, with_adapters
 from hdpcomm.integrations.verl_options import check_options, unsupported

@@ -27,8 +27,14 @@ from hdpcomm.attention import PackContext, current_pack, packed_attention, posit
 from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models.indexers import attend_chosen, set_indexers
-from hdpcomm.models.latent import latent_attention, own_keys_values, sends_latent, set_latent
+from hdpcomm.models.indexers import (
+    attend_chosen,
+    latent_attention,
+    own_keys_values,
+    sends_latent,
+    set_indexers,
+    set_latent,
+)
 from hdpcomm.models.mixers import MIXER_TYPES, PACK_ARGUMENT, mixers_of, set_mixers
 from hdpcomm.models.recompute import carry_into_checkpoints
 from hdpcomm.models.self_check import check_outputs

@@ -22,9 +22,8 @@ from hdpcomm.attention import SequenceSlice
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
-from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
+from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, chosen_before, mixture
 from hdpcomm.models.lean import swiglu
-from hdpcomm.models.routing import chosen_before
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hdpcomm.attention import carry_pack
 from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models.routing import Routings
+from hdpcomm.models.expert_group import Routings
 from hdpcomm.offload.layers import find_layers
 
 __all__ = ["carry_into_checkpoints", "is_recomputed", "recomputed_layers", "refuse_reentrant", "set_recompute"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hdpcomm.models.expert_group import HostNumbers
 from hdpcomm.models.moe import MixtureOfExperts
-from hdpcomm.models.routing import HostNumbers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,7 +11,7 @@ from hdpcomm.attention import packing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
 from hdpcomm.models.huggingface import count_labels, enable, shard_batch
-from hdpcomm.models.latent import sends_latent
+from hdpcomm.models.indexers import sends_latent
 from hdpcomm.models.mixers import mixers_of
 from hdpcomm.plan import SequenceFragment
 from hdpcomm.testing import run_threads

@@ -11,7 +11,7 @@ import hdpcomm as hdp
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig, moe, set_recompute
-from hdpcomm.models.routing import HostNumbers, Routing, Routings, chosen_before, kept_routing, routing_before
+from hdpcomm.models.expert_group import HostNumbers, Routing, Routings, chosen_before, kept_routing, routing_before
 from hdpcomm.parallel import expert_parallel
 from hdpcomm.testing import run_threads
 

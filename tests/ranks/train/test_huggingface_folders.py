@@ -15,7 +15,7 @@ peft = pytest.importorskip("peft")
 
 from hdpcomm.errors import InvalidUsage  # noqa: E402
 from hdpcomm.integrations.huggingface import Trainer  # noqa: E402
-from hdpcomm.integrations.huggingface_folders import load_weights  # noqa: E402
+from hdpcomm.integrations.huggingface_checkpoints import load_weights  # noqa: E402
 from hdpcomm.models import FolderWeights, adapt  # noqa: E402
 from hdpcomm.plan import CostModel  # noqa: E402
 from hdpcomm.train.runner import Runner  # noqa: E402

@@ -121,17 +121,17 @@ def test_parts_train_save_and_resume_as_whole_weights_do(ranks: Any, tmp_path: P
 
 
 def stage_of(folder: str, memory: float, model: Any, given: dict[str, Any]) -> int | str:
-    from hdpcomm.integrations import huggingface_memory
+    from hdpcomm.integrations import huggingface_zero
     from hdpcomm.integrations.huggingface import Trainer
 
-    before, huggingface_memory._memory_bytes = huggingface_memory._memory_bytes, lambda *_: memory
+    before, huggingface_zero._memory_bytes = huggingface_zero._memory_bytes, lambda *_: memory
     try:
         options = {"cost_model": COST, "zero": "auto", "capacity": 64, "model": model}
         return trainer_of(Trainer, folder, 2, {**options, **given})._kept.zero
     except InvalidUsage as error:
         return str(error)
     finally:
-        huggingface_memory._memory_bytes = before
+        huggingface_zero._memory_bytes = before
         leave()
 
 
