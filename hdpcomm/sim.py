@@ -1,4 +1,7 @@
-"""Simulation of planned steps on a cluster, which need not exist: one, or many that are planned in the background."""
+"""Simulation of planned steps on a cluster, which need not exist: one, or many that are planned in the background.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
