@@ -70,7 +70,7 @@ def _arguments(text: str, head: str) -> set[str]:
 
 def with_table(page: str) -> str:
     """The text of the page with the table of today between its marks."""
-    from hdpcomm.integrations.huggingface_keys import CARRIED, REFUSED, WITHOUT_EFFECT
+    from hdpcomm.integrations.huggingface_batch import CARRIED, REFUSED, WITHOUT_EFFECT
 
     rows = [((name,), "carried", text) for name, text in CARRIED.items()]
     rows += [(names, "no effect", text) for names, text in WITHOUT_EFFECT.items()]
@@ -87,7 +87,7 @@ def main() -> int:
     page = parser.parse_args().write
     if page is not None:
         page.write_text(with_table(page.read_text()))
-    from hdpcomm.integrations.huggingface_keys import CARRIED, REFUSED, WITHOUT_EFFECT
+    from hdpcomm.integrations.huggingface_batch import CARRIED, REFUSED, WITHOUT_EFFECT
 
     listed = {*CARRIED, *(name for names in (*WITHOUT_EFFECT, *REFUSED) for name in names)}
     known = keys_of_transformers()

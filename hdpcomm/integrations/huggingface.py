@@ -74,7 +74,7 @@ class HybridDataParallel:
 
     A batch is what a collator of transformers gives: rows with an ``attention_mask``, or flattened rows with
     ``cu_seq_lens_q`` or ``position_ids`` (as of ``DataCollatorWithFlattening``); what it does not carry, it refuses by
-    name (:mod:`hdpcomm.integrations.huggingface_keys`). Evaluation and prediction run on each rank with the attention
+    name (:mod:`hdpcomm.integrations.huggingface_batch`). Evaluation and prediction run on each rank with the attention
     that the model came with; ``generate()`` does inside of :meth:`original_attention`.
 
     With ``transformers.Trainer`` and TRL's ``SFTTrainer``, training does not call ``compute_loss`` of the other base; a

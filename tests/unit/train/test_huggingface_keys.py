@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations.huggingface_keys import CARRIED, REFUSED, WITHOUT_EFFECT, check_keys
+from hdpcomm.integrations.huggingface_batch import CARRIED, REFUSED, WITHOUT_EFFECT, check_keys
 
 TOP = Path(__file__).resolve().parents[3]
 TOOL = runpy.run_path(str(TOP / "tools/batch_keys.py"))
