@@ -14,7 +14,7 @@ from hdpcomm.attention import packing
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, LossOptions, linear_cross_entropy, loss_of_log_probs
-from hdpcomm.models.heads import NEXT_TOKEN, TOKEN, head_of
+from hdpcomm.models.heads import NEXT_TOKEN, TOKEN, LayeredModel, head_of
 from hdpcomm.models.huggingface import decoder_of, set_attention
 from hdpcomm.models.indexers import IndexerTraining, collecting, train_indexers
 from hdpcomm.models.moe import router_loss
@@ -23,8 +23,6 @@ from hdpcomm.models.self_check import check_logits
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.models.expert_group import ExpertGroup
-    from hdpcomm.models.tensor_group import TensorGroup
 
 __all__ = ["IGNORE", "AdaptedCausalLM", "inner_causal_lm"]
 
@@ -58,16 +56,13 @@ def inner_causal_lm(model: nn.Module) -> Any | None:
     return found
 
 
-class AdaptedCausalLM(nn.Module):
+class AdaptedCausalLM(LayeredModel):
     """A causal LM of transformers, or a classifier over its decoder, in the form of :func:`hdpcomm.models.adapt`.
 
     Attributes:
         model: the model as it was given, trained in place; ``model.save_pretrained(folder)`` exports it.
         labels_of: to what a label belongs, see :mod:`hdpcomm.models.heads`; a classifier's are numbers of outputs.
     """
-
-    takes_labels = True
-    takes_label_rows = True
 
     def __init__(
         self,
@@ -83,10 +78,6 @@ class AdaptedCausalLM(nn.Module):
         self.model = model
         self.z_loss = z_loss
         self.chunk_tokens = chunk_tokens
-        self.tensor: TensorGroup | None = None
-        """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
-        self.expert: ExpertGroup | None = None
-        """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
         causal_lm = self.causal_lm
         self.labels_of: str = head_of(causal_lm)[1]  # type: ignore[index]
         config = causal_lm.config.get_text_config()
@@ -121,29 +112,6 @@ class AdaptedCausalLM(nn.Module):
     def last_layer(self) -> Any:
         """The layer that makes logits."""
         return head_of(self.causal_lm)[0]  # type: ignore[index]
-
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        positions: Tensor,
-        cu_seqlens: CuSeqlens,
-        comm: Communicator | None,
-        labels: Tensor | None = None,
-        label_rows: Tensor | None = None,
-        label_weights: Tensor | LabelLoss | None = None,
-    ) -> Tensor:
-        """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
-
-        Collective over ``comm``, in forward and in backward. Arguments are those of
-        :meth:`hdpcomm.models.Llama.forward`; a router's auxiliary loss takes no tree. Each labelled token adds the
-        coefficient of that loss times its sequence's, and with ``indexer_loss`` its own of each layer.
-        """
-        hidden, added = self.run_layers(tokens, positions=positions, cu_seqlens=cu_seqlens, comm=comm)
-        out = self.finish(hidden, positions.shape[0], labels, label_rows, label_weights)
-        if labels is None or not self.has_added_losses:
-            return out
-        return out + self.added_losses(added, labels, cu_seqlens, comm)
 
     def run_layers(
         self, x: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator | None

@@ -1,12 +1,19 @@
-"""Last layers of models of transformers, and to what the labels of their outputs belong."""
+"""Models of layers and a head, last layers of those of transformers, and to what the labels of their outputs belong."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-__all__ = ["NEXT_TOKEN", "SEQUENCE", "TOKEN", "classified_token", "head_of"]
+if TYPE_CHECKING:
+    from hdpcomm.attention.packs import CuSeqlens
+    from hdpcomm.comm import Communicator
+    from hdpcomm.kernels import LabelLoss
+    from hdpcomm.models.expert_group import ExpertGroup
+    from hdpcomm.models.tensor_group import TensorGroup
+
+__all__ = ["NEXT_TOKEN", "SEQUENCE", "TOKEN", "LayeredModel", "classified_token", "head_of"]
 
 NEXT_TOKEN, TOKEN, SEQUENCE = "next token", "token", "sequence"
 """To what a label belongs: to the token after that of the outputs, to that token, or to the sequence, whose last token
@@ -41,3 +48,53 @@ def classified_token(tokens: Tensor, padding: int | None) -> int:
     """
     seen = (tokens != (-1 if padding is None else padding)).nonzero()
     return int(seen[-1]) if len(seen) else 0
+
+
+class LayeredModel(nn.Module):
+    """A model of layers and a head in the form that the trainer calls: ``run_layers``, ``finish`` and ``added_losses``
+    of its subclasses, one after the other."""
+
+    takes_labels = True
+    takes_label_rows = True
+    chunk_tokens: int | None = None
+    """Tokens in a chunk of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
+    tensor: TensorGroup | None = None
+    """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
+    expert: ExpertGroup | None = None
+    """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
+
+    def forward(
+        self: Any,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        cu_seqlens: CuSeqlens,
+        comm: Communicator | None,
+        labels: Tensor | None = None,
+        label_rows: Tensor | None = None,
+        label_weights: Tensor | LabelLoss | None = None,
+    ) -> Any:
+        """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
+
+        Args:
+            tokens: ``[tokens]`` int64, this rank's shard of the pack; may be empty.
+            positions: ``[tokens]`` int64, the place of each token inside its own sequence.
+            cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree, not
+                with a router's auxiliary loss.
+            comm: the ranks that share the pack. Collective over all of them, in forward and in backward.
+            labels: ``[tokens]`` int64, -100 for a token without a loss. The logits then exist for a chunk of tokens at
+                a time (:func:`hdpcomm.kernels.linear_cross_entropy`). With a router's auxiliary loss each labelled
+                token adds the coefficient times that of its sequence; with ``indexer_loss`` its own of each layer.
+            label_rows: int64, for each label its token's row; a token of a tree may have several. ``None``: one each.
+            label_weights: float32, for each label the factor of its loss, or what their losses are
+                (:class:`hdpcomm.kernels.LabelLoss`); ``None``: 1.
+        """
+        hidden, added = self.run_layers(tokens, positions=positions, cu_seqlens=cu_seqlens, comm=comm)
+        out = self.finish(hidden, positions.shape[0], labels, label_rows, label_weights)
+        if labels is None or not self.has_added_losses:
+            return out
+        return self.joined(out, self.added_losses(added, labels, cu_seqlens, comm))
+
+    def joined(self, out: Tensor, added: Tensor) -> Any:
+        """The loss with those that layers add."""
+        return out + added

@@ -22,13 +22,12 @@ from hdpcomm.attention import ring_attention
 from hdpcomm.attention.packs import CuSeqlens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, linear_cross_entropy
+from hdpcomm.models.heads import LayeredModel
 from hdpcomm.models.lean import rms_norm, rotate, swiglu
 from hdpcomm.models.moe import MixtureOfExperts, router_losses
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.models.expert_group import ExpertGroup
-    from hdpcomm.models.tensor_group import TensorGroup
 
 __all__ = [
     "Llama",
@@ -220,7 +219,7 @@ def initial_value(name: str, shape: torch.Size, *, layers: int, seed: int) -> Te
     return torch.randn(shape, generator=generator).mul_(scale)
 
 
-class Llama(nn.Module):
+class Llama(LayeredModel):
     """A Llama of any size and dtype (fp64 included, for exactness tests).
 
     Args:
@@ -238,12 +237,6 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config = config or LlamaConfig()
-        self.chunk_tokens: int | None = None
-        """Tokens in a chunk of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
-        self.tensor: TensorGroup | None = None
-        """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
-        self.expert: ExpertGroup | None = None
-        """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
         if not dtype.is_floating_point:
             raise InvalidUsage(f"dtype is {dtype}; a model's parameters need a floating-point type")
         device = torch.device(device)
@@ -262,50 +255,17 @@ class Llama(nn.Module):
             if not parameter.is_meta:
                 parameter.copy_(initial_value(name, parameter.shape, layers=self.config.layers, seed=seed))
 
-    takes_labels = True
-    takes_label_rows = True
-
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        positions: Tensor,
-        cu_seqlens: CuSeqlens,
-        comm: Communicator,
-        labels: Tensor | None = None,
-        label_rows: Tensor | None = None,
-        label_weights: Tensor | LabelLoss | None = None,
-    ) -> Tensor:
-        """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
-
-        Args:
-            tokens: ``[tokens]`` int64, this rank's shard of the pack; may be empty.
-            positions: ``[tokens]`` int64, the place of each token inside its own sequence.
-            cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree.
-            comm: the ranks that share the pack. Collective over all of them, in forward and in backward.
-            labels: ``[tokens]`` int64, -100 for a token without a loss. The logits then exist for a chunk of tokens at
-                a time (:func:`hdpcomm.kernels.linear_cross_entropy`).
-            label_rows: int64, for each label its token's row; a token of a tree may have several. ``None``: one each.
-            label_weights: float32, for each label the factor of its loss, or what their losses are
-                (:class:`hdpcomm.kernels.LabelLoss`); ``None``: 1.
-        """
-        if tokens.shape != positions.shape or tokens.dim() != 1:
-            raise InvalidUsage(
-                f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)}: both must be [local "
-                "tokens] of the same shard"
-            )
-        x, router_logits = self.run_layers(tokens, positions=positions, cu_seqlens=cu_seqlens, comm=comm)
-        loss = self.finish(x, positions.shape[0], labels, label_rows, label_weights)
-        if labels is None or not self.has_added_losses:
-            return loss
-        return loss + self.added_losses(router_logits, labels, cu_seqlens, comm)
-
     def run_layers(
         self, x: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
     ) -> tuple[Tensor, list[Tensor]]:
         """Output of the last block for tokens, or for the hidden states of a stage before, and the router's logits of
         each block that has one. Collective over ``comm``."""
         if not x.is_floating_point():
+            if x.shape != positions.shape or x.dim() != 1:
+                raise InvalidUsage(
+                    f"tokens {tuple(x.shape)} and positions {tuple(positions.shape)}: both must be [local tokens] of "
+                    "the same shard"
+                )
             x = self.embedding(x)
         tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
         return run_blocks(self.blocks, x, tables, cu_seqlens, comm)

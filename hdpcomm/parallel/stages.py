@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama
+from hdpcomm.models.heads import LayeredModel
 from hdpcomm.models.self_check import check_stages
 from hdpcomm.models.weights import by_tensor
 from hdpcomm.offload.layers import AbsentLayer, layer_list
@@ -21,7 +22,6 @@ from hdpcomm.offload.layers import AbsentLayer, layer_list
 if TYPE_CHECKING:
     from hdpcomm.attention.packs import CuSeqlens
     from hdpcomm.comm import Communicator
-    from hdpcomm.kernels import LabelLoss
     from hdpcomm.models.expert_group import ExpertGroup
     from hdpcomm.models.tensor_group import TensorGroup
 
@@ -50,11 +50,13 @@ def _of_model(name: str) -> Any:
     return property(lambda stage: getattr(stage.model, name), lambda stage, value: setattr(stage.model, name, value))
 
 
-class Stage(nn.Module):
+class Stage(LayeredModel):
     """Some consecutive layers of a model, with its embedding or its head at the ends.
 
     Called like the model, with the boundary activations ``[tokens, hidden]`` of the stage before in the place of tokens
-    unless it is the first, it gives those for the next stage, or, if it is the last, what the model gives. Made by
+    unless it is the first (this rank's shard; of it the block of this tensor rank, where there are several), it gives
+    those for the next stage, or, if it is the last, what the model gives. Labels are those of the last stage; another
+    one with routers whose losses count gets them, too, and gives these losses beside its result. Made by
     :func:`split_model`; the layers are the model's own modules.
 
     The stage runs the model's own forward, so what a model makes once for all layers (rotary tables, masks) is made on
@@ -70,8 +72,6 @@ class Stage(nn.Module):
         tied_names: names in the whole model of the head's weight and the embedding's, if they are one.
     """
 
-    takes_labels = True
-    takes_label_rows = True
     embedding: nn.Module = _of_model("embedding")
     """The layer that makes hidden states of tokens; on the first stage."""
     last_layer: nn.Module = _of_model("last_layer")
@@ -123,34 +123,20 @@ class Stage(nn.Module):
         width = self.config.hidden if isinstance(self.model, Llama) else self.config.get_text_config().hidden_size
         return torch.empty(self._rows(tokens), width, dtype=like.dtype, device=like.device)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        positions: Tensor,
-        cu_seqlens: CuSeqlens,
-        comm: Communicator,
-        labels: Tensor | None = None,
-        label_rows: Tensor | None = None,
-        label_weights: Tensor | LabelLoss | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the layers; arguments as of :meth:`hdpcomm.models.Llama.forward`. Collective over ``comm``.
+    def finish(self, hidden: Tensor, *labels: Any) -> Tensor:
+        """Hidden states for the next stage; on the last one, what the model makes of them."""
+        return self.model.finish(hidden, *labels) if self.last else hidden
 
-        Args:
-            x: the first stage: ``[tokens]`` int64; others: ``[tokens, hidden]``, this rank's shard; of it the block of
-                this tensor rank, where there are several.
-            labels: of the last stage; of another one with routers whose losses count: then it gives these, too.
-            label_rows, label_weights: of the last stage only.
-        """
-        hidden, added = self._run_layers(x, positions, cu_seqlens, comm)
-        out = self.model.finish(hidden, positions.shape[0], labels, label_rows, label_weights) if self.last else hidden
-        if labels is None or not self.has_added_losses:
-            return out
-        losses = self.model.added_losses(added, labels, cu_seqlens, comm)
-        return out + losses if self.last else (out, losses)
+    def added_losses(self, *inputs: Any) -> Tensor:
+        """Losses of this stage's layers."""
+        return self.model.added_losses(*inputs)
 
-    def _run_layers(
-        self, x: Tensor, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
+    def joined(self, out: Tensor, added: Tensor) -> Any:
+        """The loss with those that layers add; of a stage that is not the last, both."""
+        return super().joined(out, added) if self.last else (out, added)
+
+    def run_layers(
+        self, x: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
     ) -> tuple[Tensor, Any]:
         """Runs the layers on hidden states, whatever the model does to them before its first and after its last
         layer: that is for the first and the last stage."""
