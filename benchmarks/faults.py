@@ -35,7 +35,7 @@ from killed_ranks import PHASES, Outcome, Point, kill, make_workplace
 import hdpcomm as hdp
 from hdpcomm.testing import RankPool
 
-TRANSPORTS = ("shm", "sim", "torch")
+TRANSPORTS = ("shm", "sim", "tcp")
 MISMATCH_S, DEATH_S, LATE_S = 1.0, 2.0, 0.5
 DEADLINE_S = 30.0
 MISSED = 4
@@ -70,7 +70,7 @@ def outlive(transport: str, folder: str) -> None:
     """Runs on three ranks, of which the last one dies; the others write their seconds to a file."""
     comm = hdp.init(transport=transport, timeout=DEADLINE_S)
     comm.barrier()
-    time.sleep(0.2)  # over torch a send returns before its data is sent, and a killed process would lose it
+    time.sleep(0.2)  # over tcp a send returns before its data is sent, and a killed process would lose it
     if comm.rank == comm.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
 

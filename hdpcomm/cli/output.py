@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-TRANSPORTS = ("auto", "shm", "tcp", "torch", "sim", "cuda", "nccl", "cuda+nccl")
+TRANSPORTS = ("auto", "shm", "tcp", "sim", "cuda", "nccl", "cuda+nccl")
 """Transports of :func:`hdpcomm.init`, for parsers, which import no torch."""
 
 __all__ = [

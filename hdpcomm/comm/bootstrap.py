@@ -21,13 +21,11 @@ from hdpcomm import _core
 from hdpcomm.arguments import check_seconds
 from hdpcomm.comm import flight_recorder
 from hdpcomm.comm.addresses import allow_sockets, listening_address
-from hdpcomm.comm.carrier_groups import make_groups, torch_runs_on_fabric
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.connections import WORLD_BYTES, Connections, listen
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.device.joining import AUTOMATIC, DEVICE_TRANSPORTS, join_devices
-from hdpcomm.comm.group_carrier import GroupCarrier
 from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.joining import Joining
 from hdpcomm.comm.launchers import agent_restarts, joined, master, rank_and_size
@@ -73,13 +71,13 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
     ``init()`` may be called again after ``close()``, or for a second, independent world.
 
     transport: ``shm`` (ranks on one host, host tensors); ``tcp`` (host tensors on any hosts, by connections of our
-        own); ``torch`` (the same over a process group of torch); ``cuda`` (ranks on one host; host tensors as with shm,
-        and CUDA tensors by streams; several ranks may share a GPU); ``nccl`` (ranks on any hosts, one GPU each; host
+        own); ``cuda`` (ranks on one host; host tensors as with shm, and CUDA tensors by streams; several ranks may
+        share a GPU); ``nccl`` (ranks on any hosts, one GPU each; host
         tensors as with auto, and CUDA tensors by one NCCL communicator); ``cuda+nccl`` (ranks on any hosts; CUDA
         tensors by streams between GPUs of one host that reach each other, by NCCL between all others; NCCL is asked for
         only if there are such); ``sim`` (host tensors by the streams of a simulated device); ``auto``: shm inside each
-        host and tcp between hosts (torch, where torch.distributed runs on MPI or UCC), and where torch sees a GPU on
-        every rank cuda+nccl. ``HDPCOMM_TRANSPORT`` says what ``auto`` means.
+        host and tcp between hosts, and where torch sees a GPU on every rank cuda+nccl. ``HDPCOMM_TRANSPORT`` says what
+        ``auto`` means.
     timeout: seconds for joining and for every operation; default ``HDPCOMM_TIMEOUT`` or 60.
     Raises: InvalidUsage (environment, port in use, ranks on several hosts), CommTimeout (names the absent ranks),
         PeerLost (a rank died or gave up while the ranks joined: told by the ranks of its host).
@@ -143,7 +141,7 @@ def join(
 
 
 def _join_alone(transport: str, timeout: float) -> _core.comm.World:
-    if transport in ("tcp", "torch"):
+    if transport == "tcp":
         return _core.comm.join_framed_world(_core.transport.FrameLink(0, 1), transport, timeout)
     return _core.comm.join_shm_world(_core.transport.create_segment(1), 0, timeout=timeout, joining=timeout)
 
@@ -328,13 +326,6 @@ def _join_tcp(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, lis
     return world, hosts
 
 
-def _join_torch(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
-    link = _core.transport.FrameLink(joining.rank, joining.size)
-    world = _core.comm.join_framed_world(link, "torch", joining.seconds)
-    _carry(joining, link)
-    return world, hosts
-
-
 def _connect(joining: Joining, link: _core.transport.FrameLink) -> None:
     """Carries the frames of the link over TCP. Collective over all ranks of the world."""
     address = listening_address(joining.store)
@@ -357,15 +348,8 @@ def _connect(joining: Joining, link: _core.transport.FrameLink) -> None:
     Connections(link, listener, places, world, joining.store.secret)
 
 
-def _carry(joining: Joining, link: _core.transport.FrameLink) -> None:
-    joining.from_all("ready", "")  # torch's group waits for its ranks and does not notice when one dies
-    store = dist.PrefixStore(f"{joining.prefix}/torch", joining.store)  # type: ignore[attr-defined]
-    groups = make_groups(store, joining.rank, joining.size, timeout=joining.left, connecting=joining.watching)
-    GroupCarrier(groups, link, owned=True, secret=joining.store.secret, store=joining.store)
-
-
 def _join_auto(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
-    """Shared memory inside the hosts; between them TCP, or what torch.distributed runs on where that is MPI or UCC.
+    """Shared memory inside the hosts, TCP between them.
 
     Equal identities are not enough for a common host: a rank that cannot open the segment of its host's first rank (a
     hardened /proc, say) is taken as a host of its own.
@@ -385,11 +369,10 @@ def _join_auto(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, li
         )
     else:
         link = _core.transport.FrameLink(rank, joining.size)
-        name, carry = ("torch", _carry) if torch_runs_on_fabric() else ("tcp", _connect)
         world = _core.comm.join_hosts(
-            segment, link, hosts, name, timeout=joining.seconds, joining=joining.left, pids=joining.pids
+            segment, link, hosts, "tcp", timeout=joining.seconds, joining=joining.left, pids=joining.pids
         )
-        carry(joining, link)
+        _connect(joining, link)
     segment.release()
     return world, hosts
 
@@ -399,8 +382,7 @@ _JOINS: dict[str, _Join] = {
     "auto": _join_auto,
     "shm": _join_shm,
     "tcp": _join_tcp,
-    "torch": _join_torch,
     "nccl": _join_auto,
     "cuda+nccl": _join_auto,
 }
-TRANSPORTS = ("auto", "shm", "tcp", "torch", *DEVICE_TRANSPORTS)
+TRANSPORTS = ("auto", "shm", "tcp", *DEVICE_TRANSPORTS)

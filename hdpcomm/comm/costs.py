@@ -19,9 +19,6 @@ _DEVICE = _core.collective.DEVICE_COSTS
 _NCCL_INSIDE, _NCCL_BETWEEN = nccl_link_costs(DEVICES["h100"])
 # Costs of transports that nobody calibrated.
 _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
-    # Estimated, for gloo over TCP. `hdpcomm perf --calibrate --transport torch --ranks 2` measures the loopback of a
-    # machine; on ranks of several hosts --calibrate measures their network.
-    "torch": {"alpha_s": 2e-4, "message_s": 5e-5, "beta_s_per_byte": 7e-10, "gamma_s_per_byte": 0.8e-10},
     # By benchmarks/host_links.py, between two network namespaces of one machine (2 cores, 2026-11-23).
     "tcp": {"alpha_s": 5e-5, "message_s": 1e-5, "beta_s_per_byte": 7e-10, "gamma_s_per_byte": 0.8e-10},
     "cuda": _DEVICE,  # derived, with its sources in csrc/collective/peer_reads.hpp

@@ -1,28 +1,14 @@
-"""Connections that other libraries make, which a forked child must not hold: it would hide the death of its parent."""
+"""Connections that a forked child must not hold: it would hide the death of its parent."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
-from collections.abc import Iterator
 
-__all__ = ["close_in_children", "closed_in_children"]
+__all__ = ["close_in_children"]
 
 _sockets: dict[int, int] = {}  # descriptor -> inode, which tells whether it is still the same socket
 _room = 64  # as many are kept before those that were closed are looked for
-
-
-@contextlib.contextmanager
-def closed_in_children() -> Iterator[None]:
-    """Sockets that this process opens inside are closed in its forked children from then on (those of DataLoader, say).
-
-    Those that another thread opens meanwhile, too: what needs connections in a child makes them there.
-    """
-    before = _open_sockets()
-    yield
-    _forget_closed()
-    _sockets.update({handle: inode for handle, inode in _open_sockets().items() if before.get(handle) != inode})
 
 
 def close_in_children(handle: int) -> None:
@@ -40,15 +26,6 @@ def _forget_closed() -> None:
     for handle, inode in list(_sockets.items()):
         if _inode(handle) != inode:
             _sockets.pop(handle, None)
-
-
-def _open_sockets() -> dict[int, int]:
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        inode = _inode(int(name))
-        if inode is not None:
-            found[int(name)] = inode
-    return found
 
 
 def _inode(handle: int) -> int | None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from hdpcomm import _core
 from hdpcomm.comm.job_store import JobStore
@@ -23,10 +21,8 @@ __all__ = ["Joining", "wait_for_all"]
 
 _TOLD_S = 2.0  # for the others to read why the rank that serves the store gives up
 _CHECK_S = 0.1  # between checks whether all who are awaited can still come
-_LATE_S = 0.5  # for a death to be known, and for what succeeds in spite of one that is
 _LISTED = 32  # names in a message
 _HINT = ": look for its error"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,41 +83,6 @@ class Joining:
                 rank=self.rank,
                 op="init",
             ) from error
-
-    def watching(self, connect: Callable[[], T]) -> T:
-        """The result of ``connect()``, which waits for all ranks and hears neither of a death nor of Ctrl-C.
-
-        It runs in a thread of its own. If this raises something else, the thread goes on until its own time is over.
-        Raises: what ``connect`` raises; CommTimeout past the deadline; PeerLost as :meth:`check_peers`.
-        """
-        made: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                made.set_result(connect())
-            except BaseException as error:
-                made.set_exception(error)
-
-        threading.Thread(target=run, name="hdpcomm-connect", daemon=True).start()
-        while not wait([made], _CHECK_S).done:
-            try:
-                self.check_peers()
-            except PeerLost:
-                if wait([made], _LATE_S).done and made.exception() is None:
-                    break  # the peer left when it had connected to all
-                raise
-            if time.monotonic() > self.deadline + _LATE_S / 2:
-                raise CommTimeout(
-                    f"rank {self.rank} did not connect to all ranks within {self.seconds:g} s in init(); look for the "
-                    "errors of the others, or raise timeout=",
-                    rank=self.rank,
-                    op="init",
-                )
-        end = time.monotonic() + _LATE_S
-        while made.exception() is not None and time.monotonic() < end:
-            self.check_peers()
-            time.sleep(_CHECK_S)
-        return made.result()
 
     def check_peers(self) -> None:
         """Raises PeerLost when the process of a rank of this host has ended, or another rank has reported a failure."""

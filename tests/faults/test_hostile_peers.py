@@ -72,7 +72,7 @@ def changed(frame: transport.Frame, **values: int) -> None:
 
 def framed_pair() -> tuple[list[transport.FrameLink], list[Communicator]]:
     links = [transport.FrameLink(rank, 2) for rank in range(2)]
-    worlds = [core_comm.join_framed_world(link, "torch", 5.0) for link in links]
+    worlds = [core_comm.join_framed_world(link, "tcp", 5.0) for link in links]
     return links, [Communicator(world.communicator(), world.rank, world.size) for world in worlds]
 
 

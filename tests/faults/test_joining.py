@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 import os
@@ -85,22 +84,6 @@ class Core:
 def test_one_that_dies_before_it_is_there(tmp_path: Path, transport: str) -> None:
     with pytest.raises(hdp.PeerLost, match="rank 2 ended by signal SIGKILL"):
         spawn(joins_with_one_that_dies, 3, str(tmp_path), {2: dies}, transport, timeout=LONG_S)
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
-
-
-def dies_before_it_connects(folder: str) -> None:
-    rank = os.environ["RANK"]
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == "2":
-            patch.setattr(bootstrap, "make_groups", dies)
-        with pytest.raises(hdp.PeerLost, match=r"rank 2 (died|ended).* while the ranks joined the world"):
-            hdp.init("torch", timeout=LONG_S)
-    Path(folder, rank).touch()
-
-
-def test_one_that_dies_while_gloo_connects(tmp_path: Path) -> None:
-    with pytest.raises(hdp.PeerLost, match="rank 2 ended by signal SIGKILL"):
-        spawn(dies_before_it_connects, 3, str(tmp_path), timeout=LONG_S)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
@@ -257,37 +240,6 @@ def test_a_timeout_is_not_told() -> None:
     with pytest.raises(hdp.CommTimeout), joining(store, 0, 2).reporting_failure():
         raise hdp.CommTimeout("rank 0 waited")
     joining(store, 1, 2).check_peers()
-
-
-def test_a_death_ends_what_cannot_be_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As gloo, which waits for connections of ranks that will not come; what it makes in the end is dropped."""
-    never = threading.Event()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
-        place = joining(dist.HashStore(), 0, 2, pids=(os.getpid(), peer.pid))
-        assert place.watching(lambda: 5) == 5
-        with pytest.raises(KeyError, match="no device"):
-            place.watching(raises(KeyError("no device")))
-        with interrupt_soon():
-            place.watching(never.wait)
-        with pytest.raises(hdp.CommTimeout, match=r"rank 0 did not connect to all ranks within 0\.1 s in init"):
-            dataclasses.replace(place, seconds=0.1, deadline=time.monotonic() + 0.1).watching(never.wait)
-        peer.kill()
-        peer.wait()
-        with pytest.raises(hdp.PeerLost, match=rf"rank 1 died \(process {peer.pid}\)") as info:
-            place.watching(never.wait)
-        with pytest.raises(hdp.PeerLost, match=rf"rank 1 died \(process {peer.pid}\)"):
-            place.watching(raises(RuntimeError("connection refused")))
-        monkeypatch.setattr("hdpcomm.comm.joining._LATE_S", LONG_S)  # the peer had connected to all before it ended
-        assert place.watching(lambda: time.sleep(0.3)) is None
-    never.set()
-    assert (info.value.rank, info.value.peer, info.value.op) == (0, 1, "init")
-
-
-def raises(error: Exception) -> Callable[[], None]:
-    def call() -> None:
-        raise error
-
-    return call
 
 
 def test_who_left_after_all_had_come_is_no_error_of_joining() -> None:

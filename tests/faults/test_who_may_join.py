@@ -17,14 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import hdpcomm as hdp
-from hdpcomm._core import comm as core
-from hdpcomm._core import transport
-from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.group_carrier import GroupCarrier
 from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.joining import Joining
 from hdpcomm.comm.secret import Secret, job_secret, new_secret
@@ -34,7 +29,6 @@ from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.testing import spawn
 from tests.harness.hosts import why_not
 from tests.harness.warm_python import Python
-from tests.ranks.scale.test_torch_faults import QueueGroup, Wires
 
 OURS, THEIRS = Secret("the secret of this job"), Secret("another job's secret")
 LONG_S = 60.0
@@ -255,7 +249,7 @@ with hdp.init(sys.argv[1], timeout=60) as comm:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-@pytest.mark.parametrize("transport_name", ["shm", "tcp", "torch", "auto"])
+@pytest.mark.parametrize("transport_name", ["shm", "tcp", "auto"])
 @pytest.mark.parametrize("started", ["by hand", "by torchrun", "by srun"])
 def test_another_user_does_not_join_a_job_without_configuration(transport_name: str, started: str) -> None:
     """He comes as rank 1, first, and finds nothing; then this user's own rank 1 joins, which was told nothing."""
@@ -527,38 +521,6 @@ def test_a_store_that_does_not_answer_keeps_no_rank_beyond_its_deadline() -> Non
     store.deadline = time.monotonic() + 0.1
     with pytest.raises(hdp.CommTimeout, match="got no answer of the job's store in time"):
         store.check(["a"])
-
-
-def joined_over_gloo(secrets: list[Secret], timeout: float = LONG_S) -> list[Any]:
-    """Two frame links over a group between threads, each with its own secret."""
-    wires: dict[Any, Any] = Wires()
-    links = [transport.FrameLink(rank, 2) for rank in range(2)]
-    worlds = [core.join_framed_world(link, "torch", timeout) for link in links]
-    for rank, link in enumerate(links):
-        GroupCarrier([QueueGroup(wires, rank)], link, owned=False, secret=secrets[rank])
-    return [Communicator(world.communicator(), world.rank, world.size) for world in worlds]
-
-
-def sums(comm: Communicator) -> float:
-    x = torch.ones(3)
-    comm.all_reduce(x)
-    return x[0].item()
-
-
-def test_frames_between_ranks_that_know_the_secret() -> None:
-    comms = joined_over_gloo([OURS, OURS])
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(sums, comms)) == [2.0, 2.0]
-    for comm in comms:
-        comm.close()
-
-
-def test_a_peer_that_does_not_know_the_secret_gets_no_frame() -> None:
-    comms = joined_over_gloo([OURS, THEIRS])
-    with pytest.raises(hdp.PeerLost, match=r"who answered as rank 1 does not know the job's secret"):
-        sums(comms[0])
-    for comm in comms:
-        comm.close()
 
 
 # --- who dies or gives up before all are there

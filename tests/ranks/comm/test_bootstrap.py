@@ -127,13 +127,13 @@ def of_each_rank(how: str, transport: str) -> list[float]:
     return beside_torch_without_a_launcher(how, int(os.environ["RANK"]), transport)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "torch", "auto"])
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
 @pytest.mark.parametrize("method", ["tcp", "file"])
 def test_beside_torch_distributed_without_a_launcher(ranks: Any, tmp_path: Path, method: str, transport: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         how = {"tcp": f"tcp://127.0.0.1:{probe.getsockname()[1]}", "file": f"file://{tmp_path}/store"}[method]
-    name = {"tcp": "tcp", "torch": "torch", "auto": "shm+tcp"}[transport]
+    name = {"tcp": "tcp", "auto": "shm+tcp"}[transport]
     assert ranks(2, of_each_rank, how, transport) == [[3.0, 3.0, 3.0, name]] * 2
 
 

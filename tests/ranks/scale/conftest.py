@@ -1,4 +1,4 @@
-"""Ranks whose ``init()`` joins over the torch transport, kept between tests."""
+"""Ranks whose ``init()`` joins over TCP, kept between tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness.warm_python import PRELOAD
 
 
 @pytest.fixture(scope="session")
-def _torch_pools() -> Iterator[dict[int, RankPool]]:
+def _tcp_pools() -> Iterator[dict[int, RankPool]]:
     pools: dict[int, RankPool] = {}
     yield pools
     for pool in pools.values():
@@ -21,16 +21,16 @@ def _torch_pools() -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.fixture
-def torch_ranks(_torch_pools: dict[int, RankPool], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """As ``ranks`` of the suite; the processes have ``HDPCOMM_TRANSPORT=torch``."""
+def tcp_ranks(_tcp_pools: dict[int, RankPool], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """As ``ranks`` of the suite; the processes have ``HDPCOMM_TRANSPORT=tcp``."""
 
     def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        pool = _torch_pools.get(world_size)
+        pool = _tcp_pools.get(world_size)
         if pool is None or not pool.healthy:
             with monkeypatch.context() as patch:
-                patch.setenv("HDPCOMM_TRANSPORT", "torch")
-                pool = _torch_pools[world_size] = RankPool(world_size, preload=PRELOAD)
-            assert os.environ.get("HDPCOMM_TRANSPORT") != "torch"
+                patch.setenv("HDPCOMM_TRANSPORT", "tcp")
+                pool = _tcp_pools[world_size] = RankPool(world_size, preload=PRELOAD)
+            assert os.environ.get("HDPCOMM_TRANSPORT") != "tcp"
         return pool.run(fn, *args, timeout=timeout)
 
     return run

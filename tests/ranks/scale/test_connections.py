@@ -26,8 +26,7 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.connections import Connections, listen
 from hdpcomm.comm.secret import Secret
 from tests.harness.fault_cases import LONG_S
-from tests.ranks.scale.test_torch_carrier import linked
-from tests.ranks.scale.test_torch_faults import together
+from tests.ranks.scale.test_network_faults import linked, together
 
 OURS, THEIRS = Secret("o" * 20), Secret("t" * 20)
 WORLD = secrets.token_bytes(connections.WORLD_BYTES)
@@ -71,6 +70,17 @@ def test_messages_both_ways() -> None:
     assert together(pair.comms, exchanged) == [None, None]
     pair.close()
     assert all(each.join() for each in pair.carriers)
+
+
+def test_a_large_unexpected_message_waits_in_its_window(pair: Pair) -> None:
+    x = torch.arange(4_000_000.0)  # 16 MB; a window has 8 MiB
+    work = pair.comms[0].send(x, 1, async_op=True)
+    time.sleep(0.5)
+    assert not work.done()
+    y = torch.zeros_like(x)
+    pair.comms[1].recv(y, 0)
+    work.wait()
+    assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("known", [(OURS, THEIRS), (THEIRS, OURS)])

@@ -179,7 +179,7 @@ CHANGED = TrainOptions(
 OTHERS: dict[str, tuple[object, ...]] = {
     "tokenizer": ("TOKENIZER",), "loader": ("ray",), "policy": ("static",), "compare": (("ddp",), ("naive", "static")),
     "schedule": ("constant", "linear"), "min_lr": (0.0,), "decay": (1.0,), "recompute": (1, "auto"),
-    "transport": ("torch",), "trackers": ("wandb",), "resume": ("run/checkpoints/step-1",), "experts": (2,),
+    "transport": ("tcp",), "trackers": ("wandb",), "resume": ("run/checkpoints/step-1",), "experts": (2,),
     "eval_fraction": (0.0,), "eval_every": (1,), "check_replicas": (0,), "weight_decay": (0.0,),
 }  # fmt: skip
 """More values, where an option has several that differ in what they go together with."""
