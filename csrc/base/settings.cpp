@@ -39,7 +39,7 @@ constexpr Setting kTable[] = {
     {HDP_SETTING("HDPCOMM_SECRET_FILE", secret_file), .fallback = "",
      .meaning = "file with the job's secret, readable by its owner alone"},
     {HDP_SETTING("HDPCOMM_STORE", store), .fallback = "",
-     .meaning = "set by hdpcomm's launcher: MASTER_PORT and the Unix socket where its ranks meet"},
+     .meaning = "set by hdpcomm's launcher: MASTER_PORT and the file where its ranks meet"},
     {HDP_SETTING("HDPCOMM_COSTS", costs), .fallback = "",
      .meaning = "file with the measured costs of the transports; unset: hdpcomm/costs.json in the "
                 "user's cache"},

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.errors import Error
 
@@ -50,9 +49,7 @@ def own_address(store: Any) -> str:
     """
     while isinstance(store, dist.PrefixStore | SignedStore):  # type: ignore[attr-defined]
         store = store.inner if isinstance(store, SignedStore) else store.underlying_store
-    if isinstance(store, JobStore):
-        name, target = "the job's store at ", "127.0.0.1" if isinstance(store.place, str) else store.place[0]
-    elif isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         name, target = "the job's store at ", store.host
     elif "MASTER_ADDR" in os.environ:
         name, target = "MASTER_ADDR=", os.environ["MASTER_ADDR"]

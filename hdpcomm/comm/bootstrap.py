@@ -26,13 +26,11 @@ from hdpcomm.comm.connections import WORLD_BYTES, Connections, listen
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.device.joining import AUTOMATIC, DEVICE_TRANSPORTS, join_devices
-from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.joining import Joining
 from hdpcomm.comm.launchers import agent_restarts, joined, master, rank_and_size
 from hdpcomm.comm.machine import machine
-from hdpcomm.comm.secret import Secret, job_secret
-from hdpcomm.comm.store_server import JobStoreServer
-from hdpcomm.comm.torch_store import SignedStore, connect_to_agent
+from hdpcomm.comm.secret import job_secret
+from hdpcomm.comm.torch_store import SignedStore, connect_store, open_file_store, serve_store
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.log import LOG
 
@@ -55,9 +53,8 @@ thread_rank = threading.local()  # .value: ThreadRank, set on the threads of run
 _GRACE_S = 0.3  # beyond the deadline, to find out whom to name
 
 # One store a process and address, kept: a new connection of torch's TCPStore now and then takes 5 s, and rank 0 cannot
-# serve a second one on the same port while an earlier world still holds the first. The servers are rank 0's.
-_stores: dict[tuple[str, int], Any] = {}
-_servers: list[JobStoreServer] = []
+# serve a second one on the same port while an earlier world still holds the first.
+_stores: dict[tuple[str, int], SignedStore] = {}
 
 
 def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
@@ -100,7 +97,7 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         world = _join_alone(transport, seconds)
     else:
         deadline = time.monotonic() + seconds
-        store = open_store(rank, size, seconds)
+        store = open_store(rank, seconds)
         world, gpus = _join_processes(transport, store, rank, size, seconds, deadline)
     _core.comm.close_at_end(world)
     device = AUTOMATIC if transport == "auto" and gpus else None
@@ -170,7 +167,6 @@ def close_all(reason: str) -> None:
             world.close(reason)
 
 
-atexit.register(lambda: _leave_stores())  # after the worlds: handlers run in reverse order
 atexit.register(close_all, "its process ended")
 
 
@@ -194,68 +190,52 @@ def _rank_and_size() -> tuple[int, int]:
     return rank_and_size() if joined() else (0, 1)
 
 
-def open_store(rank: int, size: int, seconds: float) -> Any:
+def open_store(rank: int, seconds: float) -> Any:
     """The key-value store of the job, as a client or, on rank 0 without a launcher's, also as its server.
 
-    Raises: InvalidUsage (nothing says where it is, port in use, another secret), CommTimeout (not reached within
-    ``seconds``).
+    Raises: InvalidUsage (nothing says where it is, port in use), CommTimeout (not reached within ``seconds``).
     """
     secret = job_secret()
     if dist.is_initialized():
         return SignedStore(dist.distributed_c10d._get_default_store(), secret, rank, seconds=seconds)
     address, port = master()
     store = _stores.get((address, port))
-    if store is not None and not (isinstance(store, JobStore) and store.broken):
+    if store is not None and not store.broken:
         store.set_timeout(datetime.timedelta(seconds=seconds))
         return store
-    store = _new_store(address, port, rank, size, secret, seconds)
-    _stores[address, port] = store
+    inner = _new_store(address, port, rank, seconds)
+    store = _stores[address, port] = SignedStore(inner, secret, rank, seconds=seconds)
     return store
 
 
-def _new_store(address: str, port: int, rank: int, size: int, secret: Secret, seconds: float) -> Any:
-    deadline = time.monotonic() + seconds
+def _new_store(address: str, port: int, rank: int, seconds: float) -> Any:
     launcher = _core.settings().store
     if launcher.startswith(f"{port}:"):  # a launcher inside of our launcher has another port
-        return JobStore(launcher.partition(":")[2], secret, rank, seconds=seconds)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return SignedStore(connect_to_agent(address, port, size, rank, seconds=seconds), secret, rank, seconds=seconds)
-    server = None
-    if rank == 0:
-        server = JobStoreServer.on_network((address, port), secret, seconds=seconds)
-        _servers.append(server)
-    try:
-        return JobStore((address, port), secret, rank, seconds=deadline - time.monotonic())
-    except BaseException:
-        if server is not None:  # the next init() may serve there
-            _servers.remove(server)
-            server.close()
-        raise
+        return open_file_store(launcher.partition(":")[2])
+    if rank == 0 and not _agent_serves():
+        return serve_store(address, port, seconds=seconds)
+    return connect_store(address, port, rank, seconds=seconds)
 
 
-def _leave_stores() -> None:
-    for store in _stores.values():
-        if isinstance(store, JobStore):
-            store.close()
-    for server in _servers:
-        server.close()
+def _agent_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _join_processes(
     transport: str, store: Any, rank: int, size: int, seconds: float, deadline: float
 ) -> tuple[_core.comm.World, bool]:
     """The world, and whether every rank sees a GPU."""
-    if not isinstance(store, JobStore | SignedStore):  # the program's own
+    if not isinstance(store, SignedStore):  # the program's own
         store = SignedStore(store, job_secret(), rank, seconds=seconds)
     store.deadline = deadline + _GRACE_S  # so that who is awaited can still be named
     try:
-        if isinstance(store, SignedStore):
-            store.show_secret()
+        store.show_secret()
         # The n-th init() of a rank joins the n-th init() of the others. torchrun's store outlives its ranks, of which
         # one may have died before its first init().
         job = f"hdpcomm/{restarts}" if (restarts := agent_restarts()) else "hdpcomm"
         generation = store.add(f"{job}/inits/{rank}", 1)
-        joining = Joining(store, f"{job}/{generation}", rank, size, seconds, deadline)
+        serves = isinstance(store.inner, dist.TCPStore) and rank == 0 and not _agent_serves()  # type: ignore[attr-defined]
+        joining = Joining(store, f"{job}/{generation}", rank, size, seconds, deadline, serves=serves)
         return _join_all(joining, transport)
     finally:
         store.deadline = None
@@ -263,7 +243,7 @@ def _join_processes(
 
 def _join_all(joining: Joining, transport: str) -> tuple[_core.comm.World, bool]:
     rank = joining.rank
-    with joining.reporting_failure(_servers):
+    with joining.reporting_failure():
         here = machine().host(rank)
         answers = joining.from_all("host", f"{int(machine().has_gpu(rank))} {os.getpid()} {here}")
         with joining.reading("host"):

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hdpcomm import _core
-from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.secret import SAME_SECRET
-from hdpcomm.comm.store_server import JobStoreServer
-from hdpcomm.comm.store_wire import CAME_KEY, DIED_KEY, REFUSED_KEY
-from hdpcomm.comm.torch_store import SignedStore
-from hdpcomm.errors import CommTimeout, Error, PeerLost, plain_text
+from hdpcomm.comm.torch_store import DIED_KEY, SignedStore
+from hdpcomm.errors import CommTimeout, Error, PeerLost
 
 __all__ = ["Joining", "wait_for_all"]
 
@@ -33,6 +30,7 @@ class Joining:
         store: key-value store of the job; the world's keys begin with ``prefix``.
         seconds: that the ranks have for joining; ``deadline``: when they are over, by ``time.monotonic()``.
         pids: the process of each rank, 0 where it runs elsewhere; empty: not known yet.
+        serves: the store is in this process.
     """
 
     store: Any
@@ -42,6 +40,7 @@ class Joining:
     seconds: float
     deadline: float
     pids: tuple[int, ...] = ()
+    serves: bool = False
 
     @property
     def left(self) -> float:
@@ -89,21 +88,22 @@ class Joining:
         for peer, pid in enumerate(self.pids):
             if pid and not _core.comm.process_runs(pid):
                 raise self._lost(f"rank {peer} died (process {pid}) while the ranks joined the world", peer)
-        if isinstance(self.store, JobStore) and self.store.check([DIED_KEY]):
+        if self.store.check([DIED_KEY]):
             with self.reading("died"):
                 for peer, text in json.loads(self.store.get(DIED_KEY)).items():
                     raise self._lost(f"rank {peer} {text} while the ranks joined the world", int(peer))
         if self.store.check([self._lost_key]):
             with self.reading("lost"):
                 report = json.loads(self.store.get(self._lost_key))
+                self.store.add(f"{self._lost_key}/read", 1)
                 raise self._lost(f"{report['text']} (told by rank {report['by']})", int(report["peer"]))
 
     @contextlib.contextmanager
-    def reporting_failure(self, servers: Sequence[JobStoreServer] = ()) -> Iterator[None]:
+    def reporting_failure(self) -> Iterator[None]:
         """Reports an error of the block to the other ranks, on whatever host, so that they stop waiting for this one.
 
-        Timeouts are not reported: the others' time is over, too, and each names whom it misses. ``servers``: of the
-        store, in this process: it may end with the error, and waits until the others have read the report.
+        Timeouts are not reported: the others' time is over, too, and each names whom it misses. A rank that serves the
+        store may end with the error, and waits until the others have read the report.
         """
         try:
             yield
@@ -111,19 +111,23 @@ class Joining:
             raise
         except PeerLost as error:
             self._report(str(error), self.rank if error.peer is None else error.peer)
-            self._wait_told(servers)
+            self._wait_told()
             raise
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             self._report(
                 f"rank {self.rank} gave up while the ranks joined the world; its last words: {reason}", self.rank
             )
-            self._wait_told(servers)
+            self._wait_told()
             raise
 
-    def _wait_told(self, servers: Sequence[JobStoreServer]) -> None:
-        for server in servers:
-            server.wait_told(self._lost_key, self.size - 1, min(_TOLD_S, self.left))
+    def _wait_told(self) -> None:
+        until = time.monotonic() + min(_TOLD_S, self.left)
+        with contextlib.suppress(RuntimeError, Error):
+            while (
+                self.serves and time.monotonic() < until and self.store.add(f"{self._lost_key}/read", 0) < self.size - 1
+            ):
+                time.sleep(0.01)
 
     @property
     def _lost_key(self) -> str:
@@ -153,20 +157,13 @@ def wait_for_all(
     """Waits until all keys are there. Raises: CommTimeout past the deadline, and what ``check_peers`` raises.
 
     It polls, since ``store.wait()`` is ended neither by Ctrl-C nor by the death of a neighbour. Where there are many
-    keys it narrows down to a missing one and polls for that, so that the store of many ranks has little to do. A store
-    of ours waits itself, for as long as nothing else is to be looked at.
+    keys it narrows down to a missing one and polls for that, so that the store of many ranks has little to do.
     """
     started = time.monotonic()
     next_check = started
     few = len(keys)
     try:
-        while keys and isinstance(store, JobStore):
-            if store.there_within(keys, min(_CHECK_S, deadline - time.monotonic())):
-                return
-            check_peers()
-            if time.monotonic() > deadline:
-                break
-        while keys and not isinstance(store, JobStore):
+        while keys:
             if store.check(keys[:few]):
                 keys = keys[few:]
                 few = len(keys)
@@ -194,20 +191,14 @@ def wait_for_all(
 
 
 def _what_the_store_knows(store: Any, absent: Sequence[str]) -> str:
-    """Which ranks have never reached the store, and that ranks, or who may be one, have another secret."""
-    if isinstance(store, SignedStore):
-        others = store.with_another_secret([rank for rank in absent if rank.isdigit()])
-        return f"; ranks with another secret: {_listed(others)}: {SAME_SECRET}" if others else ""
-    if not isinstance(store, JobStore):
+    """Which ranks have never reached the store, and which have another secret."""
+    if not isinstance(store, SignedStore):
         return ""
-    never = [rank for rank in absent if rank.isdigit() and not store.check([f"{CAME_KEY}/{rank}"])]
+    ranks = [rank for rank in absent if rank.isdigit()]
+    shown = store.shown_secrets(ranks)
+    never, others = [rank for rank in ranks if rank not in shown], [rank for rank in ranks if not shown.get(rank, True)]
     told = f"; never at the job's store: {_listed(never)} (not started, or ended before)" if never else ""
-    if store.check([REFUSED_KEY]):
-        told += (
-            f"; {plain_text(store.get(REFUSED_KEY))} connections to the job's store did not know its secret: "
-            f"{SAME_SECRET}"
-        )
-    return told
+    return told + (f"; ranks with another secret: {_listed(others)}: {SAME_SECRET}" if others else "")
 
 
 def _listed(names: Sequence[str]) -> str:

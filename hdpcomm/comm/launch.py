@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
@@ -22,15 +23,14 @@ from typing import Any
 from hdpcomm.arguments import check_whole
 from hdpcomm.comm.bootstrap import close_all
 from hdpcomm.comm.secret import Secret, new_secret
-from hdpcomm.comm.store_server import JobStoreServer
-from hdpcomm.comm.store_wire import local_name
-from hdpcomm.comm.torch_store import TorchStorePort
+from hdpcomm.comm.torch_store import DIED_KEY, SignedStore, TorchStorePort, open_file_store
 from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage, PeerLost
 from hdpcomm.log import shown, shown_level
 
 __all__ = ["RankPool", "run_ranks"]
 
 _PF_EXITING = 0x4  # Linux, include/linux/sched.h
+_STORE_S = 10.0  # for a note in the store
 _GRACE_S = 5.0  # for the other ranks to notice that one failed, before they are ended
 
 
@@ -69,9 +69,10 @@ class RankPool:
         self.world_size = world_size
         # A job inside of a job is another one: it inherits no secret of its launcher's.
         secret = new_secret()
-        name = local_name()
-        self._store = JobStoreServer.on_this_host(name, Secret(secret))
-        self._store_name = name
+        self._file = os.memfd_create("hdpcomm-store")
+        self._store_path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._store = SignedStore(open_file_store(self._store_path), Secret(secret), -1, seconds=_STORE_S)
+        self._died: dict[int, str] = {}
         self._ports = [TorchStorePort()]
         self._processes: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
@@ -106,7 +107,7 @@ class RankPool:
     def _places(self) -> dict[str, str]:
         """Where the ranks find the stores of their job."""
         port = self._ports[-1].port
-        return {"MASTER_PORT": str(port), "HDPCOMM_STORE": f"{port}:{self._store_name}"}
+        return {"MASTER_PORT": str(port), "HDPCOMM_STORE": f"{port}:{self._store_path}"}
 
     @property
     def healthy(self) -> bool:
@@ -200,7 +201,8 @@ class RankPool:
             answer = pipe.recv_bytes()
         except (EOFError, OSError):
             end = self._end_of(rank)
-            self._store.report_death(rank, f"ended {end}")
+            self._died[rank] = f"ended {end}"
+            self._store.set(DIED_KEY, json.dumps(self._died))
             killed = " (which the system sends where memory is short, too)" if end.endswith("SIGKILL") else ""
             text = f"rank {rank} ended {end} in the middle of its run{killed}"
             deaths[rank] = (PeerLost(text, peer=rank), "")
@@ -246,6 +248,9 @@ class RankPool:
         for port in self._ports:
             port.close()
         self._store.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def __enter__(self) -> RankPool:
         return self

@@ -1,9 +1,14 @@
-"""Stores of torch.distributed, which neither keep a deadline nor know who asks: what a job of ours does with them."""
+"""The job's store, where its ranks meet: a store of torch.distributed, with deadlines and signed values.
+
+A launcher of ours holds a file in memory open for the ranks of its host. Else rank 0 serves the store over TCP at
+``MASTER_ADDR``:``MASTER_PORT``, or torchrun's agent does.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import os
 import select
 import socket
@@ -16,10 +21,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hdpcomm.comm.deadline_calls import CallThread
+from hdpcomm.comm.forks import close_in_children
 from hdpcomm.comm.secret import MAC_BYTES, Secret
-from hdpcomm.errors import CommTimeout, Error, PeerLost, first_line
+from hdpcomm.errors import CommTimeout, Error, InvalidUsage, PeerLost, first_line
 
-__all__ = ["SignedStore", "TorchStorePort", "connect_to_agent"]
+__all__ = ["DIED_KEY", "SignedStore", "TorchStorePort", "connect_store", "open_file_store", "serve_store"]
+
+#: Ranks whose process has ended, told by their launcher as a JSON object of rank and what is known of it.
+DIED_KEY = "hdpcomm/died"
+_BACKLOG = 1024
 
 _T = TypeVar("_T")
 # Begins the key of what each rank shows of its secret.
@@ -27,7 +37,7 @@ _SHOWN_KEY, _SHOWN_BYTES = "hdpcomm/shown", 8
 
 
 class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
-    """A store of torch (torchrun's, or the program's own), with deadlines and signed values.
+    """A store of torch (the job's, torchrun's, or the program's own), with deadlines and signed values.
 
     Names of keys are MACs, which no stranger can guess, and every value carries a MAC of key and value.
     A value whose MAC is wrong is as if it were not there; :attr:`forged` keeps its key. What a stranger who reaches
@@ -37,6 +47,8 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
     def __init__(self, inner: Any, secret: Secret, rank: int, *, seconds: float) -> None:
         super().__init__()
         self.inner = inner
+        #: Whether its server has ended.
+        self.broken = False
         #: No call waits beyond it, by ``time.monotonic()``.
         self.deadline: float | None = None
         #: Keys under which somebody without the secret has put a value.
@@ -91,6 +103,10 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
     def clone(self) -> SignedStore:
         return self
 
+    def close(self) -> None:
+        """Ends the connection, and the server where it is this process's own."""
+        self.inner = None
+
     # --- which secret others have
 
     @property
@@ -102,14 +118,15 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
         """Lets other ranks see whether they have another secret: a few bytes that follow from it, unsigned."""
         self._call(lambda: self.inner.set(f"{_SHOWN_KEY}/{self._rank}", self._shown))
 
-    def with_another_secret(self, ranks: Iterable[str]) -> list[str]:
-        """Ranks that showed another secret. Anybody may have written that: it is for messages only."""
+    def shown_secrets(self, ranks: Iterable[str]) -> dict[str, bool]:
+        """Whether each rank that has been at the store showed the same secret. Anybody may have written that: it is for
+        messages only."""
         keys = {rank: f"{_SHOWN_KEY}/{rank}" for rank in ranks}
 
-        def ask() -> list[str]:
+        def ask() -> dict[str, bool]:
             there = [rank for rank, key in keys.items() if self.inner.check([key])]
             shown = self.inner.multi_get([keys[rank] for rank in there]) if there else []
-            return [rank for rank, text in zip(there, shown, strict=True) if bytes(text) != self._shown]
+            return {rank: bytes(text) == self._shown for rank, text in zip(there, shown, strict=True)}
 
         return self._call(ask)
 
@@ -157,6 +174,7 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
         except Error:
             raise
         except dist.DistError as error:
+            self.broken = True
             raise PeerLost(
                 f"rank {self._rank} lost the job's store ({first_line(error)}): its process (torchrun's agent, or rank "
                 "0) has ended; start the job again",
@@ -184,13 +202,21 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
         time.sleep(0.002)
 
 
-def connect_to_agent(address: str, port: int, size: int, rank: int, *, seconds: float) -> Any:
-    """A client of the store that torchrun's agent serves. Raises: CommTimeout when it is not reached in time."""
+def open_file_store(path: str) -> Any:
+    """The store in the file that a launcher holds open for its ranks. Raises: PeerLost when it does no more."""
+    if not os.path.exists(path):
+        raise PeerLost(f"the launcher of this rank has ended: the job's store is not at {path} any more", op="init")
+    return dist.FileStore(path, -1)  # type: ignore[attr-defined]
+
+
+def connect_store(address: str, port: int, rank: int, *, seconds: float) -> Any:
+    """A client of the store that rank 0 or torchrun's agent serves. Raises: CommTimeout when it is not reached in
+    time."""
 
     def connect() -> Any:
         limit = datetime.timedelta(seconds=max(1.0, seconds))
         return dist.TCPStore(  # type: ignore[attr-defined]
-            address, port, size, is_master=False, timeout=limit, wait_for_workers=False
+            address, port, is_master=False, timeout=limit, wait_for_workers=False
         )
 
     error: BaseException | None = None
@@ -201,11 +227,75 @@ def connect_to_agent(address: str, port: int, size: int, rank: int, *, seconds: 
     except (TimeoutError, dist.DistError) as failure:
         error = failure
     raise CommTimeout(
-        f"rank {rank} did not reach the job's store at {address}:{port} within {seconds:g} s; is the agent that "
-        "torchrun started there running, and are MASTER_ADDR and MASTER_PORT the same on all ranks?",
+        f"rank {rank} did not reach the job's store at {address}:{port} within {seconds:.3g} s; is rank 0 running "
+        "(under torchrun, its agent there), and are MASTER_ADDR and MASTER_PORT the same on all ranks?",
         rank=rank,
         op="init",
     ) from error
+
+
+def serve_store(address: str, port: int, *, seconds: float) -> Any:
+    """Serves a store at that address alone; where it is not this host's own (behind NAT), at all of its addresses.
+
+    ``port``: 0 for a free one. Raises: InvalidUsage when the port is in use, CommTimeout when the name is not resolved
+    in time.
+    """
+    calls = CallThread("hdpcomm-torch-store")
+    try:
+        found = calls(lambda: socket.getaddrinfo(address, port, type=socket.SOCK_STREAM), seconds)
+        family, _, _, _, place = found[0]
+        try:
+            listener = _listen(family, place)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener = _listen(family, ("::" if family == socket.AF_INET6 else "0.0.0.0", port))
+    except TimeoutError:
+        raise CommTimeout(
+            f"rank 0 did not find the address of {address} within {seconds:.3g} s; set MASTER_ADDR to an address of "
+            "its host",
+            rank=0,
+            op="init",
+        ) from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InvalidUsage(
+                f"port {port} of {address} is in use, rank 0 cannot serve the job's store there; set MASTER_PORT to a "
+                "free port on all ranks (torchrun chooses one itself)",
+                rank=0,
+            ) from error
+        raise InvalidUsage(
+            f"rank 0 cannot serve the job's store at {address}:{port}: {error}; set MASTER_ADDR and MASTER_PORT to an "
+            "address of rank 0's host and a free port, the same on all ranks",
+            rank=0,
+        ) from error
+    close_in_children(listener.fileno())
+    return _serving(listener, address, max(1.0, seconds))
+
+
+def _listen(family: int, place: Any) -> socket.socket:
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _serving(listener: socket.socket, address: str, seconds: float) -> Any:
+    """A store that serves at the listener, which it owns from then on."""
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=seconds),
+        master_listen_fd=listener.detach(),
+    )
 
 
 class TorchStorePort:
@@ -231,14 +321,7 @@ class TorchStorePort:
             while all(handle != self._end for handle, _ in ready.poll()):
                 if _user_connects(self.port):
                     self.used = True
-                    self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                        "127.0.0.1",
-                        self.port,
-                        is_master=True,
-                        wait_for_workers=False,
-                        timeout=datetime.timedelta(seconds=300),
-                        master_listen_fd=self._listener.detach(),
-                    )
+                    self._store = _serving(self._listener, "127.0.0.1", 300.0)
                     return
                 time.sleep(0.05)  # strangers' connections stay in the queue of the kernel
         finally:

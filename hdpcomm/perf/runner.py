@@ -252,7 +252,7 @@ def join_gloo(timeout: float | None = None) -> Any:
     limit = datetime.timedelta(seconds=seconds)
     rank, size = rank_and_size() if joined() else (0, 1)
     try:
-        store = dist.HashStore() if size == 1 else _store_of_run(rank, size, seconds)  # type: ignore[attr-defined]
+        store = dist.HashStore() if size == 1 else _store_of_run(rank, seconds)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     except (RuntimeError, CommTimeout) as error:  # of torch or gloo, or of the job's store
         if dist.is_initialized():
@@ -269,9 +269,9 @@ def join_gloo(timeout: float | None = None) -> Any:
     return Gloo(dist.group.WORLD, range(size), timeout=limit)
 
 
-def _store_of_run(rank: int, size: int, seconds: float) -> Any:
+def _store_of_run(rank: int, seconds: float) -> Any:
     """A part of the job's store for this run: ranks that live for several runs must not find old addresses."""
-    store = open_store(rank, size, seconds)
+    store = open_store(rank, seconds)
     store.set_timeout(datetime.timedelta(seconds=seconds))
     run = store.add(f"hdpcomm/perf/{rank}", 1)
     return torch.distributed.PrefixStore(f"perf/{run}", store)  # type: ignore[attr-defined]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import tempfile
 import time
@@ -21,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from hdpcomm.comm.addresses import listening_address
 from hdpcomm.comm.bootstrap import join
-from hdpcomm.comm.job_store import JobStore
-from hdpcomm.comm.secret import Secret, new_secret
-from hdpcomm.comm.store_server import JobStoreServer
+from hdpcomm.comm.secret import SAME_SECRET, Secret
+from hdpcomm.comm.torch_store import SignedStore, connect_store, serve_store
 from hdpcomm.data.agree import from_rank
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage, PeerLost, plain_text
 from hdpcomm.files import read_text
@@ -33,11 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Lobby", "enter", "grow"]
 
-_OFFER, _ASKS, _PLACE, _REFUSED = "offer", "asks", "place", "refused"
-_FIRST_NUMBER = 1 << 20  # of newcomers; ranks have lower ones
+_OFFER, _COUNT, _ASKS, _ALIVE, _PLACE, _REFUSED = "offer", "count", "asks", "alive", "place", "refused"
+_MOST = 4096  # newcomers of a lobby
 _GROWING_S = 30.0  # for all to come into the new world
 _PLACE_S = 3600.0  # for a newcomer to get a place: the step that runs may be long
 _POLL_S = 0.5
+_SILENT_S = 3.0  # without a sign of life, after which a newcomer is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,9 @@ class _Door:
     port: int
     secret: Secret
 
-    def open(self, number: int, seconds: float) -> JobStore:
-        return JobStore((self.host, self.port), self.secret, number, seconds=seconds)
+    def open(self, number: int, seconds: float) -> SignedStore:
+        inner = connect_store(self.host, self.port, number, seconds=seconds)
+        return SignedStore(inner, self.secret, number, seconds=seconds)
 
 
 _known_as: str | None = None
@@ -57,11 +57,16 @@ _known_as: str | None = None
 newcomer knows no other rank, and the own name of its host may have no address, or one that only this host has."""
 
 
-def _served(secret: Secret) -> tuple[JobStoreServer, _Door]:
+def _served(secret: Secret) -> tuple[SignedStore, _Door]:
     """A new store that this process serves."""
     host = _known_as or listening_address(None)
-    server = JobStoreServer.on_network((host, 0), secret, seconds=_GROWING_S)
-    return server, _Door(host, server.port, secret)
+    inner = serve_store(host, 0, seconds=_GROWING_S)
+    return SignedStore(inner, secret, 0, seconds=_GROWING_S), _Door(host, inner.port, secret)
+
+
+def _secret_of(secret: Secret, name: str) -> str:
+    """The secret of a new world, as text, for those that know the lobby's: the store does not keep it."""
+    return secret.sign("door", name.encode()).hex()
 
 
 class Lobby:
@@ -78,11 +83,12 @@ class Lobby:
     """
 
     def __init__(self, path: Path, secret: Secret, facts: str, offer: str = "") -> None:
-        self._path, self._facts = path, facts
-        self._server, door = _served(secret)
+        self._path, self._facts, self.secret = path, facts, secret
+        self._store, door = _served(secret)
         self.address = f"{door.host}:{door.port}"
-        self._known: set[str] = set()
-        self._store = door.open(0, _GROWING_S)
+        self._known: set[int] = set()
+        self._signs: dict[int, tuple[int, float]] = {}  # signs of life, and when the last one came
+        self._store.show_secret()
         self._store.set(_OFFER, offer)
         try:
             handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -94,25 +100,30 @@ class Lobby:
                 failed.pop_all()
         except OSError:
             self._store.close()
-            self._server.close()
             raise
 
-    def waiting(self) -> list[str]:
+    def waiting(self) -> list[int]:
         """Numbers of the newcomers that wait, fit, and live. Those that do not fit are told why. Local."""
         found = []
-        for name, facts in self._server.values(f"{_ASKS}/").items():
-            number = name.rpartition("/")[2]
-            if not re.fullmatch("[0-9]{1,10}", number) or number in self._known or self._server.has_left(int(number)):
+        for number in range(1, min(_MOST, self._store.add(_COUNT, 0)) + 1):
+            if number in self._known or not self._store.check([f"{_ASKS}/{number}"]):
                 continue
+            facts = self._store.get(f"{_ASKS}/{number}")
             if facts.decode(errors="replace") != self._facts:
                 self._known.add(number)
                 told = f"the run is {self._facts}, and this process is {plain_text(facts)}"
                 self._store.set(f"{_REFUSED}/{number}", told)
-                continue
-            found.append(number)
-        return sorted(found, key=int)
+            elif self._lives(number):
+                found.append(number)
+        return found
 
-    def give_places(self, places: dict[str, Any]) -> None:
+    def _lives(self, number: int) -> bool:
+        signs, now = self._store.add(f"{_ALIVE}/{number}", 0), time.monotonic()
+        if signs != self._signs.get(number, (-1, now))[0]:
+            self._signs[number] = signs, now
+        return now - self._signs[number][1] < _SILENT_S
+
+    def give_places(self, places: dict[int, Any]) -> None:
         """Tells each newcomer its place in the new world."""
         for number, place in places.items():
             self._known.add(number)
@@ -122,7 +133,6 @@ class Lobby:
         """Nobody may come any more. Idempotent."""
         self._path.unlink(missing_ok=True)
         self._store.close()
-        self._server.close()
 
 
 def enter(
@@ -148,30 +158,28 @@ def enter(
         PeerLost: the run has ended, or the rank with the lobby has and there is no other one.
         CommTimeout: no place in time.
     """
-    number = _FIRST_NUMBER + secrets.randbelow(1 << 30)
     until = time.monotonic() + timeout
     try:
-        store = _door_at(where, secret).open(number, min(timeout, _GROWING_S))
+        store = _door_at(where, secret).open(-1, min(timeout, _GROWING_S))
     except (OSError, ValueError, TypeError, AttributeError, CommTimeout) as error:
         raise InvalidUsage(
             f"{where}: no run waits for newcomers there ({error}); give the folder of one that runs with --elastic, or "
             "the address that it has told"
         ) from error
     offer = place = None
-    try:
-        while place is None:
-            try:
-                if offer is None:
-                    offer = store.get(_OFFER).decode()
-                    told(offer)
-                place = _place_in(store, number, facts, until)
-            except RuntimeError:  # the connection broke
-                store.close()
-                store = _next_lobby(where, secret, number)
-    finally:
-        store.close()
-    host, port, text = place["door"]
-    return _joined(_Door(host, port, Secret(text)), place["rank"], place["size"], place["transport"], place["timeout"])
+    while place is None:
+        try:
+            if not store.shown_secrets(["0"]).get("0", True):
+                raise InvalidUsage(f"this process and the run at {where} do not share the job's secret: {SAME_SECRET}")
+            if offer is None:
+                offer = store.get(_OFFER).decode()
+                told(offer)
+            place = _place_in(store, where, facts, until)
+        except PeerLost:
+            store = _next_lobby(where, secret)
+    host, port, name = place["door"]
+    door = _Door(host, port, Secret(_secret_of(secret, name)))
+    return _joined(door, place["rank"], place["size"], place["transport"], place["timeout"])
 
 
 def _door_at(where: Path | str, secret: Secret) -> _Door:
@@ -182,24 +190,26 @@ def _door_at(where: Path | str, secret: Secret) -> _Door:
     return _Door(host, int(port), secret)
 
 
-def _place_in(store: JobStore, number: int, facts: str, until: float) -> Any:
-    """Asks in a lobby, and waits. Raises: RuntimeError: it is there no more."""
+def _place_in(store: SignedStore, where: Path | str, facts: str, until: float) -> Any:
+    """Asks in a lobby, and waits. Raises: PeerLost: it is there no more."""
+    number = store.add(_COUNT, 1)
     store.set(f"{_ASKS}/{number}", facts)
-    while not store.there_within([f"{_PLACE}/{number}"], _POLL_S):
+    while not store.check([f"{_PLACE}/{number}"]):
         if store.check([f"{_REFUSED}/{number}"]):
             raise InvalidUsage(f"the run takes no such newcomer: {store.get(f'{_REFUSED}/{number}').decode()}")
         if time.monotonic() > until:
-            at = ":".join(map(str, store.place))
-            raise CommTimeout(f"the run whose lobby is at {at} gave no place in time; is it stopped?", op="enter")
+            raise CommTimeout(f"the run whose lobby is at {where} gave no place in time; is it stopped?", op="enter")
+        store.add(f"{_ALIVE}/{number}", 1)
+        time.sleep(_POLL_S)
     return json.loads(store.get(f"{_PLACE}/{number}"))
 
 
-def _next_lobby(where: Path | str, secret: Secret, number: int) -> JobStore:
+def _next_lobby(where: Path | str, secret: Secret) -> SignedStore:
     """The lobby that another rank opens when the first one has died. Raises: PeerLost: none does."""
     until = time.monotonic() + _GROWING_S
     while isinstance(where, Path) and where.exists() and time.monotonic() < until:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, CommTimeout):
-            return _door_at(where, secret).open(number, _POLL_S)
+            return _door_at(where, secret).open(-1, _POLL_S)
         time.sleep(_POLL_S)
     raise PeerLost(
         f"{where}: the run has ended, or the rank that waited for newcomers has; if it still runs, start this again "
@@ -218,16 +228,17 @@ def grow(living: Communicator, lobby: Lobby | None, root: int, transport: str) -
 
     Raises: what :meth:`Communicator.agree` does: ranks have died.
     """
-    server: JobStoreServer | None = None
+    server: SignedStore | None = None
     told = ""
     if lobby is not None and (newcomers := lobby.waiting()):
-        text = new_secret()
+        name = secrets.token_hex(16)
+        text = _secret_of(lobby.secret, name)
         server, door = _served(Secret(text))
         size = living.size + len(newcomers)
-        place = {"door": [door.host, door.port, text], "size": size, "transport": transport}
+        place = {"door": [door.host, door.port, name], "size": size, "transport": transport}
         place["timeout"] = living.timeout
         lobby.give_places({each: place | {"rank": living.size + i} for i, each in enumerate(newcomers)})
-        told = json.dumps(place)
+        told = json.dumps(place | {"door": [door.host, door.port, text]})
     try:
         told = from_rank(living, told, root)
         if not told:
@@ -255,10 +266,7 @@ def grow(living: Communicator, lobby: Lobby | None, root: int, transport: str) -
 def _joined(door: _Door, rank: int, size: int, transport: str, timeout: float) -> Communicator:
     global _known_as
     store = door.open(rank, _GROWING_S)
-    try:
-        _known_as = listening_address(store)
-        made = join(store, rank, size, timeout=timeout, transport=transport, devices=False, joining=_GROWING_S)
-        made.barrier()  # nobody asks the store any more
-        return made
-    finally:
-        store.close()
+    _known_as = listening_address(store)
+    made = join(store, rank, size, timeout=timeout, transport=transport, devices=False, joining=_GROWING_S)
+    made.barrier()  # nobody asks the store any more
+    return made

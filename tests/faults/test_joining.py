@@ -28,10 +28,9 @@ import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm import bootstrap
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.joining import Joining, wait_for_all
 from hdpcomm.comm.secret import Secret
-from hdpcomm.comm.store_server import JobStoreServer
+from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.testing import spawn
 
 OURS = Secret("the secret of this job")
@@ -168,11 +167,10 @@ def test_who_does_not_come_is_named_by_all_whose_time_is_over() -> None:
 
 
 def test_ranks_that_never_reached_the_store_are_named() -> None:
-    name = f"hdpcomm-test-{os.getpid()}"
-    server = JobStoreServer.on_this_host(name, OURS)
-    stores = [JobStore(name, OURS, rank, seconds=LONG_S) for rank in (0, 2)]
+    inner = dist.HashStore()
+    stores = [SignedStore(inner, OURS, rank, seconds=LONG_S) for rank in (0, 2)]
     for store in stores:
-        store.check(["x"])  # it connects
+        store.show_secret()
     keys = [f"here/{rank}" for rank in range(1, 46)]
     with pytest.raises(hdp.CommTimeout) as info:
         wait_for_all(stores[0], keys, time.monotonic() + 0.2, 0.2, 0)
@@ -181,9 +179,6 @@ def test_ranks_that_never_reached_the_store_are_named() -> None:
         rf"in init\(\) for: 1, 2, 3, .* and 13 more .*; never at the job's store: {listed}, .* and 12 more \(not",
         str(info.value),
     )
-    for store in stores:
-        store.close()
-    server.close()
 
 
 def test_an_ended_process_is_named_before_it_was_there() -> None:
@@ -292,34 +287,6 @@ def test_a_store_of_many_ranks_is_asked_for_little() -> None:
         wait_for_all(store, keys, time.monotonic() + 0.3, 0.3, 0)
     polls = 300  # one each 1 ms at the most
     assert store.asked < 2 * 1024 + polls + 1024 + 2 * 1024
-
-
-def test_a_thread_that_waits_for_a_key_lets_others_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As gloo's thread waits for the addresses of all, while the rank looks whether they live."""
-    waits: list[float] = []
-
-    def counted(store: JobStore, keys: list[str], seconds: float) -> bool:
-        waits.append(seconds)
-        return there_within(store, keys, seconds)
-
-    there_within = JobStore.there_within
-    monkeypatch.setattr(JobStore, "there_within", counted)
-    name = f"hdpcomm-test-{os.getpid()}"
-    server = JobStoreServer.on_this_host(name, OURS)
-    store = JobStore(name, OURS, 0, seconds=LONG_S)
-    waiter = threading.Thread(target=store.wait, args=(["late"],))
-    waiter.start()
-    while not waits:
-        time.sleep(0.001)
-    for _ in range(5):
-        before = len(waits)
-        assert not store.check(["other"])
-        assert len(waits) <= before + 2  # what was asked already, and what was just to be asked
-    store.set("late", "")
-    waiter.join(LONG_S)
-    assert not waiter.is_alive()
-    store.close()
-    server.close()
 
 
 def test_a_store_that_is_lost_is_said() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
@@ -11,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,10 @@ import pytest
 import torch.distributed as dist
 
 import hdpcomm as hdp
-from hdpcomm.comm.job_store import JobStore
 from hdpcomm.comm.joining import Joining
 from hdpcomm.comm.secret import Secret, job_secret, new_secret
-from hdpcomm.comm.store_server import MOST_UNPROVEN, JobStoreServer
-from hdpcomm.comm.store_wire import local_name
-from hdpcomm.comm.torch_store import SignedStore
-from hdpcomm.testing import spawn
+from hdpcomm.comm.torch_store import SignedStore, connect_store, open_file_store, serve_store
+from hdpcomm.testing import RankPool, spawn
 from tests.harness.hosts import why_not
 from tests.harness.warm_python import Python
 
@@ -34,131 +30,10 @@ OURS, THEIRS = Secret("the secret of this job"), Secret("another job's secret")
 LONG_S = 60.0
 
 
-@pytest.fixture
-def served() -> Iterator[tuple[JobStoreServer, str]]:
-    name = local_name()
-    server = JobStoreServer.on_this_host(name, OURS)
-    yield server, name
-    server.close()
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def connected(name: str) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX)
-    made.settimeout(10)
-    made.connect(b"\0" + name.encode())
-    return made
-
-
-def ends(connection: socket.socket) -> bool:
-    """Whether the server ends the connection."""
-    try:
-        while connection.recv(4096):
-            pass
-    except ConnectionError:
-        pass
-    return True
-
-
-# --- the store of our launcher
-
-
-@pytest.mark.parametrize("secret", [THEIRS, Secret("")], ids=["another", "empty"])
-def test_without_the_secret_the_store_gives_nothing(served: Any, secret: Secret) -> None:
-    with pytest.raises(hdp.InvalidUsage, match=r"rank 1 and the job's store .* do not share the job's secret: set HDP"):
-        JobStore(served[1], secret, 1, seconds=5)
-    good = JobStore(served[1], OURS, 0, seconds=5)
-    good.set("a", b"1")
-    assert good.get("a") == b"1"
-    assert not good.check(["hdpcomm/died"])  # who was never let in has not died
-
-
-def test_a_store_that_does_not_know_the_secret_is_not_believed() -> None:
-    name = local_name()
-    server = JobStoreServer.on_this_host(name, THEIRS)
-    with pytest.raises(hdp.InvalidUsage, match="do not share the job's secret"):
-        JobStore(name, OURS, 0, seconds=5)
-    server.close()
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, os.urandom(5000), b"x" * 64 + b"\xff" * 100],
-    ids=["zeros", "http", "random", "long"],
-)
-def test_garbage_ends_its_connection_alone(served: Any, garbage: bytes) -> None:
-    good = JobStore(served[1], OURS, 0, seconds=5)
-    with connected(served[1]) as stranger:
-        with contextlib.suppress(ConnectionError):
-            stranger.sendall(garbage)
-        assert ends(stranger)
-    good.set("a", b"1")
-    assert good.check(["a"])
-
-
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"\xff\xff\xff\xff",
-        b"\0\0\0\4\0\0\0\xff",
-        b"\0\0\0\2ab",
-        b"\0\0\0\0",
-        b"\0\0\0\7\0\0\0\3set",
-        b"\0\0\0\7\0\0\0\3now",
-    ],
-)
-def test_a_malformed_request_ends_its_connection_alone(served: Any, request_bytes: bytes) -> None:
-    """Also of one who knows the secret."""
-    good, bad = (JobStore(served[1], OURS, rank, seconds=5) for rank in range(2))
-    assert bad._socket is not None
-    bad._socket.sendall(request_bytes)
-    assert ends(bad._socket)
-    good.set("a", b"1")
-    assert good.check(["a"])
-
-
-def test_a_thousand_idle_connections(served: Any) -> None:
-    """They are few at any time for the server, and ranks are served beside them."""
-    server, name = served
-    good = JobStore(name, OURS, 0, seconds=5)
-    strangers = [connected(name) for _ in range(1000)]
-    late = JobStore(name, OURS, 1, seconds=20)
-    late.set("a", b"1")
-    assert good.get("a") == b"1"
-    assert len(server._clients) <= MOST_UNPROVEN + 3
-    for each in strangers:
-        each.close()
-
-
-def test_who_does_not_prove_himself_is_sent_away(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hdpcomm.comm.store_server.PROOF_S", 0.2)
-    with connected(served[1]) as stranger:
-        stranger.sendall(b"x")
-        assert ends(stranger)
-
-
-_AS_NOBODY = """
-import os, socket, sys
-os.setgid(65534); os.setuid(65534)
-made = socket.socket(socket.AF_UNIX); made.settimeout(10)
-made.connect(b"\\0" + sys.argv[1].encode())
-try:
-    print(len(made.recv(100)))
-except ConnectionError:
-    print(0)
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-def test_another_user_is_sent_away_unheard(served: Any) -> None:
-    """It does not even get the nonce."""
-    command = [sys.executable, "-S", "-c", _AS_NOBODY, served[1]]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip() == "0"
 
 
 def listening(port: int) -> set[str]:
@@ -179,6 +54,27 @@ def where_it_listens() -> tuple[set[str], list[str], list[str]]:
         return listening(int(os.environ["MASTER_PORT"])), command, [os.environ["HDPCOMM_SECRET"]]
 
 
+_AS_NOBODY = """
+import os, sys
+os.setgid(65534); os.setuid(65534)
+try: open(sys.argv[1], "r+b")
+except OSError as error: print(type(error).__name__)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_another_user_does_not_open_a_launchers_store() -> None:
+    with RankPool(1) as pool:
+        command = [sys.executable, "-S", "-c", _AS_NOBODY, pool._store_path]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    assert told.strip() == "PermissionError"
+
+
+def test_a_launcher_that_has_ended_is_told() -> None:
+    with pytest.raises(hdp.PeerLost, match="the launcher of this rank has ended"):
+        open_file_store("/proc/1/fd/999999")
+
+
 def test_a_launcher_listens_on_loopback_alone_and_shows_no_secret(ranks: Any) -> None:
     """What listens there is for torch's own store; ours has no port."""
     for addresses, command, (secret,) in ranks(2, where_it_listens):
@@ -189,9 +85,10 @@ def test_a_launcher_listens_on_loopback_alone_and_shows_no_secret(ranks: Any) ->
 
 def test_rank_0_listens_where_it_was_told_alone() -> None:
     port = free_port()
-    server = JobStoreServer.on_network(("127.0.0.1", port), OURS, seconds=5)
+    server = serve_store("127.0.0.1", port, seconds=5)
     assert listening(port) == {"0100007F"}
-    server.close()
+    del server
+    assert not listening(port)
 
 
 _JOIN = """
@@ -216,8 +113,13 @@ def test_ranks_join_by_a_secret_from_anywhere_and_others_do_not(tmp_path: Path) 
         return Python(["-c", _JOIN, "40"], env=common | variables)
 
     processes = [start({"RANK": "0", "HDPCOMM_SECRET": secret})]
-    with pytest.raises(hdp.InvalidUsage, match="do not share the job's secret"):
-        JobStore(("127.0.0.1", port), THEIRS, 1, seconds=40)
+    stranger = SignedStore(connect_store("127.0.0.1", port, 1, seconds=40), THEIRS, 1, seconds=40)
+    until = time.monotonic() + LONG_S
+    while "0" not in (shown := stranger.shown_secrets(["0"])):
+        assert time.monotonic() < until
+    assert not shown["0"]
+    for key in ("hdpcomm/inits/0", "hdpcomm/1/host/0"):
+        assert not stranger.check([key])
     processes.append(start({"RANK": "1", "HDPCOMM_SECRET_FILE": str(file)}))
     assert [process.communicate(timeout=LONG_S)[0].strip() for process in processes] == ["joined"] * 2
 
@@ -272,11 +174,8 @@ def test_another_user_does_not_join_a_job_without_configuration(transport_name: 
     first = Python(["-c", _SUM, transport_name], env=common | rank(0))
     stranger = Python(["-c", _AS_ANOTHER_USER, transport_name, "3"], env=common | rank(1) | theirs)
     told = stranger.communicate(timeout=LONG_S)[0]
-    if started == "by torchrun":
-        assert "CommTimeout" in told
-        assert "ranks with another secret: 0: set HDPCOMM_SECRET" in told
-    else:
-        assert "do not share the job's secret: set HDPCOMM_SECRET" in told
+    assert "CommTimeout" in told
+    assert "ranks with another secret: 0: set HDPCOMM_SECRET" in told
     second = Python(["-c", _SUM, transport_name], env=common | rank(1))
     for each in (first, second):
         assert each.communicate(timeout=LONG_S)[0].strip() == "[2.0, 2.0, 2.0, 2.0]"
@@ -346,40 +245,30 @@ def test_a_users_file_that_is_no_secret_is_refused(nothing_set: Path, content: s
 
 @pytest.mark.skipif(bool(reason := why_not()), reason=reason)
 def test_another_network_namespace_reaches_nothing() -> None:
-    """It has its own loopback and its own Unix sockets without a name in the file system."""
-    port, name = free_port(), local_name()
-    servers = [
-        JobStoreServer.on_network(("127.0.0.1", port), OURS, seconds=5),
-        JobStoreServer.on_this_host(name, OURS),
-    ]
+    """It has its own loopback."""
+    port = free_port()
+    server = serve_store("127.0.0.1", port, seconds=5)
     program = (
         "import socket, sys\n"
-        "for family, place in ((socket.AF_INET, ('127.0.0.1', int(sys.argv[1]))), "
-        "(socket.AF_UNIX, b'\\0' + sys.argv[2].encode())):\n"
-        "    try: socket.socket(family).connect(place); print('in')\n"
-        "    except OSError: print('out')\n"
+        "try: socket.socket().connect(('127.0.0.1', int(sys.argv[1]))); print('in')\n"
+        "except OSError: print('out')\n"
     )
     command = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, "-S", "-c", program]
-    told = subprocess.run([*command, str(port), name], capture_output=True, text=True, timeout=30, check=True).stdout
-    assert told.split() == ["out", "out"]
-    for server in servers:
-        server.close()
+    told = subprocess.run([*command, str(port)], capture_output=True, text=True, timeout=30, check=True).stdout
+    assert told.split() == ["out"]
+    del server
 
 
 # --- the secret
 
 
-def test_ranks_that_wait_hear_of_another_secret(served: Any) -> None:
-    _, name = served
-    store = JobStore(name, OURS, 0, seconds=5)
-    with pytest.raises(hdp.InvalidUsage, match="do not share the job's secret"):
-        JobStore(name, THEIRS, 1, seconds=5)
+def test_ranks_that_wait_hear_of_another_secret() -> None:
+    inner = dist.HashStore()
+    store = signed(inner)
+    SignedStore(inner, THEIRS, 1, seconds=5).show_secret()
     joining = Joining(store, "job/1", 0, 2, 0.2, time.monotonic() + 0.2)
-    with pytest.raises(
-        hdp.CommTimeout, match=r"for: 1 .*; 1 connections .* did not know its secret: set HDPCOMM_SECRET"
-    ):
+    with pytest.raises(hdp.CommTimeout, match=r"for: 1 .*; ranks with another secret: 1: set HDPCOMM_SECRET"):
         joining.from_all("host", "here")
-    store.close()
 
 
 def test_a_secret_has_no_text_of_its_own() -> None:
@@ -539,31 +428,6 @@ def test_a_rank_that_dies_before_it_joins_is_named(tmp_path: Path) -> None:
     with pytest.raises(hdp.PeerLost, match="rank 1 ended by signal SIGKILL"):
         spawn(dies_at_once, 3, str(tmp_path), timeout=LONG_S)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "2"}
-
-
-def test_the_end_of_a_connection_is_a_death_and_a_goodbye_is_none(served: Any) -> None:
-    watcher, left, killed = (JobStore(served[1], OURS, rank, seconds=5) for rank in range(3))
-    left.close()
-    assert not watcher.check(["hdpcomm/died"])
-    killed.forget()
-    assert json.loads(watcher.get("hdpcomm/died")) == {"2": "died (its connection to the job's store ended)"}
-    successor = JobStore(served[1], OURS, 2, seconds=5)
-    assert json.loads(watcher.get("hdpcomm/died")) == {}
-    successor.close()
-
-
-def test_a_forked_child_holds_no_connection(served: Any) -> None:
-    """The death of its parent is seen though the child lives on."""
-    watcher, parent = (JobStore(served[1], OURS, rank, seconds=5) for rank in range(2))
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.read(read, 1)
-        os._exit(0)
-    parent.forget()
-    assert "1" in json.loads(watcher.get("hdpcomm/died"))
-    os.write(write, b"x")
-    os.waitpid(child, 0)
 
 
 def test_the_error_of_the_rank_that_serves_the_store_reaches_the_others() -> None:

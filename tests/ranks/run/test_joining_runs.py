@@ -178,7 +178,7 @@ def test_who_waits_outlives_the_rank_with_the_lobby(
         coming = threads.submit(enter, path, secret, FACTS)
         while not first.waiting():
             time.sleep(0.01)
-        first._server.close()  # as the end of its process does
+        first._store.close()  # as the end of its process does
         if not another:
             with pytest.raises(hdp.PeerLost, match="the run has ended, or the rank that waited for newcomers has"):
                 coming.result(LIMIT_S)
@@ -186,7 +186,7 @@ def test_who_waits_outlives_the_rank_with_the_lobby(
             second = Lobby(path, secret, FACTS)
             while not (numbers := second.waiting()):
                 time.sleep(0.01)
-            place = {"door": ["127.0.0.1", 1, "s"], "rank": 2, "size": 3, "transport": "shm", "timeout": 5.0}
+            place = {"door": ["127.0.0.1", 1, "name"], "rank": 2, "size": 3, "transport": "shm", "timeout": 5.0}
             second.give_places({numbers[0]: place})
             assert coming.result(LIMIT_S) == (2, 3, "shm", 5.0)
             second.close()
@@ -197,9 +197,10 @@ def test_a_newcomer_that_never_comes(data: str, tmp_path: Path, exact: list[floa
     """It has a place and is gone: the others go on as they were."""
     out = tmp_path / "run"
     with running(data, out, "--ranks", "2") as process:
-        store = _door_at(out / "lobby.json", job_secret()).open(1 << 21, 20.0)
-        store.set(f"asks/{1 << 21}", FACTS)
-        place = json.loads(store.get(f"place/{1 << 21}"))
+        store = _door_at(out / "lobby.json", job_secret()).open(-1, 20.0)
+        number = store.add("count", 1)
+        store.set(f"asks/{number}", FACTS)
+        place = json.loads(store.get(f"place/{number}"))
         assert (place["rank"], place["size"]) == (2, 3)
         before = len(losses(out))
         store.close()
@@ -252,13 +253,15 @@ def test_who_came_is_known_by_the_address_that_others_reach(monkeypatch: pytest.
         lobby._served(Secret("of the job, and long"))
 
 
-def test_who_asks_without_a_number_is_passed_over(tmp_path: Path) -> None:
+def test_who_gives_no_sign_of_life_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hdpcomm.run.lobby._SILENT_S", 0.3)
     lobby = Lobby(tmp_path / "lobby.json", job_secret(), "facts")
-    store = _door_at(tmp_path / "lobby.json", job_secret()).open(7, 10.0)
-    try:
-        for number in ("x", "7", "", "9" * 5000):
-            store.set(f"asks/{number}", "facts")
-        assert lobby.waiting() == ["7"]
-    finally:
-        store.close()
-        lobby.close()
+    store = _door_at(tmp_path / "lobby.json", job_secret()).open(-1, 10.0)
+    assert store.add("count", 3) == 3
+    for number in (1, 3):
+        store.set(f"asks/{number}", "facts")
+    assert lobby.waiting() == [1, 3]
+    time.sleep(0.4)
+    store.add("alive/3", 1)
+    assert lobby.waiting() == [3]
+    lobby.close()

@@ -73,7 +73,7 @@ def test_waiting_for_the_gradients_of_others_is_idle(ranks):
 def in_torch_s_group(other):
     comm = hdp.init()
     where = (comm.size - 1 - comm.rank if other else comm.rank), comm.size
-    store = hdp.comm.bootstrap.open_store(comm.rank, comm.size, 30.0)
+    store = hdp.comm.bootstrap.open_store(comm.rank, 30.0)
     dist.init_process_group("gloo", store=dist.PrefixStore(f"ddp {other}", store), rank=where[0], world_size=where[1])
     dist.barrier()  # the mesh is there before a rank raises and leaves
     try:
