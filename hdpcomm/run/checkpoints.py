@@ -38,7 +38,6 @@ __all__ = ["FORMAT", "Checkpoint", "CheckpointFolder", "newest_checkpoint", "ope
 
 #: Raised when a reader of today could not make sense of what is written.
 FORMAT = 2
-_WITHOUT_CHECKSUM = 1  # the format before meta.json had a checksum of its own
 
 _NAME = re.compile(r"step-(\d+)")
 _META = "meta.json"
@@ -303,9 +302,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not isinstance(facts, dict) or type(facts.get("step")) is not int or not isinstance(facts.get("files"), dict):
         raise InvalidUsage(f"{path}: no checkpoint of hdpcomm ({_META} has no step or files)")
     checksum = facts.pop(_CHECKSUM, None)
-    if facts.get("format") not in (_WITHOUT_CHECKSUM, FORMAT) or isinstance(facts["format"], bool):
+    if facts.get("format") != FORMAT:
         raise InvalidUsage(f"{path}: has format {facts.get('format')!a}, and this hdpcomm reads format {FORMAT}")
-    if checksum != (None if facts["format"] == _WITHOUT_CHECKSUM else json_checksum(facts)):
+    if checksum != json_checksum(facts):
         raise InvalidUsage(
             f"{path}: damaged ({_META} does not have the checksum that it names); use another checkpoint"
         )

@@ -11,13 +11,12 @@ import math
 import pickle
 import threading
 import warnings
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -164,99 +163,7 @@ def _member(kind: Any, name: str) -> Any:
     return kind[name]
 
 
-class _BoundedUnpickler(pickle._Unpickler):
-    """In Python, and with tuples of at most :data:`_HEAVIEST` values, counted as often as they are named: hashing one
-    that names another twice, which does so again, would never end, and a deep one would leave the stack."""
-
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
-        self.weights: dict[int, tuple[Any, int]] = {}
-
-
-_HEAVIEST = 1 << 12
-
-
-def _weighed(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    def run(reader: Any) -> None:
-        load(reader)
-        made = reader.stack[-1]
-        inner = made if isinstance(made, (tuple, frozenset)) else getattr(made, "__dict__", {}).values()
-        weight = 1 + sum(reader.weights.get(id(each), (None, 1))[1] for each in inner)
-        if weight > _HEAVIEST:
-            raise pickle.UnpicklingError(f"a value of it holds more than {_HEAVIEST:,} others")
-        reader.weights[id(made)] = made, weight  # kept, so that its number stays its own
-
-    return run
-
-
-for _code in (*(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.FROZENSET),
-              *(pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.BUILD)):  # fmt: skip
-    _BoundedUnpickler.dispatch[_code[0]] = _weighed(_BoundedUnpickler.dispatch[_code[0]])
-
-
-class _Anything:
-    """Takes the place of each class and value of torch's, where a pickle is looked at before torch reads it."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __setitem__(self, *_: Any) -> None:
-        pass
-
-    def __setstate__(self, _: Any) -> None:
-        pass
-
-
-class _Look(_BoundedUnpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        del module, name
-        return _Anything
-
-    def persistent_load(self, pid: Any) -> Any:
-        del pid
-        return _Anything()
-
-
-class _Slice(io.RawIOBase):
-    """A part of a file as a file; torch's own view counts backwards from its end, which zipfile does not."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length, self._place = file, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._place = max(0, offset + (0, self._place, self._length)[whence])
-        return self._place
-
-    def readinto(self, buffer: Any, /) -> int:
-        self._file.seek(self._start + self._place)
-        data = self._file.read(max(0, min(len(buffer), self._length - self._place)))
-        buffer[: len(data)] = data
-        self._place += len(data)
-        return len(data)
-
-
-def _check_entry(stream: io.RawIOBase, length: int) -> None:
-    """Checks that a value of a checkpoint, as torch.save wrote it, is no larger than the file. Raises: ValueError, and
-    errors of zipfile and pickle."""
-    with zipfile.ZipFile(cast(IO[bytes], stream)) as entry:
-        infos = entry.infolist()
-        if any(info.compress_type != zipfile.ZIP_STORED for info in infos) or sum(i.file_size for i in infos) > length:
-            raise ValueError("a value of it is compressed, which no checkpoint's is")
-        for info in infos:
-            if info.filename.endswith("/data.pkl"):
-                _Look(entry.read(info)).load()
-
-
-class _MetadataUnpickler(_BoundedUnpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """Knows what torch's metadata is made of and nothing else, so that a file cannot name code to be called."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -274,11 +181,6 @@ class _Reader(FileSystemReader):
 
     _known: Metadata | None = None
 
-    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        _check_entry(_Slice(file, sinfo.offset, sinfo.length), sinfo.length)
-        found: IO[bytes] = super()._slice_file(file, sinfo)
-        return found
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
         try:
             return super().read_data(plan, planner)
@@ -294,7 +196,7 @@ class _Reader(FileSystemReader):
     def _checked_metadata(self) -> Metadata:
         folder = Path(self.path)
         with open_regular(folder / METADATA, most=_METADATA_BYTES) as file:
-            metadata = _MetadataUnpickler(file.read()).load()
+            metadata = _MetadataUnpickler(io.BytesIO(file.read())).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise pickle.UnpicklingError(f"{METADATA} holds no metadata of a checkpoint")
         for name in {place.relative_path for place in metadata.storage_data.values()}:

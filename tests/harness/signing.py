@@ -7,8 +7,6 @@ import json
 import zlib
 from pathlib import Path
 
-from hdpcomm.run.checkpoints import FORMAT
-
 __all__ = ["sign"]
 
 
@@ -19,6 +17,5 @@ def sign(step: Path) -> None:
     for name in facts["files"]:
         data = (step / name).read_bytes()
         facts["files"][name] = [len(data), zlib.crc32(data)]
-    if facts["format"] == FORMAT:
-        facts["sha256"] = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    facts["sha256"] = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     (step / "meta.json").write_text(json.dumps(facts))
