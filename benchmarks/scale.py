@@ -62,16 +62,15 @@ def case(distribution: str, ranks: int, repeat: int) -> dict[str, float]:
 
 
 def _files(plan: StepPlan, rank: int, repeat: int) -> dict[str, float]:
-    """Size of the plan's files, and the least processor time to read the part of a rank."""
+    """Size of the plan's file, and the least processor time to read the part of a rank."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for suffix in ("json", "safetensors"):
-            path = Path(folder, f"plan.{suffix}")
-            plan.save(path)
-            command = [sys.executable, "-c", _READ, str(path), str(rank)]
-            runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(repeat)]
-            found[f"{suffix}_mbytes"] = path.stat().st_size / 1e6
-            found[f"{suffix}_read_s"] = min(float(run.stdout) for run in runs)
+        path = Path(folder, "plan.json")
+        plan.save(path)
+        command = [sys.executable, "-c", _READ, str(path), str(rank)]
+        runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(repeat)]
+        found["json_mbytes"] = path.stat().st_size / 1e6
+        found["json_read_s"] = min(float(run.stdout) for run in runs)
     return found
 
 
@@ -95,9 +94,9 @@ def main() -> int:
         return 0
     print(
         "| lengths | ranks | sequences | micro-batches | planned in s | MB | / bound | step s | hash ms | JSON MB | "
-        "read s | binary MB | read s |"
+        "read s |"
     )
-    print("|---" * 13 + "|")
+    print("|---" * 11 + "|")
     rows = []
     for distribution in ("byted", "github"):
         for ranks in RANKS:
@@ -107,8 +106,7 @@ def main() -> int:
             print(
                 f"| {distribution} | {ranks:,} | {found['sequences']:,} | {found['micro_batches']:,} | "
                 f"{found['seconds']:.3f} | {found['mbytes']:.0f} | {found['gap']:.4f} | {found['step_s']:.1f} | "
-                f"{1e3 * found['hash_s']:.1f} | {found['json_mbytes']:.1f} | {found['json_read_s']:.3f} | "
-                f"{found['safetensors_mbytes']:.1f} | {found['safetensors_read_s']:.3f} |",
+                f"{1e3 * found['hash_s']:.1f} | {found['json_mbytes']:.1f} | {found['json_read_s']:.3f} |",
                 flush=True,
             )
     if options.json:

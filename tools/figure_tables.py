@@ -100,11 +100,10 @@ def planning_time() -> Cells:
 
 def large_clusters() -> Cells:
     """Plans of the largest clusters: time, memory, files."""
-    table = [["ranks, lengths", "plan s", "gap", "memory MB", "JSON MB", "load s", "binary MB", "load s", "hash ms"]]
+    table = [["ranks, lengths", "plan s", "gap", "memory MB", "JSON MB", "load s", "hash ms"]]
     for row in result("scale")["rows"]:
         if row["ranks"] == 131072:
             sizes = [f"{row['mbytes']:.0f}", f"{row['json_mbytes']:.1f}", f"{row['json_read_s']:.2f}"]
-            sizes += [f"{row['safetensors_mbytes']:.1f}", f"{row['safetensors_read_s']:.3f}"]
             cells = [f"{row['seconds']:.2f}", percent(row["gap"]), *sizes, f"{1e3 * row['hash_s']:.0f}"]
             table.append([f"{row['ranks']:,}, {row['lengths']}", *cells])
     return table

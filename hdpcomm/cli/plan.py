@@ -419,10 +419,6 @@ def _plan(options: argparse.Namespace) -> int:
         check_writable(path)
     if options.plot:
         check_drawing("--plot")
-    if options.out:
-        from hdpcomm.plan.plan_file import check_plan_suffix
-
-        check_plan_suffix(options.out)
     others = [policy for policy in (options.compare or "").split(",") if policy and policy != options.policy]
     planners = make_planners(options, [options.policy, *others])
     lengths = draw_lengths(options)
@@ -483,6 +479,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--out",
         type=Path,
         metavar="FILE",
-        help="write the plan for simulate --plan and StepPlan.load(): .json, or .safetensors (binary)",
+        help="write the plan for simulate --plan and StepPlan.load()",
     )
     parser.set_defaults(func=_plan)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from hdpcomm._core import planner as core
 from hdpcomm.arguments import check_whole, ranks_text
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text, write_whole
 from hdpcomm.plan.micro_batch import MicroBatch, PlannedSlice, SequenceFragment, SequenceInfo, format_ranks
 from hdpcomm.plan.plan_checks import (
     check_batches,
@@ -25,7 +26,6 @@ from hdpcomm.plan.plan_checks import (
     check_values,
     slices_of,
 )
-from hdpcomm.plan.plan_file import check_plan_suffix, plan_values, read_plan, read_text, write_file, write_plan
 from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.tree import Tree, TreeFragment
 
@@ -290,7 +290,8 @@ class StepPlan:
         return json.dumps(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form as plain Python objects."""
+        """The JSON form as plain Python objects; values of a queue and of a limit of keys only where there is one."""
+        rare = (*(_QUEUE_VALUES if self.queued else ()), *(_LIMIT_VALUES if self.limited else ()))
         return {
             "policy": self.policy,
             "ranks": self.num_ranks,
@@ -300,16 +301,11 @@ class StepPlan:
             "planning_s": self.planning_s,
             "idle_share": self.idle_share,
             "made_by": self.made_by,
-            **self._rare_values(),
+            **{name: getattr(self, name) for name in rare},
             "hash": self.hash,
             "fragments": [asdict(each) for each in self.fragments],
             "micro_batches": self.table.to_dicts(),
         }
-
-    def _rare_values(self) -> dict[str, int | float]:
-        """Values of a queue and of a limit of keys for files: nothing where there is none."""
-        names = (*(_QUEUE_VALUES if self.queued else ()), *(_LIMIT_VALUES if self.limited else ()))
-        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_json(cls, text: str) -> StepPlan:
@@ -323,7 +319,7 @@ class StepPlan:
             plan = cls.of_table(
                 PlanTable.of_dicts(data["micro_batches"]),
                 fragments=tuple(map(_fragment, data.get("fragments", ()))),
-                **plan_values({**data, "num_ranks": data["ranks"]}),
+                **_plan_values(data),
             )
             plan.policy.encode()  # as its hash does: JSON may hold what is no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -340,18 +336,15 @@ class StepPlan:
         return plan
 
     def save(self, path: Path | str) -> None:
-        """Writes the plan in the form that the file's suffix tells: ``.json``, or ``.safetensors``, which is binary and
-        about half as large (:mod:`hdpcomm.plan.plan_file`). A reader sees the old file or all of the new one.
+        """Writes :meth:`to_json`. A reader sees the old file or all of the new one.
 
         Raises:
-            InvalidUsage: another suffix, or a file that cannot be written.
+            InvalidUsage: a file that cannot be written.
         """
-        path = Path(path)
-        if check_plan_suffix(path) == ".json":
-            write_file(path, (self.to_json() + "\n").encode())
-        else:
-            values = {name: getattr(self, name) for name in _ALWAYS}
-            write_plan(path, self.table, values | self._rare_values(), self.fragments)
+        try:
+            write_whole(Path(path), (self.to_json() + "\n").encode())
+        except OSError as error:
+            raise InvalidUsage(f"cannot write the plan {path}: {error.strerror or error}") from error
 
     @classmethod
     def load(cls, path: Path | str) -> StepPlan:
@@ -360,13 +353,11 @@ class StepPlan:
         Raises:
             InvalidUsage: a file that cannot be read, is damaged, or holds no plan that can run.
         """
-        path = Path(path)
-        if check_plan_suffix(path) == ".json":
-            return cls.from_json(read_text(path))
-        table, values, fragments = read_plan(path)
-        plan = cls.of_table(table, fragments=fragments, **values)
-        plan.validate()
-        return plan
+        try:
+            text = read_text(Path(path), most=_PLAN_BYTES)
+        except (OSError, ValueError) as error:
+            raise InvalidUsage(f"cannot read the plan {path}: {error}") from error
+        return cls.from_json(text)
 
     def validate(
         self,
@@ -395,9 +386,21 @@ class StepPlan:
             check_sequences(self.table, self.fragments, lengths)
 
 
+_PLAN_BYTES = 1 << 31  # the most that is read
 _QUEUE_VALUES, _LIMIT_VALUES = ("queued", "queue_pools"), ("key_limit", "limited")
-_ALWAYS = ("policy", "num_ranks", "makespan_s", "lower_bound_s", "planning_s", "idle_share", "made_by")
-_VALUES = (*_ALWAYS, *_QUEUE_VALUES, *_LIMIT_VALUES)
+_SECONDS = ("makespan_s", "lower_bound_s", "planning_s", "idle_share")
+# Values that files may lack, and what they are there.
+_LATER: dict[str, float | int | str] = {
+    "queued": 0, "queue_pools": 1, "made_by": "", "key_limit": 0.0, "limited": 0.0,
+}  # fmt: skip
+_VALUES = ("policy", "num_ranks", *_SECONDS, *_LATER)
+
+
+def _plan_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan's plain attributes from the JSON form. Raises: KeyError, TypeError, ValueError."""
+    values: dict[str, Any] = {"policy": str(given["policy"]), "num_ranks": int(given["ranks"])}
+    values |= {name: float(given[name]) for name in _SECONDS}
+    return values | {name: type(before)(given.get(name, before)) for name, before in _LATER.items()}
 
 
 def _fragment(values: Mapping[str, Any]) -> TreeFragment | SequenceFragment:

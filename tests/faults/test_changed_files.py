@@ -67,12 +67,6 @@ def a_plan() -> StepPlan:
     return Planner(None, CLUSTER, policy="balanced", cost_model=COST).plan(LENGTHS)
 
 
-def write_plan(folder: Path) -> Path:
-    path = folder / "plan.safetensors"
-    a_plan().save(path)
-    return path
-
-
 def write_costs(folder: Path) -> Path:
     return save_costs("shm", load_costs("shm"), folder / "costs.json")
 
@@ -125,7 +119,6 @@ RECORDS = [{"text": "one"}, {"text": "zwei"}, {"messages": [{"role": "user", "co
 RESULTS = {"results": [{"op": "all_reduce", "ranks": 2, "size": 8, "type": "float", "out_of_place": {"time_us": 1.0}}]}
 KINDS = {
     "plan": Kind(lambda f: written(a_plan().to_json())(f), lambda path: StepPlan.from_json(path.read_text("latin-1"))),
-    "plan file": Kind(write_plan, StepPlan.load, "bytes"),
     "cost model": Kind(written(COST.to_json()), lambda path: plan_by(CostModel.from_json(path.read_text("latin-1")))),
     "profile": Kind(written(SAMPLES), lambda path: plan_by(read_profile(str(path)))),
     "cluster": Kind(written(cluster_to_dict(CLUSTER)), load_cluster),

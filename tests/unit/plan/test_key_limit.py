@@ -141,10 +141,9 @@ def test_plans_carry_the_limit(tmp_path: Path) -> None:
     assert plan.limit == (100.0, 0.75)
     assert other.limit == (0.0, 0.0)
     assert "limited" not in other.to_dict()
-    for suffix in ("json", "safetensors"):
-        plan.save(tmp_path / f"plan.{suffix}")
-        read = StepPlan.load(tmp_path / f"plan.{suffix}")
-        assert (read.limit, read.hash) == (plan.limit, plan.hash)
+    plan.save(tmp_path / "plan.json")
+    read = StepPlan.load(tmp_path / "plan.json")
+    assert (read.limit, read.hash) == (plan.limit, plan.hash)
     assert plan.with_table(plan.table).hash == plan.hash
     text = plan.to_json()
     with pytest.raises(InvalidUsage, match="it was changed"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import pickle
 import threading
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -218,3 +220,34 @@ def test_numbers_of_numpy_are_plain_ones_in_json() -> None:
     batch = MicroBatch(numbers[0], (numbers[1],), (SequenceInfo(numbers[2], numbers[2]),), np.float32(0), 1)  # type: ignore[arg-type]
     plan = StepPlan("by hand", 2, (batch,), 1.0, 1.0, 0.0, 0.0)
     assert StepPlan.from_json(plan.to_json()) == plan
+
+
+@settings(max_examples=CASES, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_files_hold_the_plan(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    plan, path = random_plan(seed), tmp_path_factory.getbasetemp() / "plan.json"
+    plan.save(path)
+    read = StepPlan.load(path)
+    assert no_objects(read)
+    assert (read.hash, read.to_json()) == (plan.hash, plan.to_json())
+    assert read == plan
+
+
+def test_files_that_are_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for content in (b"", b"{}", b"\xff" * 100, b"[" * 100_000):
+        path.write_bytes(content)
+        with pytest.raises(InvalidUsage, match=r"no step plan|cannot read"):
+            StepPlan.load(path)
+    plan = random_plan(2)
+    with pytest.raises(InvalidUsage, match="cannot read the plan"):
+        StepPlan.load(tmp_path / "none.json")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(InvalidUsage, match=r"cannot read the plan|no plain file"):
+        StepPlan.load(tmp_path / "folder.json")
+    for name in ("folder.json", "none/plan.json"):
+        with pytest.raises(InvalidUsage, match="cannot write the plan"):
+            plan.save(tmp_path / name)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidUsage, match="a folder, pipe, socket or device"):
+        StepPlan.load(tmp_path / "pipe")
