@@ -194,12 +194,13 @@ def kill_training(point: Point, home: Path) -> Outcome:
     process."""
     draw = random.Random(point.seed)
     victim, steps = draw.randrange(TRAINING_RANKS), draw.randint(1, 6)
-    log, out = home / "log.jsonl", home / "out"
+    out = home / "out"
+    log = out / "metrics.jsonl"
     told: list[int] = []
-    arguments = ["train", "--ranks", str(TRAINING_RANKS), "--steps", "1000000", *MODEL, "--log", str(log)]
-    arguments += ["--zero", draw.choice("0123")]
+    arguments = ["train", "--ranks", str(TRAINING_RANKS), "--steps", "1000000", *MODEL]
+    arguments += ["--zero", draw.choice("0123"), "--out", str(out), "--trackers", "none"]
     if point.phase == "saving":
-        arguments += ["--out", str(out), "--save-every", "1", "--trackers", "none"]
+        arguments += ["--save-every", "1"]
 
     def kill_rank() -> float:
         end = time.monotonic() + HANG_S

@@ -101,7 +101,7 @@ def _train(parsed: argparse.Namespace) -> int:
     if "join" in given:
         return _join(given)
     options = resolve_options(given, parsed.config)
-    for path in (options.json, options.log, options.trace):
+    for path in (options.json, options.trace):
         check_writable(path)
     options = _resumed_after_restart(_with_model_folder(options))
     cores = min(8, max(2, len(os.sched_getaffinity(0))))
@@ -457,7 +457,7 @@ def _trained(
 
     def open_files() -> str:
         nonlocal files
-        files = stack.enter_context(RunFiles(out, log=options.log, trackers=options.trackers, config=_plain(resolved)))
+        files = stack.enter_context(RunFiles(out, trackers=options.trackers, config=_plain(resolved)))
         return ""
 
     def accepted(costs: Calibration) -> None:

@@ -134,7 +134,6 @@ class TrainOptions(TrainingOptions):
         choices=("auto", "none", "tensorboard", "wandb"),
     )  # fmt: skip
     json: Path | None = option("output", None, "write the results as JSON", Path, metavar="FILE")
-    log: Path | None = option("output", None, "write a JSON line after each step", Path, metavar="FILE")
     dry_run: bool = option(
         "output",
         False,
@@ -196,7 +195,7 @@ _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
     ("trackers", lambda o: o.out or o.trackers == "none", "without --out; name the folder of the run"),
     ("device", lambda o: o.dry_run and o.ranks, "without --dry-run and --ranks, which it is for; give both"),
     ("transport", lambda o: o.device is None, "with --device, whose ranks are not started; leave out either"),
-    ("json log trace export", lambda o: not o.dry_run, "with --dry-run, which writes no files; leave out either"),
+    ("json trace export", lambda o: not o.dry_run, "with --dry-run, which writes no files; leave out either"),
 )
 """Names of options, when they have an effect, and what is wrong otherwise."""
 
@@ -217,7 +216,7 @@ def check_effects(options: TrainOptions, given: Iterable[str] = ()) -> None:
 
 
 _GROUPS = ("data", "ranks", "model", "training", "schedule", "evaluation", "saving", "output")
-_ONE_CALL = ("out", "resume", "join", "export", "json", "log", "trace", "dry_run", "device")
+_ONE_CALL = ("out", "resume", "join", "export", "json", "trace", "dry_run", "device")
 """Options of one call, which RUN/config.yaml leaves out."""
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Progress",
-    "cluster_text",
     "model_text",
     "print_dry_run",
     "print_report",
@@ -121,8 +120,6 @@ def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) ->
         console.print(_queue_text(result.steps["balanced"]))
     for rival in config.policies[1:]:
         console.print(_verdict(policy, rival, result))
-    if len(config.policies) > 1:
-        console.print(cluster_text())
 
 
 def _queue_text(steps: list[StepMetrics]) -> str:
@@ -348,27 +345,6 @@ def _against_ddp(config: RunConfig, result: RunResult) -> str:
         f"DDP needs memory for the longest sequence on a single rank: {longest:,} tokens instead of "
         f"{config.capacity:,}, {whole} of activations instead of {share} (predicted). It gives all ranks as many "
         f"tokens, and they wait for the one that has a long sequence. {text}"
-    )
-
-
-def cluster_text() -> str:
-    """Balanced against static on a simulated cluster, in one line."""
-    from hdpcomm.plan import MODELS, ClusterSpec, Planner
-    from hdpcomm.plan.distributions import sample_lengths
-    from hdpcomm.sim import simulate_step
-
-    ranks, capacity, context, tokens = 256, 8192, 262_144, 32 << 20
-    cluster = ClusterSpec(ranks=ranks, capacity=capacity, ranks_per_node=8, device="h100")
-    lengths = sample_lengths("byted", context=context, seed=0, tokens=tokens)
-    speed = {
-        policy: simulate_step(Planner(MODELS["llama-7b"], cluster, policy, context=context), lengths).tokens_per_s
-        for policy in ("balanced", "static")
-    }
-    ratio = speed["balanced"] / speed["static"]
-    return (
-        f"Simulated (hdpcomm simulate), LLaMA-7B on {ranks} H100, context 256K, {len(lengths):,} sequences of the "
-        f"paper's Byted lengths a step: balanced {speed['balanced']:,.0f} tokens/s, static {speed['static']:,.0f}, "
-        f"{ratio:.2f}x."
     )
 
 

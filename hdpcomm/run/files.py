@@ -75,8 +75,7 @@ class RunFiles:
     """Writes what a run tells, as it is told; one process opens it. Nothing is ever truncated.
 
     Args:
-        out: the folder of the run, locked meanwhile (:func:`locked_folder`). ``None``: only ``log`` is written.
-        log: one more file with the lines of ``metrics.jsonl``.
+        out: the folder of the run, locked meanwhile (:func:`locked_folder`). ``None``: nothing is written.
         trackers: ``auto``, ``none``, ``tensorboard`` or ``wandb``, see :func:`hdpcomm.run.trackers.open_trackers`.
         config: what the run was told, for trackers.
     """
@@ -85,7 +84,6 @@ class RunFiles:
         self,
         out: Path | None,
         *,
-        log: Path | None = None,
         trackers: str = "none",
         config: Mapping[str, Any] | None = None,
     ) -> None:
@@ -95,9 +93,10 @@ class RunFiles:
         self._stack = ExitStack()
         if out is not None:
             self._stack.enter_context(locked_folder(out))
-        paths = [path for path in (log, out and out / "metrics.jsonl") if path is not None]
-        self._metrics = [self._stack.enter_context(MetricsLog(path, own=path is not log)) for path in paths]
-        self._lines = {} if out is None else {name: self._open(out, name) for name in ("evaluations", "timeline")}
+        kinds = {"metrics": MetricsLog, "evaluations": JsonLines, "timeline": JsonLines} if out is not None else {}
+        self._lines = {
+            name: self._stack.enter_context(kind(out / f"{name}.jsonl", own=True)) for name, kind in kinds.items()
+        }
         self._open_trackers = partial(open_trackers, trackers, out, dict(config or {})) if out is not None else list
 
     @cached_property
@@ -107,10 +106,6 @@ class RunFiles:
         for tracker in trackers:
             self._stack.callback(tracker.close)
         return trackers
-
-    def _open(self, out: Path, name: str) -> JsonLines:
-        lines: JsonLines = self._stack.enter_context(JsonLines(out / f"{name}.jsonl", own=True))
-        return lines
 
     def started(self, corpus: Corpus | DocumentStream) -> None:
         """Notes the lengths of the corpus, if they are known, in ``lengths.json``: by octave, how many sequences and
@@ -133,8 +128,8 @@ class RunFiles:
 
     def step(self, policy: str, metrics: StepMetrics, costs: Mapping[str, float]) -> None:
         """Appends a step. Raises: Error if a file cannot be written."""
-        for log in self._metrics:
-            log.write(policy, metrics, costs)
+        if self._lines:
+            self._lines["metrics"].write(policy, metrics, costs)
         told = {**asdict(metrics), **costs}
         values = {name: value for name, value in told.items() if name != "step" and isinstance(value, (int, float))}
         values["tokens_per_s"] = metrics.tokens / metrics.seconds if metrics.seconds else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from hdpcomm.plan import ClusterSpec, MicroBatch, StepPlan
 from hdpcomm.plan.step import format_ranks
 from hdpcomm.sim import StepReport
 
-__all__ = ["plan_events", "step_events", "write_events", "write_plan_trace", "write_stream_trace"]
+__all__ = ["plan_events", "span", "step_events", "write_events", "write_plan_trace", "write_stream_trace"]
 
 _PLANNER = 0  # process id of the planner's track; nodes follow
 
@@ -46,9 +46,10 @@ def _names(cluster: ClusterSpec) -> list[dict[str, Any]]:
     return events
 
 
-def _span(name: str, start: float, end: float, pid: int, tid: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    span = {"ph": "X", "name": name, "pid": pid, "tid": tid, "args": arguments}
-    return span | {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
+def span(name: str, start: float, end: float, pid: int, tid: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Trace event of something that lasts; times in seconds."""
+    event = {"ph": "X", "name": name, "pid": pid, "tid": tid, "args": dict(arguments)}
+    return event | {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
 
 
 def plan_events(plan: StepPlan, cluster: ClusterSpec, *, offset_s: float = 0.0) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ def plan_events(plan: StepPlan, cluster: ClusterSpec, *, offset_s: float = 0.0) 
         name, arguments = _describe(batch)
         for rank in batch.ranks:
             begin, end = offset_s + start, offset_s + start + batch.predicted_s
-            events.append(_span(name, begin, end, rank // cluster.node_ranks + 1, rank * cluster.pipeline, arguments))
+            events.append(span(name, begin, end, rank // cluster.node_ranks + 1, rank * cluster.pipeline, arguments))
     return events
 
 
@@ -74,12 +75,12 @@ def step_events(report: StepReport, cluster: ClusterSpec, *, offset_s: float = 0
         for rank in batch.ranks if alone < 0 else (alone,):
             thread = rank * cluster.pipeline + stage % cluster.pipeline
             pid = rank // cluster.node_ranks + 1
-            events.append(_span(name, offset_s + start, offset_s + end, pid, thread, arguments))
+            events.append(span(name, offset_s + start, offset_s + end, pid, thread, arguments))
     if report.sync_s > 0:
         begin, end = offset_s + report.compute_s, offset_s + report.step_s
         for rank in range(cluster.ranks):
             pid = rank // cluster.node_ranks + 1
-            events.append(_span("gradients and optimizer", begin, end, pid, rank * cluster.pipeline, {}))
+            events.append(span("gradients and optimizer", begin, end, pid, rank * cluster.pipeline, {}))
     return events
 
 
@@ -103,7 +104,7 @@ def write_stream_trace(
     for number, (report, waited) in enumerate(zip(steps, waits_s, strict=True)):
         planned = report.plan.planning_s
         name = {"waited_s": waited, "sequences": sum(len(b.sequences) for b in report.plan.micro_batches)}
-        events.append(_span(f"plan step {number}", begun, begun + planned, _PLANNER, 0, name))
+        events.append(span(f"plan step {number}", begun, begun + planned, _PLANNER, 0, name))
         begun = now + waited
         events.extend(step_events(report, cluster, offset_s=begun))
         now = begun + report.step_s

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hdpcomm.trace.chrome import write_events
+from hdpcomm.trace.chrome import span, write_events
 
 __all__ = ["TraceFile", "timeline_events"]
 
@@ -30,16 +30,15 @@ def timeline_events(row: Mapping[str, Any], *, offset_s: float = 0.0, first_flow
     names = {batch["index"]: _name(batch) for batch in row["planned"]}
     for batch in row["planned"]:
         for rank in batch["ranks"]:
-            events.append(
-                _span(names[batch["index"]], batch["start_s"], batch["end_s"], rank, _PLANNED, offset_s, batch)
-            )
+            start, end = offset_s + batch["start_s"], offset_s + batch["end_s"]
+            events.append(span(names[batch["index"]], start, end, rank, _PLANNED, batch))
     sends: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
     for rank, measured in enumerate(row["measured"]):
-        for span in measured["spans"]:
-            name = names.get(span["index"], span["phase"])
-            about = {"phase": span["phase"], "waited_s": span["wait_s"], "bytes_sent": span["bytes_sent"]}
-            events.append(_span(name, span["start_s"], span["end_s"], rank, _MEASURED, offset_s, about))
+        for each in measured["spans"]:
+            name = names.get(each["index"], each["phase"])
+            about = {"phase": each["phase"], "waited_s": each["wait_s"], "bytes_sent": each["bytes_sent"]}
+            events.append(span(name, offset_s + each["start_s"], offset_s + each["end_s"], rank, _MEASURED, about))
         for message in measured["messages"]:
             if "to" in message:
                 sends[rank, message["to"]].append(message)
@@ -60,8 +59,8 @@ def _arrow(
     size = f"{sent['bytes']:,} B"
     ends = {"cat": "message", "name": size, "id": flow}
     return [
-        _span(size, sent["start"], sent["end"], source, _SENT, offset_s, about),
-        _span(size, received["start"], received["end"], target, _RECEIVED, offset_s, about),
+        span(size, offset_s + sent["start"], offset_s + sent["end"], source, _SENT, about),
+        span(size, offset_s + received["start"], offset_s + received["end"], target, _RECEIVED, about),
         {"ph": "s", **ends, "pid": source, "tid": _SENT, "ts": _us(sent["start"] + offset_s)},
         {"ph": "f", "bp": "e", **ends, "pid": target, "tid": _RECEIVED, "ts": _us(received["end"] + offset_s)},
     ]
@@ -70,13 +69,6 @@ def _arrow(
 def _name(batch: Mapping[str, Any]) -> str:
     packed = f" + {len(batch['lengths']) - 1}" if len(batch["lengths"]) > 1 else ""
     return f"#{batch['index']} {max(batch['lengths']):,}{packed} on {len(batch['ranks'])}"
-
-
-def _span(
-    name: str, start: float, end: float, rank: int, thread: int, offset_s: float, about: Mapping[str, Any]
-) -> dict[str, Any]:
-    span = {"ph": "X", "name": name, "pid": rank, "tid": thread, "args": dict(about)}
-    return span | {"ts": _us(start + offset_s), "dur": round(1e6 * (end - start), 3)}
 
 
 def _us(seconds: float) -> float:

@@ -26,10 +26,10 @@ def wait_until(condition, seconds):
 @pytest.mark.usefixtures("nothing_left_in_shm")
 @pytest.mark.parametrize("victim", [0, 2])
 def test_sigkill_of_a_rank(victim, tmp_path):
-    log = tmp_path / "log.jsonl"
+    log = tmp_path / "run/metrics.jsonl"
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["HDPCOMM_TIMEOUT"] = str(LONG_S)  # something else ends the others' waits
-    with Python(["-m", "hdpcomm.cli.main", "train", *OPTIONS, "--log", str(log)], env=environment) as run:
+    with Python(["-m", "hdpcomm.cli.main", "train", *OPTIONS, "--out", str(tmp_path / "run")], env=environment) as run:
         wait_until(lambda: log.exists() and log.read_text().count("\n") >= 3, 60)
         everyone = psutil.Process(run.pid).children(recursive=True)
         server = next(p for p in everyone if len(p.children()) == 4)

@@ -39,9 +39,9 @@ def no_world(monkeypatch):
 
 def test_trains_and_compares(folder, tmp_path):
     """As a user starts it, from a new interpreter."""
-    path, log, run = tmp_path / "out.json", tmp_path / "log.jsonl", tmp_path / "run"
+    path, run = tmp_path / "out.json", tmp_path / "run"
     options = ["--ranks", "2", "--capacity", "150", "--compare", "static", "ddp", "--out", str(run)]
-    options += ["--trackers", "none", "--json", str(path), "--log", str(log)]
+    options += ["--trackers", "none", "--json", str(path)]
     command = [sys.executable, "-m", "hdpcomm.cli.main", "train", "--data", folder, *SMALL, *LIMITS, *options]
     told = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     # No progress bar where stderr is no terminal, but a line a step.
@@ -59,7 +59,6 @@ def test_trains_and_compares(folder, tmp_path):
         "losses equal",
         "torch DDP, gloo",
         "Compared, step by step in turns",
-        "Simulated (hdpcomm simulate), LLaMA-7B on 256 H100",
     ):
         assert words in " ".join(told.stdout.split())
     result = json.loads(path.read_text())
@@ -96,7 +95,7 @@ def test_trains_and_compares(folder, tmp_path):
     assert result["totals"]["last_loss"] < result["totals"]["first_loss"]
     assert result["totals"]["bytes_sent"] == sum(step["bytes_sent"] for step in result["steps"])
     assert result["config"]["capacity"] == 150
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(line["policy"], line["step"]) for line in lines] == [(p, s) for s in range(3) for p in POLICIES]
     assert [line["loss"] for line in lines[::3]] == [step["loss"] for step in result["steps"]]
     for line in lines[2::3]:  # DDP's own messages and waiting, which the communicator does not see
@@ -214,7 +213,6 @@ BAD = {
     "--data {folder} --hidden 30 --heads 4": "choose hidden as a multiple of 2 x heads",
     "--data {folder} --heads 4 --kv-heads 3": "kv_heads must divide heads",
     "--data {folder} --json /no/such/folder/out.json": "the folder /no/such/folder does not exist",
-    "--data {folder} --log {folder}": "this is a folder",
     "--data {folder} --compare balanced": "--compare balanced is the policy of the run itself",
     "--data {folder} --compare ddp --zero 1": "compare with it without dtype, zero and offload",
     "--data {folder} --recompute auto": "no limit was given; give what a rank's step may take, as --memory 4G",

@@ -24,7 +24,7 @@ from tests.harness.tokenizers import save_tokenizer
 
 NAMES = (
     *("data", "out", "model", "steps", "save_every", "keep", "resume", "export", "compare", "dtype", "zero", "ranks"),
-    *("policy", "recompute", "json", "log", "trace", "dry_run", "schedule", "warmup", "eval_every", "eval_data"),
+    *("policy", "recompute", "json", "trace", "dry_run", "schedule", "warmup", "eval_every", "eval_data"),
 )
 
 
@@ -172,7 +172,7 @@ CHANGED = TrainOptions(
     evict_slower=3.0, eval_every=2, eval_data=("DOCS",),
     eval_fraction=0.5, out=Path("run"), save_every=2, keep=5, resume="auto", elastic=True, join="RUN",
     export=Path("exported"),
-    trace=Path("t.json"), trackers="tensorboard", json=Path("j.json"), log=Path("l.json"), dry_run=True,
+    trace=Path("t.json"), trackers="tensorboard", json=Path("j.json"), dry_run=True,
     device="h100",
 )  # fmt: skip
 """A value of each option that is not its default; capitals are files that the test makes."""
@@ -230,7 +230,7 @@ def effects(options: TrainOptions) -> list[object]:
     if options.out is not None:
         done.append((options.save_every, options.keep, options.resume, options.trackers, job.shrinks))
     if not options.dry_run:
-        done.append((options.json, options.log, options.trace, options.export))
+        done.append((options.json, options.trace, options.export))
     return [*done, options.out, options.transport, options.ranks, options.eval_fraction, options.dry_run]
 
 
