@@ -5,9 +5,8 @@
     python benchmarks/chosen_keys.py --predict
 
 One sequence, 4 heads of 64, 4 index heads of 32, random keys, so the choice is spread as widely as it can be. The
-parts: the indexer's choice, attention over what it chose, MoBA (8 blocks of 512), NSA (the paper's sizes, means), the
-ring over all keys, and the messages alone of gathering all keys and values and of bringing their gradients back;
-medians of ``--rounds`` rounds of rank 0.
+parts: the indexer's choice, attention over what it chose, the ring over all keys, and the messages alone of gathering
+all keys and values and of bringing their gradients back; medians of ``--rounds`` rounds of rank 0.
 
 ``--work`` counts the FLOPs of each rank in a layer of DeepSeek-V3.2 (its configuration's sizes, k = 2,048, both passes,
 the indexer forward) for five mixes of lengths, in pieces of one length and in the shards of training.
@@ -36,8 +35,6 @@ import hdpcomm as hdp
 from hdpcomm.attention import (
     BalancedPack,
     index_top_k,
-    moba_attention,
-    nsa_attention,
     ring_attention,
     selected_attention,
     shard,
@@ -45,7 +42,7 @@ from hdpcomm.attention import (
 from hdpcomm.testing import spawn
 
 HEADS, DIM, INDEX_HEADS, INDEX_DIM = 4, 64, 4, 32
-PARTS = ("index", "chosen", "moba", "nsa", "ring", "gather")
+PARTS = ("index", "chosen", "ring", "gather")
 
 
 def measured(tokens: int, top_k: int, rounds: int) -> dict[str, tuple[float, int]]:
@@ -78,10 +75,6 @@ def measured(tokens: int, top_k: int, rounds: int) -> dict[str, tuple[float, int
                 pack = {"comm": comm, "cu_seqlens": cu}
                 if part == "chosen":
                     out = selected_attention(q, k, v, chosen, **pack)
-                elif part == "moba":
-                    out = moba_attention(q, k, v, block=512, top_k=8, **pack)
-                elif part == "nsa":
-                    out = nsa_attention(q, k, v, torch.full((len(q), HEADS, 3), 0.5), **pack)
                 else:
                     out = ring_attention(q, k, v, comm=comm, cu_seqlens=torch.tensor(cu, dtype=torch.int32))
                 out.sum().backward()
@@ -186,13 +179,12 @@ def main() -> None:
         return
     rows = []
     print("seconds, and of what chooses bytes over those of gathering all")
-    print("ranks   tokens" + "".join(f"{part:>10}" for part in PARTS[:-1]) + "  index+chosen   moba    nsa")
+    print("ranks   tokens" + "".join(f"{part:>10}" for part in PARTS[:-1]) + "  index+chosen")
     for ranks, tokens in itertools.product(options.ranks, options.tokens):
         found = spawn(measured, ranks, tokens, options.top_k, options.rounds, timeout=3600.0)[0]
         seconds = "".join(f"{found[part][0]:10.2f}" for part in PARTS[:-1])
-        sent = found["index"][1] + found["chosen"][1], found["moba"][1], found["nsa"][1]
-        shares = [each / found["gather"][1] for each in sent]
-        print(f"{ranks:5} {tokens:8}{seconds}{shares[0]:14.2f}{shares[1]:7.2f}{shares[2]:7.2f}", flush=True)
+        share = (found["index"][1] + found["chosen"][1]) / found["gather"][1]
+        print(f"{ranks:5} {tokens:8}{seconds}{share:14.2f}", flush=True)
         rows.append({"ranks": ranks, "tokens": tokens, **found})
     if options.json:
         told = {"top_k": options.top_k, "torch": torch.__version__, "date": str(date.today()), "rows": rows}

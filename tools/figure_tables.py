@@ -235,13 +235,12 @@ def layer_bytes() -> Cells:
 
 def chosen_keys() -> Cells:
     """Work and traffic of attention that chooses its keys."""
-    kinds = ("index", "chosen", "moba", "nsa", "ring")
-    table = [["ranks, tokens", "index", "chosen", "MoBA", "NSA", "ring", "bytes: index + chosen", "MoBA", "NSA"]]
+    kinds = ("index", "chosen", "ring")
+    table = [["ranks, tokens", "index", "chosen", "ring", "bytes: index + chosen"]]
     for row in result("chosen_keys")["rows"]:
-        sent = (row["index"][1] + row["chosen"][1], row["moba"][1], row["nsa"][1])
         seconds = [f"{row[kind][0]:.2f}" for kind in kinds]
-        shares = [f"{share / row['gather'][1]:.2f}" for share in sent]
-        table.append([f"{row['ranks']}, {row['tokens']:,}", *seconds, *shares])
+        share = (row["index"][1] + row["chosen"][1]) / row["gather"][1]
+        table.append([f"{row['ranks']}, {row['tokens']:,}", *seconds, f"{share:.2f}"])
     return table
 
 

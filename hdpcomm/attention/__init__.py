@@ -5,12 +5,10 @@ from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.chosen import indexed_attention, indexer_loss, selected_attention
-from hdpcomm.attention.chosen_blocks import block_attention, moba_attention
 from hdpcomm.attention.indexer import index_top_k
 from hdpcomm.attention.kv_store import KVStore
 from hdpcomm.attention.linear import delta_rule, short_conv, ssd
 from hdpcomm.attention.mla import mla_attention
-from hdpcomm.attention.nsa import NSABlocks, nsa_attention
 from hdpcomm.attention.options import AttentionOptions
 from hdpcomm.attention.pack_context import (
     PackContext,
@@ -40,7 +38,6 @@ __all__ = [
     "BalancedPack",
     "BlockMask",
     "KVStore",
-    "NSABlocks",
     "Pack",
     "PackContext",
     "Problem",
@@ -49,7 +46,6 @@ __all__ = [
     "Tree",
     "as_pack",
     "available_backends",
-    "block_attention",
     "carry_pack",
     "current_pack",
     "delta_rule",
@@ -58,8 +54,6 @@ __all__ = [
     "indexer_loss",
     "local_cu_seqlens",
     "mla_attention",
-    "moba_attention",
-    "nsa_attention",
     "packed_attention",
     "packing",
     "positions",

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hdpcomm.attention.indexer import places_of, rank_in
 from hdpcomm.attention.tree_layout import TokenLayout
-from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["Needed", "fetch_rows", "needed_rows", "needed_tokens"]
+__all__ = ["Needed", "needed_tokens"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,8 +22,7 @@ class Needed:
     """Which rows a rank needs, and who needs its rows.
 
     Attributes:
-        numbers: of each number that rows go by (of a token in the pack, say), the row of what comes; -1: it does not.
-            One more entry, -1.
+        numbers: of each token of the pack, the row of what comes; -1: it does not. One more entry, -1.
         recv_rows: by rank, the rows of that rank that come from it, in their order.
         send_rows: by rank, the own rows that go to it.
     """
@@ -50,20 +48,12 @@ class Needed:
 
 
 def needed_tokens(tokens: Tensor, layout: TokenLayout, comm: Communicator | None) -> Needed:
-    """Rows that fetching these tokens of a pack, in rising order, takes. Collective."""
+    """Rows that this rank fetches from each rank for these tokens of a pack, which rise. Collective: ranks tell each
+    other what they need."""
     places = places_of(layout)
-    return needed_rows(tokens, places.owner, places.row, comm)
-
-
-def needed_rows(wanted: Tensor, owner: Tensor, row: Tensor, comm: Communicator | None) -> Needed:
-    """Rows that this rank fetches from each rank. Collective: ranks tell each other what they need.
-
-    Args:
-        wanted: numbers, which rise.
-        owner, row: of each number, the rank that has it and its row there.
-    """
+    owner, row = places.owner, places.row
     rank, size = rank_in(comm), 1 if comm is None else comm.size
-    wanted = wanted.cpu()
+    wanted = tokens.cpu()
     order = torch.argsort(owner[wanted], stable=True)  # by owner, then by number
     wanted = wanted[order]
     counts = torch.bincount(owner[wanted], minlength=size)
@@ -78,25 +68,6 @@ def needed_rows(wanted: Tensor, owner: Tensor, row: Tensor, comm: Communicator |
     numbers = torch.full((len(owner) + 1,), -1, dtype=torch.int64)
     numbers[wanted] = torch.arange(len(wanted))
     return Needed(numbers, recv_rows, send_rows)
-
-
-class _Fetch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, needed: Needed, comm: Communicator | None) -> Tensor:
-        ctx.needed, ctx.comm, ctx.rows = needed, comm, own.shape[0]
-        return needed.fetch(own, comm)
-
-    @staticmethod
-    @without_second_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        wide = grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous()
-        return ctx.needed.scatter_add_grads(wide, ctx.rows, ctx.comm).to(grad.dtype), None, None
-
-
-def fetch_rows(own: Tensor, needed: Needed, comm: Communicator | None) -> Tensor:
-    """:meth:`Needed.fetch`, differentiable: gradients go back to the rows' ranks and are added in fp32 (fp64), in the
-    order of ranks. Collective, its backward pass, too."""
-    return _Fetch.apply(own, needed, comm)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _swap(parts: list[Tensor], counts: list[int], comm: Communicator | None) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.attention.call_check import agree_on_call, keep_rows
-from hdpcomm.attention.layout import SequenceLayout
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.attention.tree_layout import TokenLayout
 from hdpcomm.comm.untraced import untraced
@@ -27,7 +26,7 @@ from hdpcomm.plan.tree import Tree
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["Places", "check_index", "check_qkv", "index_top_k", "layout_of_pack", "places_of", "rank_in"]
+__all__ = ["Places", "check_index", "check_qkv", "index_top_k", "places_of", "rank_in"]
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 512
@@ -91,11 +90,6 @@ def places_of(layout: TokenLayout) -> Places:
     if first := layout.first_token:
         tokens = [own + first for own in tokens]
     return Places(owner, row, tuple(tokens), runs, layout.firsts.tolist(), layout.tree)
-
-
-def layout_of_pack(cu_seqlens: CuSeqlens, comm: Communicator | None) -> SequenceLayout:
-    """Raises: InvalidUsage for a tree or mask."""
-    return as_pack(cu_seqlens).sequences().layout(1 if comm is None else comm.size)
 
 
 @untraced

@@ -14,7 +14,6 @@ from tests.harness.attention_options import with_options
 
 LENGTHS = (1, 7, 201, 399, 88)
 CU = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
-BLOCKS = attention.NSABlocks(length=8, stride=4, selected=16, top_k=4, local=1, window=24)
 
 
 def normal(*shape, seed=0):
@@ -24,11 +23,6 @@ def normal(*shape, seed=0):
 def chosen(q, k, v, *, comm, cu_seqlens):
     index = [x.detach() for x in (q, k[:, 0], q[:, :, 0])]
     return attention.indexed_attention(q, k, v, *index, top_k=20, comm=comm, cu_seqlens=cu_seqlens)
-
-
-def nsa(q, k, v, **pack):
-    gates = torch.full((len(q), q.shape[1], 3), 0.5, dtype=q.dtype)
-    return attention.nsa_attention(q, k, v, gates, blocks=BLOCKS, **pack)
 
 
 def ring(q, k, v, **pack):
@@ -43,17 +37,13 @@ def chunks(q, k, v, **pack):
     return attention.ring_attention(q, k, v, **with_options(chunk=64), **pack)
 
 
-def moba(q, k, v, **pack):
-    return attention.moba_attention(q, k, v, block=16, top_k=3, **pack)
-
-
 def delta(q, k, v, **pack):
     q, k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) / 4 for x in (q, k, v))
     write = torch.full(q.shape[:2], 0.3, dtype=q.dtype)
     return attention.delta_rule(q, k, v, -write, write, **pack)
 
 
-CALLS = (chosen, nsa, moba, ring, windows, chunks, delta)
+CALLS = (chosen, ring, windows, chunks, delta)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

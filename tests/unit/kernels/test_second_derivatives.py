@@ -8,12 +8,10 @@ import torch
 
 import hdpcomm
 from hdpcomm.attention import (
-    block_attention,
     delta_rule,
     index_top_k,
     indexer_loss,
     mla_attention,
-    moba_attention,
     packed_attention,
     packing,
     ring_attention,
@@ -60,16 +58,9 @@ def indexer(x):
     return indexer_loss(x, k, weights, rand(8, 2, 4), rand(8, 2, 4), chosen, **PACK)
 
 
-def blocks(x):
-    chosen = torch.zeros(8, 2, 1, dtype=torch.int64)
-    return block_attention(x, rand(8, 2, 4), rand(8, 2, 4), chosen, block=2, **PACK)
-
-
 CALLS = {
     "selected_attention": (selected, (8, 2, 4)),
     "indexer_loss": (indexer, (8, 2, 4)),
-    "block_attention": (blocks, (8, 2, 4)),
-    "moba_attention": (lambda x: moba_attention(x, rand(8, 2, 4), rand(8, 2, 4), block=2, top_k=2, **PACK), (8, 2, 4)),
     "ring_attention": (attention, (8, 2, 4)),
     "packed_attention": (packed, (8, 2, 4)),
     "mla_attention": (lambda x: mla_attention(x, rand(8, 6), rand(8, 2), rand(2 * (2 + 4), 6), **PACK), (8, 2, 4)),
