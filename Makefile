@@ -16,7 +16,7 @@ export CMAKE_ARGS
 # The core is compiled while pip waits for the network and the disk, and while the linters run.
 MAKEFLAGS += -j2
 
-.PHONY: train test test-rest test-all unit times lint format docs build clients wheels ray asan tsan fuzz clean
+.PHONY: train test test-rest test-all unit times lint format docs build clients wheels asan tsan fuzz clean
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
 	rm -rf build/first-run
@@ -76,12 +76,6 @@ clients: $(DEVELOPER)
 PYTHONS ?= $(shell for version in 3.10 3.11 3.12 3.13 3.14; do python$$version -c 'import sys; print(sys.executable)' 2>/dev/null; done; true)
 wheels:
 	MAKEFLAGS= PYTHONS="$(PYTHONS)" .ci/packages build/wheels
-
-# The tests of loaders on a Ray cluster. Not a part of `make test`: Ray is 79 MB to fetch and 200 MB on the disk, and they
-# take five minutes.
-ray: $(DEVELOPER)
-	$(INSTALL) 'ray==$(shell sed -n 's/^ray==//p' constraints.txt)'
-	HDPCOMM_RAY_TESTS=1 $(BIN)/python -m pytest tests/ray_cluster -q
 
 # The tests with sanitizers (tools/sanitize.py says what they see), two files at a time. What races with something else
 # shows now and then, so ThreadSanitizer runs tests/faults FAULT_RUNS times, each time in new processes.

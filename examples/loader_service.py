@@ -13,7 +13,6 @@ from hdpcomm.data import LoaderService, open_stream
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("data", type=Path, nargs="+", help="files or folders")
-parser.add_argument("--servers", default="threads", help="threads of the ranks, or ray: actors (hdpcomm[ray])")
 parser.add_argument("--steps", type=int, default=10)
 parser.add_argument("--tokens", type=int, default=8192, help="of a step")
 parser.add_argument("--context", type=int, default=2048)
@@ -24,7 +23,7 @@ with hdp.init() as comm:
     model = hdp.models.Llama(hdp.models.LlamaConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn=192))
     planner = hdp.Planner.measured(model, comm, capacity=-(-options.context // comm.size))
     trainer = hdp.Trainer(model, torch.optim.AdamW(model.parameters(), lr=3e-3), planner, comm)
-    with LoaderService(stream, tokens=options.tokens, prefetch=2, servers=options.servers, comm=comm) as loader:
+    with LoaderService(stream, tokens=options.tokens, prefetch=2, comm=comm) as loader:
         for step in range(options.steps):
             batch = loader.batch(step)
             done = trainer.step(batch.lengths, loader.reader(step))  # reads the parts of this rank alone

@@ -230,7 +230,7 @@ def _loading(options: TrainOptions) -> Loading | None:
 
     if options.loader == "index":
         return None
-    return Loading(options.loader, options.loaders, options.prefetch, options.data_cache)
+    return Loading(options.loaders, options.prefetch, options.data_cache)
 
 
 def _model(options: TrainOptions, data: TrainData) -> LlamaConfig | FolderModel:

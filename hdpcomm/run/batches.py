@@ -26,14 +26,12 @@ class Loading:
     :class:`hdpcomm.data.LoaderService`.
 
     Attributes:
-        servers: ``threads`` or ``ray``.
-        loaders: threads of each rank, or actors; ``None``: one of each rank, or on each node.
+        loaders: threads of each rank.
         prefetch: steps that are made ready ahead.
         folder: that the threads of all ranks share.
     """
 
-    servers: str = "threads"
-    loaders: int | None = None
+    loaders: int = 1
     prefetch: int = 2
     folder: Path | None = None
 
@@ -50,13 +48,11 @@ class LoadingCosts:
         stall_s: seconds in which the step waited for lengths or tokens.
         nbytes: that came to this rank.
         ready: steps that are ready and have not begun.
-        restarts: servers that were started again, since the run began.
     """
 
     stall_s: float
     nbytes: int
     ready: int
-    restarts: int
 
 
 class Batches(Protocol):
@@ -152,7 +148,6 @@ class LoadedBatches:
             stream,
             tokens=config.tokens_per_step,
             seed=config.seed,
-            servers=loading.servers,
             loaders=loading.loaders,
             prefetch=loading.prefetch,
             comm=comm,
@@ -179,7 +174,7 @@ class LoadedBatches:
     def costs(self, step: int, since: float, until: float) -> LoadingCosts:
         stats = self._loader.take_stats()
         stall_s = stats.wait_s + self._loader.waited(step, since, until)
-        return LoadingCosts(stall_s, stats.bytes_read, stats.ready, stats.restarts)
+        return LoadingCosts(stall_s, stats.bytes_read, stats.ready)
 
     def done(self, steps: int) -> None:
         self._loader.done(steps)

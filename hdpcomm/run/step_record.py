@@ -50,9 +50,8 @@ def step_costs(
     ``stage_bytes``: between the stages of pipelines, and ``pipeline``, ``tensor``, ``expert``, only on a ``mesh``;
     ``measured_s``: until the last rank had done its micro-batches, which is what ``predicted_s`` promises;
     ``passes_processor_s``: processor time of all ranks together up to there (on a GPU that of launches);
-    ``loader_stall_s``, ``loader_bytes``, ``loader_ready``, ``loader_restarts``: of the loader service, if there is one:
-    seconds that a rank waited for it, bytes that came to all ranks, fewest steps that were ready, servers that were
-    started again;
+    ``loader_stall_s``, ``loader_bytes``, ``loader_ready``: of the loader service, if there is one: seconds that a rank
+    waited for it, bytes that came to all ranks, fewest steps that were ready;
     ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.measure.step_times.slowest_rank`; on a mesh the HDP rank;
     not of DDP.
     """
@@ -77,7 +76,7 @@ def step_costs(
     own = [exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, passes.bytes_sent, processor]
     own.append(memory_bytes(comm.device))
     told = times_of(spans, plan, comm.rank if mesh is None else mesh.hdp_rank)
-    loaded = [] if loading is None else [loading.stall_s, loading.nbytes, loading.ready, loading.restarts]
+    loaded = [] if loading is None else [loading.stall_s, loading.nbytes, loading.ready]
     sent = torch.tensor([*loaded, *own, *told], dtype=torch.float64)
     everything = sent.new_empty(comm.size, len(sent))
     comm.all_gather(everything, sent)
@@ -104,7 +103,7 @@ def step_costs(
     }
     if loading is not None:
         costs["loader_stall_s"], costs["loader_bytes"] = load_rows[:, 0].mean().item(), load_rows[:, 1].sum().item()
-        costs["loader_ready"], costs["loader_restarts"] = load_rows[:, 2].min().item(), load_rows[:, 3].max().item()
+        costs["loader_ready"] = load_rows[:, 2].min().item()
     if mesh is not None:
         costs["stage_bytes"] = between
         costs |= {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "expert": mesh.expert}

@@ -2,11 +2,10 @@
 
 from hdpcomm.data.loader.block import Payload
 from hdpcomm.data.loader.order import LoadedBatch
-from hdpcomm.data.loader.service import SERVERS, LoaderService, LoaderStats, StepReader, check_budget
+from hdpcomm.data.loader.service import LoaderService, LoaderStats, StepReader, check_budget
 from hdpcomm.data.loader.stream import DocumentStream, open_stream
 
 __all__ = [
-    "SERVERS",
     "DocumentStream",
     "LoadedBatch",
     "LoaderService",

@@ -86,24 +86,6 @@ class TokenBlock:
     counted: Counted
     payloads: Mapping[int, tuple[Payload, ...]]
 
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """``[sequences]`` tokens of each."""
-        return np.diff(self.bounds)
-
-    @property
-    def nbytes(self) -> int:
-        """In memory."""
-        payloads = sum(len(each.data) for every in self.payloads.values() for each in every)
-        return int(self.bounds.nbytes + self.tokens.nbytes + self.counted.nbytes + payloads)
-
-    def part(self, index: int, start: int, stop: int) -> SequencePart:
-        """Tokens ``start`` to ``stop`` of sequence ``index``, with the label of the last one."""
-        begin, end = int(self.bounds[index]), int(self.bounds[index + 1])
-        rows = slice(begin + start, min(begin + stop + 1, end))
-        counted = self.counted[rows] if len(self.counted) else None
-        return SequencePart(self.tokens[rows], counted, payloads_of(self.payloads.get(index, ()), start, stop))
-
 
 def payloads_of(payloads: Sequence[Payload], start: int, stop: int) -> tuple[Payload, ...]:
     """Payloads of the tokens ``start`` to ``stop``, some of them at least."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hdpcomm.data.agree import on_rank_0, raise_together
 from hdpcomm.data.loader.block import SequencePart, make_block
-from hdpcomm.data.loader.order import BlockPlace, LengthsOf, LoadedBatch, SequencePlace, StreamSampler, Want
+from hdpcomm.data.loader.order import BlockPlace, LoadedBatch, SequencePlace, StreamSampler
 from hdpcomm.data.loader.spool import Spool, SpooledBlock
 from hdpcomm.data.loader.stream import DocumentStream
 from hdpcomm.data.loader.threads import DaemonThreads
@@ -25,7 +25,7 @@ from hdpcomm.log import LOG
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["PartOf", "Servers", "ThreadServers"]
+__all__ = ["PartOf", "ThreadServers"]
 
 _POLL_S = 0.005
 _TAKE_OVER_S = 5.0  # after which a rank makes the block of another rank, which may have died
@@ -41,40 +41,15 @@ class PartOf(NamedTuple):
     stop: int
 
 
-SamplerOf = Callable[[LengthsOf, Want], StreamSampler]
-
-
-class Servers(Protocol):
-    """Servers of a :class:`LoaderService`; its threads call :meth:`next_batch` and :meth:`read`."""
-
-    @property
-    def restarts(self) -> int:
-        """Servers that died and were started again."""
-
-    def next_batch(self) -> LoadedBatch:
-        """The batch of the next step; waits until its lengths are known."""
-
-    def read(self, parts: Sequence[PartOf]) -> list[SequencePart]:
-        """These parts, in this order."""
-
-    def used(self, batches: Sequence[LoadedBatch]) -> None:
-        """Told after each step which batches may still be read."""
-
-    def stop(self) -> None:
-        """Ends what waits; at once."""
-
-    def close(self) -> None:
-        """Ends all threads and processes, and removes all files."""
-
-
 class ThreadServers:
-    """Threads of this rank. Collective over ``comm``, whose ranks share a folder of blocks.
+    """Threads of this rank. Collective over ``comm``, whose ranks share a folder of blocks. Two threads of a
+    :class:`LoaderService` call :meth:`next_batch` and :meth:`read`.
 
     Each rank makes the blocks of its positions. What another rank does not make in time it makes itself, from then on
     at once, so that no rank depends on another one.
 
     Args:
-        sampler_of: makes the sampler, given what knows the lengths and what is told the blocks that come next.
+        options: of the :class:`StreamSampler`.
         threads: that make tokens, of each rank.
         folder: where the spool is made.
         deadline_s: longest wait for a block.
@@ -83,7 +58,7 @@ class ThreadServers:
     def __init__(
         self,
         stream: DocumentStream,
-        sampler_of: SamplerOf,
+        options: Mapping[str, Any],
         *,
         threads: int,
         folder: Path,
@@ -101,7 +76,7 @@ class ThreadServers:
         self._making: dict[int, Future[None]] = {}
         self._made: dict[int, int] = {}
         self._pool = DaemonThreads(threads, "hdpcomm-loader")
-        self._sampler = sampler_of(self._lengths, self._want)
+        self._sampler = StreamSampler(len(stream.blocks), self._lengths, self._want, **options)
         self._live: set[int] = set()
 
     def _shared(self, folder: Path, comm: Communicator | None) -> Spool:
@@ -118,25 +93,24 @@ class ThreadServers:
         except OSError:
             error = InvalidUsage(
                 f"{path}: rank {self._rank} does not see this folder, which rank 0 has made; give one that all hosts "
-                "share (--data-cache), or use --loader ray"
+                "share (--data-cache)"
             )
         raise_together(comm, error)
         assert spool is not None
         return spool
 
-    @property
-    def restarts(self) -> int:
-        return 0
-
     def next_batch(self) -> LoadedBatch:
+        """The batch of the next step; waits until its lengths are known."""
         batch = self._sampler.next()
         self._live = self._sampler.live()
         return batch
 
     def read(self, parts: Sequence[PartOf]) -> list[SequencePart]:
+        """These parts, in this order."""
         return [self._block(each.sequence.at).part(each.sequence.number, each.start, each.stop) for each in parts]
 
     def used(self, batches: Sequence[LoadedBatch]) -> None:
+        """Told after each step which batches may still be read."""
         live = self._live | {sequence.block for batch in batches for sequence in batch.sequences}
         with self._guard:
             for block in [block for block in self._open if block not in live]:
@@ -149,9 +123,11 @@ class ThreadServers:
                 self._spool.delete(block)
 
     def stop(self) -> None:
+        """Ends what waits; at once."""
         self._stopped.set()
 
     def close(self) -> None:
+        """Ends all threads, and removes the files that no other rank uses."""
         self.stop()
         if not self._pool.close(_CLOSE_S):
             with self._guard:

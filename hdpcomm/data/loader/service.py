@@ -17,17 +17,16 @@ from torch import Tensor
 from hdpcomm.arguments import check_number, check_type, check_whole
 from hdpcomm.data.build import cache_folder
 from hdpcomm.data.loader.block import Payload, SequencePart
-from hdpcomm.data.loader.order import START, LoadedBatch, StreamSampler
-from hdpcomm.data.loader.servers import PartOf, Servers, ThreadServers
+from hdpcomm.data.loader.order import START, LoadedBatch
+from hdpcomm.data.loader.servers import PartOf, ThreadServers
 from hdpcomm.data.loader.stream import DocumentStream
 from hdpcomm.errors import Aborted, CommTimeout, InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["SERVERS", "LoaderService", "LoaderStats", "StepReader", "check_budget"]
+__all__ = ["LoaderService", "LoaderStats", "StepReader", "check_budget"]
 
-SERVERS = ("threads", "ray")
 DEADLINE_S = 300.0
 Part = tuple[int, int, int]
 """(place in the batch, first token, token after the last)."""
@@ -41,38 +40,34 @@ class LoaderStats:
         wait_s: seconds in which the step waited for tokens (:class:`StepReader`).
         bytes_read: of tokens, masks and payloads that came to this rank.
         ready: steps whose lengths are known and that have not begun.
-        restarts: servers that died and were started again, since the beginning.
     """
 
     wait_s: float
     bytes_read: int
     ready: int
-    restarts: int
 
 
 class LoaderService:
-    """Reads and tokenises documents while the run trains: servers make the tokens of blocks of documents, a sampler
+    """Reads and tokenises documents while the run trains: threads make the tokens of blocks of documents, a sampler
     cuts them into batches as soon as the lengths are known, and each rank reads its parts of the sequences only.
 
     Every rank makes one with equal arguments (collective over ``comm``); after that its methods are local. A batch
-    depends on the documents, the seed and the sampler's state alone, not on the number or the kind of servers. Use it
+    depends on the documents, the seed and the sampler's state alone, not on the number of threads. Use it
     as a context manager, or call :meth:`close`. Source: ByteScale (arXiv 2502.21231) section 7, remote dataloader.
 
     Args:
         stream: from :func:`open_stream`.
         tokens: the budget of a batch, at least ``stream.context``.
         seed: of the shuffle.
-        servers: ``threads`` of the ranks, which share files in ``folder``; or ``ray``: actors on the nodes of a Ray
-            cluster (``hdpcomm[ray]``), of which nothing but ``stream``'s files must be visible.
-        loaders: threads of each rank (default 1), or actors of all ranks together (default: one a node).
+        loaders: threads of each rank.
         prefetch: steps that are made ready before they are asked for.
         comm: the ranks that train together; ``None``: this process alone.
         state: of :meth:`state`, to go on there.
-        folder: of the files; default: the cache of :func:`hdpcomm.data.open_corpus`.
+        folder: of files that the ranks share; default: the cache of :func:`hdpcomm.data.open_corpus`.
         deadline_s: longest wait for anything.
 
     Raises:
-        InvalidUsage: a sequence may be longer than ``tokens``; ranks that do not share ``folder``; Ray is not there.
+        InvalidUsage: a sequence may be longer than ``tokens``; ranks that do not share ``folder``.
 
     Example:
         >>> stream = open_stream([__file__], context=4096)
@@ -89,8 +84,7 @@ class LoaderService:
         *,
         tokens: int,
         seed: int = 0,
-        servers: str = "threads",
-        loaders: int | None = None,
+        loaders: int = 1,
         prefetch: int = 2,
         comm: Communicator | None = None,
         state: Mapping[str, Any] | None = None,
@@ -101,8 +95,7 @@ class LoaderService:
         check_whole("LoaderService", "tokens", tokens, least=1)
         check_whole("LoaderService", "seed", seed, least=0)
         check_whole("LoaderService", "prefetch", prefetch, least=0)
-        if loaders is not None:
-            check_whole("LoaderService", "loaders", loaders, least=1)
+        check_whole("LoaderService", "loaders", loaders, least=1)
         check_budget(stream, tokens)
         self._deadline_s = check_number("LoaderService", "deadline_s", deadline_s, above=0)
         self._rank = 0 if comm is None else comm.rank
@@ -117,39 +110,18 @@ class LoaderService:
         self._parts: dict[tuple[int, str], dict[Part, _Prefetched]] = {}
         self._wait_s, self._bytes = 0.0, 0
         self._spans: dict[int, tuple[float, float]] = {}
-        self._servers = self._start_servers(servers, stream, tokens, seed, loaders, comm, folder)
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="hdpcomm-loader-client")
-        self._thread = threading.Thread(target=self._work, name="hdpcomm-loader-sampler", daemon=True)
-        self._thread.start()
-
-    def _start_servers(
-        self,
-        kind: str,
-        stream: DocumentStream,
-        tokens: int,
-        seed: int,
-        loaders: int | None,
-        comm: Communicator | None,
-        folder: Path | None,
-    ) -> Servers:
-        if kind not in SERVERS:
-            raise InvalidUsage(f"servers is {kind!r}; choose from {', '.join(SERVERS)}")
-        options: dict[str, Any] = {"tokens": tokens, "seed": seed, "shuffled": stream.shuffled}
-        if kind == "ray":
-            from hdpcomm.data.loader.ray_servers import RayServers
-
-            return RayServers(stream, options, self._start, servers=loaders, comm=comm, deadline_s=self._deadline_s)
-        sampler_of = lambda lengths_of, want: StreamSampler(
-            len(stream.blocks), lengths_of, want, state=self._start, **options
-        )
-        return ThreadServers(
+        options: dict[str, Any] = {"tokens": tokens, "seed": seed, "shuffled": stream.shuffled, "state": self._start}
+        self._servers = ThreadServers(
             stream,
-            sampler_of,
-            threads=loaders or 1,
+            options,
+            threads=loaders,
             folder=folder or cache_folder(),
             comm=comm,
             deadline_s=self._deadline_s,
         )
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="hdpcomm-loader-client")
+        self._thread = threading.Thread(target=self._work, name="hdpcomm-loader-sampler", daemon=True)
+        self._thread.start()
 
     def batch(self, step: int) -> LoadedBatch:
         """The sequences of a step, with their lengths; waits for them. Steps are asked for in any order, but not those
@@ -236,7 +208,7 @@ class LoaderService:
         """Counters since the last call."""
         with self._changed:
             ready = sum(step >= self._done for step in self._ready)
-            stats = LoaderStats(self._wait_s, self._bytes, ready, self._servers.restarts)
+            stats = LoaderStats(self._wait_s, self._bytes, ready)
             self._wait_s, self._bytes = 0.0, 0
         return stats
 
@@ -248,10 +220,9 @@ class LoaderService:
         self._servers.stop()
 
     def close(self) -> None:
-        """Ends all threads, after the document that each is reading, and, on the rank that has made them, processes
-        and files. Local: no other rank is waited for; those that still read may get an error. A thread that does not
-        come back from its document within 10 s is left behind with a ``RuntimeWarning``; it does not keep the process
-        from ending."""
+        """Ends all threads, after the document that each is reading, and, with the last rank, the files. Local: no
+        other rank is waited for; those that still read may get an error. A thread that does not come back from
+        its document within 10 s is left behind with a warning; it does not keep the process from ending."""
         self.stop()
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._thread.join()
@@ -303,7 +274,7 @@ class LoaderService:
             except FutureTimeout:
                 raise CommTimeout(
                     f"rank {self._rank}: the tokens of step {batch.step} did not come within {self._deadline_s:g} s; "
-                    "look at the servers of the loader and the network"
+                    "look at the folder of --data-cache and the network"
                 ) from None
         else:
             place, start, stop = part

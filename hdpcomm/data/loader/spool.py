@@ -43,7 +43,7 @@ class SpooledBlock:
         self._payloads: Mapping[str, list[list[int]]] = header["payloads"]
 
     def part(self, index: int, start: int, stop: int) -> SequencePart:
-        """As :meth:`TokenBlock.part`; reads no more than that."""
+        """Tokens ``start`` to ``stop`` of sequence ``index``, with the label of the last one; reads no more."""
         begin = int(self.bounds[index]) + start
         count = min(int(self.bounds[index]) + stop + 1, int(self.bounds[index + 1])) - begin
         size = self._dtype.itemsize

@@ -99,7 +99,6 @@ def test_policies_side_by_side(ranks: Ranks, data: str, whole: Path, tmp_path: P
 def test_metrics_tell_what_loading_cost(whole: Path) -> None:
     found = rows(whole)
     assert all(row["loader_stall_s"] >= 0 and row["loader_ready"] >= 0 for row in found)
-    assert all(row["loader_restarts"] == 0 for row in found)
     assert sum(row["loader_bytes"] for row in found) > 0
 
 

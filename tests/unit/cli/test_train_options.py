@@ -177,7 +177,7 @@ CHANGED = TrainOptions(
 )  # fmt: skip
 """A value of each option that is not its default; capitals are files that the test makes."""
 OTHERS: dict[str, tuple[object, ...]] = {
-    "tokenizer": ("TOKENIZER",), "loader": ("ray",), "policy": ("static",), "compare": (("ddp",), ("naive", "static")),
+    "tokenizer": ("TOKENIZER",), "policy": ("static",), "compare": (("ddp",), ("naive", "static")),
     "schedule": ("constant", "linear"), "min_lr": (0.0,), "decay": (1.0,), "recompute": (1, "auto"),
     "transport": ("tcp",), "trackers": ("wandb",), "resume": ("run/checkpoints/step-1",), "experts": (2,),
     "eval_fraction": (0.0,), "eval_every": (1,), "check_replicas": (0,), "weight_decay": (0.0,),

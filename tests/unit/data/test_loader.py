@@ -20,8 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdpcomm.data import ByteEncoder, LoaderService, open_corpus, open_stream
-from hdpcomm.data.loader import ray_actors, servers
-from hdpcomm.data.loader.block import make_block
+from hdpcomm.data.loader import servers
 from hdpcomm.data.loader.order import StreamSampler
 from hdpcomm.data.loader.spool import Spool
 from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage
@@ -364,7 +363,6 @@ def test_bad_arguments(tmp_path, texts):
     stream = open_stream([texts[0]], context=64)
     for arguments, message in (
         ({"tokens": 63}, "a step of 63 tokens cannot hold a sequence of 64; raise --tokens-per-step"),
-        ({"tokens": 64, "servers": "mpi"}, "servers is 'mpi'; choose from threads, ray"),
         ({"tokens": 64, "loaders": 0}, "loaders is 0"),
         ({"tokens": 64, "prefetch": -1}, "prefetch is -1"),
         ({"tokens": 64, "deadline_s": 0}, "deadline_s is 0"),
@@ -423,39 +421,6 @@ def test_spools_are_removed(tmp_path, texts):
     (left.path / "lock").touch()  # nobody holds this one
     Spool.make(parent).leave()
     assert list(parent.iterdir()) == []
-
-
-def test_a_server_of_a_cluster_makes_the_same_parts(texts, monkeypatch):
-    """Its calls and the form in which parts travel; without a cluster. It forgets blocks and makes them again."""
-    stream = open_stream([texts[0]], context=64, block_bytes=500)
-    blocks = [make_block(stream, block) for block in range(len(stream.blocks))]
-    places = [
-        ray_actors.PlacedPart(block, number, start, stop)
-        for block, made in enumerate(blocks)
-        for number, length in enumerate(made.lengths.tolist())
-        for start, stop in {(0, length), (length // 3, length // 2)}
-    ]
-    server = ray_actors.LoaderServer(stream)
-    server.want([1, 0])
-    for kept in (1 << 30, 0):
-        monkeypatch.setattr(ray_actors, "_CACHE_BYTES", kept)
-        _, packed = server.read(places)
-        for place, part in zip(places, ray_actors.unpack_parts(pickle.loads(pickle.dumps(packed))), strict=True):
-            wanted = blocks[place.block].part(*place[1:])
-            assert part.tokens.tolist() == wanted.tokens.tolist()
-            assert part.counted is None
-            assert part.payloads == ()
-        for block, made in enumerate(blocks):
-            assert server.lengths(block) == (server.instance(), pytest.approx(made.lengths))
-    assert len(server._blocks) == 1
-    assert ray_actors.unpack_parts(server.read([])[1]) == []
-    server._maker.shutdown()
-
-
-def test_ray_is_asked_for(texts, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InvalidUsage, match=r"Ray is needed for --loader ray; pip install 'hdpcomm.ray.'"):
-        LoaderService(open_stream([texts[0]], context=64), tokens=64, servers="ray")
 
 
 def test_used_blocks_make_room(texts, monkeypatch):
