@@ -3,7 +3,7 @@
 from hdpcomm.data.corpus import BatchReader, Corpus, CorpusSummary, standard_library
 from hdpcomm.data.encoders import ByteEncoder, Encoder, FolderEncoder, encoder_of, has_tokenizer
 from hdpcomm.data.fold import FoldedTree, fold
-from hdpcomm.data.loader import DocumentStream, LoadedBatch, LoaderService, Payload, StepReader, open_stream
+from hdpcomm.data.loader import DocumentStream, LoadedBatch, LoaderService, StepReader, open_stream
 from hdpcomm.data.opening import build_data, is_indexed, open_corpus
 from hdpcomm.data.sampler import BatchSampler, GlobalBatch
 from hdpcomm.data.token_store import TokenStore, is_store, open_store
@@ -21,7 +21,6 @@ __all__ = [
     "GlobalBatch",
     "LoadedBatch",
     "LoaderService",
-    "Payload",
     "StepReader",
     "TokenStore",
     "build_data",

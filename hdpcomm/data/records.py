@@ -14,7 +14,7 @@ from hdpcomm.data.text import check_text, text_files
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text
 
-__all__ = ["Fields", "Unit", "input_files", "is_text", "json_record", "records", "records_with", "units_of"]
+__all__ = ["Fields", "Unit", "input_files", "is_text", "json_record", "records", "units_of"]
 
 _JSONL = {".jsonl", ".ndjson"}
 _UNIT_BYTES = 4 << 20
@@ -115,41 +115,29 @@ def units_of(path: Path) -> list[Unit]:
 
 def records(unit: Unit, fields: Fields) -> Iterator[tuple[object, str | bytes | list[Any]]]:
     """(where, text or messages) of each document of a unit; ``where`` names its place in messages. Local."""
-    return ((where, content) for where, content, _ in records_with(unit, fields, ()))
-
-
-def records_with(
-    unit: Unit, fields: Fields, also: Sequence[str]
-) -> Iterator[tuple[object, str | bytes | list[Any], Mapping[str, Any]]]:
-    """As :func:`records`, with what each record has in the fields (or columns) ``also``; texts have none. Local."""
     if unit.kind == "text":
-        yield str(unit.path), _read(unit.path, 0, unit.stop), {}
+        yield str(unit.path), _read(unit.path, 0, unit.stop)
     elif unit.kind == "jsonl":
         for offset, line in _lines(unit):
             if line.strip():
                 line_place = _Line(unit.path, offset)
-                record = json_record(line, line_place, fields.text)
-                more = {name: record[name] for name in also if name in record}
-                yield line_place, _content(record, line_place, fields, "field"), more
+                yield line_place, _content(json_record(line, line_place, fields.text), line_place, fields, "field")
     elif unit.kind == "parquet":
         file = _parquet(unit.path)
-        names = file.schema_arrow.names
-        column, others = _column(names, unit.path, fields), [name for name in also if name in names]
+        column = _column(file.schema_arrow.names, unit.path, fields)
         row = sum(file.metadata.row_group(group).num_rows for group in range(unit.start))
-        for batch in file.iter_batches(batch_size=1024, row_groups=[unit.start], columns=[column, *others]):
+        for batch in file.iter_batches(batch_size=1024, row_groups=[unit.start], columns=[column]):
             for record in batch.to_pylist():
                 where = f"{unit.path} row {row}"
-                yield where, _content(record, where, fields, "column"), record
+                yield where, _content(record, where, fields, "column")
                 row += 1
     else:
         dataset = _dataset(unit.path)
-        names = dataset.column_names
-        column, others = _column(names, unit.path, fields), [name for name in also if name in names]
-        columns = dataset.select_columns([column, *others])[unit.start : unit.stop]
-        for place, value in enumerate(columns[column]):
-            where = f"{unit.path} row {unit.start + place}"
-            more = {name: columns[name][place] for name in others}
-            yield where, _content({column: value}, where, fields, "column"), more
+        column = _column(dataset.column_names, unit.path, fields)
+        values = dataset.select_columns([column])[unit.start : unit.stop][column]
+        for row, value in enumerate(values, unit.start):
+            where = f"{unit.path} row {row}"
+            yield where, _content({column: value}, where, fields, "column")
 
 
 class _Line:

@@ -1,6 +1,5 @@
 """The loader service: documents are read and tokenised while the run trains."""
 
-from hdpcomm.data.loader.block import Payload
 from hdpcomm.data.loader.order import LoadedBatch
 from hdpcomm.data.loader.service import LoaderService, LoaderStats, StepReader, check_budget
 from hdpcomm.data.loader.stream import DocumentStream, open_stream
@@ -10,7 +9,6 @@ __all__ = [
     "LoadedBatch",
     "LoaderService",
     "LoaderStats",
-    "Payload",
     "StepReader",
     "check_budget",
     "open_stream",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hdpcomm.arguments import check_number, check_type, check_whole
 from hdpcomm.data.build import cache_folder
-from hdpcomm.data.loader.block import Payload, SequencePart
+from hdpcomm.data.loader.block import SequencePart
 from hdpcomm.data.loader.order import START, LoadedBatch
 from hdpcomm.data.loader.servers import PartOf, ThreadServers
 from hdpcomm.data.loader.stream import DocumentStream
@@ -38,7 +38,7 @@ class LoaderStats:
 
     Attributes:
         wait_s: seconds in which the step waited for tokens (:class:`StepReader`).
-        bytes_read: of tokens, masks and payloads that came to this rank.
+        bytes_read: of tokens and masks that came to this rank.
         ready: steps whose lengths are known and that have not begun.
     """
 
@@ -309,10 +309,6 @@ class StepReader:
         """Begins to read parts, all at once, that are about to be asked for; those that are there already are not read
         again. Does not wait."""
         self.loader.prefetch(self.batch.step, parts, self.tag)
-
-    def payloads(self, place: int, start: int = 0, stop: int | None = None) -> tuple[Payload, ...]:
-        """The bytes that some of these tokens stand for."""
-        return self._checked(place, start, self.batch.sequences[place].length if stop is None else stop).payloads
 
     def _checked(self, place: int, start: int, stop: int) -> SequencePart:
         length = self.batch.sequences[place].length

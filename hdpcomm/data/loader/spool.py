@@ -10,13 +10,11 @@ import shutil
 import struct
 import uuid
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from hdpcomm.data.loader.block import Payload, SequencePart, TokenBlock, payloads_of
+from hdpcomm.data.loader.block import SequencePart, TokenBlock
 from hdpcomm.errors import Error, InvalidUsage
 
 __all__ = ["Spool", "SpooledBlock"]
@@ -35,12 +33,10 @@ class SpooledBlock:
         self._path = path
         (size,) = _SIZE.unpack(self._read(0, _SIZE.size))
         header = json.loads(self._read(_SIZE.size, size))
-        self._start = _SIZE.size + size
-        self.bounds = np.frombuffer(self._read(self._start, 8 * header["bounds"]), dtype=np.int64)
+        self.bounds = np.frombuffer(self._read(_SIZE.size + size, 8 * header["bounds"]), dtype=np.int64)
         self._dtype = np.dtype(header["dtype"])
-        self._tokens = self._start + self.bounds.nbytes
+        self._tokens = _SIZE.size + size + self.bounds.nbytes
         self._masks = self._tokens + int(self.bounds[-1]) * self._dtype.itemsize if header["masked"] else 0
-        self._payloads: Mapping[str, list[list[int]]] = header["payloads"]
 
     def part(self, index: int, start: int, stop: int) -> SequencePart:
         """Tokens ``start`` to ``stop`` of sequence ``index``, with the label of the last one; reads no more."""
@@ -49,12 +45,7 @@ class SpooledBlock:
         size = self._dtype.itemsize
         tokens = np.frombuffer(self._read(self._tokens + begin * size, count * size), dtype=self._dtype)
         counted = np.frombuffer(self._read(self._masks + begin, count), dtype=np.bool_) if self._masks else None
-        places = {
-            Payload(first, stand, b""): (self._start + at, length)
-            for first, stand, at, length in self._payloads.get(str(index), ())
-        }
-        payloads = tuple(each._replace(data=self._read(*places[each])) for each in payloads_of([*places], start, stop))
-        return SequencePart(tokens, counted, payloads)
+        return SequencePart(tokens, counted)
 
     def _read(self, start: int, count: int) -> bytes:
         data = os.pread(self._file, count, start)
@@ -109,20 +100,14 @@ class Spool:
 
     def write(self, block: int, made: TokenBlock) -> int:
         """Publishes a block, whole or not at all; returns its bytes. Raises: Error if the disk is full."""
-        at = 0
-        places: dict[int, list[list[int]]] = {}
-        chunks: list[bytes] = [made.bounds.tobytes(), made.tokens.tobytes(), made.counted.tobytes()]
-        start = sum(map(len, chunks))
-        for index, payloads in made.payloads.items():
-            for each in payloads:
-                places.setdefault(index, []).append([each.first, each.tokens, start + at, len(each.data)])
-                chunks.append(each.data)
-                at += len(each.data)
-        return self._publish(self._path(block), _header(made, places), chunks)
+        facts = {"bounds": len(made.bounds), "dtype": made.tokens.dtype.str, "masked": bool(len(made.counted))}
+        head = json.dumps(facts).encode()
+        chunks = [_SIZE.pack(len(head)), head, made.bounds.tobytes(), made.tokens.tobytes(), made.counted.tobytes()]
+        return self._publish(self._path(block), chunks)
 
     def fail(self, block: int, reason: str) -> None:
         """Tells all readers why there will be no such block."""
-        self._publish(self._path(block).with_suffix(".error"), reason.encode("utf-8", "surrogatepass"), [])
+        self._publish(self._path(block).with_suffix(".error"), [reason.encode("utf-8", "surrogatepass")])
 
     def open(self, block: int) -> SpooledBlock | None:
         """The block, if it is there. Raises: InvalidUsage of :meth:`fail`."""
@@ -142,13 +127,11 @@ class Spool:
     def _path(self, block: int) -> Path:
         return self.path / f"{block}.tokens"
 
-    def _publish(self, path: Path, head: bytes, chunks: list[bytes]) -> int:
+    def _publish(self, path: Path, chunks: list[bytes]) -> int:
         hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
         try:
             with hidden.open("wb") as file:
-                file.write(head)
-                for chunk in chunks:
-                    file.write(chunk)
+                file.writelines(chunks)
                 size = file.tell()
             hidden.rename(path)
         except OSError as error:
@@ -158,18 +141,6 @@ class Spool:
                 "(--data-cache)"
             ) from error
         return size
-
-
-def _header(made: TokenBlock, payloads: Mapping[int, list[list[int]]]) -> bytes:
-    """The beginning of a block's file; places of payloads count from its end."""
-    facts: dict[str, Any] = {
-        "bounds": len(made.bounds),
-        "dtype": made.tokens.dtype.str,
-        "masked": bool(len(made.counted)),
-        "payloads": payloads,
-    }
-    text = json.dumps(facts).encode()
-    return _SIZE.pack(len(text)) + text
 
 
 def _locked(file: int, kind: int) -> bool:

@@ -20,19 +20,11 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["BLOCK_BYTES", "SHUFFLED_BLOCKS", "DocumentStream", "PayloadFields", "open_stream"]
+__all__ = ["BLOCK_BYTES", "SHUFFLED_BLOCKS", "DocumentStream", "open_stream"]
 
 BLOCK_BYTES = 1 << 18
 SHUFFLED_BLOCKS = 8
 _BLOCK_ROWS = 256  # of a dataset, whose rows have no known size
-
-
-@dataclass(frozen=True, slots=True)
-class PayloadFields:
-    """Fields (or columns) of the opaque bytes of a record, and of the number of tokens that stand for them."""
-
-    data: str
-    tokens: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +36,6 @@ class DocumentStream:
         context: the longest sequence, in tokens; longer documents are cut into pieces of this size.
         blocks: units of files that become tokens together.
         files: bytes and time of the last change of each file, by its path, as they were when it was opened.
-        payload: of the bytes that travel with documents, if any do.
         shuffled: blocks whose sequences are shuffled together.
         encoder: makes the tokens.
     """
@@ -54,7 +45,6 @@ class DocumentStream:
     blocks: tuple[tuple[Unit, ...], ...]
     files: dict[str, tuple[int, int]]
     fields: Fields
-    payload: PayloadFields | None
     shuffled: int
     encoder: Encoder
 
@@ -77,11 +67,7 @@ class DocumentStream:
     def facts(self) -> dict[str, Any]:
         """Facts for a checkpoint: equal ones mean the same sequences in the same blocks."""
         places = [[[unit.kind, str(unit.path), unit.start, unit.stop] for unit in block] for block in self.blocks]
-        digest = hashlib.sha256(
-            json.dumps([places, asdict(self.fields), self.payload and asdict(self.payload)]).encode(
-                "utf-8", "surrogatepass"
-            )
-        )
+        digest = hashlib.sha256(json.dumps([places, asdict(self.fields), None]).encode("utf-8", "surrogatepass"))
         return {
             "blocks": len(self.blocks),
             "shuffled": self.shuffled,
@@ -128,8 +114,6 @@ def open_stream(
     context: int,
     text_field: str = "text",
     messages_field: str = "messages",
-    payload_field: str | None = None,
-    payload_tokens_field: str = "payload_tokens",
     encoder: Encoder | None = None,
     comm: Communicator | None = None,
     block_bytes: int = BLOCK_BYTES,
@@ -141,8 +125,6 @@ def open_stream(
         paths: text files, JSONL, Parquet, folders of these, Hugging Face datasets.
         context: the longest sequence in tokens; longer documents are cut into pieces of this size.
         text_field, messages_field: as in :func:`hdpcomm.data.open_corpus`.
-        payload_field: field of JSONL (in base64) or column with bytes that travel with the document, as those of an
-            image: ``payload_tokens_field`` says how many tokens at the document's beginning stand for them.
         encoder: makes the tokens; ``None``: they are bytes.
         block_bytes: of files, about as many become tokens together.
         shuffled: blocks whose sequences are shuffled together. The order of the blocks is shuffled, too.
@@ -172,7 +154,6 @@ def open_stream(
         blocks=blocks,
         files={path: (size, changed) for path, (size, changed) in found["files"].items()},
         fields=Fields(text_field, messages_field),
-        payload=None if payload_field is None else PayloadFields(payload_field, payload_tokens_field),
         shuffled=shuffled,
         encoder=encoder or ByteEncoder(),
     )

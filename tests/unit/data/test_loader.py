@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import errno
 import json
 import pickle
@@ -177,59 +176,17 @@ def test_no_more_is_read_than_asked_for(tmp_path):
     assert stats.wait_s > 0
 
 
-def test_payloads_travel_with_the_tokens_that_stand_for_them(tmp_path):
-    image, other = bytes(range(256)) * 5, b"\0\1"
-    rows = [
-        {"text": "caption", "image": base64.b64encode(image).decode(), "payload_tokens": 90},
-        {"text": "none"},
-        {"text": "tail", "image": base64.b64encode(other).decode(), "payload_tokens": 3},
-    ]
-    stream = open_stream([jsonl(tmp_path / "a.jsonl", *rows)], context=40, payload_field="image")
-    with LoaderService(stream, tokens=400) as loader:
-        batch, reader = loader.batch(0), loader.reader(0)
-        assert sorted(batch.lengths) == [4, 7, 17, 40, 40]  # 97 tokens in three pieces
-        found = {}
-        for place, length in enumerate(batch.lengths):
-            tokens, labels = reader(place)
-            found[length, reader.payloads(place)] = bytes(tokens.tolist()), labels
-        (text, labels) = found[7, ((0, 3, other),)]
-        assert text == b"\0\0\0tail"
-        assert labels.tolist() == [-100, -100, *b"tail", -100]
-        text, labels = found[17, ((-80, 90, image),)]
-        assert text == bytes(10) + b"caption"
-        assert {key for key in found if key[0] == 40} == {(40, ((0, 90, image),)), (40, ((-40, 90, image),))}
-        assert (4, ()) in found
-        place = batch.lengths.index(17)
-        assert reader.payloads(place, 9, 10)
-        assert not reader.payloads(place, 10, 17)
-
-
-def test_payloads_of_parquet_are_bytes(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = pyarrow.table({"text": ["one", "two"], "image": [b"\xff", None], "n": [2, None]})
-    parquet.write_table(table, tmp_path / "a.parquet")
-    stream = open_stream([tmp_path / "a.parquet"], context=9, payload_field="image", payload_tokens_field="n")
-    with LoaderService(stream, tokens=20) as loader:
-        lengths, reader = loader.batch(0).lengths, loader.reader(0)
-        assert sorted(lengths) == [3, 5]
-        assert reader.payloads(lengths.index(5)) == ((0, 2, b"\xff"),)
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ("{", "a.jsonl:3: this line is not JSON"),
         ('{"text": 5}', "a.jsonl:3: the field 'text' holds a int"),
-        ('{"text": "t", "image": "?", "payload_tokens": 1}', "a.jsonl:3: 'image' is text and no base64"),
-        ('{"text": "t", "image": 5, "payload_tokens": 1}', "a.jsonl:3: 'image' holds a int; bytes"),
-        ('{"text": "t", "image": "aa==", "payload_tokens": 0}', "a.jsonl:3: 'payload_tokens' is 0; give how many"),
     ],
 )
 def test_a_wrong_record_is_named(tmp_path, row, message):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": "two"}\n' + row + "\n")
-    with LoaderService(open_stream([path], context=9, payload_field="image"), tokens=20) as loader:
+    with LoaderService(open_stream([path], context=9), tokens=20) as loader:
         for _ in range(2):
             with pytest.raises(InvalidUsage, match=message) as error:
                 loader.batch(0)
