@@ -8,7 +8,7 @@ from hdpcomm.attention.backends.base import Backend, Problem
 from hdpcomm.attention.backends.combined import DividedBackend, PaddedBackend
 from hdpcomm.attention.backends.cpu import CpuBackend
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
-from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend
+from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.errors import InvalidUsage
 
@@ -16,7 +16,6 @@ __all__ = ["Problem", "available", "choose"]
 
 _BACKENDS: tuple[Backend, ...] = (
     CpuBackend(),
-    FlashAttn3Backend(),
     FlashAttn2Backend(),
     DividedBackend(CudnnBackend(), FlashBackend(), least=2048, capability=(9, 0)),
     FlashBackend(),

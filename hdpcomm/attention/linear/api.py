@@ -10,7 +10,6 @@ from torch import Tensor
 from hdpcomm.attention.call_check import agree_on_call, agree_on_result
 from hdpcomm.attention.linear.checks import check_all_finite, check_linear, check_states, summary_of, token_layouts
 from hdpcomm.attention.linear.exchange import choose_exchange
-from hdpcomm.attention.linear.fla import choose_backend
 from hdpcomm.attention.linear.recurrence import LinearCall, LinearRecurrence
 from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
@@ -69,7 +68,6 @@ def _arguments(
     pack: Pack,
     layouts: tuple[TokenLayout, TokenLayout],
     comm: Communicator | None,
-    backend: str,
     options: AttentionOptions,
 ) -> tuple[_Arguments, str, str]:
     """(arguments of :class:`LinearRecurrence`, facts, summary) for tensors that were checked."""
@@ -78,12 +76,11 @@ def _arguments(
         options.exchange, plan, shape=(q.shape[1], q.shape[2], v.shape[2]), delta=beta is not None,
         device=q.device.type, costs=options.costs,
     )  # fmt: skip
-    computed_by = choose_backend(backend, q.device.type, q.dtype)
     settings = (
         f"q {tuple(q.shape[1:])} v {tuple(v.shape[1:])} g {tuple(g.shape[1:])} {q.dtype} {q.device.type} "
-        f"exchange={chosen} backend={computed_by}"
+        f"exchange={chosen}"
     )
-    call = LinearCall(plan, comm, chosen, computed_by)
+    call = LinearCall(plan, comm, chosen)
     tensors = (q, k, v, g) if beta is None else (q, k, v, g, beta)
     return (pack, tensors, call), *summary_of(layouts[0], settings)
 
@@ -114,7 +111,6 @@ def delta_rule(
     *,
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
-    backend: str = "auto",
     options: AttentionOptions | None = None,
 ) -> Tensor:
     """The gated delta rule, and KDA, over packed sequences that several ranks share.
@@ -131,9 +127,8 @@ def delta_rule(
     :class:`hdpcomm.attention.SlicedSequence`, where S is that after the token before it. States and all that is
     computed are float32 (float64 for float64).
 
-    ``backend``: what computes a rank's own runs: ``torch``, ``fla`` (flash-linear-attention, if installed, for 16-bit
-    types on CUDA), or ``auto``, the latter where it can. ``options``: ``exchange``, ``costs`` and ``check`` of
-    :class:`hdpcomm.attention.AttentionOptions`. The bytes of an exchange do not depend on lengths.
+    ``options``: ``exchange``, ``costs`` and ``check`` of :class:`hdpcomm.attention.AttentionOptions`. The bytes of an
+    exchange do not depend on lengths.
 
     Returns [T_local, heads, dv] in the type of ``v``. Differentiable in all tensors; exact. Between forward and
     backward only the inputs and the states at the borders of ranks are kept. Collective over ``comm`` (None: one rank),
@@ -155,16 +150,7 @@ def delta_rule(
             check_all_finite(tensors)
         heads = v.shape[1]
         return _arguments(
-            _spread(q, heads),
-            _spread(k, heads),
-            v,
-            g,
-            beta,
-            pack=pack,
-            layouts=layouts,
-            comm=comm,
-            backend=backend,
-            options=known,
+            _spread(q, heads), _spread(k, heads), v, g, beta, pack=pack, layouts=layouts, comm=comm, options=known
         )
 
     arguments = agree_on_call(comm, "delta_rule", careful=careful, device=q.device, prepare=prepare)
@@ -185,7 +171,6 @@ def ssd(
     comm: Communicator | None,
     cu_seqlens: CuSeqlens,
     d: Tensor | None = None,
-    backend: str = "auto",
     options: AttentionOptions | None = None,
 ) -> Tensor:
     """The state-space layer of Mamba-2 (SSD) over packed sequences that several ranks share.
@@ -231,7 +216,7 @@ def ssd(
         values = x.to(wide) * dt.to(wide)[..., None]
         return _arguments(
             _spread(c, heads), _spread(b, heads), values, dt.to(wide) * a.to(wide), None,
-            pack=pack, layouts=layouts, comm=comm, backend=backend, options=known,
+            pack=pack, layouts=layouts, comm=comm, options=known,
         )  # fmt: skip
 
     arguments = agree_on_call(comm, "ssd", careful=careful, device=x.device, prepare=prepare)

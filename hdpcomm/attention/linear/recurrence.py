@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from hdpcomm.attention.linear.exchange import Map, num_groups, travel
-from hdpcomm.attention.linear.fla import make_scan
-from hdpcomm.attention.linear.runs import Runs, chunked
-from hdpcomm.attention.linear.scan import ForestScan, Inputs, Scan
+from hdpcomm.attention.linear.scan import ForestScan, Inputs, Runs, Scan, chunked
 from hdpcomm.attention.linear.state_plan import Links, StatePlan
 from hdpcomm.kernels.derivatives import without_second_derivative
 
@@ -33,7 +31,6 @@ class LinearCall:
     plan: StatePlan
     comm: Communicator | None
     exchange: str
-    backend: str
 
     @property
     def ends(self) -> tuple[int | None, int | None]:
@@ -75,8 +72,8 @@ class _Group:
     the forward summed up.
     """
 
-    def __init__(self, backend: str, parts: tuple[_Runs, ...], inputs: Inputs) -> None:
-        self._backend, self._parts, self._inputs = backend, parts, inputs
+    def __init__(self, parts: tuple[_Runs, ...], inputs: Inputs) -> None:
+        self._parts, self._inputs = parts, inputs
         self._scans: dict[int, Scan | ForestScan] = {}
         dk = inputs.q.shape[2]
         self.transition_shape = (dk, dk) if inputs.beta is not None else (1 if inputs.g.ndim == 2 else dk, 1)
@@ -95,9 +92,7 @@ class _Group:
 
     def _make(self, place: int) -> Scan | ForestScan:
         runs = self._parts[place]
-        if isinstance(runs, Runs):
-            return make_scan(self._backend, runs, self._inputs)
-        return ForestScan(runs, lambda each: make_scan(self._backend, each, self._inputs))
+        return Scan(runs, self._inputs) if isinstance(runs, Runs) else ForestScan(runs, self._inputs)
 
     def _carriers(self, place: int) -> Scan:
         scan = self._scans[place]
@@ -106,9 +101,9 @@ class _Group:
 
 
 class _Forward(_Group):
-    def __init__(self, backend: str, parts: tuple[_Runs, ...], inputs: Inputs, out: Tensor) -> None:
+    def __init__(self, parts: tuple[_Runs, ...], inputs: Inputs, out: Tensor) -> None:
         """``out``: receives the output of these heads."""
-        super().__init__(backend, parts, inputs)
+        super().__init__(parts, inputs)
         self._out = out
 
     def prepare(self, place: int) -> None:
@@ -136,9 +131,9 @@ class _Forward(_Group):
 
 
 class _Backward(_Group):
-    def __init__(self, backend: str, parts: tuple[_Runs, ...], inputs: Inputs, dout: Tensor, grads: Inputs) -> None:
+    def __init__(self, parts: tuple[_Runs, ...], inputs: Inputs, dout: Tensor, grads: Inputs) -> None:
         """``dout``: the gradient of the output of these heads; ``grads``: receives those of the inputs."""
-        super().__init__(backend, parts, inputs)
+        super().__init__(parts, inputs)
         self._dout, self._grads = dout, grads
 
     def prepare(self, place: int) -> None:
@@ -191,7 +186,7 @@ def _run_forward(inputs: Inputs, call: LinearCall, initial: Tensor | None) -> tu
     """The output, and the passes with the states that their runs began with. Collective over the call's ranks."""
     parts, heads = call.parts(inputs.q.shape[2]), call.groups(inputs)
     out = inputs.v.new_empty(inputs.v.shape)
-    passes = [_Forward(call.backend, parts, inputs.heads(each), out[:, each]) for each in heads]
+    passes = [_Forward(parts, inputs.heads(each), out[:, each]) for each in heads]
     _start(passes, heads, initial, call.ends)
     travel(passes, call.comm, call.exchange, call.plan, backward=False)
     return out, passes
@@ -207,7 +202,7 @@ def _run_backward(
     grads = Inputs(new(inputs.q), new(inputs.k), new(inputs.v), new(inputs.g), None if beta is None else new(beta))
     passes = []
     for i, chosen in enumerate(heads):
-        group = _Backward(call.backend, parts, inputs.heads(chosen), dout[:, chosen], grads.heads(chosen))
+        group = _Backward(parts, inputs.heads(chosen), dout[:, chosen], grads.heads(chosen))
         own = kept[2 * len(parts) * i : 2 * len(parts) * (i + 1)]
         group.states, group.transitions = list(own[: len(parts)]), list(own[len(parts) :])
         passes.append(group)

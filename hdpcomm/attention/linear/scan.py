@@ -1,19 +1,109 @@
-"""The scan over the chunks of a rank's runs, forward and backward, for some of the heads. Local."""
+"""Runs of consecutive tokens of a rank, cut into chunks of one size, and the scan over them, forward and backward, for
+some of the heads. Local."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hdpcomm.attention.linear.chunks import ChunkGrads, Chunks
-from hdpcomm.attention.linear.runs import Runs
 from hdpcomm.attention.linear.state_plan import Links
+from hdpcomm.attention.tiles import Int64
 
-__all__ = ["ForestScan", "Inputs", "RunScan", "Scan"]
+__all__ = ["ForestScan", "Inputs", "Runs", "Scan", "chunked"]
+
+
+_CHUNKS = (16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Runs of tokens (maybe empty ones), in chunks of ``chunk`` tokens.
+
+    Chunks are ordered by their place in their run, and runs by their number of chunks, longest first: the i-th chunks
+    of all runs that have one are neighbours, and step i of a scan over all runs at once is one range of chunks.
+    """
+
+    count: int
+    """Runs, also empty ones."""
+    chunk: int
+    chunks: int
+    active: tuple[int, ...]
+    """For each step, the runs that have a chunk there."""
+    _order: Int64
+    _rows: Int64
+    """[chunks * chunk]: the local row of each place, -1 where the last chunk of a run is filled up."""
+    _on_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """(order of runs, places that hold a token, their rows)."""
+        if device not in self._on_device:
+            places = np.flatnonzero(self._rows >= 0)
+            tables = (self._order, places, self._rows[places])
+            order, where, rows = (torch.from_numpy(table).to(device) for table in tables)
+            self._on_device[device] = order, where, rows
+        return self._on_device[device]
+
+    def take(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T_local, heads, ...] -> [chunks * heads, chunk, ...], zeros where no token is."""
+        _, places, rows = self._tables(x.device)
+        shape = (self.chunks * self.chunk, *x.shape[1:])
+        if len(places) == shape[0]:
+            flat = x.index_select(0, rows).to(dtype)
+        else:
+            flat = torch.zeros(shape, dtype=dtype, device=x.device)
+            flat.index_copy_(0, places, x.index_select(0, rows).to(dtype))
+        split = flat.view(self.chunks, self.chunk, *x.shape[1:]).transpose(1, 2)
+        return split.reshape(self.chunks * x.shape[1], self.chunk, *x.shape[2:])
+
+    def put(self, out: Tensor, x: Tensor) -> None:
+        """Writes [chunks * heads, chunk, ...] to the rows of ``out`` [T_local, heads, ...]."""
+        _, places, rows = self._tables(x.device)
+        heads = out.shape[1]
+        flat = x.view(self.chunks, heads, self.chunk, *x.shape[2:]).transpose(1, 2)
+        flat = flat.reshape(self.chunks * self.chunk, heads, *x.shape[2:])
+        if len(places) < flat.shape[0]:
+            flat = flat.index_select(0, places)
+        out.index_copy_(0, rows, flat.to(out.dtype))
+
+    def take_states(self, states: Tensor) -> Tensor:
+        """[runs, heads, ...] -> [runs that are not empty * heads, ...]; a copy."""
+        order, _, _ = self._tables(states.device)
+        return states.index_select(0, order).flatten(0, 1)
+
+    def put_states(self, states: Tensor, x: Tensor) -> Tensor:
+        """``states`` with those of the runs that are not empty replaced by ``x`` [such runs * heads, ...]."""
+        order, _, _ = self._tables(x.device)
+        return states.index_copy(0, order, x.view(len(order), *states.shape[1:]))
+
+
+def _best_chunk(lengths: Int64, dim: int) -> int:
+    """The chunk with the least work: 5 chunk^2 dim products inside of it, and 3 chunk dim^2 with the state."""
+    work = [(-(-lengths // c)).sum() * (5 * c * c * dim + 3 * c * dim * dim) for c in _CHUNKS]
+    return _CHUNKS[int(np.argmin(work))]
+
+
+def chunked(start: Int64, lengths: Int64, dim: int) -> Runs:
+    """The runs of ``lengths`` tokens from the local rows ``start`` on.
+
+    ``dim``: the rows of the state, by which the size of chunks is chosen.
+    """
+    chunk = _best_chunk(lengths, dim)
+    counts = -(-lengths // chunk)
+    order = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())]
+    first, tokens, counts = start[order], lengths[order], counts[order]
+    run = np.repeat(np.arange(len(order)), counts)
+    step = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+    by_step = np.lexsort((run, step))
+    run, step = run[by_step], step[by_step]
+    inside = step[:, None] * chunk + np.arange(chunk)[None, :]
+    rows = np.where(inside < tokens[run][:, None], first[run][:, None] + inside, -1)
+    active = tuple(np.bincount(step).tolist()) if len(step) else ()
+    return Runs(len(lengths), chunk, len(run), active, order, rows.reshape(-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,37 +131,9 @@ class Inputs:
         return Inputs(self.q[:, chosen], self.k[:, chosen], self.v[:, chosen], self.g[:, chosen], beta)
 
 
-class Scan(Protocol):
-    """Runs of tokens. States are [runs, heads, dk, dv]; an empty run leaves its state as it is."""
-
-    def run(self, initial: Tensor) -> Tensor:
-        """The final states, from the initial ones; keeps what :meth:`output` and the backward need."""
-
-    def output(self, out: Tensor) -> None:
-        """Writes the outputs of :meth:`run` to their rows of ``out`` [T_local, heads, dv]."""
-
-    def summary(self, zero: Tensor) -> tuple[Tensor, Tensor]:
-        """(transition, bias) of the runs: their final state is transition * initial + bias.
-
-        ``zero``: states of zeros. The transition is [runs, heads, dk, dk], or without a delta rule [runs, heads, 1
-        or dk, 1], a factor of the rows.
-        """
-
-    def take_grad(self, dout: Tensor) -> None:
-        """``dout``: the gradient of the output [T_local, heads, dv]; call :meth:`run` before. Starts the backward."""
-
-    def backward_bias(self, zero: Tensor) -> Tensor:
-        """The gradient of the initial states if that of the final ones is 0."""
-
-    def run_backward(self, final: Tensor) -> Tensor:
-        """The gradient of the initial states from that of the final ones; keeps what :meth:`gradients` needs."""
-
-    def gradients(self, grads: Inputs) -> None:
-        """Writes the gradients of the inputs to the rows of ``grads``, whose tensors have the shapes of the inputs."""
-
-
-class RunScan:
-    """A :class:`Scan` by products of matrices, chunk by chunk, with torch's operators."""
+class Scan:
+    """Runs of tokens, chunk by chunk, as products of matrices. States are [runs, heads, dk, dv]; an empty run leaves
+    its state as it is."""
 
     def __init__(self, runs: Runs, inputs: Inputs) -> None:
         self.runs = runs
@@ -109,6 +171,7 @@ class RunScan:
             here.mul_(chunks.total[step]).baddbmm_(chunks.k[step].mT, new)
 
     def run(self, initial: Tensor) -> Tensor:
+        """The final states, from the initial ones; keeps what :meth:`output` and the backward need."""
         state = self.runs.take_states(initial)
         count, (dk, dv) = self.runs.chunks * self._heads, self._dims
         self._states = state.new_empty((count, dk, dv))
@@ -120,11 +183,17 @@ class RunScan:
         return self.runs.put_states(initial, state)
 
     def output(self, out: Tensor) -> None:
+        """Writes the outputs of :meth:`run` to their rows of ``out`` [T_local, heads, dv]."""
         if self.runs.chunks:
             outputs = torch.bmm(self._chunks.q, self._states)
             self.runs.put(out, outputs.baddbmm_(self._chunks.p, self._values))
 
     def summary(self, zero: Tensor) -> tuple[Tensor, Tensor]:
+        """(transition, bias) of the runs: their final state is transition * initial + bias.
+
+        ``zero``: states of zeros. The transition is [runs, heads, dk, dk], or without a delta rule [runs, heads, 1
+        or dk, 1], a factor of the rows.
+        """
         count, heads, dk, dv = zero.shape
         if self._chunks.w is None:
             state = self.runs.take_states(zero)
@@ -142,6 +211,7 @@ class RunScan:
         return final[..., dv:], final[..., :dv]
 
     def take_grad(self, dout: Tensor) -> None:
+        """``dout``: the gradient of the output [T_local, heads, dv]; call :meth:`run` before. Starts the backward."""
         self._dout = self.runs.take(dout, self._chunks.q.dtype)
 
     def _backward(self, state: Tensor, dvalues: Tensor | None) -> Iterator[slice]:
@@ -161,12 +231,14 @@ class RunScan:
             here.baddbmm_(chunks.w[step].mT, new, alpha=-1)
 
     def backward_bias(self, zero: Tensor) -> Tensor:
+        """The gradient of the initial states if that of the final ones is 0."""
         state = self.runs.take_states(zero)
         for _ in self._backward(state, None):
             pass
         return self.runs.put_states(zero, state)
 
     def run_backward(self, final: Tensor) -> Tensor:
+        """The gradient of the initial states from that of the final ones; keeps what :meth:`gradients` needs."""
         state = self.runs.take_states(final)
         self._later = torch.empty_like(self._states)
         self._dvalues = torch.empty_like(self._values)
@@ -177,6 +249,7 @@ class RunScan:
         return self.runs.put_states(final, state)
 
     def gradients(self, grads: Inputs) -> None:
+        """Writes the gradients of the inputs to the rows of ``grads``, whose tensors have the shapes of the inputs."""
         if not self.runs.chunks:
             return
         chunks = self._chunks
@@ -199,9 +272,9 @@ class RunScan:
 class ForestScan:
     """The scan of a rank's forest: like a :class:`Scan`, level by level, for runs whose final states nobody needs."""
 
-    def __init__(self, levels: Sequence[tuple[Runs, Links]], make: Callable[[Runs], Scan]) -> None:
+    def __init__(self, levels: Sequence[tuple[Runs, Links]], inputs: Inputs) -> None:
         """``levels``: the runs of each level, and the links from what comes before to their initial states."""
-        self._levels = [(runs, links, make(runs)) for runs, links in levels]
+        self._levels = [(runs, links, Scan(runs, inputs)) for runs, links in levels]
 
     def run(self, initial: Tensor) -> Tensor:
         """``initial``: [states from carriers, heads, dk, dv]; returned as it is, since nothing follows."""

@@ -16,7 +16,7 @@ from hdpcomm.attention.backends.base import Accumulator, GradSum, Score
 from hdpcomm.attention.backends.combined import DividedBackend, divided, plan_size
 from hdpcomm.attention.backends.cpu import CpuBackend, cut, lower
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
-from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend
+from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.attention.backends.varlen import VarlenBackend, batches_of
 from hdpcomm.attention.routes import build_plan
@@ -170,7 +170,6 @@ def test_auto_takes_the_first_that_can():
     ("efficient", {"windowed": True}, "no sliding window"),
     ("cudnn", {"windowed": True}, "no sliding window"),
     ("flash-attn", {}, "not installed"),
-    ("flash-attn-3", {}, "not installed"),
 ])  # fmt: skip
 def test_refusals_name_the_reason_and_the_alternatives(name, changes, reason):
     problem = _problem(**changes)
@@ -308,7 +307,7 @@ def test_results_of_rows_that_come_once_keep_their_type():
 
 
 class StandIn:
-    """Fakes of the functions of flash-attn 2.7.4 and 3, with their signatures and a plain implementation."""
+    """Fakes of the functions of flash-attn 2.7.4, with their signatures and a plain implementation."""
 
     def __init__(self):
         self.kernel = WrittenOut()
@@ -336,41 +335,17 @@ class StandIn:
         for grad, part in zip((dq, dk, dv), parts, strict=True):
             grad.copy_(part)
 
-    def _flash_attn_forward(
-        self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-        window_size_left, window_size_right, softcap,
-    ):  # fmt: skip
-        return self._flash_attn_varlen_forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
-            window_size_left, window_size_right, softcap,
-        )  # fmt: skip
 
-    def _flash_attn_backward(
-        self, dout, q, k, v, out, softmax_lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dq, dk, dv,
-        softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic,
-    ):  # fmt: skip
-        self._flash_attn_varlen_backward(
-            dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0,
-            softmax_scale, is_causal, window_size_left, window_size_right, softcap, None, deterministic,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("backend", [FlashAttn2Backend(), FlashAttn3Backend()])
-def test_flash_attn_is_called_as_it_wants(backend, monkeypatch):
+def test_flash_attn_is_called_as_it_wants(monkeypatch):
     stand_in = StandIn()
     monkeypatch.setattr(flash_attn_module.importlib, "import_module", lambda _: stand_in)
-    monkeypatch.setattr(flash_attn_module, "_third", lambda: stand_in)
     tensors = [torch.randn(n, 2, 4, dtype=torch.float64) for n in (64, 80, 80, 64)]
     tiles = [*TILES, Tile(0, 32, 0, 36, -3, 4)]
     want = _run(ReferenceBackend(), tiles, tensors)
-    for a, b in zip(_run(backend, tiles, tensors), want, strict=True):
+    for a, b in zip(_run(FlashAttn2Backend(), tiles, tensors), want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
     assert stand_in.calls[0] == (40, 40, 0.0, True, 0.0, None, False)
     assert {call[3] for call in stand_in.calls} == {True, False}
-    half = _problem(device="cuda", dtype=torch.float16)
-    assert FlashAttn3Backend().refuses(half) is None
-    monkeypatch.setattr(flash_attn_module, "_third", lambda: types.SimpleNamespace(_flash_attn_backward=lambda q: q))
-    assert "another interface" in FlashAttn3Backend().refuses(half)
 
 
 @pytest.mark.parametrize(("version", "reason"), [
