@@ -41,7 +41,7 @@ from mpi.launch import launcher, lines, spec_of
 import hdpcomm as hdp
 from hdpcomm.comm.launch import RankPool
 from hdpcomm.perf.config import PerfConfig, parse_size
-from hdpcomm.perf.dtypes import element_type
+from hdpcomm.perf.data import element_type
 from hdpcomm.perf.engine import measure_side
 from hdpcomm.perf.operation import Case
 from hdpcomm.perf.ops import OPERATIONS, operation

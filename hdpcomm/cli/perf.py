@@ -67,7 +67,7 @@ def _perf(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
 
 def _config(options: argparse.Namespace) -> PerfConfig:
     from hdpcomm.perf.config import REDOPS, PerfConfig
-    from hdpcomm.perf.dtypes import ALL
+    from hdpcomm.perf.data import ALL
     from hdpcomm.perf.ops import operation
 
     if options.op is None:
@@ -124,6 +124,7 @@ def _measure(options: argparse.Namespace) -> int:
     from hdpcomm.perf.records import json_document
     from hdpcomm.perf.results import Report
     from hdpcomm.perf.runner import check, now
+    from hdpcomm.perf.table import TableWriter
 
     rank, ranks = ranks_here(options.ranks, default=2)
     config = _config(options)
@@ -136,7 +137,7 @@ def _measure(options: argparse.Namespace) -> int:
     allowed = baseline.parse_percent(options.max_slowdown or "5%")
     before = None if options.baseline is None else baseline.read(options.baseline)
     report = Report(start_time=now())
-    task = (config, report, options.format, options.output_file)
+    task = (config, report, options.output_file)
     if rank is not None:
         report = run_and_print(*task)
         if rank != 0:
@@ -145,7 +146,7 @@ def _measure(options: argparse.Namespace) -> int:
         from hdpcomm.comm.launch import run_ranks
 
         report = run_ranks(run_and_print, ranks, *task)[0]
-    _writer(config, options.format).finish(report)
+    TableWriter(config, sys.stdout).finish(report)
     if options.output_file is not None:
         write_json(options.output_file, json_document(config, report))
     code = WRONG_DATA if report.wrong else 0
@@ -154,13 +155,14 @@ def _measure(options: argparse.Namespace) -> int:
     return code
 
 
-def run_and_print(config: PerfConfig, report: Report, form: str, output: Path | None) -> Report:
+def run_and_print(config: PerfConfig, report: Report, output: Path | None) -> Report:
     """Runs one rank. Rank 0 prints the rows as they come, and updates the -J file after each cycle."""
     from hdpcomm.comm.launchers import joined, rank_and_size
     from hdpcomm.perf.records import json_document
     from hdpcomm.perf.runner import run_rank
+    from hdpcomm.perf.table import TableWriter
 
-    writer = _writer(config, form)
+    writer = TableWriter(config, sys.stdout)
 
     def emit(event: str, value: Any) -> None:
         if event == "start":
@@ -177,13 +179,6 @@ def run_and_print(config: PerfConfig, report: Report, form: str, output: Path | 
             report.errors.append(f"{type(error).__name__}: {error}")
             write_json(output, json_document(config, report))
         raise
-
-
-def _writer(config: PerfConfig, form: str) -> Any:
-    from hdpcomm.perf.records import RecordWriter
-    from hdpcomm.perf.table import TableWriter
-
-    return TableWriter(config, sys.stdout) if form == "table" else RecordWriter(config, sys.stdout, form)
 
 
 def _gate(compared: list[Any], allowed: float) -> int:

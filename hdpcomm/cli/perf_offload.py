@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Iterator
 
 from hdpcomm.cli.output import check_writable, refuse_others, write_json
 from hdpcomm.errors import InvalidUsage
@@ -13,7 +10,7 @@ from hdpcomm.errors import InvalidUsage
 __all__ = ["measure_offload"]
 
 _SWEEP = ("minbytes", "maxbytes", "stepbytes", "stepfactor", "iters", "warmup_iters")
-_USED = frozenset(("op", *_SWEEP, "output_file", "format", "device"))
+_USED = frozenset(("op", *_SWEEP, "output_file", "device"))
 
 
 def measure_offload(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
@@ -44,30 +41,12 @@ def measure_offload(options: argparse.Namespace, defaults: argparse.Namespace) -
     device = options.device or ("cuda" if torch.cuda.is_available() else "sim")
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") and torch.cuda.is_available() else device
     rows = []
-    if options.format == "table":
-        print(f"# device {device} ({name}); GB/s; plain: the bare copy, fresh: a new pinned buffer for each")
-    for line in _heading(options.format, [heading for heading, _ in COLUMNS]):
-        print(line)
+    print(f"# device {device} ({name}); GB/s; plain: the bare copy, fresh: a new pinned buffer for each")
+    print("".join(f"{heading:>12}" for heading, _ in COLUMNS))
     for rates in offload_rates(device, sizes, iterations=options.iters, warmup=options.warmup_iters):
         rows.append(row_of(rates))
-        print(_line(options.format, rows[-1]))
-        sys.stdout.flush()
+        size, *own = rows[-1].values()
+        print("".join([f"{size:>12.0f}", *(f"{rate:>12.2f}" for rate in own)]), flush=True)
     if options.output_file is not None:
         write_json(options.output_file, {"op": "offload", "device": device, "name": name, "unit": "GB/s", "rows": rows})
     return 0
-
-
-def _heading(form: str, headings: list[str]) -> Iterator[str]:
-    if form == "table":
-        yield "".join(f"{heading:>12}" for heading in headings)
-    elif form == "csv":
-        yield ",".join(headings)
-
-
-def _line(form: str, row: dict[str, float]) -> str:
-    if form == "jsonl":
-        return json.dumps(row)
-    size, *rates = row.values()
-    if form == "csv":
-        return ",".join([f"{size:.0f}", *(f"{rate:.4g}" for rate in rates)])
-    return "".join([f"{size:>12.0f}", *(f"{rate:>12.2f}" for rate in rates)])

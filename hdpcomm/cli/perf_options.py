@@ -181,12 +181,6 @@ def add_own_options(group: argparse._ArgumentGroup) -> None:
     add("--device", metavar="NAME", help="device of OP offload: cuda, cuda:1 or sim (default: cuda, if present)")
     add("--transport", choices=TRANSPORTS, default="auto", help="(default %(default)s)")
     add(
-        "--format",
-        choices=("table", "csv", "jsonl"),
-        default="table",
-        help="format of the output (default %(default)s)",
-    )
-    add(
         "--compare",
         type=_names,
         default=(),

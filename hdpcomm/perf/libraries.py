@@ -1,6 +1,7 @@
 """torch.distributed's gloo with the methods of a Communicator, so that operations run on both unchanged.
 
-Only what the operations call. Where gloo has no out-of-place form, the copy that its users must make is made here.
+Only what the operations call, without a choice of algorithms. Where gloo has no out-of-place form, the copy that its
+users must make is made here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hdpcomm.perf.dtypes import ElementType
+from hdpcomm.perf.data import ElementType
 from hdpcomm.perf.operation import Works
 
 __all__ = ["Gloo", "unsupported"]
@@ -51,14 +52,10 @@ class Gloo:
     def barrier(self) -> None:
         dist.barrier(self._group)
 
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor, *, algorithm: str = "auto", async_op: bool = False) -> Any:
-        del algorithm
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> Any:
         return _all_gather(out, x, group=self._group, async_op=async_op)
 
-    def reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False
-    ) -> Any:
-        del algorithm
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         return _reduce_scatter(out, x, op=_OPS[op], group=self._group, async_op=async_op)
 
     def all_reduce(
@@ -67,15 +64,12 @@ class Gloo:
         op: str = "sum",
         *,
         out: torch.Tensor | None = None,
-        algorithm: str = "auto",
         async_op: bool = False,
     ) -> Any:
-        del algorithm
         target = x if out is None else out.copy_(x)
         return dist.all_reduce(target, op=_OPS[op], group=self._group, async_op=async_op)
 
-    def broadcast(self, x: torch.Tensor, root: int, *, algorithm: str = "auto", async_op: bool = False) -> Any:
-        del algorithm
+    def broadcast(self, x: torch.Tensor, root: int, *, async_op: bool = False) -> Any:
         return dist.broadcast(x, self.ranks[root], group=self._group, async_op=async_op)
 
     def reduce(
@@ -85,10 +79,8 @@ class Gloo:
         op: str = "sum",
         *,
         out: torch.Tensor | None = None,
-        algorithm: str = "auto",
         async_op: bool = False,
     ) -> Any:
-        del algorithm
         target = x if out is None else out.copy_(x)
         return dist.reduce(target, self.ranks[root], op=_OPS[op], group=self._group, async_op=async_op)
 
@@ -98,10 +90,8 @@ class Gloo:
         x: torch.Tensor,
         root: int,
         *,
-        algorithm: str = "auto",
         async_op: bool = False,
     ) -> Any:
-        del algorithm
         parts = None if out is None else list(out.chunk(self.size)) if out.numel() else [out] * self.size
         return dist.gather(x, parts, self.ranks[root], group=self._group, async_op=async_op)
 
@@ -111,10 +101,8 @@ class Gloo:
         x: torch.Tensor | None,
         root: int,
         *,
-        algorithm: str = "auto",
         async_op: bool = False,
     ) -> Any:
-        del algorithm
         parts = None if x is None else list(x.chunk(self.size)) if x.numel() else [x] * self.size
         return dist.scatter(out, parts, self.ranks[root], group=self._group, async_op=async_op)
 
@@ -125,10 +113,8 @@ class Gloo:
         out_splits: list[int] | None = None,
         in_splits: list[int] | None = None,
         *,
-        algorithm: str = "auto",
         async_op: bool = False,
     ) -> Any:
-        del algorithm
         return dist.all_to_all_single(out, x, out_splits, in_splits, group=self._group, async_op=async_op)
 
     def exchange(

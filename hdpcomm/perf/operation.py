@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.perf.data import contribution, values
-from hdpcomm.perf.dtypes import ElementType
+from hdpcomm.perf.data import ElementType, contribution, values
 
 __all__ = ["Bound", "Case", "Operation", "Shape", "Storage", "Works"]
 

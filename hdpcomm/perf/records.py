@@ -1,111 +1,19 @@
-"""Results in machine-readable form: CSV and JSON lines, with one record per configuration, and the -J file."""
+"""The -J file: results in machine-readable form."""
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, TextIO
+from typing import Any
 
 from hdpcomm import __version__
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.results import Report, Row, Side
 
-__all__ = ["COLUMNS", "RecordWriter", "json_document", "recorded", "records", "time_key"]
+__all__ = ["json_document", "recorded", "time_key"]
 
-COLUMNS = (
-    "library",
-    "op",
-    "ranks",
-    "transport",
-    "algorithm",
-    "size",
-    "count",
-    "type",
-    "redop",
-    "root",
-    "placement",
-    "time_us",
-    "algbw_gb_s",
-    "busbw_gb_s",
-    "wrong",
-    "min_us",
-    "max_us",
-    "avg_us",
-    "p50_us",
-    "p95_us",
-    "p99_us",
-    "stdev_us",
-    "cv_pct",
-    "create_us",
-    "ratio",
-)
-"""The columns of a record. ``ranks``: as 0-1-2; bandwidths in GB/s (1e9); ``ratio``: a peer's time over hdpcomm's."""
-
-_STATS = ("min_us", "max_us", "avg_us", "p50_us", "p95_us", "p99_us", "stdev_us", "cv_pct")
 JSON_VERSION = 4
-
-
-def records(row: Row, config: PerfConfig, report: Report) -> list[dict[str, Any]]:
-    """The records of a row, one for each side; fields that do not apply are ``None``."""
-    ours = next((dict(mine.sides()) for mine in reversed(report.rows) if mine.key == row.key), {})
-    made = []
-    for placement, side in row.sides():
-        peer = row.library != "hdpcomm"
-        record: dict[str, Any] = dict.fromkeys(COLUMNS)
-        record |= {
-            "library": row.library,
-            "op": row.op,
-            "ranks": "-".join(map(str, row.ranks)),
-            "transport": None if peer else report.transport,
-            "algorithm": None if peer else config.algorithm,
-            "size": row.size,
-            "count": row.count,
-            "type": row.type,
-            "redop": row.redop,
-            "root": row.root,
-            "placement": placement,
-            "time_us": side.time_us,
-            "algbw_gb_s": side.algbw,
-            "busbw_gb_s": side.busbw,
-            "wrong": side.wrong,
-            "create_us": side.details.get("create_us"),
-        }
-        if side.stats is not None:
-            record |= {name: getattr(side.stats, name) for name in _STATS}
-        if peer and placement in ours:
-            record["ratio"] = side.time_us / ours[placement].time_us
-        made.append(record)
-    return made
-
-
-class RecordWriter:
-    """Writer of ``--format csv`` and ``--format jsonl``: writes only records to ``stream``, one row at a time."""
-
-    def __init__(self, config: PerfConfig, stream: TextIO, form: str) -> None:
-        self._config, self._stream, self._report = config, stream, Report("")
-        self._csv = csv.DictWriter(stream, COLUMNS, lineterminator="\n") if form == "csv" else None
-
-    def start(self, report: Report) -> None:
-        """Writes the line with the names of the columns, for CSV."""
-        self._report = report
-        if self._csv is not None:
-            self._csv.writeheader()
-            self._stream.flush()
-
-    def row(self, row: Row) -> None:
-        """Writes the records of a row."""
-        for record in records(row, self._config, self._report):
-            if self._csv is not None:
-                self._csv.writerow(record)
-            else:
-                self._stream.write(json.dumps(record) + "\n")
-        self._stream.flush()
-
-    def finish(self, report: Report) -> None:
-        """Writes nothing, since records have no footer."""
 
 
 def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:

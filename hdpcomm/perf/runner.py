@@ -17,9 +17,10 @@ from hdpcomm import _core
 from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.bootstrap import default_timeout, open_store
 from hdpcomm.comm.launchers import joined, local_place, rank_and_size
+from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage
 from hdpcomm.perf.config import PerfConfig
-from hdpcomm.perf.dtypes import ElementType, element_type
+from hdpcomm.perf.data import ElementType, element_type
 from hdpcomm.perf.engine import check_modes, measure_side
 from hdpcomm.perf.operation import Case, Operation, Shape
 from hdpcomm.perf.ops import operation
@@ -283,21 +284,16 @@ def now() -> str:
 
 
 def _devices(world: Communicator, config: PerfConfig) -> list[Device]:
-    """Where each rank runs, gathered on all ranks (fixed-size records)."""
+    """Where each rank runs, gathered on all ranks."""
     if world.device.type == "cuda":
         number, info = world.device.index, torch.cuda.get_device_name(world.device)
     else:
         number, info = local_place(world.rank, world.size)[0], _processor()
-    fields = os.getpid(), socket.gethostname(), number, world.device, info
-    text = "\n".join(str(field) for field in fields).encode()[:256].ljust(256)
-    everyone = torch.empty(world.size * 256, dtype=torch.uint8)
-    world.all_gather(everyone, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    own = [os.getpid(), socket.gethostname(), number, str(world.device), info]
     devices = []
-    for rank in range(world.size):
-        raw = bytes(everyone[256 * rank : 256 * (rank + 1)].tolist())
-        pid, host, place, device, model = raw.decode(errors="replace").rstrip().split("\n")
+    for rank, facts in enumerate(gather_json(world, own)):
         group = next((k for k, subset in enumerate(config.subsets) if rank in subset), -1) if config.subsets else 0
-        devices.append(Device(rank, group, int(pid), host, int(place), device, model))
+        devices.append(Device(rank, group, *facts))
     return devices
 
 

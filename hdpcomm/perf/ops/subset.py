@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hdpcomm.perf.data import contribution, reduced
-from hdpcomm.perf.operation import Bound, Case, Operation
+from hdpcomm.perf.operation import Bound, Case, Operation, bind_call
 
 __all__ = ["Subset", "members"]
 
@@ -93,7 +93,7 @@ class _BoundSubset(Bound):
             if checking:
                 self.x.copy_(contribution(case.kind, case.redop, comm.rank, comm.size, self.x.numel()))
                 started = created = time.perf_counter()
-            comm.all_reduce(self.x, case.redop, algorithm=case.algorithm)
+            bind_call(comm.all_reduce, self.x, case.redop, algorithm=case.algorithm)()
             ended = time.perf_counter()
             wrong = 0
             if checking:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import socket
@@ -19,7 +17,6 @@ from hdpcomm.cli.main import main
 from hdpcomm.comm import Communicator
 from hdpcomm.comm.costs import load_costs
 from hdpcomm.perf.config import PerfConfig
-from hdpcomm.perf.records import COLUMNS
 from tests.harness.warm_python import Python, run_python
 
 ROOT = Path(__file__).parents[3]
@@ -89,19 +86,6 @@ def test_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().err
     assert told.count("slower than the baseline by") == 2
     assert "size 64 float sum root -1 out_of_place" in told
-
-
-@pytest.mark.usefixtures("alone")
-def test_records(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--compare", "gloo", "--format", "csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert tuple(rows[0]) == COLUMNS
-    assert [row["library"] for row in rows] == ["hdpcomm", "hdpcomm", "gloo", "gloo"] * 2
-    assert float(rows[2]["ratio"]) == pytest.approx(float(rows[2]["time_us"]) / float(rows[0]["time_us"]))
-    assert main([*SMALL, "--format", "jsonl"]) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [tuple(record) for record in records] == [COLUMNS] * 4
-    assert (records[0]["ranks"], records[0]["wrong"], records[0]["ratio"]) == ("0", 0, None)
 
 
 @pytest.mark.usefixtures("alone")
@@ -243,7 +227,6 @@ def test_exit_codes_of_failures(
         (["all_reduce", "-i", "1", "-f", "2"], 6, "not allowed with"),
         (["all_reduce", "-C", "2"], 6, "give 0 or 1"),
         (["all_reduce", "--subset", "0,x"], 6, "like 0,3,1"),
-        (["all_reduce", "--format", "xml"], 6, "invalid choice"),
         (["all_reduce", "--compare", "nccl"], 6, "unknown library; give gloo"),
         (["all_reduce", "--max-slowdown", "5%"], 6, "needs --baseline"),
         (["all_reduce", "--baseline", "/nowhere/x.json"], 6, "cannot be read"),
@@ -270,7 +253,7 @@ def test_bad_usage(arguments: list[str], code: int, message: str, capsys: pytest
     ("option", "name"),
     [
         (["-J", "r.json"], "output_file"), (["-b", "8"], "minbytes"), (["-n", "3"], "iters"),
-        (["--subset", "0,1"], "subset"), (["--algorithm", "ring"], "algorithm"), (["--format", "csv"], "format"),
+        (["--subset", "0,1"], "subset"), (["--algorithm", "ring"], "algorithm"),
         (["--baseline", "old.json"], "baseline"), (["--compare", "gloo"], "compare"), (["-r", "0"], "root"),
     ],
 )  # fmt: skip

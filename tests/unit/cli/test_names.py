@@ -38,7 +38,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["perf", "--jsn=x", "allredcue"], "--json"),
         (["plan", "--rannks", "3"], "--ranks"),
         (["train", "--tokens-pr-step=5"], "--tokens-per-step"),
-        (["perf", "all_reduce", "--format", "tabel"], "table"),
+        (["perf", "all_reduce", "--transport", "cdua"], "cuda"),
     ],
     ids=" ".join,
 )

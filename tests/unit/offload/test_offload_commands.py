@@ -23,10 +23,6 @@ def test_perf_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     content = json.loads(file.read_text())
     assert [row["size"] for row in content["rows"]] == [65536, 131072, 262144]
     assert all(row[name] > 0 for row in content["rows"] for name in RATES)
-    assert main([*sweep, "--format", "csv"]) == 0
-    assert capsys.readouterr().out.startswith("size(B),d2h,h2d")
-    assert main([*sweep, "--format", "jsonl"]) == 0
-    assert set(json.loads(capsys.readouterr().out.splitlines()[0])) == {"size", *RATES}
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,12 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure import links
 from hdpcomm.perf import baseline
 from hdpcomm.perf.config import REDOPS, PerfConfig, parse_size
-from hdpcomm.perf.data import contribution, reduced, values
-from hdpcomm.perf.dtypes import ALL, element_type
+from hdpcomm.perf.data import ALL, contribution, element_type, reduced, values
 from hdpcomm.perf.ops import OPERATIONS, operation
 from hdpcomm.perf.ops.alltoallv import parts
 from hdpcomm.perf.ops.mixed import windows
 from hdpcomm.perf.ops.subset import members
-from hdpcomm.perf.records import json_document, recorded, records
+from hdpcomm.perf.records import json_document, recorded
 from hdpcomm.perf.results import IterationStats, Report, Row, Side, average
 from hdpcomm.perf.runner import check, points
 from hdpcomm.perf.table import comparison_lines, fixed
@@ -320,7 +319,6 @@ def test_ratios_are_those_of_the_same_subset() -> None:
     ours = [_row(10.0), _row(100.0, ranks=(2, 3))]
     peers = [_row(20.0, library="gloo"), _row(50.0, ranks=(2, 3), library="gloo")]
     report = Report("", rows=ours, peers=peers)
-    assert [records(row, PerfConfig("all_reduce"), report)[0]["ratio"] for row in peers] == [2.0, 0.5]
     assert [line.split()[-1] for line in comparison_lines(report)[2:]] == ["2.00", "0.50"]
 
 
