@@ -10,7 +10,6 @@ from hdpcomm.kernels.linear_cross_entropy import (
     LabelLoss,
     LossOptions,
     linear_cross_entropy,
-    linear_log_probs,
     loss_of_log_probs,
 )
 
@@ -23,7 +22,6 @@ __all__ = [
     "divide",
     "fold",
     "linear_cross_entropy",
-    "linear_log_probs",
     "loss_of_log_probs",
     "put",
     "reduce",

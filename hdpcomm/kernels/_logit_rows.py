@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def row_gradient(
     )  # fmt: skip
 
 
-class LogitRows(Protocol):
+class LogitRows(ABC):
     """A chunk of logits ``[tokens, columns]`` with its labels, factors and z-loss.
 
     Attributes:
@@ -91,62 +92,74 @@ class LogitRows(Protocol):
 
     losses: Tensor
     stats: Tensor
+    _entropy: _Entropy | None = None
+
+    def __init__(self, logits: Tensor, labels: Tensor, shard: VocabularyShard) -> None:
+        self._logits, self._shard, self._counts = logits, shard, labels != shard.ignore_index
+
+    @abstractmethod
+    def _log_sums(self) -> Tensor:
+        """``[tokens]``: the logarithm of the sum of exp(logit)."""
 
     def entropies(self) -> Tensor:
         """Entropy of each token's distribution, ``[tokens]``; 0 where there is no label. Collective over ``comm``."""
+        self._entropy = _Entropy(self._logits, self._log_sums(), self._counts, self._shard)
+        return self._entropy.values
 
+    @abstractmethod
     def weigh(self, weights: Tensor, entropy_weights: Tensor | None) -> None:
         """Factors of the losses, and of the entropies, in the gradient; in place of those given at first."""
+        if self._entropy is not None:
+            self._entropy.weights = entropy_weights
+
+    @abstractmethod
+    def _loss_gradient(self, scale: float, out: Tensor) -> None:
+        """Writes that of the losses alone to ``out``, which may be the logits."""
 
     def gradient(self, scale: float, *, in_place: bool) -> Tensor:
         """Gradient of ``scale * sum(losses)`` by the logits, in their type; ``in_place``: it takes their memory."""
+        logits = self._logits
+        entropy = None if self._entropy is None else self._entropy.gradient(logits, scale)
+        out = logits if in_place else torch.empty_like(logits)
+        self._loss_gradient(scale, out)
+        return out if entropy is None else out.add_(entropy)
 
 
-class FusedRows:
+class FusedRows(LogitRows):
     """By the fused kernels: fp32 maths on float32, bfloat16 and float16."""
 
     def __init__(
         self, logits: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard, z_loss: float
     ) -> None:
-        self._logits, self._labels, self._weights, self._shard = logits, labels, weights, shard
-        self._z = None
-        self._entropy: _Entropy | None = None
+        super().__init__(logits, labels, shard)
+        self._labels, self._weights, self._z = labels, weights, None
         self.losses, self._sums, self.stats = row_losses(logits, labels, weights, shard)
         if z_loss:
             self._z = _ZLoss(self._sums, labels, weights, shard, z_loss)
             self.losses = self.losses + self._z.losses
 
-    def entropies(self) -> Tensor:
-        counts = self._labels != self._shard.ignore_index
-        self._entropy = _Entropy(self._logits, self._sums[0] + self._sums[1].log(), counts, self._shard)
-        return self._entropy.values
+    def _log_sums(self) -> Tensor:
+        return self._sums[0] + self._sums[1].log()
 
     def weigh(self, weights: Tensor, entropy_weights: Tensor | None) -> None:
+        super().weigh(weights, entropy_weights)
         self._weights = weights
-        if self._entropy is not None:
-            self._entropy.weights = entropy_weights
 
-    def gradient(self, scale: float, *, in_place: bool) -> Tensor:
-        logits = self._logits
-        entropy = None if self._entropy is None else self._entropy.gradient(logits, scale)
-        out = logits if in_place else torch.empty_like(logits)
-        upstream = torch.full((1,), scale, dtype=torch.float32, device=logits.device).expand(logits.shape[0])
+    def _loss_gradient(self, scale: float, out: Tensor) -> None:
+        upstream = torch.full((1,), scale, dtype=torch.float32, device=out.device).expand(out.shape[0])
         weights = self._weights if self._z is None else self._z.softmax_factors
-        row_gradient(logits, self._labels, weights, self._shard, self._sums, upstream, out)
+        row_gradient(self._logits, self._labels, weights, self._shard, self._sums, upstream, out)
         if self._z is not None:
             self._z.add_at_labels(out, scale)
-        return out if entropy is None else out.add_(entropy)
 
 
-class PlainRows:
+class PlainRows(LogitRows):
     """By torch's own operations, in the type of the logits: for float64."""
 
     def __init__(
         self, logits: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard, z_loss: float
     ) -> None:
-        self._logits, self._shard = logits, shard
-        self._entropy: _Entropy | None = None
-        self._counts = labels != shard.ignore_index
+        super().__init__(logits, labels, shard)
         if bool(((labels < 0) | (labels >= shard.total))[self._counts].any()):
             raise InvalidUsage(f"a label is outside of the vocabulary of {shard.total} columns")
         here = self._counts & (labels >= shard.first) & (labels < shard.first + logits.shape[1])
@@ -169,23 +182,19 @@ class PlainRows:
             self.losses = self.losses + self._factors * z_loss * self._lse.square()
             self._softmax_factors = self._factors * (1.0 + 2.0 * z_loss * self._lse)
 
-    def entropies(self) -> Tensor:
-        self._entropy = _Entropy(self._logits, self._lse, self._counts, self._shard)
-        return self._entropy.values
+    def _log_sums(self) -> Tensor:
+        return self._lse
 
     def weigh(self, weights: Tensor, entropy_weights: Tensor | None) -> None:
+        super().weigh(weights, entropy_weights)
         self._factors = self._softmax_factors = self._counts * weights
-        if self._entropy is not None:
-            self._entropy.weights = entropy_weights
 
-    def gradient(self, scale: float, *, in_place: bool) -> Tensor:
-        entropy = None if self._entropy is None else self._entropy.gradient(self._logits, scale)
-        out = self._logits if in_place else self._logits.clone()
-        out.sub_(self._lse[:, None]).exp_().mul_(self._softmax_factors[:, None])
+    def _loss_gradient(self, scale: float, out: Tensor) -> None:
+        torch.sub(self._logits, self._lse[:, None], out=out)
+        out.exp_().mul_(self._softmax_factors[:, None])
         out[~self._counts] = 0.0  # whatever their logits
         out[self._rows, self._columns] -= self._factors[self._rows]
         out.mul_(scale)
-        return out if entropy is None else out.add_(entropy)
 
 
 class _Entropy:

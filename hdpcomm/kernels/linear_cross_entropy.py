@@ -24,7 +24,6 @@ __all__ = [
     "RankedLoss",
     "default_chunk_tokens",
     "linear_cross_entropy",
-    "linear_log_probs",
     "loss_of_log_probs",
 ]
 
@@ -158,50 +157,6 @@ def linear_cross_entropy(
     return loss
 
 
-def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    options: LossOptions | None = None,
-    entropy: bool = False,
-    ignore_index: int = -100,
-    comm: Communicator | None = None,
-    shard: tuple[int, int] | None = None,
-    chunk_tokens: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The log-probability of each label under ``hidden @ weight.T``, and the entropy of each token's distribution.
-
-    The logits exist for a chunk of tokens at a time; backward makes those of each chunk again, for the gradients of
-    ``hidden``, ``weight`` and ``bias`` from one coefficient a token (two with entropies). Where the loss of a token
-    needs nothing of others, :func:`linear_cross_entropy` with a :class:`LabelLoss` makes logits once.
-
-    Args:
-        entropy: whether entropies are wanted; they have gradients, too.
-        hidden, weight, labels, bias, comm, shard, chunk_tokens: as of :func:`linear_cross_entropy`. Backward is
-            collective over ``comm``, too.
-        options: ``z_loss`` must be 0.
-
-    Returns: (log-probabilities, entropies or ``None``), each ``[...]`` float32 (float64 for float64), the same on all
-        ranks of ``comm``; 0 where there is no label.
-
-    Raises:
-        InvalidUsage: as of :func:`linear_cross_entropy`.
-    """
-    hidden, weight, bias = _in_autocast_type(hidden, weight, bias)
-    _check(hidden, weight, labels, bias, None)
-    job = _job_of(weight, options, ignore_index, comm, shard, chunk_tokens)
-    if job.options.z_loss:
-        raise InvalidUsage(f"z_loss is {job.options.z_loss}; log-probabilities have none: give z_loss=0")
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    found: tuple[Tensor, Tensor | None] = _LinearLogProbs.apply(  # type: ignore[no-untyped-call]
-        rows, weight, bias, labels.reshape(-1).contiguous(), job, entropy
-    )
-    log_probs, entropies = found
-    return log_probs.view(labels.shape), None if entropies is None else entropies.view(labels.shape)
-
-
 def loss_of_log_probs(
     logits: Tensor, labels: Tensor, label_loss: LabelLoss, *, ignore_index: int = -100, part: slice | None = None
 ) -> Tensor:
@@ -297,59 +252,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         ctx.gradients = None  # autograd may then keep them as they are, without a copy
         return (*(None if gradient is None else gradient.mul_(upstream[0]) for gradient in gradients), None, None, None)
-
-
-class _LinearLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, job: _Job, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        kept = _Kept(labels.new_empty(labels.shape, dtype=_wide(hidden.dtype)), entropy, job.options.temperature)
-        _chunks(hidden, weight, bias, labels, None, replace(job, label_loss=kept), [False] * 3)
-        ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.job = job
-        return kept.log_probs, kept.entropies
-
-    @staticmethod
-    @without_second_derivative
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels = ctx.saved_tensors
-        by_log_probs, by_entropies = upstream
-        if by_log_probs is None:
-            by_log_probs = hidden.new_zeros(labels.shape, dtype=_wide(hidden.dtype))
-        given = _Given(by_log_probs, by_entropies, ctx.job.options.temperature)
-        wanted = list(ctx.needs_input_grad[:3])
-        _, gradients = _chunks(hidden, weight, bias, labels, None, replace(ctx.job, label_loss=given), wanted)
-        return (*gradients, None, None, None)
-
-
-class _Kept:
-    """A label loss that keeps what it gets."""
-
-    def __init__(self, log_probs: Tensor, entropy: bool, temperature: float | None) -> None:
-        self.log_probs, self.entropies = log_probs, torch.empty_like(log_probs) if entropy else None
-        self.entropy, self.temperature = entropy, temperature
-
-    def __call__(
-        self, log_probs: Tensor, entropies: Tensor | None, part: slice
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        self.log_probs[part] = log_probs
-        if self.entropies is not None:
-            assert entropies is not None
-            self.entropies[part] = entropies
-        return log_probs, log_probs, None
-
-
-class _Given:
-    """A label loss whose derivatives are known."""
-
-    def __init__(self, by_log_probs: Tensor, by_entropies: Tensor | None, temperature: float | None) -> None:
-        self._by_log_probs, self._by_entropies = by_log_probs, by_entropies
-        self.entropy, self.temperature = by_entropies is not None, temperature
-
-    def __call__(self, log_probs: Tensor, _: Tensor | None, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        by_entropies = None if self._by_entropies is None else self._by_entropies[part]
-        return log_probs, self._by_log_probs[part], by_entropies
 
 
 def _chunks(

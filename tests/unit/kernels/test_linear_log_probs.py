@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import LossOptions, linear_cross_entropy, linear_log_probs
+from hdpcomm.kernels import LossOptions, linear_cross_entropy
 from hdpcomm.testing import run_threads
 
 IGNORED = -100
@@ -36,6 +36,23 @@ def oracle(hidden, weight, bias, labels, options):
     return torch.where(has, picked, 0.0), torch.where(has, -(logs.exp() * logs).sum(1), 0.0)
 
 
+class Weighted:
+    """The sum of log-probabilities and entropies, each times a factor of its own; keeps both."""
+
+    def __init__(self, factors, temperature=1.0):
+        self.factors, self.temperature, self.entropy = factors, temperature, len(factors) > 1
+        self.log_probs, self.entropies = (torch.full_like(factors[0], torch.nan) for _ in range(2))
+
+    def __call__(self, log_probs, entropies, part):
+        own = [each[part].to(log_probs.dtype) for each in self.factors]
+        self.log_probs[part] = log_probs
+        losses = own[0] * log_probs
+        if self.entropy:
+            self.entropies[part] = entropies
+            losses = losses + own[1] * entropies
+        return losses, own[0], own[1] if self.entropy else None
+
+
 def close(found, wanted, dtype):
     assert float((found.double() - wanted.double()).norm()) <= LIMITS[dtype] * (1.0 + float(wanted.double().norm()))
 
@@ -53,20 +70,18 @@ def test_values_and_gradients_are_those_of_softmax(
     hidden, weight, bias, labels = problem(seed, tokens, columns, width, dtype)
     found = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     wanted = [x.double().requires_grad_() for x in (hidden, weight, bias)]
-    log_probs, entropies = linear_log_probs(
-        found[0], found[1], labels, bias=found[2], options=options, entropy=entropy, chunk_tokens=chunk
-    )
     theirs = oracle(*wanted, labels, options)
-    close(log_probs.detach(), theirs[0].detach(), dtype)
-    factors = torch.randn(2, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    factors = torch.randn(1 + entropy, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weighted = Weighted(list(factors), temperature)
+    mine = linear_cross_entropy(
+        found[0], found[1], labels, bias=found[2], options=options, weights=weighted, chunk_tokens=chunk
+    )
+    close(weighted.log_probs, theirs[0].detach(), dtype)
     total = (factors[0] * theirs[0]).sum()
-    mine = (factors[0].to(log_probs.dtype) * log_probs).sum()
     if entropy:
-        close(entropies.detach(), theirs[1].detach(), dtype)
+        close(weighted.entropies, theirs[1].detach(), dtype)
         total = total + (factors[1] * theirs[1]).sum()
-        mine = mine + (factors[1].to(log_probs.dtype) * entropies).sum()
-    else:
-        assert entropies is None
+    close(mine.detach(), total.detach(), dtype)
     total.backward()
     mine.backward()
     for a, b in zip(found, wanted, strict=True):
@@ -109,21 +124,23 @@ def test_a_loss_of_log_probabilities_makes_logits_once(dtype):
 def test_shards_of_the_vocabulary_give_the_same(columns):
     """Two ranks with unequal shards, the second one with few columns."""
     hidden, weight, bias, labels = problem(5, 10, 11, 6, torch.float64)
+    factors = torch.linspace(-1.0, 2.0, 10, dtype=torch.float64)
 
     def main():
         comm = hdp.init()
         cut = slice(0, columns) if comm.rank == 0 else slice(columns, 11)
         parts = [x.clone().requires_grad_() for x in (hidden, weight[cut], bias[cut])]
-        log_probs, entropies = linear_log_probs(
-            parts[0], parts[1], labels, bias=parts[2], entropy=True, comm=comm, shard=(cut.start, 11), chunk_tokens=3
-        )
-        (log_probs.square().sum() + 2 * entropies.sum()).backward()
-        return log_probs.detach(), entropies.detach(), [x.grad for x in parts]
+        weighted = Weighted([factors, torch.full_like(factors, 2.0)])
+        linear_cross_entropy(
+            parts[0], parts[1], labels, bias=parts[2], weights=weighted, comm=comm, shard=(cut.start, 11),
+            chunk_tokens=3,
+        ).backward()  # fmt: skip
+        return weighted.log_probs, weighted.entropies, [x.grad for x in parts]
 
     results = run_threads(main, 2)
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     log_probs, entropies = oracle(*leaves, labels, LossOptions())
-    (log_probs.square().sum() + 2 * entropies.sum()).backward()
+    ((factors * log_probs).sum() + 2 * entropies.sum()).backward()
     for found in results:
         close(found[0], log_probs.detach(), torch.float64)
         close(found[1], entropies.detach(), torch.float64)
@@ -137,10 +154,10 @@ def test_labels_without_a_loss_have_no_gradient_whatever_their_logits():
     hidden[1] = torch.nan
     labels = torch.tensor([1, IGNORED, 2])
     leaf = hidden.clone().requires_grad_()
-    log_probs, entropies = linear_log_probs(leaf, weight, labels, bias=bias, entropy=True)
-    (log_probs.sum() + entropies.sum()).backward()
-    assert log_probs[1] == 0
-    assert entropies[1] == 0
+    weighted = Weighted([torch.ones(3), torch.ones(3)])
+    linear_cross_entropy(leaf, weight, labels, bias=bias, weights=weighted).backward()
+    assert weighted.log_probs[1] == 0
+    assert weighted.entropies[1] == 0
     assert torch.equal(leaf.grad[1], torch.zeros(2))
     assert leaf.grad.isfinite().all()
 
@@ -150,10 +167,4 @@ def test_wrong_arguments():
     with pytest.raises(InvalidUsage, match="temperature is 0"):
         LossOptions(temperature=0.0)
     with pytest.raises(InvalidUsage, match=r"z_loss is 0\.1"):
-        linear_log_probs(hidden, weight, labels, options=LossOptions(z_loss=0.1))
-    with pytest.raises(InvalidUsage, match=r"z_loss is 0\.1"):
         linear_cross_entropy(hidden, weight, labels, weights=Squared(), options=LossOptions(z_loss=0.1))
-    leaf = hidden.requires_grad_()
-    total = linear_log_probs(leaf, weight, labels)[0].sum()
-    with pytest.raises(InvalidUsage, match="create_graph"):
-        torch.autograd.grad(total, leaf, create_graph=True)
