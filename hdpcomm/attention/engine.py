@@ -12,7 +12,7 @@ from hdpcomm.attention.backends.base import Accumulator, Backend, Score
 from hdpcomm.attention.gather import gather_backward, gather_forward, gather_plan
 from hdpcomm.attention.heads import HeadGroup, grouped_layout, head_shares, token_shares
 from hdpcomm.attention.layout import Layout
-from hdpcomm.attention.payload import KeysValues, Latent, Payload
+from hdpcomm.attention.payload import Latent, Payload
 from hdpcomm.attention.ring import ring_backward, ring_forward
 from hdpcomm.attention.routes import Route, ring_plan
 from hdpcomm.attention.tiles import Band
@@ -125,7 +125,7 @@ def _add_sinks(result: Accumulator, sinks: Tensor) -> None:
 
 def _payload(call: Call, kv: _Pair) -> Payload:
     if call.latent is None:
-        return KeysValues(*kv)
+        return Payload(*kv)
     return Latent(*kv, rope_dim=call.latent.rope_dim, v_dim=call.latent.v_dim)
 
 

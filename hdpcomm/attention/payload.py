@@ -7,55 +7,27 @@ the gradients of the rows travel in the same form. Source of the latent: DeepSee
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["KeysValues", "Latent", "Payload"]
+__all__ = ["Latent", "Payload"]
 
 _Pair = tuple[Tensor, Tensor]
 
 
-class Payload(Protocol):
-    """The rows of one rank. All methods are local; ``buffer`` is [rows, width], and None means this rank's own rows."""
+class Payload:
+    """The rows of one rank: K [rows, kv_heads, k_dim] and V [rows, kv_heads, v_dim]; :class:`Latent` travels in another
+    form. All methods are local; ``buffer`` is [rows, width], and None means this rank's own rows.
 
-    rows: int
-    width: int
-    """Values of a row."""
-    kv_heads: int
-    v_dim: int
-    shared: bool
-    """Whether a row serves all heads, so that a choice of heads travels as the whole."""
-    like: Tensor
-    """A tensor of the type and device of the rows."""
-
-    def pack(self, out: Tensor | None = None) -> Tensor:
-        """This rank's own rows, [rows, width], as they travel."""
-
-    def expand(self, buffer: Tensor | None, dtype: torch.dtype) -> _Pair:
-        """K [rows, kv_heads, k_dim] and V [rows, kv_heads, v_dim] in ``dtype``."""
-
-    def new_grads(self, grads: Tensor) -> _Pair:
-        """Where the gradients of K and V are added, for rows whose gradients are ``grads`` [rows, width]."""
-
-    def fold(self, buffer: Tensor | None, pair: _Pair, grads: Tensor, dtype: torch.dtype) -> None:
-        """Adds what was put into ``pair`` (of :meth:`new_grads`) to ``grads``; products are computed in ``dtype``."""
-
-    def split(self, grads: Tensor) -> _Pair:
-        """The gradients of the two tensors that the payload was made of, from those of this rank's own rows."""
-
-    def heads(self, chosen: slice) -> Payload:
-        """These rows with some of the kv heads only."""
-
-    def join(self, parts: Sequence[_Pair]) -> _Pair:
-        """The gradients of :meth:`split` from those of choices of heads that follow each other."""
-
-
-class KeysValues:
-    """K [rows, kv_heads, k_dim] and V [rows, kv_heads, v_dim]."""
+    Attributes:
+        width: values of a row.
+        like: a tensor of the type and device of the rows.
+    """
 
     shared = False
+    """Whether a row serves all heads, so that a choice of heads travels as the whole."""
+    like: Tensor
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self._k, self._v = k, v
@@ -65,6 +37,7 @@ class KeysValues:
         self.width = self._k_width + v.shape[1] * v.shape[2]
 
     def pack(self, out: Tensor | None = None) -> Tensor:
+        """This rank's own rows, [rows, width], as they travel."""
         return torch.cat((self._k.flatten(1), self._v.flatten(1)), dim=1, out=out)
 
     def _views(self, rows: Tensor) -> _Pair:
@@ -74,22 +47,28 @@ class KeysValues:
         )
 
     def expand(self, buffer: Tensor | None, dtype: torch.dtype) -> _Pair:
+        """K [rows, kv_heads, k_dim] and V [rows, kv_heads, v_dim] in ``dtype``."""
         k, v = (self._k, self._v) if buffer is None else self._views(buffer)
         return k.to(dtype), v.to(dtype)
 
     def new_grads(self, grads: Tensor) -> _Pair:
+        """Where the gradients of K and V are added, for rows whose gradients are ``grads`` [rows, width]."""
         return self._views(grads)
 
     def fold(self, buffer: Tensor | None, pair: _Pair, grads: Tensor, dtype: torch.dtype) -> None:
-        """Nothing to do: the pair is a view of ``grads``."""
+        """Adds what was put into ``pair`` (of :meth:`new_grads`) to ``grads``, unless it is a view of them; products
+        are computed in ``dtype``."""
 
     def split(self, grads: Tensor) -> _Pair:
+        """The gradients of the two tensors that the payload was made of, from those of this rank's own rows."""
         return self._views(grads)
 
-    def heads(self, chosen: slice) -> KeysValues:
-        return KeysValues(self._k[:, chosen], self._v[:, chosen])
+    def heads(self, chosen: slice) -> Payload:
+        """These rows with some of the kv heads only."""
+        return Payload(self._k[:, chosen], self._v[:, chosen])
 
     def join(self, parts: Sequence[_Pair]) -> _Pair:
+        """The gradients of :meth:`split` from those of choices of heads that follow each other."""
         dk, dv = zip(*parts, strict=True)
         return (dk[0], dv[0]) if len(parts) == 1 else (torch.cat(dk, dim=1), torch.cat(dv, dim=1))
 
@@ -100,7 +79,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
-class Latent:
+class Latent(Payload):
     """The compressed kv and the shared rope key of MLA, and the weight that expands them.
 
     ``latent``: [rows, 1, rank + rope_dim], ``weight``: [heads, nope_dim + v_dim, rank]. K of a head is its first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,6 @@ from hdpcomm.attention.linear.recurrence import LinearCall, LinearRecurrence
 from hdpcomm.attention.linear.state_plan import state_plan
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.packs import CuSeqlens, Pack, as_pack
-from hdpcomm.attention.tree_layout import TokenLayout
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
@@ -55,34 +55,68 @@ def _spread(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-_Arguments = tuple[Pack, tuple[Tensor, ...], LinearCall]
+def _check_ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None) -> None:
+    tensors = {"x": x, "dt": dt, "b": b, "c": c, "a": a}
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+    if [t.ndim for t in (x, dt, a, b, c)] != [3, 2, 1, 3, 3] or b.shape != c.shape:
+        raise InvalidUsage(
+            "expected x [tokens, heads, head_dim], dt [tokens, heads], a [heads] and b, c [tokens, groups, "
+            f"state_dim]; got {shapes}"
+        )
+    heads = x.shape[1]
+    if 0 in (*x.shape[1:], *b.shape[1:]) or heads % b.shape[1] or dt.shape[1] != heads or a.shape != (heads,):
+        raise InvalidUsage(
+            "dt and a must have the heads of x, which must be a multiple of the groups of b and c, and no "
+            f"dimension may be 0; got {shapes}"
+        )
+    if d is not None and d.shape != (heads,):
+        raise InvalidUsage(f"d must be [heads] = ({heads},); got {tuple(d.shape)}")
+    if not x.dtype == b.dtype == c.dtype:
+        raise InvalidUsage(f"x, b and c must have one type; got {x.dtype}, {b.dtype}, {c.dtype}")
 
 
-def _arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
+def _layer(
+    name: str,
+    tensors: dict[str, Tensor],
     *,
-    pack: Pack,
-    layouts: tuple[TokenLayout, TokenLayout],
     comm: Communicator | None,
-    options: AttentionOptions,
-) -> tuple[_Arguments, str, str]:
-    """(arguments of :class:`LinearRecurrence`, facts, summary) for tensors that were checked."""
-    plan = state_plan(*layouts)
-    chosen = choose_exchange(
-        options.exchange, plan, shape=(q.shape[1], q.shape[2], v.shape[2]), delta=beta is not None,
-        device=q.device.type, costs=options.costs,
-    )  # fmt: skip
-    settings = (
-        f"q {tuple(q.shape[1:])} v {tuple(v.shape[1:])} g {tuple(g.shape[1:])} {q.dtype} {q.device.type} "
-        f"exchange={chosen}"
-    )
-    call = LinearCall(plan, comm, chosen)
-    tensors = (q, k, v, g) if beta is None else (q, k, v, g, beta)
-    return (pack, tensors, call), *summary_of(layouts[0], settings)
+    cu_seqlens: CuSeqlens,
+    options: AttentionOptions | None,
+    check: Callable[[], None],
+    make: Callable[[], tuple[Tensor, ...]],
+) -> Tensor:
+    """The output of a layer called ``name``.
+
+    ``check()`` looks at the shapes of its ``tensors``; ``make()`` gives q, k, v, g and, of delta rules, beta.
+    Collective over ``comm``.
+    """
+    first = next(iter(tensors.values()))
+    careful = careful_of(first, options)
+
+    def prepare() -> tuple[tuple[Pack, tuple[Tensor, ...], LinearCall], str, str]:
+        known = options_of(name, options, *_OPTIONS)
+        check()
+        pack = as_pack(cu_seqlens)
+        layouts = token_layouts(pack, comm)
+        check_linear(tensors, layouts[0], comm)
+        if careful:
+            check_all_finite(tensors)
+        inputs = q, _, v, g, *beta = make()
+        plan = state_plan(*layouts)
+        chosen = choose_exchange(
+            known.exchange, plan, shape=(q.shape[1], q.shape[2], v.shape[2]), delta=bool(beta),
+            device=q.device.type, costs=known.costs,
+        )  # fmt: skip
+        settings = (
+            f"q {tuple(q.shape[1:])} v {tuple(v.shape[1:])} g {tuple(g.shape[1:])} {q.dtype} {q.device.type} "
+            f"exchange={chosen}"
+        )
+        return (pack, inputs, LinearCall(plan, comm, chosen)), *summary_of(layouts[0], settings)
+
+    out = _recur(*agree_on_call(comm, name, careful=careful, device=first.device, prepare=prepare))
+    if careful:
+        agree_on_result(comm, name, device=first.device, error=check_states(out))
+    return out
 
 
 def _recur(pack: Pack, tensors: tuple[Tensor, ...], call: LinearCall) -> Tensor:
@@ -137,27 +171,15 @@ def delta_rule(
     Raises: InvalidUsage for bad arguments and states that overflow, Mismatch where ranks disagree, and what the
     communicator raises. Sources: arXiv 2412.06464 (gated delta rule), 2510.26692 (KDA).
     """
-    careful = careful_of(q, options)
-    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-
-    def prepare() -> tuple[_Arguments, str, str]:
-        known = options_of("delta_rule", options, *_OPTIONS)
-        _check_delta(q, k, v, g, beta)
-        pack = as_pack(cu_seqlens)
-        layouts = token_layouts(pack, comm)
-        check_linear(tensors, layouts[0], comm)
-        if careful:
-            check_all_finite(tensors)
-        heads = v.shape[1]
-        return _arguments(
-            _spread(q, heads), _spread(k, heads), v, g, beta, pack=pack, layouts=layouts, comm=comm, options=known
-        )
-
-    arguments = agree_on_call(comm, "delta_rule", careful=careful, device=q.device, prepare=prepare)
-    out = _recur(*arguments)
-    if careful:
-        agree_on_result(comm, "delta_rule", device=q.device, error=check_states(out))
-    return out
+    return _layer(
+        "delta_rule",
+        {"q": q, "k": k, "v": v, "g": g, "beta": beta},
+        comm=comm,
+        cu_seqlens=cu_seqlens,
+        options=options,
+        check=lambda: _check_delta(q, k, v, g, beta),
+        make=lambda: (_spread(q, v.shape[1]), _spread(k, v.shape[1]), v, g, beta),
+    )
 
 
 @untraced
@@ -186,43 +208,21 @@ def ssd(
     Returns [T_local, heads, head_dim] in the type of ``x``. Collective over ``comm``. Source: arXiv 2405.21060 section
     6.
     """
-    careful = careful_of(x, options)
-    tensors = {"x": x, "dt": dt, "b": b, "c": c}
 
-    def prepare() -> tuple[_Arguments, str, str]:
-        known = options_of("ssd", options, *_OPTIONS)
-        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in {**tensors, "a": a}.items())
-        if [t.ndim for t in (x, dt, a, b, c)] != [3, 2, 1, 3, 3] or b.shape != c.shape:
-            raise InvalidUsage(
-                "expected x [tokens, heads, head_dim], dt [tokens, heads], a [heads] and b, c [tokens, groups, "
-                f"state_dim]; got {shapes}"
-            )
-        heads = x.shape[1]
-        if 0 in (*x.shape[1:], *b.shape[1:]) or heads % b.shape[1] or dt.shape[1] != heads or a.shape != (heads,):
-            raise InvalidUsage(
-                "dt and a must have the heads of x, which must be a multiple of the groups of b and c, and no "
-                f"dimension may be 0; got {shapes}"
-            )
-        if d is not None and d.shape != (heads,):
-            raise InvalidUsage(f"d must be [heads] = ({heads},); got {tuple(d.shape)}")
-        if not x.dtype == b.dtype == c.dtype:
-            raise InvalidUsage(f"x, b and c must have one type; got {x.dtype}, {b.dtype}, {c.dtype}")
-        pack = as_pack(cu_seqlens)
-        layouts = token_layouts(pack, comm)
-        check_linear(tensors, layouts[0], comm)
-        if careful:
-            check_all_finite(tensors)
-        wide = torch.promote_types(x.dtype, torch.float32)
+    def make() -> tuple[Tensor, ...]:
+        wide, heads = torch.promote_types(x.dtype, torch.float32), x.shape[1]
         values = x.to(wide) * dt.to(wide)[..., None]
-        return _arguments(
-            _spread(c, heads), _spread(b, heads), values, dt.to(wide) * a.to(wide), None,
-            pack=pack, layouts=layouts, comm=comm, options=known,
-        )  # fmt: skip
+        return _spread(c, heads), _spread(b, heads), values, dt.to(wide) * a.to(wide)
 
-    arguments = agree_on_call(comm, "ssd", careful=careful, device=x.device, prepare=prepare)
-    out = _recur(*arguments)
-    if careful:
-        agree_on_result(comm, "ssd", device=x.device, error=check_states(out))
+    out = _layer(
+        "ssd",
+        {"x": x, "dt": dt, "b": b, "c": c},
+        comm=comm,
+        cu_seqlens=cu_seqlens,
+        options=options,
+        check=lambda: _check_ssd(x, dt, a, b, c, d),
+        make=make,
+    )
     if d is not None:
         out = out + x.to(out.dtype) * d[:, None].to(out.dtype)
     return out.to(x.dtype)

@@ -18,7 +18,7 @@ where several runs follow one. Bytes depend on heads and dimensions, never on th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,37 +28,16 @@ from hdpcomm.attention.variants import AttentionCosts
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
+    from hdpcomm.attention.linear.recurrence import Group
     from hdpcomm.comm import Communicator
 
-__all__ = ["EXCHANGES", "Pass", "apply_map", "choose_exchange", "num_groups", "travel"]
+__all__ = ["EXCHANGES", "Map", "apply_map", "choose_exchange", "num_groups", "travel"]
 
 EXCHANGES = ("auto", "gather", "scan", "pipeline")
 _MAX_GROUPS = 8
 """Most groups of heads of a pipeline."""
 
 Map = tuple[Tensor, Tensor]
-
-
-class Pass(Protocol):
-    """This rank's parts for some heads, in one direction. States are [count, heads, dk, dv]."""
-
-    transition_shape: tuple[int, int]
-    """(dk, dk), or (1, 1) or (dk, 1) for a factor of rows."""
-
-    def zeros(self, count: int) -> Tensor:
-        """So many states."""
-
-    def prepare(self, place: int) -> None:
-        """Does what needs no state; may be left out."""
-
-    def run(self, place: int, state: Tensor) -> Tensor:
-        """Takes a part's runs from ``state``; returns the states after them."""
-
-    def finish(self, place: int) -> None:
-        """Does what remains after :meth:`run`, and frees what the part needed."""
-
-    def summary(self, place: int, count: int) -> Map:
-        """(transition, bias) of the ``count`` runs of a part; does not need their initial states."""
 
 
 def apply_map(affine_map: Map, state: Tensor) -> Tensor:
@@ -70,7 +49,7 @@ def apply_map(affine_map: Map, state: Tensor) -> Tensor:
 
 
 def travel(
-    passes: Sequence[Pass], comm: Communicator | None, exchange: str, plan: StatePlan, *, backward: bool
+    passes: Sequence[Group], comm: Communicator | None, exchange: str, plan: StatePlan, *, backward: bool
 ) -> None:
     """Runs every part of ``passes`` (groups of heads; one where maps are exchanged) from its initial states.
 
@@ -86,15 +65,15 @@ def travel(
         _gather(comm, passes[0], plan, backward)
 
 
-def _initial(group: Pass, part: Part, slots: Tensor) -> Tensor:
+def _initial(group: Group, part: Part, slots: Tensor) -> Tensor:
     return part.before.add(group.zeros(part.count), slots)
 
 
 def _relay(
     comm: Communicator | None,
-    passes: Sequence[Pass],
+    passes: Sequence[Group],
     plan: StatePlan,
-    hop: Callable[[Pass, Part, Tensor], Tensor | None],
+    hop: Callable[[Group, Part, Tensor], Tensor | None],
     backward: bool,
     *,
     whole: bool = False,
@@ -135,13 +114,13 @@ def _needs_map(part: Part) -> bool:
     return bool(len(part.before) and len(part.after))
 
 
-def _scan(comm: Communicator, group: Pass, plan: StatePlan, backward: bool) -> None:
+def _scan(comm: Communicator, group: Group, plan: StatePlan, backward: bool) -> None:
     """Sums up all parts between others at once, then passes states on at the price of one product each."""
     parts = [stage.part for stage in plan.route(comm.rank, backward=backward) if stage.part is not None]
     maps = {part.place: group.summary(part.place, part.count) for part in parts if _needs_map(part)}
     initial: dict[int, Tensor] = {}
 
-    def hop(group: Pass, part: Part, state: Tensor) -> Tensor | None:
+    def hop(group: Group, part: Part, state: Tensor) -> Tensor | None:
         if not len(part.before):
             return group.run(part.place, state)
         initial[part.place] = state
@@ -154,7 +133,7 @@ def _scan(comm: Communicator, group: Pass, plan: StatePlan, backward: bool) -> N
         group.finish(part.place)
 
 
-def _gather(comm: Communicator, group: Pass, plan: StatePlan, backward: bool) -> None:
+def _gather(comm: Communicator, group: Group, plan: StatePlan, backward: bool) -> None:
     """Brings the maps of all parts that others follow to all ranks; each folds those before its own."""
     stages, rank = plan.stages(backward=backward), comm.rank
     rows: dict[tuple[int, int], slice] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ from hdpcomm.kernels.derivatives import without_second_derivative
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["LinearCall", "LinearRecurrence"]
+__all__ = ["Group", "LinearCall", "LinearRecurrence"]
 
 _CACHE_BYTES = 16 << 20
 """Keys and values of heads that are computed together on a CPU; larger temporary tensors are slower."""
@@ -65,11 +66,11 @@ def _parts_of(plan: StatePlan, rank: int, dk: int) -> tuple[_Runs, ...]:
     return tuple(forest if runs is None else chunked(*runs, dk) for runs in plan.runs[rank])
 
 
-class _Group:
-    """The parts of a rank for some heads; a part's scan lives from :meth:`prepare` to :meth:`finish`.
+class Group(ABC):
+    """The parts of a rank for some heads, in one direction; a part's scan lives from :meth:`prepare` to :meth:`finish`.
 
-    ``states[i]``: the initial states of part i in the forward; ``transitions[i]``: of the maps that
-    the forward summed up.
+    States are [count, heads, dk, dv]. ``states[i]``: the initial states of part i in the forward; ``transitions[i]``:
+    of the maps that the forward summed up.
     """
 
     def __init__(self, parts: tuple[_Runs, ...], inputs: Inputs) -> None:
@@ -77,6 +78,7 @@ class _Group:
         self._scans: dict[int, Scan | ForestScan] = {}
         dk = inputs.q.shape[2]
         self.transition_shape = (dk, dk) if inputs.beta is not None else (1 if inputs.g.ndim == 2 else dk, 1)
+        """Of a matrix, or of a factor of rows."""
         self.initial: Tensor | None = None
         """The states that this direction starts with in a slice; [states of the rank, heads, dk, dv]."""
         self.final: Tensor | None = None
@@ -87,6 +89,7 @@ class _Group:
         self.transitions: list[Tensor | None] = [None] * len(parts)
 
     def zeros(self, count: int) -> Tensor:
+        """So many states."""
         shape = self._inputs.state_shape(count)
         return torch.zeros(shape, dtype=self._inputs.dtype, device=self._inputs.q.device)
 
@@ -95,78 +98,87 @@ class _Group:
         return Scan(runs, self._inputs) if isinstance(runs, Runs) else ForestScan(runs, self._inputs)
 
     def _carriers(self, place: int) -> Scan:
+        self.prepare(place)
         scan = self._scans[place]
         assert not isinstance(scan, ForestScan)  # nothing follows a forest, so that nobody needs its maps
         return scan
 
+    def prepare(self, place: int) -> None:
+        """Does what needs no state; may be left out."""
+        if place not in self._scans:
+            self._scans[place] = self._make(place)
 
-class _Forward(_Group):
+    def run(self, place: int, state: Tensor) -> Tensor:
+        """Takes a part's runs from ``state``; returns the states after them."""
+        self.prepare(place)
+        if place == self.ends[0] and self.initial is not None:
+            state = self.initial
+        after = self._run(place, state)
+        if place == self.ends[1]:
+            self.final = after
+        return after
+
+    @abstractmethod
+    def _run(self, place: int, state: Tensor) -> Tensor:
+        """:meth:`run` of a part that is prepared."""
+
+    @abstractmethod
+    def finish(self, place: int) -> None:
+        """Does what remains after :meth:`run`, and frees what the part needed."""
+
+    @abstractmethod
+    def summary(self, place: int, count: int) -> Map:
+        """(transition, bias) of the ``count`` runs of a part; does not need their initial states."""
+
+
+class _Forward(Group):
     def __init__(self, parts: tuple[_Runs, ...], inputs: Inputs, out: Tensor) -> None:
         """``out``: receives the output of these heads."""
         super().__init__(parts, inputs)
         self._out = out
 
-    def prepare(self, place: int) -> None:
-        if place not in self._scans:
-            self._scans[place] = self._make(place)
-
-    def run(self, place: int, state: Tensor) -> Tensor:
-        self.prepare(place)
-        if place == self.ends[0] and self.initial is not None:
-            state = self.initial
+    def _run(self, place: int, state: Tensor) -> Tensor:
         self.states[place] = state
-        after = self._scans[place].run(state)
-        if place == self.ends[1]:
-            self.final = after
-        return after
+        return self._scans[place].run(state)
 
     def finish(self, place: int) -> None:
         self._scans.pop(place).output(self._out)
 
     def summary(self, place: int, count: int) -> Map:
-        self.prepare(place)
         carrier_map = self._carriers(place).summary(self.zeros(count))
         self.transitions[place] = carrier_map[0].contiguous()
         return carrier_map
 
 
-class _Backward(_Group):
+class _Backward(Group):
     def __init__(self, parts: tuple[_Runs, ...], inputs: Inputs, dout: Tensor, grads: Inputs) -> None:
         """``dout``: the gradient of the output of these heads; ``grads``: receives those of the inputs."""
         super().__init__(parts, inputs)
         self._dout, self._grads = dout, grads
 
-    def prepare(self, place: int) -> None:
-        if place not in self._scans:
-            scan, state = self._make(place), self.states[place]
-            assert state is not None
-            scan.run(state)
-            scan.take_grad(self._dout)
-            self._scans[place] = scan
+    def _make(self, place: int) -> Scan | ForestScan:
+        scan, state = super()._make(place), self.states[place]
+        assert state is not None
+        scan.run(state)
+        scan.take_grad(self._dout)
+        return scan
 
-    def run(self, place: int, state: Tensor) -> Tensor:
-        self.prepare(place)
-        if place == self.ends[0] and self.initial is not None:
-            state = self.initial
-        before = self._scans[place].run_backward(state)
-        if place == self.ends[1]:
-            self.final = before
-        return before
+    def _run(self, place: int, state: Tensor) -> Tensor:
+        return self._scans[place].run_backward(state)
 
     def finish(self, place: int) -> None:
         self._scans.pop(place).gradients(self._grads)
 
     def summary(self, place: int, count: int) -> Map:
-        self.prepare(place)
-        transition = self.transitions[place]
+        scan, transition = self._carriers(place), self.transitions[place]
         assert transition is not None
         if transition.shape[-1] > 1:
             transition = transition.mT
-        return transition, self._carriers(place).backward_bias(self.zeros(count))
+        return transition, scan.backward_bias(self.zeros(count))
 
 
 def _start(
-    passes: Sequence[_Group], heads: Sequence[slice], initial: Tensor | None, ends: tuple[int | None, int | None]
+    passes: Sequence[Group], heads: Sequence[slice], initial: Tensor | None, ends: tuple[int | None, int | None]
 ) -> None:
     """Sets what each group starts with in a slice, and the parts that stand for that and for what it ends with."""
     if initial is not None:
@@ -174,7 +186,7 @@ def _start(
             group.initial, group.ends = initial[:, chosen].contiguous(), ends
 
 
-def _ended(passes: Sequence[_Group], initial: Tensor | None) -> Tensor | None:
+def _ended(passes: Sequence[Group], initial: Tensor | None) -> Tensor | None:
     """Final states of the groups, [states of the rank, ...]; None of whole sequences."""
     if initial is None:
         return None
