@@ -12,18 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hdpcomm.data.records import block_starts, text_files
 from hdpcomm.data.sampler import BatchSampler
-from hdpcomm.data.text import block_starts, text_files
 from hdpcomm.data.token_store import TokenStore
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["IGNORE", "BatchReader", "Corpus", "CorpusSummary", "TextPieces", "corpus_of", "standard_library"]
+__all__ = [
+    "IGNORE", "BatchReader", "Corpus", "CorpusSummary", "TextPieces", "corpus_of", "labelled", "standard_library",
+]  # fmt: skip
 
 Index = npt.NDArray[np.int64]
 IGNORE = -100
@@ -171,15 +174,10 @@ class Corpus:
         source, document, first, length = self._place(sequence)
         if not 0 <= start <= stop <= length:
             raise InvalidUsage(f"tokens {start} to {stop} were asked for; sequence {sequence} has {length}")
-        end = min(stop + 1, length)
-        read = torch.from_numpy(source.tokens(document, first + start, end - start))
-        labels = torch.full((stop - start,), IGNORE, dtype=torch.int64)
-        if end > start + 1:
-            labels[: end - start - 1] = read[1:]
-            if self._masked.size and self._masked[self.sequences[sequence, 0]]:
-                counted = torch.from_numpy(source.counted(document, first + start + 1, end - start - 1))
-                labels[: end - start - 1][~counted] = IGNORE
-        return read[: stop - start], labels
+        first, count = first + start, min(stop + 1, length) - start
+        masked = self._masked.size and self._masked[self.sequences[sequence, 0]]
+        counted = source.counted(document, first, count) if masked else None
+        return labelled(source.tokens(document, first, count), counted, stop - start)
 
     def place_of(self, sequence: int) -> str:
         """Where one sequence is, for messages. Local. Raises: InvalidUsage: no such sequence."""
@@ -277,6 +275,22 @@ class BatchReader:
         return self.corpus.part(self.ids[place], start, stop)
 
 
+def labelled(following: npt.NDArray[Any], counted: npt.NDArray[np.bool_] | None, length: int) -> tuple[Tensor, Tensor]:
+    """(tokens, labels) ``[length]`` int64 of a part of a sequence.
+
+    Args:
+        following: its tokens and, unless the sequence ends with it, the next one.
+        counted: which of these count for the loss; ``None``: all.
+    """
+    read = torch.from_numpy(following.astype(np.int64))
+    labels = torch.full((length,), IGNORE, dtype=torch.int64)
+    if len(read) > 1:
+        labels[: len(read) - 1] = read[1:]
+        if counted is not None:
+            labels[: len(read) - 1][~torch.from_numpy(counted[1:].astype(np.bool_))] = IGNORE
+    return read[:length], labels
+
+
 def corpus_of(name: str, sources: Sequence[TextPieces | TokenStore], *, context: int) -> Corpus:
     """A corpus of these sources, cut into sequences of at most ``context`` tokens. Local.
 
@@ -313,7 +327,7 @@ def corpus_of(name: str, sources: Sequence[TextPieces | TokenStore], *, context:
 
 
 def standard_library(*, context: int, whole_every: int = 0) -> Corpus:
-    """The blocks of the running Python's standard library (:func:`hdpcomm.data.text.block_starts`), a document each:
+    """The blocks of the running Python's standard library (:func:`hdpcomm.data.records.block_starts`), a document each:
     hundreds of short ones, parts of functions, for each long one, mostly tables.
 
     Args:

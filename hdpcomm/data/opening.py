@@ -15,7 +15,16 @@ from hdpcomm.data.agree import on_rank_0, raise_together
 from hdpcomm.data.build import build_store, cache_folder, open_published, store_key
 from hdpcomm.data.corpus import Corpus, TextPieces, corpus_of
 from hdpcomm.data.encoders import ByteEncoder, Encoder
-from hdpcomm.data.records import Fields, Unit, input_files, is_text, units_of
+from hdpcomm.data.records import (
+    Fields,
+    Unit,
+    check_paths,
+    describe_units,
+    input_files,
+    is_text,
+    units_from,
+    units_of,
+)
 from hdpcomm.data.token_store import TokenStore, is_store, open_store
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
@@ -26,10 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["build_data", "is_indexed", "open_corpus"]
 
 Progress = Callable[[int, int], None]
-
-
-def _listed(paths: Any) -> Sequence[Any]:
-    return paths if isinstance(paths, Sequence) else (None,)
 
 
 def open_corpus(
@@ -73,10 +78,7 @@ def open_corpus(
         0
     """
     check_whole("open_corpus()", "context", context, least=1)
-    if isinstance(paths, (str, Path)) or not all(isinstance(each, (str, Path)) for each in _listed(paths)):
-        raise InvalidUsage(f"paths is {paths!r}; give a list of paths")
-    if not paths:
-        raise InvalidUsage("no path was given; name at least one text file, JSONL file or folder")
+    check_paths(paths)
     if weights and len(weights) != len(paths):
         raise InvalidUsage(f"{len(weights)} weights were given for {len(paths)} paths; give one for each, or none")
     for weight in weights:
@@ -123,11 +125,10 @@ def build_data(
     def look() -> str:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InvalidUsage(f"{out} is there already; give another folder, or delete it")
-        if not paths:
-            raise InvalidUsage("no path was given; name at least one text file, JSONL file or folder")
-        return json.dumps(_described(_units([file for path in paths for file in input_files(Path(path))])))
+        check_paths(paths)
+        return json.dumps(describe_units(_units([file for path in paths for file in input_files(Path(path))])))
 
-    units = _undescribed(json.loads(on_rank_0(comm, look)))
+    units = units_from(json.loads(on_rank_0(comm, look)))
     store = build_store(units, encoder, out, comm=comm, fields=fields, on_progress=on_progress)
     _refuse_empty(store, ", ".join(map(str, paths)))
     return store
@@ -172,7 +173,7 @@ def _look_at(path: Path, encoder: Encoder, fields: Fields, cache: Path) -> _Foun
             return _Found("store", str(path), store=str(kept))
         except InvalidUsage as error:
             LOG.warning(f"{error}; it is built again now")
-    return _Found("build", str(path), store=str(kept), units=tuple(_described(_units(files))))
+    return _Found("build", str(path), store=str(kept), units=tuple(describe_units(_units(files))))
 
 
 def _open(
@@ -184,7 +185,7 @@ def _open(
         return TextPieces(files, np.array(pieces, dtype=np.int64).reshape(-1, 3))
     if found["kind"] == "build":
         store: TokenStore | None = build_store(
-            _undescribed(found["units"]),
+            units_from(found["units"]),
             encoder,
             Path(found["store"]),
             comm=comm,
@@ -213,11 +214,3 @@ def _refuse_empty(store: TokenStore, name: str) -> None:
 
 def _units(files: Sequence[Path]) -> list[Unit]:
     return [unit for file in files for unit in units_of(file)]
-
-
-def _described(units: Sequence[Unit]) -> list[list[Any]]:
-    return [[unit.kind, str(unit.path), unit.start, unit.stop, unit.size] for unit in units]
-
-
-def _undescribed(rows: Sequence[Sequence[Any]]) -> list[Unit]:
-    return [Unit(kind, Path(path), start, stop, size) for kind, path, start, stop, size in rows]

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from hdpcomm.data.corpus import IGNORE
+from hdpcomm.data.corpus import labelled
 from hdpcomm.data.loader.stream import DocumentStream
 from hdpcomm.data.records import records
 from hdpcomm.data.token_store import token_dtype
@@ -41,14 +40,7 @@ class SequencePart(NamedTuple):
 
     def labelled(self, length: int) -> tuple[Tensor, Tensor]:
         """(tokens, labels) ``[length]`` int64; ``length`` is stop - start."""
-        read = torch.from_numpy(self.tokens.astype(np.int64))
-        labels = torch.full((length,), IGNORE, dtype=torch.int64)
-        following = len(read) - 1
-        if following > 0:
-            labels[:following] = read[1:]
-            if self.counted is not None:
-                labels[:following][~torch.from_numpy(self.counted[1:].astype(np.bool_))] = IGNORE
-        return read[:length], labels
+        return labelled(self.tokens, self.counted, length)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,6 @@ from hdpcomm.data.loader.block import SequencePart, make_block
 from hdpcomm.data.loader.order import BlockPlace, LoadedBatch, SequencePlace, StreamSampler
 from hdpcomm.data.loader.spool import Spool, SpooledBlock
 from hdpcomm.data.loader.stream import DocumentStream
-from hdpcomm.data.loader.threads import DaemonThreads
 from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage
 from hdpcomm.log import LOG
 
@@ -31,6 +31,8 @@ _POLL_S = 0.005
 _TAKE_OVER_S = 5.0  # after which a rank makes the block of another rank, which may have died
 _CLOSE_S = 10.0  # that close() waits for the documents that are being read
 _KEPT_BYTES = 1 << 30  # of blocks that were used, for the next epoch
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class PartOf(NamedTuple):
@@ -202,3 +204,67 @@ class ThreadServers:
             time.sleep(_POLL_S)
         with self._guard:
             return self._open.setdefault(place.block, found)
+
+
+class DaemonThreads:
+    """A pool of threads. Python waits for those of a ``ThreadPoolExecutor`` before a process ends, for ever if a
+    tokenizer or a file system is stuck; for these it does not.
+
+    Args:
+        count: threads, which are started with the first calls.
+        name: of each, with its number behind it.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count, self._name = count, name
+        self._guard = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._closed = False
+
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """The result of ``call(*args, **kwargs)``, made by the next free thread; cancelled if the pool is closed."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if self._closed:
+                future.cancel()
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(call(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._guard:
+            if self._closed:
+                future.cancel()
+                return future
+            self._calls.put(run)
+            if len(self._threads) < self._count:
+                name = f"{self._name}-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+                self._threads[-1].start()
+        return future
+
+    def close(self, timeout_s: float) -> bool:
+        """Cancels the calls that no thread has begun and waits for the others.
+
+        Args:
+            timeout_s: longest wait.
+
+        Returns: whether all threads have ended.
+        """
+        with self._guard:
+            if not self._closed:
+                self._closed = True
+                for _ in self._threads:
+                    self._calls.put(None)
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (run := self._calls.get()) is not None:
+            run()

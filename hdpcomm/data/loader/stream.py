@@ -13,7 +13,7 @@ from hdpcomm.arguments import check_whole
 from hdpcomm.data.agree import on_rank_0
 from hdpcomm.data.corpus import CorpusSummary
 from hdpcomm.data.encoders import ByteEncoder, Encoder
-from hdpcomm.data.records import Fields, Unit, input_files, units_of
+from hdpcomm.data.records import Fields, Unit, check_paths, describe_units, input_files, units_from, units_of
 from hdpcomm.data.token_store import is_store
 from hdpcomm.errors import InvalidUsage
 
@@ -139,19 +139,12 @@ def open_stream(
     check_whole("open_stream()", "context", context, least=1)
     check_whole("open_stream()", "block_bytes", block_bytes, least=1)
     check_whole("open_stream()", "shuffled", shuffled, least=1)
-    if isinstance(paths, (str, Path)) or not all(isinstance(each, (str, Path)) for each in paths):
-        raise InvalidUsage(f"paths is {paths!r}; give a list of paths")
-    if not paths:
-        raise InvalidUsage("no path was given; name at least one text file, JSONL file or folder")
+    check_paths(paths)
     found = json.loads(on_rank_0(comm, lambda: json.dumps(_look([Path(path) for path in paths], block_bytes))))
-    blocks = tuple(
-        tuple(Unit(kind, Path(path), start, stop, size) for kind, path, start, stop, size in block)
-        for block in found["blocks"]
-    )
     return DocumentStream(
         name=", ".join(map(str, paths)),
         context=context,
-        blocks=blocks,
+        blocks=tuple(tuple(units_from(block)) for block in found["blocks"]),
         files={path: (size, changed) for path, (size, changed) in found["files"].items()},
         fields=Fields(text_field, messages_field),
         shuffled=shuffled,
@@ -172,11 +165,7 @@ def _look(paths: Sequence[Path], block_bytes: int) -> dict[str, Any]:
             status = file.absolute().stat()
             files[str(file.absolute())] = status.st_size, status.st_mtime_ns
             units += [part for unit in units_of(file.absolute()) for part in _parts(unit, block_bytes)]
-    blocks = [
-        [[unit.kind, str(unit.path), unit.start, unit.stop, unit.size] for unit in block]
-        for block in _grouped(units, block_bytes)
-    ]
-    return {"blocks": blocks, "files": files}
+    return {"blocks": [describe_units(block) for block in _grouped(units, block_bytes)], "files": files}
 
 
 def _parts(unit: Unit, block_bytes: int) -> Iterator[Unit]:

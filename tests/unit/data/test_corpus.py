@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hdpcomm.data import open_corpus, standard_library
-from hdpcomm.data.text import looks_like_text
+from hdpcomm.data.records import looks_like_text
 from hdpcomm.errors import InvalidUsage
 
 

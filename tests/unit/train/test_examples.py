@@ -12,7 +12,7 @@ MODULES = {
     "hdpcomm.data.fold": 1,
     "hdpcomm.data.opening": 1,
     "hdpcomm.data.sampler": 1,
-    "hdpcomm.data.text": 1,
+    "hdpcomm.data.records": 1,
     "hdpcomm.plan.tree": 2,
     "hdpcomm.models.adapt": 1,
     "hdpcomm.comm.mesh": 1,
