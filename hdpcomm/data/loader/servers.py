@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from hdpcomm.log import LOG
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["PartOf", "ThreadServers"]
+__all__ = ["ThreadServers"]
 
 _POLL_S = 0.005
 _TAKE_OVER_S = 5.0  # after which a rank makes the block of another rank, which may have died
@@ -33,14 +33,6 @@ _CLOSE_S = 10.0  # that close() waits for the documents that are being read
 _KEPT_BYTES = 1 << 30  # of blocks that were used, for the next epoch
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class PartOf(NamedTuple):
-    """Tokens ``start`` to ``stop`` of a sequence."""
-
-    sequence: SequencePlace
-    start: int
-    stop: int
 
 
 class ThreadServers:
@@ -107,9 +99,9 @@ class ThreadServers:
         self._live = self._sampler.live()
         return batch
 
-    def read(self, parts: Sequence[PartOf]) -> list[SequencePart]:
-        """These parts, in this order."""
-        return [self._block(each.sequence.at).part(each.sequence.number, each.start, each.stop) for each in parts]
+    def read(self, sequence: SequencePlace, start: int, stop: int) -> SequencePart:
+        """Tokens ``start`` to ``stop`` of a sequence."""
+        return self._block(sequence.at).part(sequence.number, start, stop)
 
     def used(self, batches: Sequence[LoadedBatch]) -> None:
         """Told after each step which batches may still be read."""

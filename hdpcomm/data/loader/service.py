@@ -18,7 +18,7 @@ from hdpcomm.arguments import check_number, check_type, check_whole
 from hdpcomm.data.build import cache_folder
 from hdpcomm.data.loader.block import SequencePart
 from hdpcomm.data.loader.order import START, LoadedBatch
-from hdpcomm.data.loader.servers import PartOf, ThreadServers
+from hdpcomm.data.loader.servers import ThreadServers
 from hdpcomm.data.loader.stream import DocumentStream
 from hdpcomm.errors import Aborted, CommTimeout, InvalidUsage
 
@@ -107,7 +107,7 @@ class LoaderService:
         self._failure: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self._parts: dict[tuple[int, str], dict[Part, _Prefetched]] = {}
+        self._parts: dict[tuple[int, str], dict[Part, Future[SequencePart]]] = {}
         self._wait_s, self._bytes = 0.0, 0
         self._spans: dict[int, tuple[float, float]] = {}
         options: dict[str, Any] = {"tokens": tokens, "seed": seed, "shuffled": stream.shuffled, "state": self._start}
@@ -167,9 +167,7 @@ class LoaderService:
             new = [part for part in dict.fromkeys(parts) if part not in ahead]
             if self._closed or not new:
                 return
-            asked = [PartOf(batch.sequences[place], start, stop) for place, start, stop in new]
-            found = self._reader.submit(self._read, asked)
-            ahead.update({part: _Prefetched(found, number) for number, part in enumerate(new)})
+            ahead.update({part: self._reader.submit(self._read, batch, part) for part in new})
 
     def done(self, steps: int) -> None:
         """So many steps have been trained: nothing of those before will be asked for. All ranks have come as far as the
@@ -258,11 +256,12 @@ class LoaderService:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _read(self, parts: Sequence[PartOf]) -> list[SequencePart]:
-        found = self._servers.read(parts)
+    def _read(self, batch: LoadedBatch, part: Part) -> SequencePart:
+        place, start, stop = part
+        read = self._servers.read(batch.sequences[place], start, stop)
         with self._changed:
-            self._bytes += sum(part.nbytes for part in found)
-        return found
+            self._bytes += read.nbytes
+        return read
 
     def _part(self, batch: LoadedBatch, tag: str, part: Part) -> SequencePart:
         """A part, read ahead or now; counts the time."""
@@ -270,23 +269,16 @@ class LoaderService:
         ahead = self._parts.get((batch.step, tag), {}).get(part)
         if ahead is not None:
             try:
-                found = ahead.found.result(self._deadline_s)[ahead.number]
+                found = ahead.result(self._deadline_s)
             except FutureTimeout:
                 raise CommTimeout(
                     f"rank {self._rank}: the tokens of step {batch.step} did not come within {self._deadline_s:g} s; "
                     "look at the folder of --data-cache and the network"
                 ) from None
         else:
-            place, start, stop = part
-            (found,) = self._read([PartOf(batch.sequences[place], start, stop)])
+            found = self._read(batch, part)
         self._wait_s += time.perf_counter() - begun
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefetched:
-    found: Future[list[SequencePart]]
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
