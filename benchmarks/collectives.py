@@ -350,7 +350,7 @@ def machine() -> dict[str, Any]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
-    parser.add_argument("--ops", nargs="+", default=list(OPS), choices=sorted(set(OPERATIONS) - {"subset", "mixed"}))
+    parser.add_argument("--ops", nargs="+", default=list(OPS), choices=sorted(set(OPERATIONS) - {"subset"}))
     parser.add_argument("--sizes", default=SIZES, help="bytes, separated by commas (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="the libraries take turns (default %(default)s)")
     parser.add_argument(

@@ -16,7 +16,6 @@ from typing import Any
 
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.perf.config import PerfConfig
-from hdpcomm.perf.ops.mixed import windows
 from hdpcomm.perf.ops.subset import members
 from hdpcomm.perf.runner import Point
 
@@ -98,7 +97,6 @@ def spec_of(config: PerfConfig, rows: Sequence[Point], ranks: int) -> dict[str, 
     size = len(rows[0].ranks) if rows else ranks
     return {
         "members": [list(members(k, size)) for k in range(config.iters)] if config.op == "subset" else [],
-        "subsets": [list(s) for s in (config.subsets or windows(ranks))] if config.op == "mixed" else [],
         "rows": [
             {
                 "op": config.op,

@@ -24,7 +24,7 @@ WORLD = MPI.COMM_WORLD
 NUMPY = {"float": "float32", "double": "float64", "half": "uint16", "bfloat16": "uint16"}  # 16 bits are only moved
 REDOPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 REDUCING = ("all_reduce", "reduce_scatter", "reduce", "subset")
-NO_IN_PLACE = ("alltoall", "alltoallv", "sendrecv", "ring", "mixed")
+NO_IN_PLACE = ("alltoall", "alltoallv", "sendrecv", "ring")
 
 
 def array(count: int, kind: Any, value: int) -> Any:
@@ -120,19 +120,6 @@ def call_of(op: str, comm: Any, row: dict[str, Any], in_place: bool) -> Callable
     return rotate
 
 
-def mixed(spec: dict[str, Any], row: dict[str, Any], made: list[Any]) -> Callable[[], Any]:
-    """An all-gather on each of the overlapping subsets at once."""
-    kind = np.dtype(NUMPY.get(row["type"], row["type"]))
-    if not made:
-        made += [subset(WORLD, ranks, tag) for tag, ranks in enumerate(spec["subsets"])]
-    buffers = []
-    for comm in made:
-        if comm is not None:
-            part = max(row["total"] // comm.size, 1 if row["total"] else 0)
-            buffers.append((comm, array(part, kind, 1), array(part * comm.size, kind, 0)))
-    return lambda: MPI.Request.Waitall([comm.Iallgather(x, out) for comm, x, out in buffers])
-
-
 def timed(call: Callable[[], Any], row: dict[str, Any]) -> float:
     """Microseconds of a call."""
     for _ in range(row["warmup"]):
@@ -172,7 +159,7 @@ def subset_times(comm: Any, spec: dict[str, Any], row: dict[str, Any], keep: boo
     return total / max(number, 1) * 1e6, float(np.median(making)) * 1e6 if making else 0.0
 
 
-def measure(spec: dict[str, Any], row: dict[str, Any], comm: Any, made: list[Any]) -> dict[str, Any]:
+def measure(spec: dict[str, Any], row: dict[str, Any], comm: Any) -> dict[str, Any]:
     """The times of a row on this rank; ``None``: not measured."""
     op = row["op"]
     result: dict[str, Any] = {"out_of_place": None, "in_place": None, "create": None}
@@ -185,8 +172,6 @@ def measure(spec: dict[str, Any], row: dict[str, Any], comm: Any, made: list[Any
         elif op == "subset":
             result[side], create = subset_times(comm, spec, row, in_place)
             result["create"] = result["create"] if in_place else create
-        elif op == "mixed":
-            result[side] = timed(mixed(spec, row, made), row)
         else:
             calls = max(1, comm.size - 1) if op == "ring" else 1
             result[side] = timed(call_of(op, comm, row, in_place), row) / calls
@@ -212,13 +197,12 @@ def main() -> None:
 
     print_record({"library": MPI.Get_library_version().split("\n")[0].split(",")[0].strip()})
     comms: dict[tuple[int, ...], Any] = {}
-    made: list[Any] = []
     for index, row in enumerate(spec["rows"]):
         ranks = tuple(row["ranks"])
         if ranks not in comms:
             comms[ranks] = WORLD if len(ranks) == WORLD.size else subset(WORLD, list(ranks))
         note = unsupported(row["op"], row)
-        mine = {} if note else measure(spec, row, comms[ranks], made)
+        mine = {} if note else measure(spec, row, comms[ranks])
         everyone = WORLD.gather(mine)
         if WORLD.rank == 0:
             assert everyone is not None

@@ -25,7 +25,6 @@ OPS = (
     ("hypercube", "an all-gather by pairwise exchanges"),
     ("ring", "keys and values go round the ring, as in ring attention"),
     ("subset", "making communicators and first using them"),
-    ("mixed", "several overlapping subsets at once"),
     ("offload", "one rank's copies to and from the pinned pool (--device; no ranks)"),
 )
 

@@ -61,7 +61,7 @@ def _side(
 ) -> Side:
     algbw = 0.0
     if case is not None and time_us > 0:
-        algbw = operation.aggregate(case) * case.shape.total * case.kind.bytes / time_us / 1e3
+        algbw = case.shape.total * case.kind.bytes / time_us / 1e3
     algbw = _all_gathered(world, [algbw])[members[0]][0]
     return Side(
         time_us=time_us,

@@ -43,7 +43,6 @@ class Case:
     unalign: int = 0
     registered: bool = False  # buffers of comm.empty()
     in_place: bool = False
-    subsets: tuple[tuple[int, ...], ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -173,11 +172,6 @@ class Operation(ABC):
         """Number of operations in a call, by which its time is divided for column time."""
         del ranks
         return 1
-
-    def aggregate(self, case: Case) -> float:
-        """Bytes that count for algbw, as a multiple of size(B)."""
-        del case
-        return 1.0
 
     def in_place_views(self, shared: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         """``x`` and ``out`` in one buffer."""

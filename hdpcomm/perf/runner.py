@@ -31,14 +31,13 @@ __all__ = ["Point", "check", "join_gloo", "now", "points", "run_rank"]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The configuration of a row. ``ranks``: positions in the world; ``subsets``: those of operation ``mixed``."""
+    """The configuration of a row. ``ranks``: positions in the world."""
 
     ranks: tuple[int, ...]
     shape: Shape
     kind: ElementType
     redop: str
     root: int
-    subsets: tuple[tuple[int, ...], ...] = ()
 
     @property
     def size(self) -> int:
@@ -91,8 +90,7 @@ def check(config: PerfConfig, ranks: int) -> None:
 def points(config: PerfConfig, ranks: int) -> Iterator[Point]:
     """All rows of one cycle, in order. Sizes with the same number of elements are measured once."""
     op = operation(config.op)
-    together = op.name == "mixed"
-    for members in (tuple(range(ranks)),) if together or not config.subsets else config.subsets:
+    for members in config.subsets or (tuple(range(ranks)),):
         roots = (range(len(members)) if config.roots is None else config.roots) if op.rooted else (-1,)
         for name in config.dtypes:
             kind = element_type(name)
@@ -102,7 +100,7 @@ def points(config: PerfConfig, ranks: int) -> Iterator[Point]:
                     for size in config.sizes():
                         shape = op.shape(size // kind.bytes or (1 if size else 0), len(members))
                         if shape != last:
-                            yield Point(members, shape, kind, redop, root, config.subsets if together else ())
+                            yield Point(members, shape, kind, redop, root)
                         last = shape
 
 
@@ -235,7 +233,6 @@ def _case(comm: Any, point: Point, config: PerfConfig, in_place: bool, *, ours: 
         unalign=config.unalign,
         registered=config.register and ours,
         in_place=in_place,
-        subsets=point.subsets,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,8 +14,8 @@ from hdpcomm.perf.data import reduced, values
 from hdpcomm.perf.operation import Case, Operation, Shape, bind_call, blocks
 
 __all__ = [
-    *("AllGather", "AllReduce", "AllToAll", "Broadcast", "Gather"),
-    *("Hypercube", "Reduce", "ReduceScatter", "Scatter", "SendRecv"),
+    *("AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Gather", "Hypercube"),
+    *("Reduce", "ReduceScatter", "Ring", "Scatter", "SendRecv", "parts"),
 ]
 
 
@@ -225,6 +226,54 @@ class AllToAll(Operation):
         return torch.cat([values(case.kind, rank, part, first=first) for rank in range(case.comm.size)])
 
 
+def parts(count: int, ranks: int) -> list[int]:
+    """Elements for the rank that is 0, 1, ... ranks further: in proportion to the distance, ``count * ranks`` in total
+    (rounded down part by part). Nothing for the rank itself, unless it is alone."""
+    if ranks == 1:
+        return [count]
+    distances = ranks * (ranks - 1) // 2
+    return [count * ranks * distance // distances for distance in range(ranks)]
+
+
+class AllToAllV(Operation):
+    """Every rank sends unequal parts, more to ranks that are further away, as nccl-tests does by default. size(B) is
+    what a rank sends, and as much what it receives; there is no in-place form."""
+
+    name = "alltoallv"
+    core_name = "all_to_all"
+    in_place = False
+    note = "a rank sends d times as much to the rank d further as to the next one, and nothing to itself"
+
+    def shape(self, elements: int, ranks: int) -> Shape:
+        count = blocks(elements, ranks)
+        total = sum(parts(count, ranks))
+        return Shape(count, total, total, total)
+
+    def bus_factor(self, ranks: int) -> float:
+        return (ranks - 1) / ranks  # as nccl-tests counts, although nothing stays on the rank
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        to, come = _splits(case)
+        return bind_call(case.comm.all_to_all, out, x, come, to, algorithm=case.algorithm, async_op=async_op)
+
+    def expected(self, case: Case) -> torch.Tensor | None:
+        size, rank = case.comm.size, case.comm.rank
+        sizes = parts(case.shape.count, size)
+        blocks_ = []
+        for source in range(size):
+            to = [sizes[(target - source) % size] for target in range(size)]
+            first = list(itertools.accumulate(to, initial=0))[rank]
+            blocks_.append(values(case.kind, source, to[rank], first=first))
+        return torch.cat(blocks_)
+
+
+def _splits(case: Case) -> tuple[list[int], list[int]]:
+    """Elements for each rank, and from each rank."""
+    size, rank = case.comm.size, case.comm.rank
+    sizes = parts(case.shape.count, size)
+    return [sizes[(peer - rank) % size] for peer in range(size)], [sizes[(rank - peer) % size] for peer in range(size)]
+
+
 class SendRecv(Operation):
     """Every rank sends size(B) to the next one while it receives as much from the one before. No in-place form."""
 
@@ -237,3 +286,43 @@ class SendRecv(Operation):
 
     def expected(self, case: Case) -> torch.Tensor | None:
         return values(case.kind, (case.comm.rank - 1) % case.comm.size, case.shape.recv)
+
+
+class Ring(Operation):
+    """Keys and values go once round the ring, as in ring attention: size - 1 neighbour exchanges, each waited for.
+    size(B) is K and V of one rank together; two messages a step."""
+
+    name = "ring"
+    in_place = False
+    asynchronous = False
+    note = "time is of one ring step; a rotation is size - 1 of them; size(B) is K and V of one rank"
+
+    def shape(self, elements: int, ranks: int) -> Shape:
+        del ranks
+        half = blocks(elements, 2)
+        return Shape(2 * half, 2 * half, 2 * half, 2 * half)
+
+    def operations_per_call(self, ranks: int) -> int:
+        return max(1, ranks - 1)
+
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+        del async_op
+        comm, steps, half = case.comm, case.comm.size - 1, case.shape.count // 2
+        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        spare = torch.empty_like(out)
+        # The last step writes to `out`, the one before to `spare`, and so on; `x` is only read.
+        written = [out if (steps - step) % 2 else spare for step in range(steps)]
+        read = [x, *written[:-1]]
+        sends = [[(source[:half], after), (source[half:], after)] for source in read[:steps]]
+        recvs = [[(target[:half], before), (target[half:], before)] for target in written]
+
+        def rotate() -> None:
+            for outgoing, incoming in zip(sends, recvs, strict=True):
+                comm.exchange(outgoing, incoming)
+
+        return rotate
+
+    def expected(self, case: Case) -> torch.Tensor | None:
+        if case.comm.size == 1:
+            return None
+        return values(case.kind, (case.comm.rank + 1) % case.comm.size, case.shape.recv)

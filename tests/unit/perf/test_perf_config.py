@@ -18,8 +18,7 @@ from hdpcomm.perf import baseline
 from hdpcomm.perf.config import REDOPS, PerfConfig, parse_size
 from hdpcomm.perf.data import ALL, contribution, element_type, reduced, values
 from hdpcomm.perf.ops import OPERATIONS, operation
-from hdpcomm.perf.ops.alltoallv import parts
-from hdpcomm.perf.ops.mixed import windows
+from hdpcomm.perf.ops.collectives import parts
 from hdpcomm.perf.ops.subset import members
 from hdpcomm.perf.records import json_document, recorded
 from hdpcomm.perf.results import IterationStats, Report, Row, Side, average
@@ -107,7 +106,6 @@ def test_eight_bit_floats_are_not_implemented() -> None:
         ("sendrecv", 1),
         ("ring", 1),
         ("subset", 1),
-        ("mixed", 1),
     ],
 )
 def test_bus_factors_of_four_ranks(op: str, factor: float) -> None:
@@ -241,10 +239,6 @@ def test_members_are_distinct_ranks_with_rank_0(iteration: int, ranks: int) -> N
     assert set(chosen) <= set(range(ranks))
     assert 0 in chosen
     assert len(chosen) >= min(2, ranks)
-
-
-def test_windows_overlap() -> None:
-    assert windows(4) == ((0, 1, 2, 3), (1, 0), (1, 2), (3, 2))
 
 
 # --- environment ------------------------------------------------------------------------------------------------------
