@@ -1,4 +1,4 @@
-"""The checks of torch's arguments that several operations share."""
+"""The checks of torch's arguments that several operations share, and its reduce operations in terms of the core's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ReduceOp
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.torch_backend.staging import Operation, one
+from hdpcomm.torch_backend.staging import Bitwise, Operation
 
 __all__ = [
     "Lists",
@@ -20,10 +20,29 @@ __all__ = [
     "check_pairs",
     "check_types",
     "elements_of",
+    "one",
     "op_of",
+    "reduction",
     "root_of",
     "tensor_of_each_rank",
 ]
+
+# By the number of the RedOpType, which is found faster than the object.
+_CORE: dict[int, str] = {
+    kind.value: name
+    for kind, name in (
+        (ReduceOp.SUM, "sum"),
+        (ReduceOp.AVG, "avg"),
+        (ReduceOp.PRODUCT, "prod"),
+        (ReduceOp.MIN, "min"),
+        (ReduceOp.MAX, "max"),
+    )
+}
+_BITWISE: dict[int, Bitwise] = {
+    ReduceOp.BAND.value: torch.bitwise_and,
+    ReduceOp.BOR.value: torch.bitwise_or,
+    ReduceOp.BXOR.value: torch.bitwise_xor,
+}
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Lists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
@@ -31,12 +50,23 @@ Lists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 
 def op_of(options: Any) -> Any:
     """The reduce operation in torch's options, or what stands in their place."""
-    return dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
+    return ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
 
 
 def root_of(options: Any) -> int:
     """The root in torch's options, or what stands in their place."""
     return options if isinstance(options, int) else int(getattr(options, "rootRank", 0))
+
+
+def one(tensors: Any, call: str, what: str) -> Any:
+    """The only element of the lists that torch's calls take (they were made for several devices a process)."""
+    if type(tensors) is list and len(tensors) == 1:
+        return tensors[0]
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise InvalidUsage(f"{call}() got {len(tensors)} {what}; give a list of one")
+    return tensors[0]
 
 
 def tensor_of_each_rank(operation: Operation, lists: Any, what: str) -> Sequence[torch.Tensor]:
@@ -106,3 +136,23 @@ def elements_of(operation: Operation, tensor: torch.Tensor, rows: Sequence[int] 
             f"tensor's {num_rows} rows"
         )
     return [count * row for count in rows]
+
+
+def reduction(op: Any, dtype: torch.dtype, call: str) -> str | Bitwise:
+    """The core's name of a reduce operation, or the function of two tensors that is applied after a gather.
+
+    Raises: NotImplementedError naming an operation that neither has; InvalidUsage for a type that it does not take.
+    """
+    kind = getattr(op, "op", op)  # ReduceOp or RedOpType
+    in_core = _CORE.get(kind.value)
+    if in_core is not None:
+        if dtype.is_complex and in_core not in ("sum", "avg"):
+            raise InvalidUsage(f"{call}() got op={in_core} for {dtype}; complex tensors can be added and averaged")
+        return in_core
+    name = getattr(kind, "name", str(kind))
+    bitwise = _BITWISE.get(kind.value)
+    if bitwise is None:
+        raise NotImplementedError(f"hdpcomm backend: {call} with ReduceOp.{name}")
+    if dtype.is_floating_point or dtype.is_complex:
+        raise InvalidUsage(f"{call}() got op={name} for {dtype}; bitwise operations take integers and bool")
+    return bitwise

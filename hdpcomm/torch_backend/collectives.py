@@ -18,12 +18,13 @@ from hdpcomm.torch_backend.checks import (
     check_pairs,
     check_types,
     elements_of,
+    one,
     op_of,
+    reduction,
     root_of,
     tensor_of_each_rank,
 )
-from hdpcomm.torch_backend.reductions import reduction
-from hdpcomm.torch_backend.staging import Operation, one
+from hdpcomm.torch_backend.staging import Operation
 from hdpcomm.torch_backend.state import GroupState
 from hdpcomm.torch_backend.work import BackendWork
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch.distributed as dist
 
 from hdpcomm import _core
@@ -17,7 +14,6 @@ __all__ = [
     "BackendMismatch",
     "BackendTimeout",
     "translate",
-    "translated",
 ]
 
 
@@ -63,15 +59,3 @@ def translate(error: Error) -> Error:
     return twin(text, rank=error.rank, peer=error.peer, op=error.op, ranks=error.ranks, seq=error.seq).with_traceback(
         error.__traceback__
     )
-
-
-@contextmanager
-def translated() -> Iterator[None]:
-    """Raises hdpcomm's errors as their torch twins."""
-    try:
-        yield
-    except Error as error:
-        twin = translate(error)
-        if twin is error:
-            raise
-        raise twin from error.__cause__

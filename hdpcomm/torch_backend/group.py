@@ -11,9 +11,8 @@ import torch.distributed as dist
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.torch_backend.collectives import Collectives
-from hdpcomm.torch_backend.engine import Engine
 from hdpcomm.torch_backend.messages import Messages
-from hdpcomm.torch_backend.state import GroupState
+from hdpcomm.torch_backend.state import Engine, GroupState
 from hdpcomm.torch_backend.work import BackendWork
 
 __all__ = ["HdpProcessGroup"]

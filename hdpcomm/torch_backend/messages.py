@@ -15,9 +15,9 @@ from hdpcomm import _core
 from hdpcomm.comm.profiling import event, operands, profiler
 from hdpcomm.comm.tensors import describe
 from hdpcomm.errors import Error, InvalidUsage
-from hdpcomm.torch_backend.checks import Tensors
+from hdpcomm.torch_backend.checks import Tensors, one
 from hdpcomm.torch_backend.errors import translate
-from hdpcomm.torch_backend.staging import Operation, one
+from hdpcomm.torch_backend.staging import Operation
 from hdpcomm.torch_backend.state import GroupState
 from hdpcomm.torch_backend.work import BackendWork, seconds_of
 

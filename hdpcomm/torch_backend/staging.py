@@ -12,11 +12,11 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.device.communicator import DeviceWork
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.torch_backend.errors import translate
-from hdpcomm.torch_backend.reductions import Bitwise
 from hdpcomm.torch_backend.work import BackendWork, Part, StreamWork, on_side_stream
 
-__all__ = ["Operation", "one"]
+__all__ = ["Bitwise", "Operation"]
 
+Bitwise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _describe_torch = _core.comm.describe_torch
 _CARRIED = frozenset(getattr(torch, name) for name in _core.DTYPES if hasattr(torch, name))
 
@@ -24,17 +24,6 @@ _CARRIED = frozenset(getattr(torch, name) for name in _core.DTYPES if hasattr(to
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the core takes it as it is. Cheap; false also where torch cannot describe tensors in C (before 2.10)."""
     return _describe_torch(tensor) is not None
-
-
-def one(tensors: Any, call: str, what: str) -> Any:
-    """The only element of the lists that torch's calls take (they were made for several devices a process)."""
-    if type(tensors) is list and len(tensors) == 1:
-        return tensors[0]
-    if isinstance(tensors, torch.Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise InvalidUsage(f"{call}() got {len(tensors)} {what}; give a list of one")
-    return tensors[0]
 
 
 class Operation:

@@ -20,7 +20,7 @@ from hdpcomm import _core
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.tensors import Buffer, describe
 from hdpcomm.torch_backend import HdpProcessGroup
-from hdpcomm.torch_backend.engine import Engine
+from hdpcomm.torch_backend.state import Engine
 
 __all__ = ["Caller", "joined", "tensors_with_streams"]
 
