@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hdpcomm.data import build_data, encoder_of, open_corpus
-from hdpcomm.data.chat import assistant_spans
+from hdpcomm.data.encoders import assistant_spans
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.distributions import read_lengths, sample_lengths
 from tests.harness.tokenizers import save_tokenizer
