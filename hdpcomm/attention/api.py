@@ -14,7 +14,7 @@ from torch import Tensor
 from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Problem, Score
-from hdpcomm.attention.call_check import agree_on_call, agree_on_result, keep_rows
+from hdpcomm.attention.call_check import agree_on_call, agree_on_result, check_finite, keep_rows
 from hdpcomm.attention.engine import Call, LatentDims, as_saved, backward, forward
 from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
@@ -33,7 +33,6 @@ __all__ = [
     "RingAttention",
     "attend",
     "check_arguments",
-    "check_finite",
     "check_lse",
     "make_call",
     "plan_call",
@@ -221,19 +220,6 @@ def _facts(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
     facts = f"{packs[0][0]} {packs[1][0]} {shapes} {settings}"
     summary = f"{packs[0][1]}, {shapes}, {settings}"
     return facts, summary
-
-
-def check_finite(name: str, x: Tensor) -> None:
-    """Raises InvalidUsage for NaN or infinity. A kernel may hide them: torch's CPU operator treats a row of NaN as one
-    without keys."""
-    total = x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-    if bool(torch.isfinite(total)) or bool(torch.isfinite(x).all()):
-        return
-    place = (~torch.isfinite(x)).nonzero()[0].tolist()
-    raise InvalidUsage(
-        f"{name} holds NaN or infinity (first at local token {place[-3]}, head {place[-2]}); check what computes it, "
-        "or pass options=AttentionOptions(check=False) to allow it"
-    )
 
 
 def check_lse(lse: Tensor) -> InvalidUsage | None:

@@ -1,4 +1,5 @@
-"""Compares the arguments of all ranks before data is exchanged: bad input is an error on every rank, never a hang."""
+"""Checks of arguments, which all ranks compare before data is exchanged: bad input is an error on every rank, never a
+hang."""
 
 from __future__ import annotations
 
@@ -12,13 +13,19 @@ from torch import Tensor
 from hdpcomm.errors import Error, InvalidUsage, Mismatch
 
 if TYPE_CHECKING:
+    from hdpcomm.attention.layout import Layout
     from hdpcomm.attention.packs import Kept, Pack
+    from hdpcomm.attention.tree_layout import TokenLayout
     from hdpcomm.comm import Communicator
 
-__all__ = ["agree", "agree_on_call", "agree_on_result", "keep_rows"]
+__all__ = [
+    "agree", "agree_on_call", "agree_on_result", "check_all_finite", "check_finite", "check_linear", "check_states",
+    "keep_rows", "summary_of", "token_layouts",
+]  # fmt: skip
 
 _T = TypeVar("_T")
 
+_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DIGEST = 32
 _TEXT = 512
 _RECORD = 1 + _DIGEST + 2 + _TEXT
@@ -110,3 +117,70 @@ def agree_on_result(comm: Communicator | None, op: str, *, device: torch.device,
         agree(several, op, error=error, facts="", summary="", device=device)
     elif error is not None:
         raise error
+
+
+def check_finite(name: str, x: Tensor) -> None:
+    """Raises InvalidUsage for NaN or infinity. A kernel may hide them: torch's CPU operator treats a row of NaN as one
+    without keys."""
+    total = x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if bool(torch.isfinite(total)) or bool(torch.isfinite(x).all()):
+        return
+    place = (~torch.isfinite(x)).nonzero()[0].tolist()
+    raise InvalidUsage(
+        f"{name} holds NaN or infinity (first at local token {place[-3]}, head {place[-2]}); check what computes it, "
+        "or pass options=AttentionOptions(check=False) to allow it"
+    )
+
+
+def token_layouts(pack: Pack, comm: Communicator | None) -> tuple[TokenLayout, TokenLayout]:
+    """The layouts of a call's tokens, and of these and the tokens of earlier slices that they see. Raises InvalidUsage,
+    also for a mask."""
+    layouts = pack.token_layouts(1 if comm is None else comm.size)
+    layouts[0].check_attended()
+    return layouts
+
+
+def check_linear(tensors: dict[str, Tensor], layout: Layout, comm: Communicator | None) -> None:
+    """Checks the types, devices and tokens of a call's tensors, [T_local, ...] each. Raises InvalidUsage."""
+    first = next(iter(tensors.values()))
+    for name, x in tensors.items():
+        if x.dtype not in _TYPES:
+            raise InvalidUsage(f"{name} has type {x.dtype}; expected float64, float32, bfloat16 or float16")
+        if x.device != first.device or x.device.type not in ("cpu", "cuda"):
+            raise InvalidUsage(
+                f"{', '.join(tensors)} must be on one device, cpu or cuda; got "
+                f"{', '.join(str(other.device) for other in tensors.values())}"
+            )
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    for name, x in tensors.items():
+        if x.shape[0] != layout.rows(rank):
+            raise InvalidUsage(
+                f"{name} has {x.shape[0]} tokens; under cu_seqlens, rank {rank} of {size} holds {layout.rows(rank)} "
+                "(see shard())"
+            )
+
+
+def check_states(out: Tensor) -> InvalidUsage | None:
+    """The error for an output that is not a number."""
+    if bool(torch.isfinite(out.detach().sum(dtype=torch.float64))):
+        return None
+    bad = ~torch.isfinite(out.detach()).flatten(1).all(1)
+    if not bool(bad.any()):
+        return None
+    return InvalidUsage(
+        f"the output of {int(bad.sum())} of {len(bad)} local tokens is not a number (first: local token "
+        f"{int(bad.nonzero()[0])}): the state overflows; check that g is not above 0, that keys are normalised and "
+        "that beta is at most 2 / |k|^2"
+    )
+
+
+def check_all_finite(tensors: dict[str, Tensor]) -> None:
+    """Raises InvalidUsage for NaN or infinity in a tensor [tokens, heads(, dim)]."""
+    for name, x in tensors.items():
+        check_finite(name, x[..., None] if x.ndim == 2 else x)
+
+
+def summary_of(layout: Layout, settings: str) -> tuple[str, str]:
+    """(all that must be the same on all ranks, a summary of it for messages)."""
+    pack = layout.facts
+    return f"{pack[0]} {settings}", f"{pack[1]}, {settings}"

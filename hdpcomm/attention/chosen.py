@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.attention.call_check import agree_on_call, keep_rows
-from hdpcomm.attention.fetched_rows import needed_tokens
-from hdpcomm.attention.indexer import check_index, check_qkv, index_top_k, places_of, rank_in
+from hdpcomm.attention.indexer import check_index, check_qkv, index_top_k, needed_tokens, places_of, rank_in
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.attention.tree_layout import TokenLayout
 from hdpcomm.comm.untraced import untraced

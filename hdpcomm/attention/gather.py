@@ -50,11 +50,6 @@ class GatherPlan:
     """(peer, copies from the message to the buffer)."""
     tiles: tuple[Tile, ...]
 
-    @property
-    def rows_sent(self) -> int:
-        """KV rows that this rank sends in forward."""
-        return sum(rows.total for _, rows in self.sends)
-
 
 def _packed(row: Int64, rows: Int64) -> Int64:
     """[runs, 3]: (row of the message, row, rows), for a message that holds these runs of rows one after the other."""

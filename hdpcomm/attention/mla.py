@@ -18,13 +18,12 @@ from hdpcomm.attention.api import (
     Arguments,
     RingAttention,
     check_arguments,
-    check_finite,
     check_lse,
     make_call,
     positive_scale,
 )
 from hdpcomm.attention.backends import Problem
-from hdpcomm.attention.call_check import agree_on_call, agree_on_result, keep_rows
+from hdpcomm.attention.call_check import agree_on_call, agree_on_result, check_finite, keep_rows
 from hdpcomm.attention.engine import Call, LatentDims
 from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of

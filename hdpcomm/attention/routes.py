@@ -89,11 +89,6 @@ class RingPlan:
     most_rows: int
     """An upper bound of the rows of a KV buffer, over all ranks and steps."""
 
-    @property
-    def rows_sent(self) -> int:
-        """KV rows that this rank sends in forward."""
-        return sum(message.rows.total for step in self.steps for message in step.kv_sends)
-
 
 Plan = TypeVar("Plan")
 

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hdpcomm.attention.call_check import agree_on_call, agree_on_result
-from hdpcomm.attention.linear.checks import check_all_finite, check_linear, check_states, summary_of, token_layouts
+from hdpcomm.attention.call_check import (
+    agree_on_call,
+    agree_on_result,
+    check_all_finite,
+    check_linear,
+    check_states,
+    summary_of,
+    token_layouts,
+)
 from hdpcomm.attention.linear.exchange import choose_exchange
 from hdpcomm.attention.linear.recurrence import LinearCall, LinearRecurrence
 from hdpcomm.attention.linear.state_plan import state_plan

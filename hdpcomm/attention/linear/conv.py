@@ -15,10 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdpcomm.attention.api import check_finite
-from hdpcomm.attention.call_check import agree_on_call
+from hdpcomm.attention.call_check import agree_on_call, check_finite, check_linear, summary_of, token_layouts
 from hdpcomm.attention.gather import GatherPlan, GradReturn, fetch_rows, gather_plan
-from hdpcomm.attention.linear.checks import check_linear, summary_of, token_layouts
 from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.packs import CuSeqlens, Pack, as_pack
 from hdpcomm.attention.routes import find_atoms
