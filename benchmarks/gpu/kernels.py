@@ -14,7 +14,7 @@ import torch
 from common import CUDA, Row, Rows, copy_bandwidth, main, row, seconds
 
 from hdpcomm import kernels
-from hdpcomm.attention import _kernels, as_pack, shard_with_positions
+from hdpcomm.attention import _kernels, as_pack, shard
 
 SHARE = 0.85
 TOKENS, HEADS, DIM = 16384, 32, 128
@@ -41,7 +41,7 @@ def zigzag_rows() -> list[tuple[str, float, float]]:
     cu = np.cumsum([0, *LENGTHS])
     wide = [torch.randn(int(cu[-1]), 8192, device=CUDA).bfloat16() for _ in range(2)]
     rows = _kernels.Rows(as_pack(cu).layout(2).segments(0))
-    local = [shard_with_positions(x, cu, rank=0, size=2)[0] for x in wide]
+    local = [shard(x, cu, rank=0, size=2) for x in wide]
     num_bytes = 2 * local[0].numel() * 2
     gather = seconds(lambda i: _kernels.copy_rows(local[i % 2], wide[i % 2], rows))
     back = rows.inverse()

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from hdpcomm import kernels
-from hdpcomm.attention import shard_with_positions
+from hdpcomm.attention import positions, shard
 from hdpcomm.attention._kernels import Rows, add_rows, merge
 
 CUDA = torch.device("cuda")
@@ -38,8 +38,9 @@ def main() -> int:
             part_lse[::2] = -torch.inf
             merge(out, lse, part.to(block), part_lse)
     cu = [0, 700, 701, 1024]
+    positions(cu, rank=1, size=3, device=CUDA)
     for width in (1, 3, 256, 20000):
-        shard_with_positions(torch.randn(1024, width, device=CUDA), cu, rank=1, size=3)
+        shard(torch.randn(1024, width, device=CUDA), cu, rank=1, size=3)
         add_rows(*(torch.randn(400, width, device=CUDA) for _ in range(2)), Rows([(7, 0, 300), (310, 301, 90)]))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for columns in (1, 37, 2048, 5003):

@@ -25,7 +25,6 @@ from hdpcomm.attention.packs import (
     local_cu_seqlens,
     positions,
     shard,
-    shard_with_positions,
     unshard,
 )
 from hdpcomm.attention.slices import SequenceSlice, SlicedSequence
@@ -61,7 +60,6 @@ __all__ = [
     "scaled_dot_product_attention",
     "selected_attention",
     "shard",
-    "shard_with_positions",
     "short_conv",
     "ssd",
     "unshard",

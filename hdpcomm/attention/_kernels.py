@@ -18,7 +18,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._tensors import dtype_code, launch
 from hdpcomm.kernels.derivatives import without_second_derivative
 
-__all__ = ["Rows", "add_rows", "copy_rows", "merge", "take_rows", "take_rows_and_positions"]
+__all__ = ["Rows", "add_rows", "copy_rows", "merge", "take_rows"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -148,33 +148,24 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, rows: 
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, rows: Rows, positions: Tensor | None) -> Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, rows: Rows) -> Tensor:
         ctx.rows, ctx.shape = rows, x.shape  # type: ignore[attr-defined]
         out = x.new_empty((rows.total, *x.shape[1:]))
-        copy_rows(out, x, rows, positions=positions)
+        copy_rows(out, x, rows)
         return out
 
     @staticmethod
     @without_second_derivative
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
         grad = grads[0].contiguous()
         out = grad.new_zeros(ctx.shape)  # type: ignore[attr-defined]
         copy_rows(out, grad, ctx.rows.inverse())  # type: ignore[attr-defined]
-        return out, None, None
+        return out, None
 
 
 @untraced
 def take_rows(x: Tensor, rows: Rows, *, dim: int = 0) -> Tensor:
     """A new tensor with the rows of ``x`` along ``dim`` that ``rows`` selects, no source row twice. Differentiable."""
     moved = x.movedim(dim, 0).contiguous()
-    out: Tensor = _TakeRows.apply(moved, rows, None)  # type: ignore[no-untyped-call]
+    out: Tensor = _TakeRows.apply(moved, rows)  # type: ignore[no-untyped-call]
     return out.movedim(0, dim)
-
-
-@untraced
-def take_rows_and_positions(x: Tensor, rows: Rows, *, dim: int = 0) -> tuple[Tensor, Tensor]:
-    """:func:`take_rows`, and the position of each row in its sequence: int64 [rows], from the same launch."""
-    moved = x.movedim(dim, 0).contiguous()
-    positions = torch.empty(rows.total, dtype=torch.int64, device=x.device)
-    out: Tensor = _TakeRows.apply(moved, rows, positions)  # type: ignore[no-untyped-call]
-    return out.movedim(0, dim), positions

@@ -94,11 +94,6 @@ class BlockMask(Pack):
         given = self._given_positions
         return super().positions(rank, size, device) if given is None else self.shard(given, rank, size).to(device)
 
-    def shard_with_positions(self, x: Tensor, rank: int, size: int, dim: int = 0) -> tuple[Tensor, Tensor]:
-        if self._given_positions is None:
-            return super().shard_with_positions(x, rank, size, dim)
-        return self.shard(x, rank, size, dim), self.positions(rank, size, x.device)
-
     def layout(self, size: int) -> MaskLayout:
         check_size(size)
         if size not in self._layouts:

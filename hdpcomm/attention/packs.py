@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hdpcomm.arguments import check_number, check_type, check_whole
-from hdpcomm.attention._kernels import Rows, copy_rows, take_rows, take_rows_and_positions
+from hdpcomm.attention._kernels import Rows, copy_rows, take_rows
 from hdpcomm.attention.layout import Layout, SequenceLayout, sequence_layout
 from hdpcomm.attention.tiles import Int64
 from hdpcomm.attention.tree_layout import TokenLayout, TreeLayout, tree_layout
@@ -29,7 +29,7 @@ from hdpcomm.plan.tree import Tree
 
 __all__ = [
     "BalancedPack", "CuSeqlens", "Kept", "Pack", "Run", "Sequences", "TreePack", "as_pack", "check_size",
-    "local_cu_seqlens", "positions", "shard", "shard_with_positions", "unshard",
+    "local_cu_seqlens", "positions", "shard", "unshard",
 ]  # fmt: skip
 
 Kept: TypeAlias = Callable[[], tuple[Tensor, ...]]
@@ -110,8 +110,10 @@ class Pack(ABC):
             raise InvalidUsage(f"rank {rank} is not in a group of {size}; expected 0 <= rank < size")
         return Rows(layout.segments(rank), positions=layout.first_positions(rank))
 
-    def _rows_of(self, x: Tensor, rank: int, size: int, dim: int) -> Rows:
-        """:meth:`_rows` for a tensor of the whole pack. Raises InvalidUsage."""
+    _told_tokens = "the tokens of the pack are"
+
+    def shard(self, x: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
+        """The part of ``x`` that a rank holds. Differentiable. Raises InvalidUsage."""
         rows, total = self._rows(rank, size), self.layout(size).tokens
         check_type("shard()", "x", x, Tensor)
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != total:
@@ -119,17 +121,7 @@ class Pack(ABC):
                 f"x has shape {tuple(x.shape)}, but {self._told_tokens} {total}; dimension {dim} must be the pack's "
                 "tokens"
             )
-        return rows
-
-    _told_tokens = "the tokens of the pack are"
-
-    def shard(self, x: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
-        """The part of ``x`` that a rank holds. Differentiable."""
-        return take_rows(x, self._rows_of(x, rank, size, dim), dim=dim)
-
-    def shard_with_positions(self, x: Tensor, rank: int, size: int, dim: int = 0) -> tuple[Tensor, Tensor]:
-        """:meth:`shard` and :meth:`positions` in one kernel; the positions are on the device of ``x``."""
-        return take_rows_and_positions(x, self._rows_of(x, rank, size, dim), dim=dim)
+        return take_rows(x, rows, dim=dim)
 
     def positions(self, rank: int, size: int, device: torch.device | str | None = None) -> Tensor:
         """int64 [T_local]: the position of each local token."""
@@ -308,14 +300,6 @@ def shard(x: Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: int = 
     [num_sequences + 1] of the whole pack. Differentiable; local. Raises InvalidUsage.
     """
     return as_pack(cu_seqlens).shard(x, rank, size, dim)
-
-
-@untraced
-def shard_with_positions(
-    x: Tensor, cu_seqlens: CuSeqlens, *, rank: int, size: int, dim: int = 0
-) -> tuple[Tensor, Tensor]:
-    """:func:`shard` and :func:`positions` in one kernel; the positions are on the device of ``x``."""
-    return as_pack(cu_seqlens).shard_with_positions(x, rank, size, dim)
 
 
 @untraced

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hdpcomm.attention import PackContext, current_pack, packed_attention, positions, shard, shard_with_positions
+from hdpcomm.attention import PackContext, current_pack, packed_attention, positions, shard
 from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
@@ -456,10 +456,9 @@ def shard_batch(
         )
     place = {"rank": 0 if comm is None else comm.rank, "size": 1 if comm is None else comm.size}
     mine = shard(_shifted(wanted, cu), pack, **place).unsqueeze(0)
-    tokens, places = shard_with_positions(input_ids, pack, **place)
     return {
-        "input_ids": tokens.unsqueeze(0),
-        "position_ids": places.unsqueeze(0),
+        "input_ids": shard(input_ids, pack, **place).unsqueeze(0),
+        "position_ids": positions(pack, **place, device=input_ids.device).unsqueeze(0),
         "labels": mine,
         "shift_labels": mine,
         "num_items_in_batch": num_items_in_batch,

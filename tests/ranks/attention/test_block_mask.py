@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import BlockMask, as_pack, positions, ring_attention, shard, shard_with_positions, unshard
+from hdpcomm.attention import BlockMask, as_pack, positions, ring_attention, shard, unshard
 from hdpcomm.attention.routes import find_atoms, ring_plan
 from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage
@@ -165,7 +165,6 @@ def test_positions():
         place = {"rank": rank, "size": 3}
         want = shard(torch.arange(300) % 37, pack, **place)
         assert torch.equal(positions(pack, **place), want)
-        assert torch.equal(shard_with_positions(torch.arange(300), pack, **place)[1], want)
     plain = BlockMask(documents, 300)
     assert torch.equal(positions(plain, rank=1, size=2), shard(torch.arange(300), plain, rank=1, size=2))
 
