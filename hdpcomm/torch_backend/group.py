@@ -125,15 +125,10 @@ class HdpProcessGroup(Collectives, Messages, dist.ProcessGroup):  # type: ignore
     reduce_scatter_tensor_coalesced = Collectives.reduce_scatter_single_coalesced  # type: ignore[assignment]
     alltoall_base = Collectives.all_to_all_single  # type: ignore[assignment]
 
-    # --- coalescing --------------------------------------------------------------------------------------------------
+    # --- what there is not -------------------------------------------------------------------------------------------
 
     def _start_coalescing(self, _device: torch.device) -> None:
-        self._state.start_coalescing()
-
-    def _end_coalescing(self, _device: torch.device) -> BackendWork:
-        return self._state.end_coalescing()
-
-    # --- what there is not -------------------------------------------------------------------------------------------
+        raise NotImplementedError("hdpcomm backend: coalescing of a device's operations; leave the device out")
 
     def split_group(self, *_args: Any, **_options: Any) -> dist.ProcessGroup | None:
         raise NotImplementedError("hdpcomm backend: split_group; new_group() of any ranks is free here")

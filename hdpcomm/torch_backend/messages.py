@@ -108,7 +108,7 @@ class Messages:
         except Error as error:
             raise translate(error) from error.__cause__
         assert mail is not None
-        return self._state.started(MessageWork(mail, self._state, tensor))
+        return MessageWork(mail, self._state, tensor)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> BackendWork:
         tensor = one(tensors, "recv", "tensors")
@@ -140,7 +140,7 @@ class Messages:
         work = MessageWork(mail, self._state, tensor)
         if operation is not None:
             work.finish_with(operation.finish)
-        return self._state.started(work)
+        return work
 
     # Messages of device tensors: the streams match those of a pair of ranks in the order of the calls.
 

@@ -19,10 +19,10 @@ import torch
 from hdpcomm import _core
 from hdpcomm.comm import bootstrap
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.errors import Error
 from hdpcomm.torch_backend.errors import translate
 from hdpcomm.torch_backend.staging import Operation
-from hdpcomm.torch_backend.work import BackendWork, Part, chain, seconds_of
+from hdpcomm.torch_backend.work import BackendWork, Part, seconds_of
 
 __all__ = ["Engine", "GroupState"]
 
@@ -136,7 +136,7 @@ class GroupState:
         context: the number of the group in its messages.
     """
 
-    __slots__ = ("_coalesced", "_name", "_world_seconds", "communicator", "context", "engine", "ranks", "seconds")
+    __slots__ = ("_name", "_world_seconds", "communicator", "context", "engine", "ranks", "seconds")
 
     def __init__(self, engine: Engine, communicator: Communicator, *, name: str, timeout: float) -> None:
         self.engine = engine
@@ -145,7 +145,6 @@ class GroupState:
         self.seconds = timeout
         self.name = name
         self._world_seconds = communicator.timeout
-        self._coalesced: list[BackendWork] | None = None
 
     @property
     def name(self) -> str:
@@ -169,28 +168,8 @@ class GroupState:
     def end(self, operation: Operation, outputs: Sequence[torch.Tensor]) -> BackendWork:
         """The work of an operation whose parts have all been started."""
         if operation.over:
-            work = BackendWork.ended(outputs)
-        else:
-            work = operation.work(outputs, self.engine.complete_in_order)
-            if operation.parts and operation.copies:
-                self.engine.hold(work, operation.parts)
-        return work if self._coalesced is None else self.started(work)
-
-    def started(self, work: BackendWork) -> BackendWork:
-        """The work, noted where operations are coalesced."""
-        if self._coalesced is not None:
-            self._coalesced.append(work)
+            return BackendWork.ended(outputs)
+        work = operation.work(outputs, self.engine.complete_in_order)
+        if operation.parts and operation.copies:
+            self.engine.hold(work, operation.parts)
         return work
-
-    def start_coalescing(self) -> None:
-        """From now on works are collected. Raises: InvalidUsage where they are already."""
-        if self._coalesced is not None:
-            raise InvalidUsage("this group coalesces operations already; coalescing cannot be nested")
-        self._coalesced = []
-
-    def end_coalescing(self) -> BackendWork:
-        """One work of all that were collected."""
-        works, self._coalesced = self._coalesced, None
-        if works is None:
-            raise InvalidUsage("_end_coalescing() without _start_coalescing()")
-        return chain(works, self.seconds)

@@ -18,7 +18,7 @@ from hdpcomm.comm.device.paths import StreamMark
 from hdpcomm.errors import Error
 from hdpcomm.torch_backend.errors import translate
 
-__all__ = ["BackendWork", "Part", "StreamWork", "chain", "seconds_of"]
+__all__ = ["BackendWork", "Part", "StreamWork", "seconds_of"]
 
 
 _new_work = dist.Work.__init__
@@ -198,7 +198,7 @@ class StreamWork(BackendWork):
     def follow(self) -> None:
         """The current stream waits; the tensors stay alive with this work."""
         for part in self._parts:
-            part.follow() if isinstance(part, DeviceWork | StreamMark | _Joined) else part.wait()
+            part.follow() if isinstance(part, DeviceWork | StreamMark) else part.wait()
 
     def is_completed(self) -> bool:
         """Whether the streams have ended it, well or not. Never blocks."""
@@ -250,31 +250,3 @@ def on_side_stream(
         yield
     for tensor in uses:
         tensor.record_stream(stream)
-
-
-def chain(works: Sequence[BackendWork], timeout: float) -> BackendWork:
-    """One work of several that were started."""
-    outputs = [tensor for work in works for tensor in work.result()]
-    parts = [_Joined(work) for work in works]
-    kind = StreamWork if any(part.on_stream for part in parts) else BackendWork
-    return kind(parts, outputs, timeout=timeout)
-
-
-class _Joined:
-    __slots__ = ("_work", "on_stream")
-
-    def __init__(self, work: BackendWork) -> None:
-        self._work = work
-        self.on_stream = isinstance(work, StreamWork)
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._work.wait(datetime.timedelta(seconds=timeout or 0))
-
-    def follow(self) -> None:
-        if isinstance(self._work, StreamWork):
-            self._work.follow()
-        else:
-            self._work.wait()
-
-    def done(self) -> bool:
-        return self._work.is_completed()

@@ -257,11 +257,6 @@ def objects_and_coalescing() -> None:
         manager.wait()
         for i, out in enumerate(outs):
             equal(out, everyone(size, 2, salt=i).reshape(-1))
-        with dist.distributed_c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
-            x = data(rank, 4)
-            dist.broadcast(x, 1, async_op=True)
-        manager.wait()
-        equal(x, data(1, 4))
         lists = [[torch.empty(i + 1) for i in range(2)] for _ in range(size)]
         dist.all_gather_coalesced(lists, [data(rank, i + 1, salt=i) for i in range(2)])
         for peer in range(size):

@@ -435,8 +435,8 @@ def bad_arguments() -> None:
             group.allgather_coalesced([[x]], [x])
         with pytest.raises(hdp.InvalidUsage, match="give a time above 0"):
             group.set_timeout(datetime.timedelta(0))
-        with pytest.raises(hdp.InvalidUsage, match="without _start_coalescing"):
-            group._end_coalescing(torch.device("cpu"))
+        with pytest.raises(NotImplementedError, match="leave the device out"):
+            group._start_coalescing(torch.device("cpu"))
         with pytest.raises(RuntimeError, match="No backend type associated with device type cuda"):
             group._get_backend(torch.device("cuda"))
         for name, call in {

@@ -62,17 +62,14 @@ def reductions() -> None:
 
 
 def moves() -> None:
-    """Gathers, scatters and messages, one by one and coalesced."""
+    """Gathers, scatters and messages."""
     with joined() as rank:
         n, r = rank.group.size(), rank.group.rank()
         x, out = rank.made(3000), torch.empty(3000 * n, dtype=torch.uint8)
         rank.group.all_gather_single(out, x).wait()
         assert rank.read(out).view(n, -1)[:, 0].tolist() == list(range(1, n + 1))
-        rank.group._start_coalescing(torch.device("cpu"))
         parts = [torch.empty(3000, dtype=torch.uint8) for _ in range(2)]
-        for part in parts:
-            rank.group.reduce_scatter_single(part, out)
-        rank.group._end_coalescing(torch.device("cpu")).wait()
+        rank.group.reduce_scatter_single_coalesced(parts, [out, out]).wait()
         assert all((rank.read(part) == n * (r + 1)).all() for part in parts)
         arrived = torch.empty(3000, dtype=torch.uint8)
         works = [rank.group.recv([arrived], (r - 1) % n), rank.group.send([x], (r + 1) % n)]
@@ -202,10 +199,12 @@ def test_a_receive_into_a_strided_tensor_holds_no_send_up() -> None:
         with joined() as local.rank:
             rank = local.rank
             peer = 1 - rank.group.rank()
-            rank.group._start_coalescing(torch.device("cpu"))
-            rank.group.recv([torch.zeros(70_001, 2, dtype=torch.uint8)[:, 0]], peer)
-            rank.group.send([rank.made(70_001)], peer)
-            rank.group._end_coalescing(torch.device("cpu")).wait(datetime.timedelta(seconds=30))
+            works = [
+                rank.group.recv([torch.zeros(70_001, 2, dtype=torch.uint8)[:, 0]], peer),
+                rank.group.send([rank.made(70_001)], peer),
+            ]
+            for work in works:
+                work.wait(datetime.timedelta(seconds=30))
 
     def noted(_operation: Operation) -> None:
         on.append(local.rank.current in local.rank.streams)
