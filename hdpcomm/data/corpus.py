@@ -141,15 +141,6 @@ class Corpus:
         """Documents that have a sequence here."""
         return len(np.unique(self.sequences[:, 0]))
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files and folders that hold the documents."""
-        return tuple(
-            path
-            for source in self.sources
-            for path in (source.files if isinstance(source, TextPieces) else (source.path,))
-        )
-
     def sampler(self, *, tokens: int, seed: int) -> BatchSampler:
         """Batches of at most so many tokens, by the weights of the sources if there are any. Local; raises as
         :class:`BatchSampler`."""

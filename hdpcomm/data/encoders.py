@@ -86,15 +86,11 @@ class FolderEncoder:
         except Exception as error:  # transformers and tokenizers raise many kinds, down to bare Exception
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise InvalidUsage(f"{folder} holds no tokenizer that transformers can load: {reason}") from None
-        self.folder = folder
         self.name = folder.resolve().name
         self.fingerprint = _fingerprint(folder)
         self.vocabulary = len(self._tokenizer)
         template = self._tokenizer.chat_template
         self._marked = isinstance(template, str) and bool(re.search(r"{%-?\s*generation\b", template))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FolderEncoder, (self.folder,)
 
     def text(self, text: str | bytes) -> Tokens:
         if isinstance(text, bytes):

@@ -7,8 +7,7 @@ from functools import lru_cache
 from hdpcomm.attention.backends.base import Backend, Problem
 from hdpcomm.attention.backends.combined import DividedBackend, PaddedBackend
 from hdpcomm.attention.backends.cpu import CpuBackend
-from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
-from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend
+from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashAttn2Backend, FlashBackend
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.errors import InvalidUsage
 

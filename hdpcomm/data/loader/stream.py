@@ -29,7 +29,7 @@ _BLOCK_ROWS = 256  # of a dataset, whose rows have no known size
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentStream:
-    """Documents of files, cut into blocks; made by :func:`open_stream`. Small when pickled: it holds places, no tokens.
+    """Documents of files, cut into blocks; made by :func:`open_stream`. It holds places, no tokens.
 
     Attributes:
         name: for messages.

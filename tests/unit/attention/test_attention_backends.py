@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from hdpcomm.attention import Problem, as_pack, available_backends
 from hdpcomm.attention.backends import choose
-from hdpcomm.attention.backends import flash_attn as flash_attn_module
+from hdpcomm.attention.backends import cuda as cuda_module
 from hdpcomm.attention.backends.base import Accumulator, GradSum, Score
 from hdpcomm.attention.backends.combined import DividedBackend, divided, plan_size
 from hdpcomm.attention.backends.cpu import CpuBackend, cut, lower
-from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashBackend
-from hdpcomm.attention.backends.flash_attn import FlashAttn2Backend
+from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashAttn2Backend, FlashBackend
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.attention.backends.varlen import VarlenBackend, batches_of
 from hdpcomm.attention.routes import build_plan
@@ -338,7 +337,7 @@ class StandIn:
 
 def test_flash_attn_is_called_as_it_wants(monkeypatch):
     stand_in = StandIn()
-    monkeypatch.setattr(flash_attn_module.importlib, "import_module", lambda _: stand_in)
+    monkeypatch.setattr(cuda_module.importlib, "import_module", lambda _: stand_in)
     tensors = [torch.randn(n, 2, 4, dtype=torch.float64) for n in (64, 80, 80, 64)]
     tiles = [*TILES, Tile(0, 32, 0, 36, -3, 4)]
     want = _run(ReferenceBackend(), tiles, tensors)
@@ -352,9 +351,9 @@ def test_flash_attn_is_called_as_it_wants(monkeypatch):
     (None, "not installed"), ((2, 3), "2.3 is installed; expected 2.7"), ((3, 0), "expected 2.7"), ((2, 8), None),
 ])  # fmt: skip
 def test_versions_of_flash_attn(version, reason, monkeypatch):
-    monkeypatch.setattr(flash_attn_module, "_version", lambda: version)
+    monkeypatch.setattr(cuda_module, "_version", lambda: version)
     refusal = FlashAttn2Backend().refuses(_problem(device="cuda", dtype=torch.float16, softcap=5.0))
     assert refusal is None if reason is None else reason in refusal
-    monkeypatch.setattr(flash_attn_module, "_version", lambda: (2, 8))
+    monkeypatch.setattr(cuda_module, "_version", lambda: (2, 8))
     assert "has no torch.float32" in FlashAttn2Backend().refuses(_problem(device="cuda"))
     assert "multiple of 8" in FlashAttn2Backend().refuses(_problem(device="cuda", dtype=torch.float16, head_dim=9))

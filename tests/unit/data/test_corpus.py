@@ -114,25 +114,27 @@ def test_standard_library_is_hundreds_of_short_blocks_for_each_long_one():
         depths = [len(line) - len(line.lstrip()) for line in lines]
         assert all(line.strip() for line in lines), block
         assert depths == sorted(depths), block
-    sizes = [path.stat().st_size for path in corpus.files]
+    sizes = [path.stat().st_size for path in corpus.sources[0].files]
     assert corpus.num_tokens == sum(sizes)
     first = b"".join(text_of(corpus, i) for i in range(200))
-    assert first == b"".join(path.read_bytes() for path in corpus.files[:40])[: len(first)]
+    assert first == b"".join(path.read_bytes() for path in corpus.sources[0].files[:40])[: len(first)]
     assert corpus.lengths.max() == 65536
     assert corpus.num_cut > 0
-    assert not any("site-packages" in str(path) for path in corpus.files)
-    assert all(str(path).startswith(sysconfig.get_path("stdlib")) and path.suffix == ".py" for path in corpus.files)
+    assert not any("site-packages" in str(path) for path in corpus.sources[0].files)
+    assert all(
+        str(path).startswith(sysconfig.get_path("stdlib")) and path.suffix == ".py" for path in corpus.sources[0].files
+    )
     again = standard_library(context=65536)
     assert (again.sequences == corpus.sequences).all()
 
 
 def test_standard_library_with_whole_files():
     corpus, blocks = standard_library(context=65536, whole_every=8), standard_library(context=65536)
-    assert corpus.files == blocks.files
+    assert corpus.sources[0].files == blocks.sources[0].files
     assert corpus.num_tokens == blocks.num_tokens
     assert (corpus.lengths > 8192).sum() > 1.2 * (blocks.lengths > 8192).sum()  # 1.3 with the files of Python 3.11.2
     assert np.median(corpus.lengths) < 500
-    eighth = corpus.files[7].read_bytes()
+    eighth = corpus.sources[0].files[7].read_bytes()
     assert eighth[:65536] in [text_of(corpus, i) for i in np.flatnonzero(corpus.lengths == min(len(eighth), 65536))]
 
 
