@@ -86,8 +86,8 @@ def _relay(
     slots = [group.zeros(plan.slots[rank]) for group in passes]
     coming: list[list[Any]] = [[] for _ in passes]
     sent: list[Any] = []
-    for stage in plan.route(rank, backward=backward):
-        part = stage.part
+    for stage in plan.stages(backward=backward):
+        part, (sends, recvs) = stage.parts.get(rank), stage.exchanges(rank)
         for i, group in enumerate(passes):
             if part is not None:
                 if whole:
@@ -99,10 +99,10 @@ def _relay(
                 if len(part.after):
                     assert state is not None
                     part.after.add(slots[i], state)
-            if stage.sends or stage.recvs:  # in one call: two ranks may each have states for the other
+            if sends or recvs:  # in one call: two ranks may each have states for the other
                 assert comm is not None
-                sends, recvs = ([(slots[i][at], peer) for peer, at in each] for each in (stage.sends, stage.recvs))
-                (coming[i] if recvs else sent).append(comm.exchange(sends, recvs, async_op=True))
+                messages = ([(slots[i][at], peer) for peer, at in each] for each in (sends, recvs))
+                (coming[i] if recvs else sent).append(comm.exchange(*messages, async_op=True))
             if part is not None and whole:
                 group.finish(part.place)
     for work in (*sent, *(work for works in coming for work in works)):
@@ -116,7 +116,7 @@ def _needs_map(part: Part) -> bool:
 
 def _scan(comm: Communicator, group: Group, plan: StatePlan, backward: bool) -> None:
     """Sums up all parts between others at once, then passes states on at the price of one product each."""
-    parts = [stage.part for stage in plan.route(comm.rank, backward=backward) if stage.part is not None]
+    parts = [stage.parts[comm.rank] for stage in plan.stages(backward=backward) if comm.rank in stage.parts]
     maps = {part.place: group.summary(part.place, part.count) for part in parts if _needs_map(part)}
     initial: dict[int, Tensor] = {}
 

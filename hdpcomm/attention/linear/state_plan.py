@@ -26,7 +26,7 @@ from hdpcomm.attention.layout import SequenceLayout
 from hdpcomm.attention.tiles import Int64
 from hdpcomm.attention.tree_layout import TokenLayout, TreeLayout, past_tokens
 
-__all__ = ["ForestLevel", "Links", "Message", "Part", "RouteStage", "Span", "Stage", "StatePlan", "state_plan"]
+__all__ = ["ForestLevel", "Links", "Message", "Part", "Stage", "StatePlan", "state_plan"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,18 +208,11 @@ class Stage:
     parts: dict[int, Part]
     messages: tuple[Message, ...]
 
-
-Span = tuple[int, slice]
-"""(peer, slots)"""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RouteStage:
-    """A :class:`Stage` as one rank sees it."""
-
-    part: Part | None
-    sends: tuple[Span, ...]
-    recvs: tuple[Span, ...]
+    def exchanges(self, rank: int) -> tuple[list[tuple[int, slice]], list[tuple[int, slice]]]:
+        """(peer, slots) of what ``rank`` sends, and of what it receives."""
+        sends = [(m.target, slice(m.source_slot, m.source_slot + m.count)) for m in self.messages if m.source == rank]
+        recvs = [(m.source, slice(m.target_slot, m.target_slot + m.count)) for m in self.messages if m.target == rank]
+        return sends, recvs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,7 +248,6 @@ class StatePlan:
         )
         self.given, self.wanted = (np.bincount(each, minlength=size).tolist() for each in (first, last))
         self._stages: list[Stage] = []
-        self._routes: dict[tuple[int, bool], tuple[RouteStage, ...]] = {}
         for level, groups in _grouped(nodes):
             parts = {}
             for rank, mine in groups:
@@ -307,19 +299,6 @@ class StatePlan:
             Stage({r: p.transposed for r, p in stage.parts.items()}, tuple(m.transposed for m in messages))
             for stage, messages in zip(self._stages[::-1], before[::-1], strict=True)
         ]
-
-    def route(self, rank: int, *, backward: bool) -> tuple[RouteStage, ...]:
-        """The stages in which ``rank`` takes part."""
-        if (rank, backward) not in self._routes:
-            own_stages = []
-            for stage in self.stages(backward=backward):
-                sends = [(m.target, slice(m.source_slot, m.source_slot + m.count), m.source) for m in stage.messages]
-                recvs = [(m.source, slice(m.target_slot, m.target_slot + m.count), m.target) for m in stage.messages]
-                mine = [tuple((peer, at) for peer, at, owner in each if owner == rank) for each in (sends, recvs)]
-                if rank in stage.parts or any(mine):
-                    own_stages.append(RouteStage(stage.parts.get(rank), *mine))
-            self._routes[rank, backward] = tuple(own_stages)
-        return self._routes[rank, backward]
 
 
 _NO_LINKS = Links(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
