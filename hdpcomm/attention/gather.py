@@ -37,8 +37,6 @@ _MAX_GROUPS = 4
 class GatherPlan:
     """Sends, receives and tiles of one rank in a gather."""
 
-    rank: int
-    size: int
     q_rows: int
     kv_rows: int
     buffer_rows: int
@@ -69,8 +67,6 @@ def gather_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -
     sends = [(peer, source[here], rows[here]) for peer, here in taken.items()]
     recvs = [(peer, place[owner == peer], rows[owner == peer]) for peer in peers]
     return GatherPlan(
-        rank=rank,
-        size=q_layout.size,
         q_rows=q_layout.rows(rank),
         kv_rows=kv_layout.rows(rank),
         buffer_rows=int(rows.sum()),

@@ -31,7 +31,7 @@ from hdpcomm.attention.tiles import Atoms, Band, Int64, Tile, atom_spans, run_st
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["RingMessage", "RingPlan", "Route", "Step", "build_plan", "find_atoms", "ring_plan"]
+__all__ = ["RingMessage", "RingPlan", "Route", "Step", "find_atoms", "ring_plan"]
 
 
 @lru_cache(maxsize=128)
@@ -56,7 +56,6 @@ class Step:
     """Sends, receives and tiles of a rank in one step. KV *due* at step t is posted before the work of step t - 1,
     gradients before t."""
 
-    source: int
     kv_rows: int
     """Rows of the KV buffer of this step."""
     tiles: tuple[Tile, ...]
@@ -78,10 +77,7 @@ class Step:
 class RingPlan:
     """The steps of one rank; step N only returns gradients to their owners and has no tiles."""
 
-    rank: int
     size: int
-    q_rows: int
-    kv_rows: int
     steps: tuple[Step, ...]
     neighbours_only: bool
     """Whether on all ranks KV comes only from the next rank, one whole buffer a step, and is forwarded at once or not
@@ -181,8 +177,9 @@ def _neighbours_only(atoms: Atoms, size: int) -> bool:
     return bool((needed[:, 1:] <= needed[:, :-1]).all())
 
 
-def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> RingPlan:
-    """The plan of ``rank``; :func:`ring_plan` caches it."""
+@lru_cache(maxsize=128)
+def ring_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> RingPlan:
+    """The plan of ``rank`` for these layouts of queries and keys; cached, so the layers of a micro-batch share one."""
     size = q_layout.size
     atoms = find_atoms(q_layout, kv_layout, band)
     hops = _hops(atoms, rank, size)
@@ -200,7 +197,6 @@ def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) ->
         k_spans = kv_layout.own_spans(rank) if t == 0 else atom_spans(atoms, hops.atom[here], hops.row[here])
         steps.append(
             Step(
-                source=(rank + t) % size,
                 kv_rows=kv_layout.rows(rank) if t == 0 else int(hops.rows[here].sum()),
                 tiles=tuple(q_layout.tiles(kv_layout, rank, k_spans, band)),
                 kv_sends=kv_out.due(t),
@@ -212,19 +208,8 @@ def build_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) ->
             )
         )
     return RingPlan(
-        rank,
         size,
-        q_layout.rows(rank),
-        kv_layout.rows(rank),
         tuple(steps),
         neighbours_only=_neighbours_only(atoms, size),
         most_rows=max(kv_layout.rows(each) for each in range(size)),
     )
-
-
-_cached_plan = lru_cache(maxsize=128)(build_plan)
-
-
-def ring_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -> RingPlan:
-    """The plan of ``rank`` for these layouts of queries and keys; cached, so the layers of a micro-batch share one."""
-    return _cached_plan(q_layout, kv_layout, band, rank=rank)

@@ -18,7 +18,7 @@ from hdpcomm.attention.backends.cpu import CpuBackend, cut, lower
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashAttn2Backend, FlashBackend
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.attention.backends.varlen import VarlenBackend, batches_of
-from hdpcomm.attention.routes import build_plan
+from hdpcomm.attention.routes import ring_plan
 from hdpcomm.attention.tiles import Band, Span, Tile, band_tile, tiles_of
 from hdpcomm.errors import InvalidUsage
 
@@ -130,7 +130,7 @@ def test_backends_agree_on_every_step_of_a_ring(band, backend):
     layout = as_pack([0, 41, 42, 70]).layout(3)
     keys = as_pack([0, 48, 50, 66]).layout(3)
     for rank, kv_layout in itertools.product(range(3), (layout, keys)):
-        for step in build_plan(layout, kv_layout, band, rank=rank).steps:
+        for step in ring_plan(layout, kv_layout, band, rank=rank).steps:
             rows = (int(layout.local_cu(rank)[-1]), step.kv_rows, step.kv_rows, int(layout.local_cu(rank)[-1]))
             tensors = [torch.randn(n, 2, 4, dtype=torch.float64) for n in rows]
             want = _run(ReferenceBackend(), step.tiles, tensors)
@@ -140,7 +140,7 @@ def test_backends_agree_on_every_step_of_a_ring(band, backend):
 
 def test_tiles_of_many_sequences_share_a_call():
     layout = as_pack([0, *range(64, 64 * 21, 64)]).layout(4)
-    plan = build_plan(layout, layout, Band(None, 0), rank=1)
+    plan = ring_plan(layout, layout, Band(None, 0), rank=1)
     calls = [len(batches_of(step.tiles, torch.device("cpu"))) for step in plan.steps]
     assert [len(step.tiles) for step in plan.steps] == [20, 20, 20, 20, 0]
     assert calls == [1, 1, 1, 1, 0]
