@@ -47,7 +47,7 @@ _EPILOG = """exit codes:
   4  an operation did not end in time (CommTimeout)
   5  not implemented (perf)
   6  bad usage: an option, a path or a value
-  7  wrong data, or slower than the baseline allows (perf)
+  7  wrong data (perf)
   130, 143  ended by Ctrl-C or SIGTERM (train --out: saved)
 """
 

@@ -1,4 +1,4 @@
-"""``hdpcomm perf``: measures one operation as nccl-tests does, and compares with older results."""
+"""``hdpcomm perf``: measures one operation as nccl-tests does."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NOT_IMPLEMENTED = 5
 WRONG_DATA = 7
 
 _EPILOG = """sizes are bytes, with K, M, G for binary units. Exit codes: 0 all right, 1 an internal error, 2 a device,
-3 a rank died or disagreed, 4 a timeout, 5 not implemented, 6 bad usage, 7 wrong data, or slower than --baseline allows.
+3 a rank died or disagreed, 4 a timeout, 5 not implemented, 6 bad usage, 7 wrong data.
 
 examples:
   hdpcomm perf all_reduce --ranks 4 -b 8 -e 64M -f 2
   hdpcomm perf all_gather --ranks 4 -b 1K -e 1M -f 4 --subset 0,3,1 --compare gloo
-  hdpcomm perf sendrecv -b 8 -e 8 -n 1000 -I -J now.json --baseline old.json --max-slowdown 5%
+  hdpcomm perf sendrecv -b 8 -e 8 -n 1000 -I -J now.json
   torchrun --nproc-per-node 4 -m hdpcomm.cli.main perf alltoall -b 1M -e 1M
   mpirun -n 4 hdpcomm perf broadcast -b 1M -e 1M -r 2
 """
@@ -119,8 +119,7 @@ def _config(options: argparse.Namespace) -> PerfConfig:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    """Checks all that can be checked, runs the sweep, compares, and writes the files."""
-    from hdpcomm.perf import baseline
+    """Checks all that can be checked, runs the sweep, and writes the file."""
     from hdpcomm.perf.records import json_document
     from hdpcomm.perf.results import Report
     from hdpcomm.perf.runner import check, now
@@ -132,10 +131,6 @@ def _measure(options: argparse.Namespace) -> int:
     if options.output_file is not None:
         options.output_file = options.output_file.absolute()
         check_writable(options.output_file)
-    if options.max_slowdown is not None and options.baseline is None:
-        raise InvalidUsage("--max-slowdown needs --baseline FILE, an older result of -J")
-    allowed = baseline.parse_percent(options.max_slowdown or "5%")
-    before = None if options.baseline is None else baseline.read(options.baseline)
     report = Report(start_time=now())
     task = (config, report, options.output_file)
     if rank is not None:
@@ -149,10 +144,7 @@ def _measure(options: argparse.Namespace) -> int:
     TableWriter(config, sys.stdout).finish(report)
     if options.output_file is not None:
         write_json(options.output_file, json_document(config, report))
-    code = WRONG_DATA if report.wrong else 0
-    if before is not None:
-        code = _gate(baseline.compare(config, report, before), allowed) or code
-    return code
+    return WRONG_DATA if report.wrong else 0
 
 
 def run_and_print(config: PerfConfig, report: Report, output: Path | None) -> Report:
@@ -179,19 +171,6 @@ def run_and_print(config: PerfConfig, report: Report, output: Path | None) -> Re
             report.errors.append(f"{type(error).__name__}: {error}")
             write_json(output, json_document(config, report))
         raise
-
-
-def _gate(compared: list[Any], allowed: float) -> int:
-    """Tells which rows became slower than allowed; returns the exit code."""
-    slower = [one for one in compared if one.percent > allowed]
-    for one in slower:
-        LOG.error(
-            f"slower than the baseline by {one.percent:.1f}% (allowed: {allowed:g}%): size {one.size} "
-            f"{one.type} {one.redop} root {one.root} {one.side} on ranks {','.join(map(str, one.ranks))}: "
-            f"{one.before_us:.2f} us before, {one.now_us:.2f} us now"
-        )
-    LOG.info(f"{len(compared) - len(slower)} of {len(compared)} rows within {allowed:g}%")
-    return WRONG_DATA if slower else 0
 
 
 def _calibrate(options: argparse.Namespace, defaults: argparse.Namespace) -> int:

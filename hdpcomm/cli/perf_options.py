@@ -186,8 +186,6 @@ def add_own_options(group: argparse._ArgumentGroup) -> None:
         metavar="gloo",
         help="also run the sweep with this library, and print ratios",
     )
-    add("--baseline", type=Path, metavar="FILE", help="an older -J file to compare with")
-    add("--max-slowdown", metavar="PERCENT", help="fail if a row is slower than --baseline by more (default 5%%)")
     add(
         "--calibrate",
         nargs="?",

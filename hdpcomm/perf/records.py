@@ -11,7 +11,7 @@ from hdpcomm import __version__
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.results import Report, Row, Side
 
-__all__ = ["json_document", "recorded", "time_key"]
+__all__ = ["json_document", "recorded"]
 
 JSON_VERSION = 4
 
@@ -93,14 +93,9 @@ def _result(row: Row, config: PerfConfig) -> dict[str, Any]:
     }
 
 
-def time_key(config: PerfConfig) -> str:
-    """The key of a side's time in the -J file; with -C another one, since the time is that of starting an operation."""
-    return "cpu_time" if config.cpu_time else "time"
-
-
 def _side(side: Side, config: PerfConfig) -> dict[str, Any]:
     return {
-        time_key(config): side.time_us,
+        "cpu_time" if config.cpu_time else "time": side.time_us,  # with -C that of starting an operation
         "alg_bw": side.algbw,
         "bus_bw": side.busbw,
         "nwrong": side.wrong,

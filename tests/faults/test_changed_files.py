@@ -24,7 +24,6 @@ from hdpcomm.cli.config_file import read_config
 from hdpcomm.cli.plan import read_profile
 from hdpcomm.comm.costs import load_costs, save_costs
 from hdpcomm.data import open_corpus, open_store
-from hdpcomm.perf import baseline
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, Planner, StepPlan
 from hdpcomm.plan.cluster import cluster_to_dict, load_cluster
 from hdpcomm.plan.distributions import read_lengths
@@ -116,7 +115,6 @@ MODEL = {
 }
 OPTIONS = {"data": ["a.txt"], "steps": 3, "layers": 2, "lr": 1e-3, "policy": "balanced", "context": 64}
 RECORDS = [{"text": "one"}, {"text": "zwei"}, {"messages": [{"role": "user", "content": "x"}], "text": ""}]
-RESULTS = {"results": [{"op": "all_reduce", "ranks": 2, "size": 8, "type": "float", "out_of_place": {"time_us": 1.0}}]}
 KINDS = {
     "plan": Kind(lambda f: written(a_plan().to_json())(f), lambda path: StepPlan.from_json(path.read_text("latin-1"))),
     "cost model": Kind(written(COST.to_json()), lambda path: plan_by(CostModel.from_json(path.read_text("latin-1")))),
@@ -126,7 +124,6 @@ KINDS = {
     "options": Kind(written(yaml.safe_dump(OPTIONS)), read_config, "yaml"),
     "costs": Kind(write_costs, read_costs),
     "lengths": Kind(written("\n".join(map(str, LENGTHS))), read_lengths, "bytes"),
-    "baseline": Kind(written(RESULTS), baseline.read),
     "checkpoint": Kind(write_checkpoint, lambda path: open_checkpoint(path.parent)),
     "store": Kind(write_store, lambda path: open_store(path.parent)),
     "records": Kind(written("\n".join(map(json.dumps, RECORDS)), "a.jsonl"), read_records, "lines"),

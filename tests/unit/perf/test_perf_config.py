@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +12,12 @@ from hypothesis import strategies as st
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure import links
-from hdpcomm.perf import baseline
 from hdpcomm.perf.config import REDOPS, PerfConfig, parse_size
 from hdpcomm.perf.data import ALL, contribution, element_type, reduced, values
 from hdpcomm.perf.ops import OPERATIONS, operation
 from hdpcomm.perf.ops.collectives import parts
 from hdpcomm.perf.ops.subset import members
-from hdpcomm.perf.records import json_document, recorded
+from hdpcomm.perf.records import recorded
 from hdpcomm.perf.results import IterationStats, Report, Row, Side, average
 from hdpcomm.perf.runner import check, points
 from hdpcomm.perf.table import comparison_lines, fixed
@@ -269,84 +266,8 @@ def _report(time_us: float, size: int = 8) -> Report:
     return Report("", rows=[_row(time_us, size)])
 
 
-def _written(config: PerfConfig, report: Report) -> dict[str, Any]:
-    """A document in the format that -J writes and --baseline reads."""
-    document: dict[str, Any] = json.loads(json.dumps(json_document(config, report)))
-    return document
-
-
-def _old(time_us: float) -> dict[str, Any]:
-    return _written(PerfConfig("all_reduce"), _report(time_us))
-
-
-def test_the_gate_compares_common_rows() -> None:
-    config = PerfConfig("all_reduce")
-    (one,) = baseline.compare(config, _report(11.0), _old(10.0))
-    assert one.percent == pytest.approx(10)
-    assert (one.size, one.side, one.before_us, one.now_us) == (8, "out_of_place", 10.0, 11.0)
-    with pytest.raises(InvalidUsage, match="no row in common"):
-        baseline.compare(config, _report(1.0, size=16), _old(10.0))
-    with pytest.raises(InvalidUsage, match="write the file with -J"):
-        baseline.compare(config, _report(1.0), {"results": [{"size": 8, "out_of_place": {}}]})
-
-
-def test_the_gate_knows_subsets_of_equal_size_apart() -> None:
-    config = PerfConfig("all_reduce", subsets=((0, 1), (2, 3)))
-    old = _written(config, Report("", rows=[_row(10.0), _row(10.0, ranks=(2, 3))]))
-    fast, slow = baseline.compare(config, Report("", rows=[_row(10.0), _row(30.0, ranks=(2, 3))]), old)
-    assert (fast.ranks, fast.percent) == ((0, 1), 0)
-    assert (slow.ranks, slow.percent) == ((2, 3), pytest.approx(200))
-    with pytest.raises(InvalidUsage, match="no row in common"):
-        baseline.compare(config, Report("", rows=[_row(1.0, ranks=(1, 0))]), old)
-
-
-def test_the_gate_keeps_times_of_starting_apart() -> None:
-    starting, real = PerfConfig("all_reduce", cpu_time=True), PerfConfig("all_reduce")
-    old = _written(starting, _report(1.0))
-    with pytest.raises(InvalidUsage, match=r"no row in common.*-C"):
-        baseline.compare(real, _report(10.0), old)
-    (one,) = baseline.compare(starting, _report(2.0), old)
-    assert one.percent == pytest.approx(100)
-
-
 def test_ratios_are_those_of_the_same_subset() -> None:
     ours = [_row(10.0), _row(100.0, ranks=(2, 3))]
     peers = [_row(20.0, library="gloo"), _row(50.0, ranks=(2, 3), library="gloo")]
     report = Report("", rows=ours, peers=peers)
     assert [line.split()[-1] for line in comparison_lines(report)[2:]] == ["2.00", "0.50"]
-
-
-def test_the_gate_takes_files_of_nccl_tests() -> None:
-    """Files of nccl-tests have no ranks of a row: all devices take part."""
-    old = _written(PerfConfig("all_reduce"), _report(10.0))
-    del old["results"][0]["ranks"]
-    old["config"]["devices"] = [{"rank": 0}, {"rank": 1}]
-    (one,) = baseline.compare(PerfConfig("all_reduce"), _report(11.0), old)
-    assert (one.ranks, one.percent) == ((0, 1), pytest.approx(10))
-
-
-def test_the_gate_reads_the_best_cycle() -> None:
-    old = _old(10.0)
-    old["results"] += _old(8.0)["results"]
-    (one,) = baseline.compare(PerfConfig("all_reduce"), _report(8.0), old)
-    assert one.percent == 0
-
-
-@pytest.mark.parametrize(("text", "percent"), [("5%", 5.0), ("2.5", 2.5), ("0", 0.0)])
-def test_percentages(text: str, percent: float) -> None:
-    assert baseline.parse_percent(text) == percent
-
-
-@pytest.mark.parametrize("text", ["-1%", "x", "", "inf", "nan"])
-def test_percentages_that_are_none(text: str) -> None:
-    with pytest.raises(InvalidUsage, match="percentage"):
-        baseline.parse_percent(text)
-
-
-def test_baselines_that_cannot_be_read(tmp_path: Path) -> None:
-    for content in (None, "{", "[]", "{}"):
-        path = tmp_path / "old.json"
-        if content is not None:
-            path.write_text(content)
-        with pytest.raises(InvalidUsage, match="--baseline"):
-            baseline.read(path)
