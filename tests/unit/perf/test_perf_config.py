@@ -254,16 +254,12 @@ def test_costs_are_recovered_from_exact_times() -> None:
     assert min(links.fit(sizes, [1e-6] * 3, 0.5e-6, 0.0).values()) > 0  # noise does not make a cost 0
 
 
-# --- the gate ---------------------------------------------------------------------------------------------------------
+# --- peers ----------------------------------------------------------------------------------------------------------
 
 
 def _row(time_us: float, size: int = 8, ranks: tuple[int, ...] = (0, 1), library: str = "hdpcomm") -> Row:
     side = Side(time_us, 1.0, 1.0, 0)
     return Row(library, "all_reduce", ranks, size, 2, "float", "sum", -1, side, None, 20)
-
-
-def _report(time_us: float, size: int = 8) -> Report:
-    return Report("", rows=[_row(time_us, size)])
 
 
 def test_ratios_are_those_of_the_same_subset() -> None:
