@@ -15,6 +15,7 @@ from common import CUDA, Row, Rows, copy_bandwidth, main, row, seconds
 
 from hdpcomm import kernels
 from hdpcomm.attention import _kernels, as_pack, shard
+from tests.harness import buffer_kernels
 
 SHARE = 0.85
 TOKENS, HEADS, DIM = 16384, 32, 128
@@ -62,7 +63,7 @@ def buffer_rows() -> list[tuple[str, float, float]]:
     for peers in (2, 8):
         inputs = [random(BUFFER_BYTES // 4, torch.bfloat16) for _ in range(peers)]
         out = torch.empty_like(inputs[0])
-        time = seconds(lambda _, x=inputs, y=out: kernels.fold([y], x))
+        time = seconds(lambda _, x=inputs, y=out: buffer_kernels.fold([y], x))
         results.append((f"fold of {peers} bfloat16 buffers", 2.0 * (peers + 1) * out.numel(), time))
     return results
 

@@ -9,6 +9,7 @@ import torch
 from hdpcomm import kernels
 from hdpcomm.attention import positions, shard
 from hdpcomm.attention._kernels import Rows, add_rows, merge
+from tests.harness import buffer_kernels
 
 CUDA = torch.device("cuda")
 
@@ -22,15 +23,15 @@ def main() -> int:
             a, b, out = (torch.randn(5003, device=CUDA).to(dtype) for _ in range(3))
             for op in ("sum", "prod", "min", "max"):
                 kernels.reduce(out[:5000], a[offset:][:5000], b[:5000], op=op)
-            kernels.divide(out[offset:], 3.0)
-            kernels.fold([out[:5000]], [a[offset:][:5000], b[:5000], out[:5000]], op="avg")
+            buffer_kernels.divide(out[offset:], 3.0)
+            buffer_kernels.fold([out[:5000]], [a[offset:][:5000], b[:5000], out[:5000]], op="avg")
     integers = torch.arange(9001, device=CUDA, dtype=torch.int8)
     kernels.reduce(integers[:9000], integers[:9000], integers[1:])
-    kernels.collect(torch.empty(3, 3000, dtype=torch.int8, device=CUDA), list(integers[1:].view(3, 3000)))
+    buffer_kernels.collect(torch.empty(3, 3000, dtype=torch.int8, device=CUDA), list(integers[1:].view(3, 3000)))
     apart = torch.empty(3, 3001, dtype=torch.int8, device=CUDA)[:, :3000]
-    kernels.collect(apart, list(integers[1:].view(3, 3000)), first=1)
+    buffer_kernels.collect(apart, list(integers[1:].view(3, 3000)), first=1)
     flag = torch.zeros(1, dtype=torch.int32, device=CUDA)
-    kernels.put(torch.empty(777, dtype=torch.int8, device=CUDA), integers[3:780], flag, 1)
+    buffer_kernels.put(torch.empty(777, dtype=torch.int8, device=CUDA), integers[3:780], flag, 1)
     for block in (torch.float32, torch.bfloat16):
         for dim in (64, 129):
             out, part = (torch.randn(65, 3, dim, device=CUDA) for _ in range(2))

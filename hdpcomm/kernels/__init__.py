@@ -1,10 +1,10 @@
-"""This library's kernels on torch tensors: reductions, cross-entropy, folds of several ranks' buffers.
+"""This library's kernels on torch tensors: reductions, cross-entropy.
 
 All functions are local. On CUDA tensors they enqueue on the current stream of the tensors' device; on CPU tensors they
 are done on return. Both use the same element functions.
 """
 
-from hdpcomm.kernels.buffers import collect, divide, fold, put, reduce
+from hdpcomm.kernels.buffers import reduce
 from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES, cross_entropy
 from hdpcomm.kernels.linear_cross_entropy import (
     LabelLoss,
@@ -17,12 +17,8 @@ __all__ = [
     "CROSS_ENTROPY_DTYPES",
     "LabelLoss",
     "LossOptions",
-    "collect",
     "cross_entropy",
-    "divide",
-    "fold",
     "linear_cross_entropy",
     "loss_of_log_probs",
-    "put",
     "reduce",
 ]

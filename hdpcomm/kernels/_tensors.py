@@ -9,7 +9,7 @@ import torch
 from hdpcomm._core import DTYPES
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["check_same", "dtype_code", "launch"]
+__all__ = ["dtype_code", "launch"]
 
 _CODES = {getattr(torch, name): code for name, code in DTYPES.items() if hasattr(torch, name)}
 
@@ -37,21 +37,3 @@ def launch(kernel: Callable[..., None], tensor: torch.Tensor, *args: object) -> 
             kernel(*args, True, torch.cuda.current_stream().cuda_stream)
     elif tensor.device.type != "meta":  # there sizes are all that counts
         raise InvalidUsage(f"tensors on {tensor.device} were given; expected cpu or cuda")
-
-
-def check_same(kernel: str, tensors: Sequence[torch.Tensor], *, device: bool = True) -> None:
-    """Raises InvalidUsage unless all tensors are contiguous, have one shape and type, and are on one device.
-
-    ``device=False``: they may be on several devices that the first tensor's device can read.
-    """
-    first = tensors[0]
-    for tensor in tensors:
-        if tensor.shape != first.shape or tensor.dtype != first.dtype:
-            raise InvalidUsage(
-                f"the tensors of a {kernel} differ: {tuple(first.shape)} of {first.dtype} and {tuple(tensor.shape)} "
-                f"of {tensor.dtype}; expected one shape and type"
-            )
-        if not tensor.is_contiguous():
-            raise InvalidUsage(f"a tensor of a {kernel} is not contiguous: strides {tensor.stride()}; copy it")
-        if tensor.device.type != first.device.type or (device and tensor.device != first.device):
-            raise InvalidUsage(f"the tensors of a {kernel} lie on {first.device} and on {tensor.device}; move one")

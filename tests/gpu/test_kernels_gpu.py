@@ -13,6 +13,7 @@ from hdpcomm.attention import positions, shard
 from hdpcomm.attention._kernels import merge
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import lean
+from tests.harness import buffer_kernels
 from tests.unit.kernels.test_kernels_buffers import FLOATS, INTS, OPS, same_bits, values
 from tests.unit.kernels.test_kernels_cross_entropy import DTYPES, IGNORED, ROUNDING, problem
 
@@ -54,8 +55,8 @@ def test_divide(dtype):
         for offset in (0, 1):
             got = on_gpu(x, offset)
             want = x.clone()
-            kernels.divide(got, 7.0)
-            kernels.divide(want, 7.0)
+            buffer_kernels.divide(got, 7.0)
+            buffer_kernels.divide(want, 7.0)
             same_bits(got.cpu(), want)
 
 
@@ -65,7 +66,7 @@ def test_all_16_bit_values_go_to_float_and_back(dtype, divisor):
     """Halves of subnormal values lie in the middle between two others: ties to even."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     out = every.clone().to(CUDA)
-    kernels.divide(out, divisor)
+    buffer_kernels.divide(out, divisor)
     same_bits(out.cpu(), (every.float() / divisor).to(dtype))
 
 
@@ -74,14 +75,16 @@ def test_all_16_bit_values_go_to_float_and_back(dtype, divisor):
 def test_fold_goes_from_left_to_right_and_rounds_once(dtype, op):
     if op == "avg" and not dtype.is_floating_point:
         with pytest.raises(InvalidUsage, match="floating type"):
-            kernels.fold([torch.zeros(1, dtype=dtype, device=CUDA)], [torch.zeros(1, dtype=dtype, device=CUDA)], op=op)
+            buffer_kernels.fold(
+                [torch.zeros(1, dtype=dtype, device=CUDA)], [torch.zeros(1, dtype=dtype, device=CUDA)], op=op
+            )
         return
     for inputs in mixed(4, dtype, 9):
         for offsets in (0, 1):
             want = torch.empty_like(inputs[0])
-            kernels.fold([want], inputs, op=op)
+            buffer_kernels.fold([want], inputs, op=op)
             outputs = [on_gpu(torch.zeros_like(want), i * offsets) for i in range(3)]
-            kernels.fold(outputs, [on_gpu(x, i * offsets) for i, x in enumerate(inputs)], op=op)
+            buffer_kernels.fold(outputs, [on_gpu(x, i * offsets) for i, x in enumerate(inputs)], op=op)
             for out in outputs:
                 same_bits(out.cpu(), want)
 
@@ -90,7 +93,7 @@ def test_collect_lays_the_inputs_side_by_side():
     for inputs in mixed(5, torch.uint8, 5):
         for offset in (0, 3):
             out = on_gpu(torch.zeros(5, inputs[0].numel(), dtype=torch.uint8), offset)
-            kernels.collect(out, [on_gpu(x, i * offset) for i, x in enumerate(inputs)], first=2)
+            buffer_kernels.collect(out, [on_gpu(x, i * offset) for i, x in enumerate(inputs)], first=2)
             assert torch.equal(out.cpu(), torch.stack(inputs))
 
 
@@ -98,7 +101,7 @@ def test_put_copies_and_signals():
     for (x,) in mixed(6, torch.uint8, 1):
         flag = torch.zeros(1, dtype=torch.int32, device=CUDA)
         dst = on_gpu(torch.zeros_like(x), 1)
-        kernels.put(dst, on_gpu(x, 2), flag, 7)
+        buffer_kernels.put(dst, on_gpu(x, 2), flag, 7)
         assert torch.equal(dst.cpu(), x)
         assert flag.item() == 7
 
@@ -213,7 +216,7 @@ def test_kernels_are_captured_and_replayed():
     with torch.cuda.graph(graph):
         merge(out, lse, part, part_lse)
         kernels.reduce(summed, part, part)
-        kernels.divide(summed, 2.0)
+        buffer_kernels.divide(summed, 2.0)
     for _ in range(2):
         graph.replay()
     torch.cuda.synchronize()
