@@ -17,27 +17,93 @@ where several runs follow one. Bytes depend on heads and dimensions, never on th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hdpcomm.attention.linear.scan import ForestScan, Inputs, PartRuns, Runs, Scan
 from hdpcomm.attention.linear.state_plan import Part, StatePlan
 from hdpcomm.attention.variants import AttentionCosts
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
-    from hdpcomm.attention.linear.recurrence import Group
     from hdpcomm.comm import Communicator
 
-__all__ = ["EXCHANGES", "Map", "apply_map", "choose_exchange", "num_groups", "travel"]
+__all__ = ["EXCHANGES", "Group", "Map", "apply_map", "choose_exchange", "num_groups", "travel"]
 
 EXCHANGES = ("auto", "gather", "scan", "pipeline")
 _MAX_GROUPS = 8
 """Most groups of heads of a pipeline."""
 
 Map = tuple[Tensor, Tensor]
+
+
+class Group(ABC):
+    """The parts of a rank for some heads, in one direction; a part's scan lives from :meth:`prepare` to :meth:`finish`.
+
+    States are [count, heads, dk, dv]. ``states[i]``: the initial states of part i in the forward; ``transitions[i]``:
+    of the maps that the forward summed up.
+    """
+
+    def __init__(self, parts: tuple[PartRuns, ...], inputs: Inputs) -> None:
+        self._parts, self._inputs = parts, inputs
+        self._scans: dict[int, Scan | ForestScan] = {}
+        dk = inputs.q.shape[2]
+        self.transition_shape = (dk, dk) if inputs.beta is not None else (1 if inputs.g.ndim == 2 else dk, 1)
+        """Rows and columns: of a matrix, or of a factor of rows."""
+        self.initial: Tensor | None = None
+        """The states that this direction starts with in a slice; [states of the rank, heads, dk, dv]."""
+        self.final: Tensor | None = None
+        """Final states."""
+        self.ends: tuple[int | None, int | None] = (None, None)
+        """The parts that stand for these."""
+        self.states: list[Tensor | None] = [None] * len(parts)
+        self.transitions: list[Tensor | None] = [None] * len(parts)
+
+    def zeros(self, count: int) -> Tensor:
+        """So many states."""
+        shape = self._inputs.state_shape(count)
+        return torch.zeros(shape, dtype=self._inputs.dtype, device=self._inputs.q.device)
+
+    def _make(self, place: int) -> Scan | ForestScan:
+        runs = self._parts[place]
+        return Scan(runs, self._inputs) if isinstance(runs, Runs) else ForestScan(runs, self._inputs)
+
+    def _carriers(self, place: int) -> Scan:
+        self.prepare(place)
+        scan = self._scans[place]
+        assert not isinstance(scan, ForestScan)  # nothing follows a forest, so that nobody needs its maps
+        return scan
+
+    def prepare(self, place: int) -> None:
+        """Does what needs no state; may be left out."""
+        if place not in self._scans:
+            self._scans[place] = self._make(place)
+
+    def run(self, place: int, state: Tensor) -> Tensor:
+        """Takes a part's runs from ``state``; returns the states after them."""
+        self.prepare(place)
+        if place == self.ends[0] and self.initial is not None:
+            state = self.initial
+        after = self._run(place, state)
+        if place == self.ends[1]:
+            self.final = after
+        return after
+
+    @abstractmethod
+    def _run(self, place: int, state: Tensor) -> Tensor:
+        """:meth:`run` of a part that is prepared."""
+
+    @abstractmethod
+    def finish(self, place: int) -> None:
+        """Does what remains after :meth:`run`, and frees what the part needed."""
+
+    @abstractmethod
+    def summary(self, place: int, count: int) -> Map:
+        """(transition, bias) of the ``count`` runs of a part; does not need their initial states."""
 
 
 def apply_map(affine_map: Map, state: Tensor) -> Tensor:

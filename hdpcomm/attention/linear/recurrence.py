@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hdpcomm.attention.linear.exchange import Map, num_groups, travel
-from hdpcomm.attention.linear.scan import ForestScan, Inputs, Runs, Scan, chunked
-from hdpcomm.attention.linear.state_plan import Links, StatePlan
+from hdpcomm.attention.linear.exchange import Group, Map, num_groups, travel
+from hdpcomm.attention.linear.scan import ForestScan, Inputs, PartRuns, Scan, chunked
+from hdpcomm.attention.linear.state_plan import StatePlan
 from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["Group", "LinearCall", "LinearRecurrence"]
+__all__ = ["LinearCall", "LinearRecurrence"]
 
 _CACHE_BYTES = 16 << 20
 """Keys and values of heads that are computed together on a CPU; larger temporary tensors are slower."""
@@ -38,7 +37,7 @@ class LinearCall:
         """See :meth:`StatePlan.ends`."""
         return self.plan.ends(0 if self.comm is None else self.comm.rank)
 
-    def parts(self, dk: int) -> tuple[_Runs, ...]:
+    def parts(self, dk: int) -> tuple[PartRuns, ...]:
         return _parts_of(self.plan, 0 if self.comm is None else self.comm.rank, dk)
 
     def groups(self, inputs: Inputs) -> list[slice]:
@@ -54,85 +53,15 @@ class LinearCall:
         return [slice(i * width, (i + 1) * width) for i in range(count)]
 
 
-_Forest = tuple[tuple[Runs, Links], ...]
-_Runs = Runs | _Forest
-"""The runs of a part: carriers, or a forest."""
-
-
 @lru_cache(maxsize=128)
-def _parts_of(plan: StatePlan, rank: int, dk: int) -> tuple[_Runs, ...]:
+def _parts_of(plan: StatePlan, rank: int, dk: int) -> tuple[PartRuns, ...]:
     """The parts of ``rank``, in chunks that suit states of ``dk`` rows."""
     forest = tuple((chunked(each.starts, each.lengths, dk), each.links) for each in plan.forests[rank])
     return tuple(forest if runs is None else chunked(*runs, dk) for runs in plan.runs[rank])
 
 
-class Group(ABC):
-    """The parts of a rank for some heads, in one direction; a part's scan lives from :meth:`prepare` to :meth:`finish`.
-
-    States are [count, heads, dk, dv]. ``states[i]``: the initial states of part i in the forward; ``transitions[i]``:
-    of the maps that the forward summed up.
-    """
-
-    def __init__(self, parts: tuple[_Runs, ...], inputs: Inputs) -> None:
-        self._parts, self._inputs = parts, inputs
-        self._scans: dict[int, Scan | ForestScan] = {}
-        dk = inputs.q.shape[2]
-        self.transition_shape = (dk, dk) if inputs.beta is not None else (1 if inputs.g.ndim == 2 else dk, 1)
-        """Of a matrix, or of a factor of rows."""
-        self.initial: Tensor | None = None
-        """The states that this direction starts with in a slice; [states of the rank, heads, dk, dv]."""
-        self.final: Tensor | None = None
-        """Final states."""
-        self.ends: tuple[int | None, int | None] = (None, None)
-        """The parts that stand for these."""
-        self.states: list[Tensor | None] = [None] * len(parts)
-        self.transitions: list[Tensor | None] = [None] * len(parts)
-
-    def zeros(self, count: int) -> Tensor:
-        """So many states."""
-        shape = self._inputs.state_shape(count)
-        return torch.zeros(shape, dtype=self._inputs.dtype, device=self._inputs.q.device)
-
-    def _make(self, place: int) -> Scan | ForestScan:
-        runs = self._parts[place]
-        return Scan(runs, self._inputs) if isinstance(runs, Runs) else ForestScan(runs, self._inputs)
-
-    def _carriers(self, place: int) -> Scan:
-        self.prepare(place)
-        scan = self._scans[place]
-        assert not isinstance(scan, ForestScan)  # nothing follows a forest, so that nobody needs its maps
-        return scan
-
-    def prepare(self, place: int) -> None:
-        """Does what needs no state; may be left out."""
-        if place not in self._scans:
-            self._scans[place] = self._make(place)
-
-    def run(self, place: int, state: Tensor) -> Tensor:
-        """Takes a part's runs from ``state``; returns the states after them."""
-        self.prepare(place)
-        if place == self.ends[0] and self.initial is not None:
-            state = self.initial
-        after = self._run(place, state)
-        if place == self.ends[1]:
-            self.final = after
-        return after
-
-    @abstractmethod
-    def _run(self, place: int, state: Tensor) -> Tensor:
-        """:meth:`run` of a part that is prepared."""
-
-    @abstractmethod
-    def finish(self, place: int) -> None:
-        """Does what remains after :meth:`run`, and frees what the part needed."""
-
-    @abstractmethod
-    def summary(self, place: int, count: int) -> Map:
-        """(transition, bias) of the ``count`` runs of a part; does not need their initial states."""
-
-
 class _Forward(Group):
-    def __init__(self, parts: tuple[_Runs, ...], inputs: Inputs, out: Tensor) -> None:
+    def __init__(self, parts: tuple[PartRuns, ...], inputs: Inputs, out: Tensor) -> None:
         """``out``: receives the output of these heads."""
         super().__init__(parts, inputs)
         self._out = out
@@ -151,7 +80,7 @@ class _Forward(Group):
 
 
 class _Backward(Group):
-    def __init__(self, parts: tuple[_Runs, ...], inputs: Inputs, dout: Tensor, grads: Inputs) -> None:
+    def __init__(self, parts: tuple[PartRuns, ...], inputs: Inputs, dout: Tensor, grads: Inputs) -> None:
         """``dout``: the gradient of the output of these heads; ``grads``: receives those of the inputs."""
         super().__init__(parts, inputs)
         self._dout, self._grads = dout, grads

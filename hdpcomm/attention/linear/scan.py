@@ -14,7 +14,7 @@ from hdpcomm.attention.linear.chunks import ChunkGrads, Chunks
 from hdpcomm.attention.linear.state_plan import Links
 from hdpcomm.attention.tiles import Int64
 
-__all__ = ["ForestScan", "Inputs", "Runs", "Scan", "chunked"]
+__all__ = ["ForestScan", "Inputs", "PartRuns", "Runs", "Scan", "chunked"]
 
 
 _CHUNKS = (16, 32, 64)
@@ -306,3 +306,7 @@ class ForestScan:
 
 def _zeros(like: Tensor, count: int) -> Tensor:
     return like.new_zeros((count, *like.shape[1:]))
+
+
+PartRuns = Runs | tuple[tuple[Runs, Links], ...]
+"""The runs of a part: carriers, or the levels of a forest."""
