@@ -93,10 +93,11 @@ class RunFiles:
         self._stack = ExitStack()
         if out is not None:
             self._stack.enter_context(locked_folder(out))
-        kinds = {"metrics": MetricsLog, "evaluations": JsonLines, "timeline": JsonLines} if out is not None else {}
-        self._lines = {
-            name: self._stack.enter_context(kind(out / f"{name}.jsonl", own=True)) for name, kind in kinds.items()
-        }
+        self._lines: dict[str, Any] = {}
+        if out is not None:
+            kinds = {"metrics": MetricsLog, "evaluations": JsonLines, "timeline": JsonLines}
+            for name, kind in kinds.items():
+                self._lines[name] = self._stack.enter_context(kind(out / f"{name}.jsonl", own=True))
         self._open_trackers = partial(open_trackers, trackers, out, dict(config or {})) if out is not None else list
 
     @cached_property
