@@ -2,9 +2,9 @@
 // within T on no number of ranks, if the rank-seconds of all sequences at their smallest possible
 // sizes do not fit into the ranks, or if more long sequences have to follow each other than fit
 // into T. The bound is the smallest T that passes all of these tests, and those of
-// configurations.hpp. With a pipeline of p stages each micro-batch passes all of them, and the last
-// stage is idle while the first micro-batch comes and the last one goes. Ranks of different speeds
-// count as that much of a rank.
+// pipeline_configurations.hpp. With a pipeline of p stages each micro-batch passes all of them, and
+// the last stage is idle while the first micro-batch comes and the last one goes. Ranks of
+// different speeds count as that much of a rank.
 #include "planner/bound/bound.hpp"
 
 #include <algorithm>
@@ -15,12 +15,10 @@
 #include <optional>
 #include <vector>
 
-#include "planner/bound/configurations.hpp"
-#include "planner/bound/pass_times.hpp"
 #include "planner/bound/pipeline_configurations.hpp"
-#include "planner/bound/pipeline_windows.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/pipeline_ramps.hpp"
+#include "planner/model/slice_bounds.hpp"
 
 namespace hdpcomm::planner {
 namespace {
@@ -57,7 +55,7 @@ class Bound {
     shortest_ = {squares, static_cast<double>(shortest)};
     max_offload_ = max_offload;
     passing_ = (stages_ - 1.0) / cost_.cluster().chunks;
-    alone_ = 1 + passing_ / PassTimes::timesFirstSlice(cost_.cluster());
+    alone_ = 1 + passing_ / timesFirstSlice();
     if (cost_.cluster().chunks > 1) alone_ = std::max(alone_, stages_ / (1.0 * slices_));
     for (int high = 1; high < kMaxStack; ++high) {
       double places = 0;
@@ -71,20 +69,17 @@ class Bound {
     sortSpeeds();
     if (stages_ > 1) filling_ = passing_ * passes(shortest_, mostOfSequence(mostHeld(kForever)));
     collectItems();
-    if (stages_ > 1 && cost_.cluster().chunks == 1 && speeds_.empty() && !cost_.cluster().split) {
+    const bool plain = cost_.cluster().chunks == 1 && speeds_.empty() && !cost_.cluster().split;
+    if (stages_ > 1 && slices_ == 1 && plain) {
       const double forward = params_.forward;
       const auto [least, most] = std::minmax(forward, params_.forward_transfer);
-      if (slices_ == 1) {
-        ramps_.emplace(cost_, least, most, fastestTime(shortest_));
-        compute_ramps_.emplace(cost_, forward, forward, leastCompute());
-      }
-      if (!problem.hasTrees()) windows_.emplace(problem, filling_);
+      ramps_.emplace(cost_, least, most, fastestTime(shortest_));
+      compute_ramps_.emplace(cost_, forward, forward, leastCompute());
     }
   }
 
-  // `known`: a bound that is to be raised.
-  double solve(double known) const {
-    double low = std::max({known, slowest_ * alone_, workAlone() / ranks_ + filling_});
+  double solve() const {
+    double low = std::max(slowest_ * alone_, workAlone() / ranks_ + filling_);
     double high = low;
     while (!possible(high)) {
       low = high;
@@ -95,23 +90,10 @@ class Bound {
       const double middle = 0.5 * (low + high);
       (possible(middle) ? high : low) = middle;
     }
-    if (windows_ && slices_ == 1) return byPipelineConfigurations(low);
-    const bool other = stages_ > 1 && (slices_ == 1 || cost_.cluster().chunks > 1);
-    if (other || cost_.cluster().split || !speeds_.empty() || problem_.hasTrees()) return low;
-    return byConfigurations(low);
+    return ramps_ && !problem_.hasTrees() ? byPipelineConfigurations(low) : low;
   }
 
  private:
-  double byConfigurations(double low) const {
-    return raiseByConfigurations(problem_, low, [this](double time) {
-      const Limits limits = limitsOf(time);
-      return ConfigurationCharges{
-          limits.held, limits.sequence, filling_, [this, limits](const Load& load, int size) {
-            return workAlone(load, limits.held) + workBeyondOne(load, size, limits);
-          }};
-    });
-  }
-
   double byPipelineConfigurations(double low) const {
     if (low <= 0) return low;  // nothing takes any time: there are no times to try
     return raiseByPipelineConfigurations(problem_, leastCompute(), low,
@@ -206,9 +188,63 @@ class Bound {
   // With split backward passes the forward pass alone: on the way back, all devices may have
   // gradients of weights to compute.
   double passes(const Load& load, double held) const {
-    const PassTimes times(cost_, load, leastRanks(load, held), problem_.ranks());
-    return cost_.cluster().split ? times.forwardWithin(problem_.ranks())
-                                 : times.within(problem_.ranks());
+    const int least = leastRanks(load, held);
+    const double back = cost_.cluster().split ? 0 : leastPass(load, least, true);
+    return leastPass(load, least, false) + back;
+  }
+
+  // The least seconds of a sequence's forward or backward pass on any number of ranks from `least`
+  // on: no micro-batch that holds it passes a stage in less. A pass is quasi-convex in the number
+  // of ranks of each scope (claim 4).
+  double leastPass(const Load& load, int least, bool backward) const {
+    double found = kForever;
+    int first = least;
+    for (const int last : cost_.cluster().largestGroups()) {
+      if (first > last) continue;
+      int low = first, high = last;
+      while (low < high) {
+        const int middle = low + (high - low) / 2;
+        const bool falls = pass(load, middle + 1, backward) < pass(load, middle, backward);
+        falls ? low = middle + 1 : high = middle;
+      }
+      found = std::min(found, pass(load, low, backward));
+      first = last + 1;
+    }
+    return found;
+  }
+
+  // Where the sequence may run in slices, that of the longest slice, or with several stages on a
+  // device of the first one.
+  double pass(const Load& load, int size, bool backward) const {
+    if (slices_ > 1 && cost_.cluster().chunks == 1) return longestSlice(load, size, backward);
+    const double compute = cost_.stepCompute(load, size);
+    const double transfer = cost_.stepTransfer(load, size, cost_.cluster().leastScope(size));
+    const double share = backward ? 1 - params_.forward : params_.forward;
+    const double least = share * (params_.fixed + (size - 1) * params_.ring_step);
+    const double wait =
+        backward ? cost_.backwardWait(compute, transfer) : cost_.forwardWait(compute, transfer);
+    const double whole = share * cost_.computeSeconds(load, size) + least + (size - 1) * wait;
+    if (slices_ == 1) return whole;
+    if (backward) return least;  // of whichever slice ends the step
+    return std::max(least, (whole + (slices_ - 1) * least) / timesFirstSlice());
+  }
+
+  // The longest pass of a sequence in as many slices as it may have: it is no shorter than the
+  // mean, and with the last one all keys go round.
+  double longestSlice(const Load& load, int size, bool backward) const {
+    const double share = backward ? 1 - params_.forward : params_.forward;
+    const double sent = backward ? 1 - params_.forward_transfer : params_.forward_transfer;
+    const double transfer = cost_.stepTransfer(load, size, cost_.cluster().leastScope(size));
+    return std::max(share * cost_.computeSeconds(load, size) / slices_,
+                    sent * (size - 1) * transfer) +
+           share * (params_.fixed + (size - 1) * params_.ring_step);
+  }
+
+  // How many times as long as the slice that begins it a sequence takes, at most, if that alone is
+  // what a rank waits for; with one stage on a device, as the longest one.
+  double timesFirstSlice() const {
+    if (stages_ == 1) return 1;
+    return timesTheFirst(slices_, 1 + (cost_.cluster().chunks - 1.0) / (stages_ - 1));
   }
 
   // Least seconds of compute of any micro-batch.
@@ -247,8 +283,7 @@ class Bound {
     const auto alone = [&](int size) {
       if (cost_.cluster().chunks > 1) return aloneInChunks(load, size);
       return cost_.seconds(load, size) +
-             passing_ * (PassTimes::longest(cost_, load, size, size, false) +
-                         PassTimes::longest(cost_, load, size, size, true));
+             passing_ * (longestSlice(load, size, false) + longestSlice(load, size, true));
     };
     int first = least;
     for (const int border : cost_.cluster().largestGroups()) {
@@ -280,7 +315,7 @@ class Bound {
     const double seconds = cost_.seconds(load, size);
     const double least = params_.fixed + (size - 1) * params_.ring_step;
     const double all = seconds + (slices_ - 1) * least;
-    const double first = std::max(least, all / PassTimes::timesFirstSlice(cost_.cluster()));
+    const double first = std::max(least, all / timesFirstSlice());
     double longest = all / slices_;
     if (size > 1) {
       const double step = cost_.stepTransfer(load, size, cost_.cluster().leastScope(size));
@@ -388,9 +423,7 @@ class Bound {
     if (work > room) return false;
     double compute = work - params_.fixed * all_.tokens / limits.held;  // of that, per sequence
     double plain = compute;  // and of sequences on several ranks
-    PipelineWindows::Charges charges;
-    int longest_ranks = 1;
-    Load before;  // of the item before, which is as long as this one in many steps
+    Load before;             // of the item before, which is as long as this one in many steps
     int size = 0;
     double beyond_one = 0;
     double more_compute = 0;
@@ -415,8 +448,6 @@ class Bound {
       work += beyond_one;
       plain += beyond_one;
       compute += more_compute;
-      if (charges.beyond_one.empty()) longest_ranks = size;
-      if (windows_) charges.beyond_one.push_back(beyond_one);
       if (lost > 0) {
         work += lost * (beyond_one + workAlone(item.load, limits.held));
       }
@@ -429,12 +460,7 @@ class Bound {
       if (compute > compute_ramps_->mostWork(time) * ranks_ * (1 + 1e-9)) return false;
     }
     // With ranks of different speeds the search begins too high by it, and plans get longer.
-    if (speeds_.empty() && plain > roomBesideFixed(limits) - put_off_ * all_.tokens) return false;
-    charges.all = work;
-    charges.held = limits.held;
-    charges.sequence = limits.sequence;
-    charges.beside = (slices_ > 1 ? stages_ : stages_ - 1) * limits.held;
-    return !windows_ || windows_->fit(time, longest_ranks, charges);
+    return !speeds_.empty() || plain <= roomBesideFixed(limits) - put_off_ * all_.tokens;
   }
 
   // Sequences are slow if k + 1 of their micro-batches, one after the other, take longer than is
@@ -491,7 +517,6 @@ class Bound {
   double slowest_ = 0;                 // fastest time of the longest sequence
   std::optional<PipelineRamps> ramps_;  // of all seconds, and of those of compute
   std::optional<PipelineRamps> compute_ramps_;
-  mutable std::optional<PipelineWindows> windows_;
 };
 
 // The same sequences where no gradients of weights are computed.
@@ -501,52 +526,18 @@ Problem withoutWeights(const Problem& problem) {
   return problem.withCosts(CostModel(params, problem.cost().memory(), problem.cost().cluster()));
 }
 
-// `known`: a bound that is to be raised.
-double boundOfAll(const Problem& problem, double known = 0) {
+}  // namespace
+
+double lowerBound(const Problem& problem) {
+  if (problem.count() == 0) return 0.0;
   Load longest;  // offload's ratio grows with the length
   longest.add(*std::max_element(problem.lengths().begin(), problem.lengths().end()));
   const double max_offload = problem.cost().maxOffload(longest);
   const double put_off = problem.cost().params().put_off;
   if (!problem.cost().cluster().split || put_off <= 0) {
-    return Bound(problem, 0.0, max_offload).solve(known);
+    return Bound(problem, 0.0, max_offload).solve();
   }
-  return Bound(withoutWeights(problem), put_off, max_offload).solve(known);
-}
-
-constexpr int kLarge = 1 << 11;  // ranks from which on fewer numbers of them are looked at
-
-// The largest bound of the longest sequences alone, some numbers of them, if it is above `least`:
-// beside slices short ones may fill more idle time, as far as is known, than they take.
-double boundOfLongest(const Problem& problem, double least) {
-  const CostModel& cost = problem.cost();
-  const std::vector<int32_t>& order = problem.byLength();
-  std::vector<int32_t> part;
-  double seconds = 0;  // of these one after the other on all ranks: no less than their bound
-  double longest = 0;
-  const size_t step = problem.ranks() >= kLarge ? 4 : 2;
-  for (size_t count = 1; 4 * count <= order.size(); count *= step) {
-    while (part.size() < count) {
-      const int32_t sequence = order[part.size()];
-      const Load load = problem.own(sequence);
-      const int size =
-          cost.fastestSize(load, std::min(problem.minRanks(sequence), problem.ranks()));
-      const double own = cost.seconds(load, size) / cost.cluster().slowest(0, problem.ranks());
-      longest = std::max(longest, own);
-      seconds += own;
-      part.push_back(sequence);
-    }
-    if (seconds + (cost.cluster().pipeline - 1) * longest <= least) continue;
-    least = boundOfAll(problem.part(part, cost), least);
-  }
-  return least;
-}
-
-}  // namespace
-
-double lowerBound(const Problem& problem) {
-  if (problem.count() == 0) return 0.0;
-  const double bound = boundOfAll(problem);
-  return problem.cost().cluster().mostSlices() > 1 ? boundOfLongest(problem, bound) : bound;
+  return Bound(withoutWeights(problem), put_off, max_offload).solve();
 }
 
 }  // namespace hdpcomm::planner

