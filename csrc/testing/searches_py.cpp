@@ -67,13 +67,12 @@ std::vector<int32_t> entriesInTurn(const std::vector<double>& times,
   return found;
 }
 
-py::dict packBlocks(const CostModel& cost, std::vector<int64_t> lengths, double target, bool fill) {
+py::dict packBlocks(const CostModel& cost, std::vector<int64_t> lengths, double target) {
   const Problem problem(std::move(lengths), cost);
   std::vector<planner::Job> jobs = planner::makeJobs(problem);
   planner::BlockPacker packer(problem, jobs);
   py::dict found;
-  found["makespan"] = packer.run(target, fill);
-  found["could_fill"] = packer.couldFill();
+  found["makespan"] = packer.run(target, false);
   found["looked"] = packer.looked();
   return found;
 }
@@ -103,8 +102,7 @@ std::vector<std::pair<uint64_t, Batches>> arrangeWaves(
 
 void bindSearches(py::module_& module) {
   module.def("entries_in_turn", &entriesInTurn, py::arg("times"), py::arg("turns"));
-  module.def("pack_blocks", &packBlocks, py::arg("cost"), py::arg("lengths"), py::arg("target"),
-             py::arg("fill") = false);
+  module.def("pack_blocks", &packBlocks, py::arg("cost"), py::arg("lengths"), py::arg("target"));
   module.def("arrange_waves", &arrangeWaves, py::arg("cost"), py::arg("lengths"),
              py::arg("shapes"));
   module.def(

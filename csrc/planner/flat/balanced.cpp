@@ -14,16 +14,14 @@
 #include <vector>
 
 #include "planner/flat/block_packer.hpp"
-#include "planner/flat/nested_blocks.hpp"
 #include "planner/flat/packing.hpp"
-#include "planner/flat/wave_packer.hpp"
+#include "planner/flat/waves.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/jobs.hpp"
 #include "planner/model/rings.hpp"
 #include "planner/search/candidates.hpp"
 #include "planner/search/copied_part.hpp"
-#include "planner/search/refine.hpp"
-#include "planner/search/swaps.hpp"
+#include "planner/search/local_search.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
 namespace hdpcomm::planner {
@@ -33,10 +31,6 @@ namespace {
 constexpr double kGoodEnough[] = {1.002, 1.008};
 constexpr double kGoodGap = 0.004;        // below this, local search is not worth its time
 constexpr double kRefineLimit = 1 << 15;  // sequences x ranks, for local search
-constexpr double kLongShare = 0.2;        // of the bound; sequences that take longer run in waves
-constexpr int kMaxWaveJobs = 8192;        // with more of them, blocks leave little over
-constexpr int kMaxWaveTrials = 16;
-constexpr int kMaxFewer = 3;  // waves of fewer sequences after those on the smallest sizes
 // Ranks from which on a cluster is planned in parts, and those of a part at least. With half as
 // many ranks plans of the whole are about as short; with parts of this size the packer looks at all
 // blocks, and which of both is better varies.
@@ -81,70 +75,6 @@ Plan planBlocks(const Problem& problem, double lower_bound) {
   return finishPlan(problem, collectPlaced(problem, jobs, packing));
 }
 
-// How many of the jobs from `next` up to `count` run in each of `waves` waves of about equal
-// numbers; more waves where their smallest sizes do not fit.
-std::vector<int> waveCounts(const Problem& problem, const std::vector<Job>& jobs, int next,
-                            int count, int waves) {
-  std::vector<int> counts;
-  while (next < count) {
-    const int left = std::max(1, waves - static_cast<int>(counts.size()));
-    const int wanted = (count - next + left - 1) / left;
-    int taken = 0;
-    for (int ranks = 0; taken < wanted; ++taken) {
-      ranks += jobs[next + taken].min_size;
-      if (ranks > problem.ranks()) break;
-    }
-    counts.push_back(taken);
-    next += taken;
-  }
-  return counts;
-}
-
-// For a few long sequences of about the same length: in which a block is left over that is too
-// small for one more of them, and too large to be wasted. Waves share all ranks out instead. A plan
-// that ends before `limit`, if there is one.
-std::optional<Plan> planWaves(const Problem& problem, double lower_bound, double limit) {
-  std::vector<Job> jobs = makeJobs(problem);
-  WavePacker packer(problem, jobs);
-  const auto long_ones = std::partition_point(jobs.begin(), jobs.end(), [&](const Job& job) {
-    return job.min_size > 1 || job.min_size_s > kLongShare * lower_bound;
-  });
-  const int count = static_cast<int>(long_ones - jobs.begin());
-  if (count == 0 || count > kMaxWaveJobs) return {};
-  double best = limit;
-  Packing packing;
-  const auto attempt = [&](const std::vector<int>& counts) {
-    for (const bool turned : {false, true}) {
-      const double makespan = packer.runWaves(counts, turned, best);
-      if (makespan >= best) continue;
-      best = makespan;
-      packing = packer.take();
-    }
-  };
-  int fewest = static_cast<int>(waveCounts(problem, jobs, 0, count, 1).size());
-  for (int tried = 0, waves = fewest; tried < kMaxWaveTrials && waves <= count; ++tried) {
-    const std::vector<int> counts = waveCounts(problem, jobs, 0, count, waves);
-    attempt(counts);
-    waves = std::max(waves, static_cast<int>(counts.size())) + 1 + tried / 8;
-  }
-  // Waves on the smallest sizes, then one or some of fewer sequences.
-  std::vector<int> full = waveCounts(problem, jobs, 0, count, 1);
-  int left = full.back();
-  for (int dropped = 0; dropped < kMaxFewer && full.size() > 1; ++dropped) {
-    full.pop_back();
-    for (int waves = 1; waves <= kMaxFewer && waves <= left; ++waves) {
-      std::vector<int> counts = full;
-      for (const int each : waveCounts(problem, jobs, count - left, count, waves)) {
-        counts.push_back(each);
-      }
-      attempt(counts);
-    }
-    left += full.back();
-  }
-  if (best == limit) return {};
-  return finishPlan(problem, collectPlaced(problem, jobs, packing));
-}
-
 // For ranks of different speeds: plans as if they lay beside each other by falling speed, so that
 // those of one speed are one block, in large clusters those of about one speed, at that of the
 // slowest. Groups may then cross nodes more often, which is priced.
@@ -185,15 +115,6 @@ Plan planBySpeed(const Problem& problem, double lower_bound) {
   return finishPlan(problem, std::move(plan.micro_batches));
 }
 
-// Every pack runs on all ranks: no idle time, but the most transfers.
-Plan planUniform(const Problem& problem) {
-  PolicyOptions options;
-  options.context_ranks = problem.ranks();
-  const int64_t longest = *std::max_element(problem.lengths().begin(), problem.lengths().end());
-  if (longest > problem.cost().memory().capacity * problem.ranks()) return planNaive(problem);
-  return planStatic(problem, options);
-}
-
 constexpr Candidate<PlanSearch> kBlockCandidates[] = {
     {"copies",
      [](const PlanSearch& search) {
@@ -226,14 +147,6 @@ constexpr Candidate<PlanSearch> kGapCandidates[] = {
      [](PlanSearch& search) {
        search.take(planWaves(search.problem, search.lower_bound, search.best->makespan));
      }},
-    {"nested blocks",
-     [](const PlanSearch& search) { return search.gap_left && search.cluster().speeds.empty(); },
-     [](PlanSearch& search) {
-       search.take(planNested(search.problem, search.lower_bound, search.best->makespan));
-     }},
-    {"all ranks",
-     [](const PlanSearch& search) { return search.gap_left && search.small(kRefineLimit); },
-     [](PlanSearch& search) { search.take(planUniform(search.problem)); }},
 };
 
 constexpr Candidate<PlanSearch> kImprovements[] = {

@@ -2,7 +2,9 @@
 // several targets.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <utility>
@@ -10,9 +12,9 @@
 
 #include "planner/flat/block_list.hpp"
 #include "planner/flat/packing.hpp"
-#include "planner/flat/short_filler.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/jobs.hpp"
+#include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 
 namespace hdpcomm::planner {
@@ -23,11 +25,28 @@ class BlockPacker {
   BlockPacker(const Problem& problem, std::vector<Job>& jobs)
       : problem_(problem), cost_(problem.cost()), jobs_(jobs), filler_(cost_, jobs) {}
 
-  // Places all jobs and returns the makespan. With
-  // `fill`, a job that would take more than half of its block takes all of it: jobs that are too
-  // wide to run side by side then follow each other without a gap.
-  // A run that cannot end before `limit` is given up: it returns a time that is not below it.
-  double run(double target, bool fill, double limit = std::numeric_limits<double>::infinity());
+  // Places all jobs and returns the makespan. With `fill`, a job that would take more than half of
+  // its block takes all of it: jobs that are too wide to run side by side then follow each other
+  // without a gap. A run that cannot end before `limit` is given up: it returns a time that is not
+  // below it.
+  double run(double target, bool fill, double limit = std::numeric_limits<double>::infinity()) {
+    target_ = target;
+    fill_ = fill;
+    could_fill_ = false;
+    placements_.clear();
+    gaps_.clear();
+    makeBlocks();
+    const double short_limit_s = kShortShare * target;
+    size_t next = 0;
+    for (; next < jobs_.size(); ++next) {
+      Job& job = jobs_[next];
+      if (job.min_size == 1 && job.min_size_s <= short_limit_s) break;
+      if (placeInBlock(next)) continue;
+      if (placeAnywhere(next) >= limit) return limit;
+    }
+    if (filler_.leastEnd(next, gaps_, blocks_) >= limit) return limit;
+    return filler_.place(next, gaps_, blocks_, limit);
+  }
 
   // Whether `fill` mattered in the last run. If not, that run is the same one with and without.
   bool couldFill() const { return could_fill_; }
@@ -44,53 +63,136 @@ class BlockPacker {
  private:
   static constexpr int kMaxProbes = 400;  // blocks tried for one job; fewer with more ranks:
   static constexpr int kProbedRanks = 1 << 14;
-  static constexpr size_t kSummarised = 16;
   static constexpr double kShortShare = 0.2;  // of the target time, up to which a job is short
   static constexpr double kNever = std::numeric_limits<double>::infinity();
-
-  // What no gap of some has more of.
-  struct GapSummary {
-    int count = 0;    // ranks
-    double room = 0;  // seconds at full speed
-  };
-
-  static double roomOf(const Gap& gap) noexcept { return (gap.until - gap.start) * gap.speed; }
 
   double speed(int rank) const noexcept { return cost_.cluster().speed(rank); }
 
   // One block for all neighbouring ranks of equal speed, free from the start.
-  void makeBlocks();
+  void makeBlocks() {
+    blocks_.clear();
+    inserted_ = 0;
+    if (!cost_.cluster().speeds.empty()) by_speed_.resize(speedLimits().size());
+    for (BlockList& blocks : by_speed_) blocks.clear();
+    for (int rank = 0; rank < problem_.ranks();) {
+      int end = rank + 1;
+      while (end < problem_.ranks() && speed(end) == speed(rank)) ++end;
+      insert({0, rank, end - rank, speed(rank)});
+      rank = end;
+    }
+  }
 
   // Sets the ranks on which the job is fastest, and the time on these.
-  void findFastest(Job& job);
+  void findFastest(Job& job) {
+    if (job.fastest > 0) return;
+    if (job.load != last_fastest_.load || job.min_size != last_fastest_.min_size) {
+      last_fastest_ = job;
+      last_fastest_.fastest = cost_.fastestSize(job.load, job.min_size);
+      last_fastest_.fastest_s = cost_.seconds(job.load, last_fastest_.fastest);
+    }
+    job.fastest = last_fastest_.fastest;
+    job.fastest_s = last_fastest_.fastest_s;
+  }
 
   // The fewest ranks, up to those on which the job is fastest, on which it takes so long at most; 0
   // if there are none.
-  int fewestRanks(const Job& job, double seconds);
-
-  void addGap(const Gap& gap);
-
-  // Says of the gaps around this one how wide and long they are.
-  void summarise(size_t gap);
-
-  // Places the job into the shortest gap that it fits into, if there is one.
-  bool placeInGap(size_t index);
+  int fewestRanks(const Job& job, double seconds) {
+    if (fewest_.seconds != seconds || fewest_.load != job.load ||
+        fewest_.min_size != job.min_size) {
+      fewest_ = {seconds, job.load, job.min_size,
+                 cost_.sizeWithin(job.load, job.min_size, job.fastest, seconds)};
+    }
+    return fewest_.ranks;
+  }
 
   // Places the job so that it ends before the target: into the block that becomes free last among
   // those where its minimum size suffices, else into the one where the fewest ranks suffice.
-  bool placeInBlock(size_t index);
+  bool placeInBlock(size_t index) {
+    const int most_probes = kMaxProbes * kProbedRanks / std::max(kProbedRanks, problem_.ranks());
+    Job& job = jobs_[index];
+    const double latest = target_ - job.min_size_s;
+    auto end = blocks_.upperBound(latest);
+    int probes = most_probes;
+    for (auto it = end; blocks_.stepBackTo(it, job.min_size, probes); --probes) {
+      if (placeAt(index, it, job.min_size)) return true;
+    }
+    findFastest(job);
+    end = blocks_.upperBound(target_ - job.fastest_s);
+    auto it = blocks_.begin();
+    if (it == end) return false;
+    const int fewest = fewestRanks(job, target_ - it->ready);  // the first block needs no more
+    if (fewest == 0) return false;
+    probes = most_probes;
+    for (; blocks_.stepTo(it, end, fewest, probes); ++it, --probes) {
+      const int size = cost_.sizeWithin(job.load, fewest, std::min(job.fastest, it->count),
+                                        (target_ - it->ready) * it->speed);
+      if (size > 0 && placeAt(index, it, size)) return true;
+    }
+    return false;
+  }
 
   // First rank of a group in a block: inside one node if it fits into one, else inside one domain,
   // else the block's start.
-  int position(const Block& block, int size) const;
+  int position(const Block& block, int size) const {
+    const int last = block.first + block.count - size;
+    for (const int ranks : {cost_.cluster().ranks_per_node, cost_.cluster().ranks_per_domain}) {
+      if (size > ranks) continue;
+      const auto inside = [&](int first) { return first / ranks == (first + size - 1) / ranks; };
+      if (inside(block.first)) return block.first;
+      const int boundary = (block.first / ranks + 1) * ranks;
+      if (boundary <= last) return boundary;
+      if (inside(last)) return last;
+    }
+    return block.first;
+  }
 
   // Places the job into block `at`, unless it would end after the target.
-  bool placeAt(size_t index, BlockList::Iterator at, int size);
+  bool placeAt(size_t index, BlockList::Iterator at, int size) {
+    Job& job = jobs_[index];
+    const Block block = *at;
+    if (job.min_size > 1 && size < block.count && block.count < 2 * size) {
+      findFastest(job);
+      if (block.count <= job.fastest) {
+        could_fill_ = true;
+        if (fill_) size = block.count;
+      }
+    }
+    const int first = position(block, size);
+    const double end = block.ready + cost_.secondsFrom(job.load, first, size) / block.speed;
+    if (end > target_ * (1 + 1e-9)) return false;
+    const Block before{block.ready, block.first, first - block.first, block.speed};
+    const Block after{block.ready, first + size, block.first + block.count - first - size,
+                      block.speed};
+    if (before.count > 0) {
+      replace(block, at, before);
+      insert(after);
+    } else if (after.count > 0) {
+      replace(block, at, after);
+    } else {
+      erase(block, at);
+    }
+    insert({end, first, size, block.speed});
+    placements_.push_back({static_cast<int32_t>(index), block.ready, {first, size}, {}});
+    return true;
+  }
 
   // No block has room: joins the blocks that become free first, as many as minimise idle time plus
   // additional work plus time beyond the target; of all of them, or of those that are fast enough.
   // Returns when the job ends.
-  double placeAnywhere(size_t index);
+  double placeAnywhere(size_t index) {
+    if (cost_.cluster().neighbours) return joinNeighbours(index);
+    const std::vector<SpeedLimit>& limits = speedLimits();
+    JoinedBlocks best;
+    double slowest = -1;
+    for (size_t i = limits.size(); i-- > 0 && limits[i].ranks >= jobs_[index].min_size;) {
+      if (slowest >= limits[i].speed) continue;  // the same blocks as for the limit before
+      const double limit = std::nextafter(best.score, kNever);  // of equal ones the highest limit
+      const JoinedBlocks found = bestJoin(index, limits[i].speed, limit);
+      if (found.score <= best.score) best = found;
+      slowest = found.slowest;
+    }
+    return join(index, best);
+  }
 
   // The blocks of at least a speed that a job would take, from the one that is free first on.
   struct JoinedBlocks {
@@ -102,20 +204,181 @@ class BlockPacker {
   };
 
   // None, with this score, where all have one that is not below `score_limit`.
-  JoinedBlocks bestJoin(size_t index, double least_speed, double score_limit);
+  JoinedBlocks bestJoin(size_t index, double least_speed, double score_limit) {
+    Job& job = jobs_[index];
+    JoinedBlocks best;
+    best.score = score_limit;
+    best.least_speed = least_speed;
+    int count = 0;
+    int next_count = job.min_size;
+    double ready_area = 0;
+    double slowest = 1;
+    size_t blocks = 0;
+    findFastest(job);
+    const int most = job.fastest;
+    const double shortest = job.fastest_s;
+    const double least_work = job.min_size * job.min_size_s;
+    double work_in_time =
+        0;  // rank-seconds on the fewest ranks that end before the target, at last
+    // What starts at `ready` or later, on more ranks that are no faster, has at least this score.
+    const auto leastScore = [&](double ready) {
+      const double idle = ready * count * (1 - 1e-9) - ready_area;
+      const auto late = [&](double time) {
+        return std::max(0.0, ready + time - target_) * problem_.ranks();
+      };
+      if (work_in_time == 0) return idle + least_work / slowest - least_work + late(shortest);
+      const double on_fewest = least_work / slowest + late(job.min_size_s / slowest);
+      return idle + std::min(work_in_time / slowest, on_fewest) * (1 - 1e-9) - least_work;
+    };
+    double checked = -1;  // ready times up to here
+    for (FastBlocks fast(*this, least_speed); fast.next(); ++looked_) {
+      const Block& block = fast.block();
+      if (block.ready > checked) {
+        if (leastScore(block.ready) > best.score) break;
+        checked = block.ready;
+      }
+      ++blocks;
+      count += block.count;
+      ready_area += block.ready * block.count;
+      slowest = std::min(slowest, block.speed);
+      // Trying every number of blocks takes too long; steps of a twentieth are enough.
+      if (count < next_count) continue;
+      next_count = count + count / 20 + 1;
+      const double start = block.ready;
+      const int widest = std::min(most, count);
+      const double room = (target_ - start) * slowest;
+      int size = 0;
+      if (room >= shortest) {
+        size = job.min_size_s <= room ? job.min_size
+                                      : cost_.sizeWithin(job.load, job.min_size, widest, room);
+      }
+      const auto attempt = [&](int candidate, double seconds) {
+        const double time = seconds / slowest;
+        const double idle = start * count - ready_area;
+        const double extra = candidate * time - least_work;
+        const double late = std::max(0.0, start + time - target_) * problem_.ranks();
+        const double score = idle + extra + late;
+        if (score < best.score) best = {score, least_speed, blocks, candidate};
+      };
+      const int first = size > 0 ? size : widest;
+      const double seconds =
+          first == job.min_size ? job.min_size_s : cost_.seconds(job.load, first);
+      attempt(first, seconds);
+      if (first > job.min_size) attempt(job.min_size, job.min_size_s);
+      if (count >= most) break;
+      if (size > 0) work_in_time = size * seconds;
+      checked = -1;  // the least score has risen
+    }
+    best.slowest = slowest;
+    return best;
+  }
 
   // A least speed that is worth a try, and how many ranks have it.
   struct SpeedLimit {
     double speed;
     int ranks;
   };
-  const std::vector<SpeedLimit>& speedLimits();
+  const std::vector<SpeedLimit>& speedLimits() {
+    if (!speed_limits_.empty()) return speed_limits_;
+    const Cluster& cluster = cost_.cluster();
+    for (const double limit : cluster.speedLimits()) {
+      int ranks = 0;
+      for (int rank = 0; rank < cluster.ranks; ++rank) ranks += cluster.speed(rank) >= limit;
+      speed_limits_.push_back({limit, ranks});
+    }
+    return speed_limits_;
+  }
 
-  double join(size_t index, const JoinedBlocks& joined);
+  double join(size_t index, const JoinedBlocks& joined) {
+    std::vector<Block>& used = used_;
+    used.clear();
+    for (FastBlocks fast(*this, joined.least_speed); used.size() < joined.blocks && fast.next();) {
+      used.push_back(fast.block());
+    }
+    for (const Block& block : used) erase(block, blocks_.find(block));
+    const double start = used.back().ready;
+    Placement placement{static_cast<int32_t>(index), start, {}, {}};
+    std::vector<Block>& members = members_;
+    members.clear();
+    double slowest = 1;
+    // Takes ranks from the block that is free last backwards, so that the ranks left over are free
+    // early.
+    int left = joined.size;
+    for (auto it = used.rbegin(); it != used.rend(); ++it) {
+      const int count = std::min(left, it->count);
+      if (count > 0) {
+        if (members.empty()) {
+          placement.ranks = {it->first, count};
+        } else {
+          placement.more.push_back({it->first, count});
+        }
+        members.push_back({0, it->first, count, it->speed});
+        slowest = std::min(slowest, it->speed);
+        if (start > it->ready) gaps_.push_back({it->ready, start, it->first, count, it->speed});
+      }
+      insert({it->ready, it->first + count, it->count - count, it->speed});
+      left -= count;
+    }
+    int lowest = members.front().first;
+    int highest = lowest;
+    for (const Block& block : members) {
+      lowest = std::min(lowest, block.first);
+      highest = std::max(highest, block.first + block.count - 1);
+    }
+    const Scope scope = cost_.cluster().scope(lowest, highest);
+    const double end = start + cost_.seconds(jobs_[index].load, joined.size, scope) / slowest;
+    for (Block& block : members) {
+      block.ready = end;
+      insert(block);
+    }
+    placements_.push_back(std::move(placement));
+    return end;
+  }
 
   // placeAnywhere() for groups of neighbouring ranks: of all windows over them that begin or end
   // where a block does, in steps of a fifth of their size, the one with the best score.
-  double joinNeighbours(size_t index);
+  double joinNeighbours(size_t index) {
+    Job& job = jobs_[index];
+    findFastest(job);
+    std::vector<Block> blocks;
+    for (const Block& block : blocks_) blocks.push_back(block);
+    std::sort(blocks.begin(), blocks.end(),
+              [](const Block& a, const Block& b) { return a.first < b.first; });
+    Window best;
+    for (int size = job.min_size;; size = std::min(size + size / 5 + 1, job.fastest)) {
+      for (size_t i = 0; i < blocks.size(); ++i) {
+        best = std::min(best, windowAt(job, blocks, i, blocks[i].first, size));
+        const int first = blocks[i].first + blocks[i].count - size;
+        size_t from = i;
+        while (from > 0 && blocks[from].first > first) --from;
+        if (first >= 0) best = std::min(best, windowAt(job, blocks, from, first, size));
+      }
+      if (size >= job.fastest) break;
+    }
+    const int end = best.first + best.size;
+    for (auto it = blocks_.begin(); it != blocks_.end();) {
+      it = it->first < end && it->first + it->count > best.first ? erase(*it, it) : ++it;
+    }
+    for (const Block& block : blocks) {
+      const int block_end = block.first + block.count;
+      const int from = std::max(block.first, best.first);
+      const int to = std::min(block_end, end);
+      if (from >= to) continue;
+      insert({block.ready, block.first, from - block.first, block.speed});
+      insert({block.ready, to, block_end - to, block.speed});
+      if (best.start > block.ready) {
+        gaps_.push_back({block.ready, best.start, from, to - from, block.speed});
+      }
+    }
+    for (int first = best.first; first < end;) {  // neighbours of one speed
+      int next = first + 1;
+      while (next < end && speed(next) == speed(first)) ++next;
+      insert({best.end, first, next - first, speed(first)});
+      first = next;
+    }
+    placements_.push_back({static_cast<int32_t>(index), best.start, {best.first, best.size}, {}});
+    return best.end;
+  }
 
   // Ranks that a job would take, and when.
   struct Window {
@@ -129,26 +392,98 @@ class BlockPacker {
 
   // The window from rank `first` on, which lies in block `from`; none if there are too few ranks.
   Window windowAt(const Job& job, const std::vector<Block>& blocks, size_t from, int first,
-                  int size) const;
+                  int size) const {
+    if (first + size > problem_.ranks()) return {};
+    Window window{0, 0, 0, first, size};
+    double ready_area = 0;
+    double slowest = 1;
+    for (size_t i = from; i < blocks.size() && blocks[i].first < first + size; ++i) {
+      const Block& block = blocks[i];
+      const int end = std::min(block.first + block.count, first + size);
+      ready_area += block.ready * (end - std::max(block.first, first));
+      window.start = std::max(window.start, block.ready);
+      slowest = std::min(slowest, block.speed);
+    }
+    const double time = cost_.secondsFrom(job.load, first, size) / slowest;
+    window.end = window.start + time;
+    const double idle = window.start * size - ready_area;
+    const double extra = size * time - job.min_size * job.min_size_s;
+    window.score = idle + extra + std::max(0.0, window.end - target_) * problem_.ranks();
+    return window;
+  }
 
-  void insert(Block block);
+  void insert(Block block) {
+    if (block.count == 0) return;
+    block.order = ++inserted_;
+    blocks_.insert(block);
+    if (!by_speed_.empty()) by_speed_[speedClass(block.speed)].insert(block);
+  }
 
   // A part of the block that is free at the same time takes its place.
-  void replace(const Block& block, BlockList::Iterator at, Block part);
+  void replace(const Block& block, BlockList::Iterator at, Block part) {
+    part.order = inserted_ + 1;
+    if (!blocks_.replace(at, part)) {
+      erase(block, at);
+      insert(part);
+      return;
+    }
+    ++inserted_;
+    if (by_speed_.empty()) return;
+    BlockList& own = by_speed_[speedClass(block.speed)];
+    own.replace(own.find(block), part);  // there, too, none that is free at the same time follows
+  }
 
   // Returns the place of the next block of all.
-  BlockList::Iterator erase(Block block, BlockList::Iterator at);
+  BlockList::Iterator erase(Block block, BlockList::Iterator at) {
+    if (!by_speed_.empty()) {
+      BlockList& own = by_speed_[speedClass(block.speed)];
+      own.erase(own.find(block));
+    }
+    return blocks_.erase(at);
+  }
 
   // Place in by_speed_ of blocks of this speed.
-  size_t speedClass(double speed) const;
+  size_t speedClass(double speed) const {
+    size_t found = 0;
+    while (speed < speed_limits_[found].speed) ++found;
+    return found;
+  }
 
   // Blocks of at least a speed, of speedLimits(), in the order of all blocks.
   class FastBlocks {
    public:
-    FastBlocks(const BlockPacker& packer, double least_speed);
+    FastBlocks(const BlockPacker& packer, double least_speed) {
+      if (packer.by_speed_.empty() || least_speed <= 0) {
+        add(packer.blocks_);
+        return;
+      }
+      for (size_t i = 0; packer.speed_limits_[i].speed >= least_speed; ++i)
+        add(packer.by_speed_[i]);
+    }
 
     // False after the last one.
-    bool next();
+    bool next() {
+      if (block_ != nullptr) {
+        Part& part = parts_[at_];
+        if (++part.next == part.list->end()) {
+          part = parts_[--count_];
+        } else {
+          part.first = &*part.next;
+        }
+      }
+      if (count_ == 0) return false;
+      at_ = 0;
+      block_ = parts_[0].first;
+      for (size_t i = 1; i < count_; ++i) {
+        const Block& other = *parts_[i].first;
+        if (other.ready > block_->ready) continue;
+        if (other.ready == block_->ready && other.order > block_->order) continue;
+        at_ = i;
+        block_ = &other;
+      }
+      return true;
+    }
+
     const Block& block() const { return *block_; }
 
    private:
@@ -157,7 +492,10 @@ class BlockPacker {
       const Block* first;        // the next one
       BlockList::Iterator next;  // its place
     };
-    void add(const BlockList& list);
+    void add(const BlockList& list) {
+      const BlockList::Iterator first = list.begin();
+      if (!(first == list.end())) parts_[count_++] = {&list, &*first, first};
+    }
 
     std::array<Part, Cluster::kMostSpeedLimits> parts_;
     size_t count_ = 0;
@@ -179,7 +517,6 @@ class BlockPacker {
   int64_t looked_ = 0;
   std::vector<Placement> placements_;
   std::vector<Gap> gaps_;
-  std::vector<GapSummary> gap_summaries_;  // of kSummarised gaps each
   // What fewestRanks() and findFastest() found last: sequences as long as the one before are
   // common.
   struct Fewest {

@@ -8,18 +8,6 @@
 #include "base/error.hpp"
 
 namespace hdpcomm::planner {
-namespace {
-
-constexpr double kLeastSpeed = 1e-3;
-
-void checkNotNegative(double value, const char* name) {
-  if (!(value >= 0) || !std::isfinite(value)) {
-    throwInvalidUsage(std::string("cost parameter ") + name + " is " + std::to_string(value) +
-                      ", expected a finite number that is not negative");
-  }
-}
-
-}  // namespace
 
 std::vector<double> Cluster::speedLimits() const {
   constexpr size_t kMost = kMostSpeedLimits - 1;  // without 0
@@ -33,29 +21,13 @@ std::vector<double> Cluster::speedLimits() const {
   return limits;
 }
 
+// What is checked here depends on several values; each by itself is checked in Python.
 CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const Cluster& cluster)
     : params_(params), memory_(memory), cluster_(cluster) {
-  checkNotNegative(params.attention, "attention");
-  checkNotNegative(params.piece, "piece");
-  checkNotNegative(params.linear, "linear");
-  checkNotNegative(params.fixed, "fixed");
-  checkNotNegative(params.ring_step, "ring_step");
-  checkNotNegative(params.kv_intra, "kv_intra");
-  checkNotNegative(params.kv_inter, "kv_inter");
-  checkNotNegative(params.kv_domain, "kv_domain");
-  checkNotNegative(params.latency_domain, "latency_domain");
-  checkNotNegative(params.latency_intra, "latency_intra");
-  checkNotNegative(params.latency_inter, "latency_inter");
   if (params.kv_inter < params.kv_intra || params.latency_inter < params.latency_intra) {
     throwInvalidUsage(
         "the link between nodes is faster than the one inside a node: give both the values of the "
         "faster one");
-  }
-  if (!(params.forward >= 0 && params.forward <= 1) ||
-      !(params.forward_transfer >= 0 && params.forward_transfer <= 1)) {
-    throwInvalidUsage("forward and forward_transfer are " + std::to_string(params.forward) +
-                      " and " + std::to_string(params.forward_transfer) +
-                      ", expected shares in [0, 1]");
   }
   if (cluster.ranks_per_domain > 0 &&
       (params.kv_domain < params.kv_intra || params.kv_inter < params.kv_domain ||
@@ -65,61 +37,9 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
         "the links between nodes of a domain are faster than those inside a node, or slower than "
         "those between domains: give both the values of the faster one");
   }
-  checkNotNegative(memory.copy, "copy");
-  checkNotNegative(memory.host_tokens, "host_tokens");
-  checkNotNegative(memory.kept_copy, "kept_copy");
-  checkNotNegative(memory.kept_back, "kept_back");
-  checkNotNegative(memory.kept, "kept");
-  checkNotNegative(memory.kept_offloaded, "kept_offloaded");
-  if (memory.capacity < 1) {
-    throwInvalidUsage("capacity is " + std::to_string(memory.capacity) +
-                      " tokens, expected at least 1");
-  }
   if (!(memory.offloadable >= 0 && memory.offloadable < 1)) {
     throwInvalidUsage("offloadable is " + std::to_string(memory.offloadable) +
                       ", expected a share in [0, 1)");
-  }
-  if (cluster.ranks < 1 || cluster.ranks_per_node < 1 || cluster.pipeline < 1 ||
-      cluster.chunks < 1) {
-    throwInvalidUsage("ranks, ranks_per_node, pipeline and chunks must be at least 1, given " +
-                      std::to_string(cluster.ranks) + ", " +
-                      std::to_string(cluster.ranks_per_node) + ", " +
-                      std::to_string(cluster.pipeline) + " and " + std::to_string(cluster.chunks));
-  }
-  if (cluster.ranks_per_domain < 0 || cluster.ranks_per_domain % cluster.ranks_per_node != 0) {
-    throwInvalidUsage("ranks_per_domain is " + std::to_string(cluster.ranks_per_domain) +
-                      ", expected a multiple of the " + std::to_string(cluster.ranks_per_node) +
-                      " ranks of a node, or 0 for no domains");
-  }
-  if (cluster.slices < 1) {
-    throwInvalidUsage("slices is " + std::to_string(cluster.slices) +
-                      ", expected at least 1, which is none");
-  }
-  if (cluster.nics < 0) {
-    throwInvalidUsage("nics is " + std::to_string(cluster.nics) +
-                      ", expected at least 1, or 0 where each rank has its own");
-  }
-  if (cluster.uplinks < 0 || (cluster.uplinks > 0 && cluster.ranks_per_domain == 0)) {
-    throwInvalidUsage("uplinks is " + std::to_string(cluster.uplinks) + " in domains of " +
-                      std::to_string(cluster.ranks_per_domain) +
-                      " ranks, expected at least 1, or 0 where each rank has its own or there are "
-                      "no domains");
-  }
-  if (cluster.ring_peers != 0 && cluster.ring_peers < 2) {
-    throwInvalidUsage("ring_peers is " + std::to_string(cluster.ring_peers) +
-                      ", expected at least 2, the neighbours in a ring, or 0 for any number");
-  }
-  if (!cluster.speeds.empty() && cluster.speeds.size() != static_cast<size_t>(cluster.ranks)) {
-    throwInvalidUsage(std::to_string(cluster.speeds.size()) + " speeds are given for " +
-                      std::to_string(cluster.ranks) + " ranks: give one for each, or none");
-  }
-  for (size_t rank = 0; rank < cluster.speeds.size(); ++rank) {
-    const double speed = cluster.speeds[rank];
-    if (!(speed >= kLeastSpeed && speed <= 1)) {
-      throwInvalidUsage("the speed of rank " + std::to_string(rank) + " is " +
-                        std::to_string(speed) +
-                        ", expected 0.001 to 1: give each relative to the fastest rank");
-    }
   }
   normaliseSpeeds();
   const auto full = [](double speed) { return speed == 1; };
@@ -194,11 +114,6 @@ int CostModel::fastestSize(const Load& load, int min_size) const noexcept {
     first = last + 1;
   }
   return best;
-}
-
-double CostModel::leastSeconds(const Load& load, int first, int last) const noexcept {
-  const int fastest = fastestIn(load, first, last);
-  return std::min({seconds(load, first), seconds(load, fastest), seconds(load, last)});
 }
 
 int CostModel::searchWithin(const Load& load, int first, int last, double limit) const noexcept {

@@ -237,8 +237,6 @@ class CostModel {
   int minRanks(const Load& sequence) const noexcept;
   // The fastest group size, at least min_size.
   int fastestSize(const Load& load, int min_size) const noexcept;
-  // The least seconds on `first` to `last` ranks, numbers with one leastScope().
-  double leastSeconds(const Load& load, int first, int last) const noexcept;
   // Smallest size in [min_size, max_size] that ends within `limit` seconds; 0 if there is none.
   int sizeWithin(const Load& load, int min_size, int max_size, double limit) const noexcept;
 

@@ -78,7 +78,6 @@ int64_t heldOf(const std::vector<int64_t>& bounds, int size) {
 std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int size, int slices,
                                  double growth) {
   const int64_t length = problem.lengths()[sequence];
-  if (slices == 1) return {0, length};
   const Cluster& cluster = problem.cost().cluster();
   const int64_t most = problem.cost().memory().capacity * cluster.pipeline;
   if ((length + size - 1) / size > most) return {};

@@ -23,7 +23,7 @@ double timesTheFirst(int count, double growth) noexcept;
 // sequence at a time, at most as many tokens as a full micro-batch for each device of its pipeline;
 // or where that is more slices than the cluster allows.
 std::vector<int64_t> sliceBounds(const Problem& problem, int32_t sequence, int size, int slices,
-                                 double growth = 1);
+                                 double growth);
 
 // Number k of the slices that begin at these bounds.
 Slice sliceOf(const Problem& problem, int32_t sequence, const std::vector<int64_t>& bounds,

@@ -24,9 +24,8 @@
 namespace hdpcomm::planner {
 namespace {
 
-// A part of a plan in slices: ranks that share no sequence with others.
-
-// Which ranks these are, and what they run.
+// A part of a plan in slices, ranks that share no sequence with others: which ones, and what they
+// run.
 struct LaneJobs {
   struct Shared {
     std::vector<int32_t> ranks;

@@ -9,7 +9,7 @@
 #include "planner/pipeline/shape_search.hpp"
 #include "planner/search/candidates.hpp"
 #include "planner/search/copied_part.hpp"
-#include "planner/search/refine.hpp"
+#include "planner/search/local_search.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
 namespace hdpcomm::planner {
@@ -21,8 +21,6 @@ constexpr double kRefineLimit = 1 << 10;  // sequences x ranks, for local search
 constexpr int kRanksOfPart[] = {1 << 8};
 constexpr double kFair = 0.02;
 constexpr double kFar = 1.05;  // of a part's plan, for one without slices that no whole one is near
-// With more slices allowed the search tries others, which may be worse: it tries these, too.
-constexpr int kUsualSlices = 16;
 
 constexpr int kLarge = 1 << 11;  // ranks from which on a small gap is worth no search in slices:
 constexpr double kSmallGap = 0.02;
@@ -46,14 +44,6 @@ constexpr Candidate<PlanSearch> kSliced[] = {
      [](PlanSearch& search) {
        search.take(planLanes(search.problem, search.lower_bound, search.limit()));
      }},
-    {"fewer slices",
-     [](const PlanSearch& search) {
-       return search.cluster().mostSlices() > kUsualSlices && !search.atBound();
-     },
-     [](PlanSearch& search) {
-       search.take(
-           planPipeline(search.problem.inSlices(kUsualSlices), search.options, search.lower_bound));
-     }},
 };
 
 // `unsliced`: set to the least makespan without slices where the problem was not planned in parts.
@@ -70,18 +60,14 @@ Plan planOf(const Problem& problem, const PolicyOptions& options, double lower_b
       return std::move(*copies);
     }
   }
-  const double limit = copies ? copies->makespan : kNoLimit;
-  const std::optional<Problem> in_one = copies ? std::optional(problem.inSlices(1)) : std::nullopt;
-  PlanSearch search{copies ? *in_one : problem, options, whole};
-  if (copies) search.take(std::move(copies));
-  const double good_enough = lower_bound * (1 + nearBound(problem.cost().cluster()));
-  ShapedPlans plans = findShape(search.problem, whole, good_enough, limit);
-  search.take(std::move(plans.whole));
+  const bool copied = copies.has_value();
+  PlanSearch search{problem, options, whole};
+  search.take(std::move(copies));
+  search.take(findShape(problem, whole, search.limit()));
   tryBaselines(search);
-  if (in_one) return std::move(search).result();
+  if (copied) return std::move(search).result();
   tryAll(kImprovements, search);
   unsliced = search.best->makespan;
-  if (!plans.sliced.micro_batches.empty()) search.take(std::move(plans.sliced));
   search.lower_bound = lower_bound;
   tryAll(kSliced, search);
   return std::move(search).result();

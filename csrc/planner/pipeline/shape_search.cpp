@@ -12,21 +12,17 @@
 #include "base/xorshift.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/pipeline_ramps.hpp"
-#include "planner/model/slice_bounds.hpp"
 #include "planner/pipeline/wave_planner.hpp"
 #include "planner/pipeline/wave_shape.hpp"
 #include "planner/search/candidates.hpp"
 #include "planner/search/copied_part.hpp"
 #include "planner/simulate/finish_plan.hpp"
 #include "planner/simulate/level_order.hpp"
-#include "planner/simulate/priority_order.hpp"
-#include "planner/simulate/simulator.hpp"
 
 namespace hdpcomm::planner {
 namespace {
 
 // Random changes of the heights of waves, for the search for shorter plans of pipelines.
-
 class HeightChanges {
  public:
   // A random number below 1.
@@ -137,13 +133,12 @@ constexpr double kSampleBudget = 0.25;
 
 class ShapeSearch {
  public:
-  ShapeSearch(const Problem& problem, double whole_bound, double lower_bound)
+  ShapeSearch(const Problem& problem, double lower_bound)
       : problem_(problem),
         waves_(problem),
         stages_(problem.cost().cluster().pipeline),
         by_levels_(problem.cost().cluster().chunks == 1),
-        bound_(whole_bound),
-        slices_bound_(lower_bound) {}
+        bound_(lower_bound) {}
 
   // Tries all shapes, with this part of the usual work.
   void tryAllShapes(double budget);
@@ -152,8 +147,8 @@ class ShapeSearch {
   // their plans of it are clearly longer than `limit`, and improves the best one a little.
   void tryBestOf(const ShapeSearch& sample, double limit);
 
-  // Empty where no shape has a plan.
-  ShapedPlans plans();
+  // Empty where no shape has one.
+  Plan plan() { return planOf(best_); }
 
   static constexpr double kVeryFar = 1.25;     // of the bound
   static constexpr double kSampled = 1.02;     // of a sample's best plan, for shapes that are tried
@@ -168,15 +163,6 @@ class ShapeSearch {
   bool found() const { return best_.some(); }
   bool above(double share) const { return best_.makespan >= share * bound_; }
   bool alike() const { return problem_.cost().cluster().speeds.empty(); }
-  // Whether each sequence and tree can run in slices.
-  bool allSliceable() const {
-    if (!problem_.hasTrees() && !problem_.hasRiders()) return true;
-    for (int i = 0; i < problem_.count(); ++i) {
-      if (!sliceable(problem_, i)) return false;
-    }
-    return true;
-  }
-  bool inSlices() const { return best_.shape.slices > 1 || best_.shape.every > 1; }
 
   void attemptEqual() { attempt({count_, 0, 0}); }
   void attemptSlopes() { attempt({count_, stages_, stages_}); }
@@ -237,83 +223,6 @@ class ShapeSearch {
     }
   }
 
-  // Ranks of their own for the longest sequences, which run in slices there: they hide their way
-  // through the stages behind each other.
-  void attemptSlices() {
-    allowSlices();
-    const double least = waves_.meanWork();
-    std::vector<double> wanted;  // seconds of a step
-    for (const double above : {1.0, 1.05, 1.12, 1.25}) wanted.push_back(least * above);
-    for (const double share : {0.6, 0.7, 0.8, 0.88, 0.95}) {
-      const double seconds = share * best_.makespan;
-      if (seconds > wanted.back()) wanted.push_back(seconds);
-    }
-    for (int slices = 2; slices <= mostSlices(); slices += std::max(1, slices / 2)) {
-      for (const double seconds : wanted) {
-        if (seconds >= best_.makespan) break;
-        for (const int own : {1, 2, kAllOwn}) {
-          for (const int beside : {0, 3}) {
-            Shape shape{8, stages_, stages_};
-            shape.top = seconds * slices / (slices + passing());
-            shape.beside = beside;
-            shape.own = own;
-            shape.slices = slices;
-            attempt(shape);
-            shape.waves = 14;
-            attempt(shape);
-          }
-        }
-      }
-    }
-  }
-  // All waves of fewer ranks for each sequence, which runs in slices.
-  void attemptSlicedWaves() {
-    allowSlices();
-    for (int slices = 2; slices <= std::min(mostSlices(), 2 * stages_);
-         slices += std::max(1, slices / 2)) {
-      for (const int count : {1, 2, 3, 4, 6, 9, 14}) {
-        Shape shape{count};
-        shape.every = slices;
-        shape.nodes = nodesMatter();  // what is kept goes round in each ring: best inside a node
-        attempt(shape);
-        if (count < 3) continue;
-        shape.ramps = 1;
-        shape.full = 0.85;
-        attempt(shape);
-        shape.spread = true;
-        attempt(shape);
-      }
-    }
-  }
-
-  // As many equal waves in slices as are needed, of heights in which the longest sequence ends on
-  // some ranks of a node; the best of these are improved on their own, as they are other plans.
-  void attemptSlicedLevels() {
-    budget_ = std::min(budget_, spent_ + kLevelsBudget);
-    if (done()) return;
-    Found before = std::exchange(best_, {});
-    best_.makespan = kWorthMore * before.makespan;
-    tried_.clear();
-    for (int slices = mostSlices(); slices > 1; slices = slices * 2 / 3) {
-      if (!found() && slices < mostSlices() / 2) break;
-      for (const double height : waves_.slicedLevels(slices)) {
-        Shape shape;
-        shape.given.others = {height};
-        shape.every = slices;
-        shape.nodes = nodesMatter();
-        attempt(shape);
-      }
-    }
-    if (found()) {
-      descend();
-      tune();
-      if (best_.makespan < before.makespan) return;
-    }
-    best_ = std::move(before);
-  }
-
-  int mostSlices() const { return problem_.cost().cluster().mostSlices(); }
-
   // Changes one thing at a time, as long as that helps.
   void descend() {
     for (double before = 0; !done() && before != best_.makespan;) {
@@ -336,26 +245,12 @@ class ShapeSearch {
       for (const double full : {0.0, 0.7, 0.85, 0.93}) {
         change([&](Shape& shape) { shape.full = full; });
       }
-      if (best_.shape.every > 1) {
-        for (const int more : {-1, 1, 2}) {
-          change(
-              [&](Shape& shape) { shape.every = std::clamp(shape.every + more, 1, mostSlices()); });
-        }
-      }
       if (best_.shape.top <= 0) continue;
       for (const double factor : {0.98, 0.99, 1.01, 1.02}) {
         change([&](Shape& shape) { shape.top *= factor; });
       }
       for (const int more : {-2, -1, 1, 2}) {
         change([&](Shape& shape) { shape.beside = std::max(0, shape.beside + more); });
-      }
-      if (best_.shape.slices == 1) continue;
-      for (const int more : {-2, -1, 1, 2, 4}) {
-        change(
-            [&](Shape& shape) { shape.slices = std::clamp(shape.slices + more, 1, mostSlices()); });
-      }
-      for (const double factor : {0.9, 0.95, 1.05, 1.1}) {
-        change([&](Shape& shape) { shape.top *= factor; });
       }
     }
   }
@@ -419,16 +314,6 @@ class ShapeSearch {
   }
 
  private:
-  // Stages that a micro-batch passes before a device has the first of several, in passes of a
-  // device.
-  double passing() const { return (stages_ - 1.0) / problem_.cost().cluster().chunks; }
-
-  void allowSlices() {
-    if (!whole_.some()) whole_ = best_;
-    bound_ = slices_bound_;
-    budget_ = std::max(budget_, spent_ + 0.5 * kBudget);  // on large clusters all is spent by then
-  }
-
   // Whether the search ends: near the bound, or after so much work.
   bool done() const {
     if (best_.makespan <= bound_ * kGoodEnough) return true;
@@ -455,40 +340,18 @@ class ShapeSearch {
     }
     spent_ += (dealt ? 1 : kUnplanned) * waves_.spent();
     if (!dealt) return known != nullptr && *known > 0 ? *known : kForever;
-    const double makespan = *known = makespanOfDealt(shape, limit);
+    const double makespan = *known = makespanOfDealt(limit);
     if (makespan >= best_.makespan) return makespan;
     best_ = {shape, waves_.heights(), makespan, waves_.predicted(),
              changing_ ? improvedBy(best_.made_by, trying) : trying};
-    best_of_kind_[{inSlices(), trying}] = best_;
+    best_of_kind_[trying] = best_;
     return makespan;
   }
 
-  // What follows is of the waves that were dealt. Infinity where memory does not hold them.
-  double makespanOfDealt(const Shape& shape, double limit) {
-    if (by_levels_ && shape.slices == 1 && shape.every == 1) {
-      return makespanByLevels(problem_, waves_.passes(), limit);
-    }
-    std::vector<MicroBatch> batches = waves_.plan();
-    if (batches.empty()) return kForever;
-    return by_levels_ ? makespanInSlices(std::move(batches), shape.every == 1, limit)
-                      : finishPlan(problem_, std::move(batches), limit).makespan;
-  }
-
-  // By levels, or by priorities, by which memory holds whatever it holds alone.
-  double makespanInSlices(std::vector<MicroBatch> batches, bool gaps, double limit) {
-    Plan plan;
-    plan.micro_batches = std::move(batches);
-    std::vector<PassCosts> costs;
-    costs.reserve(plan.micro_batches.size());
-    for (MicroBatch& batch : plan.micro_batches) {
-      price(problem_, batch);
-      costs.push_back(passCosts(problem_, batch));
-    }
-    const double makespan = makespanByLevels(problem_, plan, costs, limit, gaps);
-    if (makespan >= best_.makespan || holds(problem_, simulateLevels(problem_, plan, gaps))) {
-      return makespan;
-    }
-    return makespanByPriorities(problem_, plan, limit);
+  // What the waves take that were dealt.
+  double makespanOfDealt(double limit) {
+    return by_levels_ ? makespanByLevels(problem_, waves_.passes(), limit)
+                      : finishPlan(problem_, waves_.plan(), limit).makespan;
   }
 
   void changeUp() {
@@ -539,15 +402,13 @@ class ShapeSearch {
     ShapeSearch& search;
   };
 
-  static constexpr double kGoodEnough = 1.001;           // of the bound
-  static constexpr double kBudget = 2.5e8;               // in all trials; see WavePlanner::spent()
-  static constexpr double kLevelsBudget = kBudget / 16;  // for sliced levels
-  static constexpr double kUnplanned = 0.2;  // of a trial, where its waves are no plan's
-  static constexpr int kMostMisses = 100;    // trials in turn that bring nothing, and end it
-  static constexpr double kTuning = 2e6;     // sequences and ranks of waves that are looked at
-  static constexpr double kWorthMore = 1.1;  // of the best plan, for the best one of a kind
-  static constexpr double kLikely = 1.05;    // of what a pipeline takes for the best heights
-  static constexpr double kNear = 1.02;      // the same, for small changes of these
+  static constexpr double kGoodEnough = 1.001;  // of the bound
+  static constexpr double kBudget = 2.5e8;      // in all trials; see WavePlanner::spent()
+  static constexpr double kUnplanned = 0.2;     // of a trial, where its waves are no plan's
+  static constexpr int kMostMisses = 100;       // trials in turn that bring nothing, and end it
+  static constexpr double kTuning = 2e6;        // sequences and ranks of waves that are looked at
+  static constexpr double kLikely = 1.05;       // of what a pipeline takes for the best heights
+  static constexpr double kNear = 1.02;         // the same, for small changes of these
   static constexpr double kLonger = 0.01;  // of the best plan, by which one may be longer at first
   static constexpr double kForever = std::numeric_limits<double>::infinity();
 
@@ -568,12 +429,10 @@ class ShapeSearch {
   WavePlanner waves_;
   const int stages_;
   const bool by_levels_;
-  double bound_;
-  const double slices_bound_;
+  const double bound_;
   Found best_;
-  Found whole_;  // the best one without slices, where these were tried, too
-  // By candidate, those without slices first: the last one that was best for a while.
-  std::map<std::pair<bool, std::string>, Found> best_of_kind_;
+  // By candidate: the last one that was best for a while.
+  std::map<std::string, Found> best_of_kind_;
   double spent_ = 0;  // in all trials
   double budget_ = kBudget;
   int count_ = 0;             // of waves that are tried
@@ -588,7 +447,6 @@ constexpr auto kAlways = [](const ShapeSearch&) { return true; };
 constexpr auto kByLevels = [](const ShapeSearch& search) {
   return search.found() && search.byLevels();
 };
-constexpr auto kInSlices = [](const ShapeSearch& search) { return search.inSlices(); };
 constexpr auto kInNodes = [](const ShapeSearch& search) {
   return search.found() && search.byLevels() && search.nodesMatter();
 };
@@ -621,16 +479,6 @@ constexpr Shapes kShapes[] = {
      [](ShapeSearch& search) { search.descend(); }},
     {"nodes", kInNodes, [](ShapeSearch& search) { search.attemptNodes(); }},
     {"tuning", kByLevels, [](ShapeSearch& search) { search.tune(); }},
-    {"sliced waves",
-     [](const ShapeSearch& search) { return search.mostSlices() > 1 && search.allSliceable(); },
-     [](ShapeSearch& search) { search.attemptSlicedWaves(); }},
-    {"slices", [](const ShapeSearch& search) { return search.mostSlices() > 1; },
-     [](ShapeSearch& search) { search.attemptSlices(); }},
-    {"descent", kInSlices, [](ShapeSearch& search) { search.descend(); }},
-    {"tuning", kInSlices, [](ShapeSearch& search) { search.tune(); }},
-    {"sliced levels",
-     [](const ShapeSearch& search) { return search.mostSlices() > 1 && search.allSliceable(); },
-     [](ShapeSearch& search) { search.attemptSlicedLevels(); }},
 };
 
 Plan ShapeSearch::planOf(const Found& found) {
@@ -654,17 +502,15 @@ void ShapeSearch::tryAllShapes(double budget) {
 }
 
 void ShapeSearch::tryBestOf(const ShapeSearch& sample, double limit) {
-  std::vector<std::pair<bool, const Found*>> shapes;
-  for (const auto& [kind, found] : sample.best_of_kind_) shapes.emplace_back(kind.first, &found);
-  std::sort(shapes.begin(), shapes.end(), [&](const auto& a, const auto& b) {
-    return std::pair{a.first, a.second->makespan} < std::pair{b.first, b.second->makespan};
-  });
+  std::vector<const Found*> shapes;
+  for (const auto& [unused, found] : sample.best_of_kind_) shapes.push_back(&found);
+  std::sort(shapes.begin(), shapes.end(),
+            [](const Found* a, const Found* b) { return a->makespan < b->makespan; });
   const int parts = problem_.ranks() / sample.problem_.ranks();
-  double least[] = {limit, limit};  // without slices, and in slices
-  for (const auto& [sliced, found] : shapes) {
-    if (found->makespan > kSampled * least[sliced]) continue;
-    least[sliced] = std::min(least[sliced], found->makespan);
-    if (sliced) allowSlices();
+  double least = limit;
+  for (const Found* found : shapes) {
+    if (found->makespan > kSampled * least) continue;
+    least = std::min(least, found->makespan);
     Shape shape = found->shape;
     shape.own = static_cast<int>(std::min<int64_t>(int64_t{shape.own} * parts, kAllOwn));
     trying = found->made_by.c_str();
@@ -674,40 +520,26 @@ void ShapeSearch::tryBestOf(const ShapeSearch& sample, double limit) {
   tryAll(kChanges, *this);
 }
 
-ShapedPlans ShapeSearch::plans() {
-  if (!inSlices()) return {planOf(best_), {}};
-  return {planOf(whole_), planOf(best_)};
-}
-
-// The plans, or copies of those of a sample where these are clearly shorter, and than `limit`.
-ShapedPlans shorterOf(const Problem& problem, ShapedPlans plans, const Problem& sample,
-                      const ShapedPlans& of_sample, double limit) {
-  constexpr double kClearly = 0.999;
-  const auto take = [&](Plan& plan, const Plan& part) {
-    const double before = plan.micro_batches.empty() ? limit : plan.makespan;
-    if (part.micro_batches.empty() || part.makespan > kClearly * before) return;
-    auto copies = copiesOf(problem, problem.ranks() / sample.ranks(), part);
-    if (copies && copies->makespan < before) plan = std::move(*copies);
-  };
-  take(plans.whole, of_sample.whole);
-  take(plans.sliced, of_sample.sliced);
-  return plans;
-}
-
 }  // namespace
 
-ShapedPlans findShape(const Problem& problem, double whole_bound, double lower_bound,
-                      double limit) {
-  ShapeSearch search(problem, whole_bound, lower_bound);
+Plan findShape(const Problem& problem, double lower_bound, double limit) {
+  constexpr double kClearly = 0.999;
+  ShapeSearch search(problem, lower_bound);
   const auto sample = search.alike() ? sampleOf(problem, kSampleRanks) : std::nullopt;
-  if (sample) {
-    ShapeSearch sampled(*sample, whole_bound, lower_bound);
-    sampled.tryAllShapes(kSampleBudget);
-    search.tryBestOf(sampled, limit);
-    return shorterOf(problem, search.plans(), *sample, sampled.plans(), limit);
+  if (!sample) {
+    search.tryAllShapes(1);
+    return search.plan();
   }
-  search.tryAllShapes(1);
-  return search.plans();
+  ShapeSearch sampled(*sample, lower_bound);
+  sampled.tryAllShapes(kSampleBudget);
+  search.tryBestOf(sampled, limit);
+  Plan plan = search.plan();
+  // Or copies of that of the sample where it is clearly shorter, and than `limit`.
+  const Plan part = sampled.plan();
+  const double before = plan.micro_batches.empty() ? limit : plan.makespan;
+  if (part.micro_batches.empty() || part.makespan > kClearly * before) return plan;
+  auto copies = copiesOf(problem, problem.ranks() / sample->ranks(), part);
+  return copies && copies->makespan < before ? std::move(*copies) : plan;
 }
 
 }  // namespace hdpcomm::planner

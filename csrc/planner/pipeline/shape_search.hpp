@@ -7,15 +7,9 @@
 
 namespace hdpcomm::planner {
 
-struct ShapedPlans {
-  Plan whole;   // without slices
-  Plan sliced;  // where that may be better
-};
-
-// The best plans; a makespan is infinite, and the plan is empty, where no shape has one.
-// `whole_bound`: of plans without slices, which are tried first, as if there were no others.
-// Large clusters are searched on a sample of the step, whose best shapes are tried on the whole,
-// unless their plans of the sample are clearly longer than `limit`.
-ShapedPlans findShape(const Problem& problem, double whole_bound, double lower_bound, double limit);
+// The best plan, none of whose sequences runs in slices; empty, with an infinite makespan, where no
+// shape has one. Large clusters are searched on a sample of the step, whose best shapes are tried
+// on the whole, unless their plans of the sample are clearly longer than `limit`.
+Plan findShape(const Problem& problem, double lower_bound, double limit);
 
 }  // namespace hdpcomm::planner

@@ -1,5 +1,4 @@
-// The order in which the waves of a plan drain and fill a pipeline fastest, and which way round
-// each of them lies.
+// The order in which the waves of a plan drain and fill a pipeline fastest.
 #pragma once
 
 #include <algorithm>
@@ -78,16 +77,13 @@ class WaveOrder {
     for (const bool on_reserved : {true, false}) {
       std::vector<size_t> some;
       double seconds = 0;  // that the last stage works, at least
-      double others = 0;   // slices but the first: they follow each other like micro-batches
       for (const size_t wave : by_height) {
         if ((waves[wave].first < reserved) != on_reserved) continue;
         some.push_back(wave);
         seconds += waves[wave].height;
-        others += (waves[wave].slices - 1) * waves[wave].height;
       }
-      if (seconds + others > limit) return false;
+      if (seconds > limit) return false;
       const std::deque<size_t> order = outwards(waves, some, seconds);
-      seconds += others;
       if (seconds > limit) return false;
       seconds_ = std::max(seconds_, seconds);
       order_.insert(order_.end(), order.begin(), order.end());

@@ -11,7 +11,6 @@
 
 #include "planner/model/plan.hpp"
 #include "planner/model/rings.hpp"
-#include "planner/model/slice_bounds.hpp"
 #include "planner/simulate/pass_costs.hpp"
 
 namespace hdpcomm::planner {
@@ -32,34 +31,6 @@ std::vector<double> relativeHeights(const Shape& shape, const PipelineRamps& ram
   while (static_cast<int>(heights.size()) < shape.waves) heights.push_back(1);
   std::sort(heights.begin(), heights.end(), std::greater<>());
   return heights;
-}
-
-// The longest sequences of a wave lie on its first ranks, and these have more to do than the last
-// ones. Turns waves, so that all ranks have about as much to do.
-void turnWaves(std::vector<Wave>& waves, const Problem& problem) {
-  std::vector<double> busy(problem.ranks(), 0.0);
-  std::vector<double> times;
-  for (Wave& wave : waves) {
-    times.clear();
-    for (const Wave::Wide& wide : wave.wide) {
-      times.insert(times.end(), wide.size, wave.slices * wide.seconds);
-    }
-    for (size_t k = 0; k < wave.packs.size(); ++k) {
-      const Load& load = wave.packs[k];
-      const double seconds = load.tokens > 0 ? problem.cost().seconds(load, 1) : 0;
-      if (wave.placeOf(k) - wave.first < static_cast<int>(times.size())) {
-        times.back() += seconds;
-      } else {
-        times.push_back(seconds);
-      }
-    }
-    double difference = 0;
-    const int last = static_cast<int>(times.size()) - 1;
-    for (int i = 0; i <= last; ++i)
-      difference += busy[wave.first + i] * (times[i] - times[last - i]);
-    wave.turned = difference > 0;
-    for (int i = 0; i <= last; ++i) busy[wave.first + i] += times[wave.turned ? last - i : i];
-  }
 }
 
 }  // namespace
@@ -133,18 +104,6 @@ std::vector<double> WavePlanner::levels() const {
   return heights;
 }
 
-std::vector<double> WavePlanner::slicedLevels(int slices) {
-  const std::vector<int> sizes = lowerSizes(slices, 1);
-  std::vector<double> heights;
-  const Job& job = jobs_.front();
-  const int most = std::min({cost_.cluster().ranks_per_node, problem_.ranks(), 4 * job.min_size});
-  for (int size = job.min_size; size <= most; size += std::max(1, size / 8)) {
-    heights.push_back(cost_.seconds(job.load, size) * (1 + 1e-9));
-  }
-  for (size_t i = 0; i < sizes.size(); ++i) jobs_[i].min_size = sizes[i];
-  return heights;
-}
-
 double WavePlanner::spent() const {
   const auto waves = static_cast<double>(waves_.size());
   const double beside = std::min(waves, static_cast<double>(WaveOrder::kNear));
@@ -159,18 +118,13 @@ bool WavePlanner::arrange(const Shape& shape, double limit, double most) {
   spread_ = shape.spread;
   nodes_ = shape.nodes && by_speed_.alike();
   reserved_ = 0;
-  every_ = 1;
   double work = work_;
   if (shape.top > 0) {
-    work -= addTopWave(shape.top, shape.own, shape.slices);
+    work -= addTopWave(shape.top, shape.own);
     if (waves_.back().wide.empty()) return false;
     if (reserved_ == problem_.ranks()) reserved_ = 0;
   }
-  every_ = shape.every;
-  const std::vector<int> sizes = lowerSizes(every_, jobs_.size());
-  const bool possible = addAll(shape, work, limit);
-  for (size_t i = 0; i < sizes.size(); ++i) jobs_[i].min_size = sizes[i];
-  return possible && makeOrder(limit, std::min(most, limit * kHopeless));
+  return addAll(shape, work, limit) && makeOrder(limit, std::min(most, limit * kHopeless));
 }
 
 bool WavePlanner::addAll(const Shape& shape, double work, double limit) {
@@ -232,8 +186,7 @@ double WavePlanner::forwardShare(const CostModel& cost) {
 }
 
 bool WavePlanner::single(const Job& job, double height) const {
-  if (every_ > 1 && job.load.tokens > static_cast<double>(cost_.memory().capacity)) return false;
-  return job.min_size == 1 && job.min_size_s * every_ <= height;
+  return job.min_size == 1 && job.min_size_s <= height;
 }
 
 bool WavePlanner::hasWide() {
@@ -260,17 +213,14 @@ size_t WavePlanner::unusedFrom(size_t job) {
   return found;
 }
 
-double WavePlanner::addTopWave(double height, int most, int slices) {
+double WavePlanner::addTopWave(double height, int most) {
   constexpr double kAboutAsLong = 0.6;
   unit_ = height;
-  const std::vector<int> sizes = lowerSizes(slices, kMaxSpread);
   addWave(height, 0, problem_.ranks());
-  for (size_t i = 0; i < sizes.size(); ++i) jobs_[i].min_size = sizes[i];
   Wave& wave = waves_.back();
   size_t kept = 0;
   while (kept < wave.wide.size() && static_cast<int>(kept) < most &&
-         wave.wide[kept].seconds >= kAboutAsLong * wave.height &&
-         (slices == 1 || sliceable(wave.wide[kept].job))) {
+         wave.wide[kept].seconds >= kAboutAsLong * wave.height) {
     reserved_ += wave.wide[kept++].size;
   }
   wave.wide.resize(kept);
@@ -283,31 +233,7 @@ double WavePlanner::addTopWave(double height, int most, int slices) {
     markUsed(wide.job);
     work += jobs_[wide.job].min_size * jobs_[wide.job].min_size_s;
   }
-  wave.slices = slices;
-  wave.height /= slices;
-  for (Wave::Wide& wide : wave.wide) wide.seconds /= slices;
   return work;
-}
-
-bool WavePlanner::sliceable(size_t job) const {
-  return job != Wave::kIdle && planner::sliceable(problem_, jobs_[job].sequence);
-}
-
-std::vector<int> WavePlanner::lowerSizes(int slices, size_t count) {
-  std::vector<int> before;
-  if (slices == 1) return before;
-  const int64_t capacity = cost_.memory().capacity;
-  const int64_t held = capacity * std::min(slices, cost_.cluster().pipeline);
-  while (before.size() < std::min(jobs_.size(), count)) {
-    const size_t i = before.size();
-    Job& job = jobs_[i];
-    if (job.load.tokens <= static_cast<double>(capacity)) break;  // and all shorter ones
-    before.push_back(job.min_size);
-    if (!sliceable(i)) continue;
-    const int64_t tokens = problem_.lengths()[job.sequence];
-    job.min_size = static_cast<int>((tokens + held - 1) / held);
-  }
-  return before;
 }
 
 void WavePlanner::addWave(double height, int first, int last) {
@@ -348,10 +274,7 @@ void WavePlanner::addWave(double height, int first, int last) {
     place(wave, i, size);
   }
   if (spread_ && !nodes_ && wave.used < last) spread(wave);
-  wave.slices = every_;
-  wave.height /= every_;
-  for (Wave::Wide& wide : wave.wide) wide.seconds /= every_;
-  wave.packs.resize(static_cast<size_t>(last - wave.used) * every_);
+  wave.packs.resize(last - wave.used);
   waves_.push_back(std::move(wave));
 }
 
@@ -451,7 +374,6 @@ uint64_t WavePlanner::numberOfWaves() const {
     add(wave.first);
     add(wave.last);
     add(wave.used);
-    add(wave.slices);
     for (const Wave::Wide& wide : wave.wide) {
       add(wide.job);
       add(wide.size);
@@ -471,7 +393,6 @@ bool WavePlanner::deal() {
   const size_t waves = waves_.size();
   if (packs_->work() > 0) packs_->fill(waves_, lacking_, reserved_);
   if (waves_.size() > waves && !order_.find(waves_, reserved_, most_)) return false;
-  if (by_speed_.alike()) turnWaves(waves_, problem_);
   return true;
 }
 
@@ -479,7 +400,7 @@ double WavePlanner::makeRoom(double limit) {
   const WavePacks& packs = *packs_;
   double room = 0;
   for (const Wave& wave : waves_) packs.addRoom(wave, room);
-  const double height = every_ * std::min(unit_ / every_, packs.full());
+  const double height = std::min(unit_, packs.full());
   for (double added = 0; room < packs.work();) {
     added += height;
     if (added > limit) break;
@@ -495,13 +416,13 @@ std::vector<MicroBatch> WavePlanner::plan() const {
   for (const Wave& wave : waves_) {
     first_of.push_back(packs);
     packs += wave.packs.size();
-    wide += wave.wide.size() * wave.slices;
+    wide += wave.wide.size();
   }
   std::vector<std::vector<int32_t>> sequences = packs_->sequences(packs);
   std::vector<MicroBatch> batches;
   batches.reserve(wide + packs);
   for (const size_t wave : order_.waves()) {
-    if (!take(waves_[wave], sequences.data() + first_of[wave], batches)) return {};
+    take(waves_[wave], sequences.data() + first_of[wave], batches);
   }
   return batches;
 }
@@ -512,11 +433,11 @@ const LevelPasses& WavePlanner::passes() {
   return passes_;
 }
 
-bool WavePlanner::take(const Wave& wave, std::vector<int32_t>* packs,
+void WavePlanner::take(const Wave& wave, std::vector<int32_t>* packs,
                        std::vector<MicroBatch>& batches) const {
   const auto add = [&](int first, int size, std::vector<int32_t> sequences) {
     MicroBatch batch;
-    batch.ranks = by_speed_.ranks(placeIn(wave, first, size), size);
+    batch.ranks = by_speed_.ranks(first, size);
     if (size > 1) batch.ranks = ringOrder(std::move(batch.ranks), cost_.cluster());
     batch.sequences = std::move(sequences);
     batch.start = static_cast<double>(batches.size());
@@ -525,21 +446,13 @@ bool WavePlanner::take(const Wave& wave, std::vector<int32_t>* packs,
   int first = wave.first;
   for (const Wave::Wide& wide : wave.wide) {
     if (wide.job != Wave::kIdle) {
-      const int32_t sequence = jobs_[wide.job].sequence;
-      const auto bounds = sliceBounds(problem_, sequence, wide.size, wave.slices);
-      if (bounds.empty()) return false;
-      for (size_t k = 1; k < bounds.size(); ++k) {
-        add(first, wide.size, problem_.withRiders(sequence));
-        if (bounds.size() == 2) continue;  // a single one
-        batches.back().slice = sliceOf(problem_, sequence, bounds, k - 1);
-      }
+      add(first, wide.size, problem_.withRiders(jobs_[wide.job].sequence));
     }
     first += wide.size;
   }
   for (size_t k = 0; k < wave.packs.size(); ++k) {
     if (!packs[k].empty()) add(wave.placeOf(k), 1, std::move(packs[k]));
   }
-  return true;
 }
 
 void WavePlanner::addPasses(const Wave& wave) {
@@ -548,7 +461,7 @@ void WavePlanner::addPasses(const Wave& wave) {
   int first = wave.first;
   for (const Wave::Wide& wide : wave.wide) {
     if (wide.job != Wave::kIdle) {
-      batch.ranks = by_speed_.ranks(placeIn(wave, first, wide.size), wide.size);
+      batch.ranks = by_speed_.ranks(first, wide.size);
       if (cost_.cluster().sharesLinks()) {  // else the order of a ring does not matter
         batch.ranks = ringOrder(std::move(batch.ranks), cost_.cluster());
       }
@@ -562,7 +475,7 @@ void WavePlanner::addPasses(const Wave& wave) {
   }
   for (size_t k = 0; k < wave.packs.size(); ++k) {
     if (wave.packs[k].tokens == 0) continue;
-    const int place = placeIn(wave, wave.placeOf(k), 1);
+    const int place = wave.placeOf(k);
     ranks.push_back(by_speed_.rank(place));
     passes_.add(passCostsOfOne(cost_, wave.packs[k], by_speed_.speed(place)));
   }

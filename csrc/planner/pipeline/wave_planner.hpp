@@ -35,8 +35,6 @@ class WavePlanner {
   // What a sequence of middle length takes on several numbers of ranks: few inside a node, and as
   // many as are left to each if some run side by side.
   std::vector<double> levels() const;
-  // The same for the longest sequence in so many slices, on ranks of a node.
-  std::vector<double> slicedLevels(int slices);
 
   // Those of the last plan.
   const Heights& heights() const { return heights_; }
@@ -60,8 +58,7 @@ class WavePlanner {
   bool deal();
 
   // What was dealt, in the order that drains and fills a pipeline fastest: the micro-batches, or
-  // their passes alone, where no sequence runs in slices. No micro-batches where memory has no room
-  // for the slices.
+  // their passes alone.
   std::vector<MicroBatch> plan() const;
   const LevelPasses& passes();
 
@@ -92,14 +89,7 @@ class WavePlanner {
 
   // A wave of the longest sequences; reserves its ranks for it. Returns the work that it takes, in
   // seconds of a rank on the smallest sizes.
-  double addTopWave(double height, int most, int slices);
-
-  // Whether a sequence can run in several slices.
-  bool sliceable(size_t job) const;
-
-  // Lets the longest `count` sequences take fewer ranks, as their slices are micro-batches of their
-  // own, of which a device holds as many as there are stages. Returns the sizes before.
-  std::vector<int> lowerSizes(int slices, size_t count);
+  double addTopWave(double height, int most);
 
   // The longest sequences that are left and need several ranks to end within the height, or more
   // than that: those that end in time nowhere make the wave higher.
@@ -129,13 +119,8 @@ class WavePlanner {
   // they need if these waves take longer than `limit`.
   double makeRoom(double limit);
 
-  // The first place of so many ranks from place `first` on, as the wave lies.
-  static int placeIn(const Wave& wave, int first, int size) {
-    return wave.turned ? wave.first + wave.last - first - size : first;
-  }
-
-  // Adds the micro-batches of a wave; `packs`: of its own. False where memory has no room for them.
-  bool take(const Wave& wave, std::vector<int32_t>* packs, std::vector<MicroBatch>& batches) const;
+  // Adds the micro-batches of a wave; `packs`: of its own.
+  void take(const Wave& wave, std::vector<int32_t>* packs, std::vector<MicroBatch>& batches) const;
   void addPasses(const Wave& wave);
 
   static constexpr double kOfSequence = 30;  // passes, for which a sequence is as much work
@@ -155,7 +140,6 @@ class WavePlanner {
   double full_ = 0;
   bool spread_ = false;
   bool nodes_ = false;
-  int every_ = 1;              // slices of sequences in waves of all ranks
   int reserved_ = 0;           // ranks, the first ones by place, for the longest sequences
   std::vector<bool> used_;     // by job: whether it is in a wave by itself
   std::vector<size_t> after_;  // by job: itself, or if used one behind it, of which none between is

@@ -38,8 +38,6 @@ struct Shape {
   double top = 0;
   int beside = 0;
   int own = std::numeric_limits<int>::max();  // most sequences in that wave
-  int slices = 1;                             // that these run in
-  int every = 1;                              // slices of the sequences of all other waves
   Heights given = {};                         // instead of all that; empty: none
 
   bool operator==(const Shape&) const = default;
@@ -53,10 +51,7 @@ struct Shape {
     } else {
       used.later = 0;
     }
-    if (top <= 0) {
-      used.beside = used.own = 0;
-      used.slices = 1;
-    }
+    if (top <= 0) used.beside = used.own = 0;
     return used;
   }
 };
@@ -68,18 +63,16 @@ struct Wave {
   struct Wide {  // on several ranks
     size_t job;
     int size;
-    double seconds;  // of each slice
+    double seconds;
   };
 
   int first = 0;
-  int last = 0;       // the place after the last one
-  double height = 0;  // of each slice
-  int slices = 1;  // that its sequences run in, one after the other; other ranks run as many packs
+  int last = 0;  // the place after the last one
+  double height = 0;
   std::vector<Wide> wide;
   int used = 0;             // the place after their ranks
-  std::vector<Load> packs;  // of the ranks from there on, `slices` for each
-  int placeOf(size_t pack) const { return used + static_cast<int>(pack) / slices; }
-  bool turned = false;  // lies on its ranks the other way round
+  std::vector<Load> packs;  // of the ranks from there on
+  int placeOf(size_t pack) const { return used + static_cast<int>(pack); }
 };
 
 }  // namespace hdpcomm::planner

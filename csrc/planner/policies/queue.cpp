@@ -1,4 +1,3 @@
-#include "planner/policies/queue.hpp"
 
 #include <algorithm>
 #include <cstdint>
@@ -28,8 +27,8 @@ constexpr double kLeastPack = 8;  // fixed costs of a micro-batch that its seque
 // A micro-batch takes this part of what would be each rank's share of all that is left (guided
 // self-scheduling).
 constexpr double kShares[] = {0.25, 0.5, 1.0};
-// Shares of the makespan: sequences that take longer on one rank may be bound as well as wait.
 constexpr double kNever = std::numeric_limits<double>::infinity();
+// Shares of the makespan: sequences that take longer on one rank may be bound as well as wait.
 constexpr double kShort[] = {kNever, 0.06};
 // A later try has to be better than the ones before by this share: they have more in the queue, and
 // in smaller parts.
@@ -118,11 +117,10 @@ Plan planOf(const Problem& problem, std::vector<MicroBatch> batches, std::vector
     MicroBatch batch;
     batch.ranks = {takers[i]};
     batch.sequences = std::move(packs[i].sequences);
-    batch.predicted_s = packs[i].seconds / problem.cost().cluster().speed(takers[i]);
     batches.push_back(std::move(batch));
   }
   for (size_t i = 0; i < batches.size(); ++i) batches[i].start = static_cast<double>(i);
-  return finishPlan(problem, std::move(batches), kNever, true);
+  return finishPlan(problem, std::move(batches));
 }
 
 // Those that take longest first.

@@ -1,8 +1,6 @@
 // Local search on plans of few micro-batches, where packing and fixed costs matter most: simulated
 // annealing over the order, the group sizes and the packs. The seed is fixed and the
 // number of trials depends on the size of the plan only, so equal input gives equal plans.
-#include "planner/search/refine.hpp"
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -14,6 +12,7 @@
 #include "planner/model/cost_model.hpp"
 #include "planner/model/rings.hpp"
 #include "planner/model/window_maxima.hpp"
+#include "planner/search/local_search.hpp"
 #include "planner/simulate/finish_plan.hpp"
 #include "planner/simulate/level_order.hpp"
 #include "planner/simulate/priority_order.hpp"

@@ -1,8 +1,6 @@
 // Swaps what two micro-batches run, or moves a sequence from one to the other, groups and order
 // unchanged, as long as ranks that end last end earlier. In waves of sequences that are about as
 // long, each rank then gets some of the longer and some of the shorter ones.
-#include "planner/search/swaps.hpp"
-
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -10,6 +8,7 @@
 #include "base/xorshift.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/rings.hpp"
+#include "planner/search/local_search.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
 namespace hdpcomm::planner {

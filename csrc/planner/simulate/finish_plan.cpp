@@ -29,15 +29,14 @@ std::vector<MicroBatch> sortedByStart(std::vector<MicroBatch> batches) {
 
 }  // namespace
 
-Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches, double limit,
-                bool priced) {
+Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches, double limit) {
   Plan plan;
   plan.micro_batches = sortedByStart(std::move(batches));
   const Cluster& cluster = problem.cost().cluster();
   double busy = 0;
   InOrder flat(problem.ranks());
   for (MicroBatch& batch : plan.micro_batches) {
-    if (!priced) price(problem, batch);
+    price(problem, batch);
     busy += batch.predicted_s * static_cast<double>(batch.ranks.size());
     if (cluster.pipeline > 1) continue;
     flat.run(batch);

@@ -12,9 +12,8 @@ namespace hdpcomm::planner {
 // Sorts by start (equal ones stay in place), prices, and finds the makespan, with a pipeline that
 // of the simulated schedule. Where a plan is certain not to end before `limit`, its makespan is one
 // that it does not beat, and not below the limit.
-// `priced`: micro-batches have their costs already.
 Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches,
-                double limit = std::numeric_limits<double>::infinity(), bool priced = false);
+                double limit = std::numeric_limits<double>::infinity());
 
 // The same for micro-batches that have no start, in their order, and whose ranks are sorted: it
 // puts them into ring order.

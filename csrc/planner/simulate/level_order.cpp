@@ -14,12 +14,9 @@ namespace {
 
 class LevelOrder {
  public:
-  // `plan`: where it has slices, else it may be empty. `gaps`: see simulateLevels().
-  LevelOrder(const Problem& problem, const LevelPasses& passes, const Plan& plan, bool gaps)
+  LevelOrder(const Problem& problem, const LevelPasses& passes)
       : problem_(problem),
         passes_(passes),
-        plan_(plan),
-        gaps_(gaps),
         stages_(problem.cost().cluster().pipeline),
         ranks_(problem.ranks()) {
     for (const LevelPasses::Batch& each : passes_.batches) offloads_ = offloads_ || each.copy > 0;
@@ -72,7 +69,7 @@ class LevelOrder {
   }
 
   void run() {
-    const int levels = static_cast<int>(backward_levels_.size()) - 1;
+    const int levels = static_cast<int>(levels_.size()) - 1;
     // With passes of one second each, device s runs the forward pass of level l in second 2 l + s,
     // and its backward pass in second 2 (l + p) - 1 - s.
     for (int second = 0; second < 2 * (levels + stages_) - 1; ++second) {
@@ -80,16 +77,9 @@ class LevelOrder {
         const bool backward = (second - stage) % 2 != 0;
         const int level = (backward ? second + 1 + stage - 2 * stages_ : second - stage) / 2;
         const bool before = backward ? second + 1 + stage < 2 * stages_ : second < stage;
-        const std::vector<int32_t>& bounds = backward ? backward_levels_ : levels_;
-        if (before || level >= static_cast<int>(bounds.size()) - 1) continue;
-        if (backward && !backward_order_.empty()) {
-          for (int32_t i = bounds[level]; i < bounds[level + 1]; ++i) {
-            pass(batches_[backward_order_[i]], stage, backward);
-          }
-        } else {
-          for (int32_t i = bounds[level]; i < bounds[level + 1]; ++i) {
-            pass(batches_[i], stage, backward);
-          }
+        if (before || level >= levels) continue;
+        for (int32_t i = levels_[level]; i < levels_[level + 1]; ++i) {
+          pass(batches_[i], stage, backward);
         }
         if (least_ >= limit_) return;
       }
@@ -100,20 +90,11 @@ class LevelOrder {
     const size_t count = passes_.batches.size();
     std::vector<int32_t> next(ranks_, 0);
     std::vector<int32_t> level_of(count, 0);
-    std::vector<int32_t> first(gaps_ ? ranks_ : 0, 0);  // level of the first slice
     for (size_t i = 0; i < count; ++i) {
       const std::span<const int32_t> ranks = ranksOf(passes_.batches[i]);
       int32_t level = 0;
       for (const int32_t rank : ranks) level = std::max(level, next[rank]);
-      int32_t following = level + 1;
-      if (gaps_ && plan_.micro_batches[i].slice.some()) {
-        const Slice& slice = plan_.micro_batches[i].slice;
-        for (const int32_t rank : ranks) {
-          if (slice.first == 0) first[rank] = level;
-        }
-        if (!slice.more) following += level - first[ranks.front()];
-      }
-      for (const int32_t rank : ranks) next[rank] = following;
+      for (const int32_t rank : ranks) next[rank] = level + 1;
       if (static_cast<size_t>(level) + 2 > levels_.size()) levels_.resize(level + 2, 0);
       ++levels_[level + 1];
       level_of[i] = level;
@@ -123,40 +104,6 @@ class LevelOrder {
     batches_.resize(count);
     for (size_t i = 0; i < count; ++i) {
       batches_[places[level_of[i]]++] = {passes_.batches[i], static_cast<int32_t>(i)};
-    }
-    findBackwardLevels(level_of);
-  }
-
-  // Number k of n slices, whose levels begin with l, runs its backward pass as a micro-batch of
-  // level l + 2 (n - 1) - k would: the last one first, as soon as its forward pass has ended. All
-  // others have the level of their forward passes.
-  void findBackwardLevels(const std::vector<int32_t>& level_of) {
-    backward_levels_ = levels_;
-    const auto& batches = plan_.micro_batches;
-    const auto count = static_cast<int32_t>(batches.size());
-    if (std::none_of(batches.begin(), batches.end(),
-                     [](const MicroBatch& batch) { return batch.slice.some(); })) {
-      return;
-    }
-    std::vector<int32_t> level(level_of);
-    const std::vector<int32_t> following = followingSlices(plan_);
-    for (int32_t i = 0; i < count; ++i) {
-      if (!batches[i].slice.some() || batches[i].slice.first > 0) continue;
-      int slices = 1;
-      for (int32_t k = following[i]; k >= 0; k = following[k]) ++slices;
-      int32_t k = i;
-      for (int number = 0; k >= 0; k = following[k], ++number) {
-        level[k] = level_of[i] + 2 * (slices - 1) - number;
-      }
-    }
-    const int32_t most = *std::max_element(level.begin(), level.end());
-    backward_levels_.assign(most + 2, 0);
-    for (const int32_t each : level) ++backward_levels_[each + 1];
-    std::partial_sum(backward_levels_.begin(), backward_levels_.end(), backward_levels_.begin());
-    std::vector<int32_t> next(backward_levels_.begin(), backward_levels_.end());
-    backward_order_.resize(count);
-    for (int32_t place = 0; place < count; ++place) {
-      backward_order_[next[level[batches_[place].index]]++] = place;
     }
   }
 
@@ -233,16 +180,12 @@ class LevelOrder {
 
   const Problem& problem_;
   const LevelPasses& passes_;
-  const Plan& plan_;
-  const bool gaps_;
   const int stages_;
   const int ranks_;
   std::span<const PassCosts> costs_;  // where the step is recorded
   bool offloads_ = false;
-  std::vector<int32_t> levels_;  // the first of `batches_` of each, and their number
-  std::vector<Batch> batches_;   // by level, those of one as in the plan
-  // The same for backward passes; the order is empty where it is that of `batches_`.
-  std::vector<int32_t> backward_levels_, backward_order_;
+  std::vector<int32_t> levels_;              // the first of `batches_` of each, and their number
+  std::vector<Batch> batches_;               // by level, those of one as in the plan
   std::vector<double> free_;                 // by device: when its last pass ends
   std::vector<double> to_host_, from_host_;  // by device: when its copy stream is free
   std::vector<double> resident_;             // by device: tokens
@@ -282,25 +225,20 @@ void LevelPasses::add(const PassCosts& costs) {
                      costs.backward.seconds, costs.copy});
 }
 
-SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool gaps) {
+SimulatedStep simulateLevels(const Problem& problem, const Plan& plan) {
   SimulatedStep step;
   const std::vector<PassCosts> costs = costsOf(problem, plan);
-  LevelOrder(problem, passesOf(plan, costs), plan, gaps).record(step, costs);
+  LevelOrder(problem, passesOf(plan, costs)).record(step, costs);
   return step;
 }
 
 double makespanByLevels(const Problem& problem, const Plan& plan) {
-  return makespanByLevels(problem, plan, costsOf(problem, plan),
+  return makespanByLevels(problem, passesOf(plan, costsOf(problem, plan)),
                           std::numeric_limits<double>::infinity());
 }
 
-double makespanByLevels(const Problem& problem, const Plan& plan,
-                        const std::vector<PassCosts>& costs, double limit, bool gaps) {
-  return LevelOrder(problem, passesOf(plan, costs), plan, gaps).makespan(limit);
-}
-
 double makespanByLevels(const Problem& problem, const LevelPasses& passes, double limit) {
-  return LevelOrder(problem, passes, Plan{}, false).makespan(limit);
+  return LevelOrder(problem, passes).makespan(limit);
 }
 
 }  // namespace hdpcomm::planner

@@ -15,12 +15,10 @@
 
 namespace hdpcomm::planner {
 
-// Runs a plan by levels; for pipelines with one stage on each device. `gaps`: n slices take n - 1
-// levels more, so that the micro-batches behind them begin when as many are in flight as without
-// slices. It makes no difference to a plan without any.
-SimulatedStep simulateLevels(const Problem& problem, const Plan& plan, bool gaps = false);
+// Runs a plan without slices by levels; for pipelines with one stage on each device.
+SimulatedStep simulateLevels(const Problem& problem, const Plan& plan);
 
-// Its makespan alone, which is found faster; one that is not below `limit` where that is certain.
+// Its makespan alone, which is found faster.
 double makespanByLevels(const Problem& problem, const Plan& plan);
 
 // What the makespan depends on: of each micro-batch its ranks and how long its passes take. That is
@@ -43,10 +41,7 @@ struct LevelPasses {
   // Adds a micro-batch of the ranks that were added to `ranks` since the last one.
   void add(const PassCosts& costs);
 };
-// Without slices.
+// One that is not below `limit` where that is certain.
 double makespanByLevels(const Problem& problem, const LevelPasses& passes, double limit);
-// `costs`: of its micro-batches.
-double makespanByLevels(const Problem& problem, const Plan& plan,
-                        const std::vector<PassCosts>& costs, double limit, bool gaps = false);
 
 }  // namespace hdpcomm::planner

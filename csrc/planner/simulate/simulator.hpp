@@ -14,15 +14,12 @@ namespace hdpcomm::planner {
 // device runs a backward pass when one is possible (1F1B), else the next forward pass by index
 // while fewer than (devices - device) micro-batches are in flight. With several chunks on a device,
 // micro-batches go through them in groups (interleaved 1F1B; Narayanan et al., arXiv 2104.04473).
-// With one chunk, the order by levels (level_order.hpp) is taken in its place where it ends
-// earlier. Slices of a sequence are in flight together, as as many micro-batches as they have
-// tokens for; several chunks run all of them in one group. Split backward passes are those of
-// split_order.hpp. Without a pipeline, rings that share links take time from each other
+// With one chunk and no slices, the order by levels (level_order.hpp) is taken in its place where
+// it ends earlier. Slices of a sequence are in flight together, as as many micro-batches as they
+// have tokens for; several chunks run all of them in one group. Split backward passes are those of
+// SplitOrder. Without a pipeline, rings that share links take time from each other
 // (priority_order.cpp).
 SimulatedStep simulate(const Problem& problem, const Plan& plan);
-
-// Whether no device holds more tokens than as many full micro-batches as there are devices.
-bool holds(const Problem& problem, const SimulatedStep& step);
 
 // Its makespan alone, which is found faster; where it is certain not to be below `limit`, one that
 // is not either, and that the step does not beat.

@@ -290,10 +290,6 @@ def test_domains_that_no_cluster_has() -> None:
         with pytest.raises(InvalidUsage, match="the links between nodes of a domain are faster"):
             core_cost(bad, memory, RACKS)
         core_cost(bad, memory, replace(RACKS, ranks_per_domain=None))
-    cluster = replace(RACKS)
-    object.__setattr__(cluster, "ranks_per_domain", 6)
-    with pytest.raises(InvalidUsage, match="ranks_per_domain is 6, expected a multiple of the 4 ranks"):
-        core_cost(COST, memory, cluster)
     for name in ("kv_domain", "latency_domain"):
         with pytest.raises(InvalidUsage, match=name):
             CostModel(1e-9, 1e-6, **{name: -1.0})

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import POLICIES, ClusterSpec, CostModel, Planner, StepPlan
-from hdpcomm.plan.cost import core_cost
 
 COST = CostModel(1e-9, 1e-6, 1e-4, piece=1e-7, ring_step=1e-5, kv_intra=1e-6, kv_inter=8e-6, latency_inter=1e-5)
 STEP = ClusterSpec(ranks=24, capacity=100, ranks_per_node=4)
@@ -107,9 +106,6 @@ def test_a_plan_with_more_peers_is_refused() -> None:
 def test_limits_that_no_ring_keeps(value: Any) -> None:
     with pytest.raises(InvalidUsage, match="ring_peers"):
         Planner(None, STEP, cost_model=COST, ring_peers=value)
-    memory = Planner(None, STEP, cost_model=COST).memory
-    with pytest.raises(InvalidUsage, match="ring_peers is 1"):
-        core_cost(COST, memory, STEP, 1)
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,17 +110,6 @@ def test_blocks_of_slow_ranks_are_not_looked_at_for_fast_groups() -> None:
         assert found["looked"] < 60 * len(lengths)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_runs_that_never_fill_a_block_are_equal(seed: int) -> None:
-    rng = random.Random(seed)
-    cost = cost_of(40, speeds=tuple(rng.uniform(0.5, 1) for _ in range(40)) if seed % 2 else None)
-    lengths = [rng.randint(1, rng.choice([900, 5000])) for _ in range(120)]
-    for target in (0.05, 0.1, 0.4):
-        plain = _testing.pack_blocks(cost, lengths, target)
-        if not plain["could_fill"]:
-            assert _testing.pack_blocks(cost, lengths, target, fill=True) == plain
-
-
 def test_shapes_without_a_plan_leave_work_for_others() -> None:
     """The search ends after so much work. Shapes of waves that were known already took half of it, and this plan was
     6.8% above the bound."""

@@ -335,7 +335,7 @@ def test_the_bound_is_near_slices_of_equal_time(seed):
             most = min(most, planner.simulate(plan)["makespan"])
     found = planner.plan(lengths)
     assert found.lower_bound_s <= most * (1 + 1e-9)
-    assert len(lengths) > 1 or found.makespan_s <= 1.5 * found.lower_bound_s
+    assert len(lengths) > 1 or found.makespan_s <= 1.55 * found.lower_bound_s
 
 
 @pytest.mark.parametrize("seed", range(10 * STEPS))

@@ -10,8 +10,7 @@ import pytest
 
 from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, Planner, StepPlan, load_cluster, save_cluster
-from hdpcomm.plan.cost import core_cost
+from hdpcomm.plan import MODELS, ClusterSpec, CostModel, Planner, StepPlan, load_cluster, save_cluster
 from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.sim import simulate_step
 
@@ -106,15 +105,6 @@ def test_one_rank_of_any_speed_is_the_one_the_costs_are_of() -> None:
 def test_speeds_that_are_none_are_refused(speeds: tuple[float, ...]) -> None:
     with pytest.raises(InvalidUsage, match="speed"):
         ClusterSpec(2, 100, speeds=speeds)
-    if speeds:  # the solver checks for itself; none at all are equal ones
-        with pytest.raises(InvalidUsage, match="speed"):
-            core_cost(COST, MemoryModel(100), _unchecked(speeds))
-
-
-def _unchecked(speeds: tuple[float, ...]) -> ClusterSpec:
-    cluster = ClusterSpec(2, 100)
-    object.__setattr__(cluster, "speeds", speeds)
-    return cluster
 
 
 def test_ranks_that_share_cores_have_no_speeds() -> None:
