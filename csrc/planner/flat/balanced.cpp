@@ -115,6 +115,15 @@ Plan planBySpeed(const Problem& problem, double lower_bound) {
   return finishPlan(problem, std::move(plan.micro_batches));
 }
 
+// Every pack runs on all ranks: no idle time, but the most transfers.
+Plan planUniform(const Problem& problem) {
+  PolicyOptions options;
+  options.context_ranks = problem.ranks();
+  const int64_t longest = *std::max_element(problem.lengths().begin(), problem.lengths().end());
+  if (longest > problem.cost().memory().capacity * problem.ranks()) return planNaive(problem);
+  return planStatic(problem, options);
+}
+
 constexpr Candidate<PlanSearch> kBlockCandidates[] = {
     {"copies",
      [](const PlanSearch& search) {
@@ -147,6 +156,9 @@ constexpr Candidate<PlanSearch> kGapCandidates[] = {
      [](PlanSearch& search) {
        search.take(planWaves(search.problem, search.lower_bound, search.best->makespan));
      }},
+    {"all ranks",
+     [](const PlanSearch& search) { return search.gap_left && search.small(kRefineLimit); },
+     [](PlanSearch& search) { search.take(planUniform(search.problem)); }},
 };
 
 constexpr Candidate<PlanSearch> kImprovements[] = {

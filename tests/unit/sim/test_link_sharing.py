@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, MicroBatch, Planner, SequenceInfo, StepPlan
-from hdpcomm.plan.cost import core_cost
 from hdpcomm.sim import reduction_seconds, simulate_step
 
 COST = CostModel(
@@ -224,7 +223,3 @@ def test_uplinks_that_no_cluster_has() -> None:
             ClusterSpec(ranks=8, ranks_per_node=2, ranks_per_domain=4, uplinks=uplinks)  # type: ignore[arg-type]
     with pytest.raises(InvalidUsage, match="uplinks is 2 and there are no domains"):
         ClusterSpec(ranks=8, ranks_per_node=2, uplinks=2)
-    cluster = ClusterSpec(ranks=8, capacity=10, ranks_per_node=2, ranks_per_domain=4)
-    object.__setattr__(cluster, "uplinks", -1)
-    with pytest.raises(InvalidUsage, match="uplinks is -1"):
-        core_cost(COST, MemoryModel(10), cluster)
