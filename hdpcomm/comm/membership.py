@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.liveness import BUSY_LIMIT_S, Busy, LivenessDeadlines, check_activity
+from hdpcomm.arguments import check_number
 from hdpcomm.comm.shapes import check_shape
 from hdpcomm.comm.untraced import untraced
+from hdpcomm.errors import InvalidUsage
 
 __all__ = ["Membership"]
 
 _Self = TypeVar("_Self", bound="Membership")
+_BUSY_LIMIT_S = 1800.0
+_LONGEST_NAME = 60  # of an activity
+
+
+@contextmanager
+def _liveness_deadlines(world: _core.comm.World) -> Iterator[None]:
+    world.go_by_liveness(True)
+    try:
+        yield
+    finally:
+        world.go_by_liveness(False)
+
+
+@contextmanager
+def _busy(world: _core.comm.World, what: str, limit_s: float) -> Iterator[None]:
+    activity = world.begin_activity(what, limit_s)
+    try:
+        yield
+    finally:
+        world.end_activity(activity)
+
+
+def _check_activity(what: Any, limit_s: Any) -> float:
+    """The limit of an activity in seconds. Raises: InvalidUsage for a name that no error could show, or a bad limit."""
+    if not isinstance(what, str) or not 0 < len(what) <= _LONGEST_NAME or not (what.isascii() and what.isprintable()):
+        raise InvalidUsage(
+            f"busy() got what={what!r}; give 1 to {_LONGEST_NAME} printable ASCII characters that say what this rank "
+            "does, such as 'reads data'"
+        )
+    return check_number("busy()", "limit_s", limit_s, above=0)
 
 
 @untraced
@@ -109,9 +141,9 @@ class Membership:
         For all communicators of this rank, from any thread, nested as wished; other ranks' operations go by their own
         deadlines, so all ranks should ask for it. Local. The trainers do so in each step.
         """
-        return LivenessDeadlines(self._core.world)
+        return _liveness_deadlines(self._core.world)
 
-    def busy(self, what: str, *, limit_s: float = BUSY_LIMIT_S) -> AbstractContextManager[None]:
+    def busy(self, what: str, *, limit_s: float = _BUSY_LIMIT_S) -> AbstractContextManager[None]:
         """Inside, this rank does something that takes long and is no operation; ranks with :meth:`liveness_deadlines`
         that wait for it go on waiting, at most until ``limit_s`` seconds from the begin.
 
@@ -129,7 +161,7 @@ class Membership:
             >>> with hdp.init() as comm, comm.busy("reads data", limit_s=600):
             ...     pass
         """
-        return Busy(self._core.world, what, check_activity(what, limit_s))
+        return _busy(self._core.world, what, _check_activity(what, limit_s))
 
     def tick(self) -> None:
         """Tells ranks with :meth:`liveness_deadlines` that wait for this one that it has just got on. Local.
