@@ -19,7 +19,7 @@ from hdpcomm.log import LOG
 from hdpcomm.options import count, positive, seed, slices
 
 if TYPE_CHECKING:
-    from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner, StepPlan
+    from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, ModelSpec, Planner, StepPlan
 
 __all__ = [
     "KNOWN_BY_CALIBRATION",
@@ -234,7 +234,7 @@ def _model(name: str) -> ModelSpec:
 
 def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[Planner]:
     """A planner for each policy, from the options of :func:`add_step_options`; chooses ``context`` where it is open."""
-    from hdpcomm.plan import ClusterSpec, Planner, load_cluster
+    from hdpcomm.plan import Planner
 
     if options.lengths:
         refuse_given(options, _KNOWN_BY_LENGTHS, "--lengths, whose file")
@@ -243,8 +243,34 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
             f"--ranks-per-node {options.ranks_per_node} was given with --ranks {options.ranks}, which do not fill such "
             "nodes: give a number of ranks that divides the others"
         )
-    if options.calibration is not None:
-        return _calibrated_planners(options, policies)
+    model, cluster, cost, memory = _described(options) if options.calibration is None else _calibrated(options)
+    queued, sliced = _queued(options, policies), _sliced(options, policies)
+
+    def planner(policy: str, context: int) -> Planner:
+        return Planner(
+            model,
+            cluster,
+            policy,
+            cost,
+            context=context,
+            memory=memory,
+            ring_peers=options.ring_peers,
+            queue=policy in queued,
+            slices=sliced.get(policy, 1),
+        )
+
+    if options.context is None and not options.lengths:
+        options.context = _default_context(planner("balanced", 0))
+    return [planner(policy, 0 if options.lengths else options.context) for policy in policies]
+
+
+_Described = tuple["ModelSpec | None", "ClusterSpec", "CostModel | None", "MemoryModel | None"]
+
+
+def _described(options: argparse.Namespace) -> _Described:
+    """Model, ranks, costs and memory as the options say."""
+    from hdpcomm.plan import ClusterSpec, load_cluster
+
     options.ranks = options.ranks or _RANKS
     model = _model(options.model)
     measured = load_cluster(Path(options.cluster)) if options.cluster.endswith(".json") else None
@@ -264,24 +290,7 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
     )
     cluster = _with_domains(options, cluster, measured)
     _check_size(options, model, cluster)
-    cost = read_profile(options.profile) if options.profile else None
-    if options.context is None and not options.lengths:
-        options.context = _default_context(Planner(model, cluster, cost_model=cost))
-    context = 0 if options.lengths else options.context
-    queued, sliced = _queued(options, policies), _sliced(options, policies)
-    return [
-        Planner(
-            model,
-            cluster,
-            policy,
-            cost,
-            context=context,
-            ring_peers=options.ring_peers,
-            queue=policy in queued,
-            slices=sliced.get(policy, 1),
-        )
-        for policy in policies
-    ]
+    return model, cluster, read_profile(options.profile) if options.profile else None, None
 
 
 def _check_size(options: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> None:
@@ -356,8 +365,9 @@ def refuse_given(options: argparse.Namespace, known: Mapping[str, Any], told: st
             )
 
 
-def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[Planner]:
-    from hdpcomm.plan import Calibration, Planner
+def _calibrated(options: argparse.Namespace) -> _Described:
+    """As :func:`_described`, by the file of ``--calibration``."""
+    from hdpcomm.plan import Calibration
 
     refuse_given(options, KNOWN_BY_CALIBRATION, "--calibration, whose file")
     found = Calibration.load(options.calibration)
@@ -371,24 +381,7 @@ def _calibrated_planners(options: argparse.Namespace, policies: Sequence[str]) -
     memory = found.memory if options.offload else replace(found.memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
     speeds = _speeds(options.slow_ranks, found.cluster.ranks)
     cluster = replace(found.cluster, offload=options.offload, speeds=speeds)
-    queued, sliced = _queued(options, policies), _sliced(options, policies)
-
-    def planner(policy: str, context: int) -> Planner:
-        return Planner(
-            found.model,
-            cluster,
-            policy,
-            found.cost_model,
-            context=context,
-            memory=memory,
-            ring_peers=options.ring_peers,
-            queue=policy in queued,
-            slices=sliced.get(policy, 1),
-        )
-
-    if options.context is None and not options.lengths:
-        options.context = _default_context(planner("balanced", 0))
-    return [planner(policy, 0 if options.lengths else options.context) for policy in policies]
+    return found.model, cluster, found.cost_model, memory
 
 
 def draw_lengths(options: argparse.Namespace, *, step: int = 0) -> list[int]:

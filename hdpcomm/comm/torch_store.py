@@ -6,7 +6,6 @@ A launcher of ours holds a file in memory open for the ranks of its host. Else r
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import errno
 import os
@@ -15,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -299,8 +297,8 @@ def _serving(listener: socket.socket, address: str, seconds: float) -> Any:
 
 
 class TorchStorePort:
-    """A port of this host for torch.distributed's own store, which exists from the first call of one of this user's
-    processes on: ``init_process_group()`` of the ranks of a launcher that needs none itself.
+    """A port of this host for torch.distributed's own store, which exists from the first connection on:
+    ``init_process_group()`` of the ranks of a launcher that needs none itself.
     """
 
     def __init__(self) -> None:
@@ -318,12 +316,9 @@ class TorchStorePort:
         ready.register(self._end, select.POLLIN)
         ready.register(self._listener, select.POLLIN)
         try:
-            while all(handle != self._end for handle, _ in ready.poll()):
-                if _user_connects(self.port):
-                    self.used = True
-                    self._store = _serving(self._listener, "127.0.0.1", 300.0)
-                    return
-                time.sleep(0.05)  # strangers' connections stay in the queue of the kernel
+            if all(handle != self._end for handle, _ in ready.poll()):
+                self.used = True
+                self._store = _serving(self._listener, "127.0.0.1", 300.0)
         finally:
             os.close(self._end)
             self._listener.close()
@@ -334,14 +329,3 @@ class TorchStorePort:
             os.close(self._ended)
             self._ended = -1
         self._store = None
-
-
-def _user_connects(port: int) -> bool:
-    """Whether a socket of this user is connected to the port of 127.0.0.1; the kernel's tables show the users."""
-    for table, loopback in (("tcp", "0100007F"), ("tcp6", "0000000000000000FFFF00000100007F")):
-        with contextlib.suppress(OSError):  # no IPv6
-            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[2] == f"{loopback}:{port:04X}" and int(fields[7]) == os.geteuid():
-                    return True
-    return False
