@@ -243,7 +243,6 @@ void bindComm(py::module_& module) {
   bindFlight(module);
   bindCalls(module);
   bindTensors(module);
-  bindMailbox(module);
   bindWorld(module);
   bindJoining(module);
   bindStream(module);

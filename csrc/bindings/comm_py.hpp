@@ -57,8 +57,6 @@ inline constexpr int kHost = -1;
 bool describePlain(PyObject* x, TensorView* described, int where = kHost);
 // The same of a description by hdpcomm/comm/tensors.py: (address, count, dtype).
 bool describeTuple(PyObject* x, TensorView* described);
-// Messages with labels (comm_mailbox_py.cpp).
-void bindMailbox(pybind11::module_& module);
 // Counters (comm_counter_py.cpp).
 void bindCounter(pybind11::module_& module);
 // Memory that ranks of a host map (comm_window_py.cpp).

@@ -1,4 +1,3 @@
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -21,12 +20,11 @@ def close_worlds(reason: str) -> None: ...
 def join_shm_world(
     segment: ShmSegment, rank: int, timeout: float, joining: float, pids: Sequence[int] = ...
 ) -> World: ...
-def join_framed_world(link: FrameLink, name: str, timeout: float) -> World: ...
+def join_framed_world(link: FrameLink, timeout: float) -> World: ...
 def join_hosts(
     segment: ShmSegment,
     link: FrameLink,
     host_of_rank: Sequence[int],
-    name: str,
     timeout: float,
     joining: float,
     pids: Sequence[int] = ...,
@@ -137,11 +135,6 @@ class LinkJoining:
     ) -> None: ...
     def arena_bytes(self, num_ranks: int) -> int: ...
 
-class OneSided(enum.Enum):
-    OFF = ...
-    ON = ...
-    MEASURE = ...
-
 class NcclJoining:
     def __init__(
         self,
@@ -150,9 +143,6 @@ class NcclJoining:
         connect_distance: int,
         inside: LinkCosts,
         between: LinkCosts,
-        one_sided: OneSided,
-        landing_bytes: int,
-        no_puts: str,
     ) -> None: ...
 
 class StreamEngine:
@@ -167,18 +157,10 @@ class StreamEngine:
     def reads_peers(self, comm: Communicator) -> bool: ...  # has the algorithms of peer_readers_of()
     def lands(self, comm: Communicator, peer: int) -> bool: ...
     host_stream: Final[int]
-    def landing(self, comm: Communicator, source: int | None) -> tuple[int, int]: ...  # address and bytes
+    def landing(self) -> tuple[int, int]: ...  # address and bytes
     def synchronize(self, timeout: float) -> None: ...
     def stats(self) -> dict[str, int]: ...
     def waited_s(self, comm: Communicator) -> float: ...
-
-class Mailbox:
-    def __init__(self, world: World) -> None: ...
-
-class Mail:
-    receives: Final[bool]
-    source: Final[int]  # world rank of the sender of a receive that has ended; else -1
-    def done(self) -> bool: ...
 
 # Plain C functions: positional arguments only. Those that run an operation block, or start it if `async_op`: then they
 # return its Work. `describe` is asked about tensors that are not plain: as hdpcomm.comm.tensors.describe.
@@ -239,10 +221,3 @@ def stream_collective(
     async_op: bool,
     /,
 ) -> StreamWork | None: ...
-
-# A buffer: a tensor, or (address, count, dtype); None where it is no plain tensor.
-def mail_send(mailbox: Mailbox, buffer: object, peer: int, tag: int, context: int, owner: object, /) -> Mail | None: ...
-def mail_receive(
-    mailbox: Mailbox, buffer: object, sources: int | Sequence[int], tag: int, context: int, owner: object, /
-) -> Mail | None: ...
-def mail_wait(mail: Mail, timeout: float, /) -> None: ...

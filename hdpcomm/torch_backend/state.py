@@ -6,7 +6,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import hashlib
 import queue
 import threading
 import weakref
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 
-from hdpcomm import _core
 from hdpcomm.comm import bootstrap
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import Error
@@ -39,8 +37,7 @@ class Engine:
 
     def __init__(self, world: Communicator, messages: Communicator) -> None:
         self.world = world
-        self.mailbox = _core.comm.Mailbox(messages._core.world)
-        self._messages = messages
+        self.messages = messages
         self._held: deque[tuple[BackendWork, Sequence[Part]]] = deque()
         self._lock = threading.Lock()
         self._futures: queue.SimpleQueue[BackendWork | None] | None = None
@@ -88,7 +85,7 @@ class Engine:
     def abort(self, reason: str) -> None:
         """Ends all pending operations of this rank; the other ranks concerned are notified."""
         self.world.abort(reason)
-        self._messages.abort(reason)
+        self.messages.abort(reason)
         self.close()
 
     def close(self) -> None:
@@ -99,7 +96,7 @@ class Engine:
             self._closed = True
             futures, completer = self._futures, self._completer
         self.world.close()
-        self._messages.close()
+        self.messages.close()
         if futures is not None and completer is not None:
             futures.put(None)
             if completer is not threading.current_thread():
@@ -122,21 +119,16 @@ def _close_engines() -> None:
 atexit.register(_close_engines)  # before that of bootstrap: threads end before the interpreter does
 
 
-def _context_of(name: str) -> int:
-    """The number of a group in messages, from its name, which is equal on all its ranks. Signed, 64 bits."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
-
-
 class GroupState:
     """A group's state.
 
     Attributes:
         ranks: the members, as ranks of the engine's world.
         seconds: that an operation may take.
-        context: the number of the group in its messages.
+        name: the group's name in torch.
     """
 
-    __slots__ = ("_name", "_world_seconds", "communicator", "context", "engine", "ranks", "seconds")
+    __slots__ = ("_world_seconds", "communicator", "engine", "name", "ranks", "seconds")
 
     def __init__(self, engine: Engine, communicator: Communicator, *, name: str, timeout: float) -> None:
         self.engine = engine
@@ -145,16 +137,6 @@ class GroupState:
         self.seconds = timeout
         self.name = name
         self._world_seconds = communicator.timeout
-
-    @property
-    def name(self) -> str:
-        """The group's name in torch."""
-        return self._name
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self._name = name
-        self.context = _context_of(name)
 
     # Where torch has several signatures, `options` is its options object or, in those without one, what stands there.
     def begin(self, call: str, options: Any, timeout: datetime.timedelta | None = None) -> Operation:
@@ -165,11 +147,13 @@ class GroupState:
         background = getattr(options, "asyncOp", True) or seconds != self._world_seconds
         return Operation(call, self.communicator, timeout=seconds, background=background)
 
-    def end(self, operation: Operation, outputs: Sequence[torch.Tensor]) -> BackendWork:
-        """The work of an operation whose parts have all been started."""
+    def end(self, operation: Operation, outputs: Sequence[torch.Tensor], *, in_order: bool = True) -> BackendWork:
+        """The work of an operation whose parts have all been started. ``in_order``: it ends after those that were
+        started before it."""
         if operation.over:
             return BackendWork.ended(outputs)
-        work = operation.work(outputs, self.engine.complete_in_order)
-        if operation.parts and operation.copies:
-            self.engine.hold(work, operation.parts)
+        engine = self.engine
+        work = operation.work(outputs, engine.complete_in_order if in_order else engine.complete_alone)
+        if in_order and operation.parts and operation.copies:
+            engine.hold(work, operation.parts)
         return work

@@ -147,7 +147,7 @@ bool World::advanceLocked() {
       if (some) world.dropEndedLocked();
     }
   } drop{*this};
-  bool posted = listener_ != nullptr && listener_->advance(*transport_);
+  bool posted = false;
   for (const auto& each : queue_) {
     Work& work = *each;
     const bool failed = work.failure().has_value();
@@ -216,13 +216,6 @@ void World::attach(std::shared_ptr<WorldPart> part) {
   std::lock_guard lock(mutex_);
   if (over()) throwUnusable();
   part_ = std::move(part);
-}
-
-void World::listen(std::shared_ptr<WorldListener> listener) {
-  std::lock_guard lock(mutex_);
-  if (over()) throwUnusable();
-  if (listener_) throwInvalidUsage("this world has a mailbox; make one only");
-  listener_ = std::move(listener);
 }
 
 std::optional<Error> World::departure(int peer) {

@@ -33,14 +33,6 @@ class WorldPart {
   virtual void close(const std::string& reason) = 0;
 };
 
-// Takes part in every pass over the operations, under the world's lock.
-class WorldListener {
- public:
-  virtual ~WorldListener() = default;
-  // Returns true when it posted requests. Works that it ends or fails leave in the same pass.
-  virtual bool advance(Transport& transport) = 0;
-};
-
 class World {
  public:
   // Called a few times a second on a thread that waits; may throw to give up (Ctrl-C).
@@ -115,15 +107,6 @@ class World {
 
   // At most one, for the rest of the world's life.
   void attach(std::shared_ptr<WorldPart> part);
-  // At most one, too; before the first operation.
-  void listen(std::shared_ptr<WorldListener> listener);
-  // Runs a function under the world's lock, for state that a listener shares with others.
-  template <typename Function>
-  void underLock(Function function) {
-    refuseInChild();
-    std::lock_guard lock(mutex_);
-    function();
-  }
 
   // Counters (counter.hpp). Throws InvalidUsage if this rank owns too many.
   OwnCounters::Place openCounter();
@@ -243,7 +226,6 @@ class World {
   std::atomic<uint64_t> fetches_{0};  // relaxed: only counted
 
   std::shared_ptr<WorldPart> part_;
-  std::shared_ptr<WorldListener> listener_;
 
   std::thread progress_thread_;
   std::unique_ptr<std::condition_variable> progress_wanted_ =

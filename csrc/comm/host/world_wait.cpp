@@ -96,12 +96,10 @@ void World::checkHealthLocked(Clock::time_point now) {
 }
 
 // What keeps this rank from going on; nothing, where that is not certain: another thread may submit
-// operations, a mailbox posts its own requests, and resync() brings the peers to an error.
+// operations, and resync() brings the peers to an error.
 WaitRecord World::waitRecordLocked() {
   WaitRecord record{};
-  if (blocking_ == nullptr || ended(*blocking_) || several_submitters_ || listener_ != nullptr) {
-    return record;
-  }
+  if (blocking_ == nullptr || ended(*blocking_) || several_submitters_) return record;
   for (const auto& work : queue_) {
     if (record.num_works == WaitRecord::kWorks || work->state_ == Work::State::kQueued ||
         work->failure() || work->call_.op == OpCode::kResync) {

@@ -64,13 +64,10 @@ def test_memory_inside_a_host_and_frames_between(ranks: Any) -> None:
         ("aab", collectives.strided, ()),
         ("aab", collectives.asynchronous, ()),
         ("abab", collectives.subgroups, ()),
-        ("abba", messages.tags_out_of_order, ()),
-        ("abab", messages.any_source, ()),
-        ("abab", messages.groups_apart, ()),
+        ("abab", messages.across_groups, ()),
         ("aab", messages.beside_collectives, ()),
         ("abab", messages.random_traffic, (7,)),
         ("ab", messages.mismatches, ("size",)),
-        ("ab", messages.mismatches, ("kept",)),
         ("ab", messages.mismatches, ("collective",)),
         ("abab", messages.peers_that_leave, ()),
         ("ab", messages.aborts, ()),
@@ -82,28 +79,19 @@ def test_as_on_one_host(ranks: Any, hosts: str, fn: Any, args: tuple[Any, ...]) 
 
 
 def deadlines() -> None:
-    """A receive that no message matched is withdrawn; a send that is given up puts the pair of ranks out of step."""
+    """A message that is given up puts the pair of ranks out of step."""
     with torch_ranks(timeout=LONG_S) as (rank, _):
         x = torch.empty(3)
         if rank == 0:
-            with pytest.raises(BackendTimeout, match=r"to receive tag 5 from rank 1.*no receive wanted: none"):
-                dist.irecv(x, 1, tag=5).wait(datetime.timedelta(seconds=0.3))
-            dist.barrier()
-            dist.recv(x, 1, tag=5)
-            assert x[0] == 4
-            dist.barrier()
             dist.barrier()
             with pytest.raises(dist.DistBackendError, match="rank 1"):  # by the message's size, or told by rank 1
-                dist.recv(x, 1, tag=3)
+                dist.recv(x, 1)
         else:
-            dist.barrier()
-            dist.send(torch.full((3,), 4.0), 0, tag=5)
-            dist.barrier()
             with pytest.raises(BackendTimeout, match="waited"):
-                dist.isend(torch.full((3_000_000,), 5.0), 0, tag=3).wait(datetime.timedelta(seconds=0.3))
+                dist.isend(torch.full((3_000_000,), 5.0), 0).wait(datetime.timedelta(seconds=0.3))
             dist.barrier()
             with pytest.raises(BackendAborted, match=messages.REFUSED):
-                dist.send(x, 0, tag=3)
+                dist.send(x, 0)
 
 
 def test_deadlines(ranks: Any) -> None:

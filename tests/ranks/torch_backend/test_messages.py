@@ -1,4 +1,4 @@
-"""Point to point on the backend: tags, any source, order, deadlines, and what happens when ranks disagree."""
+"""Point to point on the backend: order, deadlines, and what happens when ranks disagree."""
 
 from __future__ import annotations
 
@@ -25,60 +25,8 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def tags_out_of_order() -> None:
-    with torch_ranks() as (rank, _):
-        other = rank ^ 1
-        works = [dist.isend(data(rank, tag + 1, salt=tag), other, tag=tag) for tag in range(6)]
-        for tag in (5, 0, 3, 1, 4, 2):
-            x = torch.empty(tag + 1)
-            assert dist.recv(x, other, tag=tag) == other
-            same(x, data(other, tag + 1, salt=tag))
-        for work in works:
-            work.wait()
-        # equal tags keep their order, also where some wait among the unexpected
-        works = [dist.isend(torch.full((3,), float(i)), other, tag=i % 2) for i in range(8)]
-        for i in (1, 0, 2, 3, 5, 7, 4, 6):
-            x = torch.empty(3)
-            dist.recv(x, other, tag=i % 2)
-            assert x[0] == i
-        for work in works:
-            work.wait()
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_tags_out_of_order(ranks: Any, size: int) -> None:
-    ranks(size, tags_out_of_order)
-
-
-def any_source() -> None:
-    with torch_ranks() as (rank, size):
-        if rank > 0:
-            dist.send(data(rank, 5), 0, tag=7)
-            dist.send(torch.tensor([rank]), 0, tag=8)
-            dist.barrier()
-            return
-        seen = set()
-        for _ in range(size - 1):
-            x = torch.empty(5)
-            source = dist.recv(x, tag=7)
-            same(x, data(source, 5))
-            seen.add(source)
-        assert seen == set(range(1, size))
-        number = torch.empty(1, dtype=torch.int64)
-        for _ in range(size - 1):
-            work = dist.irecv(number, tag=8)
-            work.wait()
-            assert work._source_rank() == number.item()
-        dist.barrier()
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_any_source(ranks: Any, size: int) -> None:
-    ranks(size, any_source)
-
-
-def groups_apart() -> None:
-    """The same ranks and tag in two groups: messages do not mix; source ranks are translated."""
+def across_groups() -> None:
+    """Messages of a pair of ranks match in the order of the calls, whatever their group."""
     with torch_ranks() as (rank, size):
         group = dist.new_group([size - 1, 0], sort_ranks=False)
         last = size - 1
@@ -88,50 +36,33 @@ def groups_apart() -> None:
                 work.wait()
         if rank == last:
             x = torch.empty(1)
-            assert dist.recv(x, group=group) == 0
-            assert x == 2
-            assert dist.recv(x) == 0
-            assert x == 1
+            for value, of in ((1, None), (2, group)):
+                assert dist.recv(x, 0, group=of) == 0
+                assert x == value
         dist.barrier()
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_groups_apart(ranks: Any, size: int) -> None:
-    ranks(size, groups_apart)
+def test_across_groups(ranks: Any, size: int) -> None:
+    ranks(size, across_groups)
 
 
 def to_itself() -> None:
-    """``isend`` and ``irecv`` of the own rank, in either order, by tag and group; ``send`` would wait for ever."""
-    with torch_ranks(timeout=LONG_S) as (rank, size):
-        other = dist.new_group(list(range(size)))
-        works = [dist.isend(data(rank, 5, salt=tag), rank, tag=tag) for tag in range(3)]
-        for tag in (2, 0, 1):
+    """``isend`` and ``irecv`` of the own rank, in either order; ``send`` would wait for ever."""
+    with torch_ranks(timeout=LONG_S) as (rank, _):
+        works = [dist.isend(data(rank, 5, salt=number), rank) for number in range(3)]
+        for number in range(3):
             x = torch.empty(5)
-            assert dist.irecv(x, rank, tag=tag).wait()
-            same(x, data(rank, 5, salt=tag))
+            assert dist.irecv(x, rank).wait()
+            same(x, data(rank, 5, salt=number))
         for work in works:
             work.wait()
         large = torch.empty(300_000)
-        posted = dist.irecv(large, rank, group=other)
+        posted = dist.irecv(large, rank)
         assert not posted.is_completed()
-        dist.isend(data(rank, 300_000), rank, group=other).wait()
-        assert posted.is_completed()
-        assert posted._source_rank() == rank
+        dist.isend(data(rank, 300_000), rank).wait()
+        posted.wait()
         same(large, data(rank, 300_000))
-        # sizes that differ fail on both sides, in either order
-        for first in (dist.isend, dist.irecv):
-            second = dist.irecv if first is dist.isend else dist.isend
-            works = [first(torch.zeros(3), rank), second(torch.zeros(4), rank)]
-            for work in works:
-                with pytest.raises(BackendMismatch, match="give both the same size and type"):
-                    work.wait()
-        # one that is given up is not received later
-        late = dist.isend(torch.zeros(3), rank)
-        with pytest.raises(BackendTimeout, match=f"to send tag 0 to rank {rank}; look for the receive"):
-            late.wait(datetime.timedelta(seconds=0.2))
-        posted = dist.irecv(torch.empty(3), rank)
-        with pytest.raises(BackendTimeout, match="no receive wanted: none"):
-            posted.wait(datetime.timedelta(seconds=0.2))
         dist.barrier()
 
 
@@ -156,8 +87,8 @@ def beside_collectives() -> None:
         x = torch.empty(300_000)
         mine = data(rank, 300_000)
         ops = [
-            dist.P2POp(dist.irecv, x, (rank - 1) % size, tag=1),
-            dist.P2POp(dist.isend, mine, (rank + 1) % size, tag=1),
+            dist.P2POp(dist.irecv, x, (rank - 1) % size),
+            dist.P2POp(dist.isend, mine, (rank + 1) % size),
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
@@ -173,34 +104,27 @@ def test_beside_collectives(ranks: Any, size: int) -> None:
 
 
 def random_traffic(seed: int) -> int:
-    """Every rank posts the same random messages in an order of its own; some receives take any source."""
+    """Every rank posts its part of the same random messages, its sends and receives in an order of its own."""
     with torch_ranks(timeout=40) as (rank, size):
         common = random.Random(seed)
         plan = []
         for number in range(120):
             src, dst = common.sample(range(size), 2)
-            plan.append((number, src, dst, common.randrange(4), common.choice((0, 1, 17, 4096, 70_001))))
+            plan.append((number, src, dst, common.choice((0, 1, 17, 4096, 70_001))))
         own = random.Random(seed * 100 + rank)
-        sends = [each for each in plan if each[1] == rank]
-        works = [
-            dist.isend(torch.full((size_,), number), dst, tag=tag * 10 + size_) for number, _, dst, tag, size_ in sends
-        ]
-        wanted = [each for each in plan if each[2] == rank]
-        own.shuffle(wanted)
-        got = []
-        for _, src, _, tag, size_ in wanted:
-            x = torch.empty(size_, dtype=torch.int64)
-            got.append((src, tag * 10 + size_, x, dist.irecv(x, src, tag=tag * 10 + size_)))
-        for _, _, _, work in got:
-            work.wait()
+        by_peer = [[each for each in plan if each[1 + way] == rank and each[2 - way] == peer]
+                   for way in (0, 1) for peer in range(size)]  # fmt: skip
+        works, received = [], []
+        while by_peer := [each for each in by_peer if each]:
+            number, src, dst, count = own.choice(by_peer).pop(0)
+            x = torch.full((count,), number if src == rank else -1)
+            works.append(dist.isend(x, dst) if src == rank else dist.irecv(x, src))
+            if dst == rank:
+                received.append((x, number))
         for work in works:
             work.wait()
-        # messages of a pair with equal tags come in the order sent, to receives in the order posted
-        for src in range(size):
-            for tag in {each[1] for each in got if each[0] == src}:
-                expected = [n for n, s, d, t, k in plan if (s, d, t * 10 + k) == (src, rank, tag) and k > 0]
-                numbers = [int(x[0]) for s, t, x, _ in got if (s, t) == (src, tag) and len(x) > 0]
-                assert numbers == expected
+        for x, number in received:
+            assert (x == number).all()
         dist.barrier()
         return threading.active_count()
 
@@ -220,37 +144,22 @@ def deadlines() -> None:
         x = torch.empty(3)
         if rank == 1:
             dist.barrier()
-            dist.send(torch.full((3,), 4.0), 0, tag=9)
-            dist.barrier()
-            # a send that nobody receives is given up on both ranks; later messages of the pair are refused
-            with pytest.raises(BackendTimeout, match="waited"):
-                dist.isend(torch.full((500_000,), 5.0), 0, tag=3).wait(datetime.timedelta(seconds=0.3))
-            dist.barrier()
+            # given up on both ranks; later messages of the pair are refused
             with pytest.raises(BackendAborted, match=REFUSED):
-                dist.send(x, 0, tag=3)
+                dist.send(x, 0)
             return
-        work = dist.irecv(x, 1, tag=5)
-        with pytest.raises(BackendTimeout, match=r"to receive tag 5 from rank 1.*no receive wanted: none") as caught:
+        work = dist.irecv(x, 1)
+        with pytest.raises(BackendTimeout, match="waited") as caught:
             work.wait(datetime.timedelta(seconds=0.3))
         assert isinstance(caught.value, hdp.CommTimeout)
         assert isinstance(caught.value, dist.DistBackendError)
-        assert caught.value.peer == 1
         assert isinstance(pickle.loads(pickle.dumps(caught.value)), BackendTimeout)
         assert work.exception() is caught.value
         assert work.is_completed()
         assert not work.is_success()
-        # a later one shows what has come meanwhile, and it is still there
         dist.barrier()
-        work = dist.irecv(x, tag=6)
-        with pytest.raises(BackendTimeout, match=r"no receive wanted: \(rank 1, tag 9\)"):
-            work.wait(datetime.timedelta(seconds=1.0))
-        dist.recv(x, 1, tag=9)
-        assert x[0] == 4
-        dist.barrier()
-        dist.barrier()
-        for tag in (3, 4):
-            with pytest.raises(BackendAborted, match=r"rank 1 waited .* \(told by rank 1\).*make a new one"):
-                dist.recv(x, 1, tag=tag)
+        with pytest.raises(BackendAborted, match=REFUSED):
+            dist.recv(x, 1)
 
 
 def test_deadlines(ranks: Any) -> None:
@@ -261,24 +170,23 @@ def given_up_between() -> None:
     """When a message is given up, all that are under way on its pair fail, and none is received for another."""
     with torch_ranks(timeout=LONG_S) as (rank, _):
         if rank == 1:
-            first = dist.isend(torch.full((500_000,), 1.0), 0, tag=1)
-            second = dist.isend(torch.full((500_000,), 2.0), 0, tag=2)
-            with pytest.raises(BackendTimeout, match="to send tag 2 to rank 0; look for the receive") as caught:
+            first = dist.isend(torch.full((500_000,), 1.0), 0)
+            second = dist.isend(torch.full((500_000,), 2.0), 0)
+            with pytest.raises(BackendTimeout, match="waited"):
                 second.wait(datetime.timedelta(seconds=0.2))
-            assert caught.value.peer == 0
-            third = dist.isend(torch.full((500_000,), 3.0), 0, tag=2)
+            third = dist.isend(torch.full((500_000,), 3.0), 0)
             dist.barrier()
             for work in (first, third):
                 with pytest.raises(BackendAborted, match=REFUSED):
                     work.wait()
             return
         dist.barrier()
-        for tag in (2, 1):
+        for _ in range(2):
             with pytest.raises(BackendAborted, match=REFUSED):
-                dist.recv(torch.empty(500_000), 1, tag=tag)
+                dist.recv(torch.empty(500_000), 1)
         x = torch.empty(3)
-        own = dist.irecv(x, 0, tag=7)  # messages to itself go on
-        dist.isend(torch.ones(3), 0, tag=7).wait()
+        own = dist.irecv(x, 0)  # messages to itself go on
+        dist.isend(torch.ones(3), 0).wait()
         own.wait()
         assert x.tolist() == [1, 1, 1]
 
@@ -287,55 +195,36 @@ def test_given_up_between(ranks: Any) -> None:
     ranks(2, given_up_between)
 
 
-def interrupted() -> None:
-    """Ctrl-C during a receive that no message had matched withdraws it; during a send it puts the pair out of step."""
+def interrupted(call: str) -> None:
+    """Ctrl-C puts the pair of ranks out of step, and the other rank hears why."""
     with torch_ranks(timeout=LONG_S) as (rank, _):
         x = torch.zeros(200_000)
         if rank == 0:
             interrupt_soon()
             with pytest.raises(KeyboardInterrupt):
-                dist.recv(x, 1)
+                getattr(dist, call)(x, 1)
             dist.barrier()
-            dist.recv(x, 1)
-            assert (x == 5).all()
-            dist.barrier()
-            dist.barrier()
-            with pytest.raises(BackendAborted, match=r"rank 1 was interrupted .*\(told by rank 1\)"):
-                dist.recv(x, 1, tag=1)
             with pytest.raises(BackendAborted, match=REFUSED):
-                dist.recv(x, 1, tag=1)
+                dist.send(x, 1)
         else:
             dist.barrier()
-            dist.send(torch.full((200_000,), 5.0), 0)
-            dist.barrier()
-            interrupt_soon()
-            with pytest.raises(KeyboardInterrupt):
-                dist.send(torch.full((200_000,), 6.0), 0, tag=1)
-            dist.barrier()
-            with pytest.raises(BackendAborted, match=REFUSED):
-                dist.send(x, 0, tag=1)
+            with pytest.raises(BackendAborted, match=r"rank 0 was interrupted .*\(told by rank 0\)"):
+                getattr(dist, "send" if call == "recv" else "recv")(x, 0)
 
 
-def test_interrupted(ranks: Any) -> None:
-    ranks(2, interrupted)
+@pytest.mark.parametrize("call", ["send", "recv"])
+def test_interrupted(ranks: Any, call: str) -> None:
+    ranks(2, interrupted, call)
 
 
 def mismatches(kind: str) -> None:
-    """Different sizes of a message, types of a kept message, sizes of a collective. What was in step stays so."""
+    """Different sizes of a message, and of a collective. What was in step stays so."""
     with torch_ranks(timeout=20) as (rank, _):
         if kind == "size":
             with pytest.raises(BackendMismatch):
                 dist.send(torch.zeros(3), 1) if rank == 0 else dist.recv(torch.zeros(4), 0)
             with pytest.raises(BackendAborted, match=REFUSED):
                 dist.send(torch.zeros(3), 1) if rank == 0 else dist.recv(torch.zeros(3), 0)
-        elif kind == "kept":  # it had been accepted, so it concerns the receiver only
-            if rank == 0:
-                dist.send(torch.zeros(4), 1, tag=1)
-                dist.send(torch.zeros(4), 1, tag=2)
-            else:
-                dist.recv(torch.zeros(4), 0, tag=2)
-                with pytest.raises(BackendMismatch, match=r"receives 4 x int64 with tag 1, but rank 0 sent 4 x float"):
-                    dist.recv(torch.zeros(4, dtype=torch.int64), 0, tag=1)
         else:
             with pytest.raises(BackendMismatch):
                 dist.all_reduce(torch.zeros(3 + rank))
@@ -357,7 +246,7 @@ def mismatches(kind: str) -> None:
         assert x[0] == 2
 
 
-@pytest.mark.parametrize("kind", ["size", "kept", "collective"])
+@pytest.mark.parametrize("kind", ["size", "collective"])
 def test_mismatches(ranks: Any, kind: str) -> None:
     ranks(2, mismatches, kind)
 
@@ -365,27 +254,24 @@ def test_mismatches(ranks: Any, kind: str) -> None:
 def peers_that_leave() -> None:
     with torch_ranks(timeout=20) as (rank, size):
         if rank == 1:
-            dist.send(torch.ones(2), 0, tag=1)
+            dist.isend(torch.ones(2), 0).wait()
             return
         x = torch.zeros(2)
         if rank == 0:
-            waiting = dist.irecv(torch.empty(2), 1, tag=3)
-            with pytest.raises(BackendLost, match="rank 1 closed") as caught:
-                waiting.wait()
-            assert caught.value.peer == 1
-            dist.recv(x, 1, tag=1)  # what it sent before still counts
+            first, second = dist.irecv(x, 1), dist.irecv(torch.empty(2), 1)
+            first.wait()
             assert x[0] == 1
+            with pytest.raises(BackendLost, match="rank 1 closed") as caught:
+                second.wait()
+            assert caught.value.peer == 1
             with pytest.raises(BackendLost):
-                dist.recv(x, 1, tag=1)
-            if size == 2:
-                with pytest.raises(BackendLost):
-                    dist.recv(x)
+                dist.recv(x, 1)
             with pytest.raises(BackendLost):
                 dist.send(x, 1)
         if size > 2 and rank == 2:
-            dist.send(x, 0, tag=4)
+            dist.send(x, 0)
         if size > 2 and rank == 0:
-            assert dist.recv(x, tag=4) == 2  # others can still be "any source"
+            dist.recv(x, 2)  # the others go on
         with pytest.raises(BackendLost):
             dist.all_reduce(x)
 
@@ -443,6 +329,8 @@ def bad_arguments() -> None:
             "PREMUL_SUM": lambda: dist.all_reduce(x, dist._make_nccl_premul_sum(2.0)),
             "all_reduce of sparse tensors": lambda: dist.all_reduce(x.to_sparse()),
             "broadcast of sparse tensors": lambda: group.broadcast([x.to_sparse()], rank),
+            "send.. with tag 3": lambda: group.send([x], 0, 3),
+            "recv.. from any source": lambda: group.recv_anysource([x], 0),
             "split_group": lambda: group.split_group([0]),
             "merge_remote_group": lambda: group.merge_remote_group(None, 2, None),
             "monitored_barrier": lambda: group.monitored_barrier(),

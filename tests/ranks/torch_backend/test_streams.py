@@ -244,11 +244,11 @@ def test_what_device_messages_do_not_have() -> None:
         with joined() as rank:
             x = torch.zeros(3)
             for call in (rank.group.send, rank.group.recv):
-                with pytest.raises(NotImplementedError, match=r"with tag 4; device messages .* leave the tag out"):
+                with pytest.raises(NotImplementedError, match=r"with tag 4; messages of a pair .* leave the tag out"):
                     call([x], 0, 4)
                 with pytest.raises(hdp.InvalidUsage, match=r"got rank 7; this group has ranks 0\.\.0"):
                     call([x], 7)
-            with pytest.raises(NotImplementedError, match="any source; name the source"):
+            with pytest.raises(NotImplementedError, match=r"any source; .* name the source"):
                 rank.group.recv_anysource([x])
             assert [each.type for each in rank.group._device_types] == ["cpu", "cuda"]
             assert rank.group._get_backend(torch.device("cuda", 0)) is rank.group

@@ -152,7 +152,7 @@ def test_torchrun(tmp_path: Path) -> None:
             dist.init_process_group("hdpcomm")
             x = torch.ones(3)
             work = dist.all_reduce(x, async_op=True)
-            dist.send(x, 1 - dist.get_rank()) if dist.get_rank() else dist.recv(torch.empty(3))
+            dist.send(x, 1 - dist.get_rank()) if dist.get_rank() else dist.recv(torch.empty(3), 1)
             work.get_future().wait()
             assert x.tolist() == [2.0] * 3
             posted = dist.irecv(x, 1 - dist.get_rank())  # never matched: the process still ends
