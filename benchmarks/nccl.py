@@ -3,8 +3,7 @@ time and device memory. Started by benchmarks/nccl.sh under torchrun, one rank p
 
 The other side is torch.distributed: ``new_group()`` splits the communicator of the world when that is bound to a
 device. Every subset is created once and used for all sizes. Times are medians of the slowest rank; both sides
-alternate. Then it measures messages around the ring of all ranks, as sends and, where NCCL can, as puts
-(HDPCOMM_NCCL_ONE_SIDED=1). Device memory of a side is what its init and its subsets allocate. hdpcomm comes first, so
+alternate. Device memory of a side is what its init and its subsets allocate. hdpcomm comes first, so
 what NCCL loads once per process is counted for hdpcomm; the CUDA context is counted for neither.
 """
 
@@ -30,19 +29,15 @@ __all__ = [
     "Hdpcomm",
     "Machine",
     "Report",
-    "RingRow",
     "Row",
     "Side",
     "compare",
-    "ring",
-    "ring_table",
     "subsets_of",
     "table",
 ]
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 SIZES = (8 * 1024, 1 << 20, 64 << 20)
-RING_SIZES = (64 * 1024, 1 << 20, 8 << 20, 32 << 20)
 
 
 class Group(Protocol):
@@ -74,14 +69,6 @@ class Row:
 
     op: str
     ranks: tuple[int, ...]
-    bytes: int
-    us: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class RingRow:
-    """Messages of all ranks to the next one at the same time; microseconds for sends and for puts."""
-
     bytes: int
     us: dict[str, float]
 
@@ -250,61 +237,6 @@ def _slowest(world: hdp.Communicator, value: float) -> float:
     return float(largest[0])
 
 
-def ring(world: hdp.Communicator, machine: Machine, *, sizes: Sequence[int], repeats: int) -> list[RingRow]:
-    """Measures messages around the ring; puts only if the world has a landing zone. Collective; needs two ranks."""
-    to, back = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    zone = world.landing_zone(torch.zeros(1, device=machine.device), back)
-    rows = []
-    for size in sizes:
-        source, target = (torch.zeros(size, dtype=torch.uint8, device=machine.device) for _ in range(2))
-        ways: dict[str, tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]] = {
-            "ncclSend": ([(source, to)], [(target, back)])
-        }
-        if zone is not None and 2 * size <= zone.memory.numel():
-            # From zone to zone, as ring attention forwards blocks; and from other memory, which is copied first.
-            here, there = zone.memory[:size], zone.memory[size : 2 * size]
-            ways["ncclPutSignal"] = ([(there, to, 0)], [(here, back, 0)])
-            ways["ncclPutSignal of a copy"] = ([(source, to, 0)], [(here, back, 0)])
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for turn in range(repeats + 1):
-            for way, (sends, recvs) in ways.items():
-                world.barrier()
-                started = time.perf_counter()
-                world.exchange(sends, recvs)
-                machine.synchronize()
-                if turn > 0:
-                    seconds[way].append(time.perf_counter() - started)
-        rows.append(
-            RingRow(size, {way: _slowest(world, statistics.median(each)) * 1e6 for way, each in seconds.items()})
-        )
-    return rows
-
-
-def ring_table(rows: Sequence[RingRow]) -> str:
-    """The table of the messages around the ring, in Markdown."""
-    names = list(rows[0].us)
-    lines = [f"| around the ring, bytes | {' us | '.join(names)} us |", "|---" * (1 + len(names)) + "|"]
-    for row in rows:
-        figures = " | ".join(f"{row.us[name]:.1f}" if name in row.us else "" for name in names)
-        lines.append(f"| {row.bytes:,} | {figures} |")
-    return "\n".join(lines)
-
-
-def _putting_world() -> hdp.Communicator:
-    """A world that puts messages into landing zones; where NCCL cannot, prints why and returns one that sends."""
-    os.environ["HDPCOMM_NCCL_ONE_SIDED"] = "1"
-    try:
-        return hdp.init(transport="nccl")
-    except hdp.DeviceError as error:
-        if "cannot put messages" not in str(error):
-            raise
-        os.environ["HDPCOMM_NCCL_ONE_SIDED"] = "0"
-        world = hdp.init(transport="nccl")
-        if world.rank == 0:
-            print(f"\nno puts: {error}\n")
-        return world
-
-
 def table(report: Report, names: Sequence[str]) -> str:
     """The report in Markdown: one row per operation, subset and size, then the costs of creating and keeping them."""
     lines = [f"| operation | ranks | bytes | {' us | '.join(names)} us |", "|---" * (3 + len(names)) + "|"]
@@ -352,13 +284,7 @@ def main() -> None:
         report = compare(world, sides, machine, sizes=SIZES, repeats=arguments.repeats, init_bytes=init_bytes)
         if world.rank == 0:
             print(table(report, [side.name for side in sides]), flush=True)
-    dist.destroy_process_group()
-    with _putting_world() as world:
-        rows = ring(world, machine, sizes=RING_SIZES, repeats=arguments.repeats)
-        if world.rank != 0:
-            return
-        print("\n" + ring_table(rows))
-        if arguments.json:
+        if world.rank == 0 and arguments.json:
             about = {
                 "date": date.today().isoformat(),
                 "device": torch.cuda.get_device_name(device),
@@ -371,7 +297,8 @@ def main() -> None:
                 "python": platform.python_version(),
             }
             with open(arguments.json, "w") as file:
-                json.dump(about | asdict(report) | {"ring": [asdict(row) for row in rows]}, file, indent=1)
+                json.dump(about | asdict(report), file, indent=1)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ namespace hdpcomm {
 namespace {
 
 constexpr double kMostBytes = 1LL << 40;
-constexpr const char* kOneSided[] = {"0", "1", "auto"};
 
 #define HDP_SETTING(name, field_name) \
   .variable = name, .field = #field_name, .member = &Settings::field_name
@@ -79,10 +78,6 @@ constexpr Setting kTable[] = {
      .meaning = "nccl: init() connects each rank with those up to this distance; other pairs "
                 "connect at first use",
      .least = 0, .most = 1e6},
-    {HDP_SETTING("HDPCOMM_NCCL_ONE_SIDED", nccl_one_sided), .fallback = "0",
-     .meaning = "nccl: 1: ring attention's keys and values are put (ncclPutSignal, 2.29.7 or "
-                "newer); auto: if init() measures that to be faster",
-     .choices = kOneSided},
     {HDP_SETTING("HDPCOMM_DEVICE_SLOT_BYTES", device_slot_bytes), .fallback = "0",
      .meaning = "device memory of a slot, in which a piece of a message arrives, the same on all "
                 "ranks; 0: 8 MiB, and down to 2 MiB where a rank's slots would exceed 256 MiB",
@@ -148,23 +143,13 @@ void Setting::parse(const std::string& text, Settings& settings) const {
   } else if (const auto* real = std::get_if<double Settings::*>(&member)) {
     settings.** real = number(*this, text);
   } else {
-    bool known = choices.empty();
-    for (const char* choice : choices) known = known || text == choice;
-    if (!known) refuse(*this, text);
     settings.*std::get<std::string Settings::*>(member) = text;
   }
 }
 
 std::string Setting::range() const {
   if (std::holds_alternative<bool Settings::*>(member)) return "0 or 1";
-  if (std::holds_alternative<std::string Settings::*>(member)) {
-    std::string list;
-    for (size_t i = 0; i < choices.size(); ++i) {
-      const bool last = i + 1 == choices.size();
-      list += std::string(i == 0 ? "" : last ? " or " : ", ") + choices[i];
-    }
-    return list.empty() ? "a text" : list;
-  }
+  if (std::holds_alternative<std::string Settings::*>(member)) return "a text";
   const bool whole = std::holds_alternative<size_t Settings::*>(member);
   return std::string(whole ? "a whole number" : "a number") + " from " + inWords(least) + " to " +
          inWords(most);

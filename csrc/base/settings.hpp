@@ -31,7 +31,6 @@ struct Settings {
   double silence_s;
   std::string nccl;
   size_t nccl_connect;
-  std::string nccl_one_sided;
   size_t device_slot_bytes;
   size_t device_slots;
   size_t device_lanes;
@@ -58,9 +57,8 @@ struct Setting {
   const char* meaning;
   double least = 0;  // of numbers
   double most = 0;
-  std::span<const char* const> choices = {};  // of texts; empty: any
-  bool hidden = false;                        // reports do not show its value
-  bool fixed = false;                         // read once a process, else at each init()
+  bool hidden = false;  // reports do not show its value
+  bool fixed = false;   // read once a process, else at each init()
 
   // What the variable is set to, or the default where it is unset or empty.
   std::string text() const;

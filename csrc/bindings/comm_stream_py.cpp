@@ -55,15 +55,11 @@ std::function<std::shared_ptr<const NcclApi>()> libraryFrom(py::function load) {
 }
 
 NcclJoining ncclJoining(py::function library, int connect_distance, const LinkCosts& inside,
-                        const LinkCosts& between, NcclJoining::OneSided one_sided,
-                        size_t landing_bytes, const std::string& no_puts) {
+                        const LinkCosts& between) {
   return {.library = libraryFrom(std::move(library)),
           .connect_distance = connect_distance,
           .costs = {.inside = std::make_from_tuple<TransportCosts>(inside),
-                    .between = std::make_from_tuple<TransportCosts>(between)},
-          .one_sided = one_sided,
-          .landing_bytes = landing_bytes,
-          .no_puts = no_puts};
+                    .between = std::make_from_tuple<TransportCosts>(between)}};
 }
 
 std::shared_ptr<StreamEngine> attached(const Communicator& comm,
@@ -83,14 +79,9 @@ void bindEngineOptions(py::module_& module) {
             return device::arenaBytes(device::withSlotBytes(links.arena, num_ranks), num_ranks);
           },
           py::arg("num_ranks"));
-  py::enum_<NcclJoining::OneSided>(module, "OneSided")
-      .value("OFF", NcclJoining::OneSided::kOff)
-      .value("ON", NcclJoining::OneSided::kOn)
-      .value("MEASURE", NcclJoining::OneSided::kMeasure);
   py::class_<NcclJoining>(module, "NcclJoining")
       .def(py::init(&ncclJoining), py::kw_only(), py::arg("library"), py::arg("connect_distance"),
-           py::arg("inside"), py::arg("between"), py::arg("one_sided"), py::arg("landing_bytes"),
-           py::arg("no_puts"));
+           py::arg("inside"), py::arg("between"));
 }
 
 }  // namespace
@@ -141,14 +132,11 @@ void bindStream(py::module_& module) {
             return engine.lands(comm.globalRank(peer, "lands"));
           },
           py::arg("comm"), py::arg("peer"))
-      .def(
-          "landing",
-          [](const StreamEngine& engine, const Communicator& comm, std::optional<int> source) {
-            const auto zone =
-                engine.zoneFor(source.has_value() ? comm.globalRank(*source, "landing_zone") : -1);
-            return py::make_tuple(reinterpret_cast<uintptr_t>(zone.data), zone.bytes);
-          },
-          py::arg("comm"), py::arg("source"))
+      .def("landing",
+           [](const StreamEngine& engine) {
+             const auto zone = engine.zone();
+             return py::make_tuple(reinterpret_cast<uintptr_t>(zone.data), zone.bytes);
+           })
       .def_property_readonly("device", &StreamEngine::device)
       .def_property_readonly("host_stream",
                              [](const StreamEngine& engine) { return engine.hostStream().handle; })

@@ -179,7 +179,6 @@ void bindDevice(py::module_& module) {
              py::arg("out_of_reach") = std::vector<int>{}, Release());
   module.def("open_cuda", &openCudaDevice, py::arg("ordinal"), Release());
   module.def("cuda_device_count", &cudaDeviceCount, Release());
-  module.def("cuda_driver_version", &cudaDriverVersion, Release());
 }
 
 }  // namespace hdpcomm

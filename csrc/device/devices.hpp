@@ -20,7 +20,4 @@ std::shared_ptr<DeviceApi> openCudaDevice(int ordinal);
 // The number of CUDA devices; 0 without a driver.
 int cudaDeviceCount() noexcept;
 
-// The CUDA version that the driver supports, 12040 for 12.4; 0 without a driver.
-int cudaDriverVersion() noexcept;
-
 }  // namespace hdpcomm

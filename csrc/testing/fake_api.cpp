@@ -62,8 +62,7 @@ int commAbort(NcclComm comm) {
 int commGetAsyncError(NcclComm comm, int* error) {
   Rank& rank = rankOf(comm);
   const auto held = rank.owner->lock();
-  const bool in_progress =
-      rank.owner->stalled() || rank.polls_left > 0 || !rank.owner->windowsOpen(rank);
+  const bool in_progress = rank.owner->stalled() || rank.polls_left > 0;
   if (rank.polls_left > 0) --rank.polls_left;
   *error = in_progress ? kNcclInProgress : rank.async_error;
   return rank.owner->failureOf("ncclCommGetAsyncError", rank.rank);
@@ -126,7 +125,6 @@ int refusal(Rank& rank, const char* name) {
 template <typename Enqueue>
 int transfer(const char* name, NcclComm comm, NcclStream stream, Enqueue enqueue) {
   Rank& rank = rankOf(comm);
-  rank.owner->delay(name);
   auto held = rank.owner->lock();
   if (const int code = refusal(rank, name)) return code;
   if (rank.device != nullptr) rank.device_stream = {reinterpret_cast<uintptr_t>(stream)};
@@ -154,83 +152,6 @@ int recv(void* data, size_t count, int, int peer, NcclComm comm, NcclStream stre
     return rank.owner->enqueue(
         rank, {.kind = FakeNccl::Kind::kRecv, .peer = peer, .data = data, .bytes = count});
   });
-}
-
-int commQueryProperties(NcclComm comm, NcclProperties* properties) {
-  Rank& rank = rankOf(comm);
-  const auto held = rank.owner->lock();
-  if (properties->magic != 0xcafebeef || properties->version != 22907) return kNcclInvalidUsage;
-  properties->host_rma = rank.owner->puts();
-  return refusal(rank, "ncclCommQueryProperties");
-}
-
-int memAlloc(void** memory, size_t bytes) {
-  constexpr size_t kPage = 4096;
-  *memory = std::aligned_alloc(kPage, (bytes + kPage - 1) / kPage * kPage);
-  return failureOf("ncclMemAlloc");
-}
-
-int memFree(void* memory) {
-  std::free(memory);
-  return kNcclSuccess;
-}
-
-int commWindowRegister(NcclComm comm, void* memory, size_t bytes, NcclWindow* window, int flags) {
-  Rank& rank = rankOf(comm);
-  auto held = rank.owner->lock();
-  if (const int code = refusal(rank, "ncclCommWindowRegister")) return code;
-  if (flags != kNcclSymmetricWindow) return kNcclInvalidArgument;
-  const int code = rank.owner->openWindow(rank, memory, bytes, window);
-  held.unlock();
-  return inProgress(rank, code);
-}
-
-int commWindowDeregister(NcclComm comm, NcclWindow window) {
-  Rank& rank = rankOf(comm);
-  const auto held = rank.owner->lock();
-  if (const int code = refusal(rank, "ncclCommWindowDeregister")) return code;
-  return rank.owner->closeWindow(rank, window);
-}
-
-// Arguments that NCCL reserves must be zero.
-int oneSided(const char* name, int signal, int context, unsigned flags, NcclComm comm,
-             NcclStream stream, const std::function<int(Rank&)>& enqueue) {
-  return transfer(name, comm, stream, [&](Rank& rank) {
-    if (signal != 0 || context != 0 || flags != 0 || !rank.owner->puts())
-      return kNcclInvalidArgument;
-    return enqueue(rank);
-  });
-}
-
-int putSignal(const void* data, size_t count, int, int peer, NcclWindow window, size_t offset,
-              int signal, int context, unsigned flags, NcclComm comm, NcclStream stream) {
-  return oneSided("ncclPutSignal", signal, context, flags, comm, stream, [&](Rank& rank) {
-    return rank.owner->put(rank, data, count, peer, window, offset);
-  });
-}
-
-int sendSignal(int peer, int signal, int context, unsigned flags, NcclComm comm,
-               NcclStream stream) {
-  return oneSided("ncclSignal", signal, context, flags, comm, stream, [&](Rank& rank) {
-    return rank.owner->enqueue(rank, {.kind = FakeNccl::Kind::kSignal, .peer = peer});
-  });
-}
-
-// The waits of one call end together: they are a group.
-int waitSignal(int count, NcclWaitSignal* signals, NcclComm comm, NcclStream stream) {
-  groupStart();
-  int result = kNcclSuccess;
-  for (int i = 0; i < count && result == kNcclSuccess; ++i) {
-    const NcclWaitSignal& each = signals[i];
-    result =
-        oneSided("ncclWaitSignal", each.signal, each.context, 0, comm, stream, [&](Rank& rank) {
-          return rank.owner->enqueue(rank, {.kind = FakeNccl::Kind::kWait,
-                                            .peer = each.peer,
-                                            .signals = static_cast<uint32_t>(each.count)});
-        });
-  }
-  const int ended = groupEnd();
-  return result != kNcclSuccess ? result : ended;
 }
 
 int whole(NcclComm comm, FakeNccl::Whole what, NcclStream stream) {
@@ -292,15 +213,6 @@ std::shared_ptr<const NcclApi> FakeNccl::api() {
   table->allGather = allGather;
   table->reduceScatter = reduceScatter;
   table->broadcast = broadcast;
-  if (version_ < kOldestOneSidedNccl) return table;
-  table->commQueryProperties = commQueryProperties;
-  table->memAlloc = memAlloc;
-  table->memFree = memFree;
-  table->commWindowRegister = commWindowRegister;
-  table->commWindowDeregister = commWindowDeregister;
-  table->putSignal = putSignal;
-  table->sendSignal = sendSignal;
-  table->waitSignal = waitSignal;
   return table;
 }
 

@@ -49,8 +49,6 @@ void FakeNccl::launchChecked(Rank& rank) {
   if (rank.last) device.wait(stream, rank.last.get());
   if (item.whole) {
     launchWhole(rank, item.whole, stream);
-  } else if (!item.group.empty() && item.group[0].isOneSided()) {
-    launchOneSided(rank, item.group, stream);
   } else {
     launchGroup(rank, item.group, stream);
   }

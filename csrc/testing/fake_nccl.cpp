@@ -113,10 +113,6 @@ int FakeNccl::enqueue(Rank& rank, Transfer transfer) {
     last_error_ = "peer " + std::to_string(transfer.peer);
     return kNcclInvalidArgument;
   }
-  if (!rank.collecting.empty() && rank.collecting[0].isOneSided() != transfer.isOneSided()) {
-    last_error_ = "a group of one-sided and two-sided messages";
-    return kNcclInvalidUsage;
-  }
   ++rank.group_depth;  // a call outside a group is a group of one
   rank.collecting.push_back(transfer);
   return endGroup(rank);
@@ -171,9 +167,7 @@ int FakeNccl::destroy(Rank& rank) {
 
 std::vector<std::string> FakeNccl::complaints() {
   const auto held = lock();
-  std::vector<std::string> all = complaints_;
-  if (std::string left = signalsLeft(true); !left.empty()) all.push_back(std::move(left));
-  return all;
+  return complaints_;
 }
 
 // Ends all operations of the rank, done or not. Its peers keep waiting for theirs.
@@ -225,7 +219,6 @@ bool FakeNccl::start(Rank& rank) {
     rank.stream.pop_front();
     return true;
   }
-  if (!item.group.empty() && item.group[0].isOneSided()) return advance(rank, item);
   if (item.whole || item.posted) return false;
   item.posted = true;
   for (Transfer& transfer : item.group) {
@@ -356,7 +349,7 @@ std::string FakeNccl::run(uint64_t seed) {
     }
     const bool over = std::all_of(ranks_.begin(), ranks_.end(),
                                   [](const Rank& rank) { return rank.stream.empty(); });
-    return over ? signalsLeft(false) : stuck();
+    return over ? "" : stuck();
   }
 }
 

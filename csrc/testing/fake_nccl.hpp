@@ -8,10 +8,6 @@
 // is captured (test_device.hpp) is issued each time the graph runs. Found are: messages that match
 // with different sizes, collectives that differ, waits that never end, groups that are too large,
 // memory that is used after its release. Every call can be told to fail.
-//
-// One-sided: windows are registered by all ranks or by none; what is put lies in one, on both
-// sides; what goes to one peer keeps its order; a wait takes signals of a peer by their number
-// only. Found are signals that nobody has waited for, and puts into a graph.
 #pragma once
 
 #include <condition_variable>
@@ -60,11 +56,6 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   // The rank's next groups never end on the host, as when a peer does not come to connect.
   void stallGroups(int rank) { ranks_.at(static_cast<size_t>(rank)).stalled = true; }
 
-  // The devices and networks have no one-sided messages.
-  void withoutPuts() { puts_ = false; }
-  // Each call of the function takes so long.
-  void slowDown(const std::string& function, double seconds) { delays_[function] = seconds; }
-
   // From now on ncclCommDestroy returns only after letDestroy(), as it does while graphs refer to
   // the communicator.
   void holdDestroy();
@@ -78,18 +69,14 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   std::string run(uint64_t seed);
 
   // --- for the functions of the table
-  enum class Kind { kSend, kRecv, kPut, kSignal, kWait };
+  enum class Kind { kSend, kRecv };
   struct Transfer {
     Kind kind;
     int peer;
     void* data = nullptr;
     size_t bytes = 0;
-    size_t window = 0;     // of a put: the number of the receiver's window,
-    size_t place = 0;      // ... and the offset there
-    uint32_t signals = 0;  // of a wait
     bool done = false;
     bool isSend() const { return kind == Kind::kSend; }
-    bool isOneSided() const { return kind > Kind::kRecv; }
   };
   struct Whole {
     std::string name;
@@ -131,10 +118,7 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
     std::vector<Transfer> collecting;
     std::list<Item> stream;
     std::string label;
-    std::vector<std::string> order;     // labels as enqueued, each once
-    std::vector<MemoryRange> windows;   // by number; without bytes: closed
-    std::map<int, uint32_t> waited;     // signals, by peer
-    std::map<int, uint32_t> signalled;  // to each peer
+    std::vector<std::string> order;  // labels as enqueued, each once
     std::vector<std::unique_ptr<std::byte[]>> memory;
     DevicePtr device;
     Stream device_stream;        // of the call in progress
@@ -156,16 +140,8 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   int enqueueWhole(Rank& rank, Whole whole);
   void enqueueLocal(int rank, std::function<void()> work);
   int endGroup(Rank& rank);
-  int openWindow(Rank& rank, void* memory, size_t bytes, NcclWindow* window);
-  int closeWindow(Rank& rank, NcclWindow window);
-  // Whether all have opened as many windows as the rank.
-  bool windowsOpen(const Rank& rank) const;
-  int put(Rank& rank, const void* data, size_t bytes, int peer, NcclWindow window, size_t offset);
   // Waits as holdDestroy() asks, and destroys.
   int destroyUnheld(Rank& rank);
-  // Sleeps as slowDown() asks. Without the lock.
-  void delay(const std::string& function);
-  bool puts() const { return puts_; }
   // Enqueues what the rank has issued on its device. Without the lock.
   void launch(Rank& rank);
   std::vector<Rank>& ranks() { return ranks_; }
@@ -194,17 +170,11 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   StagedWhole& stagedWholeOf(size_t number);
   void launchChecked(Rank& rank);
   void launchGroup(Rank& rank, const std::vector<Transfer>& group, Stream stream);
-  void launchOneSided(Rank& rank, const std::vector<Transfer>& group, Stream stream);
   void launchWhole(Rank& rank, const std::shared_ptr<Whole>& whole, Stream stream);
   std::pair<size_t, size_t> extentOf(const Whole& whole) const;
   std::vector<std::byte> combine(const Whole& whole,
                                  const std::vector<const std::byte*>& ins) const;
   bool start(Rank& rank);
-  bool advance(Rank& rank, Item& item);
-  std::byte* targetOf(const Transfer& put) const;
-  // Signals that nobody has waited for, in words; `retired`: only those between ranks that have
-  // both destroyed their communicators.
-  std::string signalsLeft(bool retired) const;
   void finish(Rank& rank);
   void capture(Rank& rank, uint64_t number);
   void begin(Rank& rank, const uint32_t* over);
@@ -226,15 +196,11 @@ class FakeNccl : public std::enable_shared_from_this<FakeNccl> {
   std::map<std::pair<int, int>, std::deque<Posted>> sends_;
   std::map<std::pair<int, int>, std::deque<Posted>> recvs_;
   std::vector<std::pair<int, int>> ready_;
-  std::map<std::pair<int, int>, uint32_t> signals_;  // that have come, by source and target
-  std::map<std::pair<int, int>, uint32_t> flags_;    // ... in check mode
-  std::map<std::string, double> delays_;
   std::map<std::pair<int, int>, std::deque<Staged>> staged_;
   std::deque<StagedWhole> staged_wholes_;
   std::string last_error_;
   std::vector<std::string> complaints_;
   bool stall_init_ = false;
-  bool puts_ = true;
   const int version_;
 };
 

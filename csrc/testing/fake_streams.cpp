@@ -58,11 +58,6 @@ void FakeNccl::capture(Rank& rank, uint64_t number) {
                                              OwnedEvent(rank.device, rank.device->createEvent())});
     rank.stream.pop_back();
   }
-  if (!captured->item.group.empty() && captured->item.group[0].isOneSided()) {
-    const auto held = lock();
-    complaints_.push_back("rank " + std::to_string(rank.rank) +
-                          " put one-sided messages into a graph");
-  }
   const Stream stream = rank.device_stream;
   if (before != Event{}) rank.device->wait(stream, before);
   KernelLaunch kernel;

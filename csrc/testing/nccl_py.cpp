@@ -70,13 +70,14 @@ void Member::connectAhead(int max_distance) const {
   fake->release(world->rank(), bytes, 2);
 }
 
-// Address, bytes, global rank, and the place in the receiver's window of one that is put.
-using Message = std::tuple<uintptr_t, size_t, int, std::optional<size_t>>;
+// Address, bytes, global rank.
+using Message = std::tuple<uintptr_t, size_t, int>;
 
 std::vector<NcclWorld::Message> messagesOf(const std::vector<Message>& tuples) {
   std::vector<NcclWorld::Message> messages;
-  for (const auto& [address, bytes, peer, place] : tuples)
-    messages.push_back({pointer(address), bytes, peer, place.value_or(NcclWorld::kNoPlace)});
+  for (const auto& [address, bytes, peer] : tuples) {
+    messages.push_back({pointer(address), bytes, peer});
+  }
   return messages;
 }
 
@@ -101,15 +102,6 @@ void bindMember(py::module_& module) {
           },
           py::arg("sends"), py::arg("recvs"))
       .def("connect_ahead", &Member::connectAhead, py::arg("max_distance"))
-      .def("puts_missing", [](Member& m) { return m.world->putsMissing(); })
-      .def(
-          "open_window",
-          [](Member& m, size_t bytes) {
-            m.world->openWindow(bytes, m.stream);
-            return reinterpret_cast<uintptr_t>(m.world->window());
-          },
-          py::arg("bytes"))
-      .def("close_window", [](Member& m) { m.world->closeWindow(); })
       .def("check_async", [](Member& m) { m.world->checkAsync(); })
       .def("abort", [](Member& m) { m.world->abort(); })
       .def("stats", [](const Member& m) { return m.world->stats(); });
@@ -126,8 +118,6 @@ void bindFake(py::module_& module) {
       .def("set_async_error", &FakeNccl::setAsyncError, py::arg("rank"), py::arg("code"))
       .def("stall_init", &FakeNccl::stallInit)
       .def("stall_groups", &FakeNccl::stallGroups, py::arg("rank"))
-      .def("without_puts", &FakeNccl::withoutPuts)
-      .def("slow_down", &FakeNccl::slowDown, py::arg("function"), py::arg("seconds"))
       .def("hold_destroy", &FakeNccl::holdDestroy)
       .def("let_destroy", &FakeNccl::letDestroy)
       .def("num_in_destroy", &FakeNccl::numInDestroy)

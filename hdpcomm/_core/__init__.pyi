@@ -39,7 +39,6 @@ class Settings:
     longest_wait_s: Final[float]
     nccl: Final[str]
     nccl_connect: Final[int]
-    nccl_one_sided: Final[str]
     device_slot_bytes: Final[int]
     device_slots: Final[int]
     device_lanes: Final[int]

@@ -115,8 +115,7 @@ def _landing_of(plan: RingPlan, comm: Communicator | None, payload: Payload) -> 
     """
     if comm is None or not plan.neighbours_only:
         return None
-    source = next((message.peer for step in plan.steps for message in step.kv_recvs), None)
-    zone = comm.landing_zone(payload.like, source if source is not None and comm.lands(source) else None)
+    zone = comm.landing_zone(payload.like)
     if zone is None or 2 * _buffer_bytes(plan, payload) > zone.memory.numel():
         return None
     return _LandingBuffers(zone, plan, comm, payload)

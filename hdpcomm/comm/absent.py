@@ -72,7 +72,7 @@ class AbsentRanks:
     send = recv = exchange = barrier = _arrived
     reduce_scatter = all_to_all = broadcast = reduce = gather = scatter = _arrived
 
-    def landing_zone(self, x: Any, source: int | None = None) -> None:
+    def landing_zone(self, x: Any) -> None:
         """``None``: buffers of rings are counted as tensors."""
 
     def lands(self, _: int) -> bool:

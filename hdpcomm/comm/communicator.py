@@ -121,8 +121,7 @@ class Communicator(Membership):
 
         A message between devices may name its place in the receiver's landing zone, in bytes, on both sides:
         ``(x, dst, offset)`` and ``(y, src, offset)`` with ``y`` a view of :meth:`landing_zone` there. It is then put
-        right there, without the copy out of a slot, once all that the receiver's stream held has run. Where NCCL puts
-        it (HDPCOMM_NCCL_ONE_SIDED), what two ranks exchange with places in one call they must on both sides.
+        right there, without the copy out of a slot, once all that the receiver's stream held has run.
         """
         if profiler._is_profiler_enabled:
             with contextlib.suppress(TypeError):  # which the core tells
@@ -132,23 +131,18 @@ class Communicator(Membership):
         handle = _exchange(self._core, describe, sends, recvs, async_op)
         return ENDED if handle is None else Work(handle)
 
-    def landing_zone(self, x: Any, source: int | None = None) -> LandingZone | None:
+    def landing_zone(self, x: Any) -> LandingZone | None:
         """This rank's landing zone for messages of the kind of ``x``; ``None`` where messages have no landing place.
-
-        ``source``: for messages of that rank of this communicator. A rank may have two zones, one for peers whose
-        devices map each other's memory, which is the default if there are such peers, and one for those to which NCCL
-        puts messages.
 
         Its size is the same on all ranks that have one, and both sides of a message must agree on a place in it; only
         messages with peers that :meth:`lands` names may have one. Collectives by ``one_shot`` and ``two_shot`` read an
         operand there without a copy; it must have one place on all ranks. Local.
         """
-        del x, source
+        del x
         return None
 
     def lands(self, peer: int) -> bool:
-        """Whether device messages with ``peer`` may name a landing place: the two devices map each other's memory, or
-        NCCL puts messages there.
+        """Whether device messages with ``peer`` may name a landing place: the two devices map each other's memory.
 
         Both ranks of a pair get the same answer. Local. Raises: InvalidUsage for a peer that is no rank of this
         communicator, where there are devices.

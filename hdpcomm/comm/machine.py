@@ -72,10 +72,6 @@ class Machine:
         del rank, device  # one library serves all GPUs
         return load()
 
-    def driver_version(self) -> int:
-        """The CUDA version that the driver is for, 12040 for 12.4; 0 without a driver."""
-        return _core.device.cuda_driver_version()
-
 
 _machine: ContextVar[Machine] = ContextVar("hdpcomm machine", default=Machine())  # noqa: B039, it has no state
 

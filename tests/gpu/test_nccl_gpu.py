@@ -116,47 +116,6 @@ def test_ring_attention_that_crosses_hosts_to_bf16_tolerance() -> None:
             assert float((mine - expected).norm() / expected.norm()) < 2e-2
 
 
-def on_two_hosts_with_puts(fn: Callable[..., Any], *args: Any) -> Any:
-    os.environ["HDPCOMM_NCCL_ONE_SIDED"] = "1"
-    return on_two_hosts(fn, *args)
-
-
-def puts() -> int:
-    """Forwards blocks from where they landed; returns how many were put, or -1 if this machine cannot."""
-    try:
-        comm = hdp.init(timeout=60)
-    except hdp.DeviceError as error:
-        if "cannot put messages" in str(error):
-            return -1
-        raise
-    with comm:
-        zone = comm.landing_zone(torch.zeros(1, device=comm.device))
-        assert zone is not None
-        to, back = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        before = comm.stats()["nccl_puts"]
-        block = torch.full((1 << 20,), float(comm.rank), device=comm.device)
-        for step in range(1, 8):
-            at = step % 2 * (8 << 20)
-            arriving = zone.memory[at : at + (4 << 20)].view(torch.float32)
-            comm.exchange([(block, to, at)], [(arriving, back, at)], async_op=step > 3).wait()
-            block = arriving
-            assert bool((block == (comm.rank - step) % comm.size).all())
-        return comm.stats()["nccl_puts"] - before
-
-
-def test_messages_that_are_put() -> None:
-    if not several():
-        pytest.skip("one GPU, and this NCCL lets one rank use it")
-    counts = spawn(on_two_hosts_with_puts, 2, puts, transport="nccl")
-    if -1 in counts:
-        pytest.skip("this NCCL, or this machine, has no one-sided messages")
-    assert counts == [7, 7]
-    got_all = spawn(on_two_hosts_with_puts, 2, attention, "nccl")
-    for got, want in zip(got_all, run_threads(attention, 2, "shm"), strict=True):
-        for mine, expected in zip(got, want, strict=True):
-            assert float((mine - expected).norm() / expected.norm()) < 2e-2
-
-
 def graphs() -> None:
     """Exchanges in the foreground and in the background, a schedule, and NCCL's own collective."""
     with hdp.init(timeout=60) as comm:

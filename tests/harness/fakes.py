@@ -51,9 +51,6 @@ class FakeMachine(Machine):
     def nccl(self, rank: int, device: _core.device.Device) -> _core.transport.NcclLibrary:
         return self.fake.library(rank, device)
 
-    def driver_version(self) -> int:
-        return 12050  # NCCL can put messages
-
     def ranks(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn`` for ranks that join on this machine."""
 

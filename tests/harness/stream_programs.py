@@ -122,7 +122,7 @@ def landings() -> None:
     with joined() as rank:
         n, r = rank.comm.size, rank.comm.rank
         to, back = (r - 1) % n, (r + 1) % n
-        zone = rank.comm.landing_zone(torch.empty(0), back if rank.comm.lands(back) else None)
+        zone = rank.comm.landing_zone(torch.empty(0))
         memory = torch.empty(1 << 16, dtype=torch.uint8) if zone is None else zone.memory
         place = 16384
         block = rank.made(torch.empty(4000))
@@ -144,7 +144,7 @@ def landings_of_streams() -> None:
     with joined() as rank:
         n, r, device = rank.comm.size, rank.comm.rank, rank.device
         to, back = (r - 1) % n, (r + 1) % n
-        zone = rank.comm.landing_zone(torch.empty(0), back if rank.comm.lands(back) else None)
+        zone = rank.comm.landing_zone(torch.empty(0))
         memory = torch.empty(1 << 16, dtype=torch.uint8) if zone is None else zone.memory
         callers = (rank, Caller(rank.comm, device.create_stream()))
         kept = []

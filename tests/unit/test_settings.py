@@ -55,7 +55,6 @@ def test_settings_are_frozen() -> None:
         ("HDPCOMM_DEVICE_SLOTS", "4 slots", "HDPCOMM_DEVICE_SLOTS='4 slots'; give a whole number"),
         ("HDPCOMM_DEVICE_LANES", "-1", "HDPCOMM_DEVICE_LANES='-1'; give a whole number from 1"),
         ("HDPCOMM_SHM_CMA", "no", "HDPCOMM_SHM_CMA='no'; give 0 or 1, or unset it"),
-        ("HDPCOMM_NCCL_ONE_SIDED", "yes", "HDPCOMM_NCCL_ONE_SIDED='yes'; give 0, 1 or auto, or unset it"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_range(

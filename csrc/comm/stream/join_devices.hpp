@@ -25,12 +25,6 @@ struct NcclJoining {
   std::function<std::shared_ptr<const NcclApi>()> library;
   int connect_distance = 1;  // see NcclWorld::connectAhead
   NcclCosts costs;
-  // Whether messages by NCCL that name a landing place are put there; rank 0's choice counts.
-  // kMeasure: if puts are faster than sends around the ring of all ranks.
-  enum class OneSided : uint8_t { kOff, kOn, kMeasure };
-  OneSided one_sided = OneSided::kOff;
-  size_t landing_bytes = 0;  // size of the landing zone for puts
-  std::string no_puts = {};  // why this rank cannot put, apart from NCCL; empty: it can
 };
 
 // Links between all pairs. Throws Mismatch where configurations differ, InvalidUsage where devices

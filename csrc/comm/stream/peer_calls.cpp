@@ -27,10 +27,6 @@ std::string detailsOf(const CallEntry& entry) {
     text += " (landing at " + std::to_string(entry.landing) + ")";
   }
   if (entry.captured != 0) text += " (captured into a graph)";
-  if (entry.together != 0) {
-    text += " (one of " + std::to_string(entry.together >> 32) + " puts one way and " +
-            std::to_string(entry.together & 0xffffffff) + " the other in one exchange)";
-  }
   return text;
 }
 

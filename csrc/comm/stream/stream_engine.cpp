@@ -161,17 +161,6 @@ void StreamEngine::pace(Stream stream, size_t operations, const StreamMover::Wai
   pacers_.try_emplace(stream.handle, device_).first->second.pass(stream, operations, check);
 }
 
-namespace {
-
-uint64_t landingsWith(const StreamMover::Messages& messages, int peer) {
-  return static_cast<uint64_t>(
-      std::count_if(messages.begin(), messages.end(), [&](const StreamMover::Message& each) {
-        return each.peer == peer && each.landing != StreamMover::kNoLanding;
-      }));
-}
-
-}  // namespace
-
 std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks,
                                                    const std::vector<Message>& sends,
                                                    const std::vector<Message>& recvs, Stream caller,
@@ -193,21 +182,16 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
   const WorkPtr work = begin(described, std::move(ranks), operation.captured);
   for (const Message& message : sends) calls_.plan(*work, message.peer, 1, 0);
   for (const Message& message : recvs) calls_.plan(*work, message.peer, 0, 1);
-  const auto entryOf = [&](const Message& message, bool sent) {
+  const auto entryOf = [&](const Message& message) {
     CallEntry entry{call, message.landing, message.count * dtypeBytes(message.dtype),
                     work->captured_ && mover_->capturesAlike(message.peer)};
-    if (message.landing != kNoLanding && mover_->landsTogether(message.peer)) {
-      const uint64_t to = landingsWith(sends, message.peer);
-      const uint64_t from = landingsWith(recvs, message.peer);
-      entry.together = sent ? to << 32 | from : from << 32 | to;
-    }
     entry.call.count = message.count;
     entry.call.dtype = message.dtype;
     return entry;
   };
   const auto announce = [&] {
     for (const Message& message : sends) {
-      const CallEntry entry = entryOf(message, true);
+      const CallEntry entry = entryOf(message);
       const uint64_t number = calls_.posted(message.peer);
       if (recorder_.on()) {
         recorder_.addMessage(work->flight_, entry.call, work->seq_, message.peer, true, number);
@@ -215,7 +199,7 @@ std::shared_ptr<StreamWork> StreamEngine::exchange(const Call& call, Ranks ranks
       calls_.post(message.peer, entry);
     }
     for (const Message& message : recvs) {
-      const CallEntry entry = entryOf(message, false);
+      const CallEntry entry = entryOf(message);
       const uint64_t number = calls_.expected(message.peer);
       if (recorder_.on()) {
         recorder_.addMessage(work->flight_, entry.call, work->seq_, message.peer, false, number);

@@ -48,8 +48,7 @@ class StreamEngine final : public WorldPart {
   Stream hostStream() const { return host_stream_.get(); }
   // The name of the transport.
   const char* name() const { return mover_->name(); }
-  // See StreamMover::zoneFor.
-  StreamMover::Zone zoneFor(int source) const { return mover_->zoneFor(source); }
+  StreamMover::Zone zone() const { return mover_->zone(); }
   size_t scratchBytes() const;
   size_t arenaBytes() const { return mover_->arenaBytes(); }
   // `peer`: global rank.

@@ -304,6 +304,4 @@ int askDriver(cuda::Result (*cuda::Driver::*function)(int*)) noexcept {
 
 int cudaDeviceCount() noexcept { return askDriver(&cuda::Driver::cuDeviceGetCount); }
 
-int cudaDriverVersion() noexcept { return askDriver(&cuda::Driver::cuDriverGetVersion); }
-
 }  // namespace hdpcomm

@@ -55,7 +55,6 @@ inline constexpr unsigned kWriteDefault = 0;  // with a fence before the write
 // Name in the library, then the types of the arguments; all return a Result.
 #define HDP_DRIVER_FUNCTIONS(X)                                                           \
   X(cuInit, unsigned)                                                                     \
-  X(cuDriverGetVersion, int*)                                                             \
   X(cuDeviceGetCount, int*)                                                               \
   X(cuDeviceGet, Ordinal*, int)                                                           \
   X(cuDeviceGetName, char*, int, Ordinal)                                                 \

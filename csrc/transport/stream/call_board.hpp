@@ -25,9 +25,6 @@ struct CallEntry {
   // 1: captured into a graph, and the mover wants that alike on both sides
   // (StreamMover::capturesAlike).
   uint64_t captured = 0;
-  // Where the mover wants them in one exchange on both sides (StreamMover::landsTogether): number
-  // of messages with landing places that this exchange has, to the reader (high half) and from it.
-  uint64_t together = 0;
 
   bool operator==(const CallEntry&) const = default;
 };

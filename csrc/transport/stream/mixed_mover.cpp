@@ -29,12 +29,6 @@ PlanningRules MixedMover::planning(const std::vector<int>& ranks) const {
   }};
 }
 
-StreamMover::Zone MixedMover::zoneFor(int source) const {
-  const bool by_nccl = source < 0 ? links_ == nullptr : !linked(source);
-  if (by_nccl) return nccl_->zoneFor(source);
-  return links_ != nullptr ? links_->zoneFor(source) : Zone{};
-}
-
 StreamMover::Traffic MixedMover::trafficOf(const Collective& operation) const {
   return operation.plan.schedule != nullptr ? StreamMover::trafficOf(operation)
                                             : links_->trafficOf(operation);

@@ -28,9 +28,8 @@ class MixedMover final : public StreamMover {
              const TransportCosts& link_costs, const NcclCosts& nccl_costs, int rank);
 
   const char* name() const override { return sim_ ? "sim+nccl" : "cuda+nccl"; }
-  Zone zoneFor(int source) const override;
+  Zone zone() const override { return links_ != nullptr ? links_->zone() : Zone{}; }
   bool lands(int peer) const override { return linked(peer) || nccl_->lands(peer); }
-  bool landsTogether(int peer) const override { return !linked(peer); }
   size_t scratchBytes() const override;
   size_t arenaBytes() const override { return links_ != nullptr ? links_->arenaBytes() : 0; }
   PlanningRules planning(const std::vector<int>& ranks) const override;

@@ -22,7 +22,7 @@ StreamMover::Traffic StreamMover::trafficOf(const Collective& operation) const {
 
 void StreamMover::checkLanding(const Message& message, bool received) const {
   if (message.landing == kNoLanding) return;
-  const Zone zone = zoneFor(message.peer);
+  const Zone zone = this->zone();
   const size_t bytes = message.bytes();
   if (message.landing > zone.bytes || bytes > zone.bytes - message.landing) {
     throwInvalidUsage("exchange() got a landing place of " + std::to_string(bytes) + " bytes at " +

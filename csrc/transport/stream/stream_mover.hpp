@@ -81,8 +81,7 @@ class StreamMover {
     std::byte* data = nullptr;
     size_t bytes = 0;
   };
-  // This rank's zone for messages of that rank (global); -1: for those over links, or the only one.
-  virtual Zone zoneFor(int /*source*/) const { return {}; }
+  virtual Zone zone() const { return {}; }
   // Whether messages between this rank and the peer may name a landing place; both say the same.
   virtual bool lands(int /*peer*/) const { return false; }
   virtual size_t scratchBytes() const = 0;
@@ -103,9 +102,6 @@ class StreamMover {
   // Whether what it moves to and from the peer must be captured into graphs on both sides or on
   // none.
   virtual bool capturesAlike(int /*peer*/) const { return false; }
-  // Whether the messages with landing places that one exchange of this rank has with the peer must
-  // be one exchange of the peer, too.
-  virtual bool landsTogether(int /*peer*/) const { return false; }
 
   // Called before any peer hears of the operation. Throw InvalidUsage for what cannot be done.
   virtual std::unique_ptr<PreparedExchange> prepare(const Exchange& operation) = 0;

@@ -87,16 +87,16 @@ class DeviceCommunicator(Communicator):
     def stats(self) -> dict[str, int]:
         """See :meth:`Communicator.stats`.
 
-        Where NCCL takes part, also ``nccl_groups``, the groups of messages so far, ``nccl_puts``, the messages sent
-        that were one-sided, and ``predicted_buffer_bytes``, the device memory that NCCL, by its source, takes for this
-        rank's peers. What NCCL's own collectives move is not counted.
+        Where NCCL takes part, also ``nccl_groups``, the groups of messages so far, and ``predicted_buffer_bytes``, the
+        device memory that NCCL, by its source, takes for this rank's peers. What NCCL's own collectives move is not
+        counted.
         """
         counts, devices = super().stats(), self._devices.engine.stats()
         found = {
             name: max(n, devices[name]) if name == "peers" else n + devices.get(name, 0) for name, n in counts.items()
         }
         if "nccl" in self.transport:
-            found |= {name: devices[name] for name in ("nccl_groups", "nccl_puts", "predicted_buffer_bytes")}
+            found |= {name: devices[name] for name in ("nccl_groups", "predicted_buffer_bytes")}
         return found
 
     def waited_s(self) -> float:
@@ -108,9 +108,9 @@ class DeviceCommunicator(Communicator):
         check_shape("empty()", shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def landing_zone(self, x: Any, source: int | None = None) -> LandingZone | None:
+    def landing_zone(self, x: Any) -> LandingZone | None:
         """See :meth:`Communicator.landing_zone`."""
-        return None if self._devices.path(x) is None else self._devices.landing_zone(self._core, source)
+        return None if self._devices.path(x) is None else self._devices.landing_zone()
 
     def lands(self, peer: int) -> bool:
         """See :meth:`Communicator.lands`."""

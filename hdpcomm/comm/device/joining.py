@@ -24,7 +24,7 @@ def join_devices(transport: str, world: _core.comm.World) -> Devices:
     device = here.device(transport, rank, world.size)
     if "nccl" not in transport:
         return Devices(join.join_links(comm, device, _links(transport)))
-    nccl = _nccl(lambda: here.nccl(rank, device), here.driver_version())
+    nccl = _nccl(lambda: here.nccl(rank, device))
     if transport == "nccl":
         return Devices(join.join_nccl(comm, device, nccl))
     return Devices(join.join_paths(comm, device, _links("cuda"), nccl))
@@ -48,17 +48,7 @@ def _links(transport: str) -> _core.comm.LinkJoining:
     )
 
 
-_ONE_SIDED = {
-    "0": _core.comm.OneSided.OFF,
-    "1": _core.comm.OneSided.ON,
-    "auto": _core.comm.OneSided.MEASURE,
-}
-
-#: The oldest driver on which NCCL puts messages (NCCL's src/enqueue.cc): that of CUDA 12.5.
-_DRIVER_FOR_PUTS = 12050
-
-
-def _nccl(library: Callable[[], Any], driver: int) -> _core.comm.NcclJoining:
+def _nccl(library: Callable[[], Any]) -> _core.comm.NcclJoining:
     settings = _core.settings()
     inside, between = (link_costs(load_costs(name)) for name in cost_names("nccl"))  # rank 0's count
     return _core.comm.NcclJoining(
@@ -66,7 +56,4 @@ def _nccl(library: Callable[[], Any], driver: int) -> _core.comm.NcclJoining:
         connect_distance=settings.nccl_connect,
         inside=inside,
         between=between,
-        one_sided=_ONE_SIDED[settings.nccl_one_sided],
-        landing_bytes=settings.device_landing_bytes,
-        no_puts="" if driver >= _DRIVER_FOR_PUTS else "the driver is older than that of CUDA 12.5",
     )

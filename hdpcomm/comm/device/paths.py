@@ -74,6 +74,13 @@ class DevicePath:
         else:
             handle.wait_on(self._tensors.stream())
 
+    def landing_zone(self) -> LandingZone | None:
+        """This rank's landing zone, if it has any bytes."""
+        if self._zone is None:
+            address, size = self.engine.landing()
+            self._zone = LandingZone(address, size, self.torch_device) if size > 0 else None
+        return self._zone
+
     def mark(self) -> StreamMark:
         """Marks the end of the current stream's queue."""
         return StreamMark(self._engine.device, self._tensors)
@@ -82,7 +89,7 @@ class DevicePath:
 class Devices:
     """The device side of a world: which tensors go over its streams, and how."""
 
-    __slots__ = ("_path", "_zones", "engine", "name")
+    __slots__ = ("_path", "_zone", "engine", "name")
 
     def __init__(self, engine: _core.comm.StreamEngine) -> None:
         self.engine = engine
@@ -92,14 +99,14 @@ class Devices:
             SimTensors(engine.host_stream) if engine.device.is_sim else CudaTensors(engine.device.ordinal)
         )
         self._path = DevicePath(engine, tensors)
-        self._zones: dict[int, LandingZone] = {}
+        self._zone: LandingZone | None = None
 
-    def landing_zone(self, core: Core, source: int | None) -> LandingZone | None:
-        """This rank's landing zone for messages of a rank of ``core``, if it has any bytes."""
-        address, size = self.engine.landing(core, source)
-        if size > 0 and address not in self._zones:
-            self._zones[address] = LandingZone(address, size, self.torch_device)
-        return self._zones.get(address)
+    def landing_zone(self) -> LandingZone | None:
+        """This rank's landing zone, if it has any bytes."""
+        if self._zone is None:
+            address, size = self.engine.landing()
+            self._zone = LandingZone(address, size, self.torch_device) if size > 0 else None
+        return self._zone
 
     def mark(self) -> StreamMark:
         """Marks the end of torch's current stream."""

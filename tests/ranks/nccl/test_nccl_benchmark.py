@@ -62,28 +62,6 @@ def test_comparison_and_table(benchmark: ModuleType) -> None:
     assert "| device memory of all, bytes | 6 subsets | | 103 | 7 |" in text
 
 
-@pytest.mark.parametrize("one_sided", ["0", "1"])
-def test_ring(benchmark: ModuleType, one_sided: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HDPCOMM_NCCL_ONE_SIDED", one_sided)
-    monkeypatch.setenv("HDPCOMM_DEVICE_LANDING_BYTES", "8192")
-
-    def ranks() -> tuple[object, int]:
-        with hdp.init() as world:
-            machine = benchmark.Machine(torch.device("cpu"), world.synchronize, lambda: 1 << 20)
-            before = world.stats()["nccl_puts"]
-            rows = benchmark.ring(world, machine, sizes=(64, 4096, 8192), repeats=2)
-            return rows, world.stats()["nccl_puts"] - before
-
-    for rows, puts in run_threads(ranks, 3, transport="nccl"):
-        assert [row.bytes for row in rows] == [64, 4096, 8192]
-        assert all(us > 0 for row in rows for us in row.us.values())
-        assert puts == (2 * 2 * 3 if one_sided == "1" else 0)  # two sizes fit, two ways, three times
-    text = benchmark.ring_table(rows)
-    assert text.count("\n") == 1 + len(rows)
-    first = text.splitlines()[0]
-    assert ("| ncclSend us | ncclPutSignal us | ncclPutSignal of a copy us |" in first) == (one_sided == "1")
-
-
 def test_without_two_gpus_the_script_says_so(tmp_path: Path) -> None:
     if torch.cuda.device_count() > 1:
         pytest.skip("there are GPUs here")

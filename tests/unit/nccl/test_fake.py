@@ -130,8 +130,8 @@ def test_ring_exchanges_with_compute_between() -> None:
                 sent, received = kv[rank][step % 2], kv[rank][(step + 1) % 2]
                 world.fake.label(rank, f"step {step}")
                 world.members[rank].exchange(
-                    [(sent.ctypes.data, sent.nbytes, ranks[(i + 1) % n], None)],
-                    [(received.ctypes.data, received.nbytes, ranks[(i - 1) % n], None)],
+                    [(sent.ctypes.data, sent.nbytes, ranks[(i + 1) % n])],
+                    [(received.ctypes.data, received.nbytes, ranks[(i - 1) % n])],
                 )
         assert world.fake.run(3) == ""
         for i, rank in enumerate(ranks):
@@ -143,8 +143,8 @@ def test_ungrouped_sends_deadlock_and_are_found() -> None:
     world = World(2)
     x, y = np.zeros(4, np.float32), np.zeros(4, np.float32)
     for rank in range(2):
-        world.members[rank].exchange([(x.ctypes.data, 16, 1 - rank, None)], [])  # both send first
-        world.members[rank].exchange([], [(y.ctypes.data, 16, 1 - rank, None)])
+        world.members[rank].exchange([(x.ctypes.data, 16, 1 - rank)], [])  # both send first
+        world.members[rank].exchange([], [(y.ctypes.data, 16, 1 - rank)])
     assert "wait for each other for ever: rank 0" in world.fake.run(0)
 
 
@@ -172,7 +172,7 @@ def test_too_large_an_exchange_is_refused() -> None:
     world = World(2)
     x = np.zeros(1, np.float32)
     with pytest.raises(hdp.InvalidUsage, match="200 sends and 100 receives; NCCL takes 256"):
-        world.members[0].exchange([(x.ctypes.data, 4, 1, None)] * 200, [(x.ctypes.data, 4, 1, None)] * 100)
+        world.members[0].exchange([(x.ctypes.data, 4, 1)] * 200, [(x.ctypes.data, 4, 1)] * 100)
     test_peers_are_connected_ahead_and_counted()  # the next world works
 
 

@@ -27,7 +27,7 @@ class LinkMover final : public StreamMover {
   ~LinkMover() override;
 
   const char* name() const override { return device_->isSim() ? "sim" : "cuda"; }
-  Zone zoneFor(int /*source*/) const override {
+  Zone zone() const override {
     return {arena_ != nullptr ? arena_->landing(place_) : nullptr, landing_bytes_};
   }
   size_t scratchBytes() const override { return scratch_.bytes(); }

@@ -61,16 +61,6 @@ std::shared_ptr<const NcclApi> loadNccl(const std::vector<std::string>& candidat
   find(library, path, "ncclReduceScatter", api->reduceScatter);
   find(library, path, "ncclBroadcast", api->broadcast);
   ncclCheck(*api, api->getVersion(&api->version), "ncclGetVersion", nullptr, -1);
-  if (api->version >= kOldestOneSidedNccl) {
-    find(library, path, "ncclCommQueryProperties", api->commQueryProperties);
-    find(library, path, "ncclMemAlloc", api->memAlloc);
-    find(library, path, "ncclMemFree", api->memFree);
-    find(library, path, "ncclCommWindowRegister", api->commWindowRegister);
-    find(library, path, "ncclCommWindowDeregister", api->commWindowDeregister);
-    find(library, path, "ncclPutSignal", api->putSignal);
-    find(library, path, "ncclSignal", api->sendSignal);
-    find(library, path, "ncclWaitSignal", api->waitSignal);
-  }
   if (api->version < kOldestNccl) {
     throw Error(ErrorKind::kDevice, path + " is NCCL " + ncclVersionText(api->version) +
                                         "; at least " + ncclVersionText(kOldestNccl) +

@@ -15,38 +15,8 @@ namespace hdpcomm {
 
 using NcclComm = struct NcclCommOpaque*;
 using NcclStream = void*;  // cudaStream_t
-using NcclWindow = struct NcclWindowOpaque*;
 
 inline constexpr int kByteType = 1;  // ncclUint8: messages are bytes
-
-// ncclWaitSignalDesc_t: a number of signals to await from a peer. NCCL has one signal and one
-// context so far, both 0.
-struct NcclWaitSignal {
-  int count = 0;
-  int peer = -1;
-  int signal = 0;
-  int context = 0;
-};
-
-// ncclCommProperties_t as of 2.29.7, which later libraries still fill for a caller that gives that
-// version; they ignore `size`. Behind it some room for a library that fills more.
-struct NcclProperties {
-  size_t size = 64;
-  unsigned magic = 0xcafebeef;
-  unsigned version = 22907;
-  int rank = 0;
-  int num_ranks = 0;
-  int cuda_device = 0;
-  int nvml_device = 0;
-  bool device_api = false;
-  bool multimem = false;
-  int gin_type = 0;
-  int num_lsa_teams = 0;
-  bool host_rma = false;  // messages can be put: among all ranks
-  int railed_gin_type = 0;
-  std::byte more[192] = {};
-};
-static_assert(offsetof(NcclProperties, host_rma) == 44);
 
 struct NcclUniqueId {
   char bytes[128];
@@ -97,27 +67,7 @@ struct NcclApi {
                        NcclStream stream) = nullptr;
   int (*broadcast)(const void* in, void* out, size_t count, int type, int root, NcclComm comm,
                    NcclStream stream) = nullptr;
-
-  // One-sided messages; all null in libraries that have none.
-  int (*commQueryProperties)(NcclComm comm, NcclProperties* properties) = nullptr;
-  int (*memAlloc)(void** memory, size_t bytes) = nullptr;
-  int (*memFree)(void* memory) = nullptr;
-  int (*commWindowRegister)(NcclComm comm, void* memory, size_t bytes, NcclWindow* window,
-                            int flags) = nullptr;
-  int (*commWindowDeregister)(NcclComm comm, NcclWindow window) = nullptr;
-  int (*putSignal)(const void* data, size_t count, int type, int peer, NcclWindow window,
-                   size_t offset, int signal, int context, unsigned flags, NcclComm comm,
-                   NcclStream stream) = nullptr;
-  int (*sendSignal)(int peer, int signal, int context, unsigned flags, NcclComm comm,
-                    NcclStream stream) = nullptr;
-  int (*waitSignal)(int count, NcclWaitSignal* signals, NcclComm comm, NcclStream stream) = nullptr;
 };
-
-// NCCL_WIN_COLL_SYMMETRIC: all ranks register memory of one size.
-inline constexpr int kNcclSymmetricWindow = 1;
-// The oldest library with ncclPutSignal that also says whether it works (the first ones of 2.29
-// have no such property, and a put that fails ends the communicator).
-inline constexpr int kOldestOneSidedNccl = 22907;
 
 // The oldest library whose functions and whose non-blocking initialisation are all there.
 inline constexpr int kOldestNccl = 21804;

@@ -21,17 +21,9 @@ struct NcclCosts {
 
 class NcclMover final : public StreamMover {
  public:
-  // `landing_bytes`: size of the landing zone, if `world` has a window; the window has as much
-  // again for copies of what is put and lies elsewhere.
-  NcclMover(DevicePtr device, std::unique_ptr<NcclWorld> world, const NcclCosts& costs,
-            size_t landing_bytes);
+  NcclMover(DevicePtr device, std::unique_ptr<NcclWorld> world, const NcclCosts& costs);
 
   const char* name() const override { return "nccl"; }
-  Zone zoneFor(int /*source*/) const override {
-    return {world_ != nullptr && landing_bytes_ > 0 ? world_->window() : nullptr, landing_bytes_};
-  }
-  bool lands(int /*peer*/) const override { return landing_bytes_ > 0; }
-  bool landsTogether(int /*peer*/) const override { return true; }
   size_t scratchBytes() const override { return scratch_.bytes(); }
   PlanningRules planning(const std::vector<int>& ranks) const override;
   bool capturesAlike(int /*peer*/) const override { return true; }
@@ -52,18 +44,12 @@ class NcclMover final : public StreamMover {
  private:
   class NcclExchange;
   class WholeCollective;
-  void checkCaptured(const Message& message) const;
-  bool inZone(const Message& message) const;
-  NcclWorld::Messages describe(const Messages& messages, std::byte* token, bool puts) const;
-  void stage(const Messages& messages, NcclWorld::Messages& sends, Stream stream);
 
   const DevicePtr device_;
   ScratchPool scratch_;
   const OwnedStream background_stream_;  // exchanges in the background
   const DeviceMemory tokens_;            // what empty messages of an exchange are instead
   const NcclCosts costs_;
-  const size_t landing_bytes_;
-  const OwnedEvent staged_;  // after the puts from the window's second half
   nccl::GroupPlans plans_;
   std::unique_ptr<NcclWorld> world_;
   Stats last_stats_;  // after retire()

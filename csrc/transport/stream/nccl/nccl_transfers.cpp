@@ -51,7 +51,7 @@ void NcclTransfers::runGroup(const Group& group, const WaitCheck& check) {
     if (send.from.bytes == 0) continue;
     sends.push_back({addressOf(run_.buffers, send.from), send.from.bytes, peer});
   }
-  world_.sendAndReceive(sends, recvs, ncclStreamOf(run_.stream), check);
+  world_.exchange(sends, recvs, ncclStreamOf(run_.stream), check);
   for (const kernels::ReduceArgs& each : reductions) {
     device::launchReduce(*device_, each, run_.stream);
   }

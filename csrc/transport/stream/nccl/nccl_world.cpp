@@ -39,7 +39,6 @@ NcclWorld::NcclWorld(std::shared_ptr<const NcclApi> api, const NcclUniqueId& id,
       size_(size),
       node_of_rank_(std::move(node_of_rank)),
       timeout_s_(timeout_s),
-      used_(static_cast<size_t>(size)),
       connected_(static_cast<size_t>(size)) {
   if (node_of_rank_.empty()) node_of_rank_.resize(static_cast<size_t>(size), 0);
   NcclConfig config;
@@ -53,10 +52,7 @@ NcclWorld::NcclWorld(std::shared_ptr<const NcclApi> api, const NcclUniqueId& id,
 }
 
 // Whoever has not retired the world does not know that the other ranks are through as well.
-NcclWorld::~NcclWorld() {
-  abort();
-  freeWindow();
-}
+NcclWorld::~NcclWorld() { abort(); }
 
 void NcclWorld::checkResult(int result, const char* call) {
   ncclCheck(*api_, result, call, comm_, rank_);
@@ -119,20 +115,14 @@ void NcclWorld::destroyWithGraphs() noexcept {
 }
 
 void NcclWorld::retire() noexcept {
-  try {
-    closeWindow();
-  } catch (const Error&) {  // then the communicator says so, too, or it frees the window
-  }
   if (comm_ != nullptr && in_graphs_) {
     destroyWithGraphs();
   } else if (comm_ != nullptr) {
     api_->commDestroy(comm_);
   }
   comm_ = nullptr;
-  freeWindow();
 }
 
-// The window's memory stays until the world goes: a program's tensors lie in it.
 void NcclWorld::abort() noexcept {
   if (comm_ != nullptr) api_->commAbort(comm_);
   comm_ = nullptr;
@@ -142,31 +132,25 @@ bool NcclWorld::isRemote(int peer) const {
   return node_of_rank_[static_cast<size_t>(peer)] != node_of_rank_[static_cast<size_t>(rank_)];
 }
 
-void NcclWorld::use(int peer) {
-  if (peer != rank_) used_[static_cast<size_t>(peer)] = true;
-}
-
 void NcclWorld::countSent(size_t bytes, int peer) {
-  use(peer);
+  connected_[static_cast<size_t>(peer)] = true;
   counts_.messages.countSent(bytes);
   if (isRemote(peer)) counts_.messages.remote_bytes_sent += bytes;
 }
 
 void NcclWorld::countReceived(size_t bytes, int peer) {
-  use(peer);
+  connected_[static_cast<size_t>(peer)] = true;
   counts_.messages.countReceived(bytes);
   if (isRemote(peer)) counts_.messages.remote_bytes_received += bytes;
 }
 
 void NcclWorld::send(const void* data, size_t bytes, int peer, NcclStream stream) {
   countSent(bytes, peer);
-  connected_[static_cast<size_t>(peer)] = true;
   checkResult(api_->send(data, bytes, kByteType, peer, comm_, stream), "ncclSend");
 }
 
 void NcclWorld::recv(void* data, size_t bytes, int peer, NcclStream stream) {
   countReceived(bytes, peer);
-  connected_[static_cast<size_t>(peer)] = true;
   checkResult(api_->recv(data, bytes, kByteType, peer, comm_, stream), "ncclRecv");
 }
 
@@ -209,7 +193,7 @@ void NcclWorld::connectAhead(int max_distance, std::byte* bytes, NcclStream stre
 }
 
 void NcclWorld::checkConnected(int peer) const {
-  if (isConnected(peer)) return;
+  if (peer == rank_ || connected_[static_cast<size_t>(peer)]) return;
   throwInvalidUsage("an operation that is captured into a graph has a message with rank " +
                     std::to_string(peer) +
                     ", with which NCCL is not connected yet, and it cannot connect during the "
@@ -236,26 +220,6 @@ void NcclWorld::exchange(const Messages& sends, const Messages& recvs, NcclStrea
                          const WaitCheck& check) {
   checkUsable();
   checkExchange(sends.size(), recvs.size());
-  // The messages that are puts, and the others.
-  const auto part = [](const Messages& messages) {
-    std::pair<Messages, Messages> parts;
-    for (const Message& each : messages) {
-      (each.place != kNoPlace ? parts.first : parts.second).push_back(each);
-    }
-    return parts;
-  };
-  const auto [puts, others_out] = part(sends);
-  const auto [landings, others_in] = part(recvs);
-  put(puts, landings, stream, check);
-  if (!others_out.empty() || !others_in.empty()) {
-    sendAndReceive(others_out, others_in, stream, check);
-  }
-  awaitSignals(landings, stream, check);
-}
-
-void NcclWorld::sendAndReceive(const Messages& sends, const Messages& recvs, NcclStream stream,
-                               const WaitCheck& check) {
-  checkUsable();
   group(check, [&] {
     for (const Message& each : sends) send(each.data, each.bytes, each.peer, stream);
     for (const Message& each : recvs) recv(each.data, each.bytes, each.peer, stream);
@@ -294,13 +258,14 @@ void NcclWorld::runWhole(const Whole& operation, NcclStream stream, const WaitCh
 
 Stats NcclWorld::stats() const {
   int local = 0;
+  size_t peers = 0;
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_ && connected_[static_cast<size_t>(peer)] && !isRemote(peer)) ++local;
+    if (peer == rank_ || !connected_[static_cast<size_t>(peer)]) continue;
+    ++peers;
+    local += isRemote(peer) ? 0 : 1;
   }
-  Stats stats =
-      counts_.messages.named(static_cast<size_t>(std::count(used_.begin(), used_.end(), true)));
+  Stats stats = counts_.messages.named(peers);
   stats["nccl_groups"] = counts_.groups;
-  stats["nccl_puts"] = counts_.puts;
   stats["nccl_whole_world_ops"] = counts_.whole_world_ops;
   stats["predicted_buffer_bytes"] = ncclBufferBytes(local, kP2pChannels);
   return stats;

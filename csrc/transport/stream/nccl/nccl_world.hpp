@@ -67,31 +67,19 @@ class NcclWorld {
   // runWhole().
   void checkConnected(int peer) const;
   void checkConnected(OpCode whole) const;
-  bool isConnected(int peer) const {
-    return peer == rank_ || connected_[static_cast<size_t>(peer)];
-  }
 
-  static constexpr size_t kNoPlace = ~size_t{0};
   struct Message {
     void* data = nullptr;
     size_t bytes = 0;
     int peer = -1;  // global rank
-    // Offset in the receiver's window: then the message is a put, and `data` lies in the window of
-    // its rank, too.
-    size_t place = kNoPlace;
   };
   using Messages = std::vector<Message>;
   // Messages that one group can hold; throws InvalidUsage for more.
   static constexpr size_t kMaxExchange = 256;
   static void checkExchange(size_t sends, size_t recvs);
-  // Enqueues sends and receives as one group; puts first. What one side of a pair puts and receives
-  // by puts in one exchange must be one exchange on the other side, too: the signals of a pair are
-  // told apart by their order only.
+  // Enqueues sends and receives as one group.
   void exchange(const Messages& sends, const Messages& recvs, NcclStream stream,
                 const WaitCheck& check = {});
-  // Enqueues them as one group, without puts.
-  void sendAndReceive(const Messages& sends, const Messages& recvs, NcclStream stream,
-                      const WaitCheck& check = {});
 
   // A collective of all ranks by NCCL itself.
   struct Whole {
@@ -107,16 +95,6 @@ class NcclWorld {
   bool hasWhole(OpCode op, DType dtype, const std::vector<int>& ranks) const;
   void runWhole(const Whole& operation, NcclStream stream, const WaitCheck& check = {});
 
-  // Empty if ranks can put messages into each other's memory, or what is missing.
-  std::string putsMissing();
-  // A window: memory of NCCL's that is registered on all ranks, into which peers put messages.
-  // Collective; the same size on all ranks, > 0, and nothing is missing on any. Ends with a put to
-  // the next rank: NCCL connects for the first one, which takes all ranks.
-  void openWindow(size_t bytes, NcclStream stream, const WaitCheck& check = {});
-  std::byte* window() const { return static_cast<std::byte*>(window_memory_); }
-  // Collective; nothing that uses the window is under way.
-  void closeWindow(const WaitCheck& check = {});
-
   // Throws when the communicator has failed since. Cheap; called while something is waited for.
   void checkAsync();
   // An operation goes into a graph, which keeps the communicator until the graph goes.
@@ -129,7 +107,6 @@ class NcclWorld {
 
   // Those of MessageCounts (the peers are distinct ones), and
   //   nccl_groups             groups so far
-  //   nccl_puts               the sent messages that were puts
   //   nccl_whole_world_ops    collectives by NCCL itself
   //   predicted_buffer_bytes  device memory that NCCL takes for this rank's peers, by its source
   Stats stats() const;
@@ -139,20 +116,15 @@ class NcclWorld {
   struct Counts {
     MessageCounts messages;
     uint64_t groups = 0;
-    uint64_t puts = 0;
     uint64_t whole_world_ops = 0;
   };
   void await(int result, const char* call, const WaitCheck& check);
   void group(const WaitCheck& check, const std::function<void()>& calls);
-  void put(const Messages& sends, const Messages& recvs, NcclStream stream, const WaitCheck& check);
-  void awaitSignals(const Messages& messages, NcclStream stream, const WaitCheck& check);
-  void freeWindow() noexcept;
   void countSent(size_t bytes, int peer);
   void countReceived(size_t bytes, int peer);
   void send(const void* data, size_t bytes, int peer, NcclStream stream);
   void recv(void* data, size_t bytes, int peer, NcclStream stream);
   bool isRemote(int peer) const;
-  void use(int peer);
   void checkUsable() const;
   void checkResult(int result, const char* call);
 
@@ -163,13 +135,10 @@ class NcclWorld {
   NcclComm comm_ = nullptr;
   bool in_graphs_ = false;  // captured operations refer to it
   double timeout_s_;
-  std::vector<bool> used_;       // by peer: there were messages
-  std::vector<bool> connected_;  // ... others than puts
+  std::vector<bool> connected_;  // by peer: there were messages
   std::vector<OpCode> whole_used_;
   Counts counts_;
   std::vector<bool> left_out_;  // empty: nobody
-  void* window_memory_ = nullptr;
-  NcclWindow window_ = nullptr;
 };
 
 }  // namespace hdpcomm
