@@ -23,8 +23,8 @@ std::shared_ptr<World> joinShmWorld(const std::shared_ptr<ShmSegment>& segment, 
 // Joins by shared memory with the ranks of this host, and by frames with all others.
 std::shared_ptr<World> joinHosts(const std::shared_ptr<ShmSegment>& segment,
                                  const std::shared_ptr<FrameLink>& link,
-                                 const std::vector<int>& host_of_rank, const std::string& name,
-                                 double timeout_s, double joining_s, std::vector<int> pids) {
+                                 const std::vector<int>& host_of_rank, double timeout_s,
+                                 double joining_s, std::vector<int> pids) {
   const GilRelease release;
   const int rank = link->rank();
   std::vector<int> members;
@@ -40,9 +40,9 @@ std::shared_ptr<World> joinHosts(const std::shared_ptr<ShmSegment>& segment,
   link->serveCounters(local->counterWords(rank));
   std::vector<std::unique_ptr<Transport>> parts;
   parts.push_back(std::move(local));
-  parts.push_back(makeFramedTransport(link, name));
+  parts.push_back(makeFramedTransport(link));
   return std::make_shared<World>(
-      makeCompositeTransport(std::move(parts), std::move(route), "shm+" + name), timeout_s);
+      makeCompositeTransport(std::move(parts), std::move(route), "shm+tcp"), timeout_s);
 }
 
 // The worlds of this process that are still open, to close them when it ends. Python's wrappers may
@@ -84,13 +84,12 @@ void bindJoining(py::module_& module) {
              py::arg("timeout"), py::arg("joining"), py::arg("pids") = std::vector<int>());
   module.def(
       "join_framed_world",
-      [](const std::shared_ptr<FrameLink>& link, const std::string& name, double timeout_s) {
-        return std::make_shared<World>(makeFramedTransport(link, name), timeout_s);
+      [](const std::shared_ptr<FrameLink>& link, double timeout_s) {
+        return std::make_shared<World>(makeFramedTransport(link), timeout_s);
       },
-      py::arg("link"), py::arg("name"), py::arg("timeout"));
+      py::arg("link"), py::arg("timeout"));
   module.def("join_hosts", &joinHosts, py::arg("segment"), py::arg("link"), py::arg("host_of_rank"),
-             py::arg("name"), py::arg("timeout"), py::arg("joining"),
-             py::arg("pids") = std::vector<int>());
+             py::arg("timeout"), py::arg("joining"), py::arg("pids") = std::vector<int>());
   module.def(
       "close_at_end", [](const std::shared_ptr<World>& world) { openWorlds().add(world); },
       py::arg("world"));

@@ -130,7 +130,7 @@ void checkCounters(const CounterWords& words) {
 std::set<std::string> fuzzFrames(std::span<const uint8_t> data) {
   FuzzBytes bytes(data);
   const auto link = std::make_shared<FrameLink>(0, 2);
-  const std::unique_ptr<Transport> transport = makeFramedTransport(link, "fuzzed");
+  const std::unique_ptr<Transport> transport = makeFramedTransport(link);
   FuzzedRank rank(*transport, bytes);
   const auto words = transport->counterWords(0);
   openWord(words->at[0], 1);

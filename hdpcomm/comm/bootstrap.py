@@ -139,7 +139,7 @@ def join(
 
 def _join_alone(transport: str, timeout: float) -> _core.comm.World:
     if transport == "tcp":
-        return _core.comm.join_framed_world(_core.transport.FrameLink(0, 1), transport, timeout)
+        return _core.comm.join_framed_world(_core.transport.FrameLink(0, 1), timeout)
     return _core.comm.join_shm_world(_core.transport.create_segment(1), 0, timeout=timeout, joining=timeout)
 
 
@@ -301,7 +301,7 @@ def _join_shm(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, lis
 
 def _join_tcp(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, list[int]]:
     link = _core.transport.FrameLink(joining.rank, joining.size)
-    world = _core.comm.join_framed_world(link, "tcp", joining.seconds)
+    world = _core.comm.join_framed_world(link, joining.seconds)
     _connect(joining, link)
     return world, hosts
 
@@ -350,7 +350,7 @@ def _join_auto(joining: Joining, hosts: list[int]) -> tuple[_core.comm.World, li
     else:
         link = _core.transport.FrameLink(rank, joining.size)
         world = _core.comm.join_hosts(
-            segment, link, hosts, "tcp", timeout=joining.seconds, joining=joining.left, pids=joining.pids
+            segment, link, hosts, timeout=joining.seconds, joining=joining.left, pids=joining.pids
         )
         _connect(joining, link)
     segment.release()

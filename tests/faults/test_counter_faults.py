@@ -169,7 +169,7 @@ def test_no_answer_in_time() -> None:
 
 def test_a_fetch_that_was_given_up_before_it_was_sent_adds_nothing() -> None:
     links = [transport.FrameLink(rank, 2) for rank in range(2)]
-    worlds = [_core.comm.join_framed_world(link, "tcp", SHORT_S) for link in links]
+    worlds = [_core.comm.join_framed_world(link, SHORT_S) for link in links]
     comms = [Communicator(world.communicator(), world.rank, 2) for world in worlds]
     own = _core.comm.open_counter(comms[0]._core)
     counter = SharedCounter(_core.comm.join_counter(comms[1]._core, own.word, own.generation))

@@ -196,7 +196,7 @@ def on_hosts(
 
     def run(rank: int) -> None:
         own_s = timeouts[rank] if timeouts else timeout
-        world = _core.comm.join_hosts(segments[hosts[rank]], wire.links[rank], hosts, "tcp", own_s, LONG_S)
+        world = _core.comm.join_hosts(segments[hosts[rank]], wire.links[rank], hosts, own_s, LONG_S)
         with Communicator(world.communicator(), rank, len(hosts)) as comm:
             program(comm)
 

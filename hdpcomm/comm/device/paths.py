@@ -74,13 +74,6 @@ class DevicePath:
         else:
             handle.wait_on(self._tensors.stream())
 
-    def landing_zone(self) -> LandingZone | None:
-        """This rank's landing zone, if it has any bytes."""
-        if self._zone is None:
-            address, size = self.engine.landing()
-            self._zone = LandingZone(address, size, self.torch_device) if size > 0 else None
-        return self._zone
-
     def mark(self) -> StreamMark:
         """Marks the end of the current stream's queue."""
         return StreamMark(self._engine.device, self._tensors)

@@ -89,7 +89,7 @@ def test_a_busy_peer_is_not_lost() -> None:
 
 def linked() -> tuple[list[transport.FrameLink], list[Communicator]]:
     links = [transport.FrameLink(rank, 2) for rank in range(2)]
-    joined = [core.join_framed_world(link, "tcp", LONG_S) for link in links]
+    joined = [core.join_framed_world(link, LONG_S) for link in links]
     return links, [Communicator(world.communicator(), world.rank, world.size) for world in joined]
 
 

@@ -187,8 +187,7 @@ class FrameLink {
   bool closed_ = false;
 };
 
-// A transport that sends its messages as frames of the link. `name`: shown to the user.
-std::unique_ptr<Transport> makeFramedTransport(std::shared_ptr<FrameLink> link,
-                                               const std::string& name);
+// A transport that sends its messages as frames of the link.
+std::unique_ptr<Transport> makeFramedTransport(std::shared_ptr<FrameLink> link);
 
 }  // namespace hdpcomm

@@ -30,8 +30,8 @@ class FetchOverLink final : public RemoteFetch {
 
 }  // namespace
 
-FramedTransport::FramedTransport(std::shared_ptr<FrameLink> link, std::string name)
-    : link_(std::move(link)), name_(std::move(name)), silence_s_(Settings::get().silence_s) {
+FramedTransport::FramedTransport(std::shared_ptr<FrameLink> link)
+    : link_(std::move(link)), silence_s_(Settings::get().silence_s) {
   peers_.resize(static_cast<size_t>(link_->size()));
   for (int i = 0; i < link_->size(); ++i) {
     at(i).rank = i;
@@ -279,9 +279,8 @@ void FramedTransport::close(const std::string& reason) noexcept {
 
 }  // namespace framed
 
-std::unique_ptr<Transport> makeFramedTransport(std::shared_ptr<FrameLink> link,
-                                               const std::string& name) {
-  return std::make_unique<framed::FramedTransport>(std::move(link), name);
+std::unique_ptr<Transport> makeFramedTransport(std::shared_ptr<FrameLink> link) {
+  return std::make_unique<framed::FramedTransport>(std::move(link));
 }
 
 }  // namespace hdpcomm

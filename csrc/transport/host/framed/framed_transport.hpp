@@ -53,10 +53,10 @@ struct Peer {
 
 class FramedTransport final : public Transport {
  public:
-  FramedTransport(std::shared_ptr<FrameLink> link, std::string name);
+  explicit FramedTransport(std::shared_ptr<FrameLink> link);
   ~FramedTransport() override;
 
-  const char* name() const noexcept override { return name_.c_str(); }
+  const char* name() const noexcept override { return "tcp"; }
   int rank() const noexcept override { return link_->rank(); }
   int size() const noexcept override { return link_->size(); }
   uint32_t nextSendNumber(int peer) override { return at(peer).failures.nextSend(); }
@@ -120,7 +120,6 @@ class FramedTransport final : public Transport {
   void drop(Peer& peer, const Header& header);
 
   std::shared_ptr<FrameLink> link_;
-  std::string name_;
   std::vector<Peer> peers_;
   std::vector<int> active_;  // peers with requests
   std::vector<FrameLink::Arrival> arrivals_;
