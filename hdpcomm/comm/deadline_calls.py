@@ -52,6 +52,12 @@ class CallThread:
                 self._leave(calls, self._worker)
             raise
 
+    def close(self) -> None:
+        """Ends the thread, after the calls that it has; a later call has a new one."""
+        if self._calls is not None:
+            self._calls.put(None)
+            self._calls = None
+
     def _leave(self, calls: _Calls, thread: threading.Thread) -> None:
         self._calls = None
         calls.put(None)

@@ -103,6 +103,7 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def close(self) -> None:
         """Ends the connection, and the server where it is this process's own."""
+        self._thread.close()
         self.inner = None
 
     # --- which secret others have
