@@ -1,4 +1,4 @@
-"""Calls of other libraries that keep no deadline and hear no Ctrl-C, made on a thread that nobody has to wait for."""
+"""Calls of other libraries that keep no deadline and hear no Ctrl-C, made on threads that nobody has to wait for."""
 
 from __future__ import annotations
 
@@ -6,85 +6,56 @@ import atexit
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hdpcomm import _core
 
-__all__ = ["CallThread"]
+__all__ = ["call_within"]
 
 _LAST_S = 2.0  # for late calls, at the end of the process
 _T = TypeVar("_T")
-_Calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
-class CallThread:
-    """One thread that makes calls in order. A call that is late is left alone; later ones have a new thread."""
+def call_within(seconds: float, call: Callable[[], _T]) -> _T:
+    """Returns or raises as ``call`` does, on a thread of its own; one that is late is left alone.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._calls: _Calls | None = None
-        self._worker: threading.Thread
+    Raises: TimeoutError past ``seconds``; KeyboardInterrupt at once.
+    """
+    results: list[_T] = []
+    errors: list[BaseException] = []
 
-    def __call__(self, call: Callable[[], _T], seconds: float) -> _T:
-        """Returns or raises as ``call`` does. Raises: TimeoutError past ``seconds``; KeyboardInterrupt at once."""
-        calls = self._calls
-        if calls is None:
-            calls = self._calls = SimpleQueue()
-            self._worker = threading.Thread(target=_serve, args=(calls,), name=self._name, daemon=True)
-            self._worker.start()
-            weakref.finalize(self, calls.put, None)
-        future: Future[_T] = Future()
-        calls.put((future, call))
+    def run() -> None:
         try:
-            return future.result(max(0.0, seconds))
-        except FutureTimeout:
-            if future.done():  # the call's own, or its end came just now
-                return future.result()
-            self._leave(calls, self._worker)
-            raise TimeoutError from None
-        except BaseException:
-            if not future.done():
-                self._leave(calls, self._worker)
-            raise
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
 
-    def close(self) -> None:
-        """Ends the thread, after the calls that it has; a later call has a new one."""
-        if self._calls is not None:
-            self._calls.put(None)
-            self._calls = None
-
-    def _leave(self, calls: _Calls, thread: threading.Thread) -> None:
-        self._calls = None
-        calls.put(None)
-        _left.append(thread)
+    thread = threading.Thread(target=run, name="hdpcomm-call", daemon=True)
+    thread.start()
+    try:
+        thread.join(max(0.0, seconds))
+        if thread.is_alive():
+            raise TimeoutError
+    except BaseException:
+        _late[:] = [each for each in (*_late, thread) if each.is_alive()]
+        raise
+    if errors:
+        raise errors.pop()
+    return results.pop()
 
 
-# Threads with a call that was late. The interpreter's end cuts off threads, which C++ code does not survive.
-_left: list[threading.Thread] = []
+# The interpreter's end cuts off threads, which C++ code does not survive.
+_late: list[threading.Thread] = []
 
 
-def _join_left() -> None:
+def _join_late() -> None:
     limit = time.monotonic() + _LAST_S
-    for thread in _left:
+    for thread in _late:
         with contextlib.suppress(RuntimeError):
             thread.join(max(0.0, limit - time.monotonic()))
-    if any(thread.is_alive() for thread in _left):
+    if any(thread.is_alive() for thread in _late):
         _core.outlast_late_threads()
 
 
-atexit.register(_join_left)
-
-
-def _serve(calls: _Calls) -> None:
-    while (each := calls.get()) is not None:
-        future, call = each
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-        del each, future, call
+atexit.register(_join_late)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hdpcomm.comm.deadline_calls import CallThread
+from hdpcomm.comm.deadline_calls import call_within
 from hdpcomm.comm.forks import close_in_children
 from hdpcomm.comm.secret import MAC_BYTES, Secret
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage, PeerLost, first_line
@@ -53,7 +53,6 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
         self.forged: set[str] = set()
         self._secret = secret
         self._rank = rank
-        self._thread = CallThread("hdpcomm-torch-store")
         self.set_timeout(datetime.timedelta(seconds=seconds))
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -103,7 +102,6 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def close(self) -> None:
         """Ends the connection, and the server where it is this process's own."""
-        self._thread.close()
         self.inner = None
 
     # --- which secret others have
@@ -169,7 +167,7 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
 
     def _call(self, call: Callable[[], _T]) -> _T:
         try:
-            return self._thread(call, self._until() - time.monotonic())
+            return call_within(self._until() - time.monotonic(), call)
         except Error:
             raise
         except dist.DistError as error:
@@ -220,7 +218,7 @@ def connect_store(address: str, port: int, rank: int, *, seconds: float) -> Any:
 
     error: BaseException | None = None
     try:
-        return CallThread("hdpcomm-torch-store")(connect, seconds)
+        return call_within(seconds, connect)
     except Error:
         raise
     except (TimeoutError, dist.DistError) as failure:
@@ -239,9 +237,8 @@ def serve_store(address: str, port: int, *, seconds: float) -> Any:
     ``port``: 0 for a free one. Raises: InvalidUsage when the port is in use, CommTimeout when the name is not resolved
     in time.
     """
-    calls = CallThread("hdpcomm-torch-store")
     try:
-        found = calls(lambda: socket.getaddrinfo(address, port, type=socket.SOCK_STREAM), seconds)
+        found = call_within(seconds, lambda: socket.getaddrinfo(address, port, type=socket.SOCK_STREAM))
         family, _, _, _, place = found[0]
         try:
             listener = _listen(family, place)
