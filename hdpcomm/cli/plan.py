@@ -408,7 +408,7 @@ def _compare(plans: Sequence[StepPlan]) -> str:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    for path in (options.plot, options.html, options.trace, options.json, options.out):
+    for path in (options.plot, options.trace, options.json, options.out):
         check_writable(path)
     if options.plot:
         check_drawing("--plot")
@@ -425,10 +425,6 @@ def _plan(options: argparse.Namespace) -> int:
         from hdpcomm.trace import plot_plans
 
         plot_plans(plans, options.plot, planners)
-    if options.html:
-        from hdpcomm.trace import write_plan_page
-
-        write_plan_page(plans, options.html, planners)
     if options.trace:
         from hdpcomm.trace import write_plan_trace
 
@@ -465,7 +461,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--compare", metavar="POLICIES", help="policies to compare with, separated by commas")
     parser.add_argument("--rows", type=count, default="12", help="micro-batches to print (default %(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the plans")
-    parser.add_argument("--html", type=Path, metavar="FILE.html", help="write a page to hover over the plans")
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write a trace for Perfetto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan and --compare's figures as JSON")
     parser.add_argument(

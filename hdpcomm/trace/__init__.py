@@ -2,7 +2,6 @@
 
 from hdpcomm.trace.chrome import plan_events, step_events, write_plan_trace, write_stream_trace
 from hdpcomm.trace.gantt import plot_plans
-from hdpcomm.trace.plan_page import write_plan_page
 from hdpcomm.trace.run_trace import TraceFile, timeline_events
 
 __all__ = [
@@ -11,7 +10,6 @@ __all__ = [
     "plot_plans",
     "step_events",
     "timeline_events",
-    "write_plan_page",
     "write_plan_trace",
     "write_stream_trace",
 ]
