@@ -77,9 +77,14 @@ def backend() -> list[Event]:
 def test_operations_of_torch_distributed_have_them(ranks: Any) -> None:
     told = {"bytes": 64, "ranks": "0,1"}
     for rank, found in enumerate(ranks(2, backend)):
-        last = "wait send" if rank == 0 else "wait recv"
-        names = ["all_reduce", "all_reduce", "wait all_reduce", last]
-        assert found == [(name, told) for name in names]
+        call, message = "send" if rank == 0 else "recv", {"bytes": 64, "ranks": "0,1" if rank == 0 else "1,0"}
+        assert found == [
+            ("all_reduce", told),
+            ("all_reduce", told),
+            ("wait all_reduce", told),
+            (call, message),
+            (f"wait {call}", message),
+        ]
 
 
 def ring() -> tuple[list[Event], list[Event]]:

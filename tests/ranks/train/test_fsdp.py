@@ -60,7 +60,7 @@ def both(lengths, policy, recompute):
         (3, [30, 31, 30, 32, 3], "naive", 2),
         (2, [9], "naive", "none"),
         (2, [60, 20], "static", "full"),
-        (3, [60, 5, 20, 30, 31, 7, 1, 9, 2, 13, 22], "queue", "none"),
+        (3, [60, *range(1, 24)], "queue", "none"),
     ],
 )
 def test_the_losses_of_the_unsharded_model(ranks, size, lengths, policy, recompute):
