@@ -211,7 +211,7 @@ def open_store(rank: int, seconds: float) -> Any:
 def _new_store(address: str, port: int, rank: int, seconds: float) -> Any:
     launcher = _core.settings().store
     if launcher.startswith(f"{port}:"):  # a launcher inside of our launcher has another port
-        return open_file_store(launcher.partition(":")[2])
+        return open_file_store(launcher.partition(":")[2], rank)
     if rank == 0 and not _agent_serves():
         return serve_store(address, port, seconds=seconds)
     return connect_store(address, port, rank, seconds=seconds)

@@ -71,14 +71,15 @@ class RankPool:
         secret = new_secret()
         self._file = os.memfd_create("hdpcomm-store")
         self._store_path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self._store = SignedStore(open_file_store(self._store_path), Secret(secret), -1, seconds=_STORE_S)
+        self._store = SignedStore(open_file_store(self._store_path, -1), Secret(secret), -1, seconds=_STORE_S)
         self._died: dict[int, str] = {}
-        self._ports = [TorchStorePort()]
+        self._ports: list[TorchStorePort] = []
         self._processes: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
         context = _context(preload)
         folder = multiprocessing.util.get_temp_dir()
         try:
+            self._ports.append(TorchStorePort())
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 environment = {

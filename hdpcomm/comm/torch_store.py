@@ -199,10 +199,17 @@ class SignedStore(dist.Store):  # type: ignore[misc, name-defined]
         time.sleep(0.002)
 
 
-def open_file_store(path: str) -> Any:
-    """The store in the file that a launcher holds open for its ranks. Raises: PeerLost when it does no more."""
+def open_file_store(path: str, rank: int) -> Any:
+    """The store in the file that a launcher holds open for its ranks; ``rank``: -1 is the launcher's own.
+
+    Raises: PeerLost when the launcher has ended.
+    """
     if not os.path.exists(path):
-        raise PeerLost(f"the launcher of this rank has ended: the job's store is not at {path} any more", op="init")
+        raise PeerLost(
+            f"the launcher of rank {rank} has ended: the job's store is not at {path} any more; start the job again",
+            rank=rank,
+            op="init",
+        )
     return dist.FileStore(path, -1)  # type: ignore[attr-defined]
 
 

@@ -71,8 +71,8 @@ def test_another_user_does_not_open_a_launchers_store() -> None:
 
 
 def test_a_launcher_that_has_ended_is_told() -> None:
-    with pytest.raises(hdp.PeerLost, match="the launcher of this rank has ended"):
-        open_file_store("/proc/1/fd/999999")
+    with pytest.raises(hdp.PeerLost, match="the launcher of rank 3 has ended"):
+        open_file_store("/proc/1/fd/999999", 3)
 
 
 def test_a_launcher_listens_on_loopback_alone_and_shows_no_secret(ranks: Any) -> None:

@@ -215,7 +215,7 @@ class _Runner:
 
 
 def run_program(events: Sequence[Event], groups: Sequence[dist.ProcessGroup]) -> dict[int, int | None]:
-    """What a rank received: by the receive's key the send's."""
+    """Runs a rank's events. Returns the key of the send that each receive got, by the key of the receive."""
     runner = _Runner(groups)
     for event in events:
         runner.run(event)
