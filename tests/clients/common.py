@@ -41,7 +41,7 @@ def leave(backend: str) -> None:
 
     if backend == "hdpcomm":
         engine = dist.group.WORLD.engine
-        sent = sum(comm.stats()["bytes_sent"] for comm in (engine.world, engine._messages))
+        sent = sum(comm.stats()["bytes_sent"] for comm in (engine.world, engine.messages))
         assert sent > 1000, f"hdpcomm moved {sent} bytes: something else did the work"
     store = dist.distributed_c10d._get_default_store()
     store.add("ranks that have ended", 1)

@@ -1,99 +1,192 @@
-"""The scheduler for Megatron-Core: its rules, and its load beside Megatron's own scheduler where that is installed."""
+"""Micro-batches for Megatron-Core's packing scheduler: its rules, and what is said where its class has moved."""
 
 from __future__ import annotations
 
 import random
+import sys
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations import MegatronScheduler
+from hdpcomm.integrations.megatron_packing import megatron_packing_scheduler, pack_micro_batches
+from hdpcomm.plan import CostModel
 
 
-class Group:
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-
-    def size(self) -> int:
-        return self.ranks
+def check_rules(
+    samples: list[tuple[int, int]], groups: list[list[list[int]]], ranks: int, limit: int, least: int = 1
+) -> None:
+    """Each sample once, on one of the groups that Megatron-Core makes; equal samples on its ranks, within the limit."""
+    lengths = dict(samples)
+    made = {tuple(range(ranks))}
+    for size in (1, 2, 4, 8, 16):
+        if least <= size < ranks and 2 * size <= ranks:
+            made |= {tuple(range(first, first + size)) for first in range(0, ranks - size + 1, size)}
+    held = []
+    for micro_batch in groups:
+        assert len(micro_batch) == ranks
+        members: dict[int, list[int]] = {}
+        for rank, own in enumerate(micro_batch):
+            assert own, "a rank without samples"
+            for sample in own:
+                members.setdefault(sample, []).append(rank)
+        for own in micro_batch:
+            group = members[own[0]]
+            assert all(members[sample] == group for sample in own)
+            assert tuple(group) in made
+            assert sum(lengths[sample] for sample in own) <= limit * len(group)
+        held += list(members)
+    assert sorted(held) == sorted(lengths)
 
 
 def random_samples(rng: random.Random, ranks: int, limit: int) -> list[tuple[int, int]]:
-    count = rng.choice([1, 2, 5, 30, 100])
-    lengths = [max(1, int((ranks * limit) ** rng.random())) for _ in range(count)]
-    return [(100 + i, length) for i, length in enumerate(lengths)]
+    count = rng.choice([1, 2, 5, 30, 80])
+    return [(100 + i, max(1, int((ranks * limit) ** rng.random()))) for i in range(count)]
 
 
-def check_rules(samples: list[tuple[int, int]], ids: list[list[int]], ranks: int, limit: int) -> None:
-    """Aligned groups of 2^k ranks that hold their sample, no rank without one, one global order."""
-    assert len(ids) == ranks
-    assert all(ids)
-    members = {sample: [rank for rank in range(ranks) if sample in ids[rank]] for sample, _ in samples}
-    for sample, length in samples:
-        group = members[sample]
-        assert group == list(range(group[0], group[0] + len(group)))
-        assert len(group) & (len(group) - 1) == 0
-        assert group[0] % len(group) == 0
-        assert -(-length // len(group)) <= limit
-    assert all(len(set(own)) == len(own) for own in ids)
-    queues = [list(own) for own in ids]
-    while any(queues):
-        ready = [q[0] for q in queues if q and all(queues[r][:1] == [q[0]] for r in members[q[0]])]
-        assert ready, "the ranks wait for each other in a circle"
-        for rank in members[ready[0]]:
-            queues[rank].pop(0)
-
-
-def heaviest(ids: list[list[int]], samples: list[tuple[int, int]]) -> float:
-    """The most work of a rank by Megatron's own estimate."""
-    sizes = {sample: sum(sample in own for own in ids) for sample, _ in samples}
-    work = {sample: length**2 / sizes[sample] for sample, length in samples}
-    return max(sum(work[sample] for sample in own) for own in ids)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 8, 32])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8, 32])
 def test_rules(ranks: int) -> None:
     rng = random.Random(ranks)
-    for _ in range(30):
-        samples = random_samples(rng, ranks, 1000)
-        lengths, ids = MegatronScheduler(1000, Group(ranks)).get_groups_and_subsamples(samples, None)
-        check_rules(samples, ids[0], ranks, 1000)
-        by_id = dict(samples)
-        assert lengths == [[[by_id[sample] for sample in own] for own in ids[0]]]
+    for _ in range(20):
+        limit = rng.choice([1, 7, 1000])
+        least = rng.choice([1, 2, ranks]) if ranks > 1 else 1
+        samples = random_samples(rng, ranks, limit)
+        check_rules(samples, pack_micro_batches(samples, limit, ranks, min_ranks=least), ranks, limit, least)
+
+
+@pytest.mark.parametrize("divisible_by", [2, 3])
+@pytest.mark.parametrize("most", [2, 3])
+def test_multiples_and_most_samples(divisible_by: int, most: int) -> None:
+    rng = random.Random(most)
+    for _ in range(10):
+        samples = [(i, rng.choice([5, 90, 700, 3900])) for i in range(40)]
+        groups = pack_micro_batches(samples, 1000, 4, divisible_by=divisible_by, max_samples=most)
+        check_rules(samples, groups, 4, 1000)
+        assert len(groups) % divisible_by == 0
+        assert max(len(own) for micro_batch in groups for own in micro_batch) <= most
+
+
+def test_order_of_samples_does_not_matter() -> None:
+    samples = random_samples(random.Random(3), 8, 1000)
+    assert pack_micro_batches(samples[::-1], 1000, 8) == pack_micro_batches(samples, 1000, 8)
+
+
+def test_equal_samples_make_equal_ranks() -> None:
+    """What can be balanced is: as many micro-batches as needed, the same samples on each rank."""
+    groups = pack_micro_batches([(i, 500) for i in range(32)], 1000, 8)
+    assert len(groups) == 2
+    assert {len(own) for micro_batch in groups for own in micro_batch} == {2}
+
+
+def test_costs_decide_how_wide_samples_run() -> None:
+    """Where ring steps cost much, samples stay on the fewest ranks that hold them."""
+    samples = [(i, 1000) for i in range(8)] + [(8, 4000)]
+    dear = CostModel(attention=1e-9, linear=1e-6, ring_step=10.0)
+    wide = {
+        i: sum(i in own for own in group)
+        for group in pack_micro_batches(samples, 1000, 8, cost_model=dear)
+        for i in range(9)
+    }
+    assert max(wide.values()) <= 8
+    groups = pack_micro_batches(samples[:8], 1000, 8, cost_model=dear)
+    assert groups == [[[i] for i in range(8)]]
 
 
 def test_bad_samples() -> None:
-    scheduler = MegatronScheduler(1000, Group(4))
-    assert scheduler.get_groups_and_subsamples([]) == ([], [])
+    assert pack_micro_batches([], 1000, 4) == []
     with pytest.raises(InvalidUsage, match="sample 3 has 4001 tokens, expected 1 to 4 ranks x 1000"):
-        scheduler.get_groups_and_subsamples([(3, 4001), (4, 5)])
+        pack_micro_batches([(3, 4001), (4, 5)], 1000, 4)
     with pytest.raises(InvalidUsage, match="sample 4 has 0 tokens"):
-        scheduler.get_groups_and_subsamples([(3, 4000), (4, 0)])
-    with pytest.raises(InvalidUsage, match="has 6 ranks"):
-        MegatronScheduler(1000, Group(6))
-    with pytest.raises(InvalidUsage, match="max_seq_len_per_rank is 0"):
-        MegatronScheduler(0, Group(4))
+        pack_micro_batches([(3, 4000), (4, 0)], 1000, 4)
+    with pytest.raises(InvalidUsage, match="min_ranks 5 of 4"):
+        pack_micro_batches([(3, 1)], 1000, 4, min_ranks=5)
+    with pytest.raises(InvalidUsage, match=r"3 samples make no micro-batches .* multiple of 4"):
+        pack_micro_batches([(i, 5) for i in range(3)], 1000, 4, divisible_by=4)
 
 
-def test_beside_megatrons_own_scheduler() -> None:
-    """The same call, the same form of result, and less work on the heaviest rank on average."""
-    found = pytest.importorskip("megatron.core.pipeline_parallel.hybrid_cp_schedule")
-    rng = random.Random(5)
-    ratios = []
-    for _ in range(20):
-        samples = random_samples(rng, 8, 1000)
-        theirs = found.BalancedCPScheduler(1000, Group(8))
-        _, groups = theirs.get_groups_and_subsamples(samples, None)
-        ours = MegatronScheduler(1000, Group(8))
-        for name in ("get_groups_and_subsamples", "gpus_needed", "total_hdp_gpus"):  # what Megatron-Core uses
-            assert hasattr(ours, name)
-            assert hasattr(theirs, name)
-        _, own = ours.get_groups_and_subsamples(samples, None)
-        assert isinstance(own[0][0], type(groups[0][0]))
-        ratios.append(heaviest(own[0], samples) / sum(heaviest_of_group(group, samples) for group in groups))
-    assert sum(ratios) / len(ratios) <= 1.0
+class Known:
+    """Megatron-Core's class, as far as it is used."""
+
+    def __init__(
+        self, limit: int, cp: int, dp: int, stages: int | None, max_num_seqs: Any = None, min_cp_size: int = 1
+    ):
+        self.max_seqlen_per_dp_cp_rank, self.cp_size, self.dp_size, self.min_cp_size = limit, cp, dp, min_cp_size
+        self.microbatch_group_size_per_vp_stage, self.max_num_seqs = stages, max_num_seqs
+
+    def get_groups_and_subsamples(self, sample_id_seqlens: list[tuple[int, int]]) -> list[list[list[int]]]:
+        return [[[sample] for _ in range(self.cp_size * self.dp_size)] for sample, _ in sample_id_seqlens]
+
+    def run(self) -> str:
+        return "Megatron's own"
 
 
-def heaviest_of_group(ids: list[list[int]], samples: list[tuple[int, int]]) -> float:
-    inside = {sample for own in ids for sample in own}
-    return heaviest(ids, [sample for sample in samples if sample[0] in inside])
+class Renamed(Known):
+    def get_groups_and_subsamples(self, sequences: Any) -> Any:  # type: ignore[override]
+        return super().get_groups_and_subsamples(sequences)
+
+
+class WithLengths(Known):
+    def get_groups_and_subsamples(self, sample_id_seqlens: Any) -> Any:
+        return [], super().get_groups_and_subsamples(sample_id_seqlens)
+
+
+class WithoutLimit(Known):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        del self.max_seqlen_per_dp_cp_rank
+
+
+class OtherArguments(Known):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, 1, 1, None)
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    modules = {name: ModuleType(name) for name in ("megatron", "megatron.core", "megatron.core.datasets")}
+    schedule: Any = ModuleType("megatron.core.datasets.data_schedule")
+    schedule.scheduler_map = {"dp_balanced": None, "default_dynamic_cp": None}
+    modules["megatron"].core = modules["megatron.core"]  # type: ignore[attr-defined]
+    modules["megatron.core"].__version__ = "9.8"  # type: ignore[attr-defined]
+    modules["megatron.core.datasets"].data_schedule = schedule  # type: ignore[attr-defined]
+    for name, module in {**modules, schedule.__name__: schedule}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return schedule
+
+
+def test_takes_the_place_of_the_known_class(megatron: Any) -> None:
+    megatron.DefaultDynamicCPScheduler = Known
+    scheduler = megatron_packing_scheduler()(1000, 2, 2, None, max_num_seqs=None, min_cp_size=1)
+    assert scheduler.run() == "Megatron's own"
+    samples = [(0, 2000), (1, 900), (2, 800)]
+    assert scheduler.get_groups_and_subsamples(samples) == pack_micro_batches(samples, 1000, 4)
+    stages = megatron_packing_scheduler()(1000, 2, 2, 2, max_num_seqs=3, min_cp_size=2)
+    expected = pack_micro_batches(samples, 1000, 4, min_ranks=2, divisible_by=2, max_samples=2)
+    assert stages.get_groups_and_subsamples(samples) == expected
+
+
+@pytest.mark.parametrize("moved", [Renamed, WithLengths, WithoutLimit, OtherArguments])
+def test_says_that_the_class_has_moved(megatron: Any, moved: type) -> None:
+    megatron.DefaultDynamicCPScheduler = moved
+    with pytest.raises(InvalidUsage, match=r"megatron-core 9\.8: .*DefaultDynamicCPScheduler has another interface"):
+        megatron_packing_scheduler()
+
+
+def test_says_that_the_map_has_moved(megatron: Any) -> None:
+    megatron.DefaultDynamicCPScheduler = Known
+    megatron.scheduler_map = {5: Known}
+    with pytest.raises(InvalidUsage, match=r"scheduler_map has \[5\], expected 'default_dynamic_cp'"):
+        megatron_packing_scheduler()
+
+
+@pytest.mark.usefixtures("megatron")
+def test_says_what_older_versions_have() -> None:
+    with pytest.raises(InvalidUsage, match=r"9\.8: .* has no DefaultDynamicCPScheduler.*MegatronScheduler takes"):
+        megatron_packing_scheduler()
+
+
+def test_says_that_megatron_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(InvalidUsage, match="pip install megatron-core"):
+        megatron_packing_scheduler()
