@@ -5,8 +5,7 @@
 :mod:`hdpcomm.integrations.vllm` brings trained weights into vLLM's workers.
 """
 
-from hdpcomm.integrations.megatron import MegatronScheduler
-from hdpcomm.integrations.megatron_packing import megatron_packing_scheduler
+from hdpcomm.integrations.megatron import megatron_packing_scheduler
 from hdpcomm.integrations.verl import split_micro_batches
 
-__all__ = ["MegatronScheduler", "megatron_packing_scheduler", "split_micro_batches"]
+__all__ = ["megatron_packing_scheduler", "split_micro_batches"]

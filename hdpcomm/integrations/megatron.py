@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations.megatron import SQUARES, longest_first
 from hdpcomm.plan import CostModel
 
 __all__ = ["megatron_packing_scheduler", "pack_micro_batches"]
 
+#: Megatron's own estimate: the square of the length, divided by the ranks.
+SQUARES = CostModel(attention=1.0, linear=0.0)
 # The longest sample of a micro-batch takes so many times the mean work, or more ranks; the best plan counts.
 _TARGETS = (1.0, 1.5, 2.5)
 # Plans are made for so many numbers of micro-batches, from the fewest that hold the samples.
@@ -46,8 +47,7 @@ def megatron_packing_scheduler(cost_model: CostModel = SQUARES) -> type[Any]:
         cost_model: what a sample takes on some ranks; default: Megatron's own estimate, the length squared / ranks.
 
     Raises:
-        InvalidUsage: no Megatron-Core, or one without that class (0.19 and older on PyPI, where
-            :class:`~hdpcomm.integrations.MegatronScheduler` serves) or with another interface of it.
+        InvalidUsage: no Megatron-Core, or one without that class (0.19 and older) or with another interface of it.
     """
     try:
         import megatron.core
@@ -58,8 +58,8 @@ def megatron_packing_scheduler(cost_model: CostModel = SQUARES) -> type[Any]:
     parent: Any = getattr(data_schedule, "DefaultDynamicCPScheduler", None)
     if parent is None:
         raise InvalidUsage(
-            f"{told} has no DefaultDynamicCPScheduler. Where it has HybridCPDataLoaderWrapper, "
-            "hdpcomm.integrations.MegatronScheduler takes the place of its cp_balancing_scheduler"
+            f"{told} has no DefaultDynamicCPScheduler, which came after 0.19: install Megatron-LM's branch dev, or a "
+            "release with --dynamic-context-parallel"
         )
     _check_interface(parent, f"{told}.DefaultDynamicCPScheduler")
     schedulers = getattr(data_schedule, "scheduler_map", {})
@@ -146,7 +146,7 @@ def pack_micro_batches(
         )
     if not samples:
         return []
-    ordered = longest_first(samples, ranks, max_tokens)
+    ordered = _longest_first(samples, ranks, max_tokens)
     # The groups that Megatron-Core makes: create_dynamic_dp_cp_groups(), and that of all ranks.
     sizes = [2**k for k in range(ranks.bit_length() - 1) if 2**k >= min_ranks]
     sizes = [size for size in sizes if size < ranks] + [ranks]
@@ -181,6 +181,17 @@ def pack_micro_batches(
             f"rank, none idle, whose number is a multiple of {divisible_by}: take more samples a step"
         )
     return min(plans)[2]
+
+
+def _longest_first(samples: Sequence[Sample], ranks: int, max_tokens: int) -> list[Sample]:
+    ordered = sorted(samples, key=lambda sample: (-sample[1], sample[0]))
+    for sample, length in (ordered[0], ordered[-1]):
+        if not 1 <= length <= ranks * max_tokens:
+            raise InvalidUsage(
+                f"sample {sample} has {length} tokens, expected 1 to {ranks} ranks x {max_tokens} tokens: cut it, or "
+                "raise max_seqlen_per_dp_cp_rank"
+            )
+    return ordered
 
 
 class _Table:

@@ -1,13 +1,12 @@
 """Megatron-Core: its dynamic context parallel groups on the backend, and hdpcomm's scheduler in the place of its own.
 
-Megatron-Core has had two interfaces for schedulers, and some versions have both: each that is there is tried. A version
-without either has moved on, and hdpcomm.integrations has to follow.
+Micro-batches in which every rank has samples, packed. A version of Megatron-Core whose class has moved is an error that
+says so, and hdpcomm.integrations has to follow.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,11 +16,6 @@ from unittest import mock
 from common import Figures, join, leave, main
 
 RANKS, LIMIT, STEPS = 4, 1000, 5
-MOVED = (
-    "megatron-core {}: neither BalancedCPScheduler in megatron.core.pipeline_parallel.hybrid_cp_schedule nor "
-    "DefaultDynamicCPScheduler in megatron.core.datasets.data_schedule; see what its training loop calls, and follow "
-    "it in hdpcomm/integrations"
-)
 
 
 def samples_of(step: int) -> list[tuple[int, int]]:
@@ -43,150 +37,72 @@ def on_cpus(device: Any) -> Iterator[None]:
 
 
 def work(backend: str) -> Figures:
-    import megatron.core
+    """Megatron-Core's whole way of a step's samples to packed micro-batches, with hdpcomm's micro-batches in it."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.datasets import data_schedule
+
+    from hdpcomm.integrations import megatron_packing_scheduler
 
     rank, size = join(backend)
-    tried = []
-    found: Figures = {}
-    for kind in (Hybrid, Packing):
-        try:
-            kind.load()
-        except (ImportError, AttributeError):
-            continue
-        tried.append(kind.__name__)
-        found |= kind.work(rank, size)
-    if not tried:
-        sys.exit(MOVED.format(megatron.core.__version__))
-    print(f"{' and '.join(tried)} of megatron-core {megatron.core.__version__}")
+    everyone, group_of = make_groups(size)
+    own = data_schedule.scheduler_map["default_dynamic_cp"]
+    config = SimpleNamespace(
+        max_seqlen_per_dp_cp_rank=LIMIT,
+        microbatch_group_size_per_vp_stage=1,
+        virtual_pipeline_model_parallel_size=None,
+        sequence_packing_scheduler="default_dynamic_cp",
+        min_dynamic_context_parallel_size=1,
+        pipeline_model_parallel_layout=None,
+        mtp_num_layers=None,
+    )
+    found: Figures = {"packed": [], "work of theirs less ours": []}
+    for step in range(STEPS):
+        samples = samples_of(step)
+        works = []
+        for scheduler in (megatron_packing_scheduler(), own):
+            data_schedule.scheduler_map["default_dynamic_cp"] = scheduler
+            # Every second sample on each of the two data parallel ranks; its tokens say which it is.
+            mine = [sample for sample in samples if sample[0] % 2 == parallel_state.get_data_parallel_rank()]
+            with on_cpus(torch.device("cpu")):
+                micro_batches, count, tokens, _ = data_schedule.wrap_data_iterator(
+                    iter([[tensors_of(*sample)] for sample in mine]), config, len(mine)
+                )
+            assert tokens == sum(length for _, length in samples)
+            sums = torch.zeros(len(samples), dtype=torch.float64)
+            loads = torch.zeros(count, dtype=torch.float64)
+            for place in range(count):
+                packed = next(micro_batches)
+                wide = int(packed["local_cp_size"])
+                lengths = packed["cu_seqlens"].diff()
+                assert int(lengths.sum()) <= LIMIT * wide
+                loads[place] = float(lengths.double().square().sum()) / wide
+                part = torch.bincount(packed["tokens"], minlength=len(samples)).double() * (1 + rank)
+                dist.all_reduce(part, group=group_of(wide))
+                sums += part / wide
+            dist.all_reduce(sums, group=everyone)
+            dist.all_reduce(loads, op=dist.ReduceOp.MAX, group=everyone)
+            works.append(float(loads.sum()))
+            if scheduler is not own:
+                found["packed"] += sums.tolist()
+        data_schedule.scheduler_map["default_dynamic_cp"] = own
+        found["work of theirs less ours"].append(works[1] - works[0])
+    assert sum(found["work of theirs less ours"]) >= 0, "Megatron's own scheduler balanced better"
+    parallel_state.destroy_model_parallel()
     leave(backend)
     return found
-
-
-class Hybrid:
-    """``BalancedCPScheduler`` of 0.16 to 0.19: one sample at a time, each on ranks of its own."""
-
-    @staticmethod
-    def load() -> Any:
-        from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
-
-        return BalancedCPScheduler
-
-    @staticmethod
-    def work(rank: int, size: int) -> Figures:
-        """The sum of a number of each sample over the ranks that run it, in the scheduler's order; each rank's load."""
-        import torch
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-
-        from hdpcomm.integrations import MegatronScheduler
-
-        everyone, group_of = make_groups(size)
-        found: Figures = {"sums": [], "load of theirs less ours": []}
-        for step in range(STEPS):
-            samples = samples_of(step)
-            loads = []
-            for scheduler in (MegatronScheduler(LIMIT, everyone), Hybrid.load()(LIMIT, everyone)):
-                ids = [[] for _ in range(size)]  # a rank's samples in order, of all groups of the step
-                for group in scheduler.get_groups_and_subsamples(samples, None)[1]:
-                    for own, more in zip(ids, group, strict=True):
-                        own += more
-                wide = {sample: sum(sample in own for own in ids) for sample, _ in samples}
-                loads.append(max(sum(dict(samples)[i] ** 2 / wide[i] for i in own) for own in ids))
-                if not isinstance(scheduler, MegatronScheduler):
-                    continue
-                sums = torch.zeros(len(samples), dtype=torch.float64)
-                for sample in ids[rank]:
-                    part = torch.full((), 1.0 + rank + sample, dtype=torch.float64)
-                    if wide[sample] > 1:
-                        dist.all_reduce(part, group=group_of(wide[sample]))
-                    sums[sample] = part / wide[sample]
-                dist.all_reduce(sums, group=everyone)
-                found["sums"] += sums.tolist()
-            found["load of theirs less ours"].append(loads[1] - loads[0])
-        assert sum(found["load of theirs less ours"]) >= 0, "Megatron's own scheduler balanced better"
-        parallel_state.destroy_model_parallel()
-        return found
-
-
-class Packing:
-    """``DefaultDynamicCPScheduler`` of dev: micro-batches in which every rank has samples, packed."""
-
-    @staticmethod
-    def load() -> Any:
-        from megatron.core.datasets.data_schedule import DefaultDynamicCPScheduler
-
-        return DefaultDynamicCPScheduler
-
-    @staticmethod
-    def work(rank: int, size: int) -> Figures:
-        """Megatron-Core's whole way of a step's samples to packed micro-batches, with hdpcomm's micro-batches in it."""
-        import torch
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-        from megatron.core.datasets import data_schedule
-
-        from hdpcomm.integrations import megatron_packing_scheduler
-
-        everyone, group_of = make_groups(size)
-        own = data_schedule.scheduler_map["default_dynamic_cp"]
-        config = SimpleNamespace(
-            max_seqlen_per_dp_cp_rank=LIMIT,
-            microbatch_group_size_per_vp_stage=1,
-            virtual_pipeline_model_parallel_size=None,
-            sequence_packing_scheduler="default_dynamic_cp",
-            min_dynamic_context_parallel_size=1,
-            pipeline_model_parallel_layout=None,
-            mtp_num_layers=None,
-        )
-        found: Figures = {"packed": [], "work of theirs less ours": []}
-        for step in range(STEPS):
-            samples = samples_of(step)
-            works = []
-            for scheduler in (megatron_packing_scheduler(), own):
-                data_schedule.scheduler_map["default_dynamic_cp"] = scheduler
-                # Every second sample on each of the two data parallel ranks; its tokens say which it is.
-                mine = [sample for sample in samples if sample[0] % 2 == parallel_state.get_data_parallel_rank()]
-                with on_cpus(torch.device("cpu")):
-                    micro_batches, count, tokens, _ = data_schedule.wrap_data_iterator(
-                        iter([[tensors_of(*sample)] for sample in mine]), config, len(mine)
-                    )
-                assert tokens == sum(length for _, length in samples)
-                sums = torch.zeros(len(samples), dtype=torch.float64)
-                loads = torch.zeros(count, dtype=torch.float64)
-                for place in range(count):
-                    packed = next(micro_batches)
-                    wide = int(packed["local_cp_size"])
-                    lengths = packed["cu_seqlens"].diff()
-                    assert int(lengths.sum()) <= LIMIT * wide
-                    loads[place] = float(lengths.double().square().sum()) / wide
-                    part = torch.bincount(packed["tokens"], minlength=len(samples)).double() * (1 + rank)
-                    dist.all_reduce(part, group=group_of(wide))
-                    sums += part / wide
-                dist.all_reduce(sums, group=everyone)
-                dist.all_reduce(loads, op=dist.ReduceOp.MAX, group=everyone)
-                works.append(float(loads.sum()))
-                if scheduler is not own:
-                    found["packed"] += sums.tolist()
-            data_schedule.scheduler_map["default_dynamic_cp"] = own
-            found["work of theirs less ours"].append(works[1] - works[0])
-        assert sum(found["work of theirs less ours"]) >= 0, "Megatron's own scheduler balanced better"
-        parallel_state.destroy_model_parallel()
-        return found
 
 
 def make_groups(size: int) -> tuple[Any, Any]:
     """The group of all ranks, and a function that gives this rank's group of some size."""
     from megatron.core import parallel_state
 
-    dynamic = hasattr(parallel_state, "get_dynamic_data_context_parallel_groups")
-    word = "dynamic" if dynamic else "hybrid"
     with on_cpus(0):
         parallel_state.initialize_model_parallel(
-            context_parallel_size=size // 2,
-            create_gloo_process_groups=False,
-            **{f"{word}_context_parallel": True},
+            context_parallel_size=size // 2, create_gloo_process_groups=False, dynamic_context_parallel=True
         )
-    found = getattr(parallel_state, f"get_{word}_data_context_parallel_groups")
+    found = parallel_state.get_dynamic_data_context_parallel_groups
     return parallel_state.get_data_parallel_group(with_context_parallel=True), lambda wide: found(group_size=wide)
 
 

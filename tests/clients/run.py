@@ -3,7 +3,7 @@
 usage: run.py --wheel FILE [--environments FOLDER] [--instead REQUIREMENT] [CLIENT ...]     (default: all)
 
 --instead takes another version of a package than the table's, such as
-"megatron-core @ git+https://github.com/NVIDIA/Megatron-LM@dev", in an environment of its own.
+"megatron-core @ git+https://github.com/NVIDIA/Megatron-LM@main", in an environment of its own.
 Environments are kept, so that the next run is quick, and lie outside the source tree. hdpcomm is installed from the
 wheel, as a user has it: torch knows the backend by the entry point. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 brings a torch without CUDA. Exit code 1: a client failed; its output is printed.
@@ -38,9 +38,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "lightning_fabric": ("transformers", "lightning==2.6.6"),
     "deepspeed_zero": ("transformers", "deepspeed==0.19.8", "setuptools", "ninja"),
     # Some modules of Megatron-Core import Triton, for which it does not ask; nor does torchtitan.
-    "megatron_scheduler": (
-        "megatron-core==0.19.2; python_version >= '3.12'", "megatron-core==0.16.1; python_version < '3.12'", "triton",
-    ),
+    "megatron_scheduler": ("megatron-core @ git+https://github.com/NVIDIA/Megatron-LM@dev", "triton"),
     "torchtitan_plans": ("torchtitan==0.3.0", "datasets<4.8", "triton"),
     # verl's workers import the last two, which it does not ask for.
     "verl_engine": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),

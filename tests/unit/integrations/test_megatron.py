@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations.megatron_packing import megatron_packing_scheduler, pack_micro_batches
+from hdpcomm.integrations.megatron import megatron_packing_scheduler, pack_micro_batches
 from hdpcomm.plan import CostModel
 
 
@@ -182,7 +182,7 @@ def test_says_that_the_map_has_moved(megatron: Any) -> None:
 
 @pytest.mark.usefixtures("megatron")
 def test_says_what_older_versions_have() -> None:
-    with pytest.raises(InvalidUsage, match=r"9\.8: .* has no DefaultDynamicCPScheduler.*MegatronScheduler takes"):
+    with pytest.raises(InvalidUsage, match=r"9\.8: .* has no DefaultDynamicCPScheduler, which came after 0\.19"):
         megatron_packing_scheduler()
 
 
