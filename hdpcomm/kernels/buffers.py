@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from hdpcomm._core import kernels as _core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._tensors import dtype_code, launch
 
-__all__ = ["reduce"]
+__all__ = ["accumulate", "reduce"]
+
+_PIECE_ELEMENTS = 1 << 20
+
+
+def accumulate(sums: Tensor, addend: Tensor) -> None:
+    """``sums += addend`` for contiguous tensors of one shape.
+
+    On CPUs torch copies an addend of a narrower type whole, in the type of the sums; here it copies a piece at a time.
+    """
+    if sums.dtype == addend.dtype or sums.device.type != "cpu":
+        sums.add_(addend)
+        return
+    for own, other in zip(*(torch.split(x.view(-1), _PIECE_ELEMENTS) for x in (sums, addend)), strict=True):
+        own.add_(other)
 
 
 def reduce(out: Tensor, a: Tensor, b: Tensor, *, op: str = "sum") -> None:

@@ -29,6 +29,8 @@ __all__ = [
 
 _SMALL_CHUNK = 16 << 20
 """Bytes of logits up to which a larger chunk costs nothing worth saving."""
+_PRODUCT_ELEMENTS = 16 << 20
+"""Elements of the weight's gradient that a product in a narrow type makes at a time, before it is added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +267,10 @@ def _chunks(
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """(losses ``[tokens]``, gradients of hidden, weight and bias, where wanted), a chunk of logits at a time."""
     rows_type = FusedRows if hidden.dtype in CROSS_ENTROPY_DTYPES else PlainRows
-    gradients = _Gradients(hidden, weight, bias, wanted)
     tokens = hidden.shape[0]
     losses = torch.empty(tokens, dtype=_wide(hidden.dtype), device=hidden.device)
     chunks = -(-tokens // job.chunk)
+    gradients = _Gradients(hidden, weight, bias, wanted, chunks)
     # chunks of equal size: the last one of many would else be small
     size = -(-tokens // chunks) if chunks else 0
     memory = hidden.new_empty(size, weight.shape[0])
@@ -296,11 +298,11 @@ def _label_losses(rows: LogitRows, label_loss: LabelLoss, part: slice) -> Tensor
 
 
 class _Gradients:
-    """The gradients of hidden, weight and bias, summed over the chunks."""
+    """The gradients of hidden, weight and bias, summed over the chunks: in float32 at least where there are several."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], chunks: int) -> None:
         self._types = weight.dtype, None if bias is None else bias.dtype
-        wide = _wide(weight.dtype)
+        wide = weight.dtype if chunks == 1 else _wide(weight.dtype)
         self.hidden = torch.empty_like(hidden) if wanted[0] else None
         self.weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wanted[1] else None
         self.bias = None if bias is None or not wanted[2] else torch.zeros(bias.shape, dtype=wide, device=bias.device)
@@ -312,8 +314,10 @@ class _Gradients:
         if self.weight is not None:
             if self.weight.dtype == logits.dtype:
                 self.weight.addmm_(logits.t(), hidden)
-            else:
-                self.weight += logits.t() @ hidden
+            else:  # a product in the narrow type, and on CPUs its copy in the wide one: of some rows at a time
+                rows = max(1, _PRODUCT_ELEMENTS // max(1, hidden.shape[1]))
+                for own, columns in zip(torch.split(self.weight, rows), torch.split(logits, rows, dim=1), strict=True):
+                    own += columns.t() @ hidden
         if self.bias is not None:
             self.bias += logits.sum(0, dtype=self.bias.dtype)
 

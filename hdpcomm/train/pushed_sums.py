@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.errors import Aborted, Error
+from hdpcomm.kernels.buffers import accumulate
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Work
@@ -291,4 +292,4 @@ def _add_to(sums: Tensor, owner: int, bucket: Bucket, gradients: dict[int, Tenso
     """Adds what an owner has of a bucket."""
     for parameter, start, stop, span in bucket.spans(owner):
         if id(parameter) in gradients and start < stop:
-            sums[span].add_(gradients[id(parameter)].reshape(-1)[start:stop])
+            accumulate(sums[span], gradients[id(parameter)].reshape(-1)[start:stop])

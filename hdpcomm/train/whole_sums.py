@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.errors import Error
+from hdpcomm.kernels.buffers import accumulate
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
@@ -115,7 +116,7 @@ class WholeSums:
         """As :meth:`arrived` in a pass that is only measured."""
         view = self._views[id(parameter)]
         if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
-            view += parameter.grad
+            accumulate(view, parameter.grad.contiguous())
             parameter.grad = view if parameter.dtype == view.dtype else None
 
     def start(self) -> None:

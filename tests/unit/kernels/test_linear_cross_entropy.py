@@ -1,5 +1,6 @@
 """The last layer and its loss in chunks, against a float64 oracle in numpy, one token at a time."""
 
+import importlib
 import math
 from itertools import pairwise
 
@@ -145,6 +146,28 @@ def test_peak_memory_does_not_grow_with_tokens_times_vocabulary():
     # a token costs its gradient, which is also copied to .grad's place, and some numbers of four bytes; a logit nothing
     assert large - small <= (4096 - 512) * 4 * (2 * width + 16)
     assert large < 4096 * columns * 4 / 8
+
+
+@pytest.mark.parametrize(("chunk", "bytes_an_element"), [(64, 2), (32, 6)])  # 6: the sum in float32, and its rounding
+def test_peak_memory_of_a_narrow_weights_gradient(monkeypatch, chunk, bytes_an_element):
+    monkeypatch.setattr(importlib.import_module(linear_cross_entropy.__module__), "_PRODUCT_ELEMENTS", 1 << 12)
+    hidden, weight, _, labels, _ = problem_of(0, 64, 4096, 512, torch.bfloat16)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    with MemoryMeter("cpu") as meter:
+        linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED, chunk_tokens=chunk)
+    assert meter.peak <= 1.02 * bytes_an_element * weight.numel() + 3 * 2 * chunk * 4096
+
+
+@given(st.integers(0, 2**32), st.integers(1, 7))
+@settings(max_examples=20, deadline=None)
+def test_products_of_some_rows_at_a_time_give_the_whole(seed, elements):
+    module = importlib.import_module(linear_cross_entropy.__module__)
+    problem = problem_of(seed, 9, 11, 3, torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PRODUCT_ELEMENTS", elements)
+        found = run(problem, chunk_tokens=4)
+    close(found, oracle(problem), torch.bfloat16)
 
 
 def test_frozen_weights_cost_nothing():
