@@ -12,7 +12,8 @@ run of ``transformers`` measures costs; the others know them, which takes less t
 
 A rank's peak is that of :class:`large_model.Peak` (its anonymous memory and its share of the shared memory, above what
 it had when all was imported), from the making of the trainer to the last step, while it saves, and when it goes on. The
-prediction is :func:`hdpcomm.run.memory.predict_memory` of ``hdpcomm train`` with the same settings.
+prediction is :func:`hdpcomm.run.memory.predict_memory` of ``hdpcomm train`` with the same settings. glibc gives back at
+once what is freed (:func:`give_back`); as it comes it keeps freed tensors of up to 32 MiB, which are most of them here.
 
 With ``--host``, on one rank and a model so small that the host is what takes time: processor time of a step of the
 door, less that of the same trainer of the other base whose ``training_step`` computes nothing (its batches, collator,
@@ -23,6 +24,7 @@ three in turns in one process; the fastest steps are compared.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -52,6 +54,7 @@ CAPACITY = 64  # tokens of a rank in a micro-batch
 BATCH = 48  # sequences of a step of --host
 STEPS, TURNS, WARM_UP = 25, 5, 5
 COST = CostModel(attention=1e-9, linear=1e-6, fixed=1e-4)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 LENGTHS = (9, 31, 5, 14, 22, 3, 28, 17)
 WORDS = 50
 
@@ -127,7 +130,16 @@ def trainer_of(door: str, folder: Path, **options: Any) -> Any:
     return lambda: kind(model=str(folder / "model"), args=arguments(config, folder, **settings), **given, **options)
 
 
+def give_back() -> None:
+    """From now on this process gives the memory of freed tensors back to the system."""
+    libc = ctypes.CDLL("libc.so.6")
+    for option, size in ((_M_MMAP_THRESHOLD, 1 << 20), (_M_TRIM_THRESHOLD, 8 << 20)):
+        if not libc.mallopt(option, size):
+            raise OSError(f"mallopt({option}, {size}) failed")
+
+
 def run_rank(door: str, folder: str, zero: int, steps: int, resume: bool) -> dict[str, Any]:
+    give_back()
     os.environ["OMP_NUM_THREADS"] = "1"  # accelerate takes more
     torch.set_num_threads(1)
     measures = door == "transformers" and not resume
