@@ -17,13 +17,11 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner, StepPlan, Tree, TreeFragment
 from hdpcomm.plan.fragments import squares_by_id
 from hdpcomm.plan.tree import tree_of
-from hdpcomm.plan.waves import passes_without_tokens
 
 __all__ = [
     "StepReport",
     "StreamReport",
     "optimizer_seconds",
-    "processor_seconds",
     "reduction_seconds",
     "simulate_step",
     "simulate_stream",
@@ -60,21 +58,6 @@ def optimizer_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
     """Seconds of AdamW on a rank's share of the parameters, bound by memory bandwidth."""
     share = model.params / (cluster.tensor * cluster.pipeline) / cluster.ranks
     return share * _OPTIMIZER_BYTES / cluster.hardware.hbm_bandwidth
-
-
-def processor_seconds(plan: StepPlan, costs: CostModel, cluster: ClusterSpec) -> float:
-    """Processor seconds of all ranks together for forward and backward of a plan without trees. Local.
-
-    Other than the time of a step, it does not depend on who waits for whom, or shares processors with whom.
-
-    Args:
-        costs: ``Calibration.processor_model``, of one device.
-    """
-    total = costs.fixed * passes_without_tokens(plan.micro_batches, cluster.expert, plan.slices)
-    for batch in plan.micro_batches:
-        lengths = [sequence.length for sequence in batch.sequences]
-        total += len(batch.ranks) * costs.seconds(lengths, len(batch.ranks))
-    return total * cluster.pipeline * cluster.tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,19 +192,6 @@ def training() -> Cells:
     return table
 
 
-def meshes() -> Cells:
-    """Simulated over measured steps, by mesh."""
-    table = [["mesh", "measured s", "simulated over measured", "of processor time"]]
-    for name, mesh in result("meshes")["meshes"].items():
-        ratios = [
-            statistics.median(s / m for s, m in zip(mesh[f"simulated{unit}"], mesh[f"measured{unit}"], strict=True))
-            for unit in ("_s", "_processor_s")
-        ]
-        cells = [f"{statistics.median(mesh['measured_s']):.3f}", *(f"{ratio:.2f}" for ratio in ratios)]
-        table.append([f"{name}, {mesh['ranks']} ranks", *cells])
-    return table
-
-
 def zero_bubble() -> Cells:
     """Gain of split backward passes over 1F1B, and the most that its order could gain."""
     table = [["model", "HDP ranks", "PP", "byted", "at most", "github", "at most"]]
@@ -275,7 +262,6 @@ TABLES: dict[str, Callable[[], Cells]] = {
         collectives,
         torch_backend,
         training,
-        meshes,
         zero_bubble,
         tree_attention,
         layer_bytes,

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, ModelSpec, Planner, StepPlan
 
 __all__ = [
-    "KNOWN_BY_CALIBRATION",
     "add_parser",
     "add_step_options",
     "draw_lengths",
@@ -166,7 +165,7 @@ def read_profile(path: str) -> CostModel:
 
 
 _RANKS = 1024
-KNOWN_BY_CALIBRATION = {
+_KNOWN_BY_CALIBRATION = {
     "model": "llama-7b",
     "cluster": "h100",
     "profile": None,
@@ -355,7 +354,7 @@ def _with_domains(options: argparse.Namespace, cluster: ClusterSpec, measured: C
 def refuse_given(options: argparse.Namespace, known: Mapping[str, Any], told: str) -> None:
     """Raises InvalidUsage for an option that is not at its default though something else says what it is.
 
-    known: the defaults. told: ``--like, whose run``, say.
+    known: the defaults. told: ``--lengths, whose file``, say.
     """
     for name, default in known.items():
         if getattr(options, name) != default:
@@ -369,7 +368,7 @@ def _calibrated(options: argparse.Namespace) -> _Described:
     """As :func:`_described`, by the file of ``--calibration``."""
     from hdpcomm.plan import Calibration
 
-    refuse_given(options, KNOWN_BY_CALIBRATION, "--calibration, whose file")
+    refuse_given(options, _KNOWN_BY_CALIBRATION, "--calibration, whose file")
     found = Calibration.load(options.calibration)
     if options.ranks or options.ranks_per_node or options.ranks_per_domain:
         ranks = options.ranks or found.cluster.ranks

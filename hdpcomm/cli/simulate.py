@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hdpcomm.cli.output import check_drawing, check_writable, write_json
 from hdpcomm.cli.plan import add_step_options, draw_lengths, make_planners, refuse_given
-from hdpcomm.cli.similar_run import SimilarRun
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
 from hdpcomm.options import count
@@ -46,8 +45,7 @@ _KNOWN_BY_PLAN = {
     "tokens": 32 << 20,
     "context": None,
     "seed": 0,
-    "steps": None,
-    "like": None,
+    "steps": 1,
 }
 
 
@@ -77,13 +75,9 @@ def _simulate(options: argparse.Namespace) -> int:
         check_drawing("--plot")
     if options.plan is not None:
         return _simulate_plan(options)
-    run = None if options.like is None else SimilarRun(options)
     policies = list(POLICIES) if options.policy == "all" else options.policy.split(",")
     planners = make_planners(options, policies)
-    if run is not None:
-        batches = run.batches(options.steps)
-    else:
-        batches = [draw_lengths(options, step=step) for step in range(options.steps or 1)]
+    batches = [draw_lengths(options, step=step) for step in range(options.steps)]
     reports, able = [], []
     for planner in planners:
         LOG.info(f"simulating {planner.policy} ...")
@@ -95,8 +89,7 @@ def _simulate(options: argparse.Namespace) -> int:
                 raise
             LOG.warning(f"{planner.policy} is left out: {error}")  # nobody named it
     planners = able
-    compared = {} if run is None else run.compare(planners, reports)
-    _show(options, planners, [planner.policy for planner in planners], reports, compared)
+    _show(options, planners, [planner.policy for planner in planners], reports)
     return 0
 
 
@@ -105,7 +98,6 @@ def _show(
     planners: Sequence[Planner],
     policies: Sequence[str],
     reports: Sequence[StreamReport],
-    compared: Mapping[str, object] | None = None,
 ) -> None:
     print(
         f"{'policy':<10} {'step (s)':>9} {'speed-up':>9} {'tokens/s':>12} {'MFU':>7} {'idle':>7} {'exposed':>9} "
@@ -126,8 +118,7 @@ def _show(
 
         write_stream_trace(options.trace, reports[0].steps, reports[0].waits_s, planners[0].cluster)
     if options.json:
-        found = {policy: report.to_dict() for policy, report in zip(policies, reports, strict=True)}
-        write_json(options.json, found | dict(compared or {}))
+        write_json(options.json, {policy: report.to_dict() for policy, report in zip(policies, reports, strict=True)})
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -145,14 +136,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=_POLICIES,
         help="policies, separated by commas: balanced, pipeline, naive, pow2, static; or all (default %(default)s)",
     )
-    parser.add_argument("--steps", type=count, help="steps to run (default 1; with --like the last 8 of the run)")
-    parser.add_argument(
-        "--like",
-        type=Path,
-        metavar="RUN",
-        help="the model, costs, mesh and batches of a run of hdpcomm train --out RUN, beside what its steps took; "
-        "--ranks, --ranks-per-node, --capacity, --slow-ranks, --queue and --slices may differ",
-    )
+    parser.add_argument("--steps", type=count, default=1, help="steps to run (default %(default)s)")
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="run the plan that hdpcomm plan --out wrote, and make none"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "forward_backward",
-    "processor_costs",
     "profile_cost_model",
     "profile_samples",
     "weights_share",
@@ -149,15 +147,6 @@ def weights_share(samples: Iterable[CostSample], costs: CostModel) -> float:
     longest = [sample.weights_s for sample in alone if sum(sample.lengths) == tokens]
     dense = (costs.linear - costs.experts) * tokens
     return min(1.0, statistics.median(longest) / dense) if dense > 0 else 0.0
-
-
-def processor_costs(samples: Iterable[CostSample]) -> CostModel | None:
-    """Fits processor seconds of a micro-batch on each of its ranks to measurements that have them; else ``None``.
-
-    Ranks that wait take next to nothing: they sleep, after less than a millisecond.
-    """
-    known = [replace(sample, seconds=sample.processor_s, one_node=True) for sample in samples]
-    return CostModel.fit(known) if known and all(sample.seconds > 0 for sample in known) else None
 
 
 def _cases(size: int, local: int, longest: int, near: int) -> list[tuple[int, list[int]]]:

@@ -34,8 +34,6 @@ class Calibration:
             of a rank), ``transport``, ``hosts``, ``date``, versions. A run with another model is refused.
         reduction_s, optimizer_s: seconds of a step's reduction of gradients, and of the optimizer.
         samples: micro-batches as measured, means over the ranks.
-        processor_model: what a micro-batch takes of the processors of each of its ranks, ``None`` for devices; it knows
-            nothing of waiting, and of ranks that share processors.
     """
 
     cost_model: CostModel
@@ -46,7 +44,6 @@ class Calibration:
     reduction_s: float = 0.0
     optimizer_s: float = 0.0
     samples: tuple[CostSample, ...] = ()
-    processor_model: CostModel | None = None
 
     def errors(self) -> list[float]:
         """Relative error of the cost model's prediction for each sample."""
@@ -105,7 +102,6 @@ class Calibration:
             "schema": _SCHEMA,
             "facts": self.facts,
             "cost_model": asdict(self.cost_model),
-            "processor_model": None if self.processor_model is None else asdict(self.processor_model),
             "cluster": cluster_to_dict(self.cluster),
             "memory": asdict(self.memory),
             "model": None if self.model is None else asdict(self.model),
@@ -122,7 +118,7 @@ class Calibration:
             content = json.loads(read_text(path))
             if not isinstance(content, dict) or content.get("schema") != _SCHEMA:
                 raise ValueError(f"its schema is not {_SCHEMA!r}")
-            model, processor = content["model"], content.get("processor_model")
+            model = content["model"]
             return cls(
                 cost_model=CostModel.from_json(json.dumps(content["cost_model"])),
                 cluster=cluster_from_dict(content["cluster"]),
@@ -132,7 +128,6 @@ class Calibration:
                 reduction_s=float(content["reduction_s"]),
                 optimizer_s=float(content["optimizer_s"]),
                 samples=tuple(CostSample(**each | {"lengths": tuple(each["lengths"])}) for each in content["samples"]),
-                processor_model=None if processor is None else CostModel.from_json(json.dumps(processor)),
             )
         except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise InvalidUsage(

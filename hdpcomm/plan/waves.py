@@ -24,7 +24,6 @@ __all__ = [
     "in_turns",
     "in_waves",
     "make_waves",
-    "passes_without_tokens",
     "plan_waves",
     "run_waves",
     "sorted_for_waves",
@@ -97,15 +96,6 @@ def sorted_for_waves(batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
     """Sorts micro-batches, the longest first, so that those of a wave take about as long."""
     order = sorted(batches, key=lambda batch: -batch.predicted_s)
     return tuple(replace(batch, index=place) for place, batch in enumerate(order))
-
-
-def passes_without_tokens(batches: Sequence[MicroBatch], expert: int, slices: Slices = _NONE) -> int:
-    """How often a rank has none of the micro-batches of a wave, and another one of its ``expert`` ranks has."""
-    idle = 0
-    for wave in make_waves(batches, slices):
-        ranks = {rank for batch in wave for rank in batch.ranks}
-        idle += len({rank // expert for rank in ranks}) * expert - len(ranks)
-    return idle
 
 
 def run_waves(

@@ -19,7 +19,7 @@ from hdpcomm.comm.topology import (
     shared_cores,
 )
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.measure.costs import processor_costs, profile_samples
+from hdpcomm.measure.costs import profile_samples
 from hdpcomm.measure.timing import call_s, slowest_s
 from hdpcomm.measure.topology import Topology, measure_topology
 from hdpcomm.models import NewWeights
@@ -100,10 +100,8 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
         "python": platform.python_version(),
     }
     memory = _memory(comm, config, model)
-    return Calibration(
-        cost, replace(cluster, device=device), memory, spec, facts, reduction_s, optimizer_s, samples,
-        processor_model=processor_costs(samples),
-    )  # fmt: skip
+    cluster = replace(cluster, device=device)
+    return Calibration(cost, cluster, memory, spec, facts, reduction_s, optimizer_s, samples)
 
 
 def _spec(config: RunConfig) -> ModelSpec | None:

@@ -15,7 +15,7 @@ from hdpcomm.comm.topology import domains_of, node_block
 from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
-from hdpcomm.measure.costs import processor_costs, profile_samples, weights_share
+from hdpcomm.measure.costs import profile_samples, weights_share
 from hdpcomm.measure.memory import profile_activations
 from hdpcomm.measure.timing import slowest_s
 from hdpcomm.models import NewWeights
@@ -59,7 +59,6 @@ class Costs:
         capacity: tokens that a rank holds without offload.
         memory: with offload only.
         pool: pinned host memory of this rank, with offload only.
-        processor_model: of :class:`hdpcomm.plan.Calibration`; ``None`` where it was not measured.
         nics, uplinks: network interfaces of a host, and links of a domain to others, by a calibration; ``None``: none
             that their ranks share, or nobody has looked.
     """
@@ -68,7 +67,6 @@ class Costs:
     capacity: int
     memory: MemoryModel | None = None
     pool: PinnedPool | None = None
-    processor_model: CostModel | None = None
     nics: int | None = None
     uplinks: int | None = None
 
@@ -95,13 +93,12 @@ def measure_costs(
     pool = rank_pool(comm, config.offload)
     if found is not None and same_mesh(found, config):
         facts: dict[str, Any] = dict(found.facts)
-        memory, processor = facts.get("memory_model"), facts.get("processor_model")
+        memory = facts.get("memory_model")
         return Costs(
             CostModel.from_dict(facts["cost_model"]),
             capacity,
             MemoryModel(**memory) if memory else None,
             pool,
-            CostModel.from_dict(processor) if processor else None,
             facts.get("nics"),
             facts.get("uplinks"),
         )
@@ -137,7 +134,7 @@ def measure_costs(
         costs = replace(costs, weights=weights_put_off(config, weights_share(samples, costs)))
     if comm.rank == 0:
         LOG.debug(f"measured {len(samples)} micro-batches: {costs}")
-    return Costs(costs, capacity, memory, pool, processor_costs(samples))
+    return Costs(costs, capacity, memory, pool)
 
 
 def _of_more_layers(one: CostSample, two: CostSample, times: float) -> CostSample:
@@ -192,7 +189,6 @@ def _calibrated(
         capacity,
         memory if pool else None,
         pool,
-        calibration.processor_model,
         calibration.cluster.nics,
         calibration.cluster.uplinks,
     )
@@ -207,15 +203,13 @@ def calibration_facts(config: RunConfig) -> dict[str, Any]:
     return {"model": model_facts(config.model), "dtype": config.dtype, "recompute": recompute, "mesh": mesh}
 
 
-def calibration_of_run(config: RunConfig, planner: Planner, costs: Costs, transport: str) -> Calibration:
-    """Calibration of a run's plans, as ``simulate --like`` takes it. Local.
+def calibration_of_run(config: RunConfig, planner: Planner, transport: str) -> Calibration:
+    """Calibration of a run's plans, as ``simulate --calibration`` takes it. Local.
 
     The model is left out: a run's own steps tell what follows their passes.
     """
     facts = calibration_facts(config) | {"transport": transport, "date": date.today().isoformat()}
-    return Calibration(
-        planner.cost_model, planner.cluster, planner.memory, facts=facts, processor_model=costs.processor_model
-    )
+    return Calibration(planner.cost_model, planner.cluster, planner.memory, facts=facts)
 
 
 def check_calibration(calibration: Calibration, config: RunConfig, *, ranks: int, ranks_per_node: int) -> None:

@@ -123,7 +123,7 @@ class RunFiles:
         write_own(self._out / "lengths.json", json.dumps(content, indent=1) + "\n")
 
     def costs(self, found: Calibration) -> None:
-        """Notes in ``calibration.json`` what the run plans with, for ``simulate --like``."""
+        """Notes in ``calibration.json`` what the run plans with, for ``simulate --calibration``."""
         if self._out is not None:
             write_own(self._out / "calibration.json", found.to_json())
 

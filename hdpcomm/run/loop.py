@@ -225,7 +225,7 @@ class _Run:
         """Tells what the plans are made from: nothing speaks against the run, which may write from here on."""
         if self.watching.on_costs is not None:
             planner = self.trainers[self.config.policies[0]].planner
-            self.watching.on_costs(calibration_of_run(self.config, planner, self.costs, self.comm.transport))
+            self.watching.on_costs(calibration_of_run(self.config, planner, self.comm.transport))
 
     def load(self) -> None:
         """Reads the checkpoint to go on from, if there is one. Raises: InvalidUsage, on all ranks: it does not fit."""
@@ -435,14 +435,13 @@ class _Run:
 
     def _facts(self) -> dict[str, Any]:
         """Facts beside the tensors of a checkpoint."""
-        memory, processor = self.costs.memory, self.costs.processor_model
+        memory = self.costs.memory
         return {
             "ranks": self.comm.size,
             "config": config_facts(self.config),
             "data": data_facts(self.corpus),
             "cost_model": asdict(self.costs.cost_model),
             "memory_model": None if memory is None else asdict(memory),
-            "processor_model": None if processor is None else asdict(processor),
             "nics": self.costs.nics,
             "uplinks": self.costs.uplinks,
             "loader": self.batches.state(self.done),

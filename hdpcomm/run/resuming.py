@@ -98,9 +98,9 @@ def _check_facts(found: Checkpoint) -> None:
             raise ValueError(f"{ranks!a:.40} is no number of ranks")
         name = "cost_model"
         CostModel.from_dict(facts.get(name, {}))
-        for name in ("memory_model", "processor_model"):
-            if facts.get(name):
-                MemoryModel(**facts[name]) if name == "memory_model" else CostModel.from_dict(facts[name])
+        name = "memory_model"
+        if facts.get(name):
+            MemoryModel(**facts[name])
         for name in ("nics", "uplinks"):
             if (shared := facts.get(name)) is not None:
                 check_whole("a run", name, shared, least=1)

@@ -10,7 +10,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import Error, InvalidUsage, Mismatch
-from hdpcomm.measure.costs import processor_costs, profile_samples
+from hdpcomm.measure.costs import profile_samples
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
@@ -230,16 +230,16 @@ def test_costs_are_measured_with_the_experts_where_they_are(ranks, expert):
             model = expert_parallel(Llama(config), Mesh(comm, expert=expert))
             samples = profile_samples(model, comm, longest=64)
             assert all(parameter.grad is None for parameter in model.parameters())
-            return samples, processor_costs(samples)
+            return samples
 
-    (samples, processor), *others = run_threads(rank, ranks)
-    assert all(other == (samples, processor) for other in others)
+    samples, *others = run_threads(rank, ranks)
+    assert all(other == samples for other in others)
     beside = [sample for sample in samples if sample.expert > 1]
     assert [(sample.expert, sample.ranks, sample.lengths) for sample in beside] == [(expert, 1, (64,))]
     assert {sample.ranks for sample in samples} == {1, 2, ranks}
     assert all(sample.processor_s > 0 for sample in samples)
-    for costs in (CostModel.fit(samples), processor):
-        assert 0 <= costs.experts <= costs.linear
+    costs = CostModel.fit(samples)
+    assert 0 <= costs.experts <= costs.linear
 
 
 def test_trees_without_router_losses():
