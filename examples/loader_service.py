@@ -29,8 +29,7 @@ with hdp.init() as comm:
             done = trainer.step(batch.lengths, loader.reader(step))  # reads the parts of this rank alone
             loader.done(step + 1)
             if comm.rank == 0:
-                ready = loader.take_stats().ready
-                print(f"step {step}: loss {done.loss:.3f}, {len(batch.lengths)} sequences, {ready} steps ready")
+                print(f"step {step}: loss {done.loss:.3f}, {len(batch.lengths)} sequences")
         state = loader.state(options.steps)  # for a checkpoint; LoaderService(..., state=state) goes on from here
     if comm.rank == 0:
         print(f"step {options.steps} would go on with {state}"[:100])

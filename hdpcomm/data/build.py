@@ -9,11 +9,13 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hdpcomm.data.agree import on_rank_0, raise_together
@@ -21,16 +23,27 @@ from hdpcomm.data.encoders import Encoder
 from hdpcomm.data.records import Fields, Unit, records
 from hdpcomm.data.store_writer import PartWriter, partial_of, publish
 from hdpcomm.data.token_store import TokenStore, open_store
-from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.errors import Aborted, Error, InvalidUsage
 from hdpcomm.files import user_folder
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["build_store", "cache_folder", "open_published", "store_key"]
+__all__ = [
+    "STALE_S",
+    "Document",
+    "build_store",
+    "cache_folder",
+    "documents_of",
+    "encoder_facts",
+    "open_published",
+    "store_key",
+]
+
+Document: TypeAlias = "tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]"
 
 _ROUND_S = 0.5  # between two looks at how far the other ranks are
-_STALE_S = 86400.0  # after which what a killed process left is removed
+STALE_S = 86400.0  # after which what a killed process left is removed
 
 
 def cache_folder() -> Path:
@@ -80,14 +93,9 @@ def build_store(
             pass
         error = worker.failure
         raise_together(comm, error[1] if error else None, order=error[0] if error else 0)
-        facts = {
-            "encoder": encoder.fingerprint,
-            "encoder_name": encoder.name,
-            "vocabulary": encoder.vocabulary,
-        }
-        on_rank_0(comm, lambda: _publish(partial, final, size, facts))
+        on_rank_0(comm, lambda: _publish(partial, final, size, encoder_facts(encoder)))
     except BaseException:
-        worker.stop = True
+        worker.stopped.set()
         worker.join()
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -109,7 +117,7 @@ def _make_partial(final: Path) -> str:
         final.parent.mkdir(parents=True, exist_ok=True)
         for left in final.parent.glob(f".{final.name}.*.partial"):
             with contextlib.suppress(OSError):
-                if time.time() - left.stat().st_mtime > _STALE_S:
+                if time.time() - left.stat().st_mtime > STALE_S:
                     shutil.rmtree(left, ignore_errors=True)
         partial = partial_of(final, uuid.uuid4().hex[:8])
         partial.mkdir()
@@ -141,7 +149,7 @@ def _round(
     if on_progress is not None:
         on_progress(done, total)
     if failed:
-        worker.stop = True
+        worker.stopped.set()
         worker.join()
     return bool(failed) or not working
 
@@ -156,7 +164,7 @@ class _Worker(threading.Thread):
         self._units = list(enumerate(units))[rank::size]
         self._encoder, self._fields = encoder, fields
         self._folder, self._rank = folder, rank
-        self.stop = False
+        self.stopped = threading.Event()
         self.done = 0
         self.failure: tuple[int, Error] | None = None
 
@@ -165,11 +173,12 @@ class _Worker(threading.Thread):
         try:
             writer = PartWriter(self._folder, self._rank, vocabulary=self._encoder.vocabulary)
             for place, unit in self._units:
-                if self.stop:
-                    return
-                self._encode(writer, place, unit)
+                for tokens, counted in documents_of(unit, self._encoder, self._fields, self.stopped):
+                    writer.add(place, tokens, counted)
                 self.done += unit.size
             writer.close()
+        except Aborted:  # another rank has failed
+            return
         except InvalidUsage as error:
             self.failure = place, error
         except OSError as error:
@@ -178,15 +187,23 @@ class _Worker(threading.Thread):
         except Exception as error:
             self.failure = place, Error(f"{self._units[0][1].path}: {type(error).__name__}: {error}")
 
-    def _encode(self, writer: PartWriter, place: int, unit: Unit) -> None:
-        for where, content in records(unit, self._fields):
-            if self.stop:
-                return
-            if isinstance(content, list):
-                tokens, counted = self._encoder.chat(content, where)
-                if counted[1:].any():
-                    writer.add(place, tokens, counted)
-            else:
-                tokens = self._encoder.text(content)
-                if len(tokens):
-                    writer.add(place, tokens, None)
+
+def documents_of(unit: Unit, encoder: Encoder, fields: Fields, stop: threading.Event) -> Iterator[Document]:
+    """(tokens, which of them count for the loss) of documents with a token, and of conversations with an answer. Local.
+
+    Raises: Aborted: ``stop`` was set; no further document is begun. InvalidUsage: a record is wrong (``file:line``).
+    """
+    for where, content in records(unit, fields):
+        if stop.is_set():
+            raise Aborted("it was stopped while documents were read")
+        if isinstance(content, list):
+            tokens, counted = encoder.chat(content, where)
+            if counted[1:].any():
+                yield tokens, counted
+        elif len(tokens := encoder.text(content)):
+            yield tokens, None
+
+
+def encoder_facts(encoder: Encoder) -> dict[str, object]:
+    """Facts of an encoder, as a store of its tokens notes them."""
+    return {"encoder": encoder.fingerprint, "encoder_name": encoder.name, "vocabulary": encoder.vocabulary}

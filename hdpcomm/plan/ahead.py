@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
@@ -45,7 +45,6 @@ class PlanAhead:
         planner: plans each step.
         batches: for each step, the lengths of its sequences, or trees.
         depth: most plans that are ready and waiting.
-        on_plan: called with each plan by the thread, as soon as it is made.
 
     Attributes:
         planner: may be replaced between steps: the plan that begins when the next step is taken is made by it, and so
@@ -65,14 +64,12 @@ class PlanAhead:
         batches: Iterable[Sequence[int | Tree]],
         *,
         depth: int = 1,
-        on_plan: Callable[[StepPlan], None] | None = None,
     ) -> None:
         check_has("PlanAhead", "planner", planner, "plan", "a Planner")
         check_has("PlanAhead", "batches", batches, "__iter__", "the lengths of each step")
         check_whole("PlanAhead", "depth", depth, least=1)
         self.planner = planner
         self._batches = iter(batches)
-        self._on_plan = on_plan
         self._slots: queue.SimpleQueue[Planner] = queue.SimpleQueue()  # for each plan that may begin, who makes it
         for _ in range(depth):
             self._slots.put(planner)
@@ -91,8 +88,6 @@ class PlanAhead:
                 if lengths is None:
                     break
                 plan = planner.plan(lengths)
-                if self._on_plan is not None:
-                    self._on_plan(plan)
                 self._ready.put((tuple(lengths), plan))
         except BaseException as error:
             self._ready.put(error)

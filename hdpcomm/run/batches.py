@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hdpcomm.data import BatchReader, BatchSampler, Corpus, DocumentStream, LoaderService
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import StepPlan
 from hdpcomm.run.config import RunConfig
-from hdpcomm.train.shards import FetchParts, parts_of_rank
+from hdpcomm.train.shards import FetchParts
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["Batches", "IndexedBatches", "LoadedBatches", "Loading", "LoadingCosts", "batch_sampler"]
+__all__ = ["Batches", "IndexedBatches", "LoadedBatches", "Loading", "batch_sampler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,38 +38,21 @@ class Loading:
             raise InvalidUsage(f"prefetch is {self.prefetch}; a run makes at least 1 step ready ahead, to plan it")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadingCosts:
-    """Costs of loading on this rank in a step.
-
-    Attributes:
-        stall_s: seconds in which the step waited for lengths or tokens.
-        nbytes: that came to this rank.
-        ready: steps that are ready and have not begun.
-    """
-
-    stall_s: float
-    nbytes: int
-    ready: int
-
-
 class Batches(Protocol):
     """Data of a run, step by step."""
 
     def lengths(self) -> Iterator[Sequence[int]]:
         """Lengths of each step's sequences, for the thread of a policy's plans."""
 
-    def on_plan(self, policy: str) -> Callable[[StepPlan], None] | None:
-        """Told each plan as soon as it is made, in the order of the steps."""
-
-    def fetch(self, step: int, policy: str) -> FetchParts:
+    def fetch(self, step: int) -> FetchParts:
         """Reader of the sequences of a step, for the trainer."""
 
     def names(self, step: int, sequences: Sequence[int]) -> list[str]:
         """Where sequences of a step come from, by their numbers in it; without numbers all of them."""
 
-    def costs(self, step: int, since: float, until: float) -> LoadingCosts | None:
-        """Loading costs of the policy's step, which waited for its plan in that span of ``time.perf_counter()``."""
+    def stalled_s(self, step: int, since: float, until: float) -> float | None:
+        """Seconds of that span of ``time.perf_counter()``, in which the step waited for its plan, that were waiting for
+        tokens; ``None`` where there is nothing to wait for."""
 
     def done(self, steps: int) -> None:
         """So many steps have been trained by all policies."""
@@ -97,18 +78,14 @@ class IndexedBatches:
         sampler = batch_sampler(self._corpus, self._config)  # of its own, since a thread takes from it
         return (sampler.batch(step).lengths for step in range(self._first, self._config.steps))
 
-    def on_plan(self, policy: str) -> None:
-        del policy
-
-    def fetch(self, step: int, policy: str) -> BatchReader:
-        del policy
+    def fetch(self, step: int) -> BatchReader:
         return BatchReader(self._corpus, self._sampler.batch(step).ids)
 
     def names(self, step: int, sequences: Sequence[int]) -> list[str]:
         ids = self._sampler.batch(step).ids
         return [self._corpus.place_of(int(ids[number])) for number in sequences or range(len(ids))]
 
-    def costs(self, step: int, since: float, until: float) -> None:
+    def stalled_s(self, step: int, since: float, until: float) -> None:
         del step, since, until
 
     def done(self, steps: int) -> None:
@@ -129,7 +106,6 @@ class LoadedBatches:
 
     Args:
         state: of the checkpoint from which the run goes on.
-        plan_rank: this rank's number in plans; ``None``: it needs no tokens, between two stages of a pipeline.
     """
 
     def __init__(
@@ -141,9 +117,8 @@ class LoadedBatches:
         *,
         first_step: int,
         state: Mapping[str, Any] | None,
-        plan_rank: int | None,
     ) -> None:
-        self._config, self._first, self._plan_rank = config, first_step, plan_rank
+        self._config, self._first = config, first_step
         self._loader = LoaderService(
             stream,
             tokens=config.tokens_per_step,
@@ -158,23 +133,14 @@ class LoadedBatches:
     def lengths(self) -> Iterator[Sequence[int]]:
         return (self._loader.batch(step).lengths for step in range(self._first, self._config.steps))
 
-    def on_plan(self, policy: str) -> Callable[[StepPlan], None] | None:
-        rank = self._plan_rank
-        if rank is None:
-            return None
-        steps = itertools.count(self._first)
-        return lambda plan: self._loader.prefetch(next(steps), parts_of_rank(plan, rank), policy)
-
-    def fetch(self, step: int, policy: str) -> FetchParts:
-        return self._loader.reader(step, policy)
+    def fetch(self, step: int) -> FetchParts:
+        return self._loader.reader(step)
 
     def names(self, step: int, sequences: Sequence[int]) -> list[str]:
         return [f"sequence {number} of the loader's step {step}" for number in sequences]
 
-    def costs(self, step: int, since: float, until: float) -> LoadingCosts:
-        stats = self._loader.take_stats()
-        stall_s = stats.wait_s + self._loader.waited(step, since, until)
-        return LoadingCosts(stall_s, stats.bytes_read, stats.ready)
+    def stalled_s(self, step: int, since: float, until: float) -> float:
+        return self._loader.waited(step, since, until)
 
     def done(self, steps: int) -> None:
         self._loader.done(steps)

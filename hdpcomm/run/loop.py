@@ -199,9 +199,7 @@ class _Run:
         stack.callback(self.batches.close)
         # From here on, so that the first step's plan is made while the models are.
         self.plans = {
-            policy: stack.enter_context(
-                PlanAhead(planner, self.batches.lengths(), on_plan=self.batches.on_plan(policy))
-            )
+            policy: stack.enter_context(PlanAhead(planner, self.batches.lengths()))
             for policy, planner in planners.items()
         }
         stack.callback(self.batches.stop)  # first of all, since the threads of the plans may wait for tokens
@@ -251,8 +249,6 @@ class _Run:
         corpus, config = self.corpus, self.config
         if isinstance(corpus, Corpus):
             return IndexedBatches(corpus, config, first_step=self.first_step)
-        mesh = mesh_of(self.comm, config)
-        at_an_end = mesh.stage in (0, mesh.pipeline - 1)
         return LoadedBatches(
             self.comm,
             corpus,
@@ -260,7 +256,6 @@ class _Run:
             loading,
             first_step=self.first_step,
             state=None if found is None else found.facts.get("loader"),
-            plan_rank=mesh.hdp_rank if at_an_end else None,
         )
 
     def _trainer(self, planner: Planner, stack: ExitStack) -> Trainer:
@@ -319,7 +314,7 @@ class _Run:
             planned = next(self.plans[policy])
         taken = time.perf_counter()
         try:
-            metrics = trainer.step(planned, self.batches.fetch(step, policy))
+            metrics = trainer.step(planned, self.batches.fetch(step))
         except NotFinite as error:
             trainer.check_replicas()  # it may be one rank whose memory is broken
             self._leave_out(policy, step, error)
@@ -334,7 +329,7 @@ class _Run:
             trainer.timeline.spans, ran, self.comm, seconds=metrics.seconds, spec=self.spec,
             stall_s=stall_s, cost_model=trainer.planner.cost_model, passes=trainer.runner.passes,
             mesh=trainer.mesh if self.config.on_mesh else None,
-            loading=self.batches.costs(step, taken - planned.waited_s, taken),
+            loader_stall_s=self.batches.stalled_s(step, taken - planned.waited_s, taken),
         )  # fmt: skip
         if policy in self.slow:
             self.leave = self.slow[policy].add(times) or self.leave

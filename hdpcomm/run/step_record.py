@@ -14,7 +14,6 @@ from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.step_times import StepTimes, rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.plan import CostModel, Planner, StepPlan, Tree
-from hdpcomm.run.batches import LoadingCosts
 from hdpcomm.run.flops import device_peak_flops
 from hdpcomm.train.metrics import Span
 
@@ -37,7 +36,7 @@ def step_costs(
     cost_model: CostModel,
     passes: Passes,
     mesh: Mesh | None = None,
-    loading: LoadingCosts | None = None,
+    loader_stall_s: float | None = None,
 ) -> tuple[dict[str, float], StepTimes]:
     """Figures of a step beside those of StepMetrics, and what it took on each rank; equal on all ranks. Collective over
     ``comm``: one all-gather.
@@ -50,8 +49,7 @@ def step_costs(
     ``stage_bytes``: between the stages of pipelines, and ``pipeline``, ``tensor``, ``expert``, only on a ``mesh``;
     ``measured_s``: until the last rank had done its micro-batches, which is what ``predicted_s`` promises;
     ``passes_processor_s``: processor time of all ranks together up to there (on a GPU that of launches);
-    ``loader_stall_s``, ``loader_bytes``, ``loader_ready``: of the loader service, if there is one: seconds that a rank
-    waited for it, bytes that came to all ranks, fewest steps that were ready;
+    ``loader_stall_s``: seconds that a rank waited for the loader service, if there is one;
     ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.measure.step_times.slowest_rank`; on a mesh the HDP rank;
     not of DDP.
     """
@@ -76,7 +74,7 @@ def step_costs(
     own = [exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, passes.bytes_sent, processor]
     own.append(memory_bytes(comm.device))
     told = times_of(spans, plan, comm.rank if mesh is None else mesh.hdp_rank)
-    loaded = [] if loading is None else [loading.stall_s, loading.nbytes, loading.ready]
+    loaded = [] if loader_stall_s is None else [loader_stall_s]
     sent = torch.tensor([*loaded, *own, *told], dtype=torch.float64)
     everything = sent.new_empty(comm.size, len(sent))
     comm.all_gather(everything, sent)
@@ -101,9 +99,8 @@ def step_costs(
         "measured_s": float(everything[:, -1].max()),
         "passes_processor_s": processor,
     }
-    if loading is not None:
-        costs["loader_stall_s"], costs["loader_bytes"] = load_rows[:, 0].mean().item(), load_rows[:, 1].sum().item()
-        costs["loader_ready"] = load_rows[:, 2].min().item()
+    if loader_stall_s is not None:
+        costs["loader_stall_s"] = load_rows[:, 0].mean().item()
     if mesh is not None:
         costs["stage_bytes"] = between
         costs |= {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "expert": mesh.expert}

@@ -11,16 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.attention import BalancedPack, Pack, SlicedSequence, as_pack
+from hdpcomm.attention import BalancedPack, Pack, as_pack
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.step import fixed_for_rank
 from hdpcomm.plan.tree import Tree, join_trees
 from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
-    from hdpcomm.plan import MicroBatch, SequenceFragment, StepPlan, TreeFragment
+    from hdpcomm.plan import MicroBatch, SequenceFragment, TreeFragment
     from hdpcomm.train.layout import Layout
 
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     "no_tokens",
     "pack_of",
     "pack_shard",
-    "parts_of_rank",
     "sequences_shard",
     "tree_shard",
     "vocabulary_of",
@@ -53,11 +51,7 @@ each token's loss as what is to be predicted; by default, how many trajectories 
 
 @runtime_checkable
 class FetchParts(Protocol):
-    """A :data:`Fetch` that can also read a part of a sequence: then a rank reads no more than its shards.
-
-    One with ``ahead([(place, start, stop), ...])`` is told first of parts that are about to be asked for, begins to
-    read them all, and does not wait.
-    """
+    """A :data:`Fetch` that can also read a part of a sequence: then a rank reads no more than its shards."""
 
     def __call__(self, place: int, /) -> tuple[Tensor, Tensor]:
         """(tokens, labels) of a whole sequence."""
@@ -154,39 +148,14 @@ def sequences_shard(
     rank, size = comm.rank, comm.size
     pack, places = as_pack(cu_seqlens), list(lengths)
     if isinstance(fetch, FetchParts) and (size > 1 or pack.keeps):  # no other token is read
-        reads = _reads(pack, places, rank, size)
+        reads = [(places[i], start, stop) for i, start, stop in pack.reads(rank, size)]
         parts = [checked(fetch.part(*read), read[0], read[2] - read[1]) for read in reads]
         none = torch.zeros(0, dtype=torch.int64)
         tokens, labels = (torch.cat([none, *(part[i] for part in parts)]) for i in (0, 1))
     else:
-        if (ahead := getattr(fetch, "ahead", None)) is not None:
-            ahead([(place, 0, length) for place, length in lengths.items()])
         whole = [checked(fetch(place), place, length) for place, length in lengths.items()]
         tokens, labels = (torch.cat(each)[pack.places(rank, size)] for each in zip(*whole, strict=True))
     return PackedShard(tokens.to(device), labels.to(device), pack.positions(rank, size, device), cu_seqlens)
-
-
-def _reads(pack: Pack, places: Sequence[int], rank: int, size: int) -> list[tuple[int, int, int]]:
-    """(place in the lengths of the step, first token, token after the last) of what a rank holds."""
-    return [(places[i], start, stop) for i, start, stop in pack.reads(rank, size)]
-
-
-def parts_of_rank(plan: StepPlan, rank: int) -> list[tuple[int, int, int]]:
-    """Parts that :func:`pack_shard` will fetch for all micro-batches that a plan binds to a rank: (place, first token,
-    token after the last) of parts of plain sequences. Which ones it takes from the queue, nobody knows before.
-    Local."""
-    found = []
-    for micro_batch in fixed_for_rank(plan, rank):
-        ranks, sequences = micro_batch.ranks, micro_batch.sequences
-        if (planned := plan.slices.get(micro_batch.index)) is not None:
-            pack: Pack = SlicedSequence(planned.bounds).slice(planned.number)
-            found += _reads(pack, [planned.sequence], ranks.index(rank), len(ranks))
-        elif len(ranks) == 1:
-            found += [(sequence.id, 0, sequence.length) for sequence in sequences]
-        else:
-            pack = as_pack(pack_of((sequence.length for sequence in sequences), len(ranks), plan.limit))
-            found += _reads(pack, [sequence.id for sequence in sequences], ranks.index(rank), len(ranks))
-    return found
 
 
 def checked(
@@ -377,7 +346,6 @@ def _checked_tree(fetched: Any, i: int, tree: Tree) -> tuple[Tensor, Tensor]:
 class _Declared:
     def __init__(self, fetch: Any, comm: Communicator, vocabulary: int | None) -> None:
         self._fetch, self._comm, self._vocabulary = fetch, comm, vocabulary
-        self.ahead = getattr(fetch, "ahead", None)
 
     def __call__(self, place: int, /) -> Any:
         with self._comm.busy("reads data"):
@@ -407,7 +375,7 @@ class _DeclaredParts(_Declared):
 
 def declared(fetch: Fetch, comm: Communicator, vocabulary: int | None) -> Fetch:
     """``fetch``, each call of which is an activity of this rank (:meth:`hdpcomm.comm.Communicator.busy`). It reads
-    parts of sequences, and reads ahead, if ``fetch`` does. Local.
+    parts of sequences if ``fetch`` does. Local.
 
     Args:
         vocabulary: a token of at least that, or below 0, is an InvalidUsage; ``None``: nobody knows.

@@ -4,47 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from hdpcomm.arguments import check_number, check_type, check_whole
 from hdpcomm.data.build import cache_folder
-from hdpcomm.data.loader.block import SequencePart
-from hdpcomm.data.loader.order import START, LoadedBatch
-from hdpcomm.data.loader.servers import ThreadServers
+from hdpcomm.data.loader.blocks import Blocks
+from hdpcomm.data.loader.order import START, BlockPlace, LoadedBatch, StreamSampler
 from hdpcomm.data.loader.stream import DocumentStream
 from hdpcomm.errors import Aborted, CommTimeout, InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["LoaderService", "LoaderStats", "StepReader", "check_budget"]
+__all__ = ["LoaderService", "StepReader", "check_budget"]
 
 DEADLINE_S = 300.0
-Part = tuple[int, int, int]
-"""(place in the batch, first token, token after the last)."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderStats:
-    """Counters of this rank's loader since the last :meth:`LoaderService.take_stats`.
-
-    Attributes:
-        wait_s: seconds in which the step waited for tokens (:class:`StepReader`).
-        bytes_read: of tokens and masks that came to this rank.
-        ready: steps whose lengths are known and that have not begun.
-    """
-
-    wait_s: float
-    bytes_read: int
-    ready: int
 
 
 class LoaderService:
@@ -107,19 +89,20 @@ class LoaderService:
         self._failure: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self._parts: dict[tuple[int, str], dict[Part, Future[SequencePart]]] = {}
-        self._wait_s, self._bytes = 0.0, 0
         self._spans: dict[int, tuple[float, float]] = {}
-        options: dict[str, Any] = {"tokens": tokens, "seed": seed, "shuffled": stream.shuffled, "state": self._start}
-        self._servers = ThreadServers(
-            stream,
-            options,
-            threads=loaders,
-            folder=folder or cache_folder(),
-            comm=comm,
-            deadline_s=self._deadline_s,
+        self._blocks = Blocks(
+            stream, threads=loaders, folder=folder or cache_folder(), comm=comm, deadline_s=self._deadline_s
         )
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="hdpcomm-loader-client")
+        self._sampler = StreamSampler(
+            len(stream.blocks),
+            self._lengths,
+            self._blocks.want,
+            tokens=tokens,
+            seed=seed,
+            shuffled=stream.shuffled,
+            state=self._start,
+        )
+        self._live: set[int] = set()
         self._thread = threading.Thread(target=self._work, name="hdpcomm-loader-sampler", daemon=True)
         self._thread.start()
 
@@ -154,20 +137,9 @@ class LoaderService:
             "stuck or too slow; give more --loaders, or build the data before (hdpcomm data build)"
         )
 
-    def reader(self, step: int, tag: str = "") -> StepReader:
-        """``fetch`` for :meth:`hdpcomm.train.Trainer.step`. ``tag``: see :meth:`prefetch`."""
-        return StepReader(self, self.batch(step), tag)
-
-    def prefetch(self, step: int, parts: Sequence[Part], tag: str = "") -> None:
-        """Begins to read parts of the sequences of a step, which :meth:`reader` of the same ``tag`` then has. Does not
-        wait, nor read again what an earlier call has. Without it each part is read when it is asked for."""
-        batch = self.batch(step)
-        with self._changed:
-            ahead = self._parts.setdefault((step, tag), {})
-            new = [part for part in dict.fromkeys(parts) if part not in ahead]
-            if self._closed or not new:
-                return
-            ahead.update({part: self._reader.submit(self._read, batch, part) for part in new})
+    def reader(self, step: int) -> StepReader:
+        """``fetch`` for :meth:`hdpcomm.train.Trainer.step`."""
+        return StepReader(self._blocks, self.batch(step))
 
     def done(self, steps: int) -> None:
         """So many steps have been trained: nothing of those before will be asked for. All ranks have come as far as the
@@ -179,13 +151,11 @@ class LoaderService:
                 del self._ready[ready]
             for before in [step for step in self._states if step < self._done]:
                 del self._states[before]
-            for key in [key for key in self._parts if key[0] < self._done]:
-                del self._parts[key]
             for step in [step for step in self._spans if step < self._done]:
                 del self._spans[step]
             batches = list(self._ready.values())
             self._changed.notify_all()
-        self._servers.used(batches)
+        self._blocks.forget(self._live | {sequence.block for batch in batches for sequence in batch.sequences})
 
     def state(self, steps: int) -> dict[str, Any]:
         """The sampler's state after so many steps, at least as many as :meth:`done` was told: plain numbers, for JSON.
@@ -202,29 +172,20 @@ class LoaderService:
         begun, ended = self._spans.get(step, (0.0, 0.0))
         return max(0.0, min(until, ended) - max(since, begun))
 
-    def take_stats(self) -> LoaderStats:
-        """Counters since the last call."""
-        with self._changed:
-            ready = sum(step >= self._done for step in self._ready)
-            stats = LoaderStats(self._wait_s, self._bytes, ready)
-            self._wait_s, self._bytes = 0.0, 0
-        return stats
-
     def stop(self) -> None:
         """Ends what waits, with :class:`hdpcomm.errors.Aborted`. Does not wait; :meth:`close` does."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._servers.stop()
+        self._blocks.stop()
 
     def close(self) -> None:
         """Ends all threads, after the document that each is reading, and, with the last rank, the files. Local: no
         other rank is waited for; those that still read may get an error. A thread that does not come back from
         its document within 10 s is left behind with a warning; it does not keep the process from ending."""
         self.stop()
-        self._reader.shutdown(wait=True, cancel_futures=True)
         self._thread.join()
-        self._servers.close()
+        self._blocks.close()
 
     def __enter__(self) -> LoaderService:
         return self
@@ -245,8 +206,9 @@ class LoaderService:
                     )
                     if self._closed:
                         return
-                batch = self._servers.next_batch()
+                batch = self._sampler.next()
                 with self._changed:
+                    self._live = self._sampler.live()
                     self._ready[batch.step] = batch
                     self._states[batch.step + 1] = batch.state
                     self._changed.notify_all()
@@ -256,57 +218,25 @@ class LoaderService:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _read(self, batch: LoadedBatch, part: Part) -> SequencePart:
-        place, start, stop = part
-        read = self._servers.read(batch.sequences[place], start, stop)
-        with self._changed:
-            self._bytes += read.nbytes
-        return read
-
-    def _part(self, batch: LoadedBatch, tag: str, part: Part) -> SequencePart:
-        """A part, read ahead or now; counts the time."""
-        begun = time.perf_counter()
-        ahead = self._parts.get((batch.step, tag), {}).get(part)
-        if ahead is not None:
-            try:
-                found = ahead.result(self._deadline_s)
-            except FutureTimeout:
-                raise CommTimeout(
-                    f"rank {self._rank}: the tokens of step {batch.step} did not come within {self._deadline_s:g} s; "
-                    "look at the folder of --data-cache and the network"
-                ) from None
-        else:
-            found = self._read(batch, part)
-        self._wait_s += time.perf_counter() - begun
-        return found
+    def _lengths(self, place: BlockPlace) -> npt.NDArray[np.int64]:
+        return self._blocks.corpus(place).lengths
 
 
 @dataclass(frozen=True, slots=True)
 class StepReader:
     """Gives the sequences of a step, whole or in parts, as :class:`hdpcomm.train.shards.FetchParts`."""
 
-    loader: LoaderService
+    blocks: Blocks
     batch: LoadedBatch
-    tag: str
 
     def __call__(self, place: int) -> tuple[Tensor, Tensor]:
         """(tokens, labels) of the sequence at ``place`` of the batch."""
         return self.part(place, 0, self.batch.sequences[place].length)
 
     def part(self, place: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """(tokens, labels) of a part of it."""
-        return self._checked(place, start, stop).labelled(stop - start)
-
-    def ahead(self, parts: Sequence[Part]) -> None:
-        """Begins to read parts, all at once, that are about to be asked for; those that are there already are not read
-        again. Does not wait."""
-        self.loader.prefetch(self.batch.step, parts, self.tag)
-
-    def _checked(self, place: int, start: int, stop: int) -> SequencePart:
-        length = self.batch.sequences[place].length
-        if not 0 <= start <= stop <= length:
-            raise InvalidUsage(f"tokens {start} to {stop} were asked for; sequence {place} has {length}")
-        return self.loader._part(self.batch, self.tag, (place, start, stop))
+        """(tokens, labels) of a part of it; reads no more than that."""
+        sequence = self.batch.sequences[place]
+        return self.blocks.corpus(sequence.at).part(sequence.number, start, stop)
 
 
 def check_budget(stream: DocumentStream, tokens: int) -> None:

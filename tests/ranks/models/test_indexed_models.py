@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import positions, shard, unshard
+from hdpcomm.attention import as_pack, positions, shard, unshard
 from hdpcomm.models import indexers
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer, pack_shard
-from hdpcomm.train.shards import parts_of_rank
+from hdpcomm.train.shards import pack_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -181,7 +181,8 @@ def test_what_is_measured_knows_the_limit():
             (wide,) = [each for each in plan.micro_batches if each.ranks == (0, 1)]
             whole = {each.id: torch.arange(each.length) for each in wide.sequences}
             own = pack_shard(wide, whole.get, comm=comm, device=comm.device, limit=plan.limit)
-            parts = [part for part in parts_of_rank(plan, comm.rank) if part[0] in whole]
+            lengths = (each.length for each in wide.sequences)
+            parts = as_pack(pack_of(lengths, comm.size, plan.limit)).reads(comm.rank, comm.size)
             assert own.positions.tolist() == [x for _, start, stop in parts for x in range(start, stop)]
             return own.positions + 1
 

@@ -13,13 +13,10 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.data import LoaderService, open_stream
-from hdpcomm.data.loader import servers
+from hdpcomm.data.loader import blocks
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
-from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.run import Loading, MetricsLog, RunConfig, RunResult, Saving, Watching, read_metrics, train
-from hdpcomm.train import pack_shard
-from hdpcomm.train.shards import parts_of_rank
 
 CONFIG = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
 STEPS = 8
@@ -98,8 +95,7 @@ def test_policies_side_by_side(ranks: Ranks, data: str, whole: Path, tmp_path: P
 
 def test_metrics_tell_what_loading_cost(whole: Path) -> None:
     found = rows(whole)
-    assert all(row["loader_stall_s"] >= 0 and row["loader_ready"] >= 0 for row in found)
-    assert sum(row["loader_bytes"] for row in found) > 0
+    assert all(row["loader_stall_s"] >= 0 for row in found)
 
 
 def test_what_a_checkpoint_of_other_data_says(ranks: Ranks, whole: Path, tmp_path: Path) -> None:
@@ -125,35 +121,6 @@ def refusal(data: str, out: str, resume: str | None) -> str:
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_reads_its_shard_and_no_more(ranks: Ranks, tmp_path: Path, world: int) -> None:
-    """And for each part of a sequence the token after it, which is a label; so parts are not too short here."""
-    rows = [{"text": f"{i} " * (i % 9 * 60 + 1)} for i in range(40)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for shard, read in ranks(world, shard_and_bytes, str(tmp_path / "a.jsonl"), str(tmp_path)):
-        assert 0 < shard <= read <= 1.05 * shard
-
-
-def shard_and_bytes(data: str, folder: str) -> tuple[int, int]:
-    """Tokens (of a byte each) that this rank computed in ten steps, and bytes that came to it."""
-    with hdp.init() as comm:
-        cluster = ClusterSpec(ranks=comm.size, capacity=-(-1000 // comm.size))
-        planner = Planner(None, cluster, cost_model=CostModel(1e-9, 1e-6))
-        stream = open_stream([data], context=1000, block_bytes=5000, comm=comm)
-        shard = 0
-        with LoaderService(stream, tokens=2000, comm=comm, folder=Path(folder)) as loader:
-            for step in range(10):
-                plan = planner.plan(loader.batch(step).lengths)
-                loader.prefetch(step, parts_of_rank(plan, comm.rank))
-                for micro_batch in plan.for_rank(comm.rank):
-                    group = comm.subset(micro_batch.ranks)
-                    packed = pack_shard(micro_batch, loader.reader(step), comm=group, device=comm.device)
-                    shard += packed.tokens.numel()
-                comm.barrier()
-                loader.done(step + 1)
-            return shard, loader.take_stats().bytes_read
-
-
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_rank_that_leaves_blocks_nobody(ranks: Ranks, data: str, tmp_path: Path, leaver: int) -> None:
     found = ranks(2, sequences_with_a_leaver, data, str(tmp_path), leaver)
@@ -163,7 +130,7 @@ def test_a_rank_that_leaves_blocks_nobody(ranks: Ranks, data: str, tmp_path: Pat
 
 
 def sequences_with_a_leaver(data: str, folder: str, leaver: int) -> list[bytes]:
-    servers._TAKE_OVER_S = 0.05
+    blocks._TAKE_OVER_S = 0.05
     found: list[bytes] = []
     with hdp.init() as comm:
         stream = open_stream([data], context=300, block_bytes=900, comm=comm)
@@ -173,5 +140,5 @@ def sequences_with_a_leaver(data: str, folder: str, leaver: int) -> list[bytes]:
                 found += [bytes(reader(place)[0].tolist()) for place in range(len(reader.batch.sequences))]
                 loader.done(step + 1)
         comm.barrier()
-    servers._TAKE_OVER_S = 5.0
+    blocks._TAKE_OVER_S = 5.0
     return found

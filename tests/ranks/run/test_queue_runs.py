@@ -105,8 +105,6 @@ def test_ranks_that_take_from_the_queue_get_tokens_of_the_loader(data: str, tmp_
     two = rows(data, tmp_path / "two", loader=True, tokens_per_step=3000)
     assert sum(row["queued"] for row in two) > 0
     assert [row["loss"] for row in two] == losses(one)
-    read, least = (sum(row["loader_bytes"] for row in found) for found in (two, one))
-    assert least <= read < 1.2 * least  # parts of rings also have a label more
 
 
 def test_the_report_tells_who_took_what(data: str, tmp_path: Path) -> None:

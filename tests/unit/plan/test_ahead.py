@@ -90,25 +90,3 @@ def test_close_ends_the_thread() -> None:
     steps.close()
     steps.close()
     assert not any(thread.name == "hdpcomm-planner" for thread in threading.enumerate())
-
-
-def test_plans_are_told_as_soon_as_they_are_made():
-    told, second = [], threading.Event()
-
-    def on_plan(plan):
-        told.append(plan)
-        if len(told) == 2:
-            second.set()
-
-    with PlanAhead(make_planner(), [[10], [20], [30]], on_plan=on_plan) as steps:
-        first = next(steps)
-        assert second.wait(60)  # though nobody has asked for it
-        assert [first.plan, *(step.plan for step in steps)] == told
-
-
-def test_an_error_of_who_is_told_is_raised_where_the_step_would_be():
-    def on_plan(_):
-        raise ValueError("no")
-
-    with PlanAhead(make_planner(), [[10]], on_plan=on_plan) as steps, pytest.raises(ValueError, match="no"):
-        next(steps)
