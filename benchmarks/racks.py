@@ -4,12 +4,12 @@
 
 The hosts are network namespaces of this machine with shaped links (tc), those of a rack on one switch, and a slower
 link from each switch to that of all; one thread a rank. Two cases: ranks numbered rack by rack, and dealt out in turns
-(as by a scheduler that knows nothing of racks). ``aware`` finds the racks by measurement (:func:`measure_topology`),
-puts hosts of a rack side by side, and plans with costs that tell links inside a rack from those between racks.
-``blind`` takes the hosts as numbered, and plans by the same kind of measurements as if all links between hosts were
-alike. ``static`` is a DP x CP mesh of the smallest groups that hold the longest sequence, hosts ordered as for
-``aware``. All train the same model on the same batches in turns; a step takes as long as its slowest rank, and the
-gradients' reduction crosses the racks in all of them. Needs root, ip and tc.
+(as by a scheduler that knows nothing of racks). ``aware`` knows the racks (``HDPCOMM_DOMAIN``), puts hosts of a rack
+side by side, and plans with costs that tell links inside a rack from those between racks. ``blind`` takes the hosts as
+numbered, and plans by the same kind of measurements as if all links between hosts were alike. ``static`` is a DP x CP
+mesh of the smallest groups that hold the longest sequence, hosts ordered as for ``aware``. All train the same model on
+the same batches in turns; a step takes as long as its slowest rank, and the gradients' reduction crosses the racks in
+all of them. Needs root, ip and tc.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ def on_rank(arguments: dict[str, Any]) -> dict[str, Any] | None:
     from hdpcomm.train import Trainer
 
     torch.set_num_threads(1)
+    os.environ["HDPCOMM_DOMAIN"] = str(list(CASES.values())[arguments["case"]][int(os.environ["RANK"])])
     capacity, longest = arguments["capacity"], arguments["longest"]
     with hdp.init(timeout=120) as world:
         topology = measure_topology(world)
         domains = topology.domain_of_rank
-        if domains is None or topology.domain is None or topology.inter is None:
-            raise RuntimeError("the racks were not found; give links that differ more (--within, --between)")
+        assert domains is not None
+        assert topology.domain is not None
+        assert topology.inter is not None
         comm = by_host(world, domains)
         near = [domains[rank] for rank in comm.ranks]
 
@@ -141,13 +143,14 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=12288, help="tokens of a step (default %(default)s)")
     parser.add_argument("--longest", type=int, default=2048, help="longest sequence (default %(default)s)")
     parser.add_argument("--capacity", type=int, default=1024, help="tokens that a rank holds (default %(default)s)")
+    parser.add_argument("--case", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--on-rank", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = ("within", "between", "steps", "tokens", "longest", "capacity")
     arguments = {name: getattr(options, name) for name in names}
     if options.on_rank:
-        return fork_ranks(on_rank, options.on_rank, arguments)
+        return fork_ranks(on_rank, options.on_rank, arguments | {"case": options.case})
     from tests.harness.hosts import why_not
 
     if reason := why_not():
@@ -159,8 +162,8 @@ def main() -> int:
     print(f"{options.longest:,}, at most {options.capacity:,} on a rank; medians of {options.steps} steps\n")
     print("| ranks | plan | s a step | of aware | tokens between racks a step | loss of the last step |")
     print("|---|---|---|---|---|---|")
-    for case, racks in CASES.items():
-        cases[case] = found = run_case(racks, arguments)
+    for number, (case, racks) in enumerate(CASES.items()):
+        cases[case] = found = run_case(racks, arguments | {"case": number})
         for name, times in found["seconds"].items():
             crossed = statistics.median(found["tokens_between_racks"][name])
             ratio = statistics.median(t / a for t, a in zip(times, found["seconds"]["aware"], strict=True))

@@ -129,8 +129,7 @@ def _lines(found: Calibration) -> list[str]:
         )
     if cluster.ranks_per_domain:
         kv, latency = cost.links(one_node=False, one_domain=True)
-        shared = f"; the ranks of a domain share {cluster.uplinks} link(s) to others" if cluster.uplinks else ""
-        lines.append(f"  between hosts of a domain {kv:.3g} s a token, {latency:.3g} s a message{shared}")
+        lines.append(f"  between hosts of a domain {kv:.3g} s a token, {latency:.3g} s a message")
     lines.append(
         f"  copies {device.d2h_bandwidth / 1e9:.2f} GB/s to host memory, {device.h2d_bandwidth / 1e9:.2f} back; "
         f"gradients' reduction {found.reduction_s:.4g} s, optimizer {found.optimizer_s:.4g} s"

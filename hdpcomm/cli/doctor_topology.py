@@ -87,8 +87,6 @@ def _lines(topology: Topology) -> list[str]:
     lines += [f"  {name:<15}{' ' * bool(topology.domains)}{_cost(cost)}" for name, cost in costs]
     if topology.nics is not None:
         lines.append(f"  the ranks of a host share {topology.nics} network interface{'s' * (topology.nics > 1)}")
-    if topology.uplinks is not None:
-        lines.append(f"  the ranks of a domain share {topology.uplinks} link{'s' * (topology.uplinks > 1)} to others")
     return lines
 
 

@@ -347,8 +347,7 @@ def _with_domains(options: argparse.Namespace, cluster: ClusterSpec, measured: C
             f"--ranks-per-domain {near} was given, and how fast the links of a domain are is not known: give "
             "--domain-bandwidth, or a --cluster or --profile file that tells"
         )
-    uplinks = options.uplinks or (measured.uplinks if measured else None)
-    return replace(cluster, ranks_per_domain=near, uplinks=uplinks)
+    return replace(cluster, ranks_per_domain=near, uplinks=options.uplinks)
 
 
 def refuse_given(options: argparse.Namespace, known: Mapping[str, Any], told: str) -> None:

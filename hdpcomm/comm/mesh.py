@@ -112,7 +112,6 @@ class Mesh:
         split_backward: bool = False,
         offload: bool = False,
         nics: int | None = None,
-        uplinks: int | None = None,
     ) -> ClusterSpec:
         """The mesh as planners take it: its sizes, the hosts and domains that its HDP ranks lie on, and on CPUs the
         cores that they share. Collective over ``comm``.
@@ -120,7 +119,6 @@ class Mesh:
         Args:
             capacity, chunks, split_backward, offload: of :class:`hdpcomm.plan.ClusterSpec`.
             nics: network interfaces of a host; ``None``: on CPUs one, else one for each rank.
-            uplinks: links of a domain to others, where there are domains.
         """
         groups = self._positions.transpose(1, 2).reshape(-1, self.hdp).tolist()  # the HDP ranks that work together
         domains = domains_of(self.comm)
@@ -135,7 +133,6 @@ class Mesh:
             capacity=capacity,
             ranks_per_node=local,
             ranks_per_domain=near if has_domains else None,
-            uplinks=uplinks if has_domains else None,
             tensor=self.tensor,
             pipeline=self.pipeline,
             expert=self.expert,

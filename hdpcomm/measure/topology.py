@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import platform
 import statistics
@@ -24,8 +23,6 @@ __all__ = ["Host", "LinkCost", "Topology", "host_facts", "measure_topology"]
 
 _PAIRS = 3  # as many are measured inside and between hosts
 _LARGE_BYTES = 16 << 20
-_NEAR = 2.0  # times as much bandwidth, from which on links are of another kind
-_MOST_COMPARED = 16  # hosts; with more of them the pairs are too many
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +64,9 @@ class Topology:
 
     Attributes:
         inter: between hosts, of different domains where there are any.
-        domains: hosts that are near each other, by their place in ``hosts``: those of which ``HDPCOMM_DOMAIN`` says so,
-            or, where no host has one and they are 3 to 16, those that the faster links join, if the slower ones have
-            half of their bandwidth or less. Empty where all hosts are alike.
+        domains: hosts that are near each other, by their place in ``hosts``, as ``HDPCOMM_DOMAIN`` says. Empty where
+            all hosts are alike.
         domain: between hosts of one domain.
-        uplinks: links between a domain and the others: how much more all of its ranks send to the next domain at once
-            than one alone does. ``None`` where that is as much as their interfaces take, and without domains.
         nics: network interfaces that the ranks of a host share: how much more all of them send to the next host at
             once than one alone does. ``None`` where each rank has its own, and where no two ranks share a host.
     """
@@ -84,7 +78,6 @@ class Topology:
     nics: int | None = None
     domains: tuple[tuple[int, ...], ...] = ()
     domain: LinkCost | None = None
-    uplinks: int | None = None
 
     @property
     def domain_of_rank(self) -> list[int] | None:
@@ -120,7 +113,6 @@ class Topology:
             ranks_per_node=smallest,
             ranks_per_domain=near if has_domains else None,
             nics=self.nics,
-            uplinks=self.uplinks if has_domains else None,
             device=measured,
         )
 
@@ -166,8 +158,7 @@ def measure_topology(comm: Communicator) -> Topology:
     apart = [pair for pair in pairs if node_of_rank[pair[0]] != node_of_rank[pair[1]]]
     nics = _shared_links(comm, [host.ranks for host in hosts])
     domains = _find_domains(comm, hosts)
-    uplinks = _measure_uplinks(comm, hosts, domains, nics)
-    found = Topology(comm.transport, tuple(hosts), _measure(comm, intra), None, nics, domains, uplinks=uplinks)
+    found = Topology(comm.transport, tuple(hosts), _measure(comm, intra), None, nics, domains)
     where = found.domain_of_rank
     near = [pair for pair in apart if where is not None and where[pair[0]] == where[pair[1]]]
     far = [pair for pair in apart if where is None or where[pair[0]] != where[pair[1]]]
@@ -177,65 +168,17 @@ def measure_topology(comm: Communicator) -> Topology:
 def _find_domains(comm: Communicator, hosts: list[Host]) -> tuple[tuple[int, ...], ...]:
     """See :attr:`Topology.domains`. Collective over ``comm``."""
     named = domains_of(comm)
-    if named is not None:
-        domain_of = [named[host.ranks[0]] for host in hosts]
-    elif 2 < len(hosts) <= _MOST_COMPARED:
-        domain_of = _near_each_other(len(hosts), _host_bandwidths(comm, hosts))
-    else:
+    if named is None:
         return ()
     groups: dict[int, list[int]] = {}
-    for place, domain in enumerate(domain_of):
-        groups.setdefault(domain, []).append(place)
+    for place, host in enumerate(hosts):
+        groups.setdefault(named[host.ranks[0]], []).append(place)
     return tuple(map(tuple, groups.values())) if 1 < len(groups) < len(hosts) else ()
 
 
-def _near_each_other(count: int, bandwidths: dict[tuple[int, int], float]) -> list[int]:
-    """By host, a number for its domain: links join hosts, also by way of others, that are faster than the widest gap
-    between two bandwidths in order; all hosts where no gap is as wide as ``_NEAR``."""
-    ordered = sorted(bandwidths.values())
-    gap, least = max(((b / a, b) for a, b in itertools.pairwise(ordered)), default=(1.0, 0.0))
-    domain_of = list(range(count))
-    for (a, b), bandwidth in bandwidths.items():
-        if gap < _NEAR or bandwidth >= least:
-            domain_of = [domain_of[a] if each == domain_of[b] else each for each in domain_of]
-    return domain_of
-
-
-def _host_bandwidths(comm: Communicator, hosts: list[Host]) -> dict[tuple[int, int], float]:
-    """Bytes/s of messages of 4 MiB between the first ranks of each two hosts, one pair after the other, equal on all
-    ranks. Collective."""
-    buffer = torch.zeros(_LARGE_BYTES // 4, dtype=torch.uint8, device=comm.device)
-    pairs = list(itertools.combinations(range(len(hosts)), 2))
-    took = torch.zeros(len(pairs), dtype=torch.float64)
-    for k, (a, b) in enumerate(pairs):
-        ends = (hosts[a].ranks[0], hosts[b].ranks[0])
-        comm.barrier()
-        if comm.rank in ends:
-            first = comm.rank == ends[0]
-            took[k] = min(_one_way(comm, ends[first], buffer, first=first) for _ in range(4))
-    comm.all_reduce(took, "max")
-    return {pair: buffer.numel() / seconds for pair, seconds in zip(pairs, took.tolist(), strict=True)}
-
-
-def _measure_uplinks(
-    comm: Communicator, hosts: list[Host], domains: Sequence[Sequence[int]], nics: int | None
-) -> int | None:
-    """See :attr:`Topology.uplinks`. Collective over ``comm``."""
-    if not domains:
-        return None
-    groups = []
-    for places in domains:
-        by_turns = itertools.zip_longest(*(hosts[place].ranks for place in places))  # of each host one, then another
-        groups.append(tuple(rank for turn in by_turns for rank in turn if rank is not None))
-    found = _shared_links(comm, groups)
-    local = min(len(host.ranks) for host in hosts)
-    interfaces = min(map(len, domains)) * (local if nics is None else nics)
-    return found if found is not None and found < interfaces else None
-
-
 def _shared_links(comm: Communicator, groups: Sequence[tuple[int, ...]]) -> int | None:
-    """Links that the ranks of a group share to those of the next one, by messages that go round the groups, of one rank
-    each and of as many as each group has. ``None``: each rank has its own. Collective."""
+    """Links that the ranks of a host share to those of the next one, by messages that go round the hosts, of one rank
+    each and of as many as each host has. ``None``: each rank has its own. Collective."""
     local = min(len(ranks) for ranks in groups)
     if len(groups) == 1 or local == 1:
         return None

@@ -86,10 +86,7 @@ class Calibration:
         near = ranks_per_domain
         if near is None and cluster.ranks_per_domain is not None and cluster.ranks_per_domain % local == 0:
             near = cluster.ranks_per_domain
-        uplinks = None if near is None else cluster.uplinks
-        cluster = replace(
-            cluster, ranks=ranks, ranks_per_node=local, ranks_per_domain=near, uplinks=uplinks, cores=cores, speeds=None
-        )
+        cluster = replace(cluster, ranks=ranks, ranks_per_node=local, ranks_per_domain=near, cores=cores, speeds=None)
         return replace(self, cluster=cluster)
 
     def save(self, path: Path) -> None:

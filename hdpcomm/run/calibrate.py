@@ -46,10 +46,9 @@ _COPY_BYTES = 4 << 20
 def calibrate(world: Communicator, config: RunConfig) -> Calibration:
     """Measures the model of ``config`` on these ranks. Collective over the whole world; equal on every rank.
 
-    Links, which hosts are near each other (``HDPCOMM_DOMAIN``, or by measurement: :class:`Topology`), and how many
-    network interfaces the ranks of a host share; ring exchange inside hosts, inside domains and between them, with
-    compute beside it, by micro-batches of up to
-    ``config.capacity`` tokens a rank; activations; copies to and from host memory; the reduction of the gradients and
+    Links, and how many network interfaces the ranks of a host share; ring exchange inside hosts, inside domains
+    (``HDPCOMM_DOMAIN``) and between them, with compute beside it, by micro-batches of up to ``config.capacity`` tokens
+    a rank; activations; copies to and from host memory; the reduction of the gradients and
     the optimizer. All ranks work at once, as in training. Takes about as long as 20 micro-batches of that capacity.
 
     Args:
@@ -86,7 +85,6 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
         offload=config.offload > 0,
         cores=shared_cores(comm) if comm.device.type == "cpu" else None,
         nics=topology.nics,
-        uplinks=topology.uplinks if domain_block(comm, near) else None,
     )
     device = _device(comm, config, topology, spec, cost)
     device = _as_measured(device, spec, cluster, reduction_s, optimizer_s)

@@ -59,8 +59,7 @@ class Costs:
         capacity: tokens that a rank holds without offload.
         memory: with offload only.
         pool: pinned host memory of this rank, with offload only.
-        nics, uplinks: network interfaces of a host, and links of a domain to others, by a calibration; ``None``: none
-            that their ranks share, or nobody has looked.
+        nics: network interfaces of a host, by a calibration; ``None``: none that its ranks share, or nobody has looked.
     """
 
     cost_model: CostModel
@@ -68,7 +67,6 @@ class Costs:
     memory: MemoryModel | None = None
     pool: PinnedPool | None = None
     nics: int | None = None
-    uplinks: int | None = None
 
 
 def measure_costs(
@@ -100,7 +98,6 @@ def measure_costs(
             MemoryModel(**memory) if memory else None,
             pool,
             facts.get("nics"),
-            facts.get("uplinks"),
         )
     if config.calibration is not None:
         return _calibrated(comm, config, config.calibration, capacity, pool)
@@ -190,7 +187,6 @@ def _calibrated(
         memory if pool else None,
         pool,
         calibration.cluster.nics,
-        calibration.cluster.uplinks,
     )
 
 
@@ -237,7 +233,6 @@ def make_planner(
     cluster = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert).cluster(
         capacity=costs.capacity,
         nics=costs.nics,
-        uplinks=costs.uplinks,
         chunks=config.chunks,
         split_backward=config.split_backward,
         offload=config.offload > 0,

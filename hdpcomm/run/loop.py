@@ -438,7 +438,6 @@ class _Run:
             "cost_model": asdict(self.costs.cost_model),
             "memory_model": None if memory is None else asdict(memory),
             "nics": self.costs.nics,
-            "uplinks": self.costs.uplinks,
             "loader": self.batches.state(self.done),
             "learned": {policy: learning.to_dict() for policy, learning in self.learning.items()},
         }

@@ -101,9 +101,9 @@ def _check_facts(found: Checkpoint) -> None:
         name = "memory_model"
         if facts.get(name):
             MemoryModel(**facts[name])
-        for name in ("nics", "uplinks"):
-            if (shared := facts.get(name)) is not None:
-                check_whole("a run", name, shared, least=1)
+        name = "nics"
+        if (shared := facts.get(name)) is not None:
+            check_whole("a run", name, shared, least=1)
         name = "learned"
         if not all(isinstance(each, Mapping) for each in (learned, *learned.values())):
             raise TypeError(f"{learned!a:.40}")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm.comm import bootstrap, topology
-from hdpcomm.measure.topology import Host, _find_domains, _measure_uplinks, measure_topology
+from hdpcomm.measure.topology import measure_topology
 from hdpcomm.torch_backend import communicator
 from tests.harness.attention_oracle import Case, on_rank
 from tests.ranks.comm import test_collectives as collectives
@@ -61,15 +61,6 @@ def interfaces(folder: Path) -> None:
     with hdp.init(timeout=60) as world:
         found = measure_topology(world)
         write(folder, f"nics{world.rank}", (found.nics, found.to_cluster("h100").nics))
-
-
-def racks(folder: Path) -> None:
-    """Which hosts are near each other, of one rank each, and the links that each domain has to the others."""
-    topology._LARGE_BYTES = 8 << 20  # the links are slow
-    with hdp.init(timeout=60) as world:
-        hosts = [Host(str(rank), (rank,), 1, (), ()) for rank in range(world.size)]
-        domains = _find_domains(world, hosts)
-        write(folder, f"racks{world.rank}", (domains, _measure_uplinks(world, hosts, domains, None)))
 
 
 def cut(folder: Path) -> None:

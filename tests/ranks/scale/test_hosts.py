@@ -80,14 +80,6 @@ def test_the_ranks_of_a_host_share_its_interface(two: Hosts, tmp_path: Path) -> 
     assert [load(tmp_path, f"nics{rank}") for rank in range(4)] == [(1, 1)] * 4
 
 
-def test_hosts_of_a_rack_are_found_by_their_links_and_share_those_to_others(tmp_path: Path) -> None:
-    with WarmHosts(4, racks=(0, 1, 0, 1)) as hosts:
-        hosts.limit_racks(200)  # far less than inside a rack, even where other tests run beside it
-        hosts.ranks([PROGRAM, "racks", str(tmp_path)], [0, 1, 2, 3])
-        hosts.finish(90)
-    assert [load(tmp_path, f"racks{rank}") for rank in range(4)] == [(((0, 2), (1, 3)), 1)] * 4
-
-
 def test_the_backend_of_torch_on_two_hosts(two: Hosts, tmp_path: Path) -> None:
     environment = {"HDPCOMM_SECRET": "a secret of sixteen characters"}
     two.ranks([PROGRAM, "torch_backend", str(tmp_path)], [0, 0, 1, 1], environment)

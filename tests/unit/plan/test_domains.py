@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hdpcomm.cli.doctor_topology import _lines
 from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.measure.topology import Host, LinkCost, Topology, _near_each_other
+from hdpcomm.measure.topology import Host, LinkCost, Topology
 from hdpcomm.plan import (
     DEVICES,
     MODELS,
@@ -295,19 +295,6 @@ def test_domains_that_no_cluster_has() -> None:
             CostModel(1e-9, 1e-6, **{name: -1.0})
     with pytest.raises(InvalidUsage, match="domain_bandwidth"):
         replace(DEVICES["h100"], domain_bandwidth=0.0)
-
-
-def test_hosts_are_joined_by_the_faster_links() -> None:
-    near = {(0, 2), (1, 3), (3, 4)}
-    speeds = {(a, b): 1e9 if (a, b) in near else 4e8 for a in range(6) for b in range(a + 1, 6)}
-    found = _near_each_other(6, speeds)
-    assert [found.index(each) for each in found] == [0, 1, 0, 1, 1, 5]
-    uneven = {
-        pair: 5e9 if pair == (0, 2) else 2e9 if pair in near else 4e8 for pair in speeds
-    }  # the lower gap is wider
-    assert _near_each_other(6, uneven) == found
-    assert len(set(_near_each_other(6, dict.fromkeys(speeds, 5e8)))) == 1
-    assert len(set(_near_each_other(3, {(0, 1): 5e8, (0, 2): 9e8, (1, 2): 7e8}))) == 1
 
 
 def test_doctor_tells_the_domains() -> None:
