@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mpi.launch import launcher, lines, spec_of
+from gloo import join_gloo
+from mpi.launch import launcher, lines, rows_of
 
 import hdpcomm as hdp
 from hdpcomm.comm.launch import RankPool
@@ -45,7 +46,7 @@ from hdpcomm.perf.data import element_type
 from hdpcomm.perf.engine import measure_side
 from hdpcomm.perf.operation import Case
 from hdpcomm.perf.ops import OPERATIONS, operation
-from hdpcomm.perf.runner import join_gloo, points
+from hdpcomm.perf.runner import points
 
 HERE = Path(__file__).parent
 OPS = ("sendrecv", "all_gather", "all_reduce", "reduce_scatter", "broadcast", "alltoall")
@@ -72,8 +73,8 @@ def iterations(size: int, *, slow: bool = False) -> int:
 
 
 def config_of(op: str, size: int, *, slow: bool = False) -> PerfConfig:
-    """The settings of a row; an iteration of ``subset`` is one creation."""
-    iters = (20 if slow else 200) if op == "subset" else iterations(size, slow=slow)
+    """The settings of a row."""
+    iters = iterations(size, slow=slow)
     return PerfConfig(op, min_bytes=size, max_bytes=size, iters=iters, warmup=max(2, iters // 10), check=0)
 
 
@@ -96,7 +97,7 @@ def measure_round(rows: list[tuple[str, int]], with_gloo: bool, pinned: bool) ->
             for name, comm in libraries:
                 if name == REGISTERED and size < 1 << 14:
                     continue  # small messages are copied at once from any memory
-                out += [(op, size, *item) for item in measure_row(world, name, comm, op, size)]
+                out.append((op, size, name, measure_row(world, name, comm, op, size)))
         for size in sorted({size for _, size in rows}):
             out += [("limit", size, name, us) for name, us in copy_limits(world, size)]
         world.barrier()
@@ -106,8 +107,8 @@ def measure_round(rows: list[tuple[str, int]], with_gloo: bool, pinned: bool) ->
     return out
 
 
-def measure_row(world: Any, name: str, comm: Any, op: str, size: int) -> Iterator[tuple[str, float]]:
-    """(library, microseconds); for ``subset`` also the creation alone, as ``library (creation)``."""
+def measure_row(world: Any, name: str, comm: Any, op: str, size: int) -> float:
+    """Microseconds of an operation."""
     kind = element_type("float")
     shape = operation(op).shape(max(size // kind.bytes, 1), world.size)
     everyone = tuple(range(world.size))
@@ -118,9 +119,7 @@ def measure_row(world: Any, name: str, comm: Any, op: str, size: int) -> Iterato
         config_of(op, size, slow=name == "gloo"),
         everyone,
     )
-    yield name, side.time_us
-    if "create_us" in side.details:
-        yield f"{name} (creation)", side.details["create_us"]
+    return side.time_us
 
 
 def copy_limits(world: Any, size: int) -> Iterator[tuple[str, float]]:
@@ -186,9 +185,8 @@ def installed_mpis(wanted: set[str]) -> Iterator[list[Mpi]]:
 
 def mpi_rows(ranks: int, rows: list[tuple[str, int]]) -> dict[str, Any]:
     """The specification for the MPI ranks, with the same rows."""
-    specs = [spec_of(config_of(op, size), list(points(config_of(op, size), ranks)), ranks) for op, size in rows]
-    members = next((spec["members"] for spec in specs if spec["members"]), [])
-    return specs[0] | {"members": members, "rows": [row for spec in specs for row in spec["rows"]]}
+    configs = [config_of(op, size) for op, size in rows]
+    return {"rows": [row for config in configs for row in rows_of(config, list(points(config, ranks)))]}
 
 
 def binding(ranks: int, free: bool) -> dict[str, str]:
@@ -209,8 +207,6 @@ def mpi_round(
             continue
         op, size = rows[record["index"]]
         out.append((op, size, one.name, statistics.fmean(record["out_of_place"])))
-        if record["create"][0] is not None:
-            out.append((op, size, f"{one.name} (creation)", record["create"][0]))
     return out
 
 
@@ -263,8 +259,6 @@ def cpp_table(build: Path, mpis: list[Mpi], ranks: int, rounds: int, give_up_s: 
 def run(args: argparse.Namespace, mpis: list[Mpi], ranks: int) -> Table:
     """All rounds with one number of ranks."""
     rows = [(op, size) for op in args.ops for size in args.sizes]
-    if "subset" in OPERATIONS and not args.no_groups:
-        rows.append(("subset", 8))
     table: Table = {}
     late: set[str] = set()
     with RankPool(ranks) as pool:
@@ -314,16 +308,10 @@ def print_table(title: str, rows: list[tuple[str, dict[str, list[float]]]], limi
 
 
 def print_tables(ranks: int, table: Table, sizes: list[int]) -> None:
-    """Prints one table per operation, and one of communicator creation."""
-    for op in dict.fromkeys(op for op, _ in table if op not in ("limit", "subset")):
+    """Prints one table per operation."""
+    for op in dict.fromkeys(op for op, _ in table if op != "limit"):
         rows = [(shown(size), table[op, size] | table.get(("limit", size), {})) for size in sizes]
         print_table(f"{op}, {ranks} ranks", rows, ("memcpy", "process_vm_readv"))
-    groups = table.get(("subset", 8), {})
-    if groups:
-        alone = {name.removesuffix(" (creation)"): us for name, us in groups.items() if name.endswith("(creation)")}
-        used = {name: us for name, us in groups.items() if not name.endswith("(creation)")}
-        rows = [("making a communicator", alone), ("making it, and its first all_reduce of 8 B", used)]
-        print_table(f"subset() / new_group / MPI_Comm_create_group, {ranks} ranks, from Python", rows)
 
 
 def versions(mpis: list[Mpi]) -> dict[str, str]:
@@ -350,14 +338,13 @@ def machine() -> dict[str, Any]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
-    parser.add_argument("--ops", nargs="+", default=list(OPS), choices=sorted(set(OPERATIONS) - {"subset"}))
+    parser.add_argument("--ops", nargs="+", default=list(OPS), choices=sorted(OPERATIONS))
     parser.add_argument("--sizes", default=SIZES, help="bytes, separated by commas (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="the libraries take turns (default %(default)s)")
     parser.add_argument(
         "--peers", nargs="*", default=["gloo", "openmpi", "mpich"], choices=["gloo", "openmpi", "mpich"]
     )
     parser.add_argument("--free", action="store_true", help="let ranks wander between cores")
-    parser.add_argument("--no-groups", action="store_true", help="leave out making communicators")
     parser.add_argument("--cpp", type=Path, metavar="BUILD", help="the folder that holds benchmarks/latency")
     parser.add_argument("--give-up", type=float, default=120.0, help="seconds for a round of an MPI; some spin")
     parser.add_argument("--json", type=Path, help="default benchmarks/results/collectives-DATE.json")

@@ -1,7 +1,7 @@
 """Time to create a communicator by subset(), and the messages that this sends, for groups of up to 64 ranks.
 
 The ranks are threads of this process; creating a subset is local, so one of them is enough to time it. Prints medians.
-Usage: ``python benchmarks/subsets.py [--json FILE]``. ``hdpcomm perf subset`` adds the first use and other libraries.
+Usage: ``python benchmarks/subsets.py [--json FILE]``.
 """
 
 from __future__ import annotations

@@ -16,10 +16,9 @@ from typing import Any
 
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.perf.config import PerfConfig
-from hdpcomm.perf.ops.subset import members
 from hdpcomm.perf.runner import Point
 
-__all__ = ["launcher", "lines", "spec_of"]
+__all__ = ["launcher", "lines", "rows_of"]
 
 _SCRIPT = Path(__file__).with_name("peer.py")
 
@@ -92,25 +91,21 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def spec_of(config: PerfConfig, rows: Sequence[Point], ranks: int) -> dict[str, Any]:
+def rows_of(config: PerfConfig, rows: Sequence[Point]) -> list[dict[str, Any]]:
     """The specification of what the peers measure."""
-    size = len(rows[0].ranks) if rows else ranks
-    return {
-        "members": [list(members(k, size)) for k in range(config.iters)] if config.op == "subset" else [],
-        "rows": [
-            {
-                "op": config.op,
-                "iters": config.iters,
-                "warmup": config.warmup,
-                "ranks": list(point.ranks),
-                "count": point.shape.count,
-                "send": point.shape.send,
-                "recv": point.shape.recv,
-                "total": point.shape.total,
-                "type": point.kind.name,
-                "redop": point.redop,
-                "root": point.root,
-            }
-            for point in rows
-        ],
-    }
+    return [
+        {
+            "op": config.op,
+            "iters": config.iters,
+            "warmup": config.warmup,
+            "ranks": list(point.ranks),
+            "count": point.shape.count,
+            "send": point.shape.send,
+            "recv": point.shape.recv,
+            "total": point.shape.total,
+            "type": point.kind.name,
+            "redop": point.redop,
+            "root": point.root,
+        }
+        for point in rows
+    ]

@@ -23,7 +23,7 @@ from mpi4py import MPI
 WORLD = MPI.COMM_WORLD
 NUMPY = {"float": "float32", "double": "float64", "half": "uint16", "bfloat16": "uint16"}  # 16 bits are only moved
 REDOPS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
-REDUCING = ("all_reduce", "reduce_scatter", "reduce", "subset")
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 NO_IN_PLACE = ("alltoall", "alltoallv", "sendrecv", "ring")
 
 
@@ -132,46 +132,16 @@ def timed(call: Callable[[], Any], row: dict[str, Any]) -> float:
     return (time.perf_counter() - started) / iters * 1e6
 
 
-def subset_times(comm: Any, spec: dict[str, Any], row: dict[str, Any], keep: bool) -> tuple[float, float]:
-    """Microseconds of making a communicator and its first all-reduce (``keep``: the latter alone), and of making."""
-    x = array(row["send"], np.dtype(NUMPY.get(row["type"], row["type"])), 1)
-    kept: dict[tuple[int, ...], Any] = {}
-    total, making, number = 0.0, [], 0
-    for iteration in range(row["iters"]):
-        ranks = spec["members"][iteration % len(spec["members"])]
-        comm.Barrier()
-        if keep and tuple(ranks) not in kept:
-            kept[tuple(ranks)] = subset(comm, ranks)
-        started = time.perf_counter()
-        made = kept[tuple(ranks)] if keep else subset(comm, ranks)
-        created = time.perf_counter()
-        if made is None:
-            continue
-        made.Allreduce(MPI.IN_PLACE, x, REDOPS[row["redop"]])
-        total += time.perf_counter() - started
-        making.append(created - started)
-        number += 1
-        if not keep:
-            made.Free()
-    for made in kept.values():
-        if made is not None:
-            made.Free()
-    return total / max(number, 1) * 1e6, float(np.median(making)) * 1e6 if making else 0.0
-
-
-def measure(spec: dict[str, Any], row: dict[str, Any], comm: Any) -> dict[str, Any]:
+def measure(row: dict[str, Any], comm: Any) -> dict[str, Any]:
     """The times of a row on this rank; ``None``: not measured."""
     op = row["op"]
-    result: dict[str, Any] = {"out_of_place": None, "in_place": None, "create": None}
+    result: dict[str, Any] = {"out_of_place": None, "in_place": None}
     for side in ("out_of_place", "in_place"):
         in_place = side == "in_place"
         if in_place and op in NO_IN_PLACE:
             continue
         if comm is None:
             WORLD.Barrier()
-        elif op == "subset":
-            result[side], create = subset_times(comm, spec, row, in_place)
-            result["create"] = result["create"] if in_place else create
         else:
             calls = max(1, comm.size - 1) if op == "ring" else 1
             result[side] = timed(call_of(op, comm, row, in_place), row) / calls
@@ -202,11 +172,11 @@ def main() -> None:
         if ranks not in comms:
             comms[ranks] = WORLD if len(ranks) == WORLD.size else subset(WORLD, list(ranks))
         note = unsupported(row["op"], row)
-        mine = {} if note else measure(spec, row, comms[ranks])
+        mine = {} if note else measure(row, comms[ranks])
         everyone = WORLD.gather(mine)
         if WORLD.rank == 0:
             assert everyone is not None
-            sides = {key: [rank.get(key) for rank in everyone] for key in ("out_of_place", "in_place", "create")}
+            sides = {key: [rank.get(key) for rank in everyone] for key in ("out_of_place", "in_place")}
             print_record({"index": index, "note": note, **sides})
 
 

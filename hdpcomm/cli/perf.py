@@ -26,7 +26,7 @@ _EPILOG = """sizes are bytes, with K, M, G for binary units. Exit codes: 0 all r
 
 examples:
   hdpcomm perf all_reduce --ranks 4 -b 8 -e 64M -f 2
-  hdpcomm perf all_gather --ranks 4 -b 1K -e 1M -f 4 --subset 0,3,1 --compare gloo
+  hdpcomm perf all_gather --ranks 4 -b 1K -e 1M -f 4 --subset 0,3,1
   hdpcomm perf sendrecv -b 8 -e 8 -n 1000 -I -J now.json
   torchrun --nproc-per-node 4 -m hdpcomm.cli.main perf alltoall -b 1M -e 1M
   mpirun -n 4 hdpcomm perf broadcast -b 1M -e 1M -r 2
@@ -52,12 +52,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _perf(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
-    if options.op == "offload":
-        from hdpcomm.cli.perf_offload import measure_offload
-
-        return measure_offload(options, defaults)
-    if options.device is not None:
-        raise InvalidUsage("--device belongs to offload; ranks take the device of their transport; leave it out")
     try:
         return _calibrate(options, defaults) if options.calibrate is not None else _measure(options)
     except NotImplementedError as error:
@@ -113,7 +107,6 @@ def _config(options: argparse.Namespace) -> PerfConfig:
         subsets=tuple(options.subset or ()),
         algorithm=options.algorithm,
         transport=options.transport,
-        compare=tuple(dict.fromkeys(options.compare)),
         args=tuple(sys.argv),
     )
 

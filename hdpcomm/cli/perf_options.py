@@ -24,8 +24,6 @@ OPS = (
     ("sendrecv", "every rank sends to the next one"),
     ("hypercube", "an all-gather by pairwise exchanges"),
     ("ring", "keys and values go round the ring, as in ring attention"),
-    ("subset", "making communicators and first using them"),
-    ("offload", "one rank's copies to and from the pinned pool (--device; no ranks)"),
 )
 
 
@@ -177,15 +175,7 @@ def add_own_options(group: argparse._ArgumentGroup) -> None:
         help="only these ranks, in this order; repeatable",
     )
     add("--algorithm", default="auto", metavar="NAME", help="(default %(default)s)")
-    add("--device", metavar="NAME", help="device of OP offload: cuda, cuda:1 or sim (default: cuda, if present)")
     add("--transport", choices=TRANSPORTS, default="auto", help="(default %(default)s)")
-    add(
-        "--compare",
-        type=_names,
-        default=(),
-        metavar="gloo",
-        help="also run the sweep with this library, and print ratios",
-    )
     add(
         "--calibrate",
         nargs="?",

@@ -44,7 +44,6 @@ class PerfConfig:
     subsets: tuple[tuple[int, ...], ...] = ()
     algorithm: str = "auto"
     transport: str = "auto"
-    compare: tuple[str, ...] = ()
     args: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -75,8 +74,6 @@ class PerfConfig:
             raise InvalidUsage(f"-z {self.blocking}; give 0 to 3")
         if not 0 <= self.average < len(AVERAGES):
             raise InvalidUsage(f"-a {self.average}; give 0 to 3 ({', '.join(AVERAGES)})")
-        if unknown := sorted(set(self.compare) - {"gloo"}):
-            raise InvalidUsage(f"--compare {','.join(unknown)}: unknown library; give gloo")
         if self.cpu_time and (self.agg > 1 or self.blocking):
             raise InvalidUsage("-C times the call that starts one operation; leave out -m and -z")
         if self.agg > 1 and self.blocking:

@@ -24,7 +24,7 @@ def measure_side(
     ``case``: ``None`` on a rank that is not among ``members``, which only waits. All ranks return the same Side.
     """
     times: list[float] = [math.nan] * config.iters
-    wrong, details = 0, dict[str, float]()
+    wrong = 0
     if case is None:
         world.barrier()
     else:
@@ -32,20 +32,14 @@ def measure_side(
         bound.fill()
         times = _timed(bound, config, world.barrier)
         wrong = _checked(bound, config.check)
-        details = getattr(bound, "details", dict)()
-        forget = getattr(bound, "forget_kept", None)
-        if forget is not None:
-            forget()
     rows = _all_gathered(world, [float(wrong), *times])
     mine = [rows[rank] for rank in members]
     calls = operation.operations_per_call(len(members))
     scale = 1e6 / (calls * config.agg)
-    per_rank = [[None if math.isnan(t) else t * scale for t in row[1:]] for row in mine]
-    known = [[t for t in row if t is not None] for row in per_rank]
-    time_us = average([sum(row) / len(row) for row in known if row], config.average)
+    per_rank = [[seconds * scale for seconds in row[1:]] for row in mine]
+    time_us = average([sum(row) / len(row) for row in per_rank], config.average)
     stats = IterationStats.of(per_rank, config.per_iter_skip) if config.per_iter else None
-    details = _shared_details(world, details, members)
-    return _side(operation, case, world, members, time_us, [int(row[0]) for row in mine], config, stats, details)
+    return _side(operation, case, world, members, time_us, [int(row[0]) for row in mine], config, stats)
 
 
 def _side(
@@ -57,7 +51,6 @@ def _side(
     wrong: list[int],
     config: PerfConfig,
     stats: IterationStats | None,
-    details: dict[str, float],
 ) -> Side:
     algbw = 0.0
     if case is not None and time_us > 0:
@@ -69,7 +62,6 @@ def _side(
         busbw=algbw * operation.bus_factor(len(members)),
         wrong=sum(wrong) if config.check else None,
         stats=stats,
-        details=details,
     )
 
 
@@ -81,26 +73,14 @@ def _all_gathered(world: Any, row: list[float]) -> list[list[float]]:
     return gathered
 
 
-def _shared_details(world: Any, details: dict[str, float], members: tuple[int, ...]) -> dict[str, float]:
-    """The details of the first member, by name; all members have the same names."""
-    names = ("create_us", "create_min_us")
-    row = _all_gathered(world, [details.get(name, math.nan) for name in names])[members[0]]
-    return {name: value for name, value in zip(names, row, strict=True) if not math.isnan(value)}
-
-
 def _timed(bound: Bound, config: PerfConfig, barrier: Callable[[], Any]) -> list[float]:
     """Seconds of each iteration; without -I and -C their mean, repeated."""
     run = _iteration(bound, config)
-    own = bound.measure(config.warmup) if config.warmup else None
-    if own is None:
-        for _ in range(config.warmup):
-            run()
+    for _ in range(config.warmup):
+        run()
     clock = time.perf_counter
     bound.synchronize()
     barrier()
-    own = bound.measure(config.iters)
-    if own is not None:
-        return own
     times = []
     if config.cpu_time:
         assert bound.start is not None

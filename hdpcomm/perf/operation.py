@@ -32,7 +32,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of one library. ``comm``: a Communicator, or an object with its methods (see libraries.py)."""
+    """One row. ``comm``: a Communicator, or an object with its methods (benchmarks/gloo.py)."""
 
     comm: Any
     kind: ElementType
@@ -119,11 +119,6 @@ class Bound:
         if given is not None and not self.case.in_place:
             count += _differences(self.x.cpu(), given)
         return count
-
-    def measure(self, iterations: int) -> list[float] | None:
-        """Seconds of each iteration (NaN: without this rank) if the operation times itself, else ``None``."""
-        del iterations
-        return None
 
 
 def _differences(got: torch.Tensor, expected: torch.Tensor) -> int:

@@ -57,8 +57,6 @@ def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:
     }
     if report.memory_bytes:
         document["memory_bytes"] = dict(report.memory_bytes)
-    if report.peers:
-        document["compare"] = [_result(row, c) for row in report.peers]
     return document
 
 
@@ -87,9 +85,8 @@ def _result(row: Row, config: PerfConfig) -> dict[str, Any]:
     return result | {
         "actual_iterations": row.iterations,
         "experiment_name": row.op,
-        "library": row.library,
+        "library": "hdpcomm",
         "ranks": list(row.ranks),
-        **({"note": row.note} if row.note else {}),
     }
 
 
@@ -99,5 +96,4 @@ def _side(side: Side, config: PerfConfig) -> dict[str, Any]:
         "alg_bw": side.algbw,
         "bus_bw": side.busbw,
         "nwrong": side.wrong,
-        **side.details,
     }

@@ -25,12 +25,12 @@ class IterationStats:
     stdev_us: float
     cv_pct: float
     times_us: tuple[float, ...]
-    per_process_max_times_us: tuple[tuple[float | None, ...], ...]  # None: an iteration without the rank
+    per_process_max_times_us: tuple[tuple[float, ...], ...]
 
     @staticmethod
-    def of(times_us: Sequence[Sequence[float | None]], skip: int = 0) -> IterationStats:
+    def of(times_us: Sequence[Sequence[float]], skip: int = 0) -> IterationStats:
         """``times_us[rank][iteration]``; ``skip``: the first iterations that do not count."""
-        slowest = [max(time for time in column if time is not None) for column in zip(*times_us, strict=True)]
+        slowest = [max(column) for column in zip(*times_us, strict=True)]
         ordered = sorted(slowest[skip:])
         number = len(ordered)
         mean = sum(ordered) / number
@@ -63,14 +63,12 @@ class Side:
     busbw: float
     wrong: int | None
     stats: IterationStats | None = None
-    details: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table, for one library."""
+    """One line of the table."""
 
-    library: str
     op: str
     ranks: tuple[int, ...]
     size: int  # bytes
@@ -81,12 +79,6 @@ class Row:
     out_of_place: Side | None
     in_place: Side | None
     iterations: int
-    note: str = ""
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Key by which rows of two runs are compared."""
-        return (self.op, self.ranks, self.size, self.type, self.redop, self.root)
 
     def sides(self) -> list[tuple[str, Side]]:
         """The sides that were measured, by name."""
@@ -115,14 +107,13 @@ class Report:
     end_time: str = ""
     devices: list[Device] = field(default_factory=list)
     transport: str = ""
-    rows: list[Row] = field(default_factory=list)  # of hdpcomm
-    peers: list[Row] = field(default_factory=list)  # of --compare
+    rows: list[Row] = field(default_factory=list)
     memory_bytes: dict[str, int] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
     @property
     def wrong(self) -> int:
-        """Wrong elements of all rows of hdpcomm."""
+        """Wrong elements of all rows."""
         return sum(side.wrong or 0 for row in self.rows for _, side in row.sides())
 
     @property

@@ -1,4 +1,4 @@
-"""The sweep: every size, type, operator and root, on every subset, with hdpcomm and, if asked for, gloo."""
+"""The sweep: every size, type, operator and root, on every subset, on this rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import torch
 
 from hdpcomm import _core
 from hdpcomm.comm import Communicator, init
-from hdpcomm.comm.bootstrap import default_timeout, open_store
-from hdpcomm.comm.launchers import joined, local_place, rank_and_size
+from hdpcomm.comm.launchers import local_place
 from hdpcomm.data.agree import gather_json
-from hdpcomm.errors import CommTimeout, Error, InvalidUsage
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.data import ElementType, element_type
 from hdpcomm.perf.engine import check_modes, measure_side
@@ -26,7 +25,7 @@ from hdpcomm.perf.operation import Case, Operation, Shape
 from hdpcomm.perf.ops import operation
 from hdpcomm.perf.results import Device, Report, Row, Side
 
-__all__ = ["Point", "check", "join_gloo", "now", "points", "run_rank"]
+__all__ = ["Point", "check", "now", "points", "run_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +43,9 @@ class Point:
         """Column size(B)."""
         return self.shape.total * self.kind.bytes
 
-    def row(self, config: PerfConfig, library: str, sides: Mapping[bool, Side | None], note: str = "") -> Row:
-        """The row of one library; ``sides``: out of place (``False``) and in place (``True``), if measured."""
+    def row(self, config: PerfConfig, sides: Mapping[bool, Side]) -> Row:
+        """The row; ``sides``: out of place (``False``) and in place (``True``), if there is such a form."""
         return Row(
-            library=library,
             op=config.op,
             ranks=self.ranks,
             size=self.size,
@@ -58,7 +56,6 @@ class Point:
             out_of_place=sides.get(False),
             in_place=sides.get(True),
             iterations=config.iters,
-            note=note,
         )
 
 
@@ -122,34 +119,24 @@ def run_rank(
 ) -> Report:
     """Runs this rank's part of a run; collective over all ranks of the job.
 
-    ``emit(event, value)`` is called on rank 0 only, with ``("start", report)``, ``("row", row)`` for each row (those of
-    ``--compare``, too) and ``("cycle", report)``. ``world``: a communicator to measure, which stays open; without it
+    ``emit(event, value)`` is called on rank 0 only, with ``("start", report)``, ``("row", row)`` for each row and
+    ``("cycle", report)``. ``world``: a communicator to measure, which stays open; without it
     the run joins a new world and leaves it at the end.
     """
     torch.set_num_threads(1)
     notify = emit or _silent
     resident = _resident_bytes()
-    gloo = join_gloo(config.timeout) if "gloo" in config.compare else None
-    try:
-        if world is not None:
-            _run_cycles(world, gloo, config, report, notify, resident)
-        else:
-            with init(transport=config.transport, timeout=config.timeout) as own:
-                _run_cycles(own, gloo, config, report, notify, resident)
-    finally:
-        if gloo is not None:
-            torch.distributed.destroy_process_group()
+    if world is not None:
+        _run_cycles(world, config, report, notify, resident)
+    else:
+        with init(transport=config.transport, timeout=config.timeout) as own:
+            _run_cycles(own, config, report, notify, resident)
     report.end_time = now()
     return report
 
 
 def _run_cycles(
-    world: Communicator,
-    gloo: Any,
-    config: PerfConfig,
-    report: Report,
-    notify: Callable[[str, Any], None],
-    resident: int,
+    world: Communicator, config: PerfConfig, report: Report, notify: Callable[[str, Any], None], resident: int
 ) -> None:
     """Runs the sweep ``config.cycles`` times. ``resident``: bytes of this process before it joined."""
     joined = _resident_bytes()
@@ -158,11 +145,12 @@ def _run_cycles(
     if world.rank:
         notify = _silent
     notify("start", report)
-    subsets = _Subsets(world, gloo)
     cycle = 0
     while config.cycles == 0 or cycle < config.cycles:
         for point in points(config, world.size):
-            _measure(world, subsets, config, point, report, notify)
+            row = _measure(world, config, point)
+            report.rows.append(row)
+            notify("row", row)
         cycle += 1
         notify("cycle", report)
     if config.memory:
@@ -175,104 +163,27 @@ def _silent(event: str, value: Any) -> None:
     del event, value
 
 
-class _Subsets:
-    """The communicators of the run's subsets, for every library; created in the same order on all ranks."""
-
-    def __init__(self, world: Communicator, gloo: Any) -> None:
-        self._world, self._gloo = world, gloo
-        self._made: dict[tuple[int, ...], list[tuple[str, Any]]] = {}
-
-    def of(self, ranks: tuple[int, ...]) -> list[tuple[str, Any]]:
-        """``(library, communicator or None)`` for each library."""
-        if ranks not in self._made:
-            whole = ranks == tuple(range(self._world.size))
-            pairs: list[tuple[str, Any]] = [("hdpcomm", self._world if whole else self._world.subset(ranks))]
-            if self._gloo is not None:
-                pairs.append(("gloo", self._gloo if whole else self._gloo.subset(ranks)))
-            self._made[ranks] = pairs
-        return self._made[ranks]
-
-
-def _measure(
-    world: Communicator,
-    subsets: _Subsets,
-    config: PerfConfig,
-    point: Point,
-    report: Report,
-    notify: Callable[[str, Any], None],
-) -> None:
-    """Measures one row with every library in turn, so that noise of the machine affects all of them alike."""
+def _measure(world: Communicator, config: PerfConfig, point: Point) -> Row:
+    """Measures one row."""
     op = operation(config.op)
-    libraries = subsets.of(point.ranks)
-    sides: dict[str, dict[bool, Any]] = {name: {} for name, _ in libraries}
-    notes: dict[str, str] = {}
-    if "gloo" in sides:
-        from hdpcomm.perf.libraries import unsupported
-
-        reason = unsupported(point.kind, point.redop)
-        notes = {"gloo": reason} if reason else {}
+    comm = world if point.ranks == tuple(range(world.size)) else world.subset(point.ranks)
+    sides = {}
     for in_place in (False, True) if op.in_place else (False,):
-        for name, comm in libraries:
-            if name not in notes:
-                case = None if comm is None else _case(comm, point, config, in_place, ours=name == "hdpcomm")
-                sides[name][in_place] = measure_side(world, op, case, config, point.ranks)
-    for name, _ in libraries:
-        row = point.row(config, name, sides[name], notes.get(name, ""))
-        (report.rows if name == "hdpcomm" else report.peers).append(row)
-        notify("row", row)
-
-
-def _case(comm: Any, point: Point, config: PerfConfig, in_place: bool, *, ours: bool) -> Case:
-    return Case(
-        comm=comm,
-        kind=point.kind,
-        shape=point.shape,
-        redop=point.redop,
-        root=point.root,
-        algorithm=config.algorithm if ours else "auto",
-        unalign=config.unalign,
-        registered=config.register and ours,
-        in_place=in_place,
-    )
-
-
-def join_gloo(timeout: float | None = None) -> Any:
-    """torch.distributed on the job's own store, before ``init()``, which then uses the same one. Collective.
-
-    ``timeout``: seconds for joining and for every operation; ``None``: the default of ``init()``.
-    Raises: InvalidUsage (environment, port in use), CommTimeout.
-    """
-    import torch.distributed as dist
-
-    from hdpcomm.perf.libraries import Gloo
-
-    seconds = default_timeout() if timeout is None else timeout
-    limit = datetime.timedelta(seconds=seconds)
-    rank, size = rank_and_size() if joined() else (0, 1)
-    try:
-        store = dist.HashStore() if size == 1 else _store_of_run(rank, seconds)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    except (RuntimeError, CommTimeout) as error:  # of torch or gloo, or of the job's store
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if isinstance(error, CommTimeout) or "timed out" in text.lower() or "timeout" in text.lower():
-            raise CommTimeout(
-                f"rank {rank} did not join the other ranks over gloo within {seconds:g} s: {text}; look for their "
-                "errors, or raise -T",
-                rank=rank,
-                op="--compare gloo",
-            ) from error
-        raise Error(f"rank {rank} cannot join the other ranks over gloo: {text}", rank=rank) from error
-    return Gloo(dist.group.WORLD, range(size), timeout=limit)
-
-
-def _store_of_run(rank: int, seconds: float) -> Any:
-    """A part of the job's store for this run: ranks that live for several runs must not find old addresses."""
-    store = open_store(rank, seconds)
-    store.set_timeout(datetime.timedelta(seconds=seconds))
-    run = store.add(f"hdpcomm/perf/{rank}", 1)
-    return torch.distributed.PrefixStore(f"perf/{run}", store)  # type: ignore[attr-defined]
+        case = None
+        if comm is not None:
+            case = Case(
+                comm=comm,
+                kind=point.kind,
+                shape=point.shape,
+                redop=point.redop,
+                root=point.root,
+                algorithm=config.algorithm,
+                unalign=config.unalign,
+                registered=config.register,
+                in_place=in_place,
+            )
+        sides[in_place] = measure_side(world, op, case, config, point.ranks)
+    return point.row(config, sides)
 
 
 def now() -> str:

@@ -11,7 +11,7 @@ from hdpcomm.perf.config import AVERAGES, PerfConfig
 from hdpcomm.perf.ops import operation
 from hdpcomm.perf.results import IterationStats, Report, Row, Side
 
-__all__ = ["TableWriter", "comparison_lines", "fixed"]
+__all__ = ["TableWriter", "fixed"]
 
 
 def fixed(value: float, width: int) -> str:
@@ -83,20 +83,12 @@ class TableWriter:
         self._line(units + unit + unit + (f"  {stamp[1]:>19}" if stamp[1] else ""))
 
     def row(self, row: Row) -> None:
-        """Writes a row of hdpcomm; rows of other libraries are in the comparison at the end."""
-        if row.library != "hdpcomm":
-            return
+        """Writes a row."""
         text = f"{row.size:12d}  {row.count:12d}  {row.type:>8}  {row.redop:>6}  {row.root:6d}"
         text += self._side(row.out_of_place) + self._side(row.in_place)
         if self._config.timestamps:
             text += datetime.datetime.now().strftime("  %Y-%m-%d %H:%M:%S")
         self._line(text)
-        details = row.out_of_place.details if row.out_of_place else {}
-        if "create_us" in details:
-            self._line(
-                f"# making a communicator alone: median {details['create_us']:.2f} us, "
-                f"minimum {details['create_min_us']:.2f} us"
-            )
 
     def _side(self, side: Side | None) -> str:
         if side is None:
@@ -118,34 +110,8 @@ class TableWriter:
             parts = [f"{name} {_amount(value)}" for name, value in report.memory_bytes.items()]
             parts.append(f"Total {_amount(sum(report.memory_bytes.values()))}")
             self._line(f"# {'Host memory usage':<20} : {' | '.join(parts)}")
-        for line in comparison_lines(report):
-            self._line(line)
         self._line("#")
         self._line(f"# Collective test concluded: {self._config.op}")
-
-
-def comparison_lines(report: Report) -> list[str]:
-    """The comparison with the libraries of ``--compare``, as comment lines; a ratio above 1: hdpcomm is faster."""
-    if not report.peers:
-        return []
-    ours = {row.key: row for row in report.rows}
-    lines = [
-        "#",
-        f"# {'size':>10}  {'type':>8}  {'redop':>6}  {'root':>6}  {'library':>22}  {'side':>12}  "
-        f"{'hdpcomm us':>10}  {'its us':>10}  {'ratio':>8}",
-    ]
-    for row in report.peers:
-        mine = dict(ours[row.key].sides()) if row.key in ours else {}
-        head = f"# {row.size:>10}  {row.type:>8}  {row.redop:>6}  {row.root:>6}  {row.library:>22}"
-        for name, side in row.sides():
-            if name in mine:
-                lines.append(
-                    f"{head}  {name:>12}  {mine[name].time_us:>10.2f}  {side.time_us:>10.2f}  "
-                    f"{side.time_us / mine[name].time_us:>8.2f}"
-                )
-        if row.note:
-            lines.append(f"{head}  {row.note}")
-    return lines
 
 
 def _amount(value: int) -> str:

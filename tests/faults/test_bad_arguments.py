@@ -83,7 +83,6 @@ COMMANDS: list[tuple[str, str]] = [
     ("perf all_reduce --ranks 0", "0"),
     ("perf all_reduce --ranks 9999 -b 8 -e 8", "9999"),
     ("perf all_reduce -J /nowhere/out.json --ranks 2", "/nowhere/out.json"),
-    ("perf offload --device tpu", "tpu"),
     ("train --steps 0", "0"),
     ("train --steps x", "'x'"),
     ("train --lr 0", "0"),

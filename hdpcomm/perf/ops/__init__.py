@@ -3,7 +3,6 @@
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.perf.operation import Operation
 from hdpcomm.perf.ops import collectives as plain
-from hdpcomm.perf.ops.subset import Subset
 
 __all__ = ["OPERATIONS", "operation"]
 
@@ -11,7 +10,7 @@ OPERATIONS: dict[str, Operation] = {
     kind.name: kind()
     for kind in (
         *(plain.AllGather, plain.AllReduce, plain.ReduceScatter, plain.Broadcast, plain.Reduce, plain.Gather),
-        *(plain.Scatter, plain.AllToAll, plain.AllToAllV, plain.SendRecv, plain.Hypercube, plain.Ring, Subset),
+        *(plain.Scatter, plain.AllToAll, plain.AllToAllV, plain.SendRecv, plain.Hypercube, plain.Ring),
     )
 }
 

@@ -71,13 +71,10 @@ SMALL = ["perf", "all_reduce", "-b", "8", "-e", "64", "-f", "8", "-n", "2", "-I"
 
 
 @pytest.mark.usefixtures("alone")
-def test_comparison_and_cycles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cycles(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    assert main([*SMALL, "--compare", "gloo", "-N", "2", "-J", str(path)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[5:7] for line in lines if "gloo" in line][:2] == [["gloo", "out_of_place"], ["gloo", "in_place"]]
-    document = json.loads(path.read_text())
-    assert (len(document["results"]), len(document["compare"])) == (4, 4)
+    assert main([*SMALL, "-N", "2", "-J", str(path)]) == 0
+    assert len(json.loads(path.read_text())["results"]) == 4
 
 
 def test_calibrate_keeps_other_transports(
@@ -109,18 +106,10 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def test_gloo_does_not_wait_beyond_the_timeout() -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    done = perf("all_reduce", "--compare", "gloo", "-T", "0.5", **place)  # rank 1 never comes
-    assert done.returncode == 4, done.stderr
-    assert "rank 0 did not join the other ranks over gloo within 0.5 s" in done.stderr
-    assert "raise -T" in done.stderr
-
-
 def test_ranks_of_srun(tmp_path: Path) -> None:
     """Two tasks of a Slurm step on one host, without torchrun's variables."""
     path = tmp_path / "r.json"
-    command = ["-m", "hdpcomm.cli.main", *SMALL, "--compare", "gloo", "-J", str(path)]
+    command = ["-m", "hdpcomm.cli.main", *SMALL, "-J", str(path)]
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     step |= {"PMI_SIZE": "2", "MASTER_PORT": free_port()}
     ranks = [
@@ -136,7 +125,7 @@ def test_ranks_of_srun(tmp_path: Path) -> None:
     assert [output.count("# Avg bus bandwidth") for output in outputs] == [1, 0]
     document = json.loads(path.read_text())
     assert [(device["rank"], device["device"]) for device in document["config"]["devices"]] == [(0, 0), (1, 1)]
-    assert [row["size"] for row in document["compare"]] == [8, 64]
+    assert [row["size"] for row in document["results"]] == [8, 64]
 
 
 class OnGpu:
@@ -209,7 +198,6 @@ def test_exit_codes_of_failures(
         (["all_reduce", "-i", "1", "-f", "2"], 6, "not allowed with"),
         (["all_reduce", "-C", "2"], 6, "give 0 or 1"),
         (["all_reduce", "--subset", "0,x"], 6, "like 0,3,1"),
-        (["all_reduce", "--compare", "nccl"], 6, "unknown library; give gloo"),
         (["all_reduce", "-J", "/nowhere/x.json"], 6, "does not exist"),
         (["all_reduce", "-o", "median"], 6, "unknown; give one of: sum"),
         (["all_reduce", "-r", "0"], 6, "all_reduce has no root"),
@@ -234,7 +222,7 @@ def test_bad_usage(arguments: list[str], code: int, message: str, capsys: pytest
     [
         (["-J", "r.json"], "output_file"), (["-b", "8"], "minbytes"), (["-n", "3"], "iters"),
         (["--subset", "0,1"], "subset"), (["--algorithm", "ring"], "algorithm"),
-        (["--compare", "gloo"], "compare"), (["-r", "0"], "root"),
+        (["-r", "0"], "root"),
     ],
 )  # fmt: skip
 def test_calibrate_refuses_options_of_a_sweep(

@@ -70,20 +70,6 @@ def test_modes(ranks: Any) -> None:
             }
 
 
-def test_gloo_beside_it(ranks: Any) -> None:
-    for op in ("all_reduce", "subset", "alltoallv", "hypercube"):
-        peers = ranks(2, gloo_sweep, op)[0]
-        assert {row.library for row in peers} == {"gloo"}
-        assert all(side.wrong == 0 for row in peers for _, side in row.sides())
-    notes = {row.note for row in ranks(2, gloo_sweep, "all_reduce", ("uint32",))[0]}
-    assert notes == {"gloo has no uint32"}
-
-
-def gloo_sweep(op: str, dtypes: tuple[str, ...] = ("float",)) -> list[Any]:
-    config = PerfConfig(op, min_bytes=8, max_bytes=8, iters=2, compare=("gloo",), dtypes=dtypes)
-    return run_rank(config, Report("")).peers
-
-
 SPOILED = {
     "all_reduce": "all_reduce",
     "all_gather": "all_gather",

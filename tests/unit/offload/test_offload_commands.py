@@ -1,4 +1,4 @@
-"""``hdpcomm perf offload``, ``hdpcomm train --offload`` and benchmarks/offload.py: flags, exit codes, files."""
+"""``hdpcomm train --offload`` and benchmarks/offload.py: flags, exit codes, files."""
 
 from __future__ import annotations
 
@@ -10,34 +10,7 @@ import pytest
 from hdpcomm.cli.main import main
 from tests.harness.warm_python import run_python
 
-RATES = {"d2h", "h2d", "both_d2h", "both_h2d", "plain_d2h", "plain_h2d", "fresh_d2h"}
 BENCHMARK = Path(__file__).parents[3] / "benchmarks/offload.py"
-
-
-def test_perf_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "rates.json"
-    sweep = ["perf", "offload", "--device", "sim", "-b", "64K", "-e", "256K", "-f", "2", "-n", "2"]
-    assert main([*sweep, "-J", str(file)]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert len(table) == 2 + 3
-    content = json.loads(file.read_text())
-    assert [row["size"] for row in content["rows"]] == [65536, 131072, 262144]
-    assert all(row[name] > 0 for row in content["rows"] for name in RATES)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["offload", "--ranks", "2"], "ranks have no effect here"),
-        (["offload", "-b", "0", "-e", "0"], "at least one byte"),
-        (["sendrecv", "--device", "sim"], "--device belongs to offload"),
-    ],
-)
-def test_options_without_meaning_are_refused(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["perf", *arguments]) == 6
-    assert told in capsys.readouterr().err
 
 
 def test_train_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hdpcomm.perf.data import ElementType
+from hdpcomm.comm.bootstrap import open_store
+from hdpcomm.comm.launchers import joined, rank_and_size
 from hdpcomm.perf.operation import Works
 
-__all__ = ["Gloo", "unsupported"]
+__all__ = ["Gloo", "join_gloo"]
 
-_TYPES = ("int8", "uint8", "int32", "int64", "half", "float", "double", "bfloat16")
 # Newer names of the same functions; torch warns of the older ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -44,10 +44,6 @@ class Gloo:
         chosen = [self.ranks[rank] for rank in ranks]
         group = dist.new_group(chosen, backend="gloo", sort_ranks=False, timeout=self._timeout)
         return Gloo(group, chosen, timeout=self._timeout) if dist.get_rank() in chosen else None
-
-    def forget(self) -> None:
-        """Ends the group."""
-        dist.destroy_process_group(self._group)
 
     def barrier(self) -> None:
         dist.barrier(self._group)
@@ -132,8 +128,21 @@ class Gloo:
         return both
 
 
-def unsupported(kind: ElementType, redop: str) -> str:
-    """Why gloo cannot run a row; empty: it can."""
-    if kind.name not in _TYPES:
-        return f"gloo has no {kind.name}"
-    return "" if redop in _OPS or redop == "none" else f"gloo has no {redop}"
+def join_gloo(seconds: float) -> Gloo:
+    """torch.distributed on the job's own store, before ``init()``, which then uses the same one. Collective.
+
+    ``seconds``: for joining and for every operation.
+    """
+    limit = timedelta(seconds=seconds)
+    rank, size = rank_and_size() if joined() else (0, 1)
+    store = dist.HashStore() if size == 1 else _store_of_run(rank, seconds)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    return Gloo(dist.group.WORLD, range(size), timeout=limit)
+
+
+def _store_of_run(rank: int, seconds: float) -> Any:
+    """A part of the job's store for this run: ranks that live for several runs must not find old addresses."""
+    store = open_store(rank, seconds)
+    store.set_timeout(timedelta(seconds=seconds))
+    run = store.add(f"hdpcomm/perf/{rank}", 1)
+    return dist.PrefixStore(f"perf/{run}", store)  # type: ignore[attr-defined]
