@@ -83,6 +83,7 @@ class Runner:
         self.gradients: Gradients | FullyShardedParameters | None = gradients
         self.ran: StepPlan | None = None
         self._mesh, self.optimizer, self._within = mesh, optimizer, within
+        self._device = next(self.model.parameters()).device
         if is_fully_sharded(self.model.parameters()):
             if settings.masters:
                 raise InvalidUsage(
@@ -95,7 +96,6 @@ class Runner:
             if optimizer is not None and gradients is None:
                 self._keep_gradients(optimizer, settings)
         self._buffers = ChangedBuffers(self.model)
-        self._device = next(self.model.parameters()).device
         self._alike = mesh.positions.flatten(1).tolist()  # stages may have other groups of parameters
         self._compiled = False
         """Whether a step has made what kernels and compilers make at their first call."""
@@ -122,6 +122,7 @@ class Runner:
                 zero=settings.zero, dtype=settings.dtype, bucket_bytes=settings.bucket_bytes,
             )  # fmt: skip
             self.masters.same_start()
+            self._wait_for_parts()  # passes may follow that no agreement precedes
             self.gradients = self.masters.gradients
         else:
             parameters = self.model.parameters()

@@ -186,6 +186,31 @@ def test_gradients_of_random_plans(seed):
     random_plan(seed)
 
 
+def test_the_first_pass_has_the_weights_of_slow_ranks(monkeypatch):
+    """No step, and no agreement on one, precedes it: as where a door looks for dropout."""
+    take_over = masters.PulledWeights.take_over
+
+    def slow(self, bucket):
+        if bucket.sharding.own == 1:
+            time.sleep(0.05)
+        return take_over(self, bucket)
+
+    monkeypatch.setattr(masters.PulledWeights, "take_over", slow)
+    tokens, places = torch.arange(5), torch.arange(5)
+
+    def rank():
+        comm = hdp.init()
+        model = Llama(CONFIG, seed=3)
+        wanted = model(tokens, positions=places, cu_seqlens=torch.tensor([0, 5]), comm=None)
+        planner = Planner(None, ClusterSpec(2, 100), cost_model=COST)
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), planner, comm, zero=3)
+        with trainer.runner.weights():
+            return wanted, model(tokens, positions=places, cu_seqlens=torch.tensor([0, 5]), comm=None)
+
+    for wanted, found in run_threads(rank, 2, timeout=60.0 * PATIENCE):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("beside", ["thread", "late", "stream"])
 @pytest.mark.parametrize("seed", range(1000, 1000 + -(-PLANS // 4)))
 def test_parts_on_devices(seed, beside, monkeypatch):
