@@ -1,6 +1,7 @@
 """Memory and host time of models that transformers' and TRL's trainers train with plans.
 
     python benchmarks/doors.py [--doors transformers sft grpo] [--zero 0 3] [--json FILE] [--folder FOLDER]
+    python benchmarks/doors.py --doors verl --zero 3 [--json FILE] [--folder FOLDER]
     python benchmarks/doors.py --host [--doors transformers sft] [--json FILE]
 
 Both put their figures beside those of other doors that FILE has.
@@ -8,7 +9,8 @@ Both put their figures beside those of other doors that FILE has.
 Each door (:data:`DOORS`) gets a Llama by its folder (337 million parameters in bf16, fp32 masters, AdamW), trains some
 steps of short sequences, saves a checkpoint, and goes on from it for one more. GRPO generates its answers. The first
 run of ``transformers`` measures costs; the others know them, which takes less time and as much memory. A rank of
-``zero=0`` holds the same on any number of ranks, so it runs on 2, ``zero=3`` on 4.
+``zero=0`` holds the same on any number of ranks, so it runs on 2, ``zero=3`` on 4. ``verl`` is verl's worker of
+supervised training, with ``zero=3`` only, in an environment of its own (docs/clients.md).
 
 A rank's peak is that of :class:`large_model.Peak` (its anonymous memory and its share of the shared memory, above what
 it had when all was imported), from the making of the trainer to the last step, while it saves, and when it goes on. The
@@ -30,15 +32,18 @@ import json
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from datetime import date
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from large_model import Peak, write_model
 
 import hdpcomm as hdp
@@ -47,7 +52,7 @@ from hdpcomm.run import RunConfig, folder_model
 from hdpcomm.run.memory import predict_memory
 from hdpcomm.testing import spawn
 
-DOORS = ("transformers", "sft", "grpo")
+DOORS = ("transformers", "sft", "grpo", "verl")
 RANKS = {0: 2, 3: 4}
 """By stage of ZeRO."""
 CAPACITY = 64  # tokens of a rank in a micro-batch
@@ -159,6 +164,43 @@ def run_rank(door: str, folder: str, zero: int, steps: int, resume: bool) -> dic
     }  # fmt: skip
 
 
+def verl_rank(folder: str, steps: int, resume: bool) -> dict[str, Any]:
+    """Micro-batches are of a rank's own rows there."""
+    give_back()
+    os.environ |= {"OMP_NUM_THREADS": "1", "VERL_ENGINE_DEVICE": "cpu"}
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/clients"))
+    client = importlib.import_module("verl_engine")
+    from verl.utils import tensordict_utils
+    from verl.workers.utils.losses import sft_loss
+
+    with hdp.init() as comm:
+        dist.init_process_group("gloo", f"file://{folder}/store-{resume}", rank=comm.rank, world_size=comm.size)
+        client.cpu_platform()
+        data = client.trajectories(comm.rank % 2)
+        columns = {name: data[name] for name in ("input_ids", "position_ids")}
+        columns["loss_mask"] = torch.nested.nested_tensor_from_jagged(
+            torch.ones_like(data["input_ids"].values()), data["input_ids"].offsets()
+        )
+        data = tensordict_utils.get_tensordict(columns)
+        losses = []
+        with Peak(comm.size) as peak:
+            started = time.perf_counter()
+            loss = partial(sft_loss, config=None)
+            settings = {"optimizer": "AdamW", "precision": "bf16"}
+            worker = client.worker_of("hdpcomm", "language_model", f"{folder}/model", loss, 1e-4, **settings)
+            if resume:
+                worker.load_checkpoint(f"{folder}/out")
+            for _ in range(1 if resume else steps):
+                output = worker.train_batch(client.asked(data, update_lr_scheduler=True, global_token_num=None))
+                losses.append(float(tensordict_utils.get(output, "metrics")["loss"]))
+            seconds, before_saving = time.perf_counter() - started, peak.bytes
+            if not resume:
+                worker.save_checkpoint(f"{folder}/out")
+        dist.destroy_process_group()
+    return {"peak": before_saving, "peak_saved": peak.bytes, "seconds": seconds, "losses": losses, "micro_batches": 0}
+
+
 def memory(options: argparse.Namespace, where: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Peaks of each door beside the prediction."""
     parameters = write_model(options, where / "model")
@@ -167,14 +209,16 @@ def memory(options: argparse.Namespace, where: Path) -> Iterator[tuple[str, dict
         (step,) = predict_memory(config, RANKS[zero])
         predicted = step.peak_bytes(CAPACITY)
         for door in options.doors:
-            own = [str(where), zero]
+            run, own = (verl_rank, [str(where)]) if door == "verl" else (run_rank, [door, str(where), zero])
+            if door == "verl" and zero != 3:
+                continue
             row: dict[str, Any] = {"parameters": parameters, "ranks": RANKS[zero], "predicted": predicted}
-            first = spawn(run_rank, RANKS[zero], door, *own, options.steps, False, timeout=3600.0)
+            first = spawn(run, RANKS[zero], *own, options.steps, False, timeout=3600.0)
             row |= {name: first[0][name] for name in ("seconds", "losses", "micro_batches")}
             row["peaks"] = {"training": [each["peak"] for each in first]}
             row["peaks"]["saving"] = [each["peak_saved"] for each in first]
             yield f"{door}, zero {zero}", row | {"ratios": ratios(row)}
-            then = spawn(run_rank, RANKS[zero], door, *own, options.steps + 1, True, timeout=3600.0)
+            then = spawn(run, RANKS[zero], *own, options.steps + 1, True, timeout=3600.0)
             row["peaks"]["resumed"] = [each["peak"] for each in then]
             shutil.rmtree(where / "out")
             yield f"{door}, zero {zero}", row | {"ratios": ratios(row)}
@@ -254,7 +298,7 @@ def host_rank(door: str, folder: str) -> dict[str, Any]:
 def host(options: argparse.Namespace, where: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Processor time of steps, and what the door's own share is of that of hdpcomm's Trainer."""
     for door in options.doors:
-        if door != "grpo":  # its loss is another one
+        if door in ("transformers", "sft"):  # GRPO's loss is another one
             (row,) = spawn(host_rank, 1, door, str(where), timeout=3600.0)
             own, base, trainer = (min(row[name]) for name in ("door_s", "base_s", "trainer_s"))
             each_us = [1e6 * time / row["micro_batches"] for time in (own - base, trainer)]
@@ -266,16 +310,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("layers", 20), ("hidden", 1024), ("vocabulary", 32000), ("steps", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--doors", nargs="+", choices=DOORS, default=DOORS)
+    parser.add_argument("--doors", nargs="+", choices=DOORS, default=DOORS[:3])
     parser.add_argument("--zero", nargs="+", type=int, choices=tuple(RANKS), default=tuple(RANKS))
     parser.add_argument("--host", action="store_true", help="host time of one rank, in place of memory")
     parser.add_argument("--folder", type=Path, help="where everything is written (a temporary folder)")
     parser.add_argument("--json", type=Path, help="write the figures, too")
     options = parser.parse_args()
     options.ranks = 1  # key and value heads of the model need not be cut
+    packages = ("torch", "transformers", "verl" if "verl" in options.doors else "trl")
     here = {
         "date": date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")},
+        **{name: importlib.metadata.version(name) for name in packages},
     }  # fmt: skip
     found = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -324,14 +324,18 @@ def check_saved(engine: Any, folder: str) -> None:
     assert not read
 
 
-def worker_of(strategy: str, kind: str, path: str, loss: Any, lr: float) -> Any:
+def worker_of(
+    strategy: str, kind: str, path: str, loss: Any, lr: float, *, optimizer: str = "SGD", precision: str = "fp32"
+) -> Any:
     """One of verl's workers for a model that is no policy, in micro-batches by tokens."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
     model = HFModelConfig(path=path, load_tokenizer=False, override_config={"attn_implementation": "sdpa"})
-    given: dict[str, Any] = {"mixed_precision": dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")}
+    given: dict[str, Any] = {
+        "mixed_precision": dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), precision)
+    }
     given |= {"use_torch_compile": False, "max_token_len_per_gpu": 50, "infer_max_token_len_per_gpu": 70}
     if strategy == "hdpcomm":
         from hdpcomm.integrations.verl_engine import HdpEngineConfig
@@ -342,7 +346,7 @@ def worker_of(strategy: str, kind: str, path: str, loss: Any, lr: float) -> Any:
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_type=kind, model_config=model, engine_config=engine,
-            optimizer_config=FSDPOptimizerConfig(optimizer="SGD", lr=lr, total_training_steps=4),
+            optimizer_config=FSDPOptimizerConfig(optimizer=optimizer, lr=lr, total_training_steps=4),
             checkpoint_config=CheckpointConfig(),
         )
     )  # fmt: skip
