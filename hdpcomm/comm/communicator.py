@@ -41,10 +41,9 @@ class Communicator(Membership):
 
     Every collective is called by all its ranks, with equal arguments. A rank issues the operations of all its
     communicators in one order, and all ranks must agree on that order where their communicators overlap; then no mix of
-    overlapping subsets can deadlock. Disjoint subsets run side by side. Tensors are torch CPU tensors, numpy arrays or
-    DLPack objects; with the ``cuda`` transport also torch, CuPy and other CUDA tensors; contiguous, and in one
-    operation all on the same device. Operations on CUDA tensors are ordered on the current stream of the tensors'
-    library and do not block the host.
+    overlapping subsets can deadlock. Disjoint subsets run side by side. Tensors are torch CPU tensors or
+    numpy arrays, with the ``cuda`` transport also CUDA tensors; contiguous, and in one operation all on the same
+    device. Operations on CUDA tensors are ordered on torch's current stream and do not block the host.
 
     Every operation takes ``async_op``: then it returns at once and proceeds in the background, and ``Work.wait()`` ends
     it; without it the returned Work has ended. With ``algorithm="auto"`` the library chooses; :meth:`algorithms` lists

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.dlpack import from_dlpack
 
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
@@ -34,8 +33,8 @@ def code_of(dtype: Any) -> int | None:
 def describe(x: Any, what: str, *, writable: bool = False) -> Buffer:
     """The address, element count and dtype code of a tensor, checked.
 
-    ``x``: a CPU tensor of torch, an array of numpy, or any object with ``__dlpack__`` on the CPU; contiguous. ``what``
-    names it in messages. The caller keeps ``x`` alive while the core uses the address.
+    ``x``: a CPU tensor of torch, or an array of numpy; contiguous. ``what`` names it in messages. The caller keeps
+    ``x`` alive while the core uses the address.
 
     Raises: InvalidUsage for another object, device, layout or type.
     """
@@ -49,12 +48,9 @@ def describe(x: Any, what: str, *, writable: bool = False) -> Buffer:
         raise _bad_torch(x, what)
     if isinstance(x, np.ndarray):
         return _describe_numpy(x, what, writable=writable)
-    if hasattr(x, "__cuda_array_interface__"):
-        raise InvalidUsage(f"{what} lies on a GPU; the shm transport moves host memory: copy it to the CPU first")
-    if hasattr(x, "__dlpack__"):
-        return describe(from_dlpack(x), what, writable=writable)
     raise InvalidUsage(
-        f"{what} is a {type(x).__name__}; give a torch tensor, a numpy array or an object with __dlpack__"
+        f"{what} is a {type(x).__name__}; give a torch tensor or a numpy array (torch.from_dlpack(x) makes a tensor of "
+        "another library's array, without a copy)"
     )
 
 

@@ -113,14 +113,6 @@ def test_host_tensors_go_by_the_host() -> None:
     spawn(host_tensors, 2, transport="cuda")
 
 
-class Foreign:
-    """A tensor as another library's array."""
-
-    def __init__(self, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        self.x = x
-        self.__cuda_array_interface__ = dict(x.__cuda_array_interface__) | {"stream": stream.cuda_stream, "version": 3}
-
-
 def topology() -> None:
     with hdp.init() as comm:
         kind = type(comm)
@@ -132,35 +124,6 @@ def topology() -> None:
 
 def test_the_topology_measures_device_memory() -> None:
     spawn(topology, 2, transport="cuda")
-
-
-def foreign_arrays() -> None:
-    with hdp.init() as comm:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            x = torch.full((1000,), float(comm.rank + 1), device=comm.device)
-        comm.all_reduce(Foreign(x, side))
-        side.synchronize()
-        assert (x == sum(range(1, comm.size + 1))).all()
-
-
-def test_cuda_array_interface_and_its_stream() -> None:
-    spawn(foreign_arrays, 2, transport="cuda")
-
-
-def cupy_arrays() -> None:
-    import cupy
-
-    with hdp.init() as comm, cupy.cuda.Stream(non_blocking=True) as stream:
-        x = cupy.full(1000, comm.rank + 1, dtype=cupy.float32)
-        comm.all_reduce(x)
-        stream.synchronize()
-        assert bool((x == sum(range(1, comm.size + 1))).all())
-
-
-def test_cupy() -> None:
-    pytest.importorskip("cupy")
-    spawn(cupy_arrays, 2, transport="cuda")
 
 
 def on_streams() -> None:

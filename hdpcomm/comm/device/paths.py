@@ -9,7 +9,7 @@ import torch
 
 from hdpcomm import _core
 from hdpcomm.comm.device.landing_zone import LandingZone
-from hdpcomm.comm.device.tensors import CudaTensors, SimTensors, Tensors, arrays_of, on_cuda
+from hdpcomm.comm.device.tensors import CudaTensors, SimTensors, Tensors
 from hdpcomm.comm.untraced import untraced
 
 __all__ = ["DevicePath", "Devices", "StreamMark"]
@@ -51,7 +51,7 @@ class StreamMark:
 
 
 class DevicePath:
-    """Device memory, by a stream engine: operations are enqueued behind the current stream of the tensors' library."""
+    """Device memory, by a stream engine: operations are enqueued behind torch's current stream."""
 
     __slots__ = ("_engine", "_tensors", "blocking", "describe")
 
@@ -117,11 +117,4 @@ class Devices:
 
     def path(self, x: Any) -> DevicePath | None:
         """The path of a tensor; None for one in host memory."""
-        if self.is_sim:
-            return self._path
-        if not on_cuda(x):
-            return None
-        # Asked first: torch's __cuda_array_interface__ raises for a tensor that requires a gradient.
-        if isinstance(x, torch.Tensor) or not hasattr(x, "__cuda_array_interface__"):
-            return self._path
-        return DevicePath(self.engine, arrays_of(x, self.engine.device.ordinal))
+        return self._path if self.is_sim or (isinstance(x, torch.Tensor) and x.is_cuda) else None
