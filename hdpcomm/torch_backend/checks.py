@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.torch_backend.staging import Bitwise, Operation
+from hdpcomm.torch_backend.staging import Operation
 
 __all__ = [
     "Lists",
@@ -38,12 +38,6 @@ _CORE: dict[int, str] = {
         (ReduceOp.MAX, "max"),
     )
 }
-_BITWISE: dict[int, Bitwise] = {
-    ReduceOp.BAND.value: torch.bitwise_and,
-    ReduceOp.BOR.value: torch.bitwise_or,
-    ReduceOp.BXOR.value: torch.bitwise_xor,
-}
-
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 Lists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 
@@ -138,21 +132,15 @@ def elements_of(operation: Operation, tensor: torch.Tensor, rows: Sequence[int] 
     return [count * row for count in rows]
 
 
-def reduction(op: Any, dtype: torch.dtype, call: str) -> str | Bitwise:
-    """The core's name of a reduce operation, or the function of two tensors that is applied after a gather.
+def reduction(op: Any, dtype: torch.dtype, call: str) -> str:
+    """The core's name of a reduce operation.
 
-    Raises: NotImplementedError naming an operation that neither has; InvalidUsage for a type that it does not take.
+    Raises: NotImplementedError naming an operation that it has not; InvalidUsage for a type that it does not take.
     """
     kind = getattr(op, "op", op)  # ReduceOp or RedOpType
     in_core = _CORE.get(kind.value)
-    if in_core is not None:
-        if dtype.is_complex and in_core not in ("sum", "avg"):
-            raise InvalidUsage(f"{call}() got op={in_core} for {dtype}; complex tensors can be added and averaged")
-        return in_core
-    name = getattr(kind, "name", str(kind))
-    bitwise = _BITWISE.get(kind.value)
-    if bitwise is None:
-        raise NotImplementedError(f"hdpcomm backend: {call} with ReduceOp.{name}")
-    if dtype.is_floating_point or dtype.is_complex:
-        raise InvalidUsage(f"{call}() got op={name} for {dtype}; bitwise operations take integers and bool")
-    return bitwise
+    if in_core is None:
+        raise NotImplementedError(f"hdpcomm backend: {call} with ReduceOp.{getattr(kind, 'name', str(kind))}")
+    if dtype.is_complex and in_core not in ("sum", "avg"):
+        raise InvalidUsage(f"{call}() got op={in_core} for {dtype}; complex tensors can be added and averaged")
+    return in_core

@@ -65,13 +65,7 @@ class Collectives:
 
     def _all_reduce(self, operation: Operation, tensor: torch.Tensor, op: Any) -> None:
         kind = reduction(op, operation.reduced(tensor).dtype, operation.call)
-        x = operation.target(tensor, read=True)
-        if isinstance(kind, str):
-            operation.start(self._comm.all_reduce, x, kind)
-            return
-        everyone = x.new_empty(self._comm.size * x.numel())
-        operation.start(self._comm.all_gather, everyone, x)
-        operation.fold(kind, everyone, x)
+        operation.start(self._comm.all_reduce, operation.target(tensor, read=True), kind)
 
     def reduce(
         self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: datetime.timedelta | None = None
@@ -83,13 +77,7 @@ class Collectives:
         kind = reduction(given, operation.reduced(tensor).dtype, "reduce")
         receives = root == self._comm.rank
         x = operation.target(tensor, read=True) if receives else operation.source(tensor)
-        if isinstance(kind, str):
-            operation.start(self._comm.reduce, x, root, kind)
-        else:
-            everyone = x.new_empty(self._comm.size * x.numel()) if receives else None
-            operation.start(self._comm.gather, everyone, x, root)
-            if everyone is not None:
-                operation.fold(kind, everyone, x)
+        operation.start(self._comm.reduce, x, root, kind)
         return self._state.end(operation, [tensor])
 
     def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = None) -> BackendWork:
@@ -98,19 +86,6 @@ class Collectives:
         tensor = one(inputs, "all_gather", "inputs")
         self._all_gather(operation, outs, tensor)
         return self._state.end(operation, outs)
-
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> BackendWork:
-        operation = self._state.begin("all_gather_coalesced", opts)
-        if len(outputs) != self._comm.size or any(len(each) != len(inputs) for each in outputs):
-            raise InvalidUsage(
-                f"all_gather_coalesced() got output lists of {[len(each) for each in outputs]} tensors; give "
-                f"{self._comm.size} lists, one a rank, of {len(inputs)} tensors, one an input"
-            )
-        for i, tensor in enumerate(inputs):
-            self._all_gather(operation, [each[i] for each in outputs], tensor)
-        return self._state.end(operation, [tensor for each in outputs for tensor in each])
 
     def _all_gather(self, operation: Operation, outs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         check_types(operation, [*outs, tensor])
@@ -183,8 +158,6 @@ class Collectives:
             self._reduce_scatter(operation, tensor, _flatten(parts), op_of(opts))
             return self._state.end(operation, [tensor])
         kind = reduction(op_of(opts), operation.reduced(tensor).dtype, operation.call)
-        if not isinstance(kind, str):
-            raise NotImplementedError("hdpcomm backend: bitwise reduce_scatter of parts of different sizes")
         rank = self._comm.rank
         for root, part in enumerate(parts):
             out = operation.target(tensor) if root == rank else None
@@ -204,12 +177,7 @@ class Collectives:
     def _reduce_scatter(self, operation: Operation, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> None:
         kind = reduction(op, operation.reduced(tensor).dtype, operation.call)
         x, out = operation.source(tensor), operation.target(output)
-        if isinstance(kind, str):
-            operation.start(self._comm.reduce_scatter, out, x, kind)
-            return
-        everyone = torch.empty_like(x)
-        operation.start(self._comm.all_to_all, everyone, x)
-        operation.fold(kind, everyone, out)
+        operation.start(self._comm.reduce_scatter, out, x, kind)
 
     def all_to_all_single(
         self,

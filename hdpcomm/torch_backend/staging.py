@@ -14,9 +14,8 @@ from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.torch_backend.errors import translate
 from hdpcomm.torch_backend.work import BackendWork, Part, StreamWork, on_side_stream
 
-__all__ = ["Bitwise", "Operation"]
+__all__ = ["Operation"]
 
-Bitwise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _describe_torch = _core.comm.describe_torch
 _CARRIED = frozenset(getattr(torch, name) for name in _core.DTYPES if hasattr(torch, name))
 
@@ -122,20 +121,6 @@ class Operation:
 
         if flat.numel() > 0:
             self._at_end(copy, flat, *destinations)
-
-    def fold(self, combine: Bitwise, everyone: torch.Tensor, target: torch.Tensor) -> None:
-        """At the end, but before ``target`` is copied anywhere: target = part 0 of ``everyone`` combined with 1, ..."""
-
-        def apply() -> None:
-            parts = everyone.view(self.comm.size, -1)
-            result = parts[0]
-            for part in parts[1:]:
-                result = combine(result, part)
-            target.copy_(result.view_as(target))
-
-        if target.numel() > 0:
-            self._copies.insert(0, apply)
-            self._copied += (everyone, target)
 
     def finish(self) -> None:
         """Makes the copies of the end."""
