@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from hdpcomm.comm.bootstrap import open_store
 from hdpcomm.comm.launchers import joined, rank_and_size
-from hdpcomm.perf.operation import Works
 
 __all__ = ["Gloo", "join_gloo"]
 
@@ -24,6 +23,17 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPS = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class Works:
+    """Several operations that are waited for together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class Gloo:

@@ -18,7 +18,6 @@ from hdpcomm.plan import DEVICES
 from hdpcomm.run import DryRun, Evaluation, FolderModel, RunConfig, RunResult
 from hdpcomm.run.model import model_facts
 from hdpcomm.run.pipelines import recompute_by_device
-from hdpcomm.trace.run_report import long_steps_text
 from hdpcomm.train import StepMetrics, totals
 
 if TYPE_CHECKING:
@@ -98,10 +97,6 @@ def print_report(corpus: CorpusSummary, config: RunConfig, result: RunResult) ->
         console.print(_memory_text(config, result))
     console.print(_steps_table(policy, result.steps[policy]))
     console.print(_policies_table(result))
-    if len(config.policies) > 1:
-        console.print(_compared(config, result))
-    if config.offload:
-        console.print(_offload_table(result))
     for evaluated, found in result.evaluations.items():
         if found:
             losses = f"{found[0].loss:.3f} after step {found[0].step}"
@@ -300,72 +295,6 @@ def _name(policy: str, widest: int, ranks: int) -> str:
     return {"static": f"static DP{ranks // widest} x CP{widest}", "ddp": "torch DDP, gloo"}.get(policy, policy)
 
 
-def _compared(config: RunConfig, result: RunResult) -> str:
-    """Explains the rows of the table, and where one policy can gain on another."""
-    texts = {
-        "balanced": "balanced: each sequence on as many ranks as the planner says",
-        "naive": "naive: the paper's Algorithm 1",
-        "static": "static: every sequence on the mesh's context-parallel groups",
-        "ddp": "DDP: whole sequences, as many tokens a rank",
-    }
-    names = ", ".join(texts[policy] for policy in config.policies)
-    found = [
-        "Compared, step by step in turns: the same model, weights, batches, kernels and optimizer, packed without "
-        f"padding. {names[0].upper()}{names[1:]}."
-    ]
-    if "static" in config.policies:
-        found.append("On a static mesh short sequences, too, pay for messages and for kernels on parts of them.")
-    if "ddp" in config.policies:
-        found.append(_against_ddp(replace(config, recompute=result.recompute), result))
-    return " ".join(filter(None, found))
-
-
-def _both_took(own: Sequence[StepMetrics], others: Sequence[StepMetrics]) -> list[tuple[StepMetrics, StepMetrics]]:
-    """The steps of two policies that both have taken: either may have left out some."""
-    theirs = {step.step: step for step in others}
-    return [(step, theirs[step.step]) for step in own if step.step in theirs]
-
-
-def _against_ddp(config: RunConfig, result: RunResult) -> str:
-    from hdpcomm.run.memory import predict_memory
-    from hdpcomm.run.pipelines import recompute_by_device
-
-    own, ddp = result.steps[config.policies[0]], result.steps["ddp"]
-    longest = max(step.longest for step in own)
-    if longest <= config.capacity:
-        return "Against DDP there is nothing to gain while each rank holds the longest sequence whole."
-    (memory,), (recompute,) = predict_memory(config, result.ranks), recompute_by_device(config)
-    whole, share = (size_text(memory.activation_bytes(tokens, recompute)) for tokens in (longest, config.capacity))
-    took = _both_took(own, ddp)
-    ratios = {step.step: other.seconds / step.seconds for step, other in took}
-    text = long_steps_text(
-        config.policies[0], "DDP", ratios, {step.step: step.longest for step, _ in took}, config.capacity
-    )
-    return text and (
-        f"DDP needs memory for the longest sequence on a single rank: {longest:,} tokens instead of "
-        f"{config.capacity:,}, {whole} of activations instead of {share} (predicted). It gives all ranks as many "
-        f"tokens, and they wait for the one that has a long sequence. {text}"
-    )
-
-
-def _offload_table(result: RunResult) -> Table:
-    """Predicted and measured memory (the largest of a step) and seconds (the mean of the steps)."""
-    table = new_table("offload")
-    for name in ("policy", "largest ratio", "to host/step", "memory", "predicted", "seconds/step", "predicted"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for policy, steps in result.steps.items():
-        table.add_row(
-            policy,
-            f"{max(step.offload_ratio for step in steps):.2f}",
-            size_text(sum(step.offloaded_bytes for step in steps) / len(steps)),
-            size_text(max(step.memory_bytes for step in steps)),
-            size_text(max(step.predicted_memory_bytes for step in steps)),
-            f"{sum(step.seconds for step in steps) / len(steps):.2f}",
-            f"{sum(step.predicted_s for step in steps) / len(steps):.2f}",
-        )
-    return table
-
-
 def _ranks_text(fewest: int, most: int = 0) -> str:
     most = max(fewest, most)
     return f"{fewest}-{most} ranks" if fewest < most else ranks_text(most)
@@ -379,7 +308,8 @@ def _verdict(policy: str, rival: str, result: RunResult) -> str:
         f"idle {own.idle_share:.0%} instead of {other.idle_share:.0%}",
         f"{size_text(own.bytes_sent / own.steps)} sent a step instead of {size_text(other.bytes_sent / other.steps)}",
     ]
-    gaps = [abs(a.loss - b.loss) for a, b in _both_took(result.steps[policy], result.steps[rival])]
+    theirs = {step.step: step.loss for step in result.steps[rival]}  # either may have left out some
+    gaps = [abs(step.loss - theirs[step.step]) for step in result.steps[policy] if step.step in theirs]
     parts += [f"losses equal within {max(gaps):.1g}"] if gaps else []
     text = ", ".join(parts) + "."
     cores = len(os.sched_getaffinity(0))

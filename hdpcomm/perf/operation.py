@@ -13,7 +13,7 @@ import torch
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.perf.data import ElementType, contribution, values
 
-__all__ = ["Bound", "Case", "Operation", "Shape", "Storage", "Works"]
+__all__ = ["Bound", "Case", "Operation", "Shape", "Storage"]
 
 _GUARD = 64  # bytes before and after a buffer that no operation may write
 _POISON = 0xA5
@@ -127,19 +127,6 @@ def _differences(got: torch.Tensor, expected: torch.Tensor) -> int:
     if signed is not None:
         got, expected = got.view(signed), expected.view(signed)
     return int((got != expected).sum())
-
-
-class Works:
-    """Several operations that are waited for together."""
-
-    __slots__ = ("_works",)
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 class Operation(ABC):

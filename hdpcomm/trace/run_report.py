@@ -16,7 +16,7 @@ from hdpcomm.files import read_text
 from hdpcomm.run import read_lines, read_metrics
 from hdpcomm.trace.run_figures import SHARES, curves, lengths, step_gantt, time_shares
 
-__all__ = ["long_steps_text", "run_report"]
+__all__ = ["run_report"]
 
 Row = Mapping[str, Any]
 _MESH = ("ranks", "pipeline", "tensor", "expert")
@@ -117,7 +117,9 @@ def _drawn(timelines: Mapping[str, Sequence[Row]]) -> dict[str, Row]:
     return {policy: row for policy, rows in timelines.items() for row in rows if row["step"] == best}
 
 
-def long_steps_text(policy: str, rival: str, ratios: Mapping[int, float], longest: Mapping[int, int], room: int) -> str:
+def _long_steps_text(
+    policy: str, rival: str, ratios: Mapping[int, float], longest: Mapping[int, int], room: int
+) -> str:
     """How much longer a rival takes in steps with a sequence that one rank does not hold, and in the others.
 
     Args:
@@ -136,7 +138,7 @@ def long_steps_text(policy: str, rival: str, ratios: Mapping[int, float], longes
 
 
 def _long_steps(run: Path, by_policy: Mapping[str, Sequence[Row]]) -> str:
-    """:func:`long_steps_text` for each policy beside the first."""
+    """:func:`_long_steps_text` for each policy beside the first."""
     try:
         room = int(json.loads(read_text(run / "calibration.json"))["memory"]["capacity"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -144,7 +146,7 @@ def _long_steps(run: Path, by_policy: Mapping[str, Sequence[Row]]) -> str:
     (policy, own), *rivals = ((policy, {row["step"]: row for row in rows}) for policy, rows in by_policy.items())
     longest = {step: row.get("longest", 0) for step, row in own.items() if row["seconds"]}
     return " ".join(
-        long_steps_text(
+        _long_steps_text(
             policy,
             rival,
             {step: rows[step]["seconds"] / own[step]["seconds"] for step in longest if step in rows},

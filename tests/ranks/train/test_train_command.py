@@ -58,7 +58,6 @@ def test_trains_and_compares(folder, tmp_path):
         "the tokens/s",
         "losses equal",
         "torch DDP, gloo",
-        "Compared, step by step in turns",
     ):
         assert words in " ".join(told.stdout.split())
     result = json.loads(path.read_text())
@@ -79,7 +78,6 @@ def test_trains_and_compares(folder, tmp_path):
     for long, text in ((True, "took {:.2f} times as long as balanced"), (False, "others {:.2f} times (medians)")):
         if ratios[long]:
             words = text.format(statistics.median(ratios[long]))
-            assert words in " ".join(told.stdout.split())
             assert words in page
     assert ratios[True]
     for step in result["steps"]:

@@ -18,7 +18,6 @@ def test_train_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     small = ["--ranks", "1", "--layers", "4", "--hidden", "32", "--ffn", "64", "--steps", "2"]
     sizes = ["--context", "1024", "--capacity", "1024", "--tokens-per-step", "2048"]
     assert main(["train", *small, *sizes, "--offload", "64M", "--json", str(file)]) == 0
-    assert "to host/step" in capsys.readouterr().out
     steps = json.loads(file.read_text())["steps"]
     assert all(step["predicted_memory_bytes"] > 0 for step in steps)
     assert all(step["memory_bytes"] > 0 for step in steps)  # ratios depend on the machine's rates: test_offload_plan.py
