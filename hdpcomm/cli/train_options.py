@@ -123,8 +123,8 @@ class TrainOptions(TrainingOptions):
         "saving", None, "write the model for transformers' from_pretrained at the end", Path, metavar="FOLDER"
     )
     trace: Path | None = option(
-        "output", None, "write a trace of the steps of this call for Perfetto: ranks as processes, arrows from send to "
-        "receive", Path, metavar="FILE",
+        "output", None, "write a trace of the steps of this call for Perfetto: ranks as processes, the plan above what "
+        "each did", Path, metavar="FILE",
     )  # fmt: skip
     trackers: str = option(
         "output", "auto", "with --out: auto writes TensorBoard and W&B (offline) files if these are installed", str,

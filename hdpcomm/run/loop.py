@@ -35,7 +35,6 @@ from hdpcomm.run.export import export_model
 from hdpcomm.run.first_weights import FirstWeights, keep_optimizer
 from hdpcomm.run.limits import check_limits
 from hdpcomm.run.memory import free_models, within_memory
-from hdpcomm.run.messages import MessageLog, recorded
 from hdpcomm.run.model import model_spec, new_part
 from hdpcomm.run.optimizers import is_for_matrices, new_optimizer
 from hdpcomm.run.options import RunResult, Saving, Watching
@@ -203,7 +202,6 @@ class _Run:
             for policy, planner in planners.items()
         }
         stack.callback(self.batches.stop)  # first of all, since the threads of the plans may wait for tokens
-        self.messages = MessageLog() if watching.trace else None
         self.trainers = {policy: self._trainer(planner, stack) for policy, planner in planners.items()}
         self.steps: dict[str, list[StepMetrics]] = {policy: [] for policy in planners}
         self.evaluations: dict[str, list[Evaluation]] = {policy: [] for policy in planners}
@@ -265,7 +263,6 @@ class _Run:
             (model,) = new_part(config.model, mesh, weights=self.weights, recompute=stage_recompute(config))
             group, optimizer = stack.enter_context(gloo_group(comm)), new_optimizer(config, model, mesh)
             return data_parallel_trainer(model, optimizer, planner, comm, group, max_grad_norm=config.max_grad_norm)
-        comm = comm if self.messages is None else recorded(comm, self.messages)
         return new_trainer(comm, config, planner, self.costs.pool, self.weights)
 
     def _learning(self, found: Checkpoint | KeptCheckpoint | None) -> dict[str, PlanLearning]:
@@ -340,8 +337,6 @@ class _Run:
             watching.on_step(policy, metrics, costs)
         if self._is_watched(step):
             self._report_timeline(metrics, planned, trainer)
-        elif self.messages is not None:
-            self.messages.messages.clear()
 
     def _leave_out(self, policy: str, step: int, error: NotFinite) -> None:
         """The policy's step was not taken. Raises: Error, if there were too many; the run is saved before."""
@@ -368,11 +363,8 @@ class _Run:
         return self.watching.timelines and step % every == min(1, every - 1)  # the very first step is no example
 
     def _report_timeline(self, metrics: StepMetrics, planned: PlannedStep, trainer: Trainer) -> None:
-        messages = [] if self.messages is None else self.messages.take(trainer.timeline.origin)
         facts = {"step": metrics.step, "seconds": metrics.seconds, "predicted_s": metrics.predicted_s}
-        row = timeline_row(
-            facts, planned.plan, trainer.timeline.spans, messages, self.comm, origin=trainer.timeline.origin
-        )
+        row = timeline_row(facts, planned.plan, trainer.timeline.spans, self.comm, origin=trainer.timeline.origin)
         if self.watching.on_timeline is not None:
             others = other_policies(trainer.planner, planned.lengths)
             self.watching.on_timeline(row | {"policies": others})
@@ -387,8 +379,6 @@ class _Run:
             self.evaluations[policy].append(found)
             if self.watching.on_evaluation is not None:
                 self.watching.on_evaluation(policy, found)
-        if self.messages is not None:  # those of steps are told
-            self.messages.messages.clear()
 
     def _state(self) -> dict[str, Any]:
         return {policy: trainer.checkpoint_state() for policy, trainer in self.trainers.items()}

@@ -53,8 +53,7 @@ class Watching:
         on_timeline: a step as planned and as measured, see :func:`hdpcomm.run.step_record.timeline_row`; about ten
             times in a run.
         timelines: whether timelines are collected; equal on every rank.
-        trace: collects the timeline of each of the first 50 steps of the call, with the messages of its rings; equal
-            on every rank.
+        trace: collects the timeline of each of the first 50 steps of the call; equal on every rank.
         on_costs: what the first policy's plans are made from, before the first step, when nothing speaks against the
             run any more.
     """

@@ -167,7 +167,6 @@ def timeline_row(
     facts: Mapping[str, Any],
     plan: StepPlan,
     spans: Sequence[Span],
-    messages: Sequence[Mapping[str, Any]],
     comm: Communicator,
     *,
     origin: float,
@@ -178,30 +177,24 @@ def timeline_row(
     agreed on the plan just before.
 
     Args:
-        origin: where the times of ``spans`` and ``messages`` count from, by ``time.perf_counter()``.
+        origin: where the times of ``spans`` count from, by ``time.perf_counter()``.
     """
-    own = {"origin": origin, "host": _host(), "spans": [asdict(span) for span in spans], "messages": list(messages)}
+    own = {"origin": origin, "host": _host(), "spans": [asdict(span) for span in spans]}
     everyone = gather_json(comm, own)
     begun: dict[str, float] = {}
     for each in everyone:
         begun[each["host"]] = min(each["origin"], begun.get(each["host"], each["origin"]))
-    measured = [_shifted(each, each["origin"] - begun[each["host"]]) for each in everyone]
+    measured = []
+    for each in everyone:
+        later = each["origin"] - begun[each["host"]]
+        spans = [row | {name: row[name] + later for name in ("start_s", "end_s")} for row in each["spans"]]
+        measured.append({"spans": spans})
     return {
         **facts,
         "policy": plan.policy,
         "ranks": plan.num_ranks,
         "planned": planned_rows(plan),
         "measured": measured,
-    }
-
-
-def _shifted(told: Mapping[str, Any], by: float) -> dict[str, Any]:
-    def shift(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
-        return {**row, **{name: row[name] + by for name in names}}
-
-    return {
-        "spans": [shift(span, "start_s", "end_s") for span in told["spans"]],
-        "messages": [shift(message, "start", "end") for message in told["messages"]],
     }
 
 
