@@ -20,7 +20,7 @@ from hdpcomm.errors import Error, InvalidUsage, NotFinite
 from hdpcomm.log import LOG
 from hdpcomm.measure.step_times import PlanLearning, SlowRanks
 from hdpcomm.plan import PlanAhead, PlannedStep, Planner
-from hdpcomm.run.batches import Batches, IndexedBatches, LoadedBatches, Loading
+from hdpcomm.run.batches import Batches, LoadedBatches, Loading
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
 from hdpcomm.run.config import RunConfig, learning_rate
 from hdpcomm.run.costs import (
@@ -195,13 +195,16 @@ class _Run:
         free_models()  # that were measured
         planners = {policy: make_planner(comm, corpus, config, self.costs, policy) for policy in config.policies}
         self.batches = self._batches(loading, found)
-        stack.callback(self.batches.close)
+        loader = self.batches.loader
+        if loader is not None:
+            stack.callback(loader.close)
         # From here on, so that the first step's plan is made while the models are.
         self.plans = {
             policy: stack.enter_context(PlanAhead(planner, self.batches.lengths()))
             for policy, planner in planners.items()
         }
-        stack.callback(self.batches.stop)  # first of all, since the threads of the plans may wait for tokens
+        if loader is not None:
+            stack.callback(loader.stop)  # first of all, since the threads of the plans may wait for tokens
         self.trainers = {policy: self._trainer(planner, stack) for policy, planner in planners.items()}
         self.steps: dict[str, list[StepMetrics]] = {policy: [] for policy in planners}
         self.evaluations: dict[str, list[Evaluation]] = {policy: [] for policy in planners}
@@ -246,7 +249,7 @@ class _Run:
     def _batches(self, loading: Loading, found: Checkpoint | KeptCheckpoint | None) -> Batches:
         corpus, config = self.corpus, self.config
         if isinstance(corpus, Corpus):
-            return IndexedBatches(corpus, config, first_step=self.first_step)
+            return Batches(corpus, config, first_step=self.first_step)
         return LoadedBatches(
             self.comm,
             corpus,
@@ -287,7 +290,8 @@ class _Run:
             for policy in self.trainers:
                 self._step(policy, step)
             self.done = step + 1
-            self.batches.done(self.done)
+            if self.batches.loader is not None:
+                self.batches.loader.done(self.done)
             self._keep()
             if stopping is not None and (number := stopping.agreed(self.comm)):
                 self.stopped_by = number
@@ -304,7 +308,7 @@ class _Run:
             self._evaluate()
 
     def _step(self, policy: str, step: int) -> None:
-        trainer, watching = self.trainers[policy], self.watching
+        trainer, watching, loader = self.trainers[policy], self.watching, self.batches.loader
         for group in trainer.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
         with self.comm.busy("waits for the plan of a step, and for its data"):
@@ -326,7 +330,7 @@ class _Run:
             trainer.timeline.spans, ran, self.comm, seconds=metrics.seconds, spec=self.spec,
             stall_s=stall_s, cost_model=trainer.planner.cost_model, passes=trainer.runner.passes,
             mesh=trainer.mesh if self.config.on_mesh else None,
-            loader_stall_s=self.batches.stalled_s(step, taken - planned.waited_s, taken),
+            loader_stall_s=None if loader is None else loader.waited(step, taken - planned.waited_s, taken),
         )  # fmt: skip
         if policy in self.slow:
             self.leave = self.slow[policy].add(times) or self.leave
@@ -428,7 +432,7 @@ class _Run:
             "cost_model": asdict(self.costs.cost_model),
             "memory_model": None if memory is None else asdict(memory),
             "nics": self.costs.nics,
-            "loader": self.batches.state(self.done),
+            "loader": None if self.batches.loader is None else self.batches.loader.state(self.done),
             "learned": {policy: learning.to_dict() for policy, learning in self.learning.items()},
         }
 

@@ -4,7 +4,7 @@ host tensors stand for device memory."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,21 +14,12 @@ from hdpcomm.errors import InvalidUsage
 __all__ = ["CudaTensors", "SimTensors", "Tensors"]
 
 
-class Tensors(Protocol):
-    """Tensors on one device."""
-
-    @property
-    def blocking(self) -> bool:
-        """Whether they have no streams, so that the host must wait."""
-        ...
-
-    def describe(self, x: Any, what: str, *, writable: bool = False) -> Buffer: ...
-    def stream(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class SimTensors:
-    """Host tensors as the device memory of a SimDevice; ``host_stream`` stands for the host's own work."""
+    """Host tensors as the device memory of a SimDevice; ``host_stream`` stands for the host's own work.
+
+    ``blocking``: they have no streams, so the host must wait.
+    """
 
     host_stream: int
     blocking: bool = True
@@ -70,3 +61,6 @@ class CudaTensors:
     def stream(self) -> int:
         # Its handle alone, as torch's own generated code asks for it: torch.cuda.current_stream() makes objects.
         return torch._C._cuda_getCurrentRawStream(self.ordinal)
+
+
+Tensors: TypeAlias = SimTensors | CudaTensors
