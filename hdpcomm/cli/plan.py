@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdpcomm.cli.output import check_drawing, check_writable, write_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.files import read_text
 from hdpcomm.log import LOG
 from hdpcomm.options import count, positive, seed, slices
 
@@ -27,7 +24,6 @@ __all__ = [
     "draw_lengths",
     "make_planners",
     "ranks_per_node",
-    "read_profile",
     "refuse_given",
 ]
 
@@ -134,41 +130,12 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         help="model, costs and cluster as hdpcomm calibrate measured them; --ranks, --ranks-per-node, "
         "--ranks-per-domain and --capacity may differ",
     )
-    cluster.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="cost model as JSON: the coefficients, or a list of measurements {ranks, lengths, seconds} to fit",
-    )
-
-
-def read_profile(path: str) -> CostModel:
-    """A cost model from a JSON file with its coefficients, or with measurements that it is fitted to."""
-    from hdpcomm.plan import CostModel, CostSample
-
-    try:
-        text = read_text(Path(path))
-        data = json.loads(text)
-    except (OSError, ValueError, RecursionError, OverflowError) as error:
-        raise InvalidUsage(f"cannot read the profile {path}: {error}") from error
-    try:
-        if isinstance(data, dict):
-            return CostModel.from_json(text)
-        samples = [CostSample(index(s["ranks"]), tuple(map(index, s["lengths"])), float(s["seconds"])) for s in data]
-        return CostModel.fit(samples)
-    except InvalidUsage as error:
-        raise InvalidUsage(f"{path} is no profile: {error}") from error
-    except (KeyError, TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise InvalidUsage(
-            f"{path} is no profile ({type(error).__name__}: {error}): expected coefficients or a list of "
-            "{ranks, lengths, seconds}"
-        ) from error
 
 
 _RANKS = 1024
 _KNOWN_BY_CALIBRATION = {
     "model": "llama-7b",
     "cluster": "h100",
-    "profile": None,
     "tensor": 1,
     "pipeline": 1,
     "chunks": 1,
@@ -289,7 +256,7 @@ def _described(options: argparse.Namespace) -> _Described:
     )
     cluster = _with_domains(options, cluster, measured)
     _check_size(options, model, cluster)
-    return model, cluster, read_profile(options.profile) if options.profile else None, None
+    return model, cluster, None, None
 
 
 def _check_size(options: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> None:
@@ -342,10 +309,10 @@ def _with_domains(options: argparse.Namespace, cluster: ClusterSpec, measured: C
             raise InvalidUsage("--domain-bandwidth was given without domains: give --ranks-per-domain, too")
         device = replace(device, domain_bandwidth=options.domain_bandwidth * 1e9)
         cluster = replace(cluster, device=device)
-    if near is not None and device.domain_bandwidth is None and options.profile is None:
+    if near is not None and device.domain_bandwidth is None:
         raise InvalidUsage(
             f"--ranks-per-domain {near} was given, and how fast the links of a domain are is not known: give "
-            "--domain-bandwidth, or a --cluster or --profile file that tells"
+            "--domain-bandwidth, or a --cluster file that tells"
         )
     return replace(cluster, ranks_per_domain=near, uplinks=options.uplinks)
 

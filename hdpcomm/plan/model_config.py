@@ -250,7 +250,7 @@ def model_from_config(config: Mapping[str, Any]) -> ModelSpec:
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise InvalidUsage(
             f"the model_type {model_type!r} is unknown to the planner; known are {', '.join(sorted(ARCHITECTURES))}. "
-            "Give a preset, or a --profile of measurements"
+            "Give a preset, or a --calibration of the model"
         )
     read = _Config(config)
     try:

@@ -38,7 +38,6 @@ COMMANDS: list[tuple[str, str]] = [
     ("plan --distribution lognormal:nan:nan --ranks 8", "nan"),
     ("plan --distribution file:/nowhere/lengths --ranks 8", "/nowhere/lengths"),
     ("plan --lengths /nowhere/lengths", "/nowhere/lengths"),
-    ("plan --profile /nowhere/profile", "/nowhere/profile"),
     ("plan --slow-ranks 9:0.5 --ranks 8", "'9:0.5'"),
     ("plan --slow-ranks 0:2 --ranks 8", "2"),
     ("plan --slow-ranks x --ranks 8", "'x'"),

@@ -21,7 +21,6 @@ import yaml
 
 import hdpcomm as hdp
 from hdpcomm.cli.config_file import read_config
-from hdpcomm.cli.plan import read_profile
 from hdpcomm.comm.costs import load_costs, save_costs
 from hdpcomm.data import open_corpus, open_store
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, Planner, StepPlan
@@ -102,7 +101,6 @@ def plan_by(cost: CostModel) -> None:
     Planner(None, CLUSTER, policy="balanced", cost_model=cost).plan(LENGTHS).validate(LENGTHS)
 
 
-SAMPLES = [{"ranks": n, "lengths": [1000 * n, 70], "seconds": 0.1 * n + 0.3} for n in (1, 2, 4)]
 MODEL = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -118,7 +116,6 @@ RECORDS = [{"text": "one"}, {"text": "zwei"}, {"messages": [{"role": "user", "co
 KINDS = {
     "plan": Kind(lambda f: written(a_plan().to_json())(f), lambda path: StepPlan.from_json(path.read_text("latin-1"))),
     "cost model": Kind(written(COST.to_json()), lambda path: plan_by(CostModel.from_json(path.read_text("latin-1")))),
-    "profile": Kind(written(SAMPLES), lambda path: plan_by(read_profile(str(path)))),
     "cluster": Kind(written(cluster_to_dict(CLUSTER)), load_cluster),
     "model": Kind(written(MODEL), load_model),
     "options": Kind(written(yaml.safe_dump(OPTIONS)), read_config, "yaml"),

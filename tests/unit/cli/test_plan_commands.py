@@ -32,17 +32,11 @@ def test_plan_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(files["trace"].read_text())["traceEvents"]
 
 
-def test_plan_of_given_lengths_and_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lengths, profile = tmp_path / "lengths.txt", tmp_path / "profile.json"
+def test_plan_of_given_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = tmp_path / "lengths.txt"
     lengths.write_text("3000 200 900")
-    profile.write_text(
-        json.dumps([{"ranks": 1, "lengths": [n], "seconds": 1e-8 * n * n + 1e-5 * n} for n in (100, 1000, 5000)])
-    )
-    command = ["plan", "--ranks", "4", "--capacity", "1024", "--lengths", str(lengths), "--profile", str(profile)]
-    assert main(command) == 0
+    assert main(["plan", "--ranks", "4", "--capacity", "1024", "--lengths", str(lengths)]) == 0
     assert "4,100 tokens" in capsys.readouterr().out
-    profile.write_text('{"attention": 1e-8, "linear": 1e-5}')
-    assert main(command) == 0
 
 
 @pytest.mark.parametrize(
@@ -53,7 +47,6 @@ def test_plan_of_given_lengths_and_profile(tmp_path: Path, capsys: pytest.Captur
         (["--cluster", "tpu"], "unknown device 'tpu'"),
         (["--distribution", "zipf"], "distribution is 'zipf'"),
         (["--capacity", "1K"], "raise capacity to at least 4096"),
-        (["--profile", "/no/file"], "cannot read the profile"),
         (["--json", "/no/folder/x"], "does not exist"),
         (["--capacity", "1G"], "even with all layers recomputed"),
         (["--expert", "4"], "llama-7b has no experts"),
@@ -66,29 +59,6 @@ def test_plan_of_given_lengths_and_profile(tmp_path: Path, capsys: pytest.Captur
 def test_bad_options_end_with_6(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, *options]) == 6
     assert message in capsys.readouterr().err
-
-
-def test_bad_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = tmp_path / "profile.json"
-    samples = '[{"ranks": 1, "lengths": [100], "seconds": %s}, {"ranks": 1, "lengths": [%s], "seconds": 2}]'
-    for text, message in (
-        ('[{"ranks": 1}]', "is no profile"),
-        ('{"speed": 1}', "it has no coefficient 'speed'"),
-        ('{"attention": 1e308, "linear": 1}', "its coefficients are no measured ones"),
-        ('{"attention": NaN, "linear": 1}', "attention is nan"),
-        ('{"attention": true, "linear": 1}', "attention is True"),
-        ('{"attention": "1e-9", "linear": 1}', "attention is '1e-9'"),
-        ('{"linear": 1}', "'attention' is missing"),
-        ("7", "is no profile"),
-        (samples % ("1", "200.7"), "is no profile"),
-        (samples % ("1", '"200"'), "is no profile"),
-        (f"{(samples % ('1e308', '200'))[:-1]}, {samples[1:-1] % ('1', '50')}]", "a sample took 1e+308 s"),
-        (f"{(samples % ('1e-320', '200'))[:-1]}, {samples[1:-1] % ('1', '50')}]", "expected 1e-12 to 1e+09"),
-        ("{", "cannot read"),
-    ):
-        profile.write_text(text)
-        assert main(["plan", *SMALL, "--profile", str(profile)]) == 6
-        assert message in capsys.readouterr().err
 
 
 def test_simulate_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

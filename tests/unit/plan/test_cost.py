@@ -8,7 +8,17 @@ import pytest
 
 from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import DEVICES, MODELS, ClusterSpec, CostModel, CostSample, DeviceSpec, MemoryModel, ModelSpec
+from hdpcomm.plan import (
+    DEVICES,
+    MODELS,
+    ClusterSpec,
+    CostModel,
+    CostSample,
+    DeviceSpec,
+    MemoryModel,
+    ModelSpec,
+    Planner,
+)
 from hdpcomm.plan.cost import core_cost
 from hdpcomm.plan.presets import device_in
 from tests.harness.native import _testing
@@ -175,3 +185,25 @@ def test_matrix_products_in_float32_take_longer() -> None:
 def test_the_core_names_values_that_it_does_not_have() -> None:
     with pytest.raises(InvalidUsage, match=r"given \['speed', 'tokens'\], expected values of CostParams"):
         core.CostModel({"capacity": 8, "speed": 1.0, "tokens": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"speed": 1}', "it has no coefficient 'speed'"),
+        ('{"attention": 1e308, "linear": 1}', "its coefficients are no measured ones"),
+        ('{"attention": NaN, "linear": 1}', "attention is nan"),
+        ('{"attention": true, "linear": 1}', "attention is True"),
+        ('{"attention": "1e-9", "linear": 1}', "attention is '1e-9'"),
+        ('{"linear": 1}', "'attention' is missing"),
+    ],
+)
+def test_coefficients_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(InvalidUsage, match=message):
+        Planner(None, ClusterSpec(ranks=2, capacity=2000), cost_model=CostModel.from_json(text)).plan([1000])
+
+
+@pytest.mark.parametrize(("seconds", "message"), [(1e308, r"a sample took 1e\+308 s"), (1e-320, "expected 1e-12 to")])
+def test_seconds_that_no_micro_batch_takes(seconds: float, message: str) -> None:
+    with pytest.raises(InvalidUsage, match=message):
+        CostModel.fit([(1, [100], seconds), (1, [200], 2.0), (1, [50], 2.0)])
