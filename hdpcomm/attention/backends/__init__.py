@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
+
 from hdpcomm.attention.backends.base import Backend, Problem
 from hdpcomm.attention.backends.combined import DividedBackend, PaddedBackend
 from hdpcomm.attention.backends.cpu import CpuBackend
@@ -15,14 +17,14 @@ __all__ = ["Problem", "available", "choose"]
 
 _BACKENDS: tuple[Backend, ...] = (
     CpuBackend(),
-    FlashAttn2Backend(),
-    DividedBackend(CudnnBackend(), FlashBackend(), least=2048, capability=(9, 0)),
+    DividedBackend(CudnnBackend(), FlashBackend(), least=2048, generations=(9, 10)),
     FlashBackend(),
+    FlashAttn2Backend(),
     CudnnBackend(),
     EfficientBackend(),
     ReferenceBackend(),
 )
-"""In order of preference."""
+"""In order of preference. torch's flash attention has the kernels of flash-attn 2, which adds the softcap."""
 
 
 def available(problem: Problem) -> dict[str, str | None]:
@@ -30,13 +32,17 @@ def available(problem: Problem) -> dict[str, str | None]:
     return {backend.name: backend.refuses(problem) for backend in _BACKENDS}
 
 
-@lru_cache(maxsize=256)
 def choose(name: str, problem: Problem) -> Backend:
     """The backend called ``name``, or with "auto" the first that can compute ``problem``; padded where V has a head_dim
     that its kernel does not take.
 
     Raises: InvalidUsage, which names the alternatives.
     """
+    return _choose(name, problem, torch.are_deterministic_algorithms_enabled())
+
+
+@lru_cache(maxsize=256)
+def _choose(name: str, problem: Problem, _deterministic: bool) -> Backend:
     reasons = available(problem)
     if name == "auto":
         for backend in _BACKENDS:

@@ -1,7 +1,9 @@
 """Backends made of others: long tiles by the one that is faster on them, and V of another head_dim than K.
 
 On an H100 cuDNN's kernels reach 1.7 times the rate of flash attention 2 from 2,048 queries and keys on, and a call of
-theirs takes longer than flash's where tiles are short (docs/gpu-figures.md). But cuDNN compiles a plan for every
+theirs takes longer than flash's where tiles are short (docs/gpu-figures.md). Blackwell was not measured; torch's flash
+attention has no kernels of its own for it, and torch itself prefers cuDNN there (check_prefer_cudnn_attention of
+sdp_utils.cpp, torch 2.13). But cuDNN compiles a plan for every
 new shape, which takes 60 to 90 ms. So tiles are cut: the part that cuDNN gets has one of eight sizes an octave, and the
 rest, on average a sixteenth of the rows, goes to the other backend.
 """
@@ -77,19 +79,19 @@ def divided(tiles: tuple[Tile, ...], least: int) -> tuple[tuple[Tile, ...], tupl
 class DividedBackend(Backend):
     """``long`` computes tiles from ``least`` queries and keys on, ``others`` the rest."""
 
-    def __init__(self, long: Backend, others: Backend, *, least: int, capability: tuple[int, int]) -> None:
-        """``capability``: that of devices on which this is faster."""
+    def __init__(self, long: Backend, others: Backend, *, least: int, generations: Sequence[int]) -> None:
+        """``generations``: major compute capabilities of devices on which this is faster."""
         self.name = f"{others.name}+{long.name}"
-        self._long, self._others, self._least, self._capability = long, others, least, capability
+        self._long, self._others, self._least, self._generations = long, others, least, generations
 
     def refuses(self, problem: Problem) -> str | None:
         for backend in (self._long, self._others):
             if (reason := backend.refuses(problem)) is not None:
                 return reason
-        have = torch.cuda.get_device_capability() if problem.device == "cuda" else self._capability
-        return (
-            None if have[0] == self._capability[0] else f"it was found faster on capability {self._capability[0]} only"
-        )
+        have = torch.cuda.get_device_capability()[0] if problem.device == "cuda" else self._generations[0]
+        if have in self._generations:
+            return None
+        return f"it is faster on compute capability {' and '.join(f'{each}.x' for each in self._generations)} only"
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._others.compute_dtype(dtype)

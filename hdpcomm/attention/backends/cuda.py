@@ -123,6 +123,8 @@ class CudnnBackend(DenseBackend):
             return "this build of torch has no cuDNN"
         if problem.windowed:
             return "torch's operator passes no sliding window to cuDNN"
+        if torch.are_deterministic_algorithms_enabled():
+            return "its backward pass adds in no fixed order, and torch.use_deterministic_algorithms() is on"
         if problem.v_dim != problem.head_dim:
             return "it is called with one head_dim for all"
         return _refusal(problem, _HALF, (8, 0), 128)
@@ -192,6 +194,6 @@ class FlashAttn2Backend(VarlenBackend):
         dq, dk, dv = (torch.empty_like(x) for x in inputs)
         run(
             dout.contiguous(), *inputs, out.contiguous(), lse, dq, dk, dv, **_options(batch, score), dropout_p=0.0,
-            causal=batch.causal, alibi_slopes=None, deterministic=True,
+            causal=batch.causal, alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return dq, dk, dv

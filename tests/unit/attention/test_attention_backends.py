@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hdpcomm.attention.backends as backends_module
 from hdpcomm.attention import Problem, as_pack, available_backends
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends import cuda as cuda_module
@@ -124,7 +125,7 @@ def _run(backend, tiles, tensors):
 @pytest.mark.parametrize("backend", [
     CpuBackend(),
     WrittenOut(),
-    DividedBackend(CpuBackend(), WrittenOut(), least=4, capability=(9, 0)),
+    DividedBackend(CpuBackend(), WrittenOut(), least=4, generations=(9, 10)),
 ])  # fmt: skip
 def test_backends_agree_on_every_step_of_a_ring(band, backend):
     layout = as_pack([0, 41, 42, 70]).layout(3)
@@ -177,14 +178,45 @@ def test_refusals_name_the_reason_and_the_alternatives(name, changes, reason):
     assert reason in available_backends(problem)[name] or "sliding window" in reason
 
 
-def test_the_right_cuda_device_is_asked(monkeypatch):
-    """Types, sizes and compute capability, as a device would report them."""
-    choose.cache_clear()
+def device(monkeypatch, capability, flash_attn=None):
+    """A CUDA device of a compute capability, with a version of flash-attn, as torch would report them."""
+    backends_module._choose.cache_clear()
+    monkeypatch.setattr(cuda_module, "_version", lambda: flash_attn)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "flash_attn", "deterministic", "plain", "softcap"),
+    [
+        ((8, 0), None, False, "flash", "reference"),
+        ((8, 0), (2, 8), False, "flash", "flash-attn"),
+        ((9, 0), None, False, "flash+cudnn", "reference"),
+        ((9, 0), (2, 8), False, "flash+cudnn", "flash-attn"),
+        ((9, 0), (2, 8), True, "flash", "flash-attn"),
+        ((10, 0), (2, 8), False, "flash+cudnn", "flash-attn"),
+        ((12, 0), (2, 8), False, "flash", "flash-attn"),
+    ],
+)
+def test_the_fastest_backend_is_chosen(monkeypatch, capability, flash_attn, deterministic, plain, softcap):
+    device(monkeypatch, capability, flash_attn)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        half = {"device": "cuda", "dtype": torch.bfloat16}
+        assert choose("auto", _problem(**half)).name == plain
+        assert choose("auto", _problem(**half, softcap=5.0)).name == softcap
+    finally:
+        torch.use_deterministic_algorithms(before)
+    backends_module._choose.cache_clear()
+
+
+def test_the_right_cuda_device_is_asked(monkeypatch):
+    """Types, sizes and compute capability, as a device would report them."""
     half = {"device": "cuda", "dtype": torch.bfloat16}
+    device(monkeypatch, (9, 0))
     assert choose("auto", _problem(**half)).name == "flash+cudnn"
     assert choose("auto", _problem(**(half | {"head_dim": 256}))).name == "flash"
     assert choose("auto", _problem(**half, windowed=True)).name == "flash"
@@ -194,12 +226,11 @@ def test_the_right_cuda_device_is_asked(monkeypatch):
     reasons = available_backends(_problem(**(half | {"head_dim": 12})))
     assert "multiple of 8" in reasons["flash"]
     assert "at most 128" in available_backends(_problem(**(half | {"head_dim": 256})))["cudnn"]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    choose.cache_clear()
+    device(monkeypatch, (8, 0))
     assert choose("auto", _problem(**half)).name == "flash"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    choose.cache_clear()
+    device(monkeypatch, (7, 5))
     assert "compute capability 8.0" in available_backends(_problem(**half))["flash"]
+    backends_module._choose.cache_clear()
 
 
 TILES = [Tile(0, 40, 0, 40, None, 0), Tile(40, 64, 40, 70), Tile(0, 64, 70, 80)]
@@ -335,8 +366,10 @@ class StandIn:
             grad.copy_(part)
 
 
-def test_flash_attn_is_called_as_it_wants(monkeypatch):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_attn_is_called_as_it_wants(monkeypatch, deterministic):
     stand_in = StandIn()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     monkeypatch.setattr(cuda_module.importlib, "import_module", lambda _: stand_in)
     tensors = [torch.randn(n, 2, 4, dtype=torch.float64) for n in (64, 80, 80, 64)]
     tiles = [*TILES, Tile(0, 32, 0, 36, -3, 4)]
@@ -345,6 +378,7 @@ def test_flash_attn_is_called_as_it_wants(monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
     assert stand_in.calls[0] == (40, 40, 0.0, True, 0.0, None, False)
     assert {call[3] for call in stand_in.calls} == {True, False}
+    assert stand_in.calls[-1][-1] is deterministic
 
 
 @pytest.mark.parametrize(("version", "reason"), [
