@@ -20,15 +20,16 @@ import argparse
 import json
 import os
 import platform
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from statistics import mean, median
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -38,13 +39,11 @@ from hdpcomm.comm.topology import shared_cores
 from hdpcomm.data import BatchSampler, Corpus, standard_library
 from hdpcomm.measure import profile_cost_model
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.plan import ClusterSpec, PlanAhead, Planner
+from hdpcomm.plan import ClusterSpec, PlanAhead, PlannedStep, Planner
 from hdpcomm.train import StepMetrics, Trainer
 from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
-from hdpcomm.train.metrics import PHASES
-from hdpcomm.train.passes import Passes, StepInputs
-from hdpcomm.train.runner import Runner, StepSettings
-from hdpcomm.train.shards import no_tokens, pack_shard
+from hdpcomm.train.metrics import PHASES, Timeline
+from hdpcomm.train.shards import Fetch, micro_batch_loss, no_tokens, pack_shard
 
 MODEL = LlamaConfig(layers=4, hidden=32, heads=2, kv_heads=1, ffn=96)
 
@@ -72,29 +71,61 @@ class Row:
     losses: list[float]
 
 
-class LockstepPasses(Passes):
-    """FSDP2 as it is meant: parameters gathered layer by layer in each pass, gradients scattered in the last one. All
-    ranks run equally many passes; where a rank has no more sequences, it runs one over a token without a loss."""
+class LockstepLoop:
+    """FSDP2 as it is meant, in a plain loop: parameters gathered layer by layer in each pass, gradients scattered in
+    the last one. All ranks run equally many passes; where a rank has no more sequences, it runs one over a token
+    without a loss.
 
-    def run(self, step: StepInputs) -> Tensor:
-        micro_batches = step.planned.plan.for_rank(self.mesh.hdp_rank)
-        passes = torch.tensor([float(len(micro_batches))])
-        self.mesh.comm.all_reduce(passes, "max")
-        packs = [pack_shard(each, step.fetch, comm=self.alone, device=self.device) for each in micro_batches]
-        packs += [no_tokens(self.device)] * (int(passes) - len(packs))
-        found = torch.zeros(2, dtype=torch.float64)
-        for place, packed in enumerate(packs):
-            self.chunks[0].set_requires_gradient_sync(place == len(packs) - 1)
-            found += self.run_whole(packed, self.alone, step, nullcontext(), last=False)
-            step.on_pass(micro_batches[place].index if place < len(micro_batches) else None)
-        return found
+    Args:
+        model: which ``fully_shard`` has sharded.
+    """
 
+    def __init__(self, model: Llama, planner: Planner, comm: hdp.Communicator) -> None:
+        self.model, self.planner, self._comm = model, planner, comm
+        self._optimizer = adamw(model)
+        self._alone = comm.subset([comm.rank])
+        self._steps = 0
+        self.timeline = Timeline(comm)
 
-class LockstepTrainer(Trainer):
-    """A trainer of a model that ``fully_shard`` has sharded, by :class:`LockstepPasses`."""
-
-    def make_runner(self, optimizer: torch.optim.Optimizer, settings: StepSettings) -> Runner:
-        return Runner(LockstepPasses([self.model], self.mesh), optimizer, settings)
+    def step(self, planned: PlannedStep, fetch: Fetch) -> StepMetrics:
+        started, processor = time.perf_counter() - planned.waited_s, time.process_time()
+        plan, comm = planned.plan, self._comm
+        own = plan.for_rank(comm.rank)
+        most = max(len(plan.for_rank(rank)) for rank in range(comm.size))
+        self._optimizer.zero_grad()
+        comm.barrier()
+        self.timeline.begin()
+        told = torch.zeros(2, dtype=torch.float64)
+        for place in range(most):
+            packed = no_tokens(torch.device("cpu"))
+            if place < len(own):
+                packed = pack_shard(own[place], fetch, comm=self._alone, device=torch.device("cpu"))
+            self.model.set_requires_gradient_sync(place == most - 1)
+            loss = micro_batch_loss(self.model, packed, self._alone)
+            loss.backward()
+            told += torch.stack((loss.detach().double(), packed.trained.double()))
+            self.timeline.end("micro-batch", place)
+        comm.all_reduce(told)
+        self.timeline.end("wait for others")
+        total, labels = told.tolist()
+        for parameter in self.model.parameters():
+            parameter.grad *= comm.size / labels  # FSDP2 takes the mean over the ranks
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor())
+        self.timeline.end("gradients")
+        self._optimizer.step()
+        self.timeline.end("optimizer")
+        ends = torch.tensor([time.perf_counter() - started, sum(span.idle_s for span in self.timeline.spans)])
+        comm.all_reduce(ends)
+        seconds, idle = (ends / comm.size).tolist()
+        busiest = torch.tensor([time.process_time() - processor])
+        comm.all_reduce(busiest, "max")
+        longest, longest_ranks = plan.longest()
+        self._steps += 1
+        return StepMetrics(
+            self._steps - 1, total / labels, plan.tokens, seconds, 0, idle / seconds, norm, longest, longest_ranks,
+            len(plan.table), plan.makespan_s, plan.planning_s, planned.waited_s, processor_s=float(busiest),
+            sequences_on_ranks=plan.sequences_on_ranks(),
+        )  # fmt: skip
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -117,12 +148,12 @@ def compared(corpus: Corpus, steps: int, tokens: int) -> list[Row]:
             planner = Planner(None, replace(cluster, capacity=capacity), policy, cost, context=longest)
             return Trainer(model, adamw(model), planner, comm)
 
-        def fsdp2() -> Trainer:
+        def fsdp2() -> LockstepLoop:
             model, mesh = Llama(MODEL), init_device_mesh("cpu", (comm.size,))
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            return LockstepTrainer(model, adamw(model), whole, comm)
+            return LockstepLoop(model, whole, comm)
 
         ddp = Llama(MODEL)
         trainers = {
@@ -152,7 +183,7 @@ def compared(corpus: Corpus, steps: int, tokens: int) -> list[Row]:
         return [_row(name, found[name], found["torch DDP"], phases[name]) for name in names]
 
 
-def _phases(trainer: Trainer, comm: hdp.Communicator) -> dict[str, float]:
+def _phases(trainer: Trainer | LockstepLoop, comm: hdp.Communicator) -> dict[str, float]:
     """Seconds of the last step by phase, mean over the ranks; waiting inside of micro-batches counts as waiting."""
     own = dict.fromkeys(PHASES, 0.0)
     for span in trainer.timeline.spans:

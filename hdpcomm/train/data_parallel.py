@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from hdpcomm.comm.bootstrap import open_store
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.program import WHOLE, Action, StepProgram
@@ -36,7 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedPasses", "WholeSequencePlanner", "data_parallel_trainer", "gloo_group"]
 
-_PORT_TIMEOUT = timedelta(seconds=60)
+_STORE_TIMEOUT_S = 60.0
+_groups = itertools.count()
+"""Groups that this process has made, each with keys of its own in the job's store."""
 
 
 class WholeSequencePlanner(Planner):
@@ -77,7 +78,7 @@ class WholeSequencePlanner(Planner):
             num_ranks=ranks,
             micro_batches=tuple(
                 MicroBatch(index, (rank,), pack, 0.0, cost)
-                for index, ((rank, pack), cost) in enumerate(zip(placed, chain(*seconds), strict=True))
+                for index, ((rank, pack), cost) in enumerate(zip(placed, itertools.chain(*seconds), strict=True))
             ),
             makespan_s=max(busy),
             lower_bound_s=max(busy),
@@ -104,21 +105,21 @@ def gloo_group(comm: Communicator) -> Iterator[dist.ProcessGroup]:
         finally:
             dist.destroy_process_group(group)
         return
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = torch.zeros(1, dtype=torch.int64)
-    store = None
-    if comm.rank == 0:
-        store = TCPStore(address, 0, comm.size, is_master=True, wait_for_workers=False, timeout=_PORT_TIMEOUT)
-        port.fill_(store.port)
-    comm.broadcast(port, 0)
-    if store is None:
-        store = TCPStore(address, int(port), comm.size, is_master=False, timeout=_PORT_TIMEOUT)
+    store = PrefixStore(f"gloo group {next(_groups)}", open_store(comm.rank, _STORE_TIMEOUT_S))
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     try:
         yield cast("dist.ProcessGroup", dist.group.WORLD)
     finally:
-        comm.barrier()  # rank 0 serves the store
+        comm.barrier()  # rank 0 may serve the store
         dist.destroy_process_group()
+
+
+class _Wrapped(DistributedDataParallel):
+    """A model that is called as the one inside."""
+
+    @property
+    def takes_labels(self) -> bool:
+        return getattr(self.module, "takes_labels", False)
 
 
 class DistributedPasses(Passes):
@@ -132,9 +133,7 @@ class DistributedPasses(Passes):
 
     def __init__(self, model: nn.Module, mesh: Mesh, group: dist.ProcessGroup, gradient_bytes: int) -> None:
         super().__init__([model], mesh)
-        self._plain = model
-        self._wrapped = DistributedDataParallel(model, process_group=group)
-        self._wrapped.takes_labels = getattr(model, "takes_labels", False)  # type: ignore[assignment]
+        self._plain, self._wrapped = model, _Wrapped(model, process_group=group)
         size = mesh.comm.size
         self.bytes_elsewhere = 2 * (size - 1) * gradient_bytes // size  # a ring sends 2 (n - 1) / n of it
         self._is_last = False

@@ -97,7 +97,7 @@ class Gradients:
         self.sums.zero()
 
     @contextlib.contextmanager
-    def passes(self, _: Callable[[], object], order: Callable[[], Sequence[Sequence[int]]]) -> Iterator[None]:
+    def passes(self, order: Callable[[], Sequence[Sequence[int]]]) -> Iterator[None]:
         """Context of the passes of a step. Gradients that come outside of it are not taken: the parameters may have
         another trainer by then.
 
@@ -254,11 +254,18 @@ def trained_parameters(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]
     """Parameters with ``requires_grad``, each once.
 
     Raises:
-        InvalidUsage: nothing to train, several devices, a parameter that is not a plain real floating-point tensor.
+        InvalidUsage: nothing to train, several devices, a parameter that is sharded by others or no real floating-point
+            tensor.
     """
     found = list({id(p): p for p in parameters if p.requires_grad}.values())
     if not found:
         raise InvalidUsage("the model has no parameter with requires_grad; there is nothing to train")
+    if any(type(p).__name__ == "DTensor" for p in found):
+        raise InvalidUsage(
+            "parameters are sharded already (DTensor, as after fully_shard), and ranks of a plan run other numbers of "
+            "passes; give the model as it was before, and zero=3, which shards parameters, gradients and the "
+            "optimizer's state"
+        )
     devices = sorted({str(p.device) for p in found})
     if len(devices) > 1:
         raise InvalidUsage(f"the parameters are on {', '.join(devices)}; a rank's model must be on one device")

@@ -313,7 +313,7 @@ def _check(
         )
     check_elementwise(optimizer, f"with zero={max(zero, 1)} or dtype=")
     if wrong := [type(p).__name__ for p in parameters if type(p.data) is not Tensor]:
-        raise InvalidUsage(f"a parameter is a {wrong[0]}; the trainer shards plain tensors itself, without fully_shard")
+        raise InvalidUsage(f"a parameter is a {wrong[0]}; zero= and dtype= are of plain tensors")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = sum(id(p) not in held for p in parameters)
     others = len(held) + missing - len(parameters)

@@ -26,7 +26,6 @@ from hdpcomm.train.shards import (
     empty_shard,
     holds_trees,
     micro_batch_loss,
-    no_tokens,
     pack_of,
     pack_shard,
     sequences_shard,
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from hdpcomm.plan import MicroBatch, PlannedStep, Planner, StepPlan
     from hdpcomm.plan.micro_batch import PlannedSlice
     from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
-    from hdpcomm.train.fsdp import FullyShardedParameters
     from hdpcomm.train.gradients import Gradients
 
 __all__ = ["Passes", "StepInputs"]
@@ -72,7 +70,7 @@ class StepInputs:
     planned: PlannedStep
     fetch: Fetch
     scale: float = 1.0
-    gradients: Gradients | FullyShardedParameters | None = None
+    gradients: Gradients | None = None
     offload_context: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
     offload: ActivationOffload | None = None
     on_pass: Callable[[int | None], object] = lambda _: None
@@ -168,7 +166,7 @@ class Passes:
         program = self.program(step.planned.plan, training=gradients is not None)
         if self.weights is not None:
             self.weights.forget()
-        context = nullcontext() if gradients is None else gradients.passes(self._empty_pass, program.backward_order)
+        context = nullcontext() if gradients is None else gradients.passes(program.backward_order)
         with torch.set_grad_enabled(gradients is not None), context:
             running = _Run(self, step, program)
             running.run()
@@ -206,11 +204,6 @@ class Passes:
             (loss * step.scale).backward()  # type: ignore[no-untyped-call]
             step.gradients.end_pass()
         return _loss_and_labels(loss, packed)
-
-    def _empty_pass(self) -> None:
-        """A forward and backward pass over a token without a loss, on this rank alone."""
-        loss = micro_batch_loss(self.chunks[0], no_tokens(self.device), self.alone, self.loss)
-        loss.backward()  # type: ignore[no-untyped-call]
 
 
 class _Run:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hdpcomm.comm.tensors import plain_tensors
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.log import LOG
-from hdpcomm.train.fsdp import is_dtensor
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -37,7 +36,7 @@ def check_replicas(
     """Compares tensors and the optimizer's settings of all ranks. Collective over ``comm``; 48 bytes each.
 
     A pass over the tensors: the bits of each are added up as integers. If the hashes differ, sums and norms of each
-    tensor tell which rank has other values. Those that are sharded (DTensor) are left out.
+    tensor tell which rank has other values.
 
     Args:
         tensors: parameters and buffers by name.
@@ -51,7 +50,6 @@ def check_replicas(
     tensors = {
         f"{name} ({number})" if number else name: plain.detach()
         for name, tensor in tensors.items()
-        if not is_dtensor(tensor)
         for number, plain in enumerate(plain_tensors(tensor))
     }
     told = settings_of(optimizer, settings)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.buckets import BUCKET_BYTES
-from hdpcomm.train.fsdp import FullyShardedParameters, is_fully_sharded
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.host_copies import HostCopies
 from hdpcomm.train.layout import layout_of, plain_name
@@ -53,8 +52,7 @@ class Runner:
     :meth:`clip`, :meth:`update`.
 
     Args:
-        passes: of the model on this rank, whose parameters and buffers all ranks get from the first one at once, unless
-            ``fully_shard`` has sharded it.
+        passes: of the model on this rank, whose parameters and buffers all ranks get from the first one at once.
         optimizer: over the trained parameters; ``None``: nothing is trained.
         gradients: of other reductions than the runner's own.
         within: around all passes.
@@ -80,21 +78,13 @@ class Runner:
         self.passes, self.model = passes, chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
         self.layout = layout_of(self.model, mesh)
         self.masters: Masters | None = None
-        self.gradients: Gradients | FullyShardedParameters | None = gradients
+        self.gradients = gradients
         self.ran: StepPlan | None = None
         self._mesh, self.optimizer, self._within = mesh, optimizer, within
         self._device = next(self.model.parameters()).device
-        if is_fully_sharded(self.model.parameters()):
-            if settings.masters:
-                raise InvalidUsage(
-                    "the model is sharded by fully_shard already, optimizer included; give zero=0 and dtype=None (its "
-                    "MixedPrecisionPolicy has types)"
-                )
-            self.gradients = gradients or FullyShardedParameters(self.model, mesh.comm)
-        else:
-            self._same_start()
-            if optimizer is not None and gradients is None:
-                self._keep_gradients(optimizer, settings)
+        self._same_start()
+        if optimizer is not None and gradients is None:
+            self._keep_gradients(optimizer, settings)
         self._buffers = ChangedBuffers(self.model)
         self._alike = mesh.positions.flatten(1).tolist()  # stages may have other groups of parameters
         self._compiled = False
@@ -149,7 +139,7 @@ class Runner:
         self.drain()
         masters = self.masters
         own = [*self.model.parameters(), *self.model.buffers()]
-        if isinstance(self.gradients, Gradients) and isinstance(self.gradients.sums, WholeSums):
+        if self.gradients is not None and isinstance(self.gradients.sums, WholeSums):
             own.append(self.gradients.sums.flat)
         if model and not self._model_copies.away:
             own += masters.tensors() if masters is not None and masters.shared else ()
@@ -333,7 +323,7 @@ class Runner:
     def trial(self) -> Iterator[None]:
         """Context of passes that are only measured: the weights are there, and gradients are forgotten. Local."""
         gradients = self.gradients
-        own = gradients.measuring() if isinstance(gradients, Gradients) else nullcontext()
+        own = nullcontext() if gradients is None else gradients.measuring()
         with self.weights(), torch.enable_grad(), own:
             yield
         if gradients is not None:

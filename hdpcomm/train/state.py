@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train.fsdp import is_dtensor
 from hdpcomm.train.layout import Placement, plain_name
 from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.tensor_part import TensorPart, box_slices
@@ -217,7 +216,7 @@ class State:
 
     def _part(self, placement: Placement, value: Tensor, shape: Sequence[int]) -> Any:
         """A tensor of the optimizer's state: one for each element, or, as a count of steps, one for the parameter."""
-        if self._whole or is_dtensor(value):
+        if self._whole:
             return value
         written = placement.written and not placement.copy
         if value.shape != torch.Size(shape):

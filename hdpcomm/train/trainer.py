@@ -15,7 +15,6 @@ from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Aborted, InvalidUsage
 from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.buckets import BUCKET_BYTES
-from hdpcomm.train.fsdp import is_fully_sharded
 from hdpcomm.train.gradients import trained_parameters
 from hdpcomm.train.label_terms import (
     Batch,
@@ -75,8 +74,7 @@ class Trainer:
             is cut by :func:`hdpcomm.parallel.tensor_parallel` and :func:`hdpcomm.parallel.expert_parallel`; with
             pipelines it is this rank's stage (:func:`hdpcomm.parallel.split_model`), number ``mesh.stage``, or a list,
             the stages ``mesh.stage``, ``mesh.stage + mesh.pipeline`` and so on, for interleaved 1F1B
-            (``ClusterSpec(chunks=)``). All ranks get the first one's parameters and buffers at once, unless
-            ``fully_shard`` has sharded it.
+            (``ClusterSpec(chunks=)``). All ranks get the first one's parameters and buffers at once.
         optimizer: any optimizer over the model's parameters; on a mesh with tensor or expert ranks one that updates
             each element by itself.
         planner: a :class:`hdpcomm.plan.Planner` for as many ranks as ``comm`` has, or with
@@ -163,8 +161,6 @@ class Trainer:
             lambda: (0.0, 0.0) if (trainer := own()) is None else trainer.runner.passes.waited_s(),
         )
         self._memory = planner.memory
-        if isinstance(loss, GroupLoss):
-            self._refuse_fully_sharded("a GroupLoss")
         self.runner = self.make_runner(optimizer, StepSettings(zero, dtype, bucket_bytes))
         self.layout = self.runner.layout
         self._vocabulary = vocabulary_of(self.model, self.layout)
@@ -238,7 +234,6 @@ class Trainer:
         with a loss of log-probabilities the second number is what its losses are divided by.
         """
         check_has("evaluate()", "fetch", fetch, "__call__", "a function of a sequence's number")
-        self._refuse_fully_sharded("evaluate()")
         with self.comm.liveness_deadlines():
             planned, batch = self._plan_now(lengths, trees)
             fetch = self._declared(fetch)
@@ -323,7 +318,6 @@ class Trainer:
         """Log-probabilities and entropies, or outputs, of each label of each sequence. Collective."""
         if root is not None:
             check_whole(call, "root", root, least=0, most=self.comm.size - 1)
-        self._refuse_fully_sharded(call)
         with self.comm.liveness_deadlines():
             planned, batch = self._plan_shorter(lengths, trees)
             self._agree(planned.plan, more=(entropy, temperature, root))
@@ -412,13 +406,6 @@ class Trainer:
 
     def _declared(self, fetch: Fetch) -> Fetch:
         return declared(fetch, self.comm, self._vocabulary)
-
-    def _refuse_fully_sharded(self, call: str) -> None:
-        if is_fully_sharded(self.model.parameters()):
-            raise InvalidUsage(
-                f"{call} of a model that fully_shard has sharded: its forward passes are collective, and ranks have "
-                "other numbers of them; run the model on batches of your own, as many on each rank"
-            )
 
     def _ends_pass(self, index: int | None) -> None:
         if index is None:

@@ -18,7 +18,6 @@ from hdpcomm.models.self_check import CHECKED_TOKENS, is_random
 from hdpcomm.models.tensor_group import TensorGroup
 from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, check_same_trained, checked_stages
 from hdpcomm.parallel.stages import Stage
-from hdpcomm.train.fsdp import is_fully_sharded
 from hdpcomm.train.losses import GroupLoss, TokenLoss
 from hdpcomm.train.matrix_owners import MatrixOwners
 from hdpcomm.train.pulled_weights import has_part
@@ -218,8 +217,6 @@ def _check_cut(model: nn.Module, mesh: Mesh) -> None:
                 f"{found} {list(ranks)}, and the {what} ranks of the mesh are {list(wanted)}; give {what}_parallel("
                 "model, mesh), with this mesh, and the mesh to the trainer"
             )
-    if mesh.pipeline * mesh.tensor * mesh.expert > 1 and is_fully_sharded(model.parameters()):
-        raise InvalidUsage("the model is sharded by fully_shard, which a mesh does not know; give it as it was")
 
 
 def check_log_prob_loss(loss: Any, model: nn.Module, stages: Sequence[Stage]) -> None:
@@ -241,7 +238,7 @@ def check_log_prob_loss(loss: Any, model: nn.Module, stages: Sequence[Stage]) ->
             "else than the labels; train without (output_router_logits=False, indexer_loss=0), or with a TokenLoss "
             'per="tokens"'
         )
-    if not isinstance(loss, GroupLoss) or is_fully_sharded(model.parameters()):  # which is refused for another reason
+    if not isinstance(loss, GroupLoss):
         return
     if (
         any(is_random(stage, None if stage.first else stage.boundary(CHECKED_TOKENS)) for stage in stages)

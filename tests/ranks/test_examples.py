@@ -86,12 +86,6 @@ def test_loader_service(started, tmp_path):
     assert "step 4 would go on with {" in told
 
 
-def test_fsdp2(started):
-    told = started("fsdp2.py", "4", "2500")
-    assert len(losses(told)) == 4
-    assert losses(told)[-1] < losses(told)[0]
-
-
 def test_lora(started, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, LlamaConfig

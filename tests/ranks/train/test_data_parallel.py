@@ -7,6 +7,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
@@ -89,6 +91,19 @@ def test_joins_the_group_that_is_there(ranks):
     assert ranks(2, in_torch_s_group, False) == [2.0, 2.0]
     with pytest.raises(InvalidUsage, match="compare with DDP on all ranks of the job"):
         ranks(2, in_torch_s_group, True)
+
+
+def refusal_of_a_sharded_model():
+    comm = hdp.init()
+    with gloo_group(comm):
+        model = fully_shard(Llama(CONFIG), mesh=init_device_mesh("cpu", (comm.size,)))
+        planner = Planner(None, ClusterSpec(comm.size, capacity=40), cost_model=COST)
+        with pytest.raises(InvalidUsage, match=r"sharded already .* zero=3"):
+            Trainer(model, torch.optim.SGD(model.parameters()), planner, comm)
+
+
+def test_models_that_fsdp2_has_sharded_are_refused(ranks):
+    ranks(2, refusal_of_a_sharded_model)
 
 
 def test_plans_of_whole_sequences():
