@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,7 +30,6 @@ __all__ = [
     "Routing",
     "Routings",
     "RunExperts",
-    "RunGroups",
     "chosen_before",
     "equal_shares",
     "kept_routing",
@@ -84,16 +82,14 @@ class Routing:
         chosen: ``[tokens, top_k]``, the experts of each token; integers of any size.
         experts: of the layer.
         sizes: without a group the rows for each expert. With one, three lists one after the other: rows for each rank,
-            rows from each rank, and rows of each expert on this rank; ``None`` where the group's exchange is bounded.
+            rows from each rank, and rows of each expert on this rank.
         received: with a group, int64 ``[ranks x own experts]``: rows from each rank for each expert on this rank.
-        bounds: of a bounded exchange, the most rows that each rank can have for any one.
     """
 
     chosen: Tensor
     experts: int
-    sizes: HostNumbers | None
+    sizes: HostNumbers
     received: Tensor | None = None
-    bounds: tuple[int, ...] = ()
 
 
 class Routings:
@@ -179,10 +175,6 @@ RunExperts = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 sorted by expert. ``experts``: ``[rows]`` int64, each row's expert among those on this rank; ``counts``: rows of each
 of these."""
 
-RunGroups = Callable[[Tensor, Tensor], Tensor]
-"""``run(rows, ends)``: the same where the host does not know the counts. ``ends``: int64 ``[own experts]``, where each
-expert's rows end. Rows after the last end count for nothing, and their results are undefined."""
-
 
 class ExpertLoad:
     """Rows that went to the experts of a layer since :meth:`reset`; those of recomputation do not count.
@@ -221,13 +213,10 @@ class ExpertGroup:
         comm: those ranks. Every pass through a layer is collective over it, forward and backward: a rank without tokens
             takes part with none.
         shards: by the parameter's name in the model that was given to :func:`hdpcomm.parallel.expert_parallel`.
-        bounded: messages have room for all rows that could be for a rank, so that their sizes follow from the numbers
-            of tokens and the host reads no counts.
     """
 
     comm: Communicator
     shards: dict[str, TensorShard] = field(default_factory=dict)
-    bounded: bool = False
 
     def route(self, chosen: Tensor, counts: Tensor, load: ExpertLoad) -> Routing:
         """Tells the ranks how many rows they will get. Collective over ``comm``; the host does not wait on a GPU.
@@ -243,10 +232,6 @@ class ExpertGroup:
         self.comm.all_to_all(received, counts)
         table = received.view(size, local)  # [source, own expert]
         load.add(counts, table.sum(0), self.comm.rank * local)
-        if self.bounded:
-            most = torch.empty(size, dtype=torch.int64)  # on the hosts, which wait for each other and not for devices
-            self.comm.all_gather(most, torch.tensor([chosen.shape[0] * min(chosen.shape[1], local)]))
-            return Routing(chosen, experts, None, received, tuple(most.tolist()))
         sizes = torch.cat((counts.view(size, local).sum(1), table.sum(1), table.sum(0)))
         to_each = equal_shares(chosen.numel(), size)
         from_each = [to_each[self.comm.rank]] * size
@@ -261,7 +246,7 @@ class ExpertGroup:
             routing: of :meth:`route`. Its sizes are waited for here, once for all passes that use it.
         """
         size = self.comm.size
-        sizes = cast(HostNumbers, routing.sizes).get()
+        sizes = routing.sizes.get()
         sends, gets, own = sizes[:size], sizes[size : 2 * size], sizes[2 * size :]
         arrived: Tensor = _Exchange.apply(rows, self.comm, sends, gets)  # type: ignore[no-untyped-call]
         expert = torch.arange(len(own), device=rows.device).repeat(size)
@@ -273,45 +258,6 @@ class ExpertGroup:
         )
         return results
 
-    def run_bounded(self, rows: Tensor, expert: Tensor, routing: Routing, experts: RunGroups) -> Tensor:
-        """As :meth:`run`, by messages of ``routing.bounds`` rows: what a rank has no rows for is zeros.
-
-        Args:
-            rows: ``[rows, width]``, sorted by expert.
-            expert: int64 ``[rows]``, the expert of each.
-        """
-        size, bounds, received = self.comm.size, routing.bounds, cast(Tensor, routing.received)
-        local, most = routing.experts // size, bounds[self.comm.rank]
-        rank = expert // local
-        first = torch.searchsorted(rank, torch.arange(size, device=rank.device))
-        place = rank * most + torch.arange(rank.shape[0], device=rank.device) - first[rank]
-        sent = rows.new_zeros(size * most, rows.shape[1]).index_copy(0, place, rows)
-        arrived: Tensor = _Exchange.apply(sent, self.comm, [most] * size, bounds)  # type: ignore[no-untyped-call]
-        table = received.view(size, local)
-        own = _expert_of_places(table, bounds)
-        nothing = (own == local)[:, None]
-        order = own.argsort(stable=True)
-        # Filled before and after, since results of rows that count for nothing are undefined, and so are gradients.
-        made = experts(arrived.masked_fill(nothing, 0).index_select(0, order), table.sum(0).cumsum(0))
-        made = made.index_select(0, _inverse(order)).masked_fill(nothing, 0)
-        results: Tensor = _Exchange.apply(made, self.comm, bounds, [most] * size)  # type: ignore[no-untyped-call]
-        return results.index_select(0, place)
-
-
-def _expert_of_places(table: Tensor, bounds: Sequence[int]) -> Tensor:
-    """Which own expert the row of each place that has come is for, int64 ``[sum of bounds]``; their number where there
-    is none.
-
-    Args:
-        table: ``[ranks, own experts]``, rows that have come from each rank for each expert; those of a rank are sorted.
-        bounds: places for the rows of each rank.
-    """
-    last = torch.tensor(list(accumulate(bounds)), pin_memory=table.is_cuda).to(table.device, non_blocking=True)
-    place = torch.arange(sum(bounds), device=table.device)
-    source = torch.searchsorted(last, place, right=True)
-    within = place - (last - last.diff(prepend=last.new_zeros(1)))[source]
-    return (within[:, None] >= table.cumsum(1)[source]).sum(1)
-
 
 def mixture(
     x: Tensor,
@@ -320,7 +266,6 @@ def mixture(
     experts: RunExperts,
     load: ExpertLoad,
     group: ExpertGroup | None = None,
-    groups: RunGroups | None = None,
 ) -> Tensor:
     """The sum of the results of each token's experts, times their weights: ``[tokens, width]``, as ``x``.
 
@@ -334,7 +279,6 @@ def mixture(
         weights: ``[tokens, top_k]``.
         load: counts the rows of each expert; its size is the number of experts.
         group: the ranks that share the experts; ``None``: all are on this one.
-        groups: in place of ``experts``, where ``group.bounded`` says so.
     """
     routing = routing_before()
     if routing is None:
@@ -345,9 +289,7 @@ def mixture(
     # Issued before the host waits for the counts, so that the device has something to do.
     rows: Tensor = _Spread.apply(x, order, places, chosen.shape[1])  # type: ignore[no-untyped-call]
     if group is None:
-        made = experts(rows, flat[order], cast(HostNumbers, routing.sizes).get())
-    elif group.bounded:
-        made = group.run_bounded(rows, flat[order], routing, cast(RunGroups, groups))
+        made = experts(rows, flat[order], routing.sizes.get())
     else:
         made = group.run(rows, routing, experts)
     each = made.index_select(0, places).view(*chosen.shape, made.shape[-1])

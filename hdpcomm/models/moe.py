@@ -62,7 +62,7 @@ class MixtureOfExperts(nn.Module):
         chosen = shares.detach().topk(self.top_k, dim=-1).indices if before is None else before
         weights = shares.gather(-1, chosen)
         weights = weights / weights.sum(-1, keepdim=True)
-        return mixture(x, chosen, weights, self._run, self.load, self.group, self._run_groups), logits
+        return mixture(x, chosen, weights, self._run, self.load, self.group), logits
 
     def _run(self, rows: Tensor, _: Tensor, counts: Sequence[int]) -> Tensor:
         made = []
@@ -72,26 +72,6 @@ class MixtureOfExperts(nn.Module):
             gate, up = nn.functional.linear(part, gate_up).chunk(2, dim=-1)
             made.append(nn.functional.linear(swiglu(gate, up), out))
         return torch.cat(made)
-
-    def _run_groups(self, rows: Tensor, ends: Tensor) -> Tensor:
-        gate, up = _grouped_linear(rows, self.gate_up, ends).chunk(2, dim=-1)
-        return _grouped_linear(swiglu(gate, up), self.out, ends)
-
-
-def _grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """``rows: [rows, inputs]`` up to each of ``ends: [experts]`` times its expert's ``[experts, outputs, inputs]``;
-    undefined after the last.
-
-    torch's grouped product knows no fp64, and wants rows of whole 16 bytes; the host reads the ends without it.
-    """
-    size = rows.element_size()
-    aligned = all(width * size % 16 == 0 for width in weights.shape[1:])
-    if hasattr(nn.functional, "grouped_mm") and size < 8 and aligned and rows.shape[0]:
-        product: Tensor = nn.functional.grouped_mm(rows, weights.transpose(1, 2), offs=ends.to(torch.int32))
-        return product
-    parts = torch.tensor_split(rows, ends.tolist())
-    made = [nn.functional.linear(part, weight) for part, weight in zip(parts, weights, strict=False)]
-    return torch.cat((*made, rows.new_zeros(parts[-1].shape[0], weights.shape[1])))
 
 
 def holds_experts(module: nn.Module) -> bool:

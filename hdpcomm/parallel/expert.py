@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.comm.mesh import Mesh
-from hdpcomm.data.agree import gather_json
-from hdpcomm.errors import InvalidUsage, Mismatch
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
 from hdpcomm.models.moe import MixtureOfExperts, holds_experts
@@ -26,7 +25,7 @@ __all__ = ["expert_parallel"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True, bounded: bool = False) -> Model:
+def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
     """Leaves on each rank of ``mesh.expert_comm`` its experts of every layer, and returns the model. Collective over
     it.
 
@@ -43,9 +42,6 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True, bounded: bo
             Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss), or a stage of either.
         check: compares the logits of a few tokens with those of the whole model, for models of transformers that are
             not cut into stages.
-        bounded: messages have room for every row that could be for a rank: with n ranks, ``n x min(top_k, experts / n)
-            / top_k`` times the bytes, and as many rows of memory. Then the host waits for no counts of a GPU in types
-            that torch's grouped product has there (bf16). For ``Llama`` and its stages.
 
     Raises:
         InvalidUsage: the model has no experts that this knows, a number that the ranks do not divide, was cut before,
@@ -57,13 +53,7 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True, bounded: bo
         return model
     if getattr(model, "expert", None) is not None:
         raise InvalidUsage("the experts of this model have been cut by expert_parallel() already; give it once")
-    if bounded and not isinstance(_whole(model), Llama):
-        raise InvalidUsage(
-            f"bounded was given for a {type(model).__name__}, whose own code computes the experts; it is for "
-            "hdpcomm.models.Llama and its stages: leave it out"
-        )
-    group = ExpertGroup(mesh.expert_comm, bounded=bounded)
-    _check_same(group)
+    group = ExpertGroup(mesh.expert_comm)
     layers = _layers(model, mesh.expert)
     checked = check and isinstance(model, AdaptedCausalLM) and not any(p.is_meta for p in model.parameters())
     share_values(group.comm, (t for t in (*model.parameters(), *model.buffers()) if not t.is_meta))
@@ -82,14 +72,6 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True, bounded: bo
         name = type(model).__name__
         check_same_logits(model, few_logits(model), wanted, f"{name} with its experts on {mesh.expert} ranks")
     return model
-
-
-def _check_same(group: ExpertGroup) -> None:
-    """Raises Mismatch unless all ranks exchange rows alike. Collective."""
-    bounded = gather_json(group.comm, group.bounded)
-    if any(bounded) and not all(bounded):
-        given = dict(zip(group.comm.ranks, bounded, strict=True))
-        raise Mismatch(f"expert_parallel() got bounded by rank {given}; give all ranks the same", op="expert_parallel")
 
 
 def _layers(model: nn.Module, size: int) -> list[tuple[str, Any, dict[str, nn.Parameter]]]:

@@ -35,13 +35,11 @@ CROSSED = [((0, 2), (0,)), ((3,), (1,)), ((1, 3), (2, 6)), ((2, 0), (3,)), ((0,)
 five, rank 1 has one."""
 
 
-def trainer_of(
-    comm, planner, config, dtype, expert, *, recompute="none", offload=False, bounded=False, lr=0.0, **options
-):
+def trainer_of(comm, planner, config, dtype, expert, *, recompute="none", offload=False, lr=0.0, **options):
     mesh = Mesh(comm, tensor=planner.cluster.tensor, expert=expert)
     # Only the first rank has the weights that count.
     model = Llama(config, seed=SEED + comm.rank, dtype=dtype)
-    expert_parallel(model, mesh, bounded=bounded)
+    expert_parallel(model, mesh)
     tensor_parallel(model, mesh)
     set_recompute(model, recompute)
     if offload:
@@ -91,14 +89,11 @@ def check(results, config, dtype, lengths=LENGTHS, rows=None):
     [
         (2, "plain", torch.float32),
         *[(expert, how, torch.float64) for expert in (2, 4) for how in ("plain", "recompute", "offload")],
-        (2, "bounded", torch.float32),
-        (4, "bounded and recompute", torch.float64),
     ],
 )
 def test_gradients_are_those_of_one_process(expert, how, dtype):
     planner = FixedPlanner(4, 1, CROSSED, ratio=0.6 if how == "offload" else 0.0)
-    more = {"offload": how == "offload", "recompute": "full" if "recompute" in how else "none"}
-    more["bounded"] = "bounded" in how
+    more = {"offload": how == "offload", "recompute": "full" if how == "recompute" else "none"}
     results = run_threads(lambda: one_step(planner, CONFIG, dtype, expert, **more), 4)
     check(results, CONFIG, dtype)
     assert (results[0][2] > 0) == (how == "offload")
@@ -370,7 +365,7 @@ UNEQUAL = [((0, 1), (0,)), ((0,), (1,)), ((0,), (2, 6)), ((0,), (3,)), ((1,), (4
 """Pipelines of 5 and 2 micro-batches."""
 
 
-def one_step_of_pipelines(planner, config, lengths, *, recompute="none", offload=False, bounded=False):
+def one_step_of_pipelines(planner, config, lengths, *, recompute="none", offload=False):
     """As :func:`one_step`; parameters by their names in the model."""
     sequences = tokens_of(lengths, config)
     torch.set_num_threads(1)
@@ -379,7 +374,7 @@ def one_step_of_pipelines(planner, config, lengths, *, recompute="none", offload
         model = Llama(config, seed=SEED + 10 * mesh.hdp_rank + 100 * mesh.tensor_rank, dtype=torch.float64)
         stages = split_model(model, 2 * planner.cluster.chunks)[mesh.stage :: 2]
         for stage in stages:
-            expert_parallel(stage, mesh, bounded=bounded)
+            expert_parallel(stage, mesh)
             tensor_parallel(stage, mesh)
             set_recompute(stage, recompute)
         options = {}
@@ -405,13 +400,12 @@ def one_step_of_pipelines(planner, config, lengths, *, recompute="none", offload
 
 @pytest.mark.parametrize(
     ("how", "chunks", "tensor"),
-    [("plain", 1, 1), ("recompute", 2, 1), ("offload", 1, 1), ("plain", 1, 2), ("bounded", 1, 2)],
+    [("plain", 1, 1), ("recompute", 2, 1), ("offload", 1, 1), ("plain", 1, 2)],
 )
 def test_beside_pipelines(how, chunks, tensor):
     config = dataclasses.replace(CONFIG, layers=2 * chunks, tied_embeddings=False)
     planner = FixedPlanner(2, 2, UNEQUAL, ratio=0.6 if how == "offload" else 0.0, chunks=chunks, tensor=tensor)
-    more = {"offload": how == "offload", "recompute": "full" if "recompute" in how else "none"}
-    more["bounded"] = "bounded" in how
+    more = {"offload": how == "offload", "recompute": "full" if how == "recompute" else "none"}
     lengths = (50, 4, 18, 30, 8, 2, 2, 12)
     results = run_threads(lambda: one_step_of_pipelines(planner, config, lengths, **more), 4 * tensor)
     rows = sum(lengths)

@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdpcomm as hdp
 from hdpcomm.comm import Mesh
-from hdpcomm.errors import InvalidUsage, Mismatch
-from hdpcomm.models import Llama, LlamaConfig, moe, set_recompute
+from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.models.expert_group import HostNumbers, Routing, Routings, chosen_before, kept_routing, routing_before
 from hdpcomm.parallel import expert_parallel
 from hdpcomm.testing import run_threads
@@ -76,64 +75,6 @@ def test_counts_are_read_once_a_layer_in_forward_passes_only(ranks, recompute, m
         assert forward == all_read == CONFIG.layers * ranks
         assert waits == []
         assert gradient.abs().sum() > 0
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_bounded_exchange_reads_no_counts(recompute, monkeypatch):
-    """What torch's product of the CPU reads by itself does not count: that of a GPU does not."""
-    monkeypatch.setattr(HostNumbers, "__init__", lambda *_: pytest.fail("counts went to the host"))
-    monkeypatch.setattr(moe, "_grouped_linear", lambda rows, weights, _: rows @ weights[0].T)
-
-    def rank():
-        with hdp.init() as comm:
-            model, x = Experts(comm, recompute, bounded=True), inputs(comm, 5 * comm.rank)
-            with Waits() as waits:
-                start = comm.stats()["bytes_sent"]
-                y = model(x)
-                sent = comm.stats()["bytes_sent"] - start
-                y.square().sum().backward()
-            return waits.found, sent
-
-    for number, (waits, sent) in enumerate(run_threads(rank, 2)):
-        assert waits == []
-        counts = 8 * CONFIG.experts // 2 + 8
-        rows = 5 * CONFIG.top_k  # of rank 1 to rank 0, whose results rank 0 sends
-        assert sent == CONFIG.layers * (counts + rows * CONFIG.hidden * 8), number
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("sizes", [(0, 0, 0), (3, 0, 5), (0, 7, 0)])
-def test_grouped_products_are_those_of_each_expert(sizes, dtype):
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(sum(sizes) + 2, 16, generator=generator).to(dtype).requires_grad_()
-    weights = torch.randn(3, 24, 16, generator=generator).to(dtype).requires_grad_()
-    ends = torch.tensor(sizes).cumsum(0)
-    found = moe._grouped_linear(rows, weights, ends)[: sum(sizes)]
-    upstream = torch.randn(found.shape, generator=generator).to(dtype)
-    found.backward(upstream)
-    own, others = rows.detach().double().requires_grad_(), weights.detach().double().requires_grad_()
-    count = sum(sizes)
-    wanted = torch.cat([part @ weight.T for part, weight in zip(own[:count].split(sizes), others, strict=True)])
-    wanted.backward(upstream.double())
-    limit = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-13}[dtype]
-    for ours, theirs in (
-        (found, wanted),
-        (rows.grad[: sum(sizes)], own.grad[: sum(sizes)]),
-        (weights.grad, others.grad),
-    ):
-        torch.testing.assert_close(ours.double(), theirs, rtol=limit, atol=limit * 10)
-
-
-def test_ranks_that_exchange_rows_in_other_ways_are_told():
-    def rank():
-        with hdp.init() as comm:
-            with pytest.raises(Mismatch, match=r"got bounded by rank \{0: False, 1: True\}"):
-                Experts(comm, bounded=comm.rank == 1)
-            with pytest.raises(InvalidUsage, match=r"bounded was given for a Linear, whose own code"):
-                expert_parallel(nn.Linear(2, 2), Mesh(comm, expert=2), bounded=True)
-            comm.barrier()
-
-    run_threads(rank, 2)
 
 
 def test_recomputation_sends_no_counts():

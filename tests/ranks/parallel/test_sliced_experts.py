@@ -119,7 +119,7 @@ def run_with_experts(planner, expert, dtype=torch.float64, **options):
     return run_threads(step, cluster.ranks * cluster.pipeline * cluster.tensor)
 
 
-@pytest.mark.parametrize("how", ["plain", "recompute", "offload", "bounded", "fp32"])
+@pytest.mark.parametrize("how", ["plain", "recompute", "offload", "fp32"])
 @pytest.mark.parametrize(
     ("batches", "ranks", "expert"), [(PAIR, 2, 2), (CROSSED, 4, 2), (CROSSED, 4, 4), (plan_of(4), 4, 2)]
 )
@@ -127,17 +127,17 @@ def test_expert_ranks(batches, ranks, expert, how):
     planner = FixedPlanner(ranks, 1, batches, ratio=0.6 if how == "offload" else 0.0)
     more = {"offload": how == "offload", "recompute": "full" if how == "recompute" else "none"}
     dtype = torch.float32 if how == "fp32" else torch.float64
-    results = run_with_experts(planner, expert, dtype, **more, bounded=how == "bounded")
+    results = run_with_experts(planner, expert, dtype, **more)
     test_expert.check(results, test_expert.CONFIG, dtype, LENGTHS)
 
 
-@pytest.mark.parametrize("how", ["plain", "recompute", "offload", "bounded", "split"])
+@pytest.mark.parametrize("how", ["plain", "recompute", "offload", "split"])
 @pytest.mark.parametrize(("batches", "ranks", "chunks"), [(PAIR, 2, 1), (PAIR, 2, 2), (CROSSED, 4, 1), (CROSSED, 4, 2)])
 def test_expert_ranks_in_pipelines(batches, ranks, chunks, how):
     ratio, split = 0.6 if how == "offload" else 0.0, how == "split"
     planner = FixedPlanner(ranks, 2, batches, ratio=ratio, chunks=chunks, split=split)
     more = {"offload": how == "offload", "recompute": "full" if how == "recompute" else "none"}
-    results = run_with_experts(planner, 2, **more, bounded=how == "bounded")
+    results = run_with_experts(planner, 2, **more)
     test_expert.check(results, UNTIED, torch.float64, LENGTHS)
 
 
