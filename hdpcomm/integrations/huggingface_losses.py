@@ -23,6 +23,7 @@ from hdpcomm.attention.pack_context import PackContext, current_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.integrations.row_passes import Sequences
+from hdpcomm.kernels import LabelLoss
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE
 from hdpcomm.train.label_terms import Batch, LabelTerms, token_terms
 from hdpcomm.train.loss import IGNORE
@@ -30,7 +31,6 @@ from hdpcomm.train.losses import TokenLoss
 
 if TYPE_CHECKING:
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.kernels import LabelLoss
 
 __all__ = ["LogitLoss", "ModelLabels", "TokenMetrics", "add_noise", "function_terms", "token_loss"]
 
@@ -164,16 +164,15 @@ def function_terms(
         if metrics is not None and chunks is not None:
             metrics.shards.append(chunks)
         if loss is not None:
-            return _OfLogits(loss, shard.labels, chunks)
-        return _OfLogProbs(shard.labels != IGNORE, chunks, dynamic=dynamic)
+            return LabelLoss(_OfLogits(loss, shard.labels, chunks), temperature=None)
+        of_log_probs = _OfLogProbs(shard.labels != IGNORE, chunks, dynamic=dynamic)
+        return LabelLoss(of_log_probs, entropy=chunks is not None, ranked=of_log_probs.ranked)
 
     return LabelTerms(Batch(lengths), make, mass=float)
 
 
 class _OfLogits:
     def __init__(self, loss: LogitLoss, labels: Tensor, chunks: dict[int, Tensor] | None) -> None:
-        self.temperature: float | None = None
-        self.entropy = False
         self._loss, self._labels, self._chunks = loss, labels, chunks
 
     def __call__(self, logits: Tensor, _: Tensor | None, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -198,12 +197,10 @@ class _OfLogits:
 class _OfLogProbs:
     def __init__(self, labelled: Tensor, chunks: dict[int, Tensor] | None, *, dynamic: bool) -> None:
         self._labelled, self._chunks, self._dynamic = labelled, chunks, dynamic
-        self.temperature: float | None = 1.0
-        self.entropy = chunks is not None
         self._largest: Tensor | None = None
 
     def ranked(self, largest: Tensor, _: slice) -> None:
-        """See :class:`hdpcomm.kernels.linear_cross_entropy.RankedLoss`."""
+        """See :class:`hdpcomm.kernels.LabelLoss`."""
         self._largest = largest
 
     def __call__(

@@ -83,7 +83,7 @@ def row_gradient(
 
 
 class LogitRows(ABC):
-    """A chunk of logits ``[tokens, columns]`` with its labels, factors and z-loss.
+    """A chunk of logits ``[tokens, columns]`` with its labels and factors.
 
     Attributes:
         losses: ``[tokens]``.
@@ -128,15 +128,10 @@ class LogitRows(ABC):
 class FusedRows(LogitRows):
     """By the fused kernels: fp32 maths on float32, bfloat16 and float16."""
 
-    def __init__(
-        self, logits: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard, z_loss: float
-    ) -> None:
+    def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard) -> None:
         super().__init__(logits, labels, shard)
-        self._labels, self._weights, self._z = labels, weights, None
+        self._labels, self._weights = labels, weights
         self.losses, self._sums, self.stats = row_losses(logits, labels, weights, shard)
-        if z_loss:
-            self._z = _ZLoss(self._sums, labels, weights, shard, z_loss)
-            self.losses = self.losses + self._z.losses
 
     def _log_sums(self) -> Tensor:
         return self._sums[0] + self._sums[1].log()
@@ -147,18 +142,13 @@ class FusedRows(LogitRows):
 
     def _loss_gradient(self, scale: float, out: Tensor) -> None:
         upstream = torch.full((1,), scale, dtype=torch.float32, device=out.device).expand(out.shape[0])
-        weights = self._weights if self._z is None else self._z.softmax_factors
-        row_gradient(self._logits, self._labels, weights, self._shard, self._sums, upstream, out)
-        if self._z is not None:
-            self._z.add_at_labels(out, scale)
+        row_gradient(self._logits, self._labels, self._weights, self._shard, self._sums, upstream, out)
 
 
 class PlainRows(LogitRows):
     """By torch's own operations, in the type of the logits: for float64."""
 
-    def __init__(
-        self, logits: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard, z_loss: float
-    ) -> None:
+    def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard) -> None:
         super().__init__(logits, labels, shard)
         if bool(((labels < 0) | (labels >= shard.total))[self._counts].any()):
             raise InvalidUsage(f"a label is outside of the vocabulary of {shard.total} columns")
@@ -177,21 +167,17 @@ class PlainRows(LogitRows):
         sums = torch.stack((largest, torch.where(self._counts, total, 1.0)))
         self._lse = sums[0] + sums[1].log()
         self.losses = self._factors * (self._lse - everyone[:, 2].sum(0))
-        self._softmax_factors = self._factors
-        if z_loss:
-            self.losses = self.losses + self._factors * z_loss * self._lse.square()
-            self._softmax_factors = self._factors * (1.0 + 2.0 * z_loss * self._lse)
 
     def _log_sums(self) -> Tensor:
         return self._lse
 
     def weigh(self, weights: Tensor, entropy_weights: Tensor | None) -> None:
         super().weigh(weights, entropy_weights)
-        self._factors = self._softmax_factors = self._counts * weights
+        self._factors = self._counts * weights
 
     def _loss_gradient(self, scale: float, out: Tensor) -> None:
         torch.sub(self._logits, self._lse[:, None], out=out)
-        out.exp_().mul_(self._softmax_factors[:, None])
+        out.exp_().mul_(self._factors[:, None])
         out[~self._counts] = 0.0  # whatever their logits
         out[self._rows, self._columns] -= self._factors[self._rows]
         out.mul_(scale)
@@ -226,33 +212,6 @@ class _Entropy:
         logs = torch.where(self._counts[:, None], logits.to(self._lse.dtype) - self._lse[:, None], -torch.inf)
         chances = logs.exp()
         return chances, logs.masked_fill_(chances == 0, 0.0)
-
-
-class _ZLoss:
-    """``z_loss * lse ** 2`` of each token: its loss, and what it changes of the cross-entropy's gradient.
-
-    With a = 1 + 2 z lse, the sum's gradient is ``weight * (a * softmax - onehot)``: the kernel's with the factor
-    ``weight * a``, and ``weight * (a - 1)`` added where the label is.
-    """
-
-    def __init__(
-        self, sums: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard, z_loss: float
-    ) -> None:
-        counts = labels != shard.ignore_index
-        lse = torch.where(counts, sums[0] + sums[1].log(), 0.0)
-        factors = counts.float() if weights is None else counts * weights
-        self.losses = factors * z_loss * lse.square()
-        self._extra = factors * (2.0 * z_loss) * lse
-        self.softmax_factors = factors + self._extra
-        self._columns = labels - shard.first
-        self._counts = counts
-
-    def add_at_labels(self, gradient: Tensor, scale: float) -> None:
-        if not gradient.shape[1]:
-            return
-        here = self._counts & (self._columns >= 0) & (self._columns < gradient.shape[1])
-        extra = torch.where(here, self._extra * scale, 0.0).to(gradient.dtype)
-        gradient.scatter_add_(1, torch.where(here, self._columns, 0)[:, None], extra[:, None])
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -1,9 +1,9 @@
-"""Softmax cross-entropy that reads the logits twice and saves nothing of their size, also over vocabulary shards."""
+"""Softmax cross-entropy that reads the logits twice and saves nothing of their size."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._logit_rows import VocabularyShard, row_gradient, row_losses
 from hdpcomm.kernels._tensors import dtype_code
 from hdpcomm.kernels.derivatives import without_second_derivative
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = ["CROSS_ENTROPY_DTYPES", "cross_entropy"]
 
@@ -28,45 +25,34 @@ def cross_entropy(
     *,
     weights: Tensor | None = None,
     ignore_index: int = -100,
-    comm: Communicator | None = None,
-    shard: tuple[int, int] | None = None,
-    in_place: bool = True,
 ) -> Tensor:
     """The loss of each token, fp32, differentiable in the logits: ``weight * (logsumexp(logits) - logits[label])``.
 
     Computes in fp32 for any type of logits, without an fp32 copy of them: forward reads them once; backward reads them
-    once more and **overwrites them with the gradient** (``in_place=True``). So the logits must not be read after
-    backward; autograd notices if another node saved them. Where that is not possible (logits that are a leaf of the
-    graph or a view of one, or whose rows overlap) or not wanted, the gradient takes memory of its own.
+    once more and **overwrites them with the gradient**. So the logits must not be read after backward; autograd notices
+    if another node saved them. Where that is not possible (logits that are a leaf of the graph or a view of one, or
+    whose rows overlap), the gradient takes memory of its own.
 
     Args:
         logits: ``[..., columns]`` float32, bfloat16 or float16.
-        labels: ``[...]`` int64, columns of the whole vocabulary, or ``ignore_index`` for a token without a loss (its
+        labels: ``[...]`` int64, columns, or ``ignore_index`` for a token without a loss (its
             loss and gradient are 0, whatever its logits).
         weights: ``[...]`` float32, factors of the tokens' losses; not differentiated. Default: 1.
-        comm: the ranks that hold shards of the vocabulary, in the order of the columns; None: the logits are whole.
-            Collective over it in forward (one all-gather of 12 bytes a token and rank); backward needs none.
-        shard: (first column of this rank, columns of the whole vocabulary). Default: equal shards in the ranks' order.
-        in_place: False keeps the logits as they are.
 
-    Returns: ``[...]`` float32, the same on all ranks of ``comm``. On CUDA, enqueued on the current stream.
+    Returns: ``[...]`` float32. On CUDA, enqueued on the current stream.
 
     Raises:
         InvalidUsage: wrong shapes, types or devices; on the CPU, a label outside the vocabulary (on CUDA such a token's
-            loss is NaN, since reading labels back would stop the stream); a second backward after ``in_place``.
+            loss is NaN, since reading labels back would stop the stream); a second backward through overwritten logits.
     """
     _check(logits, labels, weights)
     columns = logits.shape[-1]
-    size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
-    first, total = shard if shard is not None else (rank * columns, size * columns)
-    if total < 1:
+    if columns < 1:
         raise InvalidUsage(f"logits {tuple(logits.shape)} have no column; a vocabulary has at least one")
     rows = logits.reshape(-1, columns)
     if rows.stride(-1) != 1 or (rows.shape[0] > 1 and rows.stride(0) < columns):
         rows = rows.contiguous()
-    job = _Job(
-        VocabularyShard(first, total, ignore_index, comm if size > 1 else None), in_place and _is_temporary(logits)
-    )
+    job = _Job(VocabularyShard(0, columns, ignore_index, None), _is_temporary(logits))
     flat = None if weights is None else weights.detach().reshape(-1).contiguous()
     loss: Tensor = _CrossEntropy.apply(rows, labels.reshape(-1).contiguous(), flat, job)  # type: ignore[no-untyped-call]
     return loss.view(labels.shape)
@@ -93,8 +79,8 @@ class _CrossEntropy(torch.autograd.Function):
         job: _Job = ctx.job
         if job.consumed:
             raise InvalidUsage(
-                "backward went through cross_entropy a second time, but its gradient has overwritten the logits; use "
-                "in_place=False with retain_graph=True"
+                "backward went through cross_entropy a second time, but its gradient has overwritten the logits; give "
+                "it a copy of them (logits.clone()) for each"
             )
         rows, labels, weights, sums = ctx.saved_tensors
         grad = (

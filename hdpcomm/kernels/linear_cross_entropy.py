@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "LabelLoss",
     "LossOptions",
-    "RankedLoss",
     "default_chunk_tokens",
     "linear_cross_entropy",
     "loss_of_log_probs",
@@ -40,16 +40,14 @@ class LossOptions:
     Attributes:
         scale: factor of the logits.
         softcap: the logits become ``softcap * tanh(logits / softcap)``, after ``scale``; 0: they stay.
-        z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to a token's loss (PaLM, arXiv 2204.02311, section 5).
         temperature: the logits are divided by it at last, as where tokens were sampled.
 
-    Raises: InvalidUsage for numbers that are not finite, for ``softcap`` or ``z_loss`` below 0, and for a
-        ``temperature`` that is not above 0.
+    Raises: InvalidUsage for numbers that are not finite, for a ``softcap`` below 0, and for a ``temperature`` that is
+        not above 0.
     """
 
     scale: float = 1.0
     softcap: float = 0.0
-    z_loss: float = 0.0
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -57,46 +55,32 @@ class LossOptions:
             raise InvalidUsage(
                 f"scale is {self.scale} and softcap {self.softcap}; expected finite numbers, softcap not below 0"
             )
-        if not (math.isfinite(self.z_loss) and self.z_loss >= 0):
-            raise InvalidUsage(f"z_loss is {self.z_loss}; expected a finite number that is not below 0")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise InvalidUsage(f"temperature is {self.temperature}; expected a finite number above 0")
 
 
-class LabelLoss(Protocol):
+@dataclass(frozen=True, slots=True)
+class LabelLoss:
     """Loss of a label as a function of its log-probability; in place of ``weights``.
 
     Attributes:
+        function: ``function(log_probs, entropies, part)``: (losses, their derivatives by the log-probabilities, and by
+            the entropies or ``None``) of the labels of a chunk. ``log_probs``: ``[labels of the chunk]`` fp32 (fp64 for
+            fp64), no graph; 0 where there is no label. ``entropies``: the same shape, of the whole distribution;
+            ``None`` without :attr:`entropy`. ``part``: which labels these are. It is called for all chunks in their
+            order, on all ranks that hold shards of the vocabulary with the same values; a chunk that is computed again
+            for a backward pass calls it again.
         temperature: divides the logits; see :class:`LossOptions`. ``None``: it is a function of the outputs themselves,
             of models with other heads than a vocabulary's: ``[labels]`` of a single output, else ``[labels, outputs]``.
         entropy: whether it needs entropies.
+        ranked: ``ranked(largest, part)`` is called before the loss of a chunk: ``largest``, bool ``[labels of the
+            chunk]``, says whether the label has the largest logit; any value where there is no label.
     """
 
-    temperature: float | None
-    entropy: bool
-
-    def __call__(
-        self, log_probs: Tensor, entropies: Tensor | None, part: slice, /
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(losses, their derivatives by the log-probabilities, and by the entropies) of the labels of a chunk.
-
-        It is called for all chunks in their order, on all ranks that hold shards of the vocabulary with the same
-        values; a chunk that is computed again for a backward pass calls it again.
-
-        Args:
-            log_probs: ``[labels of the chunk]`` fp32 (fp64 for fp64), no graph; 0 where there is no label.
-            entropies: the same shape, of the whole distribution; ``None`` without :attr:`entropy`.
-            part: which labels these are.
-        """
-
-
-@runtime_checkable
-class RankedLoss(LabelLoss, Protocol):
-    """One that hears of the labels' ranks, too."""
-
-    def ranked(self, largest: Tensor, part: slice, /) -> None:
-        """Called before the loss of a chunk: ``largest``, bool ``[labels of the chunk]``, says whether the label has
-        the largest logit; any value where there is no label."""
+    function: Callable[[Tensor, Tensor | None, slice], tuple[Tensor, Tensor, Tensor | None]]
+    temperature: float | None = 1.0
+    entropy: bool = False
+    ranked: Callable[[Tensor, slice], object] | None = None
 
 
 def linear_cross_entropy(
@@ -109,7 +93,6 @@ def linear_cross_entropy(
     weights: Tensor | LabelLoss | None = None,
     ignore_index: int = -100,
     comm: Communicator | None = None,
-    shard: tuple[int, int] | None = None,
     chunk_tokens: int | None = None,
 ) -> Tensor:
     """The summed cross-entropy of ``hidden @ weight.T``, whose logits never exist as a whole; a scalar.
@@ -123,14 +106,13 @@ def linear_cross_entropy(
         weight: ``[columns, width]``, of the type of ``hidden``; the columns of the vocabulary that this rank holds.
         labels: ``[...]`` int64, columns of the whole vocabulary, or ``ignore_index`` for a token without a loss.
         bias: ``[columns]``.
-        options: scale, soft cap and temperature of the logits, z-loss. Default: none of them.
+        options: scale, soft cap and temperature of the logits. Default: none of them.
         weights: ``[...]`` float32 (or float64 for float64), factors of the tokens' losses, which are not
             differentiated; or what the loss of a label is instead of its negative log-probability (:class:`LabelLoss`).
             Default: 1.
-        comm: the ranks that hold shards of the vocabulary, in the order of the columns. Collective over it in forward:
-            for each chunk an all-gather of three numbers a token, at the end an all-reduce of the gradient of
+        comm: the ranks that hold equal shards of the vocabulary, in the order of the columns. Collective over it in
+            forward: for each chunk an all-gather of three numbers a token, at the end an all-reduce of the gradient of
             ``hidden``, which is then equal on all ranks. Backward communicates nothing.
-        shard: (first column of this rank, columns of the whole vocabulary). Default: equal shards in the ranks' order.
         chunk_tokens: tokens of a chunk. Default: ``width``, so that a chunk's logits take as much memory as the weight,
             or more where 16 MiB hold more.
 
@@ -144,13 +126,8 @@ def linear_cross_entropy(
     label_loss = None if weights is None or isinstance(weights, Tensor) else weights
     factors = weights if isinstance(weights, Tensor) else None
     _check(hidden, weight, labels, bias, factors)
-    job = _job_of(weight, options, ignore_index, comm, shard, chunk_tokens)
+    job = _job_of(weight, options, ignore_index, comm, chunk_tokens)
     if label_loss is not None:
-        if job.options.z_loss:
-            raise InvalidUsage(
-                f"z_loss is {job.options.z_loss}, and the loss is a function of log-probabilities, which has none; "
-                "give z_loss=0"
-            )
         assert label_loss.temperature is not None
         job = replace(job, label_loss=label_loss, options=replace(job.options, temperature=label_loss.temperature))
     flat = None if factors is None else factors.detach().reshape(-1).contiguous()
@@ -183,9 +160,9 @@ def loss_of_log_probs(
     if label_loss.entropy:
         entropies = -torch.where(has[:, None] & logs.isfinite(), logs.exp() * logs, 0.0).sum(1)
     part = slice(0, len(labels)) if part is None else part
-    if isinstance(label_loss, RankedLoss):
+    if label_loss.ranked is not None:
         label_loss.ranked(log_probs.detach() >= logs.detach().amax(1), part)
-    losses, by_log_probs, by_entropies = label_loss(
+    losses, by_log_probs, by_entropies = label_loss.function(
         log_probs.detach(), None if entropies is None else entropies.detach(), part
     )
     # a value of 0 with the derivatives that the loss has told
@@ -216,7 +193,6 @@ def _job_of(
     options: LossOptions | None,
     ignore_index: int,
     comm: Communicator | None,
-    shard: tuple[int, int] | None,
     chunk_tokens: int | None,
 ) -> _Job:
     options = LossOptions() if options is None else options
@@ -225,12 +201,11 @@ def _job_of(
         raise InvalidUsage(f"chunk_tokens is {chunk_tokens}; at least 1 was expected, or None")
     columns = weight.shape[0]
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
-    first, total = shard if shard is not None else (rank * columns, size * columns)
-    if total < 1:
+    if columns < 1:
         raise InvalidUsage(f"weight {tuple(weight.shape)} has no row; a vocabulary has at least one column")
     return _Job(
-        VocabularyShard(first, total, ignore_index, comm if size > 1 else None),
-        options, chunk_tokens or default_chunk_tokens(weight, -(-total // size)), torch.is_grad_enabled(),
+        VocabularyShard(rank * columns, size * columns, ignore_index, comm if size > 1 else None),
+        options, chunk_tokens or default_chunk_tokens(weight), torch.is_grad_enabled(),
     )  # fmt: skip
 
 
@@ -278,9 +253,7 @@ def _chunks(
         for start in range(0, tokens, max(1, size)):
             part = slice(start, min(tokens, start + size))
             logits = _logits(hidden[part], weight, bias, job.options, memory)
-            rows = rows_type(
-                logits, labels[part], None if factors is None else factors[part], job.shard, job.options.z_loss
-            )
+            rows = rows_type(logits, labels[part], None if factors is None else factors[part], job.shard)
             losses[part] = rows.losses if job.label_loss is None else _label_losses(rows, job.label_loss, part)
             del rows.stats  # before there are gradients
             if any(wanted):
@@ -290,9 +263,10 @@ def _chunks(
 
 def _label_losses(rows: LogitRows, label_loss: LabelLoss, part: slice) -> Tensor:
     log_probs = rows.losses.neg().add_(0.0)  # no -0.0
-    if isinstance(label_loss, RankedLoss):
+    if label_loss.ranked is not None:
         label_loss.ranked(rows.stats[:, 2].sum(0) >= rows.stats[:, 0].amax(0), part)
-    losses, by_log_probs, by_entropies = label_loss(log_probs, rows.entropies() if label_loss.entropy else None, part)
+    entropies = rows.entropies() if label_loss.entropy else None
+    losses, by_log_probs, by_entropies = label_loss.function(log_probs, entropies, part)
     rows.weigh(-by_log_probs, by_entropies)
     return losses
 
@@ -355,9 +329,9 @@ def _logit_gradient(rows: LogitRows, logits: Tensor, options: LossOptions) -> Te
     return gradient
 
 
-def default_chunk_tokens(weight: Tensor, columns: int) -> int:
-    """Tokens of a chunk, the same on all ranks: ``columns`` are those of an equal shard of the vocabulary."""
-    return max(weight.shape[1], _SMALL_CHUNK // max(1, columns * weight.element_size()), 1)
+def default_chunk_tokens(weight: Tensor) -> int:
+    """Tokens of a chunk, the same on all ranks with equal shards of the vocabulary."""
+    return max(weight.shape[1], _SMALL_CHUNK // max(1, weight.shape[0] * weight.element_size()), 1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -323,7 +323,7 @@ def _logits(model: nn.Module) -> tuple[float, int, float]:
     if not hasattr(model, "chunk_tokens"):
         return 0.0, 1, 0.0
     weight: Tensor = model.last_layer.weight  # type: ignore[union-attr, assignment]
-    chunk = model.chunk_tokens or default_chunk_tokens(weight, weight.shape[0])
+    chunk = model.chunk_tokens or default_chunk_tokens(weight)
     narrow = weight.numel() * weight.element_size() if weight.element_size() < 4 else 0
     return float(weight.shape[0] * weight.element_size()), int(chunk), float(narrow)  # type: ignore[arg-type]
 

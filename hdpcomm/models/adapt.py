@@ -54,7 +54,6 @@ def adapt(
     model: nn.Module,
     *,
     recompute: str | int = "none",
-    z_loss: float = 0.0,
     chunk_tokens: int | None = None,
     check: bool = True,
     indexer_loss: float = 0.0,
@@ -76,7 +75,7 @@ def adapt(
     Args:
         recompute: layers to compute again in the backward pass: ``"none"``, ``"full"`` or how many; see
             :func:`hdpcomm.models.set_recompute`.
-        z_loss, chunk_tokens: of the loss of a causal LM; see :func:`hdpcomm.kernels.linear_cross_entropy`.
+        chunk_tokens: of the loss of a causal LM; see :func:`hdpcomm.kernels.linear_cross_entropy`.
         check: runs a causal LM on a few tokens, as a pack and sequence by sequence with the attention that it came
             with, and refuses it if the logits differ: something else than attention looks at other tokens, or attention
             is not what transformers tells of it. Another module, if it does not name ``comm``, must make logits of
@@ -104,16 +103,15 @@ def adapt(
     if causal_lm is not None:
         adapted: nn.Module = AdaptedCausalLM(
             model,
-            z_loss=z_loss,
             chunk_tokens=chunk_tokens,
             check=check,
             indexer_loss=indexer_loss,
             indexer_stage=indexer_stage,
         )
     else:
-        if z_loss or chunk_tokens is not None or indexer_loss:
+        if chunk_tokens is not None or indexer_loss:
             raise InvalidUsage(
-                f"z_loss, chunk_tokens and indexer_loss are for causal LMs of transformers; {type(model).__name__} is "
+                f"chunk_tokens and indexer_loss are for causal LMs of transformers; {type(model).__name__} is "
                 "none: it computes its logits itself"
             )
         named = inspect.signature(model.forward).parameters
@@ -131,7 +129,6 @@ def from_pretrained(
     device: torch.device | str = "cpu",
     seed: int = 0,
     recompute: str | int = "none",
-    z_loss: float = 0.0,
     chunk_tokens: int | None = None,
     check: bool = True,
 ) -> AdaptedCausalLM:
@@ -170,9 +167,7 @@ def from_pretrained(
                 )
         except (OSError, ValueError) as error:
             raise InvalidUsage(f"{folder} does not hold a causal LM that transformers can load: {error}") from error
-    adapted = adapt(
-        model.to(device).train(), recompute=recompute, z_loss=z_loss, chunk_tokens=chunk_tokens, check=check
-    )
+    adapted = adapt(model.to(device).train(), recompute=recompute, chunk_tokens=chunk_tokens, check=check)
     assert isinstance(adapted, AdaptedCausalLM)
     return adapted
 

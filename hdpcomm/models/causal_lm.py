@@ -68,7 +68,6 @@ class AdaptedCausalLM(LayeredModel):
         self,
         model: nn.Module,
         *,
-        z_loss: float,
         chunk_tokens: int | None,
         check: bool,
         indexer_loss: float = 0.0,
@@ -76,7 +75,6 @@ class AdaptedCausalLM(LayeredModel):
     ) -> None:
         super().__init__()
         self.model = model
-        self.z_loss = z_loss
         self.chunk_tokens = chunk_tokens
         causal_lm = self.causal_lm
         self.labels_of: str = head_of(causal_lm)[1]  # type: ignore[index]
@@ -228,7 +226,7 @@ class AdaptedCausalLM(LayeredModel):
             return self._loss_of_any_head(hidden, labels, weights)
         return linear_cross_entropy(
             _in_dtype_of(head, hidden), head.weight, labels, weights=weights, bias=head.bias,
-            options=LossOptions(self._scale, self._softcap, self.z_loss), ignore_index=IGNORE,
+            options=LossOptions(self._scale, self._softcap), ignore_index=IGNORE,
             chunk_tokens=self.chunk_tokens,
             comm=None if self.tensor is None else self.tensor.comm,
         )  # fmt: skip
@@ -251,15 +249,13 @@ class AdaptedCausalLM(LayeredModel):
         """``place``: which of all labels these are."""
         logits = self._logits(hidden)
         if all_weights is not None and not isinstance(all_weights, Tensor):
-            if self.z_loss:
-                raise InvalidUsage(f"z_loss is {self.z_loss}, and the loss is one of log-probabilities; give z_loss=0")
             return loss_of_log_probs(logits, labels, all_weights, ignore_index=IGNORE, part=place)
         weights = 1.0 if all_weights is None else all_weights[place]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         trained = labels != IGNORE
         lse = logits.logsumexp(-1)
         picked = logits.gather(1, torch.where(trained, labels, 0)[:, None])[:, 0]
-        return torch.where(trained, weights * (lse - picked + self.z_loss * lse.square()), 0.0).sum()
+        return torch.where(trained, weights * (lse - picked), 0.0).sum()
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,7 @@ _GROWING_ROPES = ("dynamic", "longrope")
 """Rotary frequencies that depend on the longest position of the call, which a shard does not see."""
 _REFUSED_SETTINGS = {
     "layerdrop": "each rank would skip other layers, and the rest of its group would wait for them",
-    "z_loss_coefficient": "its loss has a term over all tokens, labelled or not, that does not add up over ranks "
-    "(z_loss= of adapt() has one over the labelled tokens)",
+    "z_loss_coefficient": "its loss has a term over all tokens, labelled or not, that does not add up over ranks",
 }
 _MEDIA = re.compile(r"pixel|image|video|audio|speech|input_features|input_values")
 """Names of arguments of forward passes that are no text."""

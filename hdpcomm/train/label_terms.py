@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels import LabelLoss
 from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.losses import COMPUTED, GroupLoss, TokenLoss
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from hdpcomm.attention import Pack
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.kernels import LabelLoss
     from hdpcomm.plan import SequenceFragment, StepPlan, TrajectoryTree, TreeFragment
 
 __all__ = [
@@ -280,26 +280,52 @@ class _Labels:
 
 def token_terms(loss: TokenLoss, batch: Batch) -> LabelTerms:
     """Where the loss of a label needs nothing of others."""
-    return LabelTerms(
-        batch, lambda labels: _OwnLoss(loss, labels), columns=loss.columns, mass=loss.mass,
-        needs_columns=True,
-    )  # fmt: skip
+
+    def make(labels: _Labels) -> LabelLoss:
+        return LabelLoss(_OwnLoss(loss, labels), loss.temperature, loss.entropy)
+
+    return LabelTerms(batch, make, columns=loss.columns, mass=loss.mass, needs_columns=True)
 
 
 def kept_terms(kept: KeptLogProbs, batch: Batch) -> LabelTerms:
     """Nothing is trained; log-probabilities are kept."""
-    return LabelTerms(batch, lambda labels: _Keeper(kept, labels))
+
+    def make(labels: _Labels) -> LabelLoss:
+        entries = labels.entries.to(kept.values.device)
+
+        def keep(log_probs: Tensor, entropies: Tensor | None, part: slice) -> tuple[Tensor, Tensor, None]:
+            kept.values[0, entries[part]] = log_probs
+            if entropies is not None:
+                kept.values[1, entries[part]] = entropies
+            none = torch.zeros_like(log_probs)
+            return none, none, None
+
+        return LabelLoss(keep, kept.temperature, kept.entropy)
+
+    return LabelTerms(batch, make)
 
 
 def given_terms(slopes: Tensor, temperature: float | None, batch: Batch) -> LabelTerms:
     """The derivative by each log-probability is known: ``slopes[0]``, by entry; ``slopes[1]``, if it is there, that by
     each entropy. The losses themselves count as 0."""
-    return LabelTerms(batch, lambda labels: _Sloped(slopes, temperature, labels))
+    entropy = len(slopes) > 1
+
+    def make(labels: _Labels) -> LabelLoss:
+        own = slopes[:, labels.entries].to(labels.labels.device)
+
+        def sloped(log_probs: Tensor, _: Tensor | None, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+            here = own[:, part].to(log_probs.dtype)
+            return torch.zeros_like(log_probs), here[0], here[1] if entropy else None
+
+        return LabelLoss(sloped, temperature, entropy)
+
+    return LabelTerms(batch, make)
 
 
 class _OwnLoss:
+    """The loss of each label of a shard by the function of a :class:`TokenLoss`, and its derivatives."""
+
     def __init__(self, loss: TokenLoss, labels: _Labels) -> None:
-        self.temperature, self.entropy = loss.temperature, loss.entropy
         self._function, self._labelled, self._columns = loss.function, labels.labels != IGNORE, labels.columns
         self._factors = labels.factors(loss.factor)
 
@@ -347,32 +373,6 @@ class KeptLogProbs:
         else:
             mesh.comm.reduce(values, root)
         return values
-
-
-class _Keeper:
-    def __init__(self, kept: KeptLogProbs, labels: _Labels) -> None:
-        self.temperature, self.entropy = kept.temperature, kept.entropy
-        self._values, self._entries = kept.values, labels.entries.to(kept.values.device)
-
-    def __call__(
-        self, log_probs: Tensor, entropies: Tensor | None, part: slice
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        entries = self._entries[part]
-        self._values[0, entries] = log_probs.detach()
-        if entropies is not None:
-            self._values[1, entries] = entropies.detach()
-        none = torch.zeros_like(log_probs)
-        return none, none, None
-
-
-class _Sloped:
-    def __init__(self, slopes: Tensor, temperature: float | None, labels: _Labels) -> None:
-        self.temperature, self.entropy = temperature, len(slopes) > 1
-        self._slopes = slopes[:, labels.entries].to(labels.labels.device)
-
-    def __call__(self, log_probs: Tensor, _: Tensor | None, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        slopes = self._slopes[:, part].to(log_probs.dtype)
-        return torch.zeros_like(log_probs), slopes[0], slopes[1] if self.entropy else None
 
 
 def group_terms(

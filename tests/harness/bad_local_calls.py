@@ -305,7 +305,7 @@ OTHERS: list[Case] = [
     (lambda: models.adapt(TINY, recompute="some"), "'some'"),
     (lambda: models.adapt(TINY, recompute=-1), "-1"),
     (lambda: models.adapt(TINY, recompute=1.5), "1.5"),
-    (lambda: models.adapt(nn.Linear(2, 2), z_loss=0.1), "Linear"),
+    (lambda: models.adapt(nn.Linear(2, 2), chunk_tokens=8), "Linear"),
     (lambda: linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64)), "2"),
     (lambda: linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 3), torch.zeros(3, dtype=torch.int64)), "(5, 3)"),
     (lambda: linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3)), "float32"),

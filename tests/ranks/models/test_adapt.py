@@ -118,18 +118,6 @@ def test_a_head_that_is_more_than_a_matrix(wanted):
     check(step(models, FixedPlanner(2, 1, [((0, 1), (0, 1, 2)), ((1,), (3, 4, 5))]), chunk_tokens=7), wanted["gemma3"])
 
 
-def test_z_loss_is_added_to_each_tokens():
-    logits = adapt(model_of("gemma3"))(IDS, **PLACES)
-    labels = torch.tensor([4, 5, -100, 6, 7, 8, 9, -100, -100])
-    lse, trained = logits.logsumexp(-1), labels != -100
-    right = logits.gather(1, labels.clamp_min(0)[:, None])[:, 0]
-    want = (lse - right + 0.1 * lse**2)[trained].sum()
-    for head in (torch.nn.Linear, Head):
-        model = model_of("gemma3")
-        model.lm_head.__class__ = head
-        torch.testing.assert_close(adapt(model, z_loss=0.1)(IDS, **PLACES, labels=labels), want)
-
-
 def test_logits_are_the_models():
     model = model_of("cohere")
     want = torch.cat([model(input_ids=IDS[None, a:b]).logits[0] for a, b in ((0, 5), (5, 9))])

@@ -135,6 +135,6 @@ def test_recomputed_llamas_have_the_same_gradients():
 
 def test_what_is_refused():
     with pytest.raises(InvalidUsage, match="Model is none: it computes its logits itself"):
-        adapt(model_of(), z_loss=0.1)
+        adapt(model_of(), chunk_tokens=8)
     with pytest.raises(InvalidUsage, match=r"has no nn.ModuleList of layers"):
         adapt(nn.Sequential(nn.Embedding(3, 3)), recompute="full")
