@@ -5,7 +5,7 @@
     python tools/model_families.py --markdown docs/model-families.md
 
 Every configuration class that transformers lists for a causal LM is made small by the names of its settings, with each
-window and chunk much shorter than the sequences. The model is then trained by ``adapt`` and by ``enable``, on 1 to 3
+window and chunk much shorter than the sequences. The model is then trained by ``adapt`` on 1 to 3
 ranks (threads), in float32 and bfloat16, and its loss and gradients are compared with those of the model as it came, on
 one process and sequence by sequence. bfloat16 is compared with float32 on the same weights, beside the error that the
 model as it came has there.
@@ -27,7 +27,7 @@ import sys
 import textwrap
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from multiprocessing.connection import Connection
@@ -45,7 +45,7 @@ LOW = 2.0
 """Largest error in bfloat16, in multiples of that of the model as it came. A router that takes another expert makes a
 jump, in either of the two, so the least of a few draws of weights counts."""
 DRAWS = (2, 5, 6, 7)
-DOORS, DTYPES, RANKS = ("adapt", "enable"), ("float32", "bfloat16"), (1, 2, 3)
+DTYPES, RANKS = ("float32", "bfloat16"), (1, 2, 3)
 SECONDS = 180.0
 
 
@@ -187,32 +187,27 @@ def as_it_came(config: Any, dtype: str, draw: int = DRAWS[0]) -> Found:
     return loss, {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def by_door(config: Any, dtype: str, door: str, ranks: int, draw: int = DRAWS[0]) -> Found:
+def by_adapt(config: Any, dtype: str, ranks: int, draw: int = DRAWS[0]) -> Found:
     """The same on several ranks."""
-    import numpy as np
     import torch
 
     import hdpcomm as hdp
-    from hdpcomm.attention import packing
+    from hdpcomm.attention import positions, shard
     from hdpcomm.models import adapt
-    from hdpcomm.models.huggingface import enable, shard_batch
     from hdpcomm.testing import run_threads
 
-    ids, cu = torch.cat(sequences()), np.cumsum([0, *LENGTHS])
+    ids, cu = torch.cat(sequences()), torch.tensor([0, *itertools.accumulate(LENGTHS)])
+    labels = torch.cat([torch.nn.functional.pad(each[1:], (0, 1), value=-100) for each in sequences()])
     models = [new_model(config, dtype, draw) for _ in range(ranks)]
-    runs: list[Callable[..., Any]] = [adapt(model) if door == "adapt" else enable(model) for model in models]
+    adapted = [adapt(model) for model in models]
 
     def main() -> float:
         comm = hdp.init()
-        batch = shard_batch(ids, cu, comm=comm, num_items_in_batch=1)
-        if door == "adapt":
-            loss = runs[comm.rank](
-                batch["input_ids"][0], positions=batch["position_ids"][0], cu_seqlens=torch.as_tensor(cu), comm=comm,
-                labels=batch["labels"][0],
-            )  # fmt: skip
-        else:
-            with packing(comm, cu):
-                loss = models[comm.rank](**batch).loss
+        where: dict[str, Any] = {"rank": comm.rank, "size": comm.size}
+        loss = adapted[comm.rank](
+            shard(ids, cu, **where), positions=positions(cu, **where), cu_seqlens=cu, comm=comm,
+            labels=shard(labels, cu, **where),
+        )  # fmt: skip
         loss.backward()
         return float(loss.item())
 
@@ -256,7 +251,7 @@ def first_that_runs(configs: list[Any]) -> tuple[Any, Found]:
 
 
 def examine(family: str) -> dict[str, Any]:
-    """What each door does on each number of ranks and in each type: an error, or the reason of a refusal."""
+    """The error on each number of ranks and in each type, or the reason of a refusal."""
     import torch
     from transformers import CONFIG_MAPPING
 
@@ -275,27 +270,27 @@ def examine(family: str) -> dict[str, Any]:
             name for name, value in text.to_dict().items() if value == WINDOW and re.search("window|chunk|block", name)
         ),
     }
-    for door, dtype, ranks in itertools.product(DOORS, DTYPES, RANKS):
-        key = f"{door} {dtype} {ranks}"
-        if ranks > 1 and isinstance(result.get(f"{door} {dtype} 1"), str):
+    for dtype, ranks in itertools.product(DTYPES, RANKS):
+        key = f"{dtype} {ranks}"
+        if ranks > 1 and isinstance(result.get(f"{dtype} 1"), str):
             continue  # refused
         try:
             if dtype == "float32":
-                result[key] = difference(by_door(config, dtype, door, ranks), wanted)
+                result[key] = difference(by_adapt(config, dtype, ranks), wanted)
             else:
-                result[key] = low_ratio(config, door, ranks)
+                result[key] = low_ratio(config, ranks)
         except Exception as error:
             result[key] = reason_of(error)
     return result
 
 
-def low_ratio(config: Any, door: str, ranks: int) -> float:
+def low_ratio(config: Any, ranks: int) -> float:
     """The error in bfloat16 by that of the model as it came, both beside float32."""
     least = float("inf")
     for draw in DRAWS:
         wanted = as_it_came(config, "float32", draw)
         own = difference(as_it_came(config, "bfloat16", draw), wanted)
-        least = min(least, difference(by_door(config, "bfloat16", door, ranks, draw), wanted) / max(own, 1e-12))
+        least = min(least, difference(by_adapt(config, "bfloat16", ranks, draw), wanted) / max(own, 1e-12))
         if least <= LOW:
             break
     return least
@@ -360,14 +355,14 @@ def examined(families: list[str], jobs: int) -> Iterator[tuple[str, dict[str, An
         each.process.kill()
 
 
-def verdict(result: dict[str, Any], door: str) -> str:
+def verdict(result: dict[str, Any]) -> str:
     """ "exact", or the reason of the refusal, or what is wrong."""
     if "skipped" in result or "failed" in result:
         return str(result.get("skipped") or result.get("failed"))
-    found = {key: value for key, value in result.items() if key.startswith(door)}
+    found = {key: value for key, value in result.items() if key.partition(" ")[0] in ("float32", "bfloat16")}
     reasons = [value for value in found.values() if isinstance(value, str)]
-    wide = max((v for k, v in found.items() if "float32" in k and isinstance(v, float)), default=0.0)
-    low = max((v for k, v in found.items() if "bfloat16" in k and isinstance(v, float)), default=0.0)
+    wide = max((v for k, v in found.items() if k.startswith("float32") and isinstance(v, float)), default=0.0)
+    low = max((v for k, v in found.items() if k.startswith("bfloat16") and isinstance(v, float)), default=0.0)
     if wide > EXACT or low > LOW:
         return f"WRONG: {wide:.1e} in float32, {low:.1f} times the own error in bfloat16"
     if reasons and not reasons[0].startswith("InvalidUsage"):
@@ -383,17 +378,17 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
     import transformers
 
     built = {name: result for name, result in results.items() if "skipped" not in result and "failed" not in result}
-    verdicts = {name: {door: verdict(result, door) for door in DOORS} for name, result in built.items()}
-    both = [name for name, each in verdicts.items() if set(each.values()) == {"exact"}]
+    verdicts = {name: verdict(result) for name, result in built.items()}
+    right = [name for name, text in verdicts.items() if text == "exact"]
     about = (
         f"`python tools/model_families.py --markdown docs/model-families.md`, transformers {transformers.__version__}, "
         f"torch {torch.__version__.partition('+')[0]} on CPU, {datetime.now(timezone.utc):%Y-%m-%d}. Every family that "
-        "transformers lists for causal LMs, made small from its configuration class, is trained by `adapt` and by "
-        f"`enable` on 1, 2 and 3 ranks: sequences of {', '.join(map(str, LENGTHS))} tokens, windows and chunks of "
+        "transformers lists for causal LMs, made small from its configuration class, is trained by `adapt` on 1, "
+        f"2 and 3 ranks: sequences of {', '.join(map(str, LENGTHS))} tokens, windows and chunks of "
         f"{WINDOW}. *Exact*: loss and gradients differ from the unsharded model's by at most {EXACT:.0e} in float32, "
         f"and in bfloat16 by at most {LOW:.0f} times the difference of that model between bfloat16 and float32.",
-        f"{len(both)} of {len(results)} families are exact by both doors, {len(built) - len(both)} are refused by one "
-        f"or both, {len(results) - len(built)} were not tried.",
+        f"{len(right)} of {len(results)} families are exact, {len(built) - len(right)} are refused, "
+        f"{len(results) - len(built)} were not tried.",
     )
     lines = ["# Model families"]
     for paragraph in about:
@@ -402,14 +397,12 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
     refused: dict[str, list[str]] = defaultdict(list)
     skipped: dict[str, list[str]] = defaultdict(list)
     for name, result in results.items():
-        if name in both:
+        if name in right:
             exact[", ".join(each.removesuffix("_attention") for each in result["kinds"]) or "full"].append(name)
         elif name in built:
-            wrong = {door: text for door, text in verdicts[name].items() if text != "exact"}
-            doors = "" if len(wrong) == len(DOORS) else f" (`{next(iter(wrong))}` only)"
-            refused[short_reason(next(iter(wrong.values())))].append(name + doors)
+            refused[short_reason(verdicts[name])].append(name)
         else:
-            skipped[verdict(result, "adapt").partition(":")[0]].append(name)
+            skipped[verdict(result).partition(":")[0]].append(name)
     for title, groups in (("Exact, by layers", exact), ("Refused", refused), ("Not tried", skipped)):
         lines += ["", f"## {title}", ""]
         for reason, names in groups.items():
@@ -444,13 +437,12 @@ def main() -> int:
     results = {}
     for family, result in examined(options.only or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), options.jobs):
         results[family] = result
-        for door in DOORS:
-            print(f"{family:24} {door:8} {verdict(result, door)}", flush=True)
+        print(f"{family:24} {verdict(result)}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
     if options.markdown:
         options.markdown.write_text(markdown(results))
-    return int(any(verdict(result, door).startswith("WRONG") for result in results.values() for door in DOORS))
+    return int(any(verdict(result).startswith("WRONG") for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -306,8 +306,8 @@ def _check_has_decoder(causal_lm: Any) -> None:
     if decoder_of(causal_lm) is causal_lm:
         raise InvalidUsage(
             f"{type(causal_lm).__name__} does not tell which part of it is the decoder below its last layer "
-            "(base_model is the model itself), so its loss cannot be made from the decoder's outputs; use "
-            "hdpcomm.models.huggingface.enable(model), whose loss is the model's own"
+            "(base_model is the model itself), so its loss cannot be made from the decoder's outputs; give a causal LM "
+            "whose base_model is its decoder"
         )
 
 

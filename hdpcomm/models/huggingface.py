@@ -1,15 +1,7 @@
 """Hugging Face models over dynamic ranks: attention through transformers' AttentionInterface, nothing patched.
 
-    enable(model)                                     # once
-    total = sum(count_labels(ids, cu, labels) for every micro-batch of the step, on all ranks)
-    batch = shard_batch(input_ids, cu_seqlens, labels=labels, comm=comm, num_items_in_batch=total)
-    with packing(comm, cu_seqlens):                   # hdpcomm.attention.packing
-        loss = model(**batch).loss                    # this rank's share; over ranks and micro-batches they add up
-    loss.backward()
-
-:func:`hdpcomm.models.adapt` does all of this for a :class:`hdpcomm.train.Trainer`. Positions and shifted labels are
-made before sharding, so that RoPE and the loss see the tokens where they are in their own sequences. Needs
-``pip install hdpcomm[huggingface]``; importing this module does not import transformers.
+:func:`hdpcomm.models.adapt` uses it. Needs ``pip install hdpcomm[huggingface]``; importing this module does not import
+transformers.
 """
 
 from __future__ import annotations
@@ -19,13 +11,12 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from hdpcomm.attention import PackContext, current_pack, packed_attention, positions, shard
+from hdpcomm.attention import PackContext, current_pack, packed_attention, positions
 from hdpcomm.attention.pack_context import find_pack
-from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.indexers import (
     attend_chosen,
@@ -37,17 +28,11 @@ from hdpcomm.models.indexers import (
 )
 from hdpcomm.models.mixers import MIXER_TYPES, PACK_ARGUMENT, mixers_of, set_mixers
 from hdpcomm.models.recompute import carry_into_checkpoints
-from hdpcomm.models.self_check import check_outputs
 
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-
-__all__ = ["PACK_ARGUMENT", "count_labels", "decoder_of", "enable", "shard_batch"]
+__all__ = ["PACK_ARGUMENT", "decoder_of", "set_attention"]
 
 NAME = "hdpcomm"
 """Under which the attention is registered with transformers."""
-_IGNORED = -100
-"""Label that the loss skips."""
 _UNSUPPORTED = ("position_bias", "head_mask")
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 _LOCAL_LAYER_TYPES = ("mlp", "moe")
@@ -237,7 +222,7 @@ def _mask(
         raise InvalidUsage(
             "attention_mask hides tokens (padding?); pack the sequences without padding and pass cu_seqlens instead"
         )
-    if torch.compiler.is_compiling():  # the mask functions were looked at when the model was enabled
+    if torch.compiler.is_compiling():  # the mask functions were looked at when the model was adapted
         if getattr(config, "attention_chunk_size", None):
             raise InvalidUsage(
                 "the model has chunked attention, which compiled code cannot tell from windows: run it eagerly"
@@ -275,39 +260,17 @@ def passes_arguments(module: torch.nn.Module) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def enable(model: Any, *, check: bool = True) -> None:
-    """Lets all attention layers of a transformers model use the pack of the enclosing ``packing(comm, cu_seqlens)``.
+def set_attention(model: Any) -> Callable[[], None]:
+    """Lets all attention layers of a transformers model use the pack of the enclosing ``packing(comm, cu_seqlens)``;
+    returns what undoes it, as ``model.set_attn_implementation("sdpa")`` does. Local.
 
     Activation checkpoints (``gradient_checkpointing_enable()``, reentrant or not, before or after this call) compute
     again with the pack of their forward pass, after the block has ended and on any thread. The pack also goes with the
     call into each layer, for checkpoints that others put around layers.
-    ``model.set_attn_implementation("sdpa")`` undoes it.
 
-    ``check``: runs the model on a few tokens, as a pack and sequence by sequence with the attention that it came with,
-    its windows made short meanwhile, and refuses it if its outputs differ, as :func:`hdpcomm.models.adapt` does, or if
-    its loss is not the sum over the labels divided by ``num_items_in_batch``.
-
-    Local. Raises InvalidUsage where transformers is missing or too old, or the model does not take attention functions,
-    takes images, video or sound, has dropout in its attention, has layers that packs do not know, or fails the check.
+    Raises: InvalidUsage where transformers is missing or too old, or the model does not take attention functions, takes
+    images, video or sound, has dropout in its attention, or has layers that packs do not know.
     """
-    undo = set_attention(model)
-    try:
-        if getattr(model.config, "output_router_logits", False):
-            raise InvalidUsage(
-                f"{type(model).__name__} adds the auxiliary loss of its router to each shard's loss (config."
-                "output_router_logits), which does not add up over ranks; use hdpcomm.models.adapt(model), or set it "
-                "to False"
-            )
-        if check:
-            check_outputs(model)
-    except Exception:
-        undo()
-        raise
-
-
-def set_attention(model: Any) -> Callable[[], None]:
-    """Registers the attention with transformers and chooses it for the model; returns what undoes it. Raises as
-    :func:`enable` without its check."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
@@ -401,65 +364,3 @@ def _check_length(longest: int, kind: str, limit: int) -> None:
             f"frequencies above {limit:,} by the longest position at hand, which differs between shards; cut the "
             "sequences to that, or give the model another rope_type"
         )
-
-
-def _shifted(labels: torch.Tensor, cu: Any) -> torch.Tensor:
-    """The label of each token: the next token of its own sequence; the last one of a sequence has none."""
-    shifted = torch.full_like(labels, _IGNORED)
-    shifted[:-1] = labels[1:]
-    last = torch.from_numpy(cu[1:][cu[1:] > cu[:-1]] - 1).to(labels.device)
-    shifted[last] = _IGNORED
-    return shifted
-
-
-def _checked_labels(input_ids: torch.Tensor, cu: Any, labels: torch.Tensor | None) -> torch.Tensor:
-    if input_ids.ndim != 1 or input_ids.shape[0] != cu[-1]:
-        raise InvalidUsage(f"input_ids has shape {tuple(input_ids.shape)}; cu_seqlens asks for ({int(cu[-1])},)")
-    wanted = input_ids if labels is None else labels
-    if wanted.shape != input_ids.shape:
-        raise InvalidUsage(
-            f"labels has shape {tuple(wanted.shape)}; expected that of input_ids, {tuple(input_ids.shape)}"
-        )
-    return wanted
-
-
-def count_labels(input_ids: torch.Tensor, cu_seqlens: CuSeqlens, labels: torch.Tensor | None = None) -> int:
-    """The trained tokens of a whole pack, as :func:`shard_batch` labels them. Local."""
-    cu = as_pack(cu_seqlens).sequences().cu_seqlens
-    return int((_shifted(_checked_labels(input_ids, cu, labels), cu) != _IGNORED).sum())
-
-
-def shard_batch(
-    input_ids: torch.Tensor,
-    cu_seqlens: CuSeqlens,
-    *,
-    comm: Communicator | None,
-    num_items_in_batch: int,
-    labels: torch.Tensor | None = None,
-) -> dict[str, Any]:
-    """The keyword arguments of the model's forward on this rank.
-
-    ``input_ids``: int64 [T], the pack; ``labels``: [T], not shifted, -100 to skip a token (default: ``input_ids``,
-    each token predicts the next one of its own sequence). ``num_items_in_batch``: the trained tokens of the step, in
-    all its micro-batches on all ranks (the sum of their :func:`count_labels`), the same for each of them. The model's
-    loss is then this rank's sum over the pack's labelled tokens divided by that number: the step's loss and gradients
-    are the sums over its micro-batches and ranks. Local.
-    """
-    pack = as_pack(cu_seqlens).sequences()
-    cu = pack.cu_seqlens
-    wanted = _checked_labels(input_ids, cu, labels)
-    if num_items_in_batch < 1:
-        raise InvalidUsage(
-            f"num_items_in_batch is {num_items_in_batch}; give the number of trained tokens of the whole step, at "
-            "least 1"
-        )
-    place = {"rank": 0 if comm is None else comm.rank, "size": 1 if comm is None else comm.size}
-    mine = shard(_shifted(wanted, cu), pack, **place).unsqueeze(0)
-    return {
-        "input_ids": shard(input_ids, pack, **place).unsqueeze(0),
-        "position_ids": positions(pack, **place, device=input_ids.device).unsqueeze(0),
-        "labels": mine,
-        "shift_labels": mine,
-        "num_items_in_batch": num_items_in_batch,
-        "use_cache": False,
-    }

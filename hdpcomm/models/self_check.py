@@ -19,7 +19,6 @@ from hdpcomm.models.heads import SEQUENCE, classified_token
 __all__ = [
     "CHECKED_TOKENS",
     "check_logits",
-    "check_outputs",
     "check_same_logits",
     "check_stages",
     "check_takes_tokens",
@@ -53,23 +52,10 @@ def check_logits(adapted: Any) -> None:
             raise InvalidUsage(
                 f"{type(causal_lm).__name__} does more between its decoder and its logits than its last layer "
                 f"({type(adapted.last_layer).__name__}), so its loss cannot be made from the decoder's "
-                "outputs; use hdpcomm.models.huggingface.enable(model), whose loss is the model's own"
+                "outputs; give a causal LM whose last layer alone makes them"
             )
     _check_close(causal_lm, found, wanted, partial(_own_logits, adapted))
     _check_windows(causal_lm, wanted)
-
-
-def check_outputs(model: Any) -> None:
-    """Compares a transformers model on a pack with itself on each sequence: its logits and the loss that it makes of
-    them, or its last hidden states where it has no head."""
-    if _on_meta(model):
-        return
-    with _short_windows(model):
-        found, wanted = _packed(model), _alone(model)
-    _check_close(model, found, wanted, partial(_packed, model))
-    _check_windows(model, wanted)
-    if model.get_output_embeddings() is not None:
-        _check_loss(model)
 
 
 def _own_logits(adapted: Any) -> Tensor:
@@ -259,28 +245,6 @@ def _alone(model: Any) -> Tensor:
             return torch.cat([_output(model, tokens[a:b]) for a, b in pairwise(_CU_SEQLENS)])
     finally:
         model.set_attn_implementation(ours)
-
-
-_ITEMS = 3
-"""The ``num_items_in_batch`` of the check: no mean over labels is a sum divided by it."""
-
-
-def _check_loss(model: Any) -> None:
-    """Refuses a loss whose shares do not add up over ranks."""
-    tokens, places = _few_tokens(model)
-    labels = torch.cat([nn.functional.pad(tokens[a + 1 : b], (0, 1), value=-100) for a, b in pairwise(_CU_SEQLENS)])
-    with _evaluating(model), torch.no_grad(), packing(None, _cu_seqlens()), _refusing_on_errors(model):
-        out = model(
-            input_ids=tokens[None], position_ids=places[None], labels=labels[None], shift_labels=labels[None],
-            num_items_in_batch=_ITEMS, use_cache=False,
-        )  # fmt: skip
-    wanted = nn.functional.cross_entropy(out.logits[0].float(), labels, reduction="sum") / _ITEMS
-    if _differs(model, out.loss, wanted):
-        raise InvalidUsage(
-            f"{type(model).__name__} gives the loss {out.loss:.5g} for a few tokens, and the sum of its labels' "
-            f"cross-entropies divided by num_items_in_batch is {wanted:.5g}: it is a mean of its own or adds to it, so "
-            "ranks' shares do not add up; take hdpcomm.models.adapt(model), which computes the loss from the logits"
-        )
 
 
 def _check_windows(model: Any, wanted: Tensor) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import packing
+from hdpcomm.attention import packing, positions, shard
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models.huggingface import count_labels, enable, shard_batch
+from hdpcomm.models import adapt
 from hdpcomm.testing import run_threads
 
 transformers = pytest.importorskip("transformers", minversion="4.54")
@@ -66,6 +66,18 @@ def unsharded():
     return {family: _unsharded(family) for family in FAMILIES}
 
 
+def _loss(adapted, ids, cu, comm):
+    """This rank's share of the summed loss of a pack."""
+    cu = torch.tensor(cu)
+    labels = torch.cat([torch.nn.functional.pad(ids[a + 1 : b], (0, 1), value=-100) for a, b in pairwise(cu.tolist())])
+    where = {"rank": comm.rank, "size": comm.size}
+    tokens, labels = (shard(x, cu, **where) for x in (ids, labels))
+    return adapted(tokens, positions=positions(cu, **where), cu_seqlens=cu, comm=comm, labels=labels)
+
+
+COUNT = sum(n - 1 for n in LENGTHS)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_of_the_unsharded_model(family, size, unsharded):
@@ -74,10 +86,7 @@ def test_loss_and_gradients_of_the_unsharded_model(family, size, unsharded):
     def main():
         comm = hdp.init()
         model = models[comm.rank]
-        enable(model)
-        batch = shard_batch(_tokens(), CU, comm=comm, num_items_in_batch=count_labels(_tokens(), CU))
-        with packing(comm, CU):
-            loss = model(**batch).loss
+        loss = _loss(adapt(model), _tokens(), CU, comm) / COUNT
         loss.backward()
         return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -118,15 +127,12 @@ def test_micro_batches_add_up(order, checkpointed, unsharded):
     def main():
         comm = hdp.init()
         model = models[comm.rank]
-        enable(model)
+        adapted = adapt(model)
         if checkpointed:
             model.gradient_checkpointing_enable()
-        total = sum(count_labels(ids, cu) for ids, cu in _micro_batches())
         losses = []
         for ids, cu in _micro_batches():
-            batch = shard_batch(ids, cu, comm=comm, num_items_in_batch=total)
-            with packing(comm, cu):
-                losses.append(model(**batch).loss)
+            losses.append(_loss(adapted, ids, cu, comm) / COUNT)
             if order == "at once":
                 losses[-1].backward()
         if order == "late":
@@ -144,10 +150,10 @@ def test_micro_batches_add_up(order, checkpointed, unsharded):
         assert float((got - gradient).norm()) <= 1e-5 * float(gradient.norm()) + 1e-9, name
 
 
-def test_enable_can_be_undone():
+def test_adapt_can_be_undone():
     model, ids = _model("llama", "sdpa"), _tokens()[None, :10]
     before = model(ids).logits
-    enable(model)
+    adapt(model)
     with pytest.raises(InvalidUsage, match="outside a pack"):
         model(ids)
     with packing(None, [0, 10]):
@@ -159,7 +165,7 @@ def test_enable_can_be_undone():
 def test_a_batch_of_equal_packs():
     model, ids = _model("llama", "sdpa"), _tokens()[:60].view(3, 20)
     want = model(ids).logits
-    enable(model)
+    adapt(model)
     with packing(None, [0, 20]):
         torch.testing.assert_close(model(ids).logits, want)
 
@@ -168,31 +174,12 @@ def test_what_packs_cannot_do_is_refused():
     model, ids = _model("llama", "sdpa"), _tokens()[None, :10]
     model.config.attention_dropout = 0.1
     with pytest.raises(InvalidUsage, match=r"attention_dropout=0\.1"):
-        enable(model)
+        adapt(model)
     model.config.attention_dropout = 0.0
-    enable(model)
+    adapt(model)
     hidden = torch.ones_like(ids)
     hidden[0, 7:] = 0
     with packing(None, [0, 10]), pytest.raises(InvalidUsage, match="hides tokens"):
         model(ids, attention_mask=hidden)
     with packing(None, [0, 10]):
         model(ids, attention_mask=torch.ones_like(ids))
-    with pytest.raises(InvalidUsage, match="not a transformers model"):
-        enable(torch.nn.Linear(2, 2))
-    with pytest.raises(InvalidUsage, match="cu_seqlens asks for"):
-        shard_batch(ids[0], CU, comm=None, num_items_in_batch=9)
-    with pytest.raises(InvalidUsage, match="labels has shape"):
-        shard_batch(ids[0], [0, 10], comm=None, num_items_in_batch=9, labels=ids[0, 1:])
-    with pytest.raises(InvalidUsage, match="num_items_in_batch is 0"):
-        shard_batch(ids[0], [0, 10], comm=None, num_items_in_batch=0)
-    model.config.output_router_logits = True
-    with pytest.raises(InvalidUsage, match="auxiliary loss of its router"):
-        enable(model)
-
-
-def test_labels_end_with_their_sequence():
-    assert count_labels(torch.arange(10), [0, 4, 4, 5, 10]) == 7
-    batch = shard_batch(torch.arange(10), [0, 4, 4, 5, 10], comm=None, num_items_in_batch=20)
-    assert batch["shift_labels"][0].tolist() == [1, 2, 3, -100, -100, 6, 7, 8, 9, -100]
-    assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 4]
-    assert batch["num_items_in_batch"] == 20

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.attention import packing
+from hdpcomm.attention import positions, shard
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
-from hdpcomm.models.huggingface import enable, shard_batch
 from hdpcomm.testing import run_threads
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -60,28 +59,20 @@ def leave(_):
     pass
 
 
-def step(models, door, before=leave, after=leave):
-    """Gradients of each rank's model. ``before`` and ``after`` the door: what is done to the model."""
+def step(models, before=leave, after=leave):
+    """Gradients of each rank's model. ``before`` and ``after`` adapt(): what is done to the model."""
     adapted = []
     for model in models:
-        if door == "enable" and hasattr(model.config, "output_router_logits"):
-            model.config.output_router_logits = False
         before(model)
-        adapted.append(adapt(model) if door == "adapt" else enable(model))
+        adapted.append(adapt(model))
         after(model)
 
     def main():
         comm = hdp.init()
-        batch = shard_batch(IDS, CU, comm=comm, num_items_in_batch=1)
-        if door == "adapt":
-            loss = adapted[comm.rank](
-                batch["input_ids"][0], positions=batch["position_ids"][0], cu_seqlens=torch.as_tensor(CU), comm=comm,
-                labels=batch["labels"][0],
-            )  # fmt: skip
-        else:
-            with packing(comm, CU):
-                loss = models[comm.rank](**batch).loss
-        loss.backward()
+        cu, where = torch.as_tensor(CU), {"rank": comm.rank, "size": comm.size}
+        labels = torch.cat([torch.nn.functional.pad(IDS[a + 1 : b], (0, 1), value=-100) for a, b in pairwise(CU)])
+        tokens, labels = (shard(x, cu, **where) for x in (IDS, labels))
+        adapted[comm.rank](tokens, positions=positions(cu, **where), cu_seqlens=cu, comm=comm, labels=labels).backward()
         return {name: p.grad for name, p in models[comm.rank].named_parameters()}
 
     return run_threads(main, len(models), timeout=60)
@@ -98,21 +89,20 @@ def check_equal(found, wanted):
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_gradients_are_those_without(family, size):
     first = new_model(family)
-    for door in ("adapt", "enable"):
-        wanted = step([copy.deepcopy(first) for _ in range(size)], door)
-        router_loss = door == "adapt" and getattr(first.config, "output_router_logits", False)
-        for reentrant in (False, True) if family not in ("gemma3n", "gemma4") and not router_loss else (False,):
-            found = step(
-                [copy.deepcopy(first) for _ in range(size)], door,
-                after=lambda model, reentrant=reentrant: checkpoint_layers(model, reentrant),
-            )  # fmt: skip
-            check_equal(found, wanted)
+    wanted = step([copy.deepcopy(first) for _ in range(size)])
+    router_loss = getattr(first.config, "output_router_logits", False)
+    for reentrant in (False, True) if family not in ("gemma3n", "gemma4") and not router_loss else (False,):
+        found = step(
+            [copy.deepcopy(first) for _ in range(size)],
+            after=lambda model, reentrant=reentrant: checkpoint_layers(model, reentrant),
+        )
+        check_equal(found, wanted)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_may_be_set_before_and_changed_after(reentrant):
     model = new_model("stablelm")
-    wanted = step([copy.deepcopy(model)], "enable")
+    wanted = step([copy.deepcopy(model)])
     for change in (
         {"before": lambda m: checkpoint_layers(m, reentrant)},
         {"after": lambda m: checkpoint_layers(m, not reentrant)},
@@ -120,7 +110,7 @@ def test_checkpoints_may_be_set_before_and_changed_after(reentrant):
     ):
         model.zero_grad(set_to_none=True)
         model.set_attn_implementation("eager")
-        check_equal(step([model], "enable", **change), wanted)
+        check_equal(step([model], **change), wanted)
 
 
 def own_gradients(model):
@@ -136,9 +126,8 @@ def test_shared_keys_and_values_in_reentrant_checkpoints_are_refused(family):
     checkpoint_layers(wrong, True)
     wanted, found = own_gradients(copy.deepcopy(first)), own_gradients(wrong)
     assert any(not torch.allclose(found[n], wanted[n]) for n in wanted if wanted[n] is not None)
-    for door in ("adapt", "enable"):
-        with pytest.raises(InvalidUsage, match="shared_kv_states, and a reentrant"):
-            step([copy.deepcopy(first)], door, after=lambda model: checkpoint_layers(model, True))
+    with pytest.raises(InvalidUsage, match="shared_kv_states, and a reentrant"):
+        step([copy.deepcopy(first)], after=lambda model: checkpoint_layers(model, True))
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -150,7 +139,7 @@ def test_shared_keys_and_values_without_are_exact(family, size):
         if end - begin > 1:
             tokens = IDS[None, begin:end]
             (plain(input_ids=tokens, labels=tokens, use_cache=False).loss * (end - begin - 1)).backward()
-    found = step([copy.deepcopy(first) for _ in range(size)], "adapt")
+    found = step([copy.deepcopy(first) for _ in range(size)])
     for name, parameter in plain.named_parameters():
         if parameter.grad is not None:
             total = sum(each[name] for each in found)
@@ -166,21 +155,21 @@ def test_a_routers_loss_with_reentrant_checkpoints_is_refused(family):
     wanted, found = own_gradients(copy.deepcopy(first)), own_gradients(wrong)
     assert any(not torch.allclose(found[n], wanted[n]) for n in wanted if wanted[n] is not None)
     with pytest.raises(InvalidUsage, match="router's logits for its auxiliary loss beside its output, and a reentrant"):
-        step([copy.deepcopy(first)], "adapt", after=lambda model: checkpoint_layers(model, True))
+        step([copy.deepcopy(first)], after=lambda model: checkpoint_layers(model, True))
     without = new_model(family, output_router_logits=False)
-    plain = step([copy.deepcopy(without)], "adapt")
-    check_equal(step([without], "adapt", after=lambda model: checkpoint_layers(model, True)), plain)
+    plain = step([copy.deepcopy(without)])
+    check_equal(step([without], after=lambda model: checkpoint_layers(model, True)), plain)
 
 
 def test_layers_that_share_nothing_are_not_refused():
     first = new_model("gemma3n", num_kv_shared_layers=0)
-    wanted = step([copy.deepcopy(first)], "adapt")
-    check_equal(step([copy.deepcopy(first)], "adapt", after=lambda model: checkpoint_layers(model, True)), wanted)
+    wanted = step([copy.deepcopy(first)])
+    check_equal(step([copy.deepcopy(first)], after=lambda model: checkpoint_layers(model, True)), wanted)
 
 
 def test_without_a_pack_checkpoints_are_as_they_were():
     model, plain = new_model("stablelm"), new_model("stablelm")
-    enable(model)
+    adapt(model)
     checkpoint_layers(model, True)
     model.set_attn_implementation("eager")
     check_equal([own_gradients(model)], [own_gradients(plain)])

@@ -1,4 +1,4 @@
-"""tools/model_families.py on families that were wrong in silence once, and what both doors of a model refuse."""
+"""tools/model_families.py on families that were wrong in silence once, and what adapt() refuses."""
 
 import importlib.util
 import sys
@@ -10,14 +10,11 @@ import torch
 from hdpcomm.attention import packing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
-from hdpcomm.models.huggingface import enable
 from hdpcomm.models.self_check import check_same_logits, is_random
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from tests.harness.families import SIZE, config_of, model_of  # noqa: E402
-
-DOORS = [adapt, enable]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +44,7 @@ def test_families_that_are_exact(tool, family, window):
     has chunks, and layers that sharpen scores with the position."""
     found = tool.examine(family)
     assert window is None or window in found["windows"]
-    assert [tool.verdict(found, door) for door in tool.DOORS] == ["exact", "exact"], found
+    assert tool.verdict(found) == "exact", found
 
 
 @pytest.mark.parametrize(
@@ -63,13 +60,12 @@ def test_families_that_are_exact(tool, family, window):
         ("doge", "does something of its own with its mask"),
     ],
 )
-def test_families_that_are_refused_by_both_doors(tool, family, reason):
+def test_families_that_are_refused(tool, family, reason):
     config, _ = tool.first_that_runs(list(tool.small_configs(transformers.CONFIG_MAPPING[family])))
-    for door in DOORS:
-        model = tool.new_model(config, "float32")
-        with pytest.raises(InvalidUsage, match=reason):
-            door(model)
-        assert model.config._attn_implementation == "eager"  # as it was given
+    model = tool.new_model(config, "float32")
+    with pytest.raises(InvalidUsage, match=reason):
+        adapt(model)
+    assert model.config._attn_implementation == "eager"  # as it was given
 
 
 def test_mamba2_in_bfloat16(tool):
@@ -77,53 +73,40 @@ def test_mamba2_in_bfloat16(tool):
     config, wanted = tool.first_that_runs(list(tool.small_configs(transformers.CONFIG_MAPPING["mamba2"])))
     own = tool.difference(tool.as_it_came(config, "bfloat16"), wanted)
     for ranks in (1, 2):
-        assert tool.difference(tool.by_door(config, "bfloat16", "adapt", ranks), wanted) <= 2 * own
+        assert tool.difference(tool.by_adapt(config, "bfloat16", ranks), wanted) <= 2 * own
 
 
-def test_a_decoder_with_more_than_a_head_is_for_enable(tool):
+def test_a_decoder_with_more_than_a_head_is_refused(tool):
     config, _ = tool.first_that_runs(list(tool.small_configs(transformers.CONFIG_MAPPING["bert"])))
-    with pytest.raises(InvalidUsage, match=r"more between its decoder and its logits.*use .*enable\(model\)"):
+    with pytest.raises(InvalidUsage, match="more between its decoder and its logits"):
         adapt(tool.new_model(config, "float32"))
-    enable(tool.new_model(config, "float32"))
 
 
 def test_the_tool_tells_what_is_wrong(tool):
-    wrong = {"kinds": [], "windows": [], "adapt float32 1": 0.5, "adapt bfloat16 1": 1.0, "enable float32 1": 1e-7}
-    assert tool.verdict(wrong, "adapt") == "WRONG: 5.0e-01 in float32, 1.0 times the own error in bfloat16"
-    assert tool.verdict(wrong, "enable") == "exact"
-    assert tool.verdict({"adapt float32 1": "KeyError: 3"}, "adapt") == "WRONG: KeyError: 3"
-    half = {"adapt float32 1": 1e-7, "adapt bfloat16 1": "InvalidUsage: no bfloat16"}
-    assert tool.verdict(half, "adapt") == "refused in part: no bfloat16"
+    wrong = {"kinds": [], "windows": [], "float32 1": 0.5, "bfloat16 1": 1.0}
+    assert tool.verdict(wrong) == "WRONG: 5.0e-01 in float32, 1.0 times the own error in bfloat16"
+    assert tool.verdict({**wrong, "float32 1": 1e-7}) == "exact"
+    assert tool.verdict({"float32 1": "KeyError: 3"}) == "WRONG: KeyError: 3"
+    half = {"float32 1": 1e-7, "bfloat16 1": "InvalidUsage: no bfloat16"}
+    assert tool.verdict(half) == "refused in part: no bfloat16"
     page = tool.markdown({"one": wrong, "two": {"skipped": "encoder and decoder"}})
-    assert "0 of 2 families are exact by both doors, 1 are refused by one or both, 1 were not tried." in " ".join(
-        page.split()
-    )
-    assert "- WRONG: 5.0e-01 in float32, 1.0 times the own error in bfloat16: one (`adapt` only)" in page
+    assert "0 of 2 families are exact, 1 are refused, 1 were not tried." in " ".join(page.split())
+    assert "- WRONG: 5.0e-01 in float32, 1.0 times the own error in bfloat16: one\n" in page
     assert "- encoder and decoder: two" in page
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_models_that_take_images_are_refused(door):
+def test_models_that_take_images_are_refused():
     text = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.Qwen2_5_VLConfig(text_config=text | heads, vision_config=vision)
     with pytest.raises(InvalidUsage, match=r"takes more than text \(pixel_values, .*give the causal LM of its text"):
-        door(transformers.Qwen2_5_VLForConditionalGeneration(config))
+        adapt(transformers.Qwen2_5_VLForConditionalGeneration(config))
 
 
-def test_a_loss_that_is_a_mean_of_its_own_is_refused_by_enable():
-    sizes = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "max_target_positions": 64}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    config = transformers.WhisperConfig(vocab_size=97, d_model=32, encoder_layers=1, **sizes, **tokens)
-    with pytest.raises(InvalidUsage, match=r"WhisperForCausalLM gives the loss .*it is a mean of its own"):
-        enable(transformers.WhisperForCausalLM(config))
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_scores_of_indexers_that_tie_are_told(door):
+def test_scores_of_indexers_that_tie_are_told():
     with pytest.raises(InvalidUsage, match=r"only where its indexers choose some of the keys .*torch\.topk"):
-        door(model_of("deepseek-v32", index_n_heads=2))
+        adapt(model_of("deepseek-v32", index_n_heads=2))
 
 
 def test_a_model_of_float64_may_have_layers_of_float32():
@@ -160,13 +143,12 @@ def test_forward_passes_that_differ(config, random):
     assert (model.training, model.causal_lm.model.training) == (True, False)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_window_that_no_call_passes(door):
+def test_a_window_that_no_call_passes():
     model = model_of("llama")
     model.config.sliding_window = 16
     with pytest.raises(InvalidUsage, match="has sliding_window=16 in its configuration, but no call of"):
-        door(model)
-    door(model, check=False)
+        adapt(model)
+    adapt(model, check=False)
 
 
 def test_windows_are_as_long_as_before():
@@ -178,7 +160,7 @@ def test_windows_are_as_long_as_before():
 
 def test_compiled_chunks_are_refused(monkeypatch):
     model = model_of("llama")
-    enable(model, check=False)
+    adapt(model, check=False)
     from transformers.masking_utils import create_chunked_causal_mask
 
     model.config.attention_chunk_size = 4
@@ -187,23 +169,22 @@ def test_compiled_chunks_are_refused(monkeypatch):
         create_chunked_causal_mask(model.config, torch.zeros(1, 9, 32), None, None)
 
 
-def test_enable_knows_the_length_of_a_growing_rope():
+def test_the_length_of_a_growing_rope():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     model = model_of("llama", rope_parameters=rope, max_position_embeddings=16)
-    enable(model)
+    adapt(model)
     with packing(None, [0, 16]):
         assert model(torch.arange(16)[None]).logits.shape == (1, 16, 97)
     with packing(None, [0, 17]), pytest.raises(InvalidUsage, match=r"17 tokens was given.*\(dynamic\)"):
         model(torch.arange(17)[None])
 
 
-@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [("layerdrop", "each rank would skip other layers"), ("z_loss_coefficient", "does not add up over ranks")],
 )
-def test_settings_that_do_not_add_up_over_ranks(door, setting, reason):
+def test_settings_that_do_not_add_up_over_ranks(setting, reason):
     model = model_of("llama")
     setattr(model.config, setting, 0.1)
     with pytest.raises(InvalidUsage, match=rf"the model has {setting}=0\.1: .*{reason}"):
-        door(model)
+        adapt(model)
