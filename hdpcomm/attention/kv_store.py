@@ -21,19 +21,16 @@ from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.offload import ActivationOffload
 from hdpcomm.offload.rows import HostRows
 
-__all__ = ["KVStore", "Recomputation", "SliceRows"]
+__all__ = ["Again", "KVStore", "Recomputation", "SliceRows", "innermost_checkpoint"]
 
 _Entry = TypeVar("_Entry")
 
 
 class _Contexts(threading.local):
-    """The activation checkpoints that a thread is in."""
+    """The activation checkpoints that a thread is in, whose forward pass runs or is made again, the outermost first."""
 
     def __init__(self) -> None:
-        self.forward: list[Recomputation] = []
-        """Checkpoints whose forward pass runs, the outermost first."""
-        self.again: list[_Again] = []
-        """Checkpoints whose forward pass is made again, the outermost first."""
+        self.entered: list[Recomputation | Again] = []
 
 
 _contexts = _Contexts()
@@ -41,36 +38,55 @@ _contexts = _Contexts()
 
 class Recomputation:
     """Context of the forward pass of an activation checkpoint: its calls are those of the same layers when they are
-    made again inside :attr:`again`, on any thread. Both may be entered again and again."""
+    made again inside :attr:`again`, on any thread. Both may be entered again and again.
+
+    Attributes:
+        first: the layer of the first call inside that looks at a :class:`KVStore`.
+        notes: what layers have noted for the time when they run again, in their order.
+    """
 
     def __init__(self) -> None:
         self.first: int | None = None
-        """The layer of the first call inside."""
-        self.again = _Again(self)
+        self.notes: list[Any] = []
+        self.again = Again(self)
 
     def __enter__(self) -> None:
-        _contexts.forward.append(self)
+        _contexts.entered.append(self)
 
     def __exit__(self, *_: object) -> None:
-        _contexts.forward.pop()
+        _contexts.entered.pop()
 
 
-class _Again:
+class Again:
+    """Context in which the forward pass of an activation checkpoint is made again.
+
+    Attributes:
+        layer: of the next call that looks at a :class:`KVStore`.
+        next: number of the note that is read next.
+    """
+
     def __init__(self, recomputation: Recomputation) -> None:
-        self._recomputation = recomputation
+        self.recomputation = recomputation
         self.layer: int | None = None
-        """The layer of the next call."""
+        self.next = 0
 
     def __enter__(self) -> None:
-        self.layer = self._recomputation.first
-        _contexts.again.append(self)
+        self.layer, self.next = self.recomputation.first, 0
+        _contexts.entered.append(self)
 
     def __exit__(self, *_: object) -> None:
-        _contexts.again.pop()
+        _contexts.entered.pop()
 
 
-def _recomputing() -> bool:
-    return bool(_contexts.again) and _contexts.again[-1].layer is not None
+def innermost_checkpoint() -> Recomputation | Again | None:
+    """The innermost activation checkpoint that this thread is in. Local."""
+    return _contexts.entered[-1] if _contexts.entered else None
+
+
+def _innermost_again() -> Again | None:
+    """The innermost checkpoint that is made again, if slices have run in it."""
+    found = next((each for each in reversed(_contexts.entered) if isinstance(each, Again)), None)
+    return None if found is None or found.layer is None else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +136,14 @@ class KVStore:
 
     def _layer(self, forward_pass: int) -> int:
         """The layer that is called next."""
-        if _recomputing():
-            again = _contexts.again[-1]
+        if (again := _innermost_again()) is not None:
             layer, again.layer = again.layer or 0, (again.layer or 0) + 1
         else:
             layer = self._calls[forward_pass]
             self._calls[forward_pass] += 1
-        for recomputation in _contexts.forward:
-            if recomputation.first is None:
-                recomputation.first = layer
+        for each in _contexts.entered:
+            if isinstance(each, Recomputation) and each.first is None:
+                each.first = layer
         return layer
 
     def entry(self, forward_pass: int, make: Callable[[int], _Entry]) -> _Entry:
@@ -277,7 +292,7 @@ class _OnHost:
 
     def write(self, new: Sequence[Tensor], rows: SliceRows) -> list[Tensor]:
         """Takes the rows of a slice, unless it runs again; gives those up to its end."""
-        if _recomputing():
+        if _innermost_again() is not None:
             self._present = None
             self._present = self._rows.read(rows.number + 1, rows.end)
             return self._present

@@ -120,8 +120,8 @@ class _CurrentPack:
 
 
 def carry_pack() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """``context_fn`` of ``torch.utils.checkpoint.checkpoint``: recomputation runs with the pack of its forward pass,
-    after the block and on any thread. Local.
+    """``context_fn`` of ``torch.utils.checkpoint.checkpoint``: recomputation runs with the pack of its forward pass and
+    its routing of each layer of experts, after the block and on any thread. Local.
     """
     recomputation = Recomputation()
     return recomputation, _CurrentPack(_current.pack, recomputation)

@@ -7,16 +7,14 @@ without its limit of tokens to an expert). Backward is the same way with gradien
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from hdpcomm.attention.kv_store import Again, Recomputation, innermost_checkpoint
 from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.models.tensor_group import TensorShard
 
@@ -28,7 +26,6 @@ __all__ = [
     "ExpertLoad",
     "HostNumbers",
     "Routing",
-    "Routings",
     "RunExperts",
     "chosen_before",
     "equal_shares",
@@ -92,82 +89,38 @@ class Routing:
     received: Tensor | None = None
 
 
-class Routings:
-    """The routings of the layers inside of a recomputed block, in the order of its forward pass. Local.
-
-    Recomputation takes them over. So it sends each token to the experts that it was sent to, also where kernels that
-    do not repeat their bits would choose other ones, and nobody asks for counts again.
-    """
-
-    def __init__(self) -> None:
-        self._made: list[Routing] = []
-
-    def forward(self) -> AbstractContextManager[None]:
-        """Surrounds the forward pass of the block."""
-        return _Block(self._made, again=False)
-
-    def again(self) -> AbstractContextManager[None]:
-        """Surrounds its recomputation, on any thread and any number of times."""
-        return _Block(self._made, again=True)
-
-
-@dataclass(slots=True)
-class _Place:
-    """Where a thread is in a block."""
-
-    made: list[Routing]
-    again: bool
-    next: int = 0
-
-
-class _Current(threading.local):
-    """The innermost block of this thread, since ranks may be threads of one process."""
-
-    place: _Place | None = None
-
-
-_current = _Current()
-
-
-class _Block:
-    def __init__(self, made: list[Routing], *, again: bool) -> None:
-        self._made, self._again = made, again
-        self._before: list[_Place | None] = []
-
-    def __enter__(self) -> None:
-        self._before.append(_current.place)
-        _current.place = _Place(self._made, self._again)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _current.place = self._before.pop()
-
-
 def kept_routing(routing: Routing) -> Routing:
-    """Returns the routing; inside a block that will be recomputed it is kept, with experts as small numbers. Local."""
-    place = _current.place
-    if place is not None and not place.again:
+    """Returns the routing; inside a block that will be recomputed it is kept, with experts as small numbers. Local.
+
+    Recomputation takes it over. So it sends each token to the experts that it was sent to, also where kernels that do
+    not repeat their bits would choose other ones, and nobody asks for counts again.
+    """
+    place = innermost_checkpoint()
+    if isinstance(place, Recomputation):
         small = next(t for t in (torch.uint8, torch.int16, torch.int64) if routing.experts <= torch.iinfo(t).max + 1)
-        place.made.append(replace(routing, chosen=routing.chosen.to(small)))
+        place.notes.append(replace(routing, chosen=routing.chosen.to(small)))
     return routing
 
 
 def routing_before() -> Routing | None:
     """In recomputation, the routing of the next layer with experts in the block. Local."""
-    place = _current.place
-    if place is None or not place.again or place.next >= len(place.made):
-        return None
-    place.next += 1
-    return place.made[place.next - 1]
+    place = innermost_checkpoint()
+    if (found := _next_routing(place)) is not None:
+        cast(Again, place).next += 1
+    return found
 
 
 def chosen_before() -> Tensor | None:
     """In recomputation, the experts ``[tokens, top_k]`` int64 that :func:`routing_before` is about to give. Local."""
-    place = _current.place
-    if place is None or not place.again or place.next >= len(place.made):
+    found = _next_routing(innermost_checkpoint())
+    return None if found is None else found.chosen.long()
+
+
+def _next_routing(place: Recomputation | Again | None) -> Routing | None:
+    if not isinstance(place, Again) or place.next >= len(place.recomputation.notes):
         return None
-    return place.made[place.next].chosen.long()
+    found: Routing = place.recomputation.notes[place.next]
+    return found
 
 
 RunExperts = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
@@ -270,7 +223,7 @@ def mixture(
     """The sum of the results of each token's experts, times their weights: ``[tokens, width]``, as ``x``.
 
     Local without a group; with one, collective over its ranks in forward and in backward. The host waits once for
-    counts of the device: not in backward passes, nor in recomputation (:class:`hdpcomm.models.expert_group.Routings`),
+    counts of the device: not in backward passes, nor in recomputation (:func:`kept_routing`),
     which takes the experts of the forward pass in place of ``chosen``.
 
     Args:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from hdpcomm.attention import carry_pack
 from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models.expert_group import Routings
 from hdpcomm.offload.layers import find_layers
 
 __all__ = ["carry_into_checkpoints", "is_recomputed", "recomputed_layers", "refuse_reentrant", "set_recompute"]
@@ -23,7 +20,7 @@ __all__ = ["carry_into_checkpoints", "is_recomputed", "recomputed_layers", "refu
 class _Recomputed:
     """A layer's forward inside an activation checkpoint.
 
-    Only ``forward`` is inside, so that the layer's hooks (offload, FSDP2) run once, as they would without.
+    Only ``forward`` is inside, so that the layer's hooks (offload, ZeRO) run once, as they would without.
     """
 
     def __init__(self, forward: Callable[..., Any], own: bool) -> None:
@@ -34,31 +31,7 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=_carry, **kwargs)
-
-
-class _Both:
-    """Two blocks at once; may be entered again and again, as each of them may."""
-
-    def __init__(self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> None:
-        self._outer, self._inner = outer, inner
-
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        self._inner.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._inner.__exit__(kind, error, trace)
-        self._outer.__exit__(kind, error, trace)
-
-
-def _carry() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a layer's forward pass and of its recomputation: one pack, and one routing of each layer of
-    experts."""
-    (first, again), routings = carry_pack(), Routings()
-    return _Both(first, routings.forward()), _Both(again, routings.again())
+        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=carry_pack, **kwargs)
 
 
 _LOST = (
@@ -72,7 +45,7 @@ class _Carried:
 
     def __init__(self, forward: Callable[..., Any], found_reentrant: Callable[[bool], None]) -> None:
         self._forward = forward
-        self._block, self._again = _carry()
+        self._block, self._again = carry_pack()
         self._first, self._trained = True, torch.is_grad_enabled()
         self._found_reentrant = found_reentrant
 

@@ -8,9 +8,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdpcomm as hdp
+from hdpcomm.attention.kv_store import Recomputation
 from hdpcomm.comm import Mesh
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
-from hdpcomm.models.expert_group import HostNumbers, Routing, Routings, chosen_before, kept_routing, routing_before
+from hdpcomm.models.expert_group import HostNumbers, Routing, chosen_before, kept_routing, routing_before
 from hdpcomm.parallel import expert_parallel
 from hdpcomm.testing import run_threads
 
@@ -126,21 +127,21 @@ def routing_of(numbers, experts):
 
 @pytest.mark.parametrize(("experts", "kept"), [(256, torch.uint8), (257, torch.int16), (40_000, torch.int64)])
 def test_a_block_gives_its_routings_again_in_their_order(experts, kept):
-    block, other = Routings(), Routings()
-    with block.forward():
+    block, other = Recomputation(), Recomputation()
+    with block:
         first = kept_routing(routing_of([experts - 1, 0], experts))
-        with other.forward():
+        with other:
             kept_routing(routing_of([7], experts))
         second = kept_routing(routing_of([1], experts))
     assert first.chosen.dtype == torch.int64
     assert routing_before() is chosen_before() is None
     for _ in range(2):  # a graph that is kept may be gone through twice
-        with block.again():
+        with block.again:
             assert chosen_before().tolist() == [[experts - 1, 0]]
             found = routing_before()
             assert found.chosen.dtype == kept
             assert found.sizes is first.sizes
-            with other.again():
+            with other.again:
                 assert routing_before().chosen.tolist() == [[7]]
             assert kept_routing(second) is second  # and does not keep it again
             assert routing_before().chosen.tolist() == [[1]]
