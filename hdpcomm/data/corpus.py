@@ -23,14 +23,13 @@ from hdpcomm.data.records import block_starts, text_files
 from hdpcomm.data.sampler import BatchSampler
 from hdpcomm.data.token_store import TokenStore
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels import IGNORE
 
 __all__ = [
-    "IGNORE", "BatchReader", "Corpus", "CorpusSummary", "TextPieces", "corpus_of", "labelled", "standard_library",
+    "BatchReader", "Corpus", "CorpusSummary", "TextPieces", "corpus_of", "labelled", "standard_library",
 ]  # fmt: skip
 
 Index = npt.NDArray[np.int64]
-IGNORE = -100
-"""The label of a token that has no loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ All functions are local. On CUDA tensors they enqueue on the current stream of t
 are done on return. Both use the same element functions.
 """
 
+from hdpcomm.kernels._logit_rows import IGNORE
 from hdpcomm.kernels.buffers import reduce
 from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES, cross_entropy
 from hdpcomm.kernels.linear_cross_entropy import (
@@ -15,6 +16,7 @@ from hdpcomm.kernels.linear_cross_entropy import (
 
 __all__ = [
     "CROSS_ENTROPY_DTYPES",
+    "IGNORE",
     "LabelLoss",
     "LossOptions",
     "cross_entropy",

@@ -16,7 +16,11 @@ from hdpcomm.kernels._tensors import dtype_code, launch
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["FusedRows", "LogitRows", "PlainRows", "VocabularyShard", "row_gradient", "row_losses"]
+__all__ = ["IGNORE", "FusedRows", "LogitRows", "PlainRows", "VocabularyShard", "row_gradient", "row_losses"]
+
+
+IGNORE = -100
+"""The label of a token that has no loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,11 @@ class VocabularyShard:
 
     first: int
     total: int
-    ignore_index: int
     comm: Communicator | None
 
     def shape(self, rows: Tensor) -> tuple[int, int, int, int, int, int]:
         """Sizes for the kernels of ``rows: [tokens, columns]``."""
-        return (*rows.shape, rows.stride(0), self.first, self.total, self.ignore_index)
+        return (*rows.shape, rows.stride(0), self.first, self.total, IGNORE)
 
     def gather(self, stats: Tensor) -> Tensor:
         """``[shards, 3, tokens]`` from this rank's ``[3, tokens]``. Collective over ``comm``."""
@@ -57,7 +60,7 @@ def row_losses(
     sums, losses = (torch.empty(n, tokens, dtype=torch.float32, device=rows.device) for n in (2, 1))
     launch(
         _core.cross_entropy_loss, rows, everyone.data_ptr(), labels.data_ptr(), _address(weights), sums.data_ptr(),
-        losses.data_ptr(), everyone.shape[0], tokens, shard.ignore_index,
+        losses.data_ptr(), everyone.shape[0], tokens, IGNORE,
     )  # fmt: skip
     return losses[0], sums, everyone
 
@@ -95,7 +98,7 @@ class LogitRows(ABC):
     _entropy: _Entropy | None = None
 
     def __init__(self, logits: Tensor, labels: Tensor, shard: VocabularyShard) -> None:
-        self._logits, self._shard, self._counts = logits, shard, labels != shard.ignore_index
+        self._logits, self._shard, self._counts = logits, shard, labels != IGNORE
 
     @abstractmethod
     def _log_sums(self) -> Tensor:

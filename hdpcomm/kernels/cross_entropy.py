@@ -24,7 +24,6 @@ def cross_entropy(
     labels: Tensor,
     *,
     weights: Tensor | None = None,
-    ignore_index: int = -100,
 ) -> Tensor:
     """The loss of each token, fp32, differentiable in the logits: ``weight * (logsumexp(logits) - logits[label])``.
 
@@ -35,7 +34,7 @@ def cross_entropy(
 
     Args:
         logits: ``[..., columns]`` float32, bfloat16 or float16.
-        labels: ``[...]`` int64, columns, or ``ignore_index`` for a token without a loss (its
+        labels: ``[...]`` int64, columns, or :data:`IGNORE` for a token without a loss (its
             loss and gradient are 0, whatever its logits).
         weights: ``[...]`` float32, factors of the tokens' losses; not differentiated. Default: 1.
 
@@ -52,7 +51,7 @@ def cross_entropy(
     rows = logits.reshape(-1, columns)
     if rows.stride(-1) != 1 or (rows.shape[0] > 1 and rows.stride(0) < columns):
         rows = rows.contiguous()
-    job = _Job(VocabularyShard(0, columns, ignore_index, None), _is_temporary(logits))
+    job = _Job(VocabularyShard(0, columns, None), _is_temporary(logits))
     flat = None if weights is None else weights.detach().reshape(-1).contiguous()
     loss: Tensor = _CrossEntropy.apply(rows, labels.reshape(-1).contiguous(), flat, job)  # type: ignore[no-untyped-call]
     return loss.view(labels.shape)

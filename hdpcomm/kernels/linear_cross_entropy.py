@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hdpcomm.arguments import check_type
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels._logit_rows import FusedRows, LogitRows, PlainRows, VocabularyShard
+from hdpcomm.kernels._logit_rows import IGNORE, FusedRows, LogitRows, PlainRows, VocabularyShard
 from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES
 from hdpcomm.kernels.derivatives import without_second_derivative
 
@@ -91,7 +91,6 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     options: LossOptions | None = None,
     weights: Tensor | LabelLoss | None = None,
-    ignore_index: int = -100,
     comm: Communicator | None = None,
     chunk_tokens: int | None = None,
 ) -> Tensor:
@@ -104,7 +103,7 @@ def linear_cross_entropy(
     Args:
         hidden: ``[..., width]`` floating point; equal on all ranks of ``comm``.
         weight: ``[columns, width]``, of the type of ``hidden``; the columns of the vocabulary that this rank holds.
-        labels: ``[...]`` int64, columns of the whole vocabulary, or ``ignore_index`` for a token without a loss.
+        labels: ``[...]`` int64, columns of the whole vocabulary, or :data:`IGNORE` for a token without a loss.
         bias: ``[columns]``.
         options: scale, soft cap and temperature of the logits. Default: none of them.
         weights: ``[...]`` float32 (or float64 for float64), factors of the tokens' losses, which are not
@@ -126,7 +125,7 @@ def linear_cross_entropy(
     label_loss = None if weights is None or isinstance(weights, Tensor) else weights
     factors = weights if isinstance(weights, Tensor) else None
     _check(hidden, weight, labels, bias, factors)
-    job = _job_of(weight, options, ignore_index, comm, chunk_tokens)
+    job = _job_of(weight, options, comm, chunk_tokens)
     if label_loss is not None:
         assert label_loss.temperature is not None
         job = replace(job, label_loss=label_loss, options=replace(job.options, temperature=label_loss.temperature))
@@ -136,9 +135,7 @@ def linear_cross_entropy(
     return loss
 
 
-def loss_of_log_probs(
-    logits: Tensor, labels: Tensor, label_loss: LabelLoss, *, ignore_index: int = -100, part: slice | None = None
-) -> Tensor:
+def loss_of_log_probs(logits: Tensor, labels: Tensor, label_loss: LabelLoss, *, part: slice | None = None) -> Tensor:
     """The summed loss of labels by :class:`LabelLoss`, from logits, or other outputs, ``[tokens, columns]`` that exist;
     a scalar. Local.
 
@@ -149,7 +146,7 @@ def loss_of_log_probs(
     logits = logits.to(_wide(logits.dtype))
     if label_loss.temperature not in (None, 1.0):
         logits = logits / label_loss.temperature
-    has = labels != ignore_index
+    has = labels != IGNORE
     if label_loss.temperature is None:
         logs = torch.where(has[:, None], logits, 0.0)
         log_probs = logs[:, 0] if logs.shape[1] == 1 else logs
@@ -191,7 +188,6 @@ def _in_autocast_type(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tu
 def _job_of(
     weight: Tensor,
     options: LossOptions | None,
-    ignore_index: int,
     comm: Communicator | None,
     chunk_tokens: int | None,
 ) -> _Job:
@@ -204,7 +200,7 @@ def _job_of(
     if columns < 1:
         raise InvalidUsage(f"weight {tuple(weight.shape)} has no row; a vocabulary has at least one column")
     return _Job(
-        VocabularyShard(rank * columns, size * columns, ignore_index, comm if size > 1 else None),
+        VocabularyShard(rank * columns, size * columns, comm if size > 1 else None),
         options, chunk_tokens or default_chunk_tokens(weight), torch.is_grad_enabled(),
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hdpcomm.attention import packing
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import LabelLoss, LossOptions, linear_cross_entropy, loss_of_log_probs
+from hdpcomm.kernels import IGNORE, LabelLoss, LossOptions, linear_cross_entropy, loss_of_log_probs
 from hdpcomm.models.heads import NEXT_TOKEN, TOKEN, LayeredModel, head_of
 from hdpcomm.models.huggingface import decoder_of, set_attention
 from hdpcomm.models.indexers import IndexerTraining, collecting, train_indexers
@@ -24,10 +24,7 @@ from hdpcomm.models.self_check import check_logits
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["IGNORE", "AdaptedCausalLM", "inner_causal_lm"]
-
-IGNORE = -100
-"""The label of a token that has no loss."""
+__all__ = ["AdaptedCausalLM", "inner_causal_lm"]
 
 
 def inner_causal_lm(model: nn.Module) -> Any | None:
@@ -226,8 +223,7 @@ class AdaptedCausalLM(LayeredModel):
             return self._loss_of_any_head(hidden, labels, weights)
         return linear_cross_entropy(
             _in_dtype_of(head, hidden), head.weight, labels, weights=weights, bias=head.bias,
-            options=LossOptions(self._scale, self._softcap), ignore_index=IGNORE,
-            chunk_tokens=self.chunk_tokens,
+            options=LossOptions(self._scale, self._softcap), chunk_tokens=self.chunk_tokens,
             comm=None if self.tensor is None else self.tensor.comm,
         )  # fmt: skip
 
@@ -249,7 +245,7 @@ class AdaptedCausalLM(LayeredModel):
         """``place``: which of all labels these are."""
         logits = self._logits(hidden)
         if all_weights is not None and not isinstance(all_weights, Tensor):
-            return loss_of_log_probs(logits, labels, all_weights, ignore_index=IGNORE, part=place)
+            return loss_of_log_probs(logits, labels, all_weights, part=place)
         weights = 1.0 if all_weights is None else all_weights[place]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         trained = labels != IGNORE

@@ -21,7 +21,7 @@ from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention import ring_attention
 from hdpcomm.attention.packs import CuSeqlens
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import LabelLoss, linear_cross_entropy
+from hdpcomm.kernels import IGNORE, LabelLoss, linear_cross_entropy
 from hdpcomm.models.heads import LayeredModel
 from hdpcomm.models.lean import rms_norm, rotate, swiglu
 from hdpcomm.models.moe import MixtureOfExperts, router_losses
@@ -38,8 +38,6 @@ __all__ = [
     "run_blocks",
     "seed_of",
 ]
-
-_IGNORE = -100  # the label of a token without a loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +302,7 @@ class Llama(LayeredModel):
         if self.tensor is not None:
             router_logits = [self.tensor.gather(x, labels.shape[0], partial=False) for x in router_logits]
         return router_losses(
-            router_logits, labels != _IGNORE, aux=config.router_aux_loss, z=config.router_z_loss, top_k=config.top_k,
+            router_logits, labels != IGNORE, aux=config.router_aux_loss, z=config.router_z_loss, top_k=config.top_k,
             layers=config.layers, cu_seqlens=cu_seqlens, comm=comm,
         )  # fmt: skip
 

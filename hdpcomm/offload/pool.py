@@ -208,13 +208,10 @@ class PinnedPool:
         size: bytes of the pool.
         device: the device of the activations: ``cuda:i``, or ``cpu`` (simulated, see docs/device.md), or an open device
             of the core.
-        numa_node: NUMA node of the pages; ``None``: the node that the device is attached to, where the kernel says so.
-        chunk_bytes: the most bytes that one call locks.
         sharers: number of ranks of this host that each create a pool of this size; all have to fit.
 
     Raises:
-        InvalidUsage: the size is below 1 or does not fit into host memory (says what fits), or there is no such NUMA
-            node.
+        InvalidUsage: the size is below 1 or does not fit into host memory (says what fits).
         DeviceError: there is no such device, or it cannot lock the memory.
 
     Example:
@@ -228,18 +225,13 @@ class PinnedPool:
         size: int,
         *,
         device: torch.device | str | Device = "cuda",
-        numa_node: int | None = None,
-        chunk_bytes: int = 64 << 30,
         sharers: int = 1,
     ) -> None:
-        for name, value in (("size", size), ("sharers", sharers), ("chunk_bytes", chunk_bytes)):
+        for name, value in (("size", size), ("sharers", sharers)):
             check_whole("PinnedPool", name, value, least=1)
-        if numa_node is not None:
-            check_whole("PinnedPool", "numa_node", numa_node, least=-1, most=1 << 16)
         check_fits(size, sharers=sharers)
         self.device = device if isinstance(device, Device) else open_device(device)
-        node = numa_node_of(self.device) if numa_node is None else numa_node
-        self.core = core.PinnedPool(self.device, size, numa_node=node, chunk_bytes=chunk_bytes)
+        self.core = core.PinnedPool(self.device, size, numa_node=numa_node_of(self.device))
 
     def stats(self) -> PoolStats:
         """The state of the pool now."""

@@ -12,12 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import CROSS_ENTROPY_DTYPES, LabelLoss, cross_entropy, loss_of_log_probs
+from hdpcomm.kernels import CROSS_ENTROPY_DTYPES, IGNORE, LabelLoss, cross_entropy, loss_of_log_probs
 
 __all__ = ["IGNORE", "next_token_labels", "summed_loss"]
-
-IGNORE = -100
-"""The label of a token that has no loss."""
 
 
 def next_token_labels(tokens: Tensor) -> Tensor:
@@ -49,9 +46,9 @@ def summed_loss(logits: Tensor, labels: Tensor, weights: Tensor | LabelLoss | No
             "expected"
         )
     if weights is not None and not isinstance(weights, Tensor):
-        return loss_of_log_probs(logits, labels, weights, ignore_index=IGNORE)
+        return loss_of_log_probs(logits, labels, weights)
     if logits.dtype in CROSS_ENTROPY_DTYPES:
-        return cross_entropy(logits, labels, weights=weights, ignore_index=IGNORE).sum()
+        return cross_entropy(logits, labels, weights=weights).sum()
     wide = torch.promote_types(logits.dtype, torch.float32)
     if weights is None:
         return F.cross_entropy(logits.to(wide), labels, ignore_index=IGNORE, reduction="sum")

@@ -121,7 +121,6 @@ class PeerCopies:
         live: what this rank holds, by name: whole tensors, or a :class:`~hdpcomm.train.tensor_part.TensorPart` of some
             boxes, as ``Trainer.live_state()`` gives them.
         comm: the ranks.
-        hosts: by position in ``comm``, the number of its host. Default: as they are.
 
     Attributes:
         nbytes: host memory on this rank.
@@ -131,11 +130,10 @@ class PeerCopies:
     Example: ``hdpcomm.run.peer_saves``, which a run with ``--elastic`` uses.
     """
 
-    def __init__(self, live: Parts, comm: Communicator, *, hosts: Sequence[int] | None = None) -> None:
+    def __init__(self, live: Parts, comm: Communicator) -> None:
         world = nodes_of(comm)
         self._comm = comm
-        places = list(hosts) if hosts is not None else [world[rank] for rank in comm.ranks]
-        plan = _plan(gather_json(comm, describe_shards(live)), places)
+        plan = _plan(gather_json(comm, describe_shards(live)), [world[rank] for rank in comm.ranks])
         self._cells = len(plan)
         rank = comm.rank
         self._slots = [_slot(plan, rank) for _ in range(2)]

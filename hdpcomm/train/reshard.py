@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from hdpcomm.arguments import check_whole
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import Error, InvalidUsage, PeerLost
@@ -26,6 +25,8 @@ __all__ = ["Box", "Reshard", "boxes_of", "Cell", "cells", "cut_cell", "parse_sha
 
 Parts = Mapping[str, "TensorPart | Tensor"]
 
+_MESSAGE_BYTES = 16 << 20
+"""Most bytes of a message; two of them for each peer are a rank's memory beside the tensors."""
 _DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 
 
@@ -114,8 +115,6 @@ class Reshard:
         target: what this rank wants, likewise; the tensors are written. A tensor that is in both must be the same
             object or have memory of its own. Types may differ: elements travel in the narrower one.
         comm: the ranks of both sides.
-        hosts: by position in ``comm``, the number of its host. Default: as they are.
-        message_bytes: most bytes of a message; two of them for each peer are a rank's memory beside the tensors.
 
     Attributes:
         bytes_sent: by this rank in a run.
@@ -127,21 +126,10 @@ class Reshard:
             elements that are wanted.
     """
 
-    def __init__(
-        self,
-        source: Parts,
-        target: Parts,
-        comm: Communicator,
-        *,
-        hosts: Sequence[int] | None = None,
-        message_bytes: int = 16 << 20,
-    ) -> None:
-        check_whole("Reshard", "message_bytes", message_bytes, least=1)
-        if hosts is not None and len(hosts) != comm.size:
-            raise InvalidUsage(f"hosts has {len(hosts)} numbers; expected one for each of the {comm.size} ranks")
+    def __init__(self, source: Parts, target: Parts, comm: Communicator) -> None:
         world = nodes_of(comm)
         self._comm = comm
-        self._hosts = list(hosts) if hosts is not None else [world[rank] for rank in comm.ranks]
+        self._hosts = [world[rank] for rank in comm.ranks]
         self._source = {name: boxes_of(part) for name, part in source.items()}
         self._target = {name: boxes_of(part) for name, part in target.items()}
         moves = list(self._plan(gather_json(comm, [describe_shards(source), describe_shards(target)])))
@@ -151,7 +139,7 @@ class Reshard:
         self._local = [move for move in moves if move.source.rank == move.target.rank == rank]
         sent = [move for move in moves if move.source.rank != move.target.rank]
         self._phases = [
-            _rounds([move for move in sent if move.forward == forward], rank, message_bytes)
+            _rounds([move for move in sent if move.forward == forward], rank, _MESSAGE_BYTES)
             for forward in (False, True)
         ]
         self.bytes_sent = sum(move.nbytes for move in sent if move.source.rank == rank)

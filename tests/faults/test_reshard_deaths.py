@@ -13,7 +13,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import spawn
-from hdpcomm.train import Reshard
+from hdpcomm.train import Reshard, reshard
 from hdpcomm.train.tensor_part import TensorPart
 from tests.harness.fault_cases import LONG_S
 
@@ -38,7 +38,8 @@ def moving(folder: str, after_s: float, apart: bool) -> None:
     comm = hdp.init(timeout=LONG_S)
     me = comm.rank
     source, target = sides(me)
-    move = Reshard(source, target, comm, message_bytes=1 << 16)
+    reshard._MESSAGE_BYTES = 1 << 16
+    move = Reshard(source, target, comm)
     move.run()
     comm.barrier()
     if me == DIES:

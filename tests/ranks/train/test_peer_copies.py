@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import run_threads
+from hdpcomm.train import peer_copies
 from hdpcomm.train.peer_copies import PeerCopies
 from hdpcomm.train.tensor_part import TensorPart
 from tests.ranks.train.test_reshard import DTYPES, layout
 
 CASES = int(os.environ.get("HDPCOMM_TEST_PEER_COPIES", "40"))
+
+
+def on_hosts(hosts):
+    """Context in which the ranks are on these hosts, by rank."""
+    return patch.object(peer_copies, "nodes_of", lambda _: hosts)
 
 
 def values_of(name, shape, step):
@@ -61,7 +68,7 @@ def loses_one(seed):
 
     def body():
         with hdp.init() as comm:
-            copies = PeerCopies(parts(tensors, 0, comm.rank, 0), comm, hosts=hosts)
+            copies = PeerCopies(parts(tensors, 0, comm.rank, 0), comm)
             for step in range(1, steps + 1):
                 live = parts(tensors, 0, comm.rank, step)
                 copies.take(step, live, {"of": comm.rank, "step": step})
@@ -80,7 +87,8 @@ def loses_one(seed):
             comm.barrier()
             return copies.nbytes, copies.bytes_sent, [cell.nbytes for s in copies._slots[:1] for cell in cells_of(s)]
 
-    told = run_threads(body, ranks)
+    with on_hosts(hosts):
+        told = run_threads(body, ranks)
     size = sum(torch.zeros(shape, dtype=dtype).numel() * dtype.itemsize for shape, dtype, *_ in tensors.values())
     assert sum(sum(cells) for *_, cells in told) == 2 * size  # each element twice
     shared = size - sum(alone_bytes(tensors, ranks).values())
@@ -119,7 +127,7 @@ def damaged(seed):
 
     def body():
         with hdp.init() as comm:
-            copies = PeerCopies(parts(tensors, 0, comm.rank, 0), comm, hosts=hosts)
+            copies = PeerCopies(parts(tensors, 0, comm.rank, 0), comm)
             for step in (1, 2):
                 copies.take(step, parts(tensors, 0, comm.rank, step), {})
             copies.finish()
@@ -138,7 +146,9 @@ def damaged(seed):
             comm.barrier()
             return newest, kept and kept.step
 
-    for newest, step in run_threads(body, ranks):
+    with on_hosts(hosts):
+        told = run_threads(body, ranks)
+    for newest, step in told:
         assert newest == 2
         assert step in (None, 1, 2)  # the older one, or the other copy of the elements
 
@@ -162,7 +172,7 @@ def test_a_message_that_has_not_come_costs_a_step():
                 {"w": TensorPart(shape, [((comm.rank, 0), torch.full((1, 3), 10.0 * step + comm.rank))])}
                 for step in range(3)
             ]
-            copies = PeerCopies(live[0], comm, hosts=[0, 1])
+            copies = PeerCopies(live[0], comm)
             copies.take(1, live[1], {})
             if comm.rank == 0:
                 copies.finish()
@@ -180,7 +190,8 @@ def test_a_message_that_has_not_come_costs_a_step():
             comm.subset([1])
             return None
 
-    told = run_threads(body, 2)
+    with on_hosts([0, 1]):
+        told = run_threads(body, 2)
     assert told[0] == [[10.0] * 3, [11.0] * 3]
 
 
@@ -207,11 +218,13 @@ def test_replicas_send_nothing_and_hosts_keep_for_each_other():
         with hdp.init() as comm:
             same = PeerCopies({"w": torch.zeros(100)}, comm)
             mine = {f"{comm.rank}": torch.zeros(100)}
-            hosts = PeerCopies(mine, comm, hosts=[0, 0, 1, 1])
+            hosts = PeerCopies(mine, comm)
             keepers = {(cell.owner, cell.keeper) for cell in cells_of(hosts._slots[0])}
             return same.bytes_sent, keepers
 
-    for sent, pairs in run_threads(body, 4):
+    with on_hosts([0, 0, 1, 1]):
+        told = run_threads(body, 4)
+    for sent, pairs in told:
         assert sent == 0
         assert all(owner // 2 != keeper // 2 for owner, keeper in pairs)
 

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
-from hdpcomm.train import Reshard
+from hdpcomm.train import Reshard, reshard
 from hdpcomm.train.tensor_part import TensorPart
 from tests.harness.mesh_shapes import SHAPES, Shape, trainer_of
 
@@ -125,11 +126,11 @@ def test_random_pairs_of_layouts(first):
     for seed in range(first, first + 20):
         ranks, hosts, tensors, message_bytes = problem(seed)
 
-        def main(hosts=hosts, tensors=tensors, message_bytes=message_bytes):
+        def main(tensors=tensors):
             with hdp.init() as comm:
                 source = parts(tensors, 0, comm.rank, filled=True)
                 target = parts(tensors, 1, comm.rank, filled=False)
-                moving = Reshard(source, target, comm, hosts=hosts, message_bytes=message_bytes)
+                moving = Reshard(source, target, comm)
                 before = comm.stats()["bytes_sent"]
                 moving.run()
                 sent = comm.stats()["bytes_sent"] - before
@@ -146,7 +147,8 @@ def test_random_pairs_of_layouts(first):
                 assert comm.stats()["bytes_sent"] - before >= 2 * sent
                 return sent, moving.bytes_sent, moving.bytes_between_hosts
 
-        results = run_threads(main, ranks)
+        with patch.multiple(reshard, nodes_of=lambda _, hosts=hosts: hosts, _MESSAGE_BYTES=message_bytes):
+            results = run_threads(main, ranks)
         total, between = fewest(ranks, hosts, tensors)
         assert all(sent == planned for sent, planned, _ in results), seed
         assert sum(sent for sent, *_ in results) == total, seed
@@ -212,8 +214,6 @@ def test_what_nobody_has_or_other_shapes():
         run_threads(missing, 2)
     with pytest.raises(InvalidUsage, match="has the shape"):
         run_threads(other, 2)
-    with pytest.raises(InvalidUsage, match="hosts has 3 numbers"), hdp.init() as comm:
-        Reshard({}, {}, comm, hosts=[0, 1, 2])
 
 
 def test_what_is_started_comes_while_ranks_do_something_else():

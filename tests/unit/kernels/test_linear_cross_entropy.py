@@ -15,7 +15,7 @@ from hdpcomm.kernels import LossOptions, linear_cross_entropy
 from hdpcomm.offload import MemoryMeter
 from hdpcomm.testing import run_threads
 
-IGNORED = -7
+IGNORED = -100
 
 
 def oracle(problem, scale=1.0, softcap=0.0):
@@ -64,9 +64,7 @@ def problem_of(seed, tokens, columns, width, dtype, *, bias=True, factors=True):
 def run(problem, upstream=1.0, **arguments):
     hidden, weight, bias, labels, factors = problem
     leaves = [None if x is None else x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    loss = linear_cross_entropy(
-        leaves[0], leaves[1], labels, bias=leaves[2], weights=factors, ignore_index=IGNORED, **arguments
-    )
+    loss = linear_cross_entropy(leaves[0], leaves[1], labels, bias=leaves[2], weights=factors, **arguments)
     (loss * upstream).backward()
     return loss.detach(), [None if x is None else x.grad for x in leaves]
 
@@ -135,7 +133,7 @@ def test_peak_memory_does_not_grow_with_tokens_times_vocabulary():
         hidden.requires_grad_()
         weight.requires_grad_()
         with MemoryMeter("cpu") as meter:
-            linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED, chunk_tokens=64).backward()
+            linear_cross_entropy(hidden, weight, labels, chunk_tokens=64).backward()
         return meter.peak
 
     small, large = peak(512), peak(4096)
@@ -169,10 +167,10 @@ def test_products_of_some_rows_at_a_time_give_the_whole(seed, elements):
 def test_frozen_weights_cost_nothing():
     hidden, weight, _, labels, _ = problem_of(0, 8, 6, 4, torch.float32, bias=False, factors=False)
     hidden.requires_grad_()
-    linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED).backward()
+    linear_cross_entropy(hidden, weight, labels).backward()
     assert weight.grad is None
     with torch.no_grad():
-        assert not linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORED).requires_grad
+        assert not linear_cross_entropy(hidden, weight, labels).requires_grad
 
 
 def test_autocast_computes_in_its_type():
@@ -180,7 +178,7 @@ def test_autocast_computes_in_its_type():
     for leaf in (hidden, weight, bias):
         leaf.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(hidden, weight, labels, bias=bias, ignore_index=IGNORED)
+        loss = linear_cross_entropy(hidden, weight, labels, bias=bias)
     loss.backward()
     close((loss.detach(), [x.grad.bfloat16() for x in (hidden, weight, bias)]),
           oracle((hidden.detach(), weight.detach(), bias.detach(), labels, None)), torch.bfloat16)  # fmt: skip
@@ -189,7 +187,7 @@ def test_autocast_computes_in_its_type():
 
 def test_a_second_backward_is_refused():
     hidden, weight, _, labels, _ = problem_of(2, 4, 6, 4, torch.float32)
-    loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels, ignore_index=IGNORED)
+    loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels)
     loss.backward(retain_graph=True)
     with pytest.raises(InvalidUsage, match="a second time"):
         loss.backward()

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hdpcomm._core import offload as core
 from hdpcomm._core.device import Device, open_sim
 from hdpcomm._core.offload import CopyEngine, PooledCopy
 from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
@@ -174,15 +175,15 @@ def test_a_copy_that_does_not_end_keeps_the_memory() -> None:
 
 def test_the_arena_is_locked_in_chunks() -> None:
     device: Device = open_sim(0)
-    pool = PinnedPool(40_000, device=device, chunk_bytes=16384)
-    assert pool.stats().capacity == 40_960
-    assert pool.stats().chunks == 3
+    pool = core.PinnedPool(device, 40_000, numa_node=-1, chunk_bytes=16384)
+    assert pool.stats()["capacity"] == 40_960
+    assert pool.stats()["chunks"] == 3
     with pytest.raises(InvalidUsage, match="at least a page"):
-        PinnedPool(40_000, device=device, chunk_bytes=100)
+        core.PinnedPool(device, 40_000, numa_node=-1, chunk_bytes=100)
     del pool
-    assert PinnedPool(40_000, device=device, numa_node=0).stats().largest_free == 40_960
+    assert core.PinnedPool(device, 40_000, numa_node=0, chunk_bytes=1 << 20).stats()["largest_free"] == 40_960
     with pytest.raises(InvalidUsage, match="node"):
-        PinnedPool(4096, device=device, numa_node=5000)
+        core.PinnedPool(device, 4096, numa_node=5000, chunk_bytes=1 << 20)
 
 
 @settings(max_examples=60, deadline=None)
