@@ -41,7 +41,7 @@ from hdpcomm.measure import profile_cost_model
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, PlanAhead, PlannedStep, Planner
 from hdpcomm.train import StepMetrics, Trainer
-from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
+from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
 from hdpcomm.train.metrics import PHASES, Timeline
 from hdpcomm.train.shards import Fetch, micro_batch_loss, no_tokens, pack_shard
 
@@ -137,7 +137,7 @@ def compared(corpus: Corpus, steps: int, tokens: int) -> list[Row]:
     torch.set_num_threads(1)
     with ExitStack() as stack:
         comm = stack.enter_context(hdp.init())
-        group = stack.enter_context(gloo_group(comm))
+        stack.enter_context(gloo_group(comm))
         cost = profile_cost_model(Llama(MODEL), comm, longest=2048)
         longest = int(corpus.lengths.max())
         cluster = ClusterSpec(ranks=comm.size, capacity=-(-longest // comm.size), cores=shared_cores(comm))
@@ -160,7 +160,7 @@ def compared(corpus: Corpus, steps: int, tokens: int) -> list[Row]:
             "balanced": hybrid("balanced"),
             "balanced, whole": hybrid("balanced", longest),
             "static": hybrid("static"),
-            "torch DDP": data_parallel_trainer(ddp, adamw(ddp), whole, comm, group),
+            "torch DDP": DataParallelTrainer(ddp, adamw(ddp), whole, comm),
             "torch FSDP2": fsdp2(),
         }
         sampler = BatchSampler(corpus.lengths, tokens=tokens)

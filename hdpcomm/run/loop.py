@@ -51,7 +51,7 @@ from hdpcomm.run.resuming import (
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
 from hdpcomm.run.stopping import StopRequest
 from hdpcomm.train import StepMetrics, Trainer
-from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
+from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -264,8 +264,9 @@ class _Run:
         if isinstance(planner, WholeSequencePlanner):
             mesh = mesh_of(comm, config)
             (model,) = new_part(config.model, mesh, weights=self.weights, recompute=stage_recompute(config))
-            group, optimizer = stack.enter_context(gloo_group(comm)), new_optimizer(config, model, mesh)
-            return data_parallel_trainer(model, optimizer, planner, comm, group, max_grad_norm=config.max_grad_norm)
+            stack.enter_context(gloo_group(comm))
+            optimizer = new_optimizer(config, model, mesh)
+            return DataParallelTrainer(model, optimizer, planner, comm, max_grad_norm=config.max_grad_norm)
         return new_trainer(comm, config, planner, self.costs.pool, self.weights)
 
     def _learning(self, found: Checkpoint | KeptCheckpoint | None) -> dict[str, PlanLearning]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from hdpcomm.train.trainer import Trainer
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["DistributedPasses", "WholeSequencePlanner", "data_parallel_trainer", "gloo_group"]
+__all__ = ["DataParallelTrainer", "DistributedPasses", "WholeSequencePlanner", "gloo_group"]
 
 _STORE_TIMEOUT_S = 60.0
 _groups = itertools.count()
@@ -88,27 +88,13 @@ class WholeSequencePlanner(Planner):
 
 
 @contextlib.contextmanager
-def gloo_group(comm: Communicator) -> Iterator[dist.ProcessGroup]:
-    """A gloo group of the ranks of ``comm``, which are all ranks of the job. Collective over it, at both ends.
-
-    Raises: InvalidUsage if the ranks of ``comm`` are not those of torch.distributed, where that is initialised.
-    """
-    if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (comm.rank, comm.size):
-            raise InvalidUsage(
-                f"rank {comm.rank} of {comm.size} here is rank {dist.get_rank()} of {dist.get_world_size()} of "
-                "torch.distributed; compare with DDP on all ranks of the job"
-            )
-        group = dist.new_group(backend="gloo")
-        try:
-            yield group
-        finally:
-            dist.destroy_process_group(group)
-        return
+def gloo_group(comm: Communicator) -> Iterator[None]:
+    """Context in which torch.distributed is initialised with gloo over the ranks of ``comm``, which are all ranks of
+    the job. Collective over it, at both ends."""
     store = PrefixStore(f"gloo group {next(_groups)}", open_store(comm.rank, _STORE_TIMEOUT_S))
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
     try:
-        yield cast("dist.ProcessGroup", dist.group.WORLD)
+        yield
     finally:
         comm.barrier()  # rank 0 may serve the store
         dist.destroy_process_group()
@@ -127,13 +113,12 @@ class DistributedPasses(Passes):
     the rank's last backward pass runs.
 
     Args:
-        group: the ranks for torch (:func:`gloo_group`).
         gradient_bytes: bytes of the gradients that DDP reduces in a step.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, group: dist.ProcessGroup, gradient_bytes: int) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, gradient_bytes: int) -> None:
         super().__init__([model], mesh)
-        self._plain, self._wrapped = model, _Wrapped(model, process_group=group)
+        self._plain, self._wrapped = model, _Wrapped(model)
         size = mesh.comm.size
         self.bytes_elsewhere = 2 * (size - 1) * gradient_bytes // size  # a ring sends 2 (n - 1) / n of it
         self._is_last = False
@@ -190,32 +175,14 @@ class DistributedPasses(Passes):
         return total
 
 
-class _DistributedTrainer(Trainer):
-    """A trainer whose passes and gradients are DDP's."""
-
-    def __init__(self, group: dist.ProcessGroup, *args: Any, **options: Any) -> None:
-        self._group = group
-        super().__init__(*args, **options)
+class DataParallelTrainer(Trainer):
+    """A trainer whose passes and gradients are those of DDP: the same model, loss, clipping and optimizer, on plans of
+    a :class:`WholeSequencePlanner`. Made inside of :func:`gloo_group`. Collective over ``comm``, which counts tokens
+    and times, and by torch over the same ranks."""
 
     def make_runner(self, optimizer: torch.optim.Optimizer, _: StepSettings) -> Runner:
         alone = Mesh(cast("Communicator", self.comm.subset([self.comm.rank])))
         # DDP adds up, in place: each rank has all sums
         gradients = Gradients.whole(self.model.parameters(), layout_of(self.model, alone), alone)
-        nbytes = sum(p.nbytes for p in gradients.parameters)
-        passes = DistributedPasses(self.model, self.mesh, self._group, nbytes)
+        passes = DistributedPasses(self.model, self.mesh, sum(p.nbytes for p in gradients.parameters))
         return Runner(passes, optimizer, gradients=gradients)
-
-
-def data_parallel_trainer(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    planner: WholeSequencePlanner,
-    comm: Communicator,
-    group: dist.ProcessGroup,
-    *,
-    max_grad_norm: float | None = 1.0,
-) -> Trainer:
-    """A :class:`hdpcomm.train.Trainer` whose passes and gradients are DDP's: the same model, loss, clipping and
-    optimizer. Collective over ``comm``, which counts tokens and times, and over ``group``, the same ranks for torch.
-    """
-    return _DistributedTrainer(group, model, optimizer, planner, comm, max_grad_norm=max_grad_norm)

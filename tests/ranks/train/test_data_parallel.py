@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -15,7 +14,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.train import Trainer
-from hdpcomm.train.data_parallel import WholeSequencePlanner, data_parallel_trainer, gloo_group
+from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
 
 CONFIG = LlamaConfig(vocabulary=31, layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
 COST = CostModel(1e-6, 1e-5)
@@ -33,9 +32,9 @@ def losses_of_both(lengths):
         return [step.loss for step in steps], steps[-1]
 
     ours = losses(lambda model, optimizer: Trainer(model, optimizer, Planner(None, cluster, "naive", COST), comm))
-    with gloo_group(comm) as group:
+    with gloo_group(comm):
         planner = WholeSequencePlanner(cluster, COST)
-        ddp = losses(lambda model, optimizer: data_parallel_trainer(model, optimizer, planner, comm, group))
+        ddp = losses(lambda model, optimizer: DataParallelTrainer(model, optimizer, planner, comm))
     return ours, ddp
 
 
@@ -58,8 +57,8 @@ def idle_of_one_that_waits(lengths):
     if comm.rank == 0:
         model.register_forward_hook(lambda *_: time.sleep(0.3))
     planner = WholeSequencePlanner(ClusterSpec(comm.size, capacity=40), COST)
-    with gloo_group(comm) as group:
-        trainer = data_parallel_trainer(model, torch.optim.SGD(model.parameters()), planner, comm, group)
+    with gloo_group(comm):
+        trainer = DataParallelTrainer(model, torch.optim.SGD(model.parameters()), planner, comm)
         for _ in range(2):
             trainer.step(lengths, lambda i: torch.arange(lengths[i]))
     spans = trainer.timeline.spans
@@ -70,27 +69,6 @@ def test_waiting_for_the_gradients_of_others_is_idle(ranks):
     (_, worked), (waited, _) = ranks(2, idle_of_one_that_waits, (9, 8))
     assert worked > 0.3
     assert waited > 0.2
-
-
-def in_torch_s_group(other):
-    comm = hdp.init()
-    where = (comm.size - 1 - comm.rank if other else comm.rank), comm.size
-    store = hdp.comm.bootstrap.open_store(comm.rank, 30.0)
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"ddp {other}", store), rank=where[0], world_size=where[1])
-    dist.barrier()  # the mesh is there before a rank raises and leaves
-    try:
-        with gloo_group(comm) as group:
-            x = torch.ones(1)
-            dist.all_reduce(x, group=group)
-            return float(x)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_joins_the_group_that_is_there(ranks):
-    assert ranks(2, in_torch_s_group, False) == [2.0, 2.0]
-    with pytest.raises(InvalidUsage, match="compare with DDP on all ranks of the job"):
-        ranks(2, in_torch_s_group, True)
 
 
 def refusal_of_a_sharded_model():
