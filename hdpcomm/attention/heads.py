@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hdpcomm.attention._kernels import Rows, copy_rows
 from hdpcomm.attention.layout import Layout
-from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -49,14 +48,8 @@ def token_shares(layout: Layout, size: int, group: int) -> TokenShares:
 
 
 def head_shares(heads: int, kv_heads: int, size: int) -> tuple[list[slice], list[slice]]:
-    """By member: its heads of q, and those of k and v that they use (shared where there are fewer than members)."""
-    if heads % size or (kv_heads % size and size % kv_heads):
-        raise InvalidUsage(
-            f"{heads} heads with {kv_heads} kv_heads cannot be shared by {size} ranks: the heads must be a "
-            f"multiple of the "
-            f"ranks, and the kv_heads a multiple or a divisor; choose the variant ring or gather, or another "
-            f"hybrid size"
-        )
+    """By member: its heads of q, and those of k and v that they use (shared where there are fewer than members); of
+    numbers that the choice of a variant has found to fit."""
     q_share, kv_share = heads // size, max(1, kv_heads // size)
     queries = [slice(i * q_share, (i + 1) * q_share) for i in range(size)]
     keys = [slice(i * kv_heads // size, i * kv_heads // size + kv_share) for i in range(size)]

@@ -93,7 +93,8 @@ def refuse_trees(given: bool) -> None:
     if given:
         raise InvalidUsage(
             "the losses of routers are means over sequences, and a tree was given, whose tokens belong to several: set "
-            "router_aux_loss and router_z_loss of LlamaConfig to 0, or train on plain sequences"
+            "router_aux_loss and router_z_loss of LlamaConfig to 0, or output_router_logits=False in the configuration "
+            "of a model of transformers; or train on plain sequences"
         )
 
 
@@ -160,11 +161,7 @@ def router_loss(
     Raises: InvalidUsage for a tree or a slice of one.
     """
     pack = as_pack(cu_seqlens)
-    if pack.branched:
-        raise InvalidUsage(
-            "a router's auxiliary loss is a mean over each sequence, and a tree was given, whose tokens belong to "
-            "several: set output_router_logits=False in the model's configuration, or train on plain sequences"
-        )
+    refuse_trees(pack.branched)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     device, experts = router_logits[0].device, router_logits[0].shape[-1]
     lengths, counts = pack.tokens_by_sequence(rank, size)
