@@ -40,23 +40,18 @@ class LossOptions:
     Attributes:
         scale: factor of the logits.
         softcap: the logits become ``softcap * tanh(logits / softcap)``, after ``scale``; 0: they stay.
-        temperature: the logits are divided by it at last, as where tokens were sampled.
 
-    Raises: InvalidUsage for numbers that are not finite, for a ``softcap`` below 0, and for a ``temperature`` that is
-        not above 0.
+    Raises: InvalidUsage for numbers that are not finite, and for a ``softcap`` below 0.
     """
 
     scale: float = 1.0
     softcap: float = 0.0
-    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale) or not (math.isfinite(self.softcap) and self.softcap >= 0):
             raise InvalidUsage(
                 f"scale is {self.scale} and softcap {self.softcap}; expected finite numbers, softcap not below 0"
             )
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise InvalidUsage(f"temperature is {self.temperature}; expected a finite number above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +65,9 @@ class LabelLoss:
             ``None`` without :attr:`entropy`. ``part``: which labels these are. It is called for all chunks in their
             order, on all ranks that hold shards of the vocabulary with the same values; a chunk that is computed again
             for a backward pass calls it again.
-        temperature: divides the logits; see :class:`LossOptions`. ``None``: it is a function of the outputs themselves,
-            of models with other heads than a vocabulary's: ``[labels]`` of a single output, else ``[labels, outputs]``.
+        temperature: divides the logits at last, as where tokens were sampled. ``None``: it is a function of the outputs
+            themselves, of models with other heads than a vocabulary's: ``[labels]`` of a single output, else ``[labels,
+            outputs]``.
         entropy: whether it needs entropies.
         ranked: ``ranked(largest, part)`` is called before the loss of a chunk: ``largest``, bool ``[labels of the
             chunk]``, says whether the label has the largest logit; any value where there is no label.
@@ -105,7 +101,7 @@ def linear_cross_entropy(
         weight: ``[columns, width]``, of the type of ``hidden``; the columns of the vocabulary that this rank holds.
         labels: ``[...]`` int64, columns of the whole vocabulary, or :data:`IGNORE` for a token without a loss.
         bias: ``[columns]``.
-        options: scale, soft cap and temperature of the logits. Default: none of them.
+        options: scale and soft cap of the logits. Default: neither.
         weights: ``[...]`` float32 (or float64 for float64), factors of the tokens' losses, which are not
             differentiated; or what the loss of a label is instead of its negative log-probability (:class:`LabelLoss`).
             Default: 1.
@@ -128,7 +124,7 @@ def linear_cross_entropy(
     job = _job_of(weight, options, comm, chunk_tokens)
     if label_loss is not None:
         assert label_loss.temperature is not None
-        job = replace(job, label_loss=label_loss, options=replace(job.options, temperature=label_loss.temperature))
+        job = replace(job, label_loss=label_loss, temperature=label_loss.temperature)
     flat = None if factors is None else factors.detach().reshape(-1).contiguous()
     rows = hidden.reshape(-1, hidden.shape[-1])
     loss: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, labels.reshape(-1).contiguous(), flat, job)  # type: ignore[no-untyped-call]
@@ -176,6 +172,7 @@ class _Job:
     chunk: int
     wants_gradients: bool
     label_loss: LabelLoss | None = None
+    temperature: float = 1.0
 
 
 def _in_autocast_type(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -248,12 +245,12 @@ def _chunks(
     with torch.autocast(_autocast_type(hidden), enabled=False):
         for start in range(0, tokens, max(1, size)):
             part = slice(start, min(tokens, start + size))
-            logits = _logits(hidden[part], weight, bias, job.options, memory)
+            logits = _logits(hidden[part], weight, bias, job, memory)
             rows = rows_type(logits, labels[part], None if factors is None else factors[part], job.shard)
             losses[part] = rows.losses if job.label_loss is None else _label_losses(rows, job.label_loss, part)
             del rows.stats  # before there are gradients
             if any(wanted):
-                gradients.add(part, hidden[part], weight, _logit_gradient(rows, logits, job.options))
+                gradients.add(part, hidden[part], weight, _logit_gradient(rows, logits, job))
         return losses, gradients.finish(job.shard.comm)
 
 
@@ -303,8 +300,8 @@ def _autocast_type(tensor: Tensor) -> str:
     return "cpu" if tensor.is_meta else tensor.device.type  # torch knows no autocast on the meta device
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LossOptions, memory: Tensor) -> Tensor:
-    logits = memory[: hidden.shape[0]]
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job, memory: Tensor) -> Tensor:
+    options, logits = job.options, memory[: hidden.shape[0]]
     torch.mm(hidden, weight.t(), out=logits)
     if bias is not None:
         logits += bias
@@ -312,16 +309,17 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: LossOp
         logits *= options.scale
     if options.softcap:
         logits.div_(options.softcap).tanh_().mul_(options.softcap)
-    if options.temperature != 1.0:
-        logits /= options.temperature
+    if job.temperature != 1.0:
+        logits /= job.temperature
     return logits
 
 
-def _logit_gradient(rows: LogitRows, logits: Tensor, options: LossOptions) -> Tensor:
+def _logit_gradient(rows: LogitRows, logits: Tensor, job: _Job) -> Tensor:
     """Gradient of the linear layer's own result; takes the logits' memory where nothing else needs them."""
-    gradient = rows.gradient(options.scale / options.temperature, in_place=not options.softcap)
+    options = job.options
+    gradient = rows.gradient(options.scale / job.temperature, in_place=not options.softcap)
     if options.softcap:  # the derivative of softcap * tanh(x / softcap), from its result
-        gradient *= logits.mul_(options.temperature / options.softcap).square_().neg_().add_(1.0)
+        gradient *= logits.mul_(job.temperature / options.softcap).square_().neg_().add_(1.0)
     return gradient
 
 

@@ -156,7 +156,7 @@ def test_a_routers_loss_is_refused_on_trees():
             model = models[comm.rank]
             planner = Planner(None, ClusterSpec(2, 65), "static", COST)
             trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), planner, comm)
-            with pytest.raises(InvalidUsage, match="auxiliary loss is a mean over each sequence, and a tree was given"):
+            with pytest.raises(InvalidUsage, match="losses of routers are means over sequences, and a tree was given"):
                 trainer.step([f.tree for f in folded], lambda i: (folded[i].tokens, folded[i].weights))
 
     run_threads(rank, 2, timeout=60.0)
