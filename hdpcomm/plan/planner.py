@@ -65,7 +65,7 @@ class Planner:
         memory: what a rank can hold; default :meth:`MemoryModel.of` (give measured figures of a run here).
         ring_peers: the most ranks that a rank may exchange ring messages with in a step, 2 or more; ``None``: any
             number. A plan that has no more than that anyway stays as it is. Else groups are of neighbouring ranks, of
-            which a rank has 4 at most; rings that leave each host once are made where there is room for their peers.
+            which a rank has 4 at most.
         queue: sequences that fit one rank wait in a queue (:attr:`StepPlan.queued`) in small micro-batches, from which
             ranks take when they are free, so that a rank that is late or was thought faster does less. A
             step in which that would take longer has none. For ``balanced`` without pipelines and expert ranks.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,28 +67,6 @@ def test_every_policy_keeps_the_limit_or_is_refused(seed: int) -> None:
         if most_peers(free) <= limit:
             assert plan.hash == free.hash
     assert made["balanced"].makespan_s <= min(plan.makespan_s for plan in made.values()) * (1 + 1e-9)
-
-
-def test_rings_leave_each_host_once_where_there_is_room() -> None:
-    """Rings there and back use the one interface of a host twice, and take twice as long."""
-    slow = replace(COST, kv_inter=1e-4)
-    times, once = [], []
-    for limit in (None, 5, 4):
-        planner = Planner(None, replace(STEP, nics=1), "naive", slow, ring_peers=limit)
-        plan = planner.plan([1677, 1822, 265, 1160, 2194, 2090, 1758, 1342])
-        assert most_peers(plan) <= (limit or 6)
-        times.append(plan.makespan_s)
-        wide = [batch.ranks for batch in plan.micro_batches if len({rank // 4 for rank in batch.ranks}) > 2]
-        once.append(sum(most_on_a_host(ring) == 1 for ring in wide) / len(wide))
-    assert times == sorted(times)
-    assert once[0] == 1
-    assert 1 > once[1] > once[2] > 0
-
-
-def most_on_a_host(ring: tuple[int, ...]) -> int:
-    """Messages that leave a host of four ranks at a time."""
-    leaving = [a // 4 for a, b in zip(ring, ring[1:] + ring[:1], strict=True) if a // 4 != b // 4]
-    return max((leaving.count(host) for host in set(leaving)), default=0)
 
 
 def test_a_plan_with_more_peers_is_refused() -> None:
