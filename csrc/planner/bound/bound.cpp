@@ -1,10 +1,10 @@
 // The lower bound; docs/bound.md has the proofs. A time T is impossible if some sequence ends
 // within T on no number of ranks, if the rank-seconds of all sequences at their smallest possible
 // sizes do not fit into the ranks, or if more long sequences have to follow each other than fit
-// into T. The bound is the smallest T that passes all of these tests, and those of
-// pipeline_configurations.hpp. With a pipeline of p stages each micro-batch passes all of them, and
-// the last stage is idle while the first micro-batch comes and the last one goes. Ranks of
-// different speeds count as that much of a rank.
+// into T. The bound is the smallest T that passes all of these tests. With a pipeline of p stages
+// each micro-batch passes all of them, and the last stage is idle while the first micro-batch comes
+// and the last one goes; there the bound of the longest sequences alone may be higher, and counts.
+// Ranks of different speeds count as that much of a rank.
 #include "planner/bound/bound.hpp"
 
 #include <algorithm>
@@ -15,7 +15,6 @@
 #include <optional>
 #include <vector>
 
-#include "planner/bound/pipeline_configurations.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/pipeline_ramps.hpp"
 #include "planner/model/slice_bounds.hpp"
@@ -90,16 +89,10 @@ class Bound {
       const double middle = 0.5 * (low + high);
       (possible(middle) ? high : low) = middle;
     }
-    return ramps_ && !problem_.hasTrees() ? byPipelineConfigurations(low) : low;
+    return low;
   }
 
  private:
-  double byPipelineConfigurations(double low) const {
-    if (low <= 0) return low;  // nothing takes any time: there are no times to try
-    return raiseByPipelineConfigurations(problem_, leastCompute(), low,
-                                         [this](double time) { return mostHeld(time / stages_); });
-  }
-
   // The most tokens that a rank can hold of a sequence: its slices are micro-batches, of which a
   // device holds as many as its memory is for.
   double mostOfSequence(double held) const {
@@ -526,10 +519,7 @@ Problem withoutWeights(const Problem& problem) {
   return problem.withCosts(CostModel(params, problem.cost().memory(), problem.cost().cluster()));
 }
 
-}  // namespace
-
-double lowerBound(const Problem& problem) {
-  if (problem.count() == 0) return 0.0;
+double boundOf(const Problem& problem) {
   Load longest;  // offload's ratio grows with the length
   longest.add(*std::max_element(problem.lengths().begin(), problem.lengths().end()));
   const double max_offload = problem.cost().maxOffload(longest);
@@ -538,6 +528,24 @@ double lowerBound(const Problem& problem) {
     return Bound(problem, 0.0, max_offload).solve();
   }
   return Bound(withoutWeights(problem), put_off, max_offload).solve();
+}
+
+}  // namespace
+
+double lowerBound(const Problem& problem) {
+  if (problem.count() == 0) return 0.0;
+  double bound = boundOf(problem);
+  if (problem.cost().cluster().pipeline == 1 || problem.hasTrees()) return bound;
+  const std::vector<int32_t>& order = problem.byLength();
+  for (const double share : {0.75, 0.5}) {
+    const double least = share * static_cast<double>(problem.lengths()[order.front()]);
+    const auto end = std::partition_point(order.begin(), order.end(), [&](int32_t sequence) {
+      return static_cast<double>(problem.lengths()[sequence]) >= least;
+    });
+    if (end == order.end()) break;
+    bound = std::max(bound, boundOf(problem.part({order.begin(), end}, problem.cost())));
+  }
+  return bound;
 }
 
 }  // namespace hdpcomm::planner
