@@ -65,7 +65,7 @@ class StepPlan:
             names for it is the one that would take it if all went as predicted; a plan may also be run so.
         queue_pools: queues that there are: a micro-batch is for the ranks that are equal to its own one modulo this
             number (:func:`pool_rows`).
-        made_by: what of the policy made the plan, as "waves + swaps" (docs/policies.md); not part of the hash.
+        made_by: what of the policy made the plan, as "waves + local search" (docs/policies.md); not part of the hash.
         fragments: parts of trees that were cut, and slices of sequences; number i has the id ``len(lengths) + i``, and
             its tree or sequence none.
         key_limit, limited: of the cost model (:attr:`CostModel.limit`): shards over several ranks follow them.

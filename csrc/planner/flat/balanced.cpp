@@ -162,10 +162,6 @@ constexpr Candidate<PlanSearch> kGapCandidates[] = {
 };
 
 constexpr Candidate<PlanSearch> kImprovements[] = {
-    {"swaps", [](const PlanSearch& search) { return search.gap_left; },
-     [](PlanSearch& search) {
-       search.improve([&](Plan plan) { return swapSequences(search.problem, std::move(plan)); });
-     }},
     {"local search",
      [](const PlanSearch& search) { return search.gap_left && search.small(kRefineLimit); },
      [](PlanSearch& search) {

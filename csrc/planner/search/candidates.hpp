@@ -31,7 +31,7 @@ void tryAll(const Candidate<Search> (&candidates)[Count], Search& search) {
   }
 }
 
-// The name of a plan that a candidate made out of another one: "waves + swaps".
+// The name of a plan that a candidate made out of another one: "waves + local search".
 std::string improvedBy(const std::string& made_by, const std::string& candidate);
 
 // The best plan so far, and which candidate made it.

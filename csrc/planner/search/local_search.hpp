@@ -1,4 +1,4 @@
-// Local search on plans, which never makes them longer.
+// Local search on plans.
 #pragma once
 
 #include "planner/model/plan.hpp"
@@ -6,11 +6,8 @@
 
 namespace hdpcomm::planner {
 
-// Improves a plan of few micro-batches without slices by simulated annealing.
+// Improves a plan of few micro-batches without slices by simulated annealing, if that finds a
+// shorter one.
 Plan refine(const Problem& problem, Plan plan, double lower_bound);
-
-// Swaps what micro-batches run so that ranks end together. The plan is one without a
-// pipeline.
-Plan swapSequences(const Problem& problem, Plan plan);
 
 }  // namespace hdpcomm::planner
