@@ -237,7 +237,6 @@ class ShapeSearch {
         changeUp();
         break;
       }
-      best_.shape.ramps > 0 ? changeRamps() : changeSlopes();
       for (const double ramps : {0.0, 0.6, 0.8, 1.0, 1.2}) {
         change([&](Shape& shape) { shape.ramps = ramps; });
       }
@@ -359,28 +358,6 @@ class ShapeSearch {
       change([&](Shape& shape) {
         shape.up = up;
         shape.down = std::min(up, stages_);
-      });
-    }
-  }
-
-  // Few waves of long sequences: lower ones take more ranks, so the ramps are to be less steep.
-  void changeSlopes() {
-    changeUp();
-    for (const double growth : {1.1, 1.2, 1.3, 1.5}) {
-      change([&](Shape& shape) { shape.growth = growth; });
-    }
-    for (const double last : {0.45, 0.6, 0.75, 0.9}) {
-      change([&](Shape& shape) { shape.last = last; });
-    }
-  }
-
-  // A wave more or less on one side of the highest one, or on each.
-  void changeRamps() {
-    for (const int more : {-3, -2, -1, 1, 2, 3}) {
-      change([&](Shape& shape) { shape.later += more; });
-      change([&](Shape& shape) {
-        shape.later += more;
-        shape.waves += more;
       });
     }
   }

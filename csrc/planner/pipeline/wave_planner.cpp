@@ -16,6 +16,8 @@
 namespace hdpcomm::planner {
 namespace {
 
+constexpr double kLast = 0.45;  // height of the last wave of a slope over that of the highest ones
+
 std::vector<double> relativeHeights(const Shape& shape, const PipelineRamps& ramps) {
   std::vector<double> heights;
   if (shape.ramps > 0) {
@@ -26,7 +28,7 @@ std::vector<double> relativeHeights(const Shape& shape, const PipelineRamps& ram
   }
   for (int i = 1; i <= shape.up; ++i) heights.push_back(std::pow(shape.growth, -i));
   for (int i = 1; i <= shape.down; ++i) {
-    heights.push_back(1 - (1 - shape.last) * i / shape.down);
+    heights.push_back(1 - (1 - kLast) * i / shape.down);
   }
   while (static_cast<int>(heights.size()) < shape.waves) heights.push_back(1);
   std::sort(heights.begin(), heights.end(), std::greater<>());

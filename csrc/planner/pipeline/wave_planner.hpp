@@ -25,9 +25,6 @@ class WavePlanner {
  public:
   explicit WavePlanner(const Problem& problem);
 
-  // About the seconds of a rank, on the smallest sizes.
-  double meanWork() const { return work_ / by_speed_.speedFrom(0); }
-
   // The least time in which the longest sequences, this many, can run side by side; 0 if there are
   // too few ranks or sequences.
   double timeTogether(int count) const;

@@ -26,7 +26,6 @@ struct Shape {
   int up = 0;             // waves that are lower than the highest ones at the start,
   int down = 0;           // and at the end
   double growth = 1.5;    // of those at the start, from one to the next
-  double last = 0.45;     // height of the last one over that of the highest ones
   double ramps = 0;       // instead: the heights of PipelineRamps, to the power of this,
   int later = 0;          // with the highest one so many places later
   double slack = kSlack;  // of the heights over their work
@@ -47,7 +46,7 @@ struct Shape {
     Shape used = *this;
     if (ramps > 0) {
       used.up = used.down = 0;
-      used.growth = used.last = 0;
+      used.growth = 0;
     } else {
       used.later = 0;
     }
