@@ -12,10 +12,10 @@
 
 #include "base/error.hpp"
 #include "planner/model/cost_model.hpp"
+#include "planner/model/least_first.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 #include "planner/model/rings.hpp"
-#include "planner/model/round_queue.hpp"
 #include "planner/model/window_maxima.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
@@ -155,17 +155,17 @@ class AlignedRanks {
  private:
   void sortPlaces(int size) {
     size_ = size;
-    std::vector<RoundQueue::Entry> places;
+    std::vector<TimedEntry> places;
     const int ranks = static_cast<int>(ready_.size());
     for (int first = 0; first + size <= ranks; first += size) {
       const auto begin = ready_.begin() + first;
       places.push_back({*std::max_element(begin, begin + size), first});
     }
-    places_ = RoundQueue(std::move(places));
+    places_ = LeastFirst(std::move(places));
   }
 
   std::vector<double> ready_;
-  RoundQueue places_{{}};  // when it is free, and its first rank
+  LeastFirst places_;  // when it is free, and its first rank
   int size_ = 0;
 };
 
@@ -277,9 +277,9 @@ Plan planNaive(const Problem& problem, double limit) {
       if (pieces[i].size > 1) neighbours[i] = takeNeighbours(pieces[i].size, counts);
     }
   }
-  std::vector<RoundQueue::Entry> entries;  // micro-batches and rank
+  std::vector<TimedEntry> entries;  // micro-batches and rank
   for (int32_t rank = 0; rank < problem.ranks(); ++rank) entries.emplace_back(counts[rank], rank);
-  RoundQueue ranks(std::move(entries));
+  LeastFirst ranks(std::move(entries));
   LimitCheck check(problem, limit);
   std::vector<MicroBatch> batches;
   batches.reserve(pieces.size());
@@ -346,11 +346,11 @@ Plan planPow2(const Problem& problem, double limit) {
     ranks.occupyEarliest(deal({first, size, start, problem.withRiders(sequence)}));
     if (plan.makespan >= limit) return plan;
   }
-  std::vector<RoundQueue::Entry> entries;
+  std::vector<TimedEntry> entries;
   for (int rank = 0; rank < problem.ranks(); ++rank) {
     entries.emplace_back(ranks.busyUntil(rank), rank);
   }
-  RoundQueue free(std::move(entries));
+  LeastFirst free(std::move(entries));
   for (auto& pack : packBestFit(problem.lengths(), short_ones, capacity)) {
     const auto [start, rank] = free.top();
     free.replaceTop({deal({rank, 1, start, std::move(pack)}), rank});
