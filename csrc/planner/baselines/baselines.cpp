@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <deque>
 #include <limits>
 #include <numeric>
 #include <string>
@@ -16,7 +17,6 @@
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 #include "planner/model/rings.hpp"
-#include "planner/model/window_maxima.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
 namespace hdpcomm::planner {
@@ -120,6 +120,19 @@ class GroupSizes {
   const CostModel& cost_;
   double mean_load_ = 0;
 };
+
+// Item i is the largest one of values i to i + size - 1.
+std::vector<int> windowMaxima(const std::vector<int>& values, int size) {
+  std::vector<int> maxima;
+  std::deque<size_t> falling;  // places of values that no later one of the window exceeds
+  for (size_t i = 0; i < values.size(); ++i) {
+    while (!falling.empty() && values[falling.back()] <= values[i]) falling.pop_back();
+    falling.push_back(i);
+    if (falling.front() + size <= i) falling.pop_front();
+    if (i + 1 >= static_cast<size_t>(size)) maxima.push_back(values[falling.front()]);
+  }
+  return maxima;
+}
 
 // Neighbouring ranks, those with the fewest micro-batches; `counts`: of each rank, which this
 // raises.

@@ -163,7 +163,9 @@ constexpr Candidate<PlanSearch> kGapCandidates[] = {
 
 constexpr Candidate<PlanSearch> kImprovements[] = {
     {"local search",
-     [](const PlanSearch& search) { return search.gap_left && search.small(kRefineLimit); },
+     [](const PlanSearch& search) {
+       return search.gap_left && !search.cluster().neighbours && search.small(kRefineLimit);
+     },
      [](PlanSearch& search) {
        search.improve(
            [&](Plan plan) { return refine(search.problem, std::move(plan), search.lower_bound); });

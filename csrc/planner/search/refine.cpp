@@ -11,7 +11,6 @@
 #include "base/xorshift.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/rings.hpp"
-#include "planner/model/window_maxima.hpp"
 #include "planner/search/local_search.hpp"
 #include "planner/simulate/finish_plan.hpp"
 #include "planner/simulate/level_order.hpp"
@@ -210,7 +209,6 @@ class Annealer {
   // those that are free first, all of them or those of one node or domain, and where speeds differ
   // only those that are fast enough.
   double place(const Group& group) {
-    if (cost_.cluster().neighbours) return placeOnNeighbours(group);
     const Cluster& cluster = cost_.cluster();
     std::sort(ready_.begin(), ready_.end());
     double best = std::numeric_limits<double>::infinity();
@@ -257,29 +255,6 @@ class Annealer {
       return cluster.speed(entry.second) >= best_limit &&
              (best_block < 0 || entry.second / block_ranks == best_block);
     });
-    return best;
-  }
-
-  // place() for groups of neighbouring ranks.
-  double placeOnNeighbours(const Group& group) {
-    const Cluster& cluster = cost_.cluster();
-    std::sort(ready_.begin(), ready_.end(),
-              [](const auto& a, const auto& b) { return a.second < b.second; });
-    std::vector<double> times;
-    for (const auto& [time, rank] : ready_) times.push_back(time);
-    const std::vector<double> starts = windowMaxima(times, group.size);
-    double best = std::numeric_limits<double>::infinity();
-    int best_first = 0;
-    for (int first = 0; first < static_cast<int>(starts.size()); ++first) {
-      const Scope scope = cluster.scope(first, first + group.size - 1);
-      const double end = starts[first] + cost_.seconds(group.load, group.size, scope) /
-                                             cluster.slowest(first, group.size);
-      if (end >= best) continue;
-      best = end;
-      best_first = first;
-    }
-    std::rotate(ready_.begin(), ready_.begin() + best_first,
-                ready_.begin() + best_first + group.size);
     return best;
   }
 
