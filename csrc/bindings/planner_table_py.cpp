@@ -164,34 +164,6 @@ py::tuple makeFragments(const py::array_t<int64_t, py::array::c_style>& slices,
   return fragments;
 }
 
-// The rows of each rank, rising, rank after rank; and the bounds of each rank's among them.
-py::tuple rowsByRank(const py::tuple& arrays, int num_ranks) {
-  const TableView table(arrays);
-  if (num_ranks < 1) {
-    throwInvalidUsage("a plan is for " + std::to_string(num_ranks) + " ranks, expected at least 1");
-  }
-  std::vector<int64_t> bounds(static_cast<size_t>(num_ranks) + 1, 0);
-  for (size_t row = 0; row < table.size(); ++row) {
-    for (const int32_t rank : table.ranks(row)) {
-      if (rank < 0 || rank >= num_ranks) {
-        throwInvalidUsage("micro-batch " + std::to_string(table.index(row)) + " has rank " +
-                          std::to_string(rank) + ", expected 0 to " +
-                          std::to_string(num_ranks - 1));
-      }
-      ++bounds[static_cast<size_t>(rank) + 1];
-    }
-  }
-  for (size_t rank = 1; rank < bounds.size(); ++rank) bounds[rank] += bounds[rank - 1];
-  std::vector<int64_t> next(bounds.begin(), bounds.end() - 1);
-  std::vector<int64_t> rows(static_cast<size_t>(bounds.back()));
-  for (size_t row = 0; row < table.size(); ++row) {
-    for (const int32_t rank : table.ranks(row)) {
-      rows[static_cast<size_t>(next[rank]++)] = static_cast<int64_t>(row);
-    }
-  }
-  return py::make_tuple(owned(std::move(rows)), owned(std::move(bounds)));
-}
-
 void append(std::string& text, int64_t number) {
   char digits[24];
   text.append(digits, std::to_chars(digits, digits + sizeof(digits), number).ptr);
@@ -315,7 +287,6 @@ void bindPlannerTable(py::module_& module) {
   module.def("make_batches", &makeBatches, py::arg("table"), py::arg("first"), py::arg("last"),
              py::arg("batch_class"), py::arg("sequence_class"));
   module.def("make_fragments", &makeFragments, py::arg("slices"), py::arg("fragment_class"));
-  module.def("rows_by_rank", &rowsByRank, py::arg("table"), py::arg("num_ranks"));
   module.def("hashed_text", &hashedText, py::arg("table"));
 }
 

@@ -202,7 +202,15 @@ class PlanTable:
         Raises:
             InvalidUsage: a rank that is not below ``num_ranks``.
         """
-        return core.rows_by_rank(self.columns(), num_ranks)
+        wrong = (self.ranks < 0) | (self.ranks >= num_ranks)
+        if wrong.any():
+            place = int(wrong.argmax())
+            raise InvalidUsage(
+                f"micro-batch {self.index[self.rows_of_ranks()[place]]} has rank {self.ranks[place]}, expected 0 to "
+                f"{num_ranks - 1}"
+            )
+        bounds = np.cumsum(np.concatenate([[0], np.bincount(self.ranks, minlength=num_ranks)]))
+        return self.rows_of_ranks()[np.argsort(self.ranks, kind="stable")], bounds
 
     def timeline(self, num_ranks: int) -> list[float]:
         """Predicted start of each micro-batch: when the last of its ranks is free."""

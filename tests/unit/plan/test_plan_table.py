@@ -190,10 +190,12 @@ def test_the_core_reads_nothing_outside_of_its_arrays() -> None:
         core.hashed_text(tuple(columns[:3]))
     with pytest.raises(InvalidUsage, match="rows 0 to 2 of a plan's table were asked for, it has 1"):
         core.make_batches(tuple(columns), 0, 2, MicroBatch, SequenceInfo)
+
+
+def test_ranks_that_a_cluster_does_not_have() -> None:
+    table = PlanTable.of([MicroBatch(0, (0, 1), (SequenceInfo(0, 5),), 0.0, 1.0)])
     with pytest.raises(InvalidUsage, match="micro-batch 0 has rank 1, expected 0 to 0"):
-        core.rows_by_rank(tuple(columns), 1)
-    with pytest.raises(InvalidUsage, match="for 0 ranks"):
-        core.rows_by_rank(tuple(columns), 0)
+        table.rows_by_rank(1)
 
 
 @pytest.mark.parametrize(
