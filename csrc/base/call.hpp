@@ -37,10 +37,8 @@ enum class Algorithm : uint8_t {
   kDirect,         // all peers in one step
   kBinomial,       // tree
   kDissemination,  // barrier
-  kRecursive,  // doubling (all-gather, all-reduce) or halving (reduce-scatter), with a fold for odd
-               // sizes
+  kRecursive,      // doubling (all-reduce) or halving (reduce-scatter), with a fold for odd sizes
   kBruck,
-  kPat,               // Bruck with reversed dimensions: far peers first, bounded buffers
   kRabenseifner,      // reduce-scatter + all-gather
   kScatterAllGather,  // broadcast
   kChain,             // pipelined
@@ -48,7 +46,7 @@ enum class Algorithm : uint8_t {
   kOneShot,           // a kernel reads all peers' memory (peer_reads.hpp)
   kTwoShot,           // ... and writes its part to all of them
 };
-inline constexpr int kNumAlgorithms = 14;
+inline constexpr int kNumAlgorithms = 13;
 const char* opName(OpCode op);
 const char* redOpName(RedOp op);
 const char* algorithmName(Algorithm algorithm);

@@ -43,19 +43,11 @@ class Builder {
 // The largest power of two up to p.
 int powerOfTwoBelow(int p);
 
-// The spans of units [low, high) of a buffer of p blocks. Recursive algorithms work on
-// q = powerOfTwoBelow(p) ranks; rank q + i is folded onto rank i. Unit i of the q units is block i
-// and, where rank q + i exists, block q + i.
-std::vector<Span> unitSpans(const Builder& b, Buffer buffer, int low, int high);
-
 void ringAllGather(Builder& b);
 void directAllGather(Builder& b);
-void recursiveAllGather(Builder& b);
 void bruckAllGather(Builder& b);
-void patAllGather(Builder& b);
 void ringReduceScatter(Builder& b);
 void recursiveReduceScatter(Builder& b);
-void patReduceScatter(Builder& b);
 void directReduceScatter(Builder& b);
 void ringAllReduce(Builder& b);
 void directAllReduce(Builder& b);

@@ -1,15 +1,10 @@
-// Bruck's algorithms and PAT (parallel aggregated trees, arXiv 2506.20252): ceil(log2 p) steps for
-// any p.
+// Bruck's algorithms: ceil(log2 p) steps for any p.
 #include <algorithm>
 
 #include "collective/algorithms.hpp"
 
 namespace hdpcomm::collective {
 namespace {
-
-// Most messages each way in one step of PAT; further ones go to further steps, so that the number
-// in flight is bounded.
-constexpr size_t kMaxMessages = 64;
 
 // Blocks first, first + 1, ... (mod p) of the output: one span, or two where they wrap.
 std::vector<Span> wrapped(const Builder& b, int first, int count) {
@@ -34,56 +29,6 @@ void bruckAllGather(Builder& b) {
       step.sends.push_back({b.mod(b.r() - have), span});
     for (const Span& span : wrapped(b, source, count)) step.recvs.push_back({source, span});
   }
-}
-
-// Every block travels down a binomial tree from its owner. All trees run at once, far edges first:
-// the first messages are single blocks to far peers, the last ones many blocks to the neighbour.
-void patAllGather(Builder& b) {
-  b.move(b.whole(Buffer::kIn), b.block(Buffer::kOut, b.r()));
-  int distance = 1;
-  while (2 * distance < b.p()) distance *= 2;
-  for (; distance >= 1 && b.p() > 1; distance /= 2) {
-    Step* step = nullptr;
-    for (int offset = 0; offset + distance < b.p(); offset += 2 * distance) {
-      if (step == nullptr || step->sends.size() == kMaxMessages) step = &b.step();
-      step->sends.push_back(
-          {b.mod(b.r() + distance), b.block(Buffer::kOut, b.mod(b.r() - offset))});
-      const int from = b.mod(b.r() - distance);
-      step->recvs.push_back({from, b.block(Buffer::kOut, b.mod(from - offset))});
-    }
-  }
-}
-
-// The same trees upwards, near edges first. Sums go to a temporary with one block for each block of
-// the input.
-void patReduceScatter(Builder& b) {
-  const Span out = b.whole(Buffer::kOut);
-  if (b.p() == 1) {
-    b.move(b.block(Buffer::kIn, 0), out);
-    return;
-  }
-  const size_t bytes = out.bytes;
-  b.schedule.temp_bytes = b.p() * bytes;
-  std::vector<bool> summed(b.p(), false);  // by offset: whether the sum is in the temporary already
-  const auto place = [&](int offset) {
-    const int block = b.mod(b.r() - offset);
-    return Span{summed[offset] ? Buffer::kTemp : Buffer::kIn, block * bytes, bytes};
-  };
-  for (int distance = 1; distance < b.p(); distance *= 2) {
-    Step* step = nullptr;
-    std::vector<int> received;
-    for (int offset = 0; offset + distance < b.p(); offset += 2 * distance) {
-      if (step == nullptr || step->sends.size() == kMaxMessages) step = &b.step();
-      step->sends.push_back({b.mod(b.r() - distance), place(offset + distance)});
-      Span target = place(offset);
-      target.buffer = Buffer::kTemp;
-      step->recvs.push_back({b.mod(b.r() + distance), target, true, place(offset)});
-      received.push_back(offset);
-    }
-    for (const int offset : received) summed[offset] = true;
-  }
-  b.move(place(0), out);
-  b.divide(out);
 }
 
 void bruckAllToAll(Builder& b) {

@@ -32,12 +32,8 @@ double allGather(Algorithm algorithm, double n, const Terms& t) {
       return (t.p - 1) * t.a + bytes;
     case Algorithm::kDirect:
       return t.alpha + (t.p - 1) * t.message + bytes;
-    case Algorithm::kRecursive:
-      return t.steps * t.a + bytes + t.folded * (2 * t.a + n * t.beta);
-    case Algorithm::kBruck:
+    default:  // Bruck
       return t.steps * (t.a + t.message) + bytes;
-    default:  // PAT
-      return t.steps * t.alpha + (t.p - 1) * t.message + bytes;
   }
 }
 
@@ -48,10 +44,8 @@ double reduceScatter(Algorithm algorithm, double n, const Terms& t) {
       return (t.p - 1) * t.a + bytes;
     case Algorithm::kDirect:
       return t.alpha + (t.p - 1) * t.message + bytes;
-    case Algorithm::kRecursive:
+    default:  // recursive
       return t.steps * t.a + bytes + t.folded * (2 * t.a + n * (t.beta + t.gamma));
-    default:  // PAT
-      return t.steps * t.alpha + (t.p - 1) * t.message + bytes;
   }
 }
 

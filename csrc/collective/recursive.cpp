@@ -13,6 +13,11 @@ int powerOfTwoBelow(int p) {
   return q;
 }
 
+namespace {
+
+// The spans of units [low, high) of a buffer of p blocks. Rank q + i is folded onto rank i, with q
+// the largest power of two up to p. Unit i of the q units is block i and, where rank q + i exists,
+// block q + i.
 std::vector<Span> unitSpans(const Builder& b, Buffer buffer, int low, int high) {
   const int q = powerOfTwoBelow(b.p());
   const size_t bytes = b.bytes(b.request.count);
@@ -24,48 +29,11 @@ std::vector<Span> unitSpans(const Builder& b, Buffer buffer, int low, int high) 
   return spans;
 }
 
-namespace {
-
 void addSends(Step& step, int peer, const std::vector<Span>& spans) {
   for (const Span& span : spans) step.sends.push_back({peer, span});
 }
 
-void addRecvs(Step& step, int peer, const std::vector<Span>& spans) {
-  for (const Span& span : spans) step.recvs.push_back({peer, span});
-}
-
 }  // namespace
-
-void recursiveAllGather(Builder& b) {
-  const int q = powerOfTwoBelow(b.p());
-  const int r = b.r();
-  const Span own = b.block(Buffer::kOut, r);
-  b.move(b.whole(Buffer::kIn), own);
-  if (r >= q) {
-    b.step().sends.push_back({r - q, own});
-    Step& step = b.step();
-    if (r > 0) step.recvs.push_back({r - q, {Buffer::kOut, 0, own.offset}});
-    const size_t end = own.offset + own.bytes;
-    step.recvs.push_back({r - q, {Buffer::kOut, end, b.p() * own.bytes - end}});
-    return;
-  }
-  const bool has_folded = q + r < b.p();
-  if (has_folded) b.step().recvs.push_back({q + r, b.block(Buffer::kOut, q + r)});
-  for (int distance = 1; distance < q; distance *= 2) {
-    const int low = r / distance * distance;
-    const int peer_low = (r ^ distance) / distance * distance;
-    Step& step = b.step();
-    addSends(step, r ^ distance, unitSpans(b, Buffer::kOut, low, low + distance));
-    addRecvs(step, r ^ distance, unitSpans(b, Buffer::kOut, peer_low, peer_low + distance));
-  }
-  if (has_folded) {
-    const Span theirs = b.block(Buffer::kOut, q + r);
-    const size_t end = theirs.offset + theirs.bytes;
-    Step& step = b.step();
-    step.sends.push_back({q + r, {Buffer::kOut, 0, theirs.offset}});
-    step.sends.push_back({q + r, {Buffer::kOut, end, b.p() * own.bytes - end}});
-  }
-}
 
 void recursiveReduceScatter(Builder& b) {
   const int q = powerOfTwoBelow(b.p());
