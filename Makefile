@@ -139,4 +139,4 @@ $(USER) $(DEVELOPER):
 	touch $@
 
 clean:
-	rm -rf build dist *.egg-info hdpcomm/_core*.so hdpcomm/_testing*.so $(VENV)
+	rm -rf build dist *.egg-info hdpcomm/_core*.so hdpcomm/testing/_native*.so $(VENV)

@@ -44,7 +44,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}",
             "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
-            *(() if self.into_source else ("-DHDPCOMM_TESTING=OFF",)),  # no wheel has _testing
+            *(() if self.into_source else ("-DHDPCOMM_TESTING=OFF",)),  # no wheel has testing._native
         ]
         if ninja := shutil.which("ninja"):
             arguments += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]

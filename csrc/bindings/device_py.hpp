@@ -8,8 +8,8 @@
 
 namespace hdpcomm {
 
-// The calling line of Python. Needs the GIL. Visible to hdpcomm._testing, so that a file has one
-// name in both modules.
+// The calling line of Python. Needs the GIL. Visible to hdpcomm.testing._native, so that a file has
+// one name in both modules.
 [[gnu::visibility("default")]] Site callSite();
 
 // Runs `call(site)` without the GIL, with the site of the Python caller.

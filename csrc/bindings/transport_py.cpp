@@ -12,10 +12,6 @@ namespace py = pybind11;
 namespace hdpcomm {
 namespace {
 
-py::memoryview viewOf(std::byte* data, size_t bytes) {
-  return py::memoryview::from_memory(data, static_cast<py::ssize_t>(bytes), false);
-}
-
 void bindSegment(py::module_& module) {
   py::class_<ShmSegment, std::shared_ptr<ShmSegment>>(module, "ShmSegment")
       .def("address", &ShmSegment::address)
@@ -26,35 +22,12 @@ void bindSegment(py::module_& module) {
 }
 
 void bindFrames(py::module_& module) {
-  // The views do not keep the frame alive: whoever uses them holds it.
-  py::class_<Frame, FramePtr>(module, "Frame")
-      .def(py::init<>())
-      .def_property_readonly("head", [](Frame& f) { return viewOf(f.head(), kFrameHeadBytes); })
-      .def_property_readonly("bulk", [](Frame& f) { return viewOf(f.bulk(), f.bulkBytes()); })
-      .def_property_readonly("bulk_bytes", &Frame::bulkBytes)
-      .def_property_readonly("more", &Frame::more)
-      .def("expect_bulk", &Frame::expectBulk);
   using Unlocked = py::call_guard<GilRelease>;
   py::class_<FrameLink, std::shared_ptr<FrameLink>>(module, "FrameLink")
       .def(py::init<int, int>(), py::arg("rank"), py::arg("size"))
       .def_property_readonly("rank", &FrameLink::rank)
       .def_property_readonly("size", &FrameLink::size)
-      .def(
-          "try_next",
-          [](FrameLink& link, int peer) -> std::pair<bool, FramePtr> {
-            std::optional<FramePtr> frame = link.tryNext(peer);
-            return {frame.has_value(), frame.value_or(nullptr)};
-          },
-          py::arg("peer"), Unlocked())
-      .def("next", &FrameLink::next, py::arg("peer"), Unlocked())
-      .def("deliver", &FrameLink::deliver, py::arg("peer"), py::arg("frame"), Unlocked())
-      .def_property_readonly("closed", &FrameLink::closed)
-      .def("wait_closed", &FrameLink::waitClosed, Unlocked())
-      .def("lost", &FrameLink::lost, py::arg("peer"), py::arg("why"), Unlocked());
-}
-
-void bindSocketCarrier(py::module_& module) {
-  using Unlocked = py::call_guard<GilRelease>;
+      .def_property_readonly("closed", &FrameLink::closed);
   py::class_<SocketCarrier, std::shared_ptr<SocketCarrier>>(module, "SocketCarrier")
       .def(py::init<std::shared_ptr<FrameLink>, double>(), py::arg("link"), py::arg("grace_s"))
       .def("wanted", &SocketCarrier::wanted, Unlocked())
@@ -91,7 +64,6 @@ void bindNccl(py::module_& module) {
 void bindTransport(py::module_& module) {
   bindSegment(module);
   bindFrames(module);
-  bindSocketCarrier(module);
   bindNccl(module);
 }
 

@@ -1,6 +1,6 @@
 #include "testing/module.hpp"
 
-PYBIND11_MODULE(_testing, module) {
+PYBIND11_MODULE(_native, module) {
   using namespace hdpcomm::testing;
   module.doc() = "What only tests need: fakes, checkers and views into the core.";
   pybind11::module_::import("hdpcomm._core");  // has the types that are taken and returned here
@@ -10,6 +10,7 @@ PYBIND11_MODULE(_testing, module) {
   bindDevices(module);
   bindFuzz(module);
   bindNccl(module);
+  bindFrames(module);
   bindViews(module);
   bindSearches(module);
 }

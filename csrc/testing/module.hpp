@@ -11,6 +11,7 @@ void bindDeviceCheck(pybind11::module_& module);
 void bindDevices(pybind11::module_& module);
 void bindFuzz(pybind11::module_& module);
 void bindNccl(pybind11::module_& module);
+void bindFrames(pybind11::module_& module);
 void bindViews(pybind11::module_& module);
 void bindSearches(pybind11::module_& module);
 

@@ -6,7 +6,6 @@
 #include "planner/model/cost_model.hpp"
 #include "planner/model/rings.hpp"
 #include "testing/module.hpp"
-#include "transport/host/framed/frame.hpp"
 #include "transport/host/shm/layout.hpp"
 
 namespace py = pybind11;
@@ -15,8 +14,6 @@ namespace hdpcomm::testing {
 
 void bindViews(py::module_& module) {
   using Unlocked = py::call_guard<GilRelease>;
-  module.attr("FRAME_HEAD_BYTES") = kFrameHeadBytes;
-  module.attr("FRAME_MAGIC") = framed::kMagic;
   // Where the channel of an ordered pair of ranks lies in a segment.
   module.def(
       "channel_offset",

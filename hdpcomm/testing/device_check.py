@@ -27,10 +27,10 @@ from hdpcomm.testing import run_threads
 from hdpcomm.testing.kept_memory import KeptMemory
 
 try:
-    from hdpcomm import _testing
+    from hdpcomm.testing import _native
 except ImportError as error:
     raise ImportError(
-        "hdpcomm.testing.device_check needs hdpcomm._testing, which no wheel contains: build from source with "
+        "hdpcomm.testing.device_check needs hdpcomm.testing._native, which no wheel contains: build from source with "
         "CMAKE_ARGS=-DHDPCOMM_TESTING=ON pip install --no-build-isolation -e ."
     ) from error
 
@@ -156,7 +156,7 @@ class _Options:
 
 def _clean_run(
     fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, options: _Options
-) -> tuple[_testing.DeviceCheck, list[Any]]:
+) -> tuple[_native.DeviceCheck, list[Any]]:
     run, values, error = _run(fn, world_size, args, seed, options)
     reports = _reports(run.reports())
     # A rank that fails by itself leaves the others waiting: then its error is the news.
@@ -170,8 +170,8 @@ def _clean_run(
 
 def _run(
     fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], seed: int, options: _Options
-) -> tuple[_testing.DeviceCheck, list[Any], BaseException | None]:
-    run = _testing.DeviceCheck(seed)
+) -> tuple[_native.DeviceCheck, list[Any], BaseException | None]:
+    run = _native.DeviceCheck(seed)
     # Memory that one rank frees and another is given would be one address for two tensors that nothing orders.
     kept = [KeptMemory() for _ in range(world_size)]
     entered = threading.Barrier(world_size)
@@ -204,7 +204,7 @@ def _run(
     return run, values, error
 
 
-def _reports(found: list[_testing.CheckReport]) -> tuple[OrderingReport, ...]:
+def _reports(found: list[_native.CheckReport]) -> tuple[OrderingReport, ...]:
     return tuple(
         OrderingReport(each.kind, (each.first.file, each.first.line), (each.second.file, each.second.line), each.text)
         for each in found

@@ -23,6 +23,7 @@ from hdpcomm.comm.counter import SharedCounter
 from hdpcomm.testing import spawn
 from tests.faults.test_liveness import TIMEOUT_S, Wire, on_hosts
 from tests.harness.fault_cases import LONG_S, caught, interrupt_soon, still_works, until, wait_for, write_process
+from tests.harness.native import _testing
 
 SHORT_S = 0.3  # is waited for, and nothing else has to happen meanwhile
 FETCH, FETCHED = 9, 10
@@ -34,23 +35,23 @@ class HoldingWire(Wire):
 
     def __init__(self, ranks: int, kind: int) -> None:
         self._kind: int | None = kind
-        self._held: list[tuple[int, int, transport.Frame]] = []
+        self._held: list[tuple[int, int, _testing.Frame]] = []
         self._lock = threading.Lock()
         super().__init__(ranks, lambda *_: None)
 
     def _carry(self, source: int, target: int) -> None:
-        while (frame := self.links[source].next(target)) is not None:
+        while (frame := _testing.next_frame(self.links[source], target)) is not None:
             with self._lock:
                 if frame.head[KIND] == self._kind:
                     self._held.append((source, target, frame))
                     continue
-            self.links[target].deliver(source, frame)
+            _testing.deliver_frame(self.links[target], source, frame)
 
     def release(self) -> None:
         with self._lock:
             self._kind = None
             for source, target, frame in self._held:
-                self.links[target].deliver(source, frame)
+                _testing.deliver_frame(self.links[target], source, frame)
 
 
 def is_fetch(error: hdp.Error, kind: type[hdp.Error]) -> None:
@@ -176,8 +177,8 @@ def test_a_fetch_that_was_given_up_before_it_was_sent_adds_nothing() -> None:
     is_fetch(caught(lambda: counter.fetch_add(5)), hdp.CommTimeout)
 
     def carry(source: int, target: int) -> None:
-        while (frame := links[source].next(target)) is not None:
-            links[target].deliver(source, frame)
+        while (frame := _testing.next_frame(links[source], target)) is not None:
+            _testing.deliver_frame(links[target], source, frame)
 
     carriers = [threading.Thread(target=carry, args=pair) for pair in ((0, 1), (1, 0))]
     for carrier in carriers:
@@ -197,7 +198,7 @@ def test_a_lost_connection() -> None:
         if comm.rank == 0:
             assert over.wait(LONG_S)
         else:
-            threading.Timer(0.1, wire.links[1].lost, (0, "the wire was cut")).start()
+            threading.Timer(0.1, _testing.lose_peer, (wire.links[1], 0, "the wire was cut")).start()
             error = caught(counter.fetch_add)
             over.set()
             is_fetch(error, hdp.PeerLost)

@@ -64,7 +64,7 @@ HEAD = struct.Struct("<IBBhQQQQIIII")
 DATA, ACCEPTED, FAILURE, GOODBYE, FETCH, FETCHED, HEARD_GOODBYE = 0, 1, 3, 7, 9, 10, 11
 
 
-def changed(frame: transport.Frame, **values: int) -> None:
+def changed(frame: _testing.Frame, **values: int) -> None:
     head = dict(zip(FIELDS, HEAD.unpack_from(frame.head), strict=True))
     assert head.keys() >= values.keys()
     HEAD.pack_into(frame.head, 0, *(head | values).values())
@@ -101,18 +101,18 @@ def framed_pair() -> tuple[list[transport.FrameLink], list[Communicator]]:
 def test_frames(count: int, field: str, values: dict[str, int]) -> None:
     links, comms = framed_pair()
     work = comms[1].send(torch.ones(count), 0, async_op=True)
-    frame = links[1].next(0)
+    frame = _testing.next_frame(links[1], 0)
     assert frame is not None
     guarded = Guarded(count)
     changed(frame, **values)
-    links[0].deliver(1, frame)
+    _testing.deliver_frame(links[0], 1, frame)
     error = caught(lambda: comms[0].recv(guarded.buffer, 1))
     guarded.check()
     assert isinstance(error, hdp.PeerLost)
     assert error.peer == 1
     assert "rank 1 was cut off" in str(error)
     assert field in str(error) or (count > 4 and "the index of" in str(error))
-    assert not links[0].deliver(1, frame)  # nothing more of it is taken
+    assert not _testing.deliver_frame(links[0], 1, frame)  # nothing more of it is taken
     for comm in comms:
         comm.close()
     assert isinstance(caught(work.wait), hdp.Error)
@@ -134,11 +134,11 @@ def test_later_pieces(field: str, values: dict[str, int]) -> None:
     comms[1].send(torch.ones(count), 0, async_op=True)
     guarded = Guarded(count)
     for i in range(2):
-        frame = links[1].next(0)
+        frame = _testing.next_frame(links[1], 0)
         assert frame is not None
         if i == 1:
             changed(frame, **values)
-        links[0].deliver(1, frame)
+        _testing.deliver_frame(links[0], 1, frame)
     error = caught(lambda: comms[0].recv(guarded.buffer, 1))
     guarded.check()
     assert isinstance(error, hdp.PeerLost)
@@ -151,14 +151,14 @@ def test_later_pieces(field: str, values: dict[str, int]) -> None:
 def test_more_than_the_window() -> None:
     links, comms = framed_pair()
     comms[1].send(torch.ones((512 << 10) // 4), 0, async_op=True)
-    frame = links[1].next(0)
+    frame = _testing.next_frame(links[1], 0)
     assert frame is not None
     for index in range(17):
-        copy = transport.Frame()
+        copy = _testing.Frame()
         copy.head[:] = frame.head
         changed(copy, index=index)
         copy.expect_bulk()
-        links[0].deliver(1, copy)
+        _testing.deliver_frame(links[0], 1, copy)
 
     def receive() -> None:
         for _ in range(17):
@@ -177,7 +177,7 @@ def test_small_frames_do_not_fill_the_memory(kind: int) -> None:
     links, comms = framed_pair()
     most, before = 2 * (8 << 20), resident_bytes()
     sent = 0
-    while links[0].deliver(1, made(kind, index=sent, number=sent, cause=-1)):
+    while _testing.deliver_frame(links[0], 1, made(kind, index=sent, number=sent, cause=-1)):
         sent += 1
         assert sent < 300_000
     assert sent > 1000
@@ -204,8 +204,8 @@ def counting_pair() -> tuple[list[transport.FrameLink], list[Communicator], list
     return links, comms, [SharedCounter(own), SharedCounter(other)]
 
 
-def made(kind: int, **values: int) -> transport.Frame:
-    frame = transport.Frame()
+def made(kind: int, **values: int) -> _testing.Frame:
+    frame = _testing.Frame()
     HEAD.pack_into(frame.head, 0, _testing.FRAME_MAGIC, kind, *[values.get(name, 0) for name in FIELDS[2:]])
     return frame
 
@@ -225,7 +225,7 @@ def made(kind: int, **values: int) -> transport.Frame:
 )
 def test_fetches(told: str, values: dict[str, int]) -> None:
     links, comms, counters = counting_pair()
-    assert not links[0].deliver(1, made(FETCH, **({"other": 1, "bytes": 1} | values)))
+    assert not _testing.deliver_frame(links[0], 1, made(FETCH, **({"other": 1, "bytes": 1} | values)))
     error = caught(lambda: comms[0].recv(torch.zeros(1), 1))
     assert isinstance(error, hdp.PeerLost)
     assert f"rank 1 was cut off: {told}" in str(error).replace(" while rank 0 waited for it", "")
@@ -239,8 +239,8 @@ def test_fetches_of_counters_that_are_not_there(other: int) -> None:
     """No generation but the present one is counted; the answer says so, and the peer stays."""
     links, comms, counters = counting_pair()
     for number in (0, 15):
-        assert links[0].deliver(1, made(FETCH, other=other, bytes=7, number=number, index=number // 15))
-        answer = links[0].next(1)
+        assert _testing.deliver_frame(links[0], 1, made(FETCH, other=other, bytes=7, number=number, index=number // 15))
+        answer = _testing.next_frame(links[0], 1)
         assert answer is not None
         head = dict(zip(FIELDS, HEAD.unpack_from(answer.head), strict=True))
         assert (head["kind"], head["detail"], head["index"], head["number"]) == (FETCHED, 1, number // 15, 0)
@@ -252,8 +252,8 @@ def test_fetches_of_counters_that_are_not_there(other: int) -> None:
 def test_fetches_whose_answers_nobody_takes() -> None:
     links, comms, counters = counting_pair()
     for index in range(64):
-        assert links[0].deliver(1, made(FETCH, other=1, bytes=1, index=index))
-    assert not links[0].deliver(1, made(FETCH, other=1, bytes=1, index=64))
+        assert _testing.deliver_frame(links[0], 1, made(FETCH, other=1, bytes=1, index=index))
+    assert not _testing.deliver_frame(links[0], 1, made(FETCH, other=1, bytes=1, index=64))
     assert "asks for counters and takes no answers" in str(caught(lambda: comms[0].recv(torch.zeros(1), 1)))
     assert counters[0].fetch_add() == 64
     for comm in comms:
@@ -274,13 +274,13 @@ def test_answers(told: str, values: dict[str, int]) -> None:
     links, comms, counters = counting_pair()
     with ThreadPoolExecutor(1) as pool:
         fetches = pool.submit(caught, counters[1].fetch_add)
-        frame = links[1].next(0)
+        frame = _testing.next_frame(links[1], 0)
         assert frame is not None
-        assert links[0].deliver(1, frame)
-        answer = links[0].next(1)
+        assert _testing.deliver_frame(links[0], 1, frame)
+        answer = _testing.next_frame(links[0], 1)
         assert answer is not None
         changed(answer, **values)
-        assert not links[1].deliver(0, answer)
+        assert not _testing.deliver_frame(links[1], 0, answer)
         error = fetches.result()
     assert isinstance(error, hdp.PeerLost)
     assert f"rank 0 was cut off: {told}" in str(error).replace("cut off: it answered", "cut off: answered")
@@ -291,7 +291,7 @@ def test_answers(told: str, values: dict[str, int]) -> None:
 
 def test_an_answer_to_no_question() -> None:
     links, comms, counters = counting_pair()
-    assert not links[1].deliver(0, made(FETCHED))
+    assert not _testing.deliver_frame(links[1], 0, made(FETCHED))
     error = caught(counters[1].fetch_add)
     assert isinstance(error, hdp.PeerLost)
     assert "rank 0 was cut off: it answered for a counter that nobody asked for" in str(error)
@@ -301,7 +301,7 @@ def test_an_answer_to_no_question() -> None:
 
 def test_who_hears_a_goodbye_that_nobody_said() -> None:
     links, comms = framed_pair()
-    assert not links[0].deliver(1, made(HEARD_GOODBYE))
+    assert not _testing.deliver_frame(links[0], 1, made(HEARD_GOODBYE))
     error = caught(lambda: comms[0].recv(torch.zeros(1), 1))
     assert isinstance(error, hdp.PeerLost)
     assert "it heard a goodbye that nobody said" in str(error)

@@ -24,6 +24,7 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.testing import spawn
 from tests.faults.test_unattended import on_threads
 from tests.harness.fault_cases import LONG_S, caught, until, wait_for, write_process
+from tests.harness.native import _testing
 
 TIMEOUT_S = 1.5
 PING, PONG = 5, 6  # kinds of frames
@@ -166,7 +167,7 @@ def test_an_activity_ends_with_its_block_however_that_is_left() -> None:
 class Wire:
     """Moves the frames of ranks that are threads, after ``change`` has seen each."""
 
-    def __init__(self, ranks: int, change: Callable[[int, transport.Frame], None]) -> None:
+    def __init__(self, ranks: int, change: Callable[[int, _testing.Frame], None]) -> None:
         self.links = [transport.FrameLink(rank, ranks) for rank in range(ranks)]
         self._change = change
         for source in range(ranks):
@@ -175,15 +176,15 @@ class Wire:
                     threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
 
     def _carry(self, source: int, target: int) -> None:
-        while (frame := self.links[source].next(target)) is not None:
+        while (frame := _testing.next_frame(self.links[source], target)) is not None:
             self._change(source, frame)
-            self.links[target].deliver(source, frame)
+            _testing.deliver_frame(self.links[target], source, frame)
 
 
 def on_hosts(
     hosts: list[int],
     program: Callable[[Communicator], None],
-    change: Callable[[int, transport.Frame], None] = lambda *_: None,
+    change: Callable[[int, _testing.Frame], None] = lambda *_: None,
     timeout: float = 2 * TIMEOUT_S,
     timeouts: Sequence[float] = (),
     wire: Wire | None = None,
@@ -245,7 +246,7 @@ def test_a_rank_that_is_asked_all_the_time_asks_too() -> None:
     """Only an answer tells what a rank did last; its questions do not."""
     pings: list[list[bytes]] = [[], []]  # of each rank
 
-    def look(source: int, frame: transport.Frame) -> None:
+    def look(source: int, frame: _testing.Frame) -> None:
         if frame.head[4] == PING:
             pings[source].append(bytes(frame.head))
 
@@ -255,9 +256,9 @@ def test_a_rank_that_is_asked_all_the_time_asks_too() -> None:
         """In the name of rank 1, many times as often as rank 0 would ask by itself."""
         while not asked.wait(0.05):
             if pings[1]:
-                frame = transport.Frame()
+                frame = _testing.Frame()
                 frame.head[:] = pings[1][0]
-                wire.links[0].deliver(1, frame)
+                _testing.deliver_frame(wire.links[0], 1, frame)
 
     def program(comm: Communicator) -> None:
         with comm.liveness_deadlines():
@@ -312,7 +313,7 @@ HUGE = 2**63 + 5
     ],
 )
 def test_an_answer_that_no_rank_gives_cuts_its_sender_off(field: str, at: int, form: str, value: int) -> None:
-    def forge(source: int, frame: transport.Frame) -> None:
+    def forge(source: int, frame: _testing.Frame) -> None:
         if source == 1 and frame.head[4] == PONG:
             struct.pack_into(form, frame.head, at, value)
 
@@ -333,7 +334,7 @@ def test_an_answer_that_no_rank_gives_cuts_its_sender_off(field: str, at: int, f
 
 
 def test_what_an_answer_says_is_made_printable() -> None:
-    def forge(source: int, frame: transport.Frame) -> None:
+    def forge(source: int, frame: _testing.Frame) -> None:
         if source == 1 and frame.head[4] == PONG:
             frame.head[80:84] = b"\x1b[2\n"  # behind the header
 

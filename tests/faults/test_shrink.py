@@ -22,6 +22,7 @@ from hdpcomm.testing import spawn
 from tests.faults.test_hostile_peers import framed_pair
 from tests.harness.fakes import run_threads
 from tests.harness.fault_cases import LONG_S, caught, still_works, wait_for
+from tests.harness.native import _testing
 
 KILLS = int(os.environ.get("SHRINK_KILLS", "6"))  # in all
 RANKS = 4
@@ -260,9 +261,9 @@ def test_who_said_goodbye_has_left() -> None:
     links, comms = framed_pair()
     assert not comms[1]._core.world.has_left(0)
     comms[0].close()
-    frame = links[0].next(1)
+    frame = _testing.next_frame(links[0], 1)
     assert frame is not None
-    links[1].deliver(0, frame)
+    _testing.deliver_frame(links[1], 0, frame)
     assert comms[1]._core.world.has_left(0)
     comms[1].close()
 

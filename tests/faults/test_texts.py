@@ -15,6 +15,7 @@ from hdpcomm.errors import plain_text
 from hdpcomm.testing import spawn
 from tests.faults.test_hostile_peers import FAILURE, GOODBYE, changed, framed_pair
 from tests.harness.fault_cases import LONG_S, caught
+from tests.harness.native import _testing
 
 TEXTS = {
     "Chinese": "/数据/" * 150,
@@ -71,11 +72,10 @@ def test_texts_that_no_rank_sends(pieces: list[bytes], kind: int) -> None:
     text = b"".join(pieces)[:700]
     links, comms = framed_pair()
     work = comms[1].send(torch.ones(4), 0, async_op=True)
-    frame: Any = links[1].next(0)
-    big = hdp._core.transport.Frame(len(text)) if len(text) > 900 else frame
-    changed(big, kind=kind, piece=len(text), detail=5, flags=0, index=0)
-    memoryview(big.head)[80 : 80 + len(text)] = text
-    links[0].deliver(1, big)
+    frame: Any = _testing.next_frame(links[1], 0)
+    changed(frame, kind=kind, piece=len(text), detail=5, flags=0, index=0)
+    memoryview(frame.head)[80 : 80 + len(text)] = text
+    _testing.deliver_frame(links[0], 1, frame)
     error = caught(lambda: comms[0].recv(torch.zeros(4), 1))
     assert is_plain(str(error)), repr(str(error))
     for comm in comms:

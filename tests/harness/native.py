@@ -1,12 +1,12 @@
-"""``hdpcomm._testing``: what only tests need, and only test builds have."""
+"""``hdpcomm.testing._native``: what only tests need, and only test builds have."""
 
 from __future__ import annotations
 
 try:
-    from hdpcomm import _testing
+    from hdpcomm.testing import _native as _testing
 except ImportError as error:
     raise ImportError(
-        f"hdpcomm._testing is not there ({error}): build with -DHDPCOMM_TESTING=ON, as `make build` does, or "
+        f"hdpcomm.testing._native is not there ({error}): build with -DHDPCOMM_TESTING=ON, as `make build` does, or "
         "CMAKE_ARGS=-DHDPCOMM_TESTING=ON pip install --no-build-isolation -e ."
     ) from error
 

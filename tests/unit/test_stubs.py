@@ -18,7 +18,7 @@ from tests.harness.native import _testing
 PACKAGE = Path(hdpcomm.__file__).parent
 STUBS = {
     f"hdpcomm.{path.relative_to(PACKAGE).with_suffix('')}".replace("/", ".").removesuffix(".__init__"): path
-    for path in (*(PACKAGE / "_core").glob("*.pyi"), PACKAGE / "_testing.pyi")
+    for path in (*(PACKAGE / "_core").glob("*.pyi"), PACKAGE / "testing/_native.pyi")
 }
 # A parameter: its name, and a mark for one that is given by position or by keyword only.
 Signature = tuple[str, ...]
@@ -138,7 +138,7 @@ def test_stub_and_module_say_the_same(name: str) -> None:
 
 def test_each_room_has_a_stub() -> None:
     rooms = {f"hdpcomm._core.{name}" for name, value in vars(hdpcomm._core).items() if inspect.ismodule(value)}
-    assert rooms | {"hdpcomm._core", "hdpcomm._testing"} == set(STUBS)
+    assert rooms | {"hdpcomm._core", "hdpcomm.testing._native"} == set(STUBS)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(TOP / name, folder)
     for name in ("hdpcomm", "tests"):
         shutil.copytree(TOP / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    assert (folder / "hdpcomm" / TESTING.name).exists()
+    assert (folder / "hdpcomm/testing" / TESTING.name).exists()
     return folder
 
 
@@ -61,7 +61,7 @@ def test_files(tree: Path) -> None:
     assert files[0] == "hdpcomm._core"
     assert {"lib/hdpcomm/__init__.py", "lib/hdpcomm/py.typed", "lib/hdpcomm/_core/transport.pyi"} <= set(files)
     assert all(name.startswith("lib/hdpcomm/") for name in files[1:])
-    wrong = re.compile(r"\b_?testing\.(pyi|.*so)|/tests?/|fake|\.cpp|\.so$|conftest|/test_")
+    wrong = re.compile(r"\b_native\.(pyi|.*so)|/tests?/|fake|\.cpp|\.so$|conftest|/test_")
     assert [name for name in files if wrong.search(name)] == []
 
 
@@ -120,7 +120,7 @@ def test_the_source_distribution_has_all_that_building_takes(tmp_path: Path) -> 
         "LICENSE",
         ".ci/keep-ptxas-report",
     }
-    assert needed - packed == {"hdpcomm/_testing.pyi"}
+    assert needed - packed == {"hdpcomm/testing/_native.pyi"}
     assert [name for name in packed if name.startswith(("tests/", "benchmarks/"))] == []
 
 

@@ -26,6 +26,7 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.connections import Connections, listen
 from hdpcomm.comm.secret import Secret
 from tests.harness.fault_cases import LONG_S
+from tests.harness.native import _testing
 from tests.ranks.scale.test_network_faults import linked, together
 
 OURS, THEIRS = Secret("o" * 20), Secret("t" * 20)
@@ -259,20 +260,11 @@ def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 # --- bytes in pieces of any size
 
 
-def serialized(frame: transport.Frame) -> bytes:
+def serialized(frame: _testing.Frame) -> bytes:
     """A frame as it goes over a connection: its header, and the payload that this counts."""
     head = bytes(frame.head)
     piece = struct.unpack_from("=I", head, 40)[0]
     return head[:HEADER_BYTES] + (bytes(frame.bulk) if frame.bulk_bytes else head[HEADER_BYTES : HEADER_BYTES + piece])
-
-
-def frames_of(link: transport.FrameLink, peer: int) -> list[transport.Frame]:
-    found = []
-    while True:
-        now, frame = link.try_next(peer)
-        if not now or frame is None:
-            return found
-        found.append(frame)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -290,13 +282,13 @@ def test_frames_come_in_pieces_of_any_size(seed: int) -> None:
     limit = time.monotonic() + LONG_S
     while not all(each.done() for each in receives):
         assert time.monotonic() < limit
-        data = b"".join(serialized(frame) for frame in frames_of(links[0], 1))
+        data = b"".join(serialized(frame) for frame in _testing.waiting_frames(links[0], 1))
         while data:
             count = draw.choice([1, 3, 79, 80, 81, 1000, 16_384, 16_385, 1 << 20])
             ours.sendall(data[:count])
             data = data[count:]
-        for frame in frames_of(links[1], 0):  # what it answers, which has no connection here
-            links[0].deliver(1, frame)
+        for frame in _testing.waiting_frames(links[1], 0):  # what it answers, which has no connection here
+            _testing.deliver_frame(links[0], 1, frame)
         all(each.done() for each in sends)
     assert all(torch.equal(a, b) for a, b in zip(got, sent, strict=True))
     ours.close()

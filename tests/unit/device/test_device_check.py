@@ -447,8 +447,8 @@ def test_a_seed_gives_the_same_report_again() -> None:
 
 
 def test_build_without_check_says_which_build_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hdpcomm._testing", None)
-    monkeypatch.delattr(hdpcomm, "_testing")
+    monkeypatch.setitem(sys.modules, "hdpcomm.testing._native", None)
+    monkeypatch.delattr(hdpcomm.testing, "_native")
     monkeypatch.delitem(sys.modules, "hdpcomm.testing.device_check")
     with pytest.raises(ImportError, match="no wheel contains: build from source with CMAKE_ARGS=-DHDPCOMM_TESTING=ON"):
         importlib.import_module("hdpcomm.testing.device_check")

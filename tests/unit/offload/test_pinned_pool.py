@@ -282,10 +282,10 @@ from hdpcomm.offload.pool import open_device
 sys.setswitchinterval(1e-6)
 device, over = open_device("cpu"), threading.Event()
 
-def make_frames():
+def make_links():
     kept = []
     while not over.is_set():
-        kept.append(transport.Frame())
+        kept.append(transport.FrameLink(0, 1))
         if len(kept) > 500:
             kept.clear()
 
@@ -293,9 +293,9 @@ def make_pools():
     for _ in range(2500):
         offload.PinnedPool(device, 4096)
 
-frames = [threading.Thread(target=make_frames) for _ in range(2)]
+links = [threading.Thread(target=make_links) for _ in range(2)]
 pools = [threading.Thread(target=make_pools) for _ in range(4)]
-for thread in frames + pools:
+for thread in links + pools:
     thread.start()
 for thread in pools:
     thread.join()

@@ -33,7 +33,6 @@ enum class Kind : uint8_t {
 inline constexpr uint32_t kConfirm = 1;  // kData: the sender wants a kAccepted
 inline constexpr uint8_t kHasPulse = 1;  // `detail` of a kPong
 inline constexpr uint32_t kDropped = 2;  // kRejected: no operation received it; there is no call
-inline constexpr uint32_t kMore = 1u << 31;  // any kind: see Frame::more()
 
 struct Header {
   uint32_t magic = kMagic;
@@ -76,12 +75,6 @@ inline Header readHeader(const Frame& frame) {
 
 inline void writeHeader(Frame& frame, const Header& header) {
   std::memcpy(frame.head(), &header, sizeof header);
-}
-
-inline void announceMore(Frame& frame) {
-  Header header = readHeader(frame);
-  header.flags |= kMore;
-  writeHeader(frame, header);
 }
 
 inline std::byte* payload(Frame& frame) {

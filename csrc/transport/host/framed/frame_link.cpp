@@ -37,8 +37,6 @@ size_t Frame::expectBulk() {
   return bulk_bytes_;
 }
 
-bool Frame::more() const noexcept { return (framed::readHeader(*this).flags & framed::kMore) != 0; }
-
 FrameLink::FrameLink(int rank, int size)
     : rank_(rank), peers_(static_cast<size_t>(std::max(size, 0))), ping_after_(pingAfter()) {
   if (size < 1 || size > 4096 || rank < 0 || rank >= size) {
@@ -62,7 +60,6 @@ bool FrameLink::isReady(const Peer& peer) const {
 }
 
 void FrameLink::wakeCarrier(Peer& peer) {
-  peer.for_carrier.notify_all();
   if (carrier_wake_) carrier_wake_(peer.rank);
 }
 
@@ -71,22 +68,11 @@ void FrameLink::setCarrierWake(std::function<void(int)> wake) {
   carrier_wake_ = std::move(wake);
 }
 
-FramePtr FrameLink::next(int peer_rank) {
-  std::unique_lock lock(mutex_);
-  Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
-  peer.for_carrier.wait(lock, [&] { return isReady(peer); });
-  return takeNext(lock, peer);
-}
-
 std::optional<FramePtr> FrameLink::tryNext(int peer_rank) {
   std::unique_lock lock(mutex_);
   Peer& peer = peers_.at(static_cast<size_t>(peer_rank));
   if (!isReady(peer)) return std::nullopt;
-  return takeNext(lock, peer);
-}
-
-FramePtr FrameLink::takeNext(std::unique_lock<std::mutex>& lock, Peer& peer) {
-  if (!peer.loss.empty()) return nullptr;
+  if (!peer.loss.empty()) return FramePtr();
   if (std::exchange(peer.heard_due, false)) {
     Header header;
     header.kind = Kind::kHeardGoodbye;
@@ -102,10 +88,9 @@ FramePtr FrameLink::takeNext(std::unique_lock<std::mutex>& lock, Peer& peer) {
   }
   if (answerDue(peer)) return makeAnswer(peer);
   if (fetchDue(peer)) return makeFetch(peer);
-  if (peer.outbox.empty()) return nullptr;  // closed
+  if (peer.outbox.empty()) return FramePtr();  // closed
   FramePtr frame = std::move(peer.outbox.front());
   peer.outbox.pop_front();
-  if (!peer.outbox.empty()) framed::announceMore(*frame);
   signal(lock);
   return frame;
 }
@@ -163,11 +148,6 @@ bool FrameLink::deliver(int peer_rank, FramePtr frame) {
   arrivals_.push_back({peer_rank, std::move(frame)});
   signal(lock);
   return !ended;
-}
-
-void FrameLink::waitClosed() {
-  std::unique_lock lock(mutex_);
-  for_transport_.wait(lock, [&] { return closed_; });
 }
 
 bool FrameLink::closed() const {

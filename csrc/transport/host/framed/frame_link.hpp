@@ -1,10 +1,8 @@
-// The queues between the framed transport and the carrier that moves its frames to other hosts,
-// such as a torch process group driven from Python.
+// The queues between the framed transport and the carrier that moves its frames to other hosts.
 //
-// For every peer a carrier needs a thread that takes frames by next() and sends them in order, and
-// one that receives frames and passes them to deliver(). It knows nothing of messages, operations
-// or failures: a frame is a head of fixed size and, if bulkBytes() is not 0, bytes that follow it.
-// Thread-safe.
+// A carrier takes frames by tryNext() and sends them in order, and passes what it receives to
+// deliver(). It knows nothing of messages, operations or failures: a frame is a head of fixed size
+// and, if bulkBytes() is not 0, bytes that follow it. Thread-safe.
 #pragma once
 
 #include <chrono>
@@ -41,9 +39,6 @@ class Frame {
   // Call after the head has been received: allocates the bytes that follow it, and returns how
   // many. Throws Error if the head is not of this version.
   size_t expectBulk();
-  // Another frame follows at once: its head is under way before anything is done with this one, so
-  // that the receiver can ask for the bytes behind both, and the link is never idle in between.
-  bool more() const noexcept;
   void allocate(size_t bulk_bytes) {
     bulk_ = std::make_unique_for_overwrite<std::byte[]>(bulk_bytes);
     bulk_bytes_ = bulk_bytes;
@@ -64,16 +59,13 @@ class FrameLink {
   int size() const noexcept { return static_cast<int>(peers_.size()); }
 
   // --- the carrier's side; any thread
-  // Waits for the next frame to send to `peer`. Null after the last one (the goodbye), or if the
-  // peer was lost.
-  FramePtr next(int peer);
-  // The same without waiting; nothing: there is no frame now.
+  // The next frame to send to `peer`; nothing: there is none now. Null after the last one (the
+  // goodbye), or if the peer was lost.
   std::optional<FramePtr> tryNext(int peer);
   // Passes on a frame from `peer`, in order. False: no more is wanted: it was the peer's last
   // frame, it told that the peer has our last one, or no rank sends it, and the peer is lost.
   bool deliver(int peer, FramePtr frame);
-  // Returns when no more frames will be posted.
-  void waitClosed();
+  // No more frames will be posted.
   bool closed() const;
   // Sets a function that is called, with locks held, whenever there may be a frame for a peer.
   void setCarrierWake(std::function<void(int peer)> wake);
@@ -128,7 +120,6 @@ class FrameLink {
  private:
   struct Peer {
     int rank = 0;
-    std::condition_variable for_carrier;
     std::deque<FramePtr> outbox;
     std::string loss;
     bool ended = false;         // its last frame has arrived
@@ -156,7 +147,6 @@ class FrameLink {
   void signal(std::unique_lock<std::mutex>& lock);
   // All under the lock:
   bool isReady(const Peer& peer) const;
-  FramePtr takeNext(std::unique_lock<std::mutex>& lock, Peer& peer);  // may unlock
   void wakeCarrier(Peer& peer);
   FramePtr makePong(const Peer& peer) const;
   void takePong(int peer_rank, Peer& peer, Frame& frame);

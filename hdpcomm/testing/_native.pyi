@@ -1,12 +1,12 @@
 # What only tests need (csrc/testing); tests/harness/native.py says how to build it.
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from hdpcomm._core.collective import DeviceTransportCosts
 from hdpcomm._core.comm import LinkCosts, StreamEngine
 from hdpcomm._core.device import Device
 from hdpcomm._core.planner import CostModel
-from hdpcomm._core.transport import NcclLibrary
+from hdpcomm._core.transport import FrameLink, NcclLibrary
 
 # --- schedules and the algorithms that are chosen
 def schedule(
@@ -201,10 +201,23 @@ class FakeNccl:
     def join(self, rank: int, timeout: float = 1.0, nodes: Sequence[int] = ...) -> NcclMember: ...
     def run(self, seed: int) -> str: ...
 
-# --- what the core knows and the product does not ask
+# --- frames between hosts
 FRAME_HEAD_BYTES: int
 FRAME_MAGIC: int
 
+class Frame:
+    def __init__(self) -> None: ...
+    head: Final[memoryview]
+    bulk: Final[memoryview]
+    bulk_bytes: Final[int]
+    def expect_bulk(self) -> int: ...
+
+def next_frame(link: FrameLink, peer: int) -> Frame | None: ...  # waits for it; None: the last one was taken
+def waiting_frames(link: FrameLink, peer: int) -> list[Frame]: ...
+def deliver_frame(link: FrameLink, peer: int, frame: Frame) -> bool: ...
+def lose_peer(link: FrameLink, peer: int, why: str) -> None: ...
+
+# --- what the core knows and the product does not ask
 def channel_offset(num_ranks: int, payload_bytes: int, src: int, dst: int) -> int: ...  # in a shared segment
 def arena_bytes(engine: StreamEngine) -> int: ...  # of device memory that peers map
 def scratch_bytes(engine: StreamEngine) -> int: ...
