@@ -92,11 +92,6 @@ bool Heap::contains(const void* data, size_t bytes) const noexcept {
   return address >= start && address + bytes <= start + mapping_.bytes();
 }
 
-size_t Heap::usedBytes() const {
-  std::lock_guard lock(mutex_);
-  return used_;
-}
-
 PeerHeap::PeerHeap(int pid, int descriptor) {
   size_t bytes = 0;
   const Fd fd = openSharedFile(pid, descriptor, O_RDONLY, &bytes);

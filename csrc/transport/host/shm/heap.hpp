@@ -27,7 +27,6 @@ class Heap : public std::enable_shared_from_this<Heap> {
   std::shared_ptr<std::byte> allocate(size_t bytes);
   const std::byte* base() const noexcept { return mapping_.data(); }
   bool contains(const void* data, size_t bytes) const noexcept;
-  size_t usedBytes() const;
 
  private:
   Heap(Fd fd, Mapping mapping);
@@ -35,7 +34,7 @@ class Heap : public std::enable_shared_from_this<Heap> {
 
   Fd fd_;
   Mapping mapping_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::map<size_t, size_t> free_;  // offset -> bytes; neighbours are merged
   size_t used_ = 0;
   size_t touched_end_ = 0;  // end of the highest block ever allocated

@@ -39,7 +39,7 @@ Fd createSharedFileAnywhere(const char* name, size_t bytes) {
   throw Error(ErrorKind::kInternal,
               "no shared memory of " + std::to_string(bytes) +
                   " bytes: memfd_create() is not allowed here, and no file could take its place (" +
-                  tried + "); allow it, make room, or take transport='torch'");
+                  tried + "); allow it, make room, or take transport='tcp'");
 }
 
 Fd createSharedFile(const char* name, size_t bytes) {
