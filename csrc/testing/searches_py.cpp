@@ -12,6 +12,7 @@
 #include "planner/model/jobs.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
+#include "planner/model/round_queue.hpp"
 #include "planner/pipeline/wave_planner.hpp"
 #include "planner/simulate/finish_plan.hpp"
 #include "testing/module.hpp"
@@ -40,6 +41,30 @@ std::vector<MicroBatch> microBatches(const Batches& pairs) {
     batches.push_back(std::move(batch));
   }
   return batches;
+}
+
+// For each turn (passed, later) which entry comes next once so many are passed over; that one is
+// then so much later, or gone if `later` is below 0.
+std::vector<int32_t> entriesInTurn(const std::vector<double>& times,
+                                   const std::vector<std::pair<int, double>>& turns) {
+  std::vector<planner::RoundQueue::Entry> entries;
+  for (const double time : times) entries.emplace_back(time, static_cast<int32_t>(entries.size()));
+  planner::RoundQueue queue(std::move(entries));
+  std::vector<int32_t> found;
+  for (const auto& [passed, later] : turns) {
+    std::vector<planner::RoundQueue::Entry> taken;
+    for (int i = 0; i < passed && !queue.empty(); ++i) {
+      taken.push_back(queue.top());
+      queue.pop();
+    }
+    if (!queue.empty()) {
+      const auto [time, id] = queue.top();
+      found.push_back(id);
+      later < 0 ? queue.pop() : queue.replaceTop({time + later, id});
+    }
+    for (auto entry = taken.rbegin(); entry != taken.rend(); ++entry) queue.putBack(*entry);
+  }
+  return found;
 }
 
 py::dict packBlocks(const CostModel& cost, std::vector<int64_t> lengths, double target) {
@@ -76,6 +101,7 @@ std::vector<std::pair<uint64_t, Batches>> arrangeWaves(
 }  // namespace
 
 void bindSearches(py::module_& module) {
+  module.def("entries_in_turn", &entriesInTurn, py::arg("times"), py::arg("turns"));
   module.def("pack_blocks", &packBlocks, py::arg("cost"), py::arg("lengths"), py::arg("target"));
   module.def("arrange_waves", &arrangeWaves, py::arg("cost"), py::arg("lengths"),
              py::arg("shapes"));

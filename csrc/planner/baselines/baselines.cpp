@@ -13,10 +13,10 @@
 
 #include "base/error.hpp"
 #include "planner/model/cost_model.hpp"
-#include "planner/model/least_first.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
 #include "planner/model/rings.hpp"
+#include "planner/model/round_queue.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
 namespace hdpcomm::planner {
@@ -168,17 +168,17 @@ class AlignedRanks {
  private:
   void sortPlaces(int size) {
     size_ = size;
-    std::vector<TimedEntry> places;
+    std::vector<RoundQueue::Entry> places;
     const int ranks = static_cast<int>(ready_.size());
     for (int first = 0; first + size <= ranks; first += size) {
       const auto begin = ready_.begin() + first;
       places.push_back({*std::max_element(begin, begin + size), first});
     }
-    places_ = LeastFirst(std::move(places));
+    places_ = RoundQueue(std::move(places));
   }
 
   std::vector<double> ready_;
-  LeastFirst places_;  // when it is free, and its first rank
+  RoundQueue places_{{}};  // when it is free, and its first rank
   int size_ = 0;
 };
 
@@ -290,9 +290,9 @@ Plan planNaive(const Problem& problem, double limit) {
       if (pieces[i].size > 1) neighbours[i] = takeNeighbours(pieces[i].size, counts);
     }
   }
-  std::vector<TimedEntry> entries;  // micro-batches and rank
+  std::vector<RoundQueue::Entry> entries;  // micro-batches and rank
   for (int32_t rank = 0; rank < problem.ranks(); ++rank) entries.emplace_back(counts[rank], rank);
-  LeastFirst ranks(std::move(entries));
+  RoundQueue ranks(std::move(entries));
   LimitCheck check(problem, limit);
   std::vector<MicroBatch> batches;
   batches.reserve(pieces.size());
@@ -359,11 +359,11 @@ Plan planPow2(const Problem& problem, double limit) {
     ranks.occupyEarliest(deal({first, size, start, problem.withRiders(sequence)}));
     if (plan.makespan >= limit) return plan;
   }
-  std::vector<TimedEntry> entries;
+  std::vector<RoundQueue::Entry> entries;
   for (int rank = 0; rank < problem.ranks(); ++rank) {
     entries.emplace_back(ranks.busyUntil(rank), rank);
   }
-  LeastFirst free(std::move(entries));
+  RoundQueue free(std::move(entries));
   for (auto& pack : packBestFit(problem.lengths(), short_ones, capacity)) {
     const auto [start, rank] = free.top();
     free.replaceTop({deal({rank, 1, start, std::move(pack)}), rank});

@@ -163,9 +163,14 @@ class BlockPacker {
     const Block before{block.ready, block.first, first - block.first, block.speed};
     const Block after{block.ready, first + size, block.first + block.count - first - size,
                       block.speed};
-    erase(block, at);
-    insert(before);
-    insert(after);
+    if (before.count > 0) {
+      replace(block, at, before);
+      insert(after);
+    } else if (after.count > 0) {
+      replace(block, at, after);
+    } else {
+      erase(block, at);
+    }
     insert({end, first, size, block.speed});
     placements_.push_back({static_cast<int32_t>(index), block.ready, {first, size}, {}});
     return true;
@@ -412,6 +417,20 @@ class BlockPacker {
     block.order = ++inserted_;
     blocks_.insert(block);
     if (!by_speed_.empty()) by_speed_[speedClass(block.speed)].insert(block);
+  }
+
+  // A part of the block that is free at the same time takes its place.
+  void replace(const Block& block, BlockList::Iterator at, Block part) {
+    part.order = inserted_ + 1;
+    if (!blocks_.replace(at, part)) {
+      erase(block, at);
+      insert(part);
+      return;
+    }
+    ++inserted_;
+    if (by_speed_.empty()) return;
+    BlockList& own = by_speed_[speedClass(block.speed)];
+    own.replace(own.find(block), part);  // there, too, none that is free at the same time follows
   }
 
   // Returns the place of the next block of all.

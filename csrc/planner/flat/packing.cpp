@@ -8,8 +8,8 @@
 #include <numeric>
 
 #include "planner/flat/block_list.hpp"
-#include "planner/model/least_first.hpp"
 #include "planner/model/rings.hpp"
+#include "planner/model/round_queue.hpp"
 
 namespace hdpcomm::planner {
 
@@ -46,7 +46,8 @@ double ShortFiller::place(size_t next, const std::vector<Gap>& gaps, const Block
   found_.first = next;
   found_.slots.clear();
   found_.slot_of.resize(jobs_.size() - next);
-  std::vector<TimedEntry> gap_entries;  // the time left at full speed and the slot, both negated
+  using Entry = RoundQueue::Entry;
+  std::vector<Entry> gap_entries;  // the time left at full speed and the slot, both negated
   for (const Gap& gap : gaps) {
     for (int rank = gap.first; rank < gap.first + gap.count; ++rank) {
       const double left = (gap.until - gap.start) * gap.speed;
@@ -54,18 +55,18 @@ double ShortFiller::place(size_t next, const std::vector<Gap>& gaps, const Block
       found_.slots.push_back({gap.start, rank});
     }
   }
-  LeastFirst gap_slots(std::move(gap_entries));
+  RoundQueue gap_slots(std::move(gap_entries));
   double makespan = 0;
-  std::map<int, std::vector<TimedEntry>, std::greater<>> tails;  // by speed class, fast ones first
+  std::map<int, std::vector<Entry>, std::greater<>> tails;  // by speed class, fast ones first
   for (const Block& block : blocks) {
-    std::vector<TimedEntry>& tail = tails[speedClass(block.speed)];
+    std::vector<Entry>& tail = tails[speedClass(block.speed)];
     makespan = std::max(makespan, block.ready);
     for (int rank = block.first; rank < block.first + block.count; ++rank) {
       tail.push_back({block.ready, static_cast<int32_t>(found_.slots.size())});
       found_.slots.push_back({block.ready, rank});
     }
   }
-  std::vector<LeastFirst> classes;  // time ready and slot of the ranks of about the same speed each
+  std::vector<RoundQueue> classes;  // time ready and slot of the ranks of about the same speed each
   for (auto& [unused, tail] : tails) classes.emplace_back(std::move(tail));
   for (; next < jobs_.size(); ++next) {
     const Job& job = jobs_[next];
@@ -76,9 +77,9 @@ double ShortFiller::place(size_t next, const std::vector<Gap>& gaps, const Block
       gap_slots.replaceTop({negative_left + time, slot});
       continue;
     }
-    LeastFirst* ranks = nullptr;
+    RoundQueue* ranks = nullptr;
     double first_end = std::numeric_limits<double>::infinity();
-    for (LeastFirst& candidates : classes) {
+    for (RoundQueue& candidates : classes) {
       const auto& [ready, slot] = candidates.top();
       const double end = ready + time / cost_.cluster().speed(found_.slots[slot].rank);
       if (end >= first_end) continue;

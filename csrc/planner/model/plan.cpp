@@ -1,7 +1,7 @@
 #include "planner/model/plan.hpp"
 
 #include <algorithm>
-#include <map>
+#include <bit>
 #include <numeric>
 #include <string>
 
@@ -10,6 +10,69 @@
 
 namespace hdpcomm::planner {
 namespace {
+
+// Bins by the room that they have, those of the same room in the order in which they came to it.
+class BinsByRoom {
+ public:
+  explicit BinsByRoom(int64_t capacity)
+      : first_(capacity + 1, -1),
+        last_(capacity + 1, -1),
+        used_(capacity / kBits + 1, 0),
+        used_words_(capacity / kBits / kBits + 1, 0) {}
+
+  void add(int64_t room, int32_t bin) {
+    if (static_cast<size_t>(bin) >= next_.size()) next_.resize(bin + 1, -1);
+    next_[bin] = -1;
+    if (first_[room] < 0) {
+      first_[room] = bin;
+      used_[room / kBits] |= bit(room);
+      used_words_[room / kBits / kBits] |= bit(room / kBits);
+    } else {
+      next_[last_[room]] = bin;
+    }
+    last_[room] = bin;
+  }
+
+  // The least room of a bin that is not below this; -1 if there is none.
+  int64_t leastFrom(int64_t room) const {
+    const int64_t word = room / kBits;
+    if (const uint64_t found = used_[word] & from(room))
+      return word * kBits + std::countr_zero(found);
+    const int64_t later = word + 1;  // word
+    if (later >= std::ssize(used_)) return -1;
+    uint64_t found = used_words_[later / kBits] & from(later);
+    for (int64_t at = later / kBits;; found = used_words_[at]) {
+      if (found != 0) {
+        const int64_t with_bin = at * kBits + std::countr_zero(found);
+        return with_bin * kBits + std::countr_zero(used_[with_bin]);
+      }
+      if (++at == std::ssize(used_words_)) return -1;
+    }
+  }
+
+  // Takes away the first bin of this room, of which there is one.
+  int32_t take(int64_t room) {
+    const int32_t bin = first_[room];
+    first_[room] = next_[bin];
+    if (first_[room] < 0) {
+      uint64_t& word = used_[room / kBits];
+      word &= ~bit(room);
+      if (word == 0) used_words_[room / kBits / kBits] &= ~bit(room / kBits);
+    }
+    return bin;
+  }
+
+ private:
+  static constexpr int64_t kBits = 64;
+
+  static uint64_t bit(int64_t at) { return uint64_t{1} << (at % kBits); }
+  static uint64_t from(int64_t at) { return ~uint64_t{0} << (at % kBits); }
+
+  std::vector<int32_t> first_, last_;  // bin of each room, or -1
+  std::vector<int32_t> next_;          // of each bin, in the order of its room
+  std::vector<uint64_t> used_;         // a bit for each room that a bin has
+  std::vector<uint64_t> used_words_;   // a bit for each word of these that is not 0
+};
 
 [[noreturn]] void throwNotTogether(size_t micro_batch) {
   throwInvalidUsage("micro-batch " + std::to_string(micro_batch) +
@@ -137,6 +200,25 @@ std::vector<std::vector<int32_t>> packBestFit(const std::vector<int64_t>& length
   for (const int32_t sequence : sequences) all += lengths[sequence];
   if (all <= capacity) {  // each would go to the first bin
     if (!sequences.empty()) bins.push_back(sequences);
+    return bins;
+  }
+  constexpr int64_t kFew = 4096;
+  const auto count = static_cast<int64_t>(sequences.size());
+  if (count > kFew && capacity / kFew < count) {
+    BinsByRoom by_room(capacity);
+    for (const int32_t sequence : sequences) {
+      const int64_t length = lengths[sequence];
+      const int64_t tightest = length <= capacity ? by_room.leastFrom(length) : -1;
+      auto bin = static_cast<int32_t>(bins.size());
+      if (tightest >= 0) {
+        bin = by_room.take(tightest);
+      } else {
+        bins.emplace_back();
+      }
+      bins[bin].push_back(sequence);
+      const int64_t room = (tightest >= 0 ? tightest : capacity) - length;
+      if (room > 0) by_room.add(room, bin);
+    }
     return bins;
   }
   std::multimap<int64_t, int32_t> by_room;  // tokens still free -> bin

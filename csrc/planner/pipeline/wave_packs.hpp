@@ -11,9 +11,9 @@
 
 #include "planner/model/cost_model.hpp"
 #include "planner/model/jobs.hpp"
-#include "planner/model/least_first.hpp"
 #include "planner/model/plan.hpp"
 #include "planner/model/problem.hpp"
+#include "planner/model/round_queue.hpp"
 #include "planner/pipeline/ranks_by_speed.hpp"
 #include "planner/pipeline/wave_shape.hpp"
 
@@ -89,14 +89,14 @@ class WavePacks {
     }
     std::vector<Load> packs(count);
     // The first one is that which lacks most, of equal ones the last one: both are negated.
-    std::vector<TimedEntry> entries;
+    std::vector<RoundQueue::Entry> entries;
     entries.reserve(shares.size());
     for (const auto& [seconds, pack] : shares) {
       const int32_t number = first_of[pack.first] + pack.second;
       entries.push_back({-seconds, -number});
     }
-    LeastFirst lacking(std::move(entries));
-    std::vector<TimedEntry> passed;
+    RoundQueue lacking(std::move(entries));
+    std::vector<RoundQueue::Entry> passed;
     std::vector<int32_t> left_over;
     dealt_.clear();
     dealt_.reserve(jobs_.size());
@@ -106,7 +106,7 @@ class WavePacks {
       passed.clear();
       bool placed = false;
       while (!placed && !lacking.empty() && passed.size() < kMaxProbes) {
-        const TimedEntry entry = lacking.top();
+        const RoundQueue::Entry entry = lacking.top();
         Load& pack = packs[-entry.second];
         if (pack.tokens + job.load.tokens > capacity()) {
           lacking.pop();
@@ -122,7 +122,7 @@ class WavePacks {
           lacking.pop();
         }
       }
-      for (const TimedEntry& entry : passed) lacking.push(entry);
+      for (auto entry = passed.rbegin(); entry != passed.rend(); ++entry) lacking.putBack(*entry);
       if (!placed) left_over.push_back(job.sequence);
     }
     for (size_t i = 0; i < waves.size(); ++i) {

@@ -7,7 +7,7 @@
 
 #include "planner/bound/bound.hpp"
 #include "planner/model/cost_model.hpp"
-#include "planner/model/least_first.hpp"
+#include "planner/model/round_queue.hpp"
 #include "planner/policies/policies.hpp"
 #include "planner/simulate/finish_plan.hpp"
 
@@ -96,9 +96,9 @@ Taken takeInTurn(const Problem& problem, const std::vector<MicroBatch>& bound,
     for (const int32_t rank : batch.ranks) ready[rank] = end;
     taken.makespan = std::max(taken.makespan, end);
   }
-  std::vector<TimedEntry> entries;
+  std::vector<RoundQueue::Entry> entries;
   for (int32_t rank = 0; rank < problem.ranks(); ++rank) entries.emplace_back(ready[rank], rank);
-  LeastFirst free(std::move(entries));
+  RoundQueue free(std::move(entries));
   for (const Pack& pack : packs) {
     const auto [when, rank] = free.top();
     const double end = when + ask + pack.seconds / cluster.speed(rank);

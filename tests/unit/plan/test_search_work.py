@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 import random
 from typing import Any
 
@@ -22,6 +23,27 @@ def cost_of(ranks: int, **options: Any) -> Any:
 
 def batches_of(rng: random.Random, ranks: int, count: int) -> list[tuple[list[int], list[int]]]:
     return [([rng.randrange(ranks)], [sequence]) for sequence in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_entries_that_are_passed_over_come_again(seed: int) -> None:
+    """Packs that have no room for a sequence are put back: compared with a heap."""
+    rng = random.Random(seed)
+    times = sorted((rng.choice([rng.random(), 0.5, float(rng.randrange(4))]) for _ in range(60)), reverse=seed % 2 == 0)
+    turns = [(rng.choice([0, 0, 1, 7]), rng.choice([0.01, 0.3, 2.0, -1.0])) for _ in range(90)]
+    heap = [(time, number) for number, time in enumerate(times)]
+    heapq.heapify(heap)
+    expected = []
+    for passed, later in turns:
+        taken = [heapq.heappop(heap) for _ in range(min(passed, len(heap)))]
+        if heap:
+            time, number = heapq.heappop(heap)
+            expected.append(number)
+            if later >= 0:
+                heapq.heappush(heap, (time + later, number))
+        for entry in taken:
+            heapq.heappush(heap, entry)
+    assert _testing.entries_in_turn(times, turns) == expected
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": 2}, {"split_backward": True}])
@@ -55,7 +77,7 @@ def test_flat_plans_are_given_up_where_they_pass_a_limit(seed: int) -> None:
 
 @pytest.mark.parametrize("capacity", [63, 64, 4096, 70_001, 1 << 25])
 def test_each_sequence_goes_to_the_fullest_pack_with_room(capacity: int) -> None:
-    """If several are as full, it goes to the one that became so first."""
+    """If several are as full, it goes to the one that became so first. Many packs are in lists by room."""
     rng = random.Random(capacity)
     lengths = [max(1, int(capacity * rng.choice([rng.random(), 0.5, 0.1 * rng.random()]))) for _ in range(5000)]
     packs: list[list[int]] = []
