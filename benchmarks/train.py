@@ -80,9 +80,11 @@ class LockstepLoop:
         model: which ``fully_shard`` has sharded.
     """
 
-    def __init__(self, model: Llama, planner: Planner, comm: hdp.Communicator) -> None:
-        self.model, self.planner, self._comm = model, planner, comm
-        self._optimizer = adamw(model)
+    def __init__(
+        self, model: Llama, optimizer: torch.optim.Optimizer, planner: Planner, comm: hdp.Communicator
+    ) -> None:
+        self.model, self.planner, self._comm, self._optimizer = model, planner, comm, optimizer
+        self._device = next(model.parameters()).device
         self._alone = comm.subset([comm.rank])
         self._steps = 0
         self.timeline = Timeline(comm)
@@ -95,16 +97,17 @@ class LockstepLoop:
         self._optimizer.zero_grad()
         comm.barrier()
         self.timeline.begin()
-        told = torch.zeros(2, dtype=torch.float64)
+        told = torch.zeros(2, dtype=torch.float64, device=self._device)
         for place in range(most):
-            packed = no_tokens(torch.device("cpu"))
+            packed = no_tokens(self._device)
             if place < len(own):
-                packed = pack_shard(own[place], fetch, comm=self._alone, device=torch.device("cpu"))
+                packed = pack_shard(own[place], fetch, comm=self._alone, device=self._device)
             self.model.set_requires_gradient_sync(place == most - 1)
             loss = micro_batch_loss(self.model, packed, self._alone)
             loss.backward()
             told += torch.stack((loss.detach().double(), packed.trained.double()))
             self.timeline.end("micro-batch", place)
+        told = told.cpu()
         comm.all_reduce(told)
         self.timeline.end("wait for others")
         total, labels = told.tolist()
@@ -153,7 +156,7 @@ def compared(corpus: Corpus, steps: int, tokens: int) -> list[Row]:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            return LockstepLoop(model, whole, comm)
+            return LockstepLoop(model, adamw(model), whole, comm)
 
         ddp = Llama(MODEL)
         trainers = {

@@ -30,14 +30,14 @@ import hdpcomm as hdp
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.models import llama as llama_module
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.plan import ClusterSpec, Planner
+from hdpcomm.plan import ClusterSpec, PlannedStep, Planner
 from hdpcomm.testing import spawn
 from hdpcomm.torch_backend import communicator
 from hdpcomm.train import Trainer
 from hdpcomm.train.data_parallel import WholeSequencePlanner
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # at the end: this folder has no train.py
-from train import LockstepTrainer
+from train import LockstepLoop
 
 DEVICE = "cuda"
 K = 1024
@@ -151,9 +151,9 @@ def fsdp2(comm: hdp.Communicator, lengths: Sequence[int], capacity: int) -> dict
     model = sharded(new_model(LAYERS, torch.float32))
     costs = hdp.plan.CostModel(1e-9, 1e-6)
     planner = WholeSequencePlanner(ClusterSpec(ranks=comm.size, capacity=capacity), costs)
-    trainer = LockstepTrainer(model, adamw(model), planner, comm)
+    loop = LockstepLoop(model, adamw(model), planner, comm)
     fetch = tokens_of(lengths)
-    return timed(comm, lambda: trainer.step(lengths, fetch).loss)
+    return timed(comm, lambda: loop.step(PlannedStep(tuple(lengths), planner.plan(lengths), 0.0), fetch).loss)
 
 
 def sharded(model: Llama) -> Llama:
