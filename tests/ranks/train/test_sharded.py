@@ -478,7 +478,7 @@ def test_parameters_that_are_sharded_already_are_refused():
     with hdp.init() as comm:
         mesh = Mesh(comm)
         layout = layout_of(model, mesh)
-        with pytest.raises(InvalidUsage, match="a parameter is a Sharded; the trainer shards"):
+        with pytest.raises(InvalidUsage, match="a parameter is a Sharded; zero= and dtype= are of plain tensors"):
             Masters([model], optimizer, layout, mesh, zero=1, dtype=None, bucket_bytes=100)
 
 
