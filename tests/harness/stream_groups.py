@@ -57,7 +57,7 @@ def tensors_with_streams() -> Iterator[None]:
     paths = "hdpcomm.comm.device.paths"
     with (
         mock.patch(f"{paths}.SimTensors", _StreamTensors),
-        mock.patch(f"{paths}.on_cuda", lambda x: isinstance(x, torch.Tensor)),
+        mock.patch(f"{paths}.Devices.path", lambda devices, _: devices._path),
         mock.patch("hdpcomm.torch_backend.staging.on_side_stream", _on_side_stream),
     ):
         yield
