@@ -269,9 +269,11 @@ class _Gradients:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], chunks: int) -> None:
         self._types = weight.dtype, None if bias is None else bias.dtype
-        wide = weight.dtype if chunks == 1 else _wide(weight.dtype)
+        self._once = chunks == 1
+        wide = weight.dtype if self._once else _wide(weight.dtype)
+        new = torch.empty if self._once else torch.zeros
         self.hidden = torch.empty_like(hidden) if wanted[0] else None
-        self.weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wanted[1] else None
+        self.weight = new(weight.shape, dtype=wide, device=weight.device) if wanted[1] else None
         self.bias = None if bias is None or not wanted[2] else torch.zeros(bias.shape, dtype=wide, device=bias.device)
 
     def add(self, part: slice, hidden: Tensor, weight: Tensor, logits: Tensor) -> None:
@@ -280,7 +282,7 @@ class _Gradients:
             torch.mm(logits, weight, out=self.hidden[part])
         if self.weight is not None:
             if self.weight.dtype == logits.dtype:
-                self.weight.addmm_(logits.t(), hidden)
+                self.weight.addmm_(logits.t(), hidden, beta=0 if self._once else 1)
             else:  # a product in the narrow type, and on CPUs its copy in the wide one: of some rows at a time
                 rows = max(1, _PRODUCT_ELEMENTS // max(1, hidden.shape[1]))
                 for own, columns in zip(torch.split(self.weight, rows), torch.split(logits, rows, dim=1), strict=True):

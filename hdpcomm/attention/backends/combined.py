@@ -3,9 +3,9 @@
 On an H100 cuDNN's kernels reach 1.7 times the rate of flash attention 2 from 2,048 queries and keys on, and a call of
 theirs takes longer than flash's where tiles are short (docs/gpu-figures.md). Blackwell was not measured; torch's flash
 attention has no kernels of its own for it, and torch itself prefers cuDNN there (check_prefer_cudnn_attention of
-sdp_utils.cpp, torch 2.13). But cuDNN compiles a plan for every
-new shape, which takes 60 to 90 ms. So tiles are cut: the part that cuDNN gets has one of eight sizes an octave, and the
-rest, on average a sixteenth of the rows, goes to the other backend.
+sdp_utils.cpp, torch 2.13). But cuDNN compiles a plan for every new shape, which takes 60 to 90 ms. So tiles are cut:
+the part that cuDNN gets has one of eight sizes an octave, and the rest, on average a sixteenth of the rows, goes to the
+other backend.
 """
 
 from __future__ import annotations
