@@ -73,7 +73,7 @@ def test_order_of_samples_does_not_matter() -> None:
 
 
 def test_equal_samples_make_equal_ranks() -> None:
-    """What can be balanced is: as many micro-batches as needed, the same samples on each rank."""
+    """As few micro-batches as hold them, and as many samples on each rank."""
     groups = pack_micro_batches([(i, 500) for i in range(32)], 1000, 8)
     assert len(groups) == 2
     assert {len(own) for micro_batch in groups for own in micro_batch} == {2}
