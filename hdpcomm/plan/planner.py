@@ -407,7 +407,7 @@ class Planner:
             found, index = self.simulate(plan, self._squares_by_id(jobs, plan)), plan.table.index.tolist()
             spans = zip(found["which"].tolist(), (found["times"] @ (-1.0, 1.0)).tolist(), strict=True)
             took = {(index[row], kind): span for (row, _, kind), span in spans}
-            waves = plan_waves(plan, self.cluster.expert)
+            waves = plan_waves(plan, self.cluster.expert, self.memory.offloadable)
             seconds.append(waves.seconds(self.schedule(waves.plan), took, self.cluster.expert))
         return solved if seconds[0] < seconds[1] else whole
 

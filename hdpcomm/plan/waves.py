@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -265,9 +266,9 @@ class PlannedWaves:
 
     Attributes:
         plan: micro-batch i is wave i, on all ranks of the expert groups that take part in it: these run its passes at
-            the same time. It has the sequences of its longest micro-batch, which fit these ranks as they fit fewer.
-            The waves of a block of slices are slices of one sequence, on all ranks of the block, each with as many
-            tokens on every rank as any rank has.
+            the same time. It has the sequences of its longest micro-batch, which fit these ranks as they fit fewer; in
+            a plan with slices, sequences that put as many tokens on every rank as any rank has, with about as much
+            attention. The waves of a block of slices are slices of one sequence, on all ranks of the block.
     """
 
     plan: StepPlan
@@ -317,8 +318,11 @@ class PlannedWaves:
         return max(free.values(), default=0.0)
 
 
-def plan_waves(plan: StepPlan, expert: int) -> PlannedWaves:
-    """The waves of a plan where ``expert`` neighbouring ranks share experts; with 1, each micro-batch is one. Local."""
+def plan_waves(plan: StepPlan, expert: int, offloadable: float = 0.0) -> PlannedWaves:
+    """The waves of a plan where ``expert`` neighbouring ranks share experts; with 1, each micro-batch is one. Local.
+
+    ``offloadable``: share of a token's bytes that offload can move (:class:`MemoryModel`).
+    """
     if expert == 1:
         return PlannedWaves(plan, {(batch.index, rank): batch for batch in plan.micro_batches for rank in batch.ranks})
     made: list[MicroBatch] = []
@@ -332,11 +336,17 @@ def plan_waves(plan: StepPlan, expert: int) -> PlannedWaves:
         for wave in block:
             longest, number = max(wave, key=lambda batch: batch.predicted_s), len(made)
             batches |= {(number, rank): batch for batch in wave for rank in batch.ranks}
+            if plan.slices:  # whose order counts the tokens that ranks hold
+                most = max(wave, key=lambda batch: batch.tokens_held * (1 - batch.offload_ratio * offloadable))
+                whole = len(block) == 1
+                parts = min(most.tokens_held, max(1, len(ranks) // len(longest.ranks))) if whole else 1
+                item = longest.sequences[0].id if whole else next_id + len(fragments)
+                cuts = [most.tokens_held * part // parts * len(ranks) for part in range(parts + 1)]
+                items = tuple(SequenceInfo(item, stop - start) for start, stop in pairwise(cuts))
+                longest = replace(longest, sequences=items, offload_ratio=most.offload_ratio)
             if len(block) > 1:
-                stop = start + max(batch.tokens_held for batch in wave) * len(ranks)
-                longest = replace(longest, sequences=(SequenceInfo(next_id + len(fragments), stop - start),))
-                fragments.append(SequenceFragment(first, start, stop))
-                start = stop
+                fragments.append(SequenceFragment(first, start, start + longest.tokens))
+                start += longest.tokens
             made.append(replace(longest, index=number, ranks=ranks))
     waves = replace(plan, micro_batches=tuple(made), fragments=tuple(fragments) if plan.slices else plan.fragments)
     return PlannedWaves(waves, batches)

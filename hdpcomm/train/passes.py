@@ -135,7 +135,7 @@ class Passes:
         if self.planner is None:
             return b""
         self.planner.validate(plan)
-        waves = plan_waves(plan, self.mesh.expert)
+        waves = plan_waves(plan, self.mesh.expert, self.planner.memory.offloadable)
         schedule = self.planner.schedule(waves.plan)
         self._scheduled = schedule, waves
         return b"".join(each.tobytes() for each in (schedule.passes, schedule.handed, schedule.alone))

@@ -125,12 +125,13 @@ def test_devices_hold_what_they_have_room_for(chunks: int) -> None:
     """In any step with slices, by this count and that of programs; and the bound is below the plan, and none has more
     slices than are allowed."""
     sliced = 0
-    for seed in sorted({*range(STEPS), 84, 103}):  # in the last two, lanes would exchange what ranks cannot hold
+    # In 84 and 103 lanes would exchange what ranks cannot hold, in 2162 a wave holds more than its longest micro-batch.
+    for seed in sorted({*range(STEPS), 84, 103, 2162}):
         planner, lengths = random_step(seed, chunks)
         plan, cluster = planner.plan(lengths), planner.cluster
         planner.validate(plan, lengths)
         most = cluster.pipeline + ((cluster.pipeline - 1) / chunks if chunks > 1 else 0)
-        waves = plan_waves(plan, cluster.expert)
+        waves = plan_waves(plan, cluster.expert, planner.memory.offloadable)
         schedule = planner.schedule(waves.plan)
         held, programs = most_held(planner, waves, schedule), pipeline_programs(schedule, waves.plan)
         known = {"split": cluster.split_backward, "memory": planner.memory, "waves": waves}
