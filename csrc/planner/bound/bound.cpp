@@ -1,10 +1,11 @@
 // The lower bound; docs/bound.md has the proofs. A time T is impossible if some sequence ends
 // within T on no number of ranks, if the rank-seconds of all sequences at their smallest possible
 // sizes do not fit into the ranks, or if more long sequences have to follow each other than fit
-// into T. The bound is the smallest T that passes all of these tests. With a pipeline of p stages
-// each micro-batch passes all of them, and the last stage is idle while the first micro-batch comes
-// and the last one goes; there the bound of the longest sequences alone may be higher, and counts.
-// Ranks of different speeds count as that much of a rank.
+// into T. The bound is the smallest T that passes all of these tests, and those of
+// pipeline_configurations.hpp. With a pipeline of p stages each micro-batch passes all of them, and
+// the last stage is idle while the first micro-batch comes and the last one goes; there the bound of
+// the longest sequences alone may be higher, and counts. Ranks of different speeds count as that
+// much of a rank.
 #include "planner/bound/bound.hpp"
 
 #include <algorithm>
@@ -15,6 +16,7 @@
 #include <optional>
 #include <vector>
 
+#include "planner/bound/pipeline_configurations.hpp"
 #include "planner/model/cost_model.hpp"
 #include "planner/model/pipeline_ramps.hpp"
 #include "planner/model/slice_bounds.hpp"
@@ -89,10 +91,16 @@ class Bound {
       const double middle = 0.5 * (low + high);
       (possible(middle) ? high : low) = middle;
     }
-    return low;
+    return ramps_ && !problem_.hasTrees() ? byPipelineConfigurations(low) : low;
   }
 
  private:
+  double byPipelineConfigurations(double low) const {
+    if (low <= 0) return low;  // nothing takes any time: there are no times to try
+    return raiseByPipelineConfigurations(problem_, leastCompute(), low,
+                                         [this](double time) { return mostHeld(time / stages_); });
+  }
+
   // The most tokens that a rank can hold of a sequence: its slices are micro-batches, of which a
   // device holds as many as its memory is for.
   double mostOfSequence(double held) const {

@@ -29,6 +29,13 @@ class PipelineRamps {
     for (int count = 1; count <= kMost; ++count) sums_.push_back(mostOf(count));
   }
 
+  // The longest micro-batches, for each second by which the way of the first ones down the stages
+  // makes the pipeline idle, and counted from the end, the way of the last ones back.
+  double rising(int i) const { return rising_[i]; }
+  double falling(int i) const { return falling_[i]; }
+  // The longest of any number of micro-batches, for each such second.
+  double highest() const { return std::min(rising_.back(), falling_.back()); }
+
   // The heights of so many micro-batches that take the most for each second of idle time; the
   // highest one comes `later` by so many places.
   std::vector<double> heights(int count, int later) const {

@@ -130,10 +130,10 @@ def test_equal_sequences_on_pipelines_take_sizes_that_fill_nodes() -> None:
     planner = Planner(MODELS["llama-7b"], ClusterSpec(ranks=32, capacity=8192, ranks_per_node=8, pipeline=8))
     plan = planner.plan([5699] * 183)
     planner.validate(plan, [5699] * 183)
-    assert plan.gap <= 0.16
+    assert plan.gap <= 0.1
 
 
-@pytest.mark.parametrize(("stages", "ranks", "most"), [(4, 32, 0.12), (8, 256, 0.14)])
+@pytest.mark.parametrize(("stages", "ranks", "most"), [(4, 32, 0.09), (8, 256, 0.05)])
 def test_waves_of_a_pipeline_are_tuned_one_by_one(stages: int, ranks: int, most: float) -> None:
     """Near-equal lengths: how many run side by side differs from wave to wave, fewer in the first and last ones."""
     rng = random.Random(ranks)

@@ -81,6 +81,16 @@ def test_bound_counts_every_rank_second_when_nothing_is_lost() -> None:
     assert bound == pytest.approx(work / 3, rel=1e-6)
 
 
+def test_the_bound_of_pipelines_counts_what_the_longest_sequences_leave_idle() -> None:
+    """With weights that only follow the work the plan is 1.09 of the bound; the longest sequence alone proves less."""
+    cluster = ClusterSpec(ranks=32, capacity=8192, ranks_per_node=8, pipeline=4)
+    planner = Planner(MODELS["llama-7b"], cluster)
+    lengths = sample_lengths("lognormal:6.5:1.6", tokens=4 * 32 * 8192, context=32 * 8192, seed=3)
+    bound = planner.lower_bound(lengths)
+    assert bound > 1.05 * planner.lower_bound([max(lengths)])
+    assert bound <= planner.plan(lengths).makespan_s <= 1.06 * bound
+
+
 def test_short_sequences_do_not_lower_the_bound_of_pipelines() -> None:
     """A pipeline could fill and drain with them, if there were enough."""
     cluster = ClusterSpec(ranks=256, capacity=8192, ranks_per_node=8, pipeline=4)

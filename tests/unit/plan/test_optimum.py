@@ -289,7 +289,7 @@ def test_bound_optimum_plan_of_packs_of_equal_sequences() -> None:
 
 
 def alike_case(rng: random.Random) -> tuple[list[int], ClusterSpec, CostModel, MemoryModel]:
-    """Sequences of about the same length on a few pipelines, often beside one or two short ones."""
+    """Sequences of about the same length on a few pipelines, often beside one or two short ones: see claim 15."""
     ranks, stages, capacity = rng.choice([1, 2, 2, 3]), rng.randint(2, 6), rng.choice([32, 100])
     count = {1: rng.choice([4, 5]), 2: rng.choice([3, 3, 4]), 3: 3}[ranks]
     longest = int(capacity * rng.choice([0.4, 0.7, 1, 1, ranks]))

@@ -173,9 +173,9 @@ def test_pipelines_beat_a_static_mesh_and_aligned_groups() -> None:
         assert found["balanced"] <= 0.8 * found["naive"]
 
 
-@pytest.mark.parametrize(("stages", "mean", "most"), [(4, 0.11, 0.21), (8, 0.07, 0.09)])
+@pytest.mark.parametrize("stages", [4, 8])
 @pytest.mark.parametrize("distribution", ["byted", "github"])
-def test_pipelines_end_near_the_bound(distribution: str, stages: int, mean: float, most: float) -> None:
+def test_pipelines_end_near_the_bound(distribution: str, stages: int) -> None:
     from hdpcomm.plan.distributions import sample_lengths
 
     lengths = sample_lengths(distribution, tokens=2**25, context=2**21, seed=0)
@@ -186,5 +186,5 @@ def test_pipelines_end_near_the_bound(distribution: str, stages: int, mean: floa
         plan = planner.plan(lengths)
         planner.validate(plan, lengths)
         gaps.append(plan.gap)
-    assert sum(gaps) / len(gaps) <= mean
-    assert max(gaps) <= most
+    assert sum(gaps) / len(gaps) <= 0.07
+    assert max(gaps) <= 0.09

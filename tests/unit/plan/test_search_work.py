@@ -112,14 +112,14 @@ def test_blocks_of_slow_ranks_are_not_looked_at_for_fast_groups() -> None:
 
 def test_shapes_without_a_plan_leave_work_for_others() -> None:
     """The search ends after so much work. Shapes of waves that were known already took half of it, and this plan was
-    13.9% above the bound."""
+    6.8% above the bound."""
     rng = random.Random("long 0")
     lengths: list[int] = []
     while sum(lengths) < 4 * 8192 * 16384:
         lengths.append(int(100_000 * rng.uniform(0.95, 1.05)))
     cluster = ClusterSpec(ranks=16384, capacity=8192, ranks_per_node=8, pipeline=4)
     plan = Planner(MODELS["llama-7b"], cluster).plan(lengths)
-    assert plan.makespan_s < 1.13 * plan.lower_bound_s
+    assert plan.makespan_s < 1.06 * plan.lower_bound_s
 
 
 def test_shapes_of_one_arrangement_have_one_plan() -> None:
