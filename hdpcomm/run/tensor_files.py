@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import threading
 import warnings
@@ -27,12 +28,13 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from hdpcomm.errors import Error
 from hdpcomm.files import open_regular
@@ -49,10 +51,8 @@ def write_tensors(folder: Path, state: dict[str, Any], *, rank: int = 0) -> None
     """Writes a state, in which :class:`TensorPart` may stand for tensors, to ``folder``: the file ``__<rank>_0.distcp``
     and its metadata. Synced to the disk. Local.
     """
-    writer = _Writer(folder, single_file_per_rank=True, sync_files=True)
-    writer.prefix = rank
     with _torch_reads_and_writes():
-        save(state, storage_writer=writer, planner=_SavePlanner(), no_dist=True)
+        save(state, storage_writer=_Writer(folder, f"__{rank}_0.distcp"), planner=_SavePlanner(), no_dist=True)
 
 
 class TensorFiles:
@@ -207,13 +207,31 @@ class _Reader(FileSystemReader):
 
 
 class _Writer(FileSystemWriter):
-    """Names its file by the rank, so that the files of all ranks fit into one folder."""
+    """Writes one file, with the name of its rank, so that the files of all ranks fit into one folder."""
 
-    prefix = 0
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder, sync_files=True)
+        self._file = folder / name
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        (plan,) = plans
-        return super().prepare_global_plan([SavePlan([])] * self.prefix + [plan])[self.prefix :]
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As torch's, which keeps its copy of each tensor until all are written; a view is copied to be written."""
+        results = []
+        with self._file.open("wb") as file:
+            for item in plan.items:
+                data, start = planner.resolve_data(item), file.tell()
+                if isinstance(data, Tensor):
+                    data = data.detach().cpu()
+                    whole = data.untyped_storage().nbytes() == data.nbytes
+                    torch.save(data if whole else data.clone(), file)
+                else:
+                    file.write(data.getbuffer())
+                length = file.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(self._file.name, start, length)))
+            file.flush()
+            os.fsync(file.fileno())
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
 
 
 class _SavePlanner(DefaultSavePlanner):

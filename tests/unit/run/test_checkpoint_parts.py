@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from hdpcomm.errors import Error, InvalidUsage
+from hdpcomm.offload import MemoryMeter
 from hdpcomm.run import CheckpointFolder, open_checkpoint
-from hdpcomm.run.tensor_files import join_files, write_tensors
+from hdpcomm.run.tensor_files import TensorFiles, join_files, write_tensors
 from hdpcomm.train.tensor_part import TensorPart, boxes
 
 SHAPES = [(), (1,), (7,), (3, 5), (1, 4), (4, 1), (2, 3, 4), (3, 1, 2, 2)]
@@ -176,6 +177,22 @@ def test_a_tensor_that_would_not_be_whole_is_an_error(tmp_path: Path) -> None:
     write_tensors(tmp_path / "b", {"x": TensorPart.of_range((2, 3), 3, torch.zeros(3))}, rank=1)
     with pytest.raises(Error, match="the checkpoint has 5 of the 6 elements of x"):
         join_files(tmp_path / "a", [tmp_path / "b"])
+
+
+def test_writing_copies_one_box_at_a_time(tmp_path: Path) -> None:
+    """Views of flat memory, as a rank's shards are, have to be copied; all together they would be 100 boxes."""
+    shards = torch.arange(100 * 600.0).view(100, 600)
+    parts = {str(place): TensorPart.of_range((10, 100), 0, shards[place]) for place in range(100)}
+    with MemoryMeter("cpu") as meter:
+        write_tensors(tmp_path / "a", parts)
+    assert shards[0].nbytes <= meter.peak < 3 * shards[0].nbytes
+    others = {name: TensorPart.of_range((10, 100), 600, torch.ones(400)) for name in parts}
+    write_tensors(tmp_path / "b", others, rank=1)
+    join_files(tmp_path / "a", [tmp_path / "b"])
+    read = {name: torch.zeros(10, 100) for name in parts}
+    TensorFiles(tmp_path / "a").read_into(read)
+    for place, tensor in enumerate(read.values()):
+        assert torch.equal(tensor.flatten(), torch.cat([shards[place], torch.ones(400)]))
 
 
 def test_tensors_cut_by_columns_and_then_by_rows(tmp_path: Path) -> None:
