@@ -3,8 +3,8 @@
 // sizes do not fit into the ranks, or if more long sequences have to follow each other than fit
 // into T. The bound is the smallest T that passes all of these tests, and those of
 // pipeline_configurations.hpp. With a pipeline of p stages each micro-batch passes all of them, and
-// the last stage is idle while the first micro-batch comes and the last one goes; there the bound of
-// the longest sequences alone may be higher, and counts. Ranks of different speeds count as that
+// the last stage is idle while the first micro-batch comes and the last one goes; there the bound
+// of the longest sequences alone may be higher, and counts. Ranks of different speeds count as that
 // much of a rank.
 #include "planner/bound/bound.hpp"
 
