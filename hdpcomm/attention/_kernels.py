@@ -17,6 +17,7 @@ from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._tensors import dtype_code, launch
 from hdpcomm.kernels.derivatives import without_second_derivative
+from hdpcomm.kernels.transfers import to_device
 
 __all__ = ["Rows", "add_rows", "copy_rows", "merge", "take_rows"]
 
@@ -75,7 +76,7 @@ class Rows:
         if device.type == "cpu":
             return int(self._table.ctypes.data)
         if device not in self._on_device:
-            self._on_device[device] = torch.from_numpy(self._table).to(device)
+            self._on_device[device] = to_device(torch.from_numpy(self._table), device)
         return self._on_device[device].data_ptr()
 
 

@@ -24,6 +24,7 @@ from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.packs import Kept, Pack, Run, check_size
 from hdpcomm.attention.tree_layout import TreeLayout, seen_keys, slice_layouts
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels.transfers import to_device
 from hdpcomm.offload import ActivationOffload
 from hdpcomm.plan.tree import Tree
 
@@ -198,4 +199,4 @@ def _rows_seen(keys: TreeLayout, rank: int, device: torch.device) -> Tensor | No
     if seen is keys:
         return None
     runs = [torch.arange(first, first + count) for first, _, count in seen.rows_in(keys, rank).triples.tolist()]
-    return torch.cat(runs or [torch.arange(0)]).to(device)
+    return to_device(torch.cat(runs or [torch.arange(0)]), device)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hdpcomm.attention.kv_store import Again, Recomputation, innermost_checkpoint
 from hdpcomm.kernels.derivatives import without_second_derivative
+from hdpcomm.kernels.transfers import HostNumbers
 from hdpcomm.models.tensor_group import TensorShard
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ExpertGroup",
     "ExpertLoad",
-    "HostNumbers",
     "Routing",
     "RunExperts",
     "chosen_before",
@@ -33,37 +33,6 @@ __all__ = [
     "mixture",
     "routing_before",
 ]
-
-
-class HostNumbers:
-    """Numbers of a tensor on their way to the host. Local.
-
-    On a GPU the copy goes to pinned memory by the current stream: the device goes on with what is issued before
-    :meth:`get`, and the host waits for the copy only.
-
-    Args:
-        numbers: int64, any shape.
-        on_meta: the numbers where those are on the meta device, and have no values.
-    """
-
-    def __init__(self, numbers: Tensor, on_meta: Sequence[int] = ()) -> None:
-        self._found: Sequence[int] | None = on_meta if numbers.is_meta else None
-        self._ready: torch.cuda.Event | None = None
-        self._copy = numbers
-        if numbers.is_cuda:
-            self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._copy.copy_(numbers, non_blocking=True)
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ready.record(torch.cuda.current_stream(numbers.device))
-
-    def get(self) -> Sequence[int]:
-        """The numbers, flat. The first call waits for the copy."""
-        if self._found is None:
-            if self._ready is not None:
-                self._ready.synchronize()
-            self._found = self._copy.flatten().tolist()
-            self._copy, self._ready = torch.empty(0), None
-        return self._found
 
 
 def equal_shares(count: int, parts: int) -> list[int]:

@@ -22,6 +22,7 @@ from hdpcomm.attention import SequenceSlice
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
+from hdpcomm.kernels.transfers import to_device
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, chosen_before, mixture
 from hdpcomm.models.lean import swiglu
 
@@ -166,7 +167,7 @@ def router_loss(
     device, experts = router_logits[0].device, router_logits[0].shape[-1]
     lengths, counts = pack.tokens_by_sequence(rank, size)
     # On the host, where the counts are: a device would tell it the size of the result, and it would wait.
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), counts).to(device)
+    sequence = to_device(torch.repeat_interleave(torch.arange(len(lengths)), counts), device)
     wide = torch.promote_types(router_logits[0].dtype, torch.float32)
     groups = [[logits] for logits in router_logits] if by_layer else [router_logits]
     stats = torch.zeros(len(lengths), 1 + len(groups) * experts, dtype=torch.float64, device=device)
@@ -181,7 +182,7 @@ def router_loss(
             cells = (sequence[:, None] * stats.shape[1] + chosen).flatten()
             stats.view(-1).index_add_(0, cells, stats.new_ones(chosen.numel()))
         probabilities.append(sums)
-    rows = lengths.to(device) * len(groups[0])
+    rows = to_device(lengths, device) * len(groups[0])
     mine = torch.cat(probabilities, dim=1)
     if pack.keeps:
         loss: Tensor = _SliceLoss.apply(mine, stats, rows, experts, pack, comm)  # type: ignore[no-untyped-call]

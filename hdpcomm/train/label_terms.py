@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss
+from hdpcomm.kernels.transfers import to_device
 from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.losses import COMPUTED, GroupLoss, TokenLoss
@@ -186,7 +187,7 @@ class LabelTerms:
         begins = comm.rank == 0 and (pack is None or pack.begins)
         mass = math.fsum(self._mass(each) for each in counts.values()) if begins else 0.0
         entries = columns.pop(_ENTRIES)
-        columns = {name: column.to(device) for name, column in columns.items()}
+        columns = {name: to_device(column, device) for name, column in columns.items()}
         own = _Labels(shard.labels, entries, columns, self._batch.sequences_of(entries), counts)
         return replace(
             shard, label_weights=self._make(own), mass=torch.full((), mass, dtype=torch.float64, device=device)

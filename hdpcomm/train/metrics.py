@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -95,9 +95,13 @@ def processor_seconds() -> float:
 class Timeline:
     """The spans of one step at a time; a span begins where the one before ended. Local.
 
+    On a GPU a span ends when the device gets there, which the host need not wait for: it issues the next micro-batch
+    meanwhile. Counts are those of the host.
+
     Args:
         stalled: seconds of waiting for copies so far.
         waits: seconds of waiting so far that count as ``shared_s`` and as ``apart_s`` of a span.
+        device: that runs the step; the host's clock without one.
     """
 
     def __init__(
@@ -105,33 +109,59 @@ class Timeline:
         comm: Communicator,
         stalled: Callable[[], float] = lambda: 0.0,
         waits: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
+        device: torch.device | None = None,
     ) -> None:
         self._comm = comm
         self._stalled = stalled
         self._waits = waits
+        self._device = device
         self.origin = 0.0  # of time.perf_counter()
-        self._last: tuple[float, ...] = ()
-        self.spans: list[Span] = []
+        self._begin: float | torch.cuda.Event = 0.0
+        self._counts: tuple[float, ...] = ()
+        self._ended: list[tuple[str, int, float | torch.cuda.Event, tuple[float, ...]]] = []
+
+    def _now(self) -> float | torch.cuda.Event:
+        if self._device is None or self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _since_begin(self, mark: float | torch.cuda.Event) -> float:
+        if isinstance(mark, float):
+            return mark - cast("float", self._begin)
+        mark.synchronize()
+        milliseconds: float = cast("torch.cuda.Event", self._begin).elapsed_time(mark)
+        return 1e-3 * milliseconds
 
     def _read(self) -> tuple[float, ...]:
-        """The clock, and what counts up to now, in the order of the attributes of :class:`Span`."""
-        now, stats = time.perf_counter(), self._comm.stats()
+        """Counts up to now, in the order of the attributes of :class:`Span`."""
+        stats = self._comm.stats()
         counts = stats["wait_ns"] * 1e-9, stats["bytes_sent"], self._stalled(), processor_seconds()
-        return (now, *counts, *self._waits())
+        return (*counts, *self._waits())
 
     def begin(self) -> None:
         """Forgets the step before; called right after a collective, so that all ranks count from the same moment."""
-        self.spans = []
-        self._last = self._read()
-        self.origin = self._last[0]
+        self._ended = []
+        self._counts = self._read()
+        self.origin, self._begin = time.perf_counter(), self._now()
 
     def end(self, phase: str, index: int = -1) -> None:
         """Ends a span now, which also tells the others that this rank has got on."""
         self._comm.tick()
-        last, self._last = self._last, self._read()
-        wait_s, sent, *others = (after - before for before, after in zip(last[1:], self._last[1:], strict=True))
-        start_s, end_s = last[0] - self.origin, self._last[0] - self.origin
-        self.spans.append(Span(phase, index, start_s, end_s, wait_s, int(sent), *others))
+        before, self._counts = self._counts, self._read()
+        counts = tuple(after - earlier for earlier, after in zip(before, self._counts, strict=True))
+        self._ended.append((phase, index, self._now(), counts))
+
+    @property
+    def spans(self) -> list[Span]:
+        """The spans that have ended; on a GPU this waits for the last of them."""
+        spans, start_s = [], 0.0
+        for phase, index, mark, (wait_s, sent, *others) in self._ended:
+            end_s = self._since_begin(mark)
+            spans.append(Span(phase, index, start_s, end_s, wait_s, int(sent), *others))
+            start_s = end_s
+        return spans
 
 
 @dataclass(frozen=True, slots=True)

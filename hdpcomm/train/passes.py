@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from hdpcomm.attention import SlicedSequence
 from hdpcomm.attention import positions as positions_of
+from hdpcomm.kernels.transfers import HostNumbers
 from hdpcomm.models.moe import refuse_trees
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.parallel.program import KEEP, RECEIVE, RUN, SEND, WHOLE, StepProgram, pipeline_program, plan_program
@@ -77,12 +79,6 @@ class StepInputs:
     ends: bool = True
     terms: LabelTerms | None = None
     not_finite: list[int] = field(default_factory=list)
-
-    def checked(self, micro_batch: MicroBatch | None, loss: Tensor) -> Tensor:
-        """The (summed loss, labels) of a micro-batch, which is noted if the loss is no finite number."""
-        if micro_batch is not None and not math.isfinite(loss[0]):
-            self.not_finite.append(micro_batch.index)
-        return loss
 
 
 class Passes:
@@ -197,7 +193,8 @@ class Passes:
         *,
         last: bool,  # noqa: ARG002 (of this rank; for subclasses)
     ) -> Tensor:
-        """Forward and, in training, backward pass of a micro-batch through the model; (summed loss, labels)."""
+        """Forward and, in training, backward pass of a micro-batch through the model; (summed loss, labels) on the
+        model's device, fp64 ``[2]``."""
         with context:
             loss = micro_batch_loss(self.chunks[0], packed, comm, self.loss)
         if step.gradients is not None:
@@ -218,7 +215,9 @@ class _Run:
         self.passes, self.step, self.program = passes, step, program
         self.chunks, self.mesh = cast("list[Stage]", passes.chunks), passes.mesh
         self.total = torch.zeros(2, dtype=torch.float64)
-        """Summed loss and labels of the micro-batches whose last layers are here."""
+        """Summed loss and labels of the micro-batches whose last layers are here, as far as they were read."""
+        self._losses: deque[tuple[MicroBatch | None, HostNumbers]] = deque()
+        """The losses that were not read yet."""
         self.bytes_sent = 0
         self._batches: Mapping[int, MicroBatch | None] = program.batches
         self._staged = passes.planner is not None
@@ -264,12 +263,27 @@ class _Run:
             else:
                 for taken in cast(StepQueue, self.passes.queue):
                     self._run_whole(taken, -1, last=False)
+                    self._read_losses()  # who takes the next one must have ended this one
                     self.step.on_pass(taken.index)
             if action.kind in (WHOLE, KEEP, RUN):
                 batch = self._batches[done.micro_batch]
                 self.step.on_pass(None if batch is None else batch.index)
         for work in self._sends:
             work.wait()
+        self._read_losses()
+
+    def _add(self, batch: MicroBatch | None, loss: Tensor) -> None:
+        """Adds the (summed loss, labels) of a pass of a micro-batch, once the host has issued the next one."""
+        self._losses.append((batch, HostNumbers(loss)))
+        self._read_losses(but=1)
+
+    def _read_losses(self, but: int = 0) -> None:
+        while len(self._losses) > but:
+            batch, numbers = self._losses.popleft()
+            loss, labels = numbers.get()
+            self.total += torch.tensor((loss, labels), dtype=torch.float64)
+            if batch is not None and not math.isfinite(loss):
+                self.step.not_finite.append(batch.index)
 
     # --- all layers at a time ----------------------------------------------------------------------------------------
 
@@ -287,8 +301,7 @@ class _Run:
         states = self._random.pop(number, None)
         if states is not None:
             context = _replaying(states, self.passes.device, context)
-        found = self.passes.run_whole(packed, self._group(batch), step, context, last=last)
-        self.total += step.checked(batch, found)
+        self._add(batch, self.passes.run_whole(packed, self._group(batch), step, context, last=last))
         self._packs.pop(number, None)
         if planned is not None and (planned.last if gradients is None else planned.number == 0):
             del self._sliced[planned.sequence, 0]
@@ -337,9 +350,9 @@ class _Run:
         if torch.is_grad_enabled():
             self._open[done.micro_batch, done.stage] = x, y, losses
         if losses is not None:
-            self.total[0] += float(losses.detach())
+            self._add(None, torch.stack((losses.detach().double(), losses.new_zeros((), dtype=torch.float64))))
         if chunk.last:
-            self.total += self.step.checked(batch, _loss_and_labels(y, pack))
+            self._add(batch, _loss_and_labels(y, pack))
         else:
             self._given[done] = y.detach().contiguous()
         planned = self._planned(batch)
@@ -442,7 +455,7 @@ class _Run:
 
 
 def _loss_and_labels(loss: Tensor, packed: PackedShard) -> Tensor:
-    return torch.stack((loss.detach().double(), packed.trained.double())).cpu()
+    return torch.stack((loss.detach().double(), packed.trained.double()))
 
 
 def _ended(work: Work) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hdpcomm.attention import BalancedPack, Pack, as_pack
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels.transfers import to_device
 from hdpcomm.plan.tree import Tree, join_trees
 from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
 
@@ -155,7 +156,9 @@ def sequences_shard(
     else:
         whole = [checked(fetch(place), place, length) for place, length in lengths.items()]
         tokens, labels = (torch.cat(each)[pack.places(rank, size)] for each in zip(*whole, strict=True))
-    return PackedShard(tokens.to(device), labels.to(device), pack.positions(rank, size, device), cu_seqlens)
+    return PackedShard(
+        to_device(tokens, device), to_device(labels, device), pack.positions(rank, size, device), cu_seqlens
+    )
 
 
 def checked(
@@ -276,10 +279,10 @@ def labelled_shard(
         row[mine] = torch.arange(len(mine))
         rows = row[torch.cat([part.rows + first for part, first in zip(parts, firsts, strict=False)])]
         here = rows >= 0
-        rows = rows[here].to(device)
+        rows = to_device(rows[here], device)
     columns = {name: column[here] for name, column in columns.items()}
-    labels, positions = columns.pop("labels").to(device), pack.positions(rank, size, device)
-    return PackedShard(tokens[mine].to(device), labels, positions, cu_seqlens, rows), columns
+    labels, positions = to_device(columns.pop("labels"), device), pack.positions(rank, size, device)
+    return PackedShard(to_device(tokens[mine], device), labels, positions, cu_seqlens, rows), columns
 
 
 def tree_shard(
@@ -304,7 +307,7 @@ def tree_shard(
     """
     parts = [_labelled(i, items, fragments, fetch) for i in places]
     shard, columns = labelled_shard(parts, pack, (0.0, 0.0), comm=comm, device=device)
-    return replace(shard, label_weights=columns["weights"].to(device))
+    return replace(shard, label_weights=to_device(columns["weights"], device))
 
 
 def _labelled(

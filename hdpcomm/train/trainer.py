@@ -159,6 +159,7 @@ class Trainer:
             self.comm,
             lambda: 0.0 if offload is None else offload.stats().host_wait_s,
             lambda: (0.0, 0.0) if (trainer := own()) is None else trainer.runner.passes.waited_s(),
+            self._device,
         )
         self._memory = planner.memory
         self.runner = self.make_runner(optimizer, StepSettings(zero, dtype, bucket_bytes))

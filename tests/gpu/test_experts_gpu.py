@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hdpcomm.models.expert_group import HostNumbers
+from hdpcomm.kernels.transfers import HostNumbers
 from hdpcomm.models.moe import MixtureOfExperts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hdpcomm.attention.backends.base import Accumulator, Backend, Grads, Score, Three
 from hdpcomm.attention.tiles import Tile
+from hdpcomm.kernels.transfers import to_device
 
 __all__ = ["Batch", "VarlenBackend", "batches_of"]
 
@@ -54,11 +55,11 @@ def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Tensor | s
     """A slice if the ranges are consecutive, else their row numbers."""
     if all(a[1] == b[0] for a, b in itertools.pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
-    return torch.cat([torch.arange(*r) for r in ranges]).to(device)
+    return to_device(torch.cat([torch.arange(*r) for r in ranges]), device)
 
 
 def _running_sum(sizes: Iterable[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *sizes]).cumsum(0).to(device=device, dtype=torch.int32)
+    return to_device(torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), device)
 
 
 @lru_cache(maxsize=512)

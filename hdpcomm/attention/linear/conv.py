@@ -25,6 +25,7 @@ from hdpcomm.attention.tree_layout import TokenLayout, TreeLayout, past_tokens
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
+from hdpcomm.kernels.transfers import to_device
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -73,7 +74,7 @@ def _conv_plan(layout: TokenLayout, keys: TokenLayout, rank: int, width: int, de
             end += width - 1 + count
     rows = np.concatenate(source) if source else np.zeros(0, dtype=np.int64)
     recent = _recent_rows(keys, rank, width - 1)
-    return _ConvPlan(plan, *(torch.from_numpy(each).to(device) for each in (rows, place, recent)))
+    return _ConvPlan(plan, *(to_device(torch.from_numpy(each), device) for each in (rows, place, recent)))
 
 
 def _recent_rows(keys: TokenLayout, rank: int, count: int) -> Int64:

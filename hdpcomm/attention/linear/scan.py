@@ -13,6 +13,7 @@ from torch import Tensor
 from hdpcomm.attention.linear.chunks import ChunkGrads, Chunks
 from hdpcomm.attention.linear.state_plan import Links
 from hdpcomm.attention.tiles import Int64
+from hdpcomm.kernels.transfers import to_device
 
 __all__ = ["ForestScan", "Inputs", "PartRuns", "Runs", "Scan", "chunked"]
 
@@ -44,7 +45,7 @@ class Runs:
         if device not in self._on_device:
             places = np.flatnonzero(self._rows >= 0)
             tables = (self._order, places, self._rows[places])
-            order, where, rows = (torch.from_numpy(table).to(device) for table in tables)
+            order, where, rows = (to_device(torch.from_numpy(table), device) for table in tables)
             self._on_device[device] = order, where, rows
         return self._on_device[device]
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from hdpcomm.attention.layout import SequenceLayout
 from hdpcomm.attention.tiles import Int64
 from hdpcomm.attention.tree_layout import TokenLayout, TreeLayout, past_tokens
+from hdpcomm.kernels.transfers import to_device
 
 __all__ = ["ForestLevel", "Links", "Message", "Part", "Stage", "StatePlan", "state_plan"]
 
@@ -161,7 +162,7 @@ class Links:
     def add(self, into: Tensor, states: Tensor) -> Tensor:
         """Adds rows of ``states`` to those of ``into``, in place."""
         if into.device not in self._on_device:
-            rounds = [tuple(torch.from_numpy(x).to(into.device) for x in pair) for pair in self._rounds()]
+            rounds = [tuple(to_device(torch.from_numpy(x), into.device) for x in pair) for pair in self._rounds()]
             self._on_device[into.device] = [(source, target) for source, target in rounds]
         for source, target in self._on_device[into.device]:
             into.index_add_(0, target, states.index_select(0, source))

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hdpcomm as hdp
 from hdpcomm.attention.kv_store import Recomputation
 from hdpcomm.comm import Mesh
+from hdpcomm.kernels.transfers import HostNumbers
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
-from hdpcomm.models.expert_group import HostNumbers, Routing, chosen_before, kept_routing, routing_before
+from hdpcomm.models.expert_group import Routing, chosen_before, kept_routing, routing_before
 from hdpcomm.parallel import expert_parallel
 from hdpcomm.testing import run_threads
 

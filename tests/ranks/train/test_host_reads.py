@@ -12,6 +12,7 @@ import collections
 import inspect
 import linecache
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_iter
 
 import hdpcomm as hdp
 from hdpcomm.attention import api as attention_api
+from hdpcomm.kernels.transfers import HostNumbers
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, trees_of_prompts
 from hdpcomm.testing import run_threads
@@ -54,10 +56,8 @@ COPIES = ("copy_", "_to_copy")
 SIZES = LlamaConfig(vocabulary=64, layers=3, hidden=32, heads=4, kv_heads=2, ffn=48)
 LENGTHS = [120, 40, 33, 9, 5, 2]
 
-STAY = {
-    ("train/passes.py", "_loss_and_labels"): "the loss of a micro-batch, whose end is its time in the timeline",
-    ("train/gradients.py", "clip_"): "the gradient norm: a step that is not finite is refused before the update",
-}
+STAY = {("kernels/transfers.py", "get"), ("train/gradients.py", "clip_")}
+"""The loss of a micro-batch, when the next one was issued; the gradient norm: a step that is not finite is refused."""
 
 
 class Device:
@@ -218,7 +218,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_reads_that_stay(ranks: int, options: dict[str, Any]) -> None:
     for found in run_threads(reads, ranks, options, transport="sim"):
-        assert set(found) == {("train/passes.py", "_loss_and_labels"), ("train/gradients.py", "clip_")}, found
+        assert set(found) == STAY, found
 
 
 PIPELINES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -259,7 +259,41 @@ def _without_stages(planning: dict[str, Any]) -> dict[str, Any]:
 def test_reads_of_pipelines_and_offload_that_stay(mesh: str) -> None:
     ranks, planning, options = PIPELINES[mesh]
     found = run_threads(reads_of, ranks, planning, options, transport="sim", timeout=60)
-    assert set().union(*found) == {("train/passes.py", "_loss_and_labels"), ("train/gradients.py", "clip_")}, found
+    assert set().union(*found) == STAY, found
+
+
+def losses_in_turn(queue: bool) -> int:
+    torch.set_num_threads(1)
+    with hdp.init() as comm:
+        model = Llama(SIZES)
+        planner = Planner(None, ClusterSpec(2, capacity=128), cost_model=CostModel(1e-6, 1e-5), queue=queue)
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=1e-2), planner, comm)
+        return trainer.step([100] * 12, lambda _: torch.arange(100) % 64).queued
+
+
+@pytest.mark.parametrize("queue", [False, True])
+def test_losses_are_read_when_the_next_micro_batch_was_issued(queue: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for micro-batches of a queue: a rank takes one when it has ended the one before."""
+    waiting: collections.Counter[int] = collections.Counter()
+    most: collections.Counter[int] = collections.Counter()
+    make, get = HostNumbers.__init__, HostNumbers.get
+
+    def made(self: HostNumbers, numbers: Tensor, *rest: Any) -> None:
+        rank = threading.get_ident()
+        waiting[rank] += 1
+        most[rank] = max(most[rank], waiting[rank])
+        make(self, numbers, *rest)
+
+    def read(self: HostNumbers) -> Any:
+        waiting[threading.get_ident()] -= 1
+        return get(self)
+
+    monkeypatch.setattr(HostNumbers, "__init__", made)
+    monkeypatch.setattr(HostNumbers, "get", read)
+    queued = run_threads(losses_in_turn, 2, queue, transport="sim")
+    assert queued == [12 * queue] * 2
+    assert set(waiting.values()) == {0}
+    assert list(most.values()) == [2 - queue] * 2
 
 
 def losses_of(name: str) -> None:

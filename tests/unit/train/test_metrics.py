@@ -1,11 +1,15 @@
-"""Sums over a run."""
+"""Sums over a run, and the timeline of a step."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
+import torch
 
 from hdpcomm.run import RunConfig, learning_rate
 from hdpcomm.train import StepMetrics, totals
+from hdpcomm.train.metrics import Timeline
 
 
 def step_of(**values):
@@ -49,3 +53,52 @@ def test_learning_rate_rises_and_falls():
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert 0.1 < rates[-1] < 0.12
     assert learning_rate(RunConfig(steps=1, lr=1.0), 0) == 1.0
+
+
+class DeviceEvent:
+    """An event of a device whose clock the test sets; the device is behind the host."""
+
+    clock_ms = 0.0
+    waited: ClassVar[list[float]] = []
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, _stream: object) -> None:
+        self.at = DeviceEvent.clock_ms
+
+    def synchronize(self) -> None:
+        self.waited.append(self.at)
+
+    def elapsed_time(self, other: DeviceEvent) -> float:
+        return other.at - self.at
+
+
+class Counting:
+    """What a timeline needs of a communicator."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def stats(self) -> dict[str, int]:
+        return {"wait_ns": 0, "bytes_sent": self.sent}
+
+    def tick(self) -> None:
+        self.sent += 100
+
+
+def test_spans_end_when_the_device_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", DeviceEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+    DeviceEvent.clock_ms, DeviceEvent.waited = 5000.0, []
+    timeline = Timeline(Counting(), device=torch.device("cuda"))  # type: ignore[arg-type]
+    timeline.begin()
+    for place, milliseconds in enumerate((20.0, 50.0)):
+        DeviceEvent.clock_ms += milliseconds
+        timeline.end("micro-batch", place)
+    assert not DeviceEvent.waited
+    spans = [(each.phase, each.index, each.start_s, each.end_s, each.bytes_sent) for each in timeline.spans]
+    assert spans == [("micro-batch", 0, 0.0, 0.02, 100), ("micro-batch", 1, 0.02, 0.07, 100)]
+    assert DeviceEvent.waited == [5020.0, 5070.0]
+    timeline.begin()
+    assert timeline.spans == []
