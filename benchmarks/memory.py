@@ -32,6 +32,7 @@ from hdpcomm.offload import ActivationOffload, MemoryMeter, PinnedPool
 from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.train import Trainer
+from hdpcomm.train.settings import StepSettings
 
 GPT2 = LlamaConfig(vocabulary=32000, layers=12, hidden=768, heads=12, kv_heads=4, ffn=2048)
 SMALL = LlamaConfig(vocabulary=4000, layers=6, hidden=64, heads=4, kv_heads=2, ffn=176)
@@ -114,7 +115,9 @@ def step_of(make: Callable[[], nn.Module], dtype: torch.dtype | None) -> list[tu
     """(recomputed layers, measured, predicted bytes) of a training step of 750 tokens, all that is kept included."""
     comm = hdp.init()
     lengths = [350, 250, 150]
-    profile = profile_memory(make().to(dtype or torch.float32), comm, torch.optim.AdamW, tokens=256, dtype=dtype)
+    profile = profile_memory(
+        make().to(dtype or torch.float32), comm, torch.optim.AdamW, tokens=256, settings=StepSettings(dtype=dtype)
+    )
     found = []
     for recompute in (0, 2, 4):
         model = make()

@@ -39,7 +39,8 @@ from hdpcomm.parallel.program import StepProgram
 from hdpcomm.plan import ClusterSpec, Planner, StepPlan
 from hdpcomm.train import Trainer
 from hdpcomm.train.passes import Passes, StepInputs
-from hdpcomm.train.runner import Runner, StepSettings
+from hdpcomm.train.runner import Runner
+from hdpcomm.train.settings import StepSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -82,6 +83,8 @@ class NotingRunner(Runner):
 class NotingTrainer(Trainer):
     """Steps whose passes and reductions are noted; see :class:`NotingPasses`."""
 
+    bucket_bytes = BUCKET_BYTES
+
     def __init__(self, times: list[float], early: bool, *args: Any, **options: Any) -> None:
         self._noting = times, early
         super().__init__(*args, **options)
@@ -103,7 +106,7 @@ def measure(tokens: int, steps: int) -> dict[str, Any]:
             planner = Planner(None, ClusterSpec(comm.size, capacity=tokens), "naive", cost)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             kind = partial(NotingTrainer, times[name], name == "beside")
-            trainers[name] = kind(model, optimizer, planner, comm, zero=1, bucket_bytes=BUCKET_BYTES)
+            trainers[name] = kind(model, optimizer, planner, comm, zero=1)
         losses: dict[str, list[float]] = {name: [] for name in trainers}
         took: dict[str, list[float]] = {name: [] for name in trainers}
         for step in range(steps + 1):

@@ -256,6 +256,10 @@ class TrainingOptions:
         "and 3: among those of a host); auto: as little as --memory allows", zero_stage,
         metavar="0|1|2|3|auto",
     )  # fmt: skip
+    optimizer_offload: bool = option(
+        "training", False, "master weights and the optimizer's state in pinned host memory; the CPU takes the "
+        "optimizer's step", action="store_true",
+    )  # fmt: skip
     recompute: str | int | tuple[int, ...] = option(
         "training", "none", "layers that are computed again in the backward pass instead of kept; auto: as few as "
         "--memory allows", recompute,

@@ -26,7 +26,7 @@ __all__ = ["add_parser"]
 _OPTIONS = (
     "model", "layers", "hidden", "heads", "kv_heads", "ffn", "experts", "top_k", "ranks", "capacity", "context",
     "tokens_per_step", "seed", "pipeline", "chunks", "expert", "slices", "offload", "lora", "dtype", "optimizer",
-    "optimizer_options",
+    "optimizer_options", "optimizer_offload",
 )  # fmt: skip
 _ROOM = 0.9
 """Share of a device's memory for a step; the rest is for fragments and for what else lives there."""
@@ -187,12 +187,15 @@ def _advice(best: Setting) -> str:
     elif best.recomputed:
         options += f" --recompute {config.recompute}"
     command = f"take hdpcomm train --dtype {config.dtype} --zero {config.zero}{options} --capacity {config.capacity}"
+    if config.optimizer_offload:
+        command += " --optimizer-offload"
     if config.pipeline > 1:
         return command
     mesh = f", mesh={json.dumps(cut)}" if cut else ""
     dtype = ", dtype=torch.bfloat16" if config.dtype == "bf16" else ""
+    host = ", optimizer_offload=True" if config.optimizer_offload else ""
     checkpointing = " and gradient_checkpointing=True" if best.recomputed else ""
     return (
-        f"{command}; in transformers' Trainer HybridDataParallel(zero={config.zero}{dtype}{mesh}, "
+        f"{command}; in transformers' Trainer HybridDataParallel(zero={config.zero}{dtype}{mesh}{host}, "
         f"capacity={config.capacity}){checkpointing}"
     )

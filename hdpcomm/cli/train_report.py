@@ -215,6 +215,8 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
             "messages (shared by the host)": beside.shared,
             "messages (device)": beside.device,
         }
+        if host := max(memory.host for memory in found.devices):
+            columns["optimizer (pinned)"] = host
         if beside.copies:
             columns["copies (--elastic)"] = beside.copies
         for name in columns:

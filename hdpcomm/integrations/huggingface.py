@@ -54,7 +54,8 @@ from hdpcomm.run.flops import spec_of
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
-from hdpcomm.train.runner import Runner, StepSettings
+from hdpcomm.train.runner import Runner
+from hdpcomm.train.settings import StepSettings
 from hdpcomm.train.trainer_check import check_order
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class HybridDataParallel:
         zero, dtype: what ranks keep of the optimizer's state, gradients and weights, and the type of parameters beside
             fp32 masters: as of :class:`hdpcomm.train.Trainer`. ``fsdp`` of TrainingArguments says the same;
             ``zero="auto"``, with ``capacity``, is the least stage that the devices, or the hosts, have memory for.
+        optimizer_offload: of :class:`hdpcomm.train.Trainer`, too.
         mesh: ``{"tensor": 2, "expert": 2}``, or one of them: how many ranks share the layers, or their experts, once
             training begins (:class:`hdpcomm.Mesh`). Then evaluation gives the loss alone, and :meth:`save_model` saves
             the model.
@@ -127,6 +129,7 @@ class HybridDataParallel:
         mesh: Mapping[str, int] = MappingProxyType({}),
         **kwargs: Any,
     ) -> None:
+        optimizer_offload = kwargs.pop("optimizer_offload", False)
         self._comm: Communicator | None = None
         auto = zero == "auto"
         check_whole("Trainer", "zero", 0 if auto else zero, least=0, most=3)
@@ -134,13 +137,14 @@ class HybridDataParallel:
         if dtype is not None:
             check_type("Trainer", "dtype", dtype, torch.dtype)
         given: dict[Any, Any] = dict(enumerate(args)) | kwargs
-        self._kept = StepSettings(0 if auto else int(zero), dtype)
+        check_type("Trainer", "optimizer_offload", optimizer_offload, bool)
+        self._kept = StepSettings(0 if auto else int(zero), dtype, optimizer_offload=optimizer_offload)
         for name, value in given.items():
             given[name], self._kept = without_fsdp(value, self._kept)
         model = "model" if "model" in given else 0
         if auto and not self._kept.zero:  # else fsdp has said it
             kept, where = self._kept, self._mesh()
-            stage = least_zero(given.get(model), given.values(), where, capacity=capacity, dtype=kept.dtype)
+            stage = least_zero(given.get(model), given.values(), where, capacity=capacity, kept=kept)
             self._kept = replace(kept, zero=stage)
         check_order(self._kept.zero, queue=queue)
         self._plans = PlanSettings(capacity, cost_model, queue, slices, offload)
@@ -557,7 +561,7 @@ class HybridDataParallel:
         passes, runner = self._made
         before = passes.offloaded_bytes
         share = passes.train(planned, batch, ends=ends, **more)
-        if ends:
+        if ends and runner.masters is None:
             runner.finish()
         self._counts.update(tokens=sum(batch.lengths), micro_batches=len(planned.plan.micro_batches), batches=1)
         if offloaded := passes.offloaded_bytes - before:

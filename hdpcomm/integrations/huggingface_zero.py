@@ -24,7 +24,7 @@ from hdpcomm.run.model import folder_model, model_path
 
 if TYPE_CHECKING:
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.train.runner import StepSettings
+    from hdpcomm.train.settings import StepSettings
 
 __all__ = ["least_zero", "without_fsdp"]
 
@@ -89,7 +89,7 @@ def least_zero(
     mesh: Mesh,
     *,
     capacity: int | None,
-    dtype: torch.dtype | None,
+    kept: StepSettings,
 ) -> int:
     """The least stage with which a step fits, as ``hdpcomm train --zero auto`` finds it. Collective; the first rank
     predicts, which takes some seconds.
@@ -97,6 +97,7 @@ def least_zero(
     Args:
         model: the trainer's, or its folder.
         mesh: on which it will be trained.
+        kept: the trainer's settings, but for the stage.
         given: arguments of the trainer; adapters, and whether layers are computed again, are looked for in them.
 
     Raises: InvalidUsage: no capacity, or no stage fits. On all ranks alike.
@@ -111,7 +112,7 @@ def least_zero(
         if comm.rank == 0:
             with comm.busy("predicts the memory of a step"):
                 try:
-                    found = [_least_zero(model, list(given), mesh, capacity, dtype), None]
+                    found = [_least_zero(model, list(given), mesh, capacity, kept), None]
                 except InvalidUsage as error:
                     found = [None, str(error)]
         (zero, problem), *_ = gather_json(comm, found)
@@ -120,7 +121,7 @@ def least_zero(
     return int(zero)
 
 
-def _least_zero(model: Any, given: list[Any], mesh: Mesh, capacity: int, dtype: torch.dtype | None) -> int:
+def _least_zero(model: Any, given: list[Any], mesh: Mesh, capacity: int, kept: StepSettings) -> int:
     comm, nodes = mesh.comm, nodes_of(mesh.comm)
     on_host = nodes.count(nodes[0])
     arguments = [each for each in given if isinstance(each, transformers.TrainingArguments)]
@@ -134,8 +135,9 @@ def _least_zero(model: Any, given: list[Any], mesh: Mesh, capacity: int, dtype: 
         kind, adapters = folder_model(where), [*given, *getattr(model, "peft_config", {}).values()]
         config = RunConfig(
             model=kind, lora=_adapters(adapters), capacity=capacity, zero="auto",
-            dtype="bf16" if dtype == torch.bfloat16 else "fp32", recompute="full" if again else "none",
+            dtype="bf16" if kept.dtype == torch.bfloat16 else "fp32", recompute="full" if again else "none",
             memory=int(_ROOM * _memory_bytes(comm.device, on_host)), tensor=mesh.tensor, expert=mesh.expert,
+            optimizer_offload=kept.optimizer_offload,
         )  # fmt: skip
         return fit_zero(None, config, comm.size, max(1, on_host // mesh.tensor))
 

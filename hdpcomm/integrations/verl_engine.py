@@ -57,7 +57,8 @@ from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.passes import Passes
 from hdpcomm.train.replicas import settings_of
-from hdpcomm.train.runner import Runner, StepSettings
+from hdpcomm.train.runner import Runner
+from hdpcomm.train.settings import StepSettings
 
 __all__ = ["HdpEngine", "HdpEngineConfig"]
 

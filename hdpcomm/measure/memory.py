@@ -22,8 +22,9 @@ from hdpcomm.offload import ActivationOffload, MemoryMeter, measure_copies
 from hdpcomm.offload.layers import AbsentLayer, find_layers
 from hdpcomm.plan.memory import Line, MemoryModel, StepMemory
 from hdpcomm.train.buckets import BUCKET_BYTES
-from hdpcomm.train.gradients import trained_parameters
+from hdpcomm.train.gradients import trained_parameters, wide_type
 from hdpcomm.train.matrix_owners import MatrixMemory
+from hdpcomm.train.settings import WHOLE, StepSettings
 from hdpcomm.train.units import Units
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ def profile_memory(
     optimizer: MakeOptimizer,
     *,
     tokens: int,
-    zero: int = 0,
-    dtype: torch.dtype | None = None,
+    settings: StepSettings = WHOLE,
     everyone: Communicator | None = None,
     split_backward: bool = False,
     replicas: Replicas | None = None,
@@ -88,14 +88,14 @@ def profile_memory(
     did before.
 
     Args:
-        model: in the type that it will be trained in (``dtype`` if that is given).
+        model: in the type that it will be trained in (the settings' ``dtype`` if that is given).
         optimizer: makes one over the parameters it is given; called with a small one, to count its state.
         tokens: of a rank, in the longer of the first passes; some hundreds are enough. Doubled until bytes a token
             are steady, since gradients of the embedding and the last layer may be the most of a short pass.
-        zero, dtype: as the trainer gets them.
+        settings: of the trainer.
         everyone: all ranks that measure at the same time, since they share layers; default: those of ``comm``. Each
             stage of a pipeline gets figures of its own.
-        replicas: among which ``zero`` cuts; default: the ranks of ``comm``, on one host.
+        replicas: among which the settings' ``zero`` cuts; default: the ranks of ``comm``, on one host.
         matrices: what the optimizer of whole matrices takes, if there is one
             (:class:`hdpcomm.train.MatrixOwners`); ``optimizer`` is then that of all other parameters.
         split_backward: backward passes leave weight gradients for later
@@ -126,7 +126,7 @@ def profile_memory(
         owed=owed,
     )
     replicas = replicas or Replicas(comm.size, comm.size)
-    return with_states(found, model, optimizer, zero=zero, dtype=dtype, replicas=replicas, matrices=matrices)
+    return with_states(found, model, optimizer, settings=settings, replicas=replicas, matrices=matrices)
 
 
 def with_states(
@@ -134,18 +134,21 @@ def with_states(
     model: nn.Module,
     optimizer: MakeOptimizer,
     *,
+    settings: StepSettings,
     replicas: Replicas,
-    zero: int = 0,
-    dtype: torch.dtype | None = None,
     matrices: MatrixMemory | None = None,
 ) -> StepMemory:
-    """The memory of a step whose passes are known, with the states under another ``zero``. Local; arguments of
+    """The memory of a step whose passes are known, with the states under other settings. Local; arguments of
     :func:`profile_memory`."""
+    replicas = replicas if settings.zero else Replicas(1, 1)
     weights, gradients, others, update = _state_bytes(
-        model, optimizer, replicas=replicas if zero else Replicas(1, 1), zero=zero, dtype=dtype, matrices=matrices
+        model, optimizer, replicas=replicas, zero=settings.zero, dtype=settings.dtype, matrices=matrices
     )
+    host = 0.0
+    if settings.optimizer_offload:
+        host, others, update = _host_bytes(model, optimizer, replicas, settings.dtype), 0.0, 0.0
     states = weights + gradients + others
-    return replace(passes, states=states, update=update, weights=weights, gradients=gradients)
+    return replace(passes, states=states, update=update, weights=weights, gradients=gradients, host=host)
 
 
 def _measured_passes(
@@ -340,7 +343,7 @@ def _state_bytes(
     """Bytes that a trainer keeps between steps: weights, gradients, and masters with the optimizer's state; and the
     most that its optimizer's step adds."""
     trained = trained_parameters(model.parameters())
-    wide = torch.float64 if torch.float64 in {p.dtype for p in trained} or dtype == torch.float64 else torch.float32
+    wide = wide_type(trained, dtype)
     sharded = bool(zero) or dtype is not None
     held = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     parts = _parts(model, replicas.all)
@@ -366,6 +369,13 @@ def _state_bytes(
     largest = max(p.numel() for p in trained)
     part = min(count, max(BUCKET_BYTES // wide.itemsize, largest)) / min(parts.values()) if sharded else largest
     return weights, gradients, narrow * wide.itemsize + kept * updated, added * part
+
+
+def _host_bytes(model: nn.Module, optimizer: MakeOptimizer, replicas: Replicas, dtype: torch.dtype | None) -> float:
+    """Bytes of master weights, their gradients and the optimizer's state that a rank updates on the host."""
+    trained = trained_parameters(model.parameters())
+    wide, parts = wide_type(trained, dtype), _parts(model, replicas.all)
+    return sum(p.numel() / parts[id(p)] for p in trained) * (2 * wide.itemsize + _needs(optimizer, wide)[0])
 
 
 def _narrow_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:

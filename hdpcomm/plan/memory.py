@@ -64,6 +64,7 @@ class StepMemory:
             its weights; 0: backward passes are whole.
         owing: micro-batches that owe these gradients at once, beside those in flight.
         weights, gradients: of the states; 0 where they were not told apart.
+        host: bytes in host memory of an optimizer that computes there: masters, its state and their gradients.
     """
 
     layers: int
@@ -83,6 +84,7 @@ class StepMemory:
     owing: float = 0.0
     weights: float = 0.0
     gradients: float = 0.0
+    host: float = 0.0
 
     def offloadable(self, recompute: int = 0) -> float:
         """Bytes a token that go to host memory at an offload ratio of 1, with ``recompute`` layers recomputed."""

@@ -129,8 +129,11 @@ class RunConfig(TrainingOptions):
         known = (*POLICIES, *BASELINES)
         if not self.policies or any(policy not in known for policy in self.policies):
             raise InvalidUsage(f"policies is {self.policies}; choose from {', '.join(known)}")
-        if "ddp" in self.policies and (self.dtype != "fp32" or self.zero or self.offload):
-            raise InvalidUsage("DDP keeps the whole optimizer in fp32: compare with it without dtype, zero and offload")
+        if "ddp" in self.policies and (self.dtype != "fp32" or self.zero or self.offload or self.optimizer_offload):
+            raise InvalidUsage(
+                "DDP keeps the whole optimizer in fp32 on the device: compare with it without dtype, zero, offload and "
+                "optimizer_offload"
+            )
         if self.ring_peers is not None and self.ring_peers < 2:
             raise InvalidUsage(f"ring_peers is {self.ring_peers}; a rank of a ring has 2, give at least that")
         if self.skip_bad_steps < 0:

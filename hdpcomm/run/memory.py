@@ -27,6 +27,7 @@ from hdpcomm.run.optimizers import elementwise_optimizer, is_for_matrices, matri
 from hdpcomm.run.pipelines import mesh_of, recompute_by_device
 from hdpcomm.train.buckets import Sharding
 from hdpcomm.train.matrix_owners import matrix_memory
+from hdpcomm.train.settings import StepSettings
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -83,8 +84,9 @@ def _state_bytes(config: RunConfig) -> float:
     """Weights, masters and the optimizer's state of the whole model, each element once, but tied weights by each of
     their names, as a checkpoint has them."""
     alone = replace(
-        config, pipeline=1, tensor=1, expert=1, chunks=1, split_backward=False, zero=1 if config.zero else 0
-    )
+        config, pipeline=1, tensor=1, expert=1, chunks=1, split_backward=False, zero=1 if config.zero else 0,
+        optimizer_offload=False,
+    )  # fmt: skip
     (found,) = predict_memory(alone, 1)
     model = model_on_meta(config.model)
     named, once = (sum(p.numel() for _, p in model.named_parameters(remove_duplicate=each)) for each in (False, True))
@@ -263,9 +265,8 @@ def _profiled(
         make = partial(matrix_optimizer, config)
         matrices = matrix_memory(own, mesh, make, replicas=replicas.all)
     optimizer = partial(elementwise_optimizer, config)
-    options: dict[str, Any] = {
-        "zero": int(config.zero), "dtype": config.dtype_with_masters, "matrices": matrices, "replicas": replicas
-    }  # fmt: skip
+    settings = StepSettings(int(config.zero), config.dtype_with_masters, optimizer_offload=config.optimizer_offload)
+    options: dict[str, Any] = {"settings": settings, "matrices": matrices, "replicas": replicas}
     if known is not None:
         return with_states(known, model, optimizer, **options)
     return profile_memory(

@@ -86,8 +86,9 @@ def check_optimizer(config: TrainingOptions) -> None:
     """Raises InvalidUsage unless the optimizer is one, and takes its options. Local."""
     made, options = _resolved(config)
     names = inspect.signature(made).parameters
-    if _is_for_matrices(made) and (config.zero or config.dtype != "fp32"):
+    if _is_for_matrices(made) and (config.zero or config.dtype != "fp32" or config.optimizer_offload):
         given = f"--zero {config.zero}" if config.zero else f"--dtype {config.dtype}"
+        given = "--optimizer-offload" if config.optimizer_offload else given
         raise InvalidUsage(
             f"--optimizer {config.optimizer} shares the matrices and their state among all ranks by itself, in fp32; "
             f"leave out {given}"

@@ -46,6 +46,7 @@ def new_trainer(
         "max_grad_norm": config.max_grad_norm,
         "zero": int(config.zero),
         "dtype": config.dtype_with_masters,
+        "optimizer_offload": config.optimizer_offload,
     }
     recompute = stage_recompute(config)
     zero = int(config.zero)

@@ -26,7 +26,8 @@ from hdpcomm.plan.pipeline_schedule import Pass
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.layout import layout_of
 from hdpcomm.train.passes import Passes, StepInputs
-from hdpcomm.train.runner import Runner, StepSettings
+from hdpcomm.train.runner import Runner
+from hdpcomm.train.settings import StepSettings
 from hdpcomm.train.shards import PackedShard, no_tokens
 from hdpcomm.train.trainer import Trainer
 

@@ -80,6 +80,10 @@ class Masters:
     Tensor ranks that hold the same parameters have the same part of them, and so have both ends of a pipeline of a tied
     one.
 
+    With ``on_host`` master weights and the optimizer's state are in (pinned) host memory, and the optimizer computes on
+    the CPU (Ren et al., arXiv 2101.06840): a step copies its gradients there and the parameters back. Those in the wide
+    type have masters of their own then.
+
     The optimizer's groups get the rank's pieces in place of the parameters; learning rates and schedules go on as they
     are.
 
@@ -109,6 +113,7 @@ class Masters:
         zero: int,
         dtype: torch.dtype | None,
         bucket_bytes: int,
+        on_host: bool = False,
     ) -> None:
         everything = list({id(p): p for chunk in chunks for p in chunk.parameters()}.values())
         trained = trained_parameters(everything)
@@ -145,6 +150,9 @@ class Masters:
             for bucket in self._frozen:
                 self._weights.take_over(bucket)
         self.pieces: list[MasterShard] = []
+        self.on_host = on_host
+        self._host_gradients: list[Tensor] = []
+        """For each bucket, those that this rank updates, where that is on the host."""
         self._is_open = False
         self._memories = [self._take_over(bucket, dtype, wide, mesh) for bucket in buckets]
         """The parameters of each bucket, or the part that others pull, and in the wide type what this rank updates."""
@@ -164,6 +172,9 @@ class Masters:
         else:
             memory, wide = self._flatten(bucket, dtype, wide_dtype, mesh)
         gradients, sharding = self.gradients.own(bucket), bucket.sharding
+        if self.on_host:
+            wide, gradients = _host_memory(wide).copy_(wide), _host_memory(gradients)
+            self._host_gradients.append(gradients)
         # Views that know others, as all do that are not detached, would keep a window's memory that is given back.
         for parameter, start, stop, span in bucket.piece_spans():
             if start < stop or (parameter.numel() == 0 and sharding.own == 0 and sharding.first):
@@ -225,10 +236,10 @@ class Masters:
                 yield LocalShard(parameter, start, own[span], sharding)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Parameters, masters and gradients of this rank, as flat memory and as views of it."""
-        for memory, wide in self._memories:
-            yield from (memory, wide)
-        for piece in self.pieces:
+        """Parameters, masters and gradients of this rank, as flat memory and as views of it; of the host's none."""
+        for (memory, wide), bucket in zip(self._memories, self.gradients.buckets, strict=True):
+            yield from (memory, self.gradients.own(bucket) if self.on_host else wide)
+        for piece in () if self.on_host else self.pieces:
             yield from (piece.master, piece.gradient)
 
     @torch.no_grad()
@@ -248,8 +259,25 @@ class Masters:
 
     def finish(self) -> None:
         """Hands the gradients to the optimizer; parameters that no rank has used have none. Call before its step."""
+        for host, bucket in zip(self._host_gradients, self.gradients.buckets, strict=self.on_host):
+            host.copy_(self.gradients.own(bucket), non_blocking=True)
+        self._wait_for_copies()
         for piece in self.pieces:
             piece.master.grad = piece.gradient if self.gradients.used(piece.parameter) else None
+
+    def _wait_for_copies(self) -> None:
+        """Until copies between the device and the host have ended."""
+        device = self._memories[0][0].device
+        if self.on_host and device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    @torch.no_grad()
+    def follow_parameters(self) -> None:
+        """Takes over parameters that were loaded, where masters of the same type are apart from them. Local."""
+        self._wait_for_copies()
+        for (memory, wide), bucket in zip(self._memories, self.gradients.buckets, strict=True):
+            if self.on_host and memory.dtype == wide.dtype:
+                wide.copy_(bucket.own_piece(memory if self._weights else bucket.own_part(memory)))
 
     def publish(self) -> None:
         """Gives the updated parameters to all ranks. Call after the optimizer's step. Collective."""
@@ -260,8 +288,8 @@ class Masters:
         with torch.no_grad():
             for part, (_, wide), bucket in zip(parts, self._memories, buckets, strict=True):
                 piece, across = bucket.own_piece(part), bucket.sharding.across
-                if part.dtype != wide.dtype:
-                    piece.copy_(wide)
+                if part.dtype != wide.dtype or self.on_host:
+                    piece.copy_(wide, non_blocking=True)
                 cut = across is not None and bucket.sharding.pieces > 1
                 among_hosts.append(across.all_gather(part, piece, async_op=True) if cut else None)  # type: ignore[union-attr]
         for work, part, (memory, _), bucket in zip(among_hosts, parts, self._memories, buckets, strict=True):
@@ -275,6 +303,11 @@ class Masters:
             each.wait()
 
 
+def _host_memory(like: Tensor) -> Tensor:
+    """Host memory of the same size; pinned for a GPU's copies."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
 def _cut_state(optimizer: torch.optim.Optimizer, pieces: Sequence[MasterShard]) -> None:
     """Gives the pieces what the optimizer has for their parameters: Adagrad makes its state when it is made."""
     taken = {piece.parameter: optimizer.state.pop(piece.parameter, {}) for piece in pieces}
@@ -284,7 +317,8 @@ def _cut_state(optimizer: torch.optim.Optimizer, pieces: Sequence[MasterShard]) 
         for key, value in taken[piece.parameter].items():
             if isinstance(value, Tensor) and value.shape == piece.parameter.shape and value.dim():
                 own = value.flatten()[piece.start : piece.start + piece.master.numel()].view(piece.master.shape)
-                state[key] = own.to(piece.master.dtype if own.is_floating_point() else own.dtype, copy=True)
+                kind = piece.master.dtype if own.is_floating_point() else own.dtype
+                state[key] = own.to(piece.master.device, kind, copy=True)
             else:
                 state[key] = value
         if state:

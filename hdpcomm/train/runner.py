@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,13 +11,13 @@ from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.agreement import share_values
-from hdpcomm.train.buckets import BUCKET_BYTES
 from hdpcomm.train.gradients import Gradients
 from hdpcomm.train.host_copies import HostCopies
 from hdpcomm.train.layout import layout_of, plain_name
 from hdpcomm.train.masters import Masters
 from hdpcomm.train.pulled_weights import has_part
 from hdpcomm.train.replicas import ChangedBuffers, check_same_plan
+from hdpcomm.train.settings import WHOLE, StepSettings
 from hdpcomm.train.state import State
 from hdpcomm.train.trainer_check import check_elementwise
 from hdpcomm.train.whole_sums import WholeSums
@@ -27,21 +26,7 @@ if TYPE_CHECKING:
     from hdpcomm.plan import StepPlan
     from hdpcomm.train.passes import Passes, StepInputs
 
-__all__ = ["Runner", "StepSettings"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepSettings:
-    """How weights, gradients and the optimizer's state are kept; see :class:`hdpcomm.train.Trainer` for each."""
-
-    zero: int = 0
-    dtype: torch.dtype | None = None
-    bucket_bytes: int = BUCKET_BYTES
-
-    @property
-    def masters(self) -> bool:
-        """Whether the optimizer updates others than the parameters."""
-        return bool(self.zero) or self.dtype is not None
+__all__ = ["Runner"]
 
 
 class Runner:
@@ -69,7 +54,7 @@ class Runner:
         self,
         passes: Passes,
         optimizer: torch.optim.Optimizer | None = None,
-        settings: StepSettings = StepSettings(),
+        settings: StepSettings = WHOLE,
         *,
         gradients: Gradients | None = None,
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -110,6 +95,7 @@ class Runner:
             self.masters = Masters(
                 self.passes.chunks, optimizer, self.layout, self._mesh,
                 zero=settings.zero, dtype=settings.dtype, bucket_bytes=settings.bucket_bytes,
+                on_host=settings.optimizer_offload,
             )  # fmt: skip
             self.masters.same_start()
             self._wait_for_parts()  # passes may follow that no agreement precedes
@@ -146,7 +132,8 @@ class Runner:
             self._model_copies.store(own, windows=None if masters is None else masters.windows)
         if optimizer and self.optimizer is not None and not self._optimizer_copies.away:
             state = [each for values in self.optimizer.state.values() for each in values.values()]
-            kept = [each for each in state if isinstance(each, Tensor)]
+            on_host = masters is not None and masters.on_host
+            kept = [each for each in state if isinstance(each, Tensor) and not on_host]
             kept += masters.tensors() if masters is not None else ()
             self._optimizer_copies.store(kept, but=own)
 
@@ -304,14 +291,15 @@ class Runner:
         holder.finish()
 
     def publish_after_steps(self) -> None:
-        """For a loop that takes the optimizer's step itself: other ranks get the updated parameters after each. Local;
-        from then on the step is collective."""
+        """For a loop that takes the optimizer's step itself: master weights get their gradients before each, and other
+        ranks the updated parameters after it. Local; from then on the step is collective."""
 
         def published(*_: object) -> None:
             self.publish()
             self._wait_for_parts()  # passes may follow that no agreement precedes
 
         if self.optimizer is not None and self.masters is not None:
+            self.optimizer.register_step_pre_hook(lambda *_: self.finish())
             self.optimizer.register_step_post_hook(published)
 
     def weights(self) -> AbstractContextManager[None]:

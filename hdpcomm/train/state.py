@@ -140,6 +140,8 @@ class State:
             for key, value in states.get(placement.trained, {}).items():
                 if not isinstance(value, (Tensor, TensorPart)) and not isinstance(own.get(key), Tensor):
                     own[key] = value
+        if self._masters is not None:
+            self._masters.follow_parameters()
         self._load_groups(state["optimizer"]["param_groups"])
 
     @torch.no_grad()
@@ -158,6 +160,8 @@ class State:
             value = weights.whole(name)
             for each in live:
                 _fill(each, value)
+        if self._masters is not None:
+            self._masters.follow_parameters()
 
     def _load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Takes the options of each group from that which had its parameters; of a group without any here, from the one

@@ -33,7 +33,8 @@ from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
 from hdpcomm.train.metrics import OffloadedStep, StepMetrics, Timeline, add_expert_load, expert_loads
 from hdpcomm.train.passes import Passes, StepInputs
 from hdpcomm.train.replicas import check_replicas, settings_of
-from hdpcomm.train.runner import Runner, StepSettings
+from hdpcomm.train.runner import Runner
+from hdpcomm.train.settings import StepSettings
 from hdpcomm.train.shards import Fetch, declared, vocabulary_of
 from hdpcomm.train.trainer_check import (
     check_finite,
@@ -95,10 +96,16 @@ class Trainer:
             (NaN).
         dtype: of the parameters, with master weights in fp32: ``torch.bfloat16`` halves parameters and activations.
             ``None``: the optimizer updates the parameters as they are.
-        bucket_bytes: gradients that are reduced at a time. Where a rank's last micro-batch is its own, the reductions
-            run beside its backward pass. With ``zero=2`` and 3 gradients leave layer by layer.
+        optimizer_offload: master weights and the optimizer's state are in pinned host memory, and the optimizer
+            computes on the CPU. AdamW then takes 12 bytes less on the device for each parameter that this rank updates
+            (8 with ``dtype=None``), and 16 on the host. Updates are those of the same optimizer on CPU tensors;
+            ``fused=True`` makes torch's faster.
         offload: carries out the plan's offload ratios (:class:`hdpcomm.offload.ActivationOffload` over this model);
             needed if the planner uses any. With it, the device memory of each step is measured.
+
+    Attributes:
+        bucket_bytes: of the class: gradients that are reduced at a time. Where a rank's last micro-batch is its own,
+            the reductions run beside its backward pass. With ``zero=2`` and 3 gradients leave layer by layer.
 
     Raises:
         InvalidUsage: the planner is for another mesh, the model is not cut for this one, or has nothing to train.
@@ -118,6 +125,8 @@ class Trainer:
         8
     """
 
+    bucket_bytes = BUCKET_BYTES
+
     def __init__(
         self,
         model: nn.Module | Sequence[Stage],
@@ -130,12 +139,12 @@ class Trainer:
         offload: ActivationOffload | None = None,
         zero: int = 0,
         dtype: torch.dtype | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        optimizer_offload: bool = False,
     ) -> None:
+        settings = StepSettings(zero, dtype, self.bucket_bytes, optimizer_offload)
         check_trainer(
-            model, optimizer, planner, comm,
-            max_grad_norm=max_grad_norm, loss=loss, offload=offload, zero=zero, dtype=dtype, bucket_bytes=bucket_bytes,
-        )  # fmt: skip
+            model, optimizer, planner, comm, max_grad_norm=max_grad_norm, loss=loss, offload=offload, settings=settings
+        )
         self.mesh = mesh = comm if isinstance(comm, Mesh) else Mesh(comm, placement=range(comm.size))
         self.comm = mesh.comm
         self.model, self.stages = check_model(model, optimizer, planner, mesh, zero=zero)
@@ -162,7 +171,7 @@ class Trainer:
             self._device,
         )
         self._memory = planner.memory
-        self.runner = self.make_runner(optimizer, StepSettings(zero, dtype, bucket_bytes))
+        self.runner = self.make_runner(optimizer, settings)
         self.layout = self.runner.layout
         self._vocabulary = vocabulary_of(self.model, self.layout)
 

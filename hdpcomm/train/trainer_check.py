@@ -24,6 +24,7 @@ from hdpcomm.train.pulled_weights import has_part
 
 if TYPE_CHECKING:
     from hdpcomm.plan import Planner, StepPlan
+    from hdpcomm.train.settings import StepSettings
 
 __all__ = [
     "check_elementwise",
@@ -99,9 +100,7 @@ def check_trainer(
     max_grad_norm: Any,
     loss: Any,
     offload: Any,
-    zero: Any,
-    dtype: Any,
-    bucket_bytes: Any,
+    settings: StepSettings,
 ) -> None:
     """Raises InvalidUsage for an argument of another kind, or a number out of range."""
     modules = list(model) if isinstance(model, (list, tuple)) else [model]
@@ -127,10 +126,11 @@ def check_trainer(
         check_has("Trainer", "loss", loss, "__call__", "a function of (logits, labels)")
     if offload is not None:
         check_has("Trainer", "offload", offload, "micro_batch", "an ActivationOffload")
-    if dtype is not None:
-        check_type("Trainer", "dtype", dtype, torch.dtype)
-    check_whole("Trainer", "zero", zero, least=0, most=3)
-    check_whole("Trainer", "bucket_bytes", bucket_bytes, least=1)
+    if settings.dtype is not None:
+        check_type("Trainer", "dtype", settings.dtype, torch.dtype)
+    check_whole("Trainer", "zero", settings.zero, least=0, most=3)
+    check_whole("Trainer", "bucket_bytes", settings.bucket_bytes, least=1)
+    check_type("Trainer", "optimizer_offload", settings.optimizer_offload, bool)
 
 
 def check_model(

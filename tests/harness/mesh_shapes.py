@@ -10,8 +10,8 @@ from hdpcomm.comm import Mesh
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.plan import ClusterSpec, Planner
-from hdpcomm.train import Trainer
 from tests.harness.pipelines import COST, SEED
+from tests.harness.small_buckets import make_trainer
 
 __all__ = ["DENSE", "SHAPES", "SPARSE", "Shape", "adamw", "trainer_of"]
 
@@ -71,13 +71,13 @@ def trainer_of(comm, shape, *, wide=torch.float64, norm=0.5, optimizer=adamw, ca
     seed = SEED if comm.rank == 0 or shape.pipeline > 1 else SEED + comm.rank
     model = Llama(shape.config, seed=seed, dtype=wide)
     if shape.ranks == 1:
-        return Trainer(model, optimizer(model), planner, comm, max_grad_norm=norm, **options)
+        return make_trainer(model, optimizer(model), planner, comm, max_grad_norm=norm, **options)
     if shape.pipeline == 1:
         expert_parallel(model, mesh)
         tensor_parallel(model, mesh)
-        return Trainer(model, optimizer(model), planner, mesh, max_grad_norm=norm, **options)
+        return make_trainer(model, optimizer(model), planner, mesh, max_grad_norm=norm, **options)
     stages = split_model(model, shape.pipeline * shape.chunks)[mesh.stage :: shape.pipeline]
     for stage in stages:
         expert_parallel(stage, mesh)
         tensor_parallel(stage, mesh)
-    return Trainer(stages, optimizer(torch.nn.ModuleList(stages)), planner, mesh, max_grad_norm=norm, **options)
+    return make_trainer(stages, optimizer(torch.nn.ModuleList(stages)), planner, mesh, max_grad_norm=norm, **options)

@@ -82,11 +82,21 @@ def check_close(found: str, expected: str, **limits: float) -> None:
         {"zero": 2},
         {"zero": 3},
         {"zero": 3, "dtype": torch.bfloat16},
+        {"zero": 3, "optimizer_offload": True},
         {"mesh": {"tensor": 2}},
         {"mesh": {"tensor": 2}, "zero": 3},
         {"mesh": {"expert": 2}},
     ],
-    ids=["zero 1", "zero 2", "zero 3", "zero 3 in bf16", "tensor ranks", "tensor ranks and zero 3", "expert ranks"],
+    ids=[
+        "zero 1",
+        "zero 2",
+        "zero 3",
+        "zero 3 in bf16",
+        "optimizer on the host",
+        "tensor ranks",
+        "tensor ranks and zero 3",
+        "expert ranks",
+    ],
 )
 def test_parts_train_save_and_resume_as_whole_weights_do(ranks: Any, tmp_path: Path, options: dict[str, Any]) -> None:
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")

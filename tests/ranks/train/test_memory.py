@@ -22,6 +22,7 @@ from hdpcomm.plan.memory import Line, StepMemory
 from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
+from hdpcomm.train.settings import StepSettings
 from tests.harness.pipelines import FixedPlanner
 
 SIZE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -62,7 +63,9 @@ def measured_and_predicted(name, dtype, zero):
     """(measured, predicted) bytes of a step, for no, two and all layers recomputed; on one rank of several."""
     torch.set_num_threads(1)
     comm = hdp.init()
-    profile = profile_memory(MODELS[name]().to(dtype or torch.float32), comm, adamw, tokens=256, zero=zero, dtype=dtype)
+    profile = profile_memory(
+        MODELS[name]().to(dtype or torch.float32), comm, adamw, tokens=256, settings=StepSettings(zero, dtype)
+    )
     found = []
     for recompute in (0, 2, 4):
         model = MODELS[name]()

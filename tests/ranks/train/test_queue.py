@@ -17,6 +17,7 @@ from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, PlanAhead, Planner,
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from tests.harness.plain_llama import batch_gradients
+from tests.harness.small_buckets import make_trainer
 
 CONFIG = LlamaConfig(vocabulary=61, layers=2, hidden=32, heads=4, kv_heads=2, ffn=48)
 COST = CostModel(attention=1e-4, linear=1e-2, fixed=1e-3, ring_step=1e-3)
@@ -68,7 +69,7 @@ def gradients(
             model = Llama(CONFIG, seed=3 + comm.rank, dtype=dtype)
             set_recompute(model, recompute)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            trainer = Trainer(model, optimizer, planner, comm, max_grad_norm=None, **options)
+            trainer = make_trainer(model, optimizer, planner, comm, max_grad_norm=None, **options)
             losses, read = [], []
 
             def fetch(i: int) -> torch.Tensor:

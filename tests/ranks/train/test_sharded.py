@@ -20,6 +20,7 @@ from hdpcomm.train import Trainer, summed_loss
 from hdpcomm.train.layout import layout_of
 from hdpcomm.train.masters import Masters
 from tests.harness.noted import NotedComm
+from tests.harness.small_buckets import make_trainer
 
 CONFIG = LlamaConfig(vocabulary=31, layers=3, hidden=16, heads=2, kv_heads=1, ffn=24)
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4)
@@ -62,7 +63,7 @@ def curve(
                 parameter *= scale if parameter.dim() > 1 else 1.0
         planner = Planner(None, ClusterSpec(comm.size, 64 // comm.size), policy, COST)
         pool = PinnedPool(1 << 20, device="cpu")
-        trainer = Trainer(
+        trainer = make_trainer(
             model, optimizer_of(model, lr), planner, comm, loss=summed_loss if whole_logits else None,
             offload=ActivationOffload(pool, model, ratio=1.0, min_bytes=1) if offload else None, **options,
         )  # fmt: skip
@@ -128,7 +129,7 @@ def trainer_of(comm, *, lr=1e-2, capacity=64, policy="balanced", model=None, opt
     torch.set_num_threads(1)
     model = model or Llama(CONFIG)
     planner = Planner(None, ClusterSpec(comm.size, capacity // comm.size), policy, COST)
-    return Trainer(model, optimizer or optimizer_of(model, lr), planner, comm, **options)
+    return make_trainer(model, optimizer or optimizer_of(model, lr), planner, comm, **options)
 
 
 @pytest.mark.parametrize(("dtype", "zero", "ranks"), [(None, 1, 3), (torch.bfloat16, 1, 3), (torch.bfloat16, 0, 2)])
@@ -454,7 +455,6 @@ class Own(torch.optim.SGD):
 
 REFUSED = [
     ({"zero": 4}, None, "zero is 4, expected a whole number from 0 to 3"),
-    ({"zero": 1, "bucket_bytes": 0}, None, "bucket_bytes is 0, expected a whole number of at least 1"),
     ({"dtype": torch.float16}, None, "dtype is torch.float16; give torch.bfloat16"),
     ({"zero": 1}, lambda model: Own(model.parameters(), lr=0.1), "Own may look at more than one element"),
     ({}, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS computes the loss several times a step"),

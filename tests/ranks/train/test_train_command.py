@@ -105,7 +105,8 @@ def test_trains_and_compares(folder, tmp_path):
 def test_memory_savers(folder, tmp_path, capfd):
     """The curve of a plain run, but for what bf16 rounds; as many messages of ranks as are asked for."""
     curves = []
-    cases = ["--quiet"], ["--zero", "1", "--recompute", "full", "--verbose"], ["--zero", "1", "--dtype", "bf16"]
+    narrow = ["--zero", "1", "--dtype", "bf16"]
+    cases = ["--quiet"], ["--zero", "1", "--recompute", "full", "--verbose"], narrow, [*narrow, "--optimizer-offload"]
     for place, options in enumerate(cases):
         path = tmp_path / f"{place}.json"
         common = ["--ranks", "2", "--json", str(path)]
@@ -120,6 +121,7 @@ def test_memory_savers(folder, tmp_path, capfd):
         assert bool(messages) == (place > 0)
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
     assert curves[2] == pytest.approx(curves[0], rel=1e-2)
+    assert curves[3] == curves[2]
     assert main(["train", "--data", folder, *SMALL, *LIMITS, "--recompute", "2"]) != 0
     assert "recompute is 2; give 'none', 'full' or a number of layers from 0 to 1" in capfd.readouterr().err
     with pytest.raises(SystemExit):
@@ -212,7 +214,7 @@ BAD = {
     "--data {folder} --heads 4 --kv-heads 3": "kv_heads must divide heads",
     "--data {folder} --json /no/such/folder/out.json": "the folder /no/such/folder does not exist",
     "--data {folder} --compare balanced": "--compare balanced is the policy of the run itself",
-    "--data {folder} --compare ddp --zero 1": "compare with it without dtype, zero and offload",
+    "--data {folder} --compare ddp --zero 1": "compare with it without dtype, zero, offload and",
     "--data {folder} --recompute auto": "no limit was given; give what a rank's step may take, as --memory 4G",
     "--data {folder} --memory 1G": "a limit of 1.1 GB was given and recompute is 'none', which keeps to none",
     "--data {folder} --save-every 5": "--save-every was given without --out",

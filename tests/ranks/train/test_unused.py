@@ -12,6 +12,7 @@ import hdpcomm as hdp
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
+from tests.harness.small_buckets import make_trainer
 
 COST = CostModel(attention=1e-9, linear=1e-6, fixed=1e-6)
 
@@ -40,7 +41,7 @@ def adamw(model):
 
 def trainer_of(comm, model, **options):
     planner = Planner(None, ClusterSpec(comm.size, 10), "naive", COST)
-    return Trainer(model, adamw(model), planner, comm, max_grad_norm=None, **options)
+    return make_trainer(model, adamw(model), planner, comm, max_grad_norm=None, **options)
 
 
 STEPS = [[torch.arange(9), torch.arange(9)], [torch.arange(9), torch.arange(9) + 16], [torch.arange(9) + 16] * 2]

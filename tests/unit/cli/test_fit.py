@@ -44,6 +44,16 @@ def test_it_names_what_to_take(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
 
 
+def test_an_optimizer_on_the_host_takes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, rows, text = table(tmp_path, capsys, "--optimizer-offload")
+    assert code == 0
+    assert [row["optimizer"] for row in rows] == [0, 0, 0, 0]
+    assert all(row["fits"] for row in rows)
+    words = " ".join(text.split())
+    assert 'mesh={"tensor": 2}, optimizer_offload=True, capacity=8192)' in words
+    assert "--optimizer-offload; in transformers" in words
+
+
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, rows, text = table(tmp_path, capsys, "--memory", "1M", "--zero", "3")
     assert code == 6

@@ -168,7 +168,7 @@ CHANGED = TrainOptions(
     optimizer="Adam", optimizer_options=("betas=0.8,0.9",), init_from=Path("earlier"), keep_optimizer=True,
     lora="r=2,alpha=4,targets=q_proj+v_proj",
     steps=7, lr=1e-3, schedule="wsd", warmup=3, decay=0.5, min_lr=0.5, weight_decay=0.5, dtype="bf16", zero=1,
-    recompute="full", memory=1 << 30, max_grad_norm=2.0, check_replicas=7, skip_bad_steps=2,
+    optimizer_offload=True,    recompute="full", memory=1 << 30, max_grad_norm=2.0, check_replicas=7, skip_bad_steps=2,
     evict_slower=3.0, eval_every=2, eval_data=("DOCS",),
     eval_fraction=0.5, out=Path("run"), save_every=2, keep=5, resume="auto", elastic=True, join="RUN",
     export=Path("exported"),
