@@ -8,14 +8,12 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
-from hdpcomm.arguments import ranks_text
 from hdpcomm.cli.config_file import resolve_options
 from hdpcomm.cli.output import check_writable, ranks_here, write_json
 from hdpcomm.cli.train_data import TrainData, train_data
@@ -26,7 +24,7 @@ from hdpcomm.cli.train_options import (
     changed_options,
     dump_options,
 )
-from hdpcomm.errors import Error, InvalidUsage, Mismatch, first_line, out_of_memory
+from hdpcomm.errors import Error, InvalidUsage, first_line, out_of_memory
 from hdpcomm.files import write_own
 from hdpcomm.log import LOG
 from hdpcomm.options import TrainingOptions
@@ -44,8 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "job_of", "run_rank"]
 
 P = ParamSpec("P")
-LOBBY = "lobby.json"
-"""In the folder of a run: where newcomers wait."""
 _PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")
 """Modules that every rank needs and that take seconds to import; AdamW wants the first."""
 
@@ -283,74 +279,29 @@ def _run_elastic(
     """Runs the job again on the ranks that live, whenever some die; ``None`` on a rank that is a spare at the end, or
     that had to leave. ``came``: this rank joins a run."""
     from hdpcomm.data.agree import from_rank
-    from hdpcomm.run.elastic import TooSlow, active_ranks, call_spares, lead_spares, run_with_survivors, wait_as_spare
-    from hdpcomm.run.lobby import Lobby, grow
-    from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
+    from hdpcomm.run.elastic import Elastic
 
-    peers = PeerSaves()
-    resume: str | KeptCheckpoint | None = job.options.resume
-    options, out, secret = job.options, job.options.out, job.secret
+    options, out = job.options, job.options.out
     assert out is not None  # checked
-    assert secret is not None  # an elastic job has one
-    offer = json.dumps({"out": str(out.resolve()), "options": dump_options(options)})
+    assert job.secret is not None  # an elastic job has one
+    elastic = Elastic(
+        out, job.secret, options.pipeline, options.tensor, options.expert, options.resume, transport=options.transport,
+        offer=json.dumps({"out": str(out.resolve()), "options": dump_options(options)}),
+    )  # fmt: skip
 
-    def ranks_of(living: Communicator) -> list[int]:
-        return active_ranks(living, pipeline=options.pipeline, tensor=options.tensor, expert=options.expert)
-
-    def on_change(living: Communicator, what: str) -> None:
-        nonlocal job, resume
-        active = ranks_of(living)
-        kept = peers.newest(living)
-        resume = kept or _newest_on_disk(living, job)
+    def on_change(living: Communicator, active: Sequence[int]) -> None:
+        nonlocal job
         capacity = int(from_rank(living, str(job.on(len(active)).config.capacity), active[0]))
         job = job.on(len(active), capacity)
-        if living.rank == active[0]:
-            LOG.info(what)
-            LOG.info(_goes_on(len(active), living.size, resume))
 
-    def attempt(living: Communicator) -> tuple[RunResult | DryRun, CorpusSummary] | None:
-        nonlocal resume
-        active = ranks_of(living)
-        spares = [rank for rank in range(living.size) if rank not in active]
-        first = living.rank == active[0]
-        peers.open_lobby = partial(Lobby, out / LOBBY, secret, _version(), offer) if first else None
-        peers.next_attempt()
-        kept = resume if isinstance(resume, KeptCheckpoint) else None
-        if living.rank in spares:
-            wait_as_spare(living, active[0], kept)
-            return None
-        if kept is not None and first:
-            resume = replace(kept, call_spares=lambda: call_spares(living, spares))
-        comm = living.subset(active)
-        assert comm is not None  # this rank is one of them
-        with lead_spares(living, spares if first else []):
-            return _run(comm, job, resume, peers)
-
-    def grown(living: Communicator) -> Communicator:
-        return grow(living, peers.lobby, ranks_of(living)[0], options.transport)
-
-    try:
-        return run_with_survivors(comm, attempt, on_change, grow=grown, came=came)
-    except (Mismatch, TooSlow) as error:
-        if error.rank not in error.unlike:
-            raise
-        LOG.error(f"rank {error.rank} leaves the run: {error}")
-        return None
-    finally:
-        peers.close()
-
-
-def _version() -> str:
-    """Options that all ranks of a run share, for those that want to join it: the options they get from it."""
-    import hdpcomm
-
-    return f"hdpcomm {hdpcomm.__version__}"
+    return elastic.run(comm, lambda comm, resume, peers: _run(comm, job, resume, peers), on_change, came=came)
 
 
 def _join(given: Mapping[str, object]) -> int:
     """Takes part in a run with ``--elastic`` as one more rank."""
     from hdpcomm.comm.secret import job_secret
-    from hdpcomm.run.lobby import enter
+    from hdpcomm.run.elastic import run_facts
+    from hdpcomm.run.lobby import LOBBY, enter
 
     others = [name for name in given if name != "join"]
     if others:
@@ -373,33 +324,10 @@ def _join(given: Mapping[str, object]) -> int:
         LOG.info(f"waits for the end of a step of {where}")
 
     place = where if run is None else run / LOBBY
-    with enter(place, secret, _version(), told=told) as comm, _told_of_memory(comm):
+    with enter(place, secret, run_facts(), told=told) as comm, _told_of_memory(comm):
         assert job is not None  # told
         _run_elastic(comm, job, came=True)
     return 0
-
-
-def _newest_on_disk(living: Communicator, job: _Job) -> str | None:
-    """Where a run goes on that has lost what its ranks had in memory: its newest checkpoint, or where it began."""
-    from hdpcomm.data.agree import from_rank
-    from hdpcomm.run.checkpoints import newest_checkpoint
-
-    assert job.options.out is not None  # checked
-    folder = job.options.out / "checkpoints"
-    found = newest_checkpoint(folder)[0] if living.rank == 0 and folder.is_dir() else None
-    # Rank 0's, since a newcomer was not told where the run began.
-    return from_rank(living, (job.options.resume or "") if found is None else str(found.path)) or None
-
-
-def _goes_on(active: int, living: int, resume: str | KeptCheckpoint | None) -> str:
-    spares = f" ({living - active} spare)" if living > active else ""
-    if resume is None:
-        place = "step 0, since there is no checkpoint yet"
-    else:
-        place = resume if isinstance(resume, str) else str(resume.path)
-    in_memory = resume is not None and not isinstance(resume, str)
-    lost = "" if in_memory else "; what other ranks kept in memory is lost, too"
-    return f"going on with {ranks_text(active)}{spares} from {place}{lost}"
 
 
 def _run(

@@ -1,23 +1,32 @@
-"""Runs that go on with the ranks that are left when some die."""
+"""Runs that go on with the ranks that are left when some die, and with those that join: :class:`Elastic`."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from hdpcomm.arguments import ranks_text
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.topology import nodes_of
+from hdpcomm.data.agree import from_rank
 from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage, Mismatch, PeerLost
-from hdpcomm.run.peer_saves import KeptCheckpoint
+from hdpcomm.log import LOG
+from hdpcomm.run.checkpoints import newest_checkpoint
+from hdpcomm.run.lobby import LOBBY, Lobby, grow
+from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.comm.secret import Secret
 
-__all__ = ["NewcomersWait", "TooSlow", "active_ranks", "lead_spares", "run_with_survivors", "wait_as_spare"]
+__all__ = ["Elastic", "NewcomersWait", "TooSlow", "active_ranks", "run_facts", "run_with_survivors"]
 
 T = TypeVar("T")
 _OVER, _LOAD, _GROW = range(3)
@@ -49,6 +58,121 @@ class TooSlow(Error):
 
 _LOST = (Aborted, CommTimeout, PeerLost)
 _LEAVE = (Mismatch, TooSlow)
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """How a run goes on when some of its ranks die, and who may join it.
+
+    Attributes:
+        folder: of the run: the newest checkpoint of ``folder / "checkpoints"`` is where it goes on if the living ranks
+            hold no state together, and newcomers find the lobby here.
+        secret: who knows it may join (:func:`hdpcomm.comm.secret.job_secret`).
+        pipeline, tensor, expert: the mesh, which is made of as many ranks as there can be; the others are spares.
+        resume: where the run begins, as of :class:`hdpcomm.run.Saving`.
+        offer: text for newcomers.
+        transport: of :func:`hdpcomm.init`, for a world with newcomers.
+    """
+
+    folder: Path
+    secret: Secret
+    pipeline: int = 1
+    tensor: int = 1
+    expert: int = 1
+    resume: str | None = None
+    offer: str = ""
+    transport: str = "auto"
+
+    def run(
+        self,
+        comm: Communicator,
+        attempt: Callable[[Communicator, str | KeptCheckpoint | None, PeerSaves], T],
+        on_change: Callable[[Communicator, Sequence[int]], None] = lambda *_: None,
+        *,
+        came: bool = False,
+    ) -> T | None:
+        """Runs ``attempt(comm, resume, peers)`` on the ranks that train, again whenever some die or come, and returns
+        its result; ``None`` on a rank that is a spare at the end, or had to leave. Collective over ``comm``.
+
+        Args:
+            attempt: :func:`hdpcomm.run.train` with ``saving=Saving(..., resume=resume, peers=peers)``.
+            on_change: (communicator of all living ranks, positions of those that are to train), before the next
+                attempt.
+            came: this rank joins a run.
+
+        Raises: as :func:`run_with_survivors`.
+        """
+        peers = PeerSaves()
+        place: str | KeptCheckpoint | None = self.resume
+
+        def change(living: Communicator, what: str) -> None:
+            nonlocal place
+            active = self._active(living)
+            place = peers.newest(living) or self._newest_on_disk(living)
+            on_change(living, active)
+            if living.rank == active[0]:
+                LOG.info(what)
+                LOG.info(_goes_on(len(active), living.size, place))
+
+        def once(living: Communicator) -> T | None:
+            active = self._active(living)
+            spares = [rank for rank in range(living.size) if rank not in active]
+            first = living.rank == active[0]
+            lobby = partial(Lobby, self.folder / LOBBY, self.secret, run_facts(), self.offer)
+            peers.open_lobby = lobby if first else None
+            peers.next_attempt()
+            kept = place if isinstance(place, KeptCheckpoint) else None
+            if living.rank in spares:
+                _wait_as_spare(living, active[0], kept)
+                return None
+            begins: str | KeptCheckpoint | None = place
+            if kept is not None and first:
+                begins = replace(kept, call_spares=lambda: _call_spares(living, spares))
+            training = living.subset(active)
+            assert training is not None  # this rank is one of them
+            with _lead_spares(living, spares if first else []):
+                return attempt(training, begins, peers)
+
+        def grown(living: Communicator) -> Communicator:
+            return grow(living, peers.lobby, self._active(living)[0], self.transport)
+
+        try:
+            return run_with_survivors(comm, once, change, grow=grown, came=came)
+        except _LEAVE as error:
+            if error.rank not in error.unlike:
+                raise
+            LOG.error(f"rank {error.rank} leaves the run: {error}")
+            return None
+        finally:
+            peers.close()
+
+    def _active(self, living: Communicator) -> list[int]:
+        return active_ranks(living, pipeline=self.pipeline, tensor=self.tensor, expert=self.expert)
+
+    def _newest_on_disk(self, living: Communicator) -> str | None:
+        """Where a run goes on that has lost what its ranks had in memory: its newest checkpoint, or where it began."""
+        folder = self.folder / "checkpoints"
+        found = newest_checkpoint(folder)[0] if living.rank == 0 and folder.is_dir() else None
+        # Rank 0's, since a newcomer was not told where the run began.
+        return from_rank(living, (self.resume or "") if found is None else str(found.path)) or None
+
+
+def _goes_on(active: int, living: int, resume: str | KeptCheckpoint | None) -> str:
+    spares = f" ({living - active} spare)" if living > active else ""
+    if resume is None:
+        place = "step 0, since there is no checkpoint yet"
+    else:
+        place = resume if isinstance(resume, str) else str(resume.path)
+    in_memory = resume is not None and not isinstance(resume, str)
+    lost = "" if in_memory else "; what other ranks kept in memory is lost, too"
+    return f"going on with {ranks_text(active)}{spares} from {place}{lost}"
+
+
+def run_facts() -> str:
+    """Text that ranks of a run and those that join it must have alike."""
+    import hdpcomm
+
+    return f"hdpcomm {hdpcomm.__version__}"
 
 
 def run_with_survivors(
@@ -126,7 +250,7 @@ def active_ranks(living: Communicator, *, pipeline: int, tensor: int, expert: in
 
 
 @contextmanager
-def lead_spares(living: Communicator, spares: Sequence[int]) -> Iterator[None]:
+def _lead_spares(living: Communicator, spares: Sequence[int]) -> Iterator[None]:
     """On the first active rank, round the run: at its end spares are told that it is over, unless ranks have died, or
     that newcomers wait."""
     try:
@@ -142,12 +266,12 @@ def lead_spares(living: Communicator, spares: Sequence[int]) -> Iterator[None]:
     _tell(living, spares, _OVER)
 
 
-def call_spares(living: Communicator, spares: Sequence[int]) -> None:
+def _call_spares(living: Communicator, spares: Sequence[int]) -> None:
     """On the first active rank, before :meth:`KeptCheckpoint.load_into` of all: spares take part."""
     _tell(living, spares, _LOAD)
 
 
-def wait_as_spare(living: Communicator, first: int, kept: KeptCheckpoint | None) -> None:
+def _wait_as_spare(living: Communicator, first: int, kept: KeptCheckpoint | None) -> None:
     """On a spare: gives what it keeps when the active ranks load it, and returns when the run is over.
 
     Args:

@@ -29,8 +29,10 @@ from hdpcomm.files import read_text
 if TYPE_CHECKING:
     from hdpcomm.comm.communicator import Communicator
 
-__all__ = ["Lobby", "enter", "grow"]
+__all__ = ["LOBBY", "Lobby", "enter", "grow"]
 
+LOBBY = "lobby.json"
+"""In the folder of a run: where newcomers wait."""
 _OFFER, _COUNT, _ASKS, _ALIVE, _PLACE, _REFUSED = "offer", "count", "asks", "alive", "place", "refused"
 _MOST = 4096  # newcomers of a lobby
 _GROWING_S = 30.0  # for all to come into the new world

@@ -11,12 +11,22 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
+import hdpcomm as hdp
 from hdpcomm.cli.main import main
-from hdpcomm.run import read_lines
+from hdpcomm.comm.launch import RankPool
+from hdpcomm.comm.secret import job_secret
+from hdpcomm.data import open_corpus
+from hdpcomm.models import LlamaConfig
+from hdpcomm.run import RunConfig, RunResult, Saving, Watching, read_lines, train
+from hdpcomm.run.elastic import Elastic
+from hdpcomm.run.peer_saves import PeerSaves
+from hdpcomm.train import StepMetrics
 from tests.harness.warm_python import Python, run_python
 
 SIZE = ["--layers", "2", "--hidden", "16", "--heads", "2", "--kv-heads", "2", "--ffn", "24"]
@@ -346,3 +356,38 @@ def test_what_cannot_be_elastic(
     check: Callable[[list[str]], int] = main
     assert check(["train", "--data", data, *SIZE, *LIMITS, *given]) == 6
     assert told in capsys.readouterr().err
+
+
+CONFIG = RunConfig(
+    LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=2, ffn=24), steps=8, capacity=300, tokens_per_step=700
+)
+
+
+def program(data: str, out: str, last: int) -> list[int]:
+    """A run of a program's own, whose first rank dies after step ``last``; its steps, of the last attempt."""
+    torch.set_num_threads(1)
+    folder = Path(out)
+    with hdp.init() as comm:
+        first = comm.global_rank == 0
+
+        def on_step(_: str, metrics: StepMetrics, *__: object) -> None:
+            if first and metrics.step == last:
+                os._exit(9)
+
+        def attempt(comm: hdp.Communicator, resume: Any, peers: PeerSaves) -> RunResult:
+            corpus = open_corpus([data], context=300)
+            saving = Saving(folder / "checkpoints", resume=resume, peers=peers)
+            return train(comm, corpus, CONFIG, saving=saving, watching=Watching(on_step=on_step))
+
+        result = Elastic(folder, job_secret()).run(comm, attempt)
+        assert result is not None
+        assert result.saved == folder / "checkpoints" / "step-8"
+        return [step.step for step in result.steps["balanced"]]
+
+
+def test_a_program_has_elastic_runs(data: str, tmp_path: Path) -> None:
+    """Without the command; of what is finished one step may be lost, whose copies were under way."""
+    with RankPool(3, preload=["hdpcomm.run"]) as pool:
+        steps = pool.run(program, data, str(tmp_path), 3, survivors=True, timeout=100)
+    living = [each for each in steps if each is not None]
+    assert living in ([[4, 5, 6, 7]] * 2, [[3, 4, 5, 6, 7]] * 2)
