@@ -23,7 +23,7 @@ from hdpcomm.attention.packs import CuSeqlens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import IGNORE, LabelLoss, linear_cross_entropy
 from hdpcomm.models.heads import LayeredModel
-from hdpcomm.models.lean import rms_norm, rotate, swiglu
+from hdpcomm.models.lean import gated, rms_norm, rotate
 from hdpcomm.models.moe import MixtureOfExperts, router_losses
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class _SwiGLU(nn.Module):
         self.out = nn.Linear(config.ffn, config.hidden, bias=False, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed: Tensor = self.out(swiglu(self.gate(x), self.up(x)))
+        mixed: Tensor = self.out(gated(self.gate(x), self.up(x), "silu"))
         return mixed
 
 

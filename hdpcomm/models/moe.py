@@ -24,7 +24,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.kernels.transfers import to_device
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, chosen_before, mixture
-from hdpcomm.models.lean import swiglu
+from hdpcomm.models.lean import gate_halves
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -70,8 +70,8 @@ class MixtureOfExperts(nn.Module):
         for part, gate_up, out in zip(
             torch.split(rows, list(counts)), self.gate_up.unbind(), self.out.unbind(), strict=True
         ):
-            gate, up = nn.functional.linear(part, gate_up).chunk(2, dim=-1)
-            made.append(nn.functional.linear(swiglu(gate, up), out))
+            mixed = gate_halves(nn.functional.linear(part, gate_up), "silu")
+            made.append(nn.functional.linear(mixed, out))
         return torch.cat(made)
 
 

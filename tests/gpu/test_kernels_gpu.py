@@ -228,7 +228,7 @@ def test_norms_activations_and_rotations(dtype):
     def results(place, wide):
         a, b, w = (t.to(place, wide).requires_grad_() for t in (x, up, weight))
         cos, sin = (t.to(place, wide) for t in tables)
-        out = lean.rotate(lean.swiglu(lean.rms_norm(a, w, 1e-5), b), cos, sin)
+        out = lean.rotate(lean.gated(lean.rms_norm(a, w, 1e-5), b, "silu"), cos, sin)
         out.backward(torch.ones_like(out))
         return [t.detach().double().cpu() for t in (out, a.grad, b.grad, w.grad)]
 

@@ -22,7 +22,7 @@ from hdpcomm.attention import (
 )
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import cross_entropy, linear_cross_entropy
-from hdpcomm.models.lean import rms_norm, rotate, swiglu
+from hdpcomm.models.lean import gate_clamped, gated, rms_norm, rotate
 
 CU = torch.tensor([0, 5, 8])
 PACK = {"comm": None, "cu_seqlens": CU}
@@ -74,7 +74,8 @@ CALLS = {
     "cross_entropy": (lambda x: cross_entropy(x.float(), torch.arange(8)), (8, 9)),
     "linear_cross_entropy": (lambda x: linear_cross_entropy(x, rand(9, 4), torch.arange(8)), (8, 4)),
     "rms_norm": (lambda x: rms_norm(x, rand(4), 1e-6), (8, 4)),
-    "swiglu": (lambda x: swiglu(x, rand(8, 4)), (8, 4)),
+    "gated": (lambda x: gated(x, rand(8, 4), "silu"), (8, 4)),
+    "gate_clamped": (lambda x: gate_clamped(x, 1.7, 7.0), (8, 4)),
     "rotate": (lambda x: rotate(x, rand(8, 1, 2), rand(8, 1, 2)), (8, 2, 4)),
 }
 
