@@ -246,6 +246,18 @@ def paper_pipelines() -> Cells:
     return table
 
 
+def lean_layers() -> Cells:
+    """Operators and bytes of a layer of models of transformers, as it came and with lean parts."""
+    rows = {(row["model"], row["form"]): row for row in result("lean_layers")["rows"]}
+    table = [["layer", "launches", "GB read and written", "MB kept"]]
+    for model in dict.fromkeys(model for model, _ in rows):
+        forms = [rows[model, form] for form in ("plain", "lean") if (model, form) in rows]
+        moved = [f"{(row['read_bytes'] + row['written_bytes']) / 1e9:.1f}" for row in forms]
+        cells = [[str(row["launches"]) for row in forms], moved, [f"{row['kept_bytes'] / 1e6:,.0f}" for row in forms]]
+        table.append([model, *(" -> ".join(each) for each in cells)])
+    return table
+
+
 TABLES: dict[str, Callable[[], Cells]] = {
     make.__name__: make
     for make in (
@@ -265,6 +277,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
         zero_bubble,
         tree_attention,
         layer_bytes,
+        lean_layers,
         chosen_keys,
         paper_pipelines,
     )

@@ -56,6 +56,7 @@ def adapt(
     recompute: str | int = "none",
     chunk_tokens: int | None = None,
     check: bool = True,
+    lean: bool = True,
     indexer_loss: float = 0.0,
     indexer_stage: str = "sparse",
 ) -> nn.Module:
@@ -80,6 +81,9 @@ def adapt(
             with, and refuses it if the logits differ: something else than attention looks at other tokens, or attention
             is not what transformers tells of it. Another module, if it does not name ``comm``, must make logits of
             tokens.
+        lean: norms, rotations and gated activations of a causal LM compute in fewer passes and keep less for the
+            backward pass (:mod:`hdpcomm.models.lean`), where they give the values and gradients of the layers that they
+            replace on a few rows; else each layer computes as its class does.
         indexer_loss: factor of the loss of each layer's indexer (:func:`hdpcomm.attention.indexer_loss`), which each
             labelled token adds; 0: indexers do not learn. They learn from it alone, and nothing else does.
         indexer_stage: ``"sparse"``: over the keys that were chosen; ``"dense"``: the warm-up, in which attention is
@@ -105,6 +109,7 @@ def adapt(
             model,
             chunk_tokens=chunk_tokens,
             check=check,
+            lean=lean,
             indexer_loss=indexer_loss,
             indexer_stage=indexer_stage,
         )
@@ -131,6 +136,7 @@ def from_pretrained(
     recompute: str | int = "none",
     chunk_tokens: int | None = None,
     check: bool = True,
+    lean: bool = True,
 ) -> AdaptedCausalLM:
     """A causal LM of transformers, adapted: from a folder with its weights, or new from a configuration.
 
@@ -167,7 +173,8 @@ def from_pretrained(
                 )
         except (OSError, ValueError) as error:
             raise InvalidUsage(f"{folder} does not hold a causal LM that transformers can load: {error}") from error
-    adapted = adapt(model.to(device).train(), recompute=recompute, chunk_tokens=chunk_tokens, check=check)
+    model = model.to(device).train()
+    adapted = adapt(model, recompute=recompute, chunk_tokens=chunk_tokens, check=check, lean=lean)
     assert isinstance(adapted, AdaptedCausalLM)
     return adapted
 

@@ -17,6 +17,7 @@ from hdpcomm.kernels import IGNORE, LabelLoss, LossOptions, linear_cross_entropy
 from hdpcomm.models.heads import NEXT_TOKEN, TOKEN, LayeredModel, head_of
 from hdpcomm.models.huggingface import decoder_of, set_attention
 from hdpcomm.models.indexers import IndexerTraining, collecting, train_indexers
+from hdpcomm.models.lean_layers import put_lean, take_lean_off
 from hdpcomm.models.moe import router_loss
 from hdpcomm.models.recompute import refuse_reentrant
 from hdpcomm.models.self_check import check_logits
@@ -59,6 +60,7 @@ class AdaptedCausalLM(LayeredModel):
     Attributes:
         model: the model as it was given, trained in place; ``model.save_pretrained(folder)`` exports it.
         labels_of: to what a label belongs, see :mod:`hdpcomm.models.heads`; a classifier's are numbers of outputs.
+        lean: whether its layers have lean forms; see :func:`hdpcomm.models.adapt`.
     """
 
     def __init__(
@@ -67,17 +69,20 @@ class AdaptedCausalLM(LayeredModel):
         *,
         chunk_tokens: int | None,
         check: bool,
+        lean: bool = True,
         indexer_loss: float = 0.0,
         indexer_stage: str = "sparse",
     ) -> None:
         super().__init__()
         self.model = model
+        self.lean = lean
         self.chunk_tokens = chunk_tokens
         causal_lm = self.causal_lm
         self.labels_of: str = head_of(causal_lm)[1]  # type: ignore[index]
         config = causal_lm.config.get_text_config()
         _check_is_decoder(config, causal_lm)
         undo = set_attention(causal_lm)
+        (put_lean if lean else take_lean_off)(causal_lm)
         if model is not causal_lm:  # peft keeps it, too, and trainers set its tokens
             model.config = causal_lm.config
         try:
@@ -90,6 +95,7 @@ class AdaptedCausalLM(LayeredModel):
             if indexer_loss:
                 self._indexers = train_indexers(causal_lm, indexer_loss, indexer_stage)
         except Exception:
+            take_lean_off(causal_lm)
             undo()
             raise
 

@@ -97,7 +97,7 @@ def _attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     one = q.shape[0] == 1
     if one:
-        q, k, v = q[0], k[0], v[0]
+        q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)
     out = packed_attention(
         q, k, v, causal=causal, window=window, scale=scaling, softcap=softcap or 0.0, sinks=s_aux,
         chunk=chunk, pack=hdpcomm_pack,

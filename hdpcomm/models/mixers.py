@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from hdpcomm.attention import AttentionOptions, PackContext, delta_rule, short_c
 from hdpcomm.attention.pack_context import find_pack, on_local_tokens
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["MIXER_TYPES", "PACK_ARGUMENT", "mixers_of", "set_mixers"]
+__all__ = ["MIXER_TYPES", "PACK_ARGUMENT", "mixers_of", "set_mixers", "with_globals"]
 
 MIXER_TYPES = ("linear_attention",)
 """Names of these layers in a configuration's ``layer_types``."""
@@ -160,6 +160,14 @@ def _own_forward(layer: nn.Module) -> Any:
     return inspect.unwrap(type(layer).forward)
 
 
+def with_globals(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function with other values under global names. Local."""
+    known = {**function.__globals__, **names}
+    ours = types.FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
+    ours.__kwdefaults__ = function.__kwdefaults__
+    return ours
+
+
 class _Mixer:
     """A layer's forward: with a pack, that of its class with our functions under the names of its own."""
 
@@ -169,11 +177,7 @@ class _Mixer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get(PACK_ARGUMENT) is None and find_pack() is None:
             return type(self.layer).forward(self.layer, *args, **kwargs)
-        own = _own_forward(self.layer)
-        names = {**own.__globals__, **_MIXING, **_OTHERS}
-        ours = types.FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-        ours.__kwdefaults__ = own.__kwdefaults__
-        return ours(self.layer, *args, **kwargs)
+        return with_globals(_own_forward(self.layer), {**_MIXING, **_OTHERS})(self.layer, *args, **kwargs)
 
 
 def mixers_of(model: nn.Module) -> list[nn.Module]:

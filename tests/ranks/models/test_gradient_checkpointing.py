@@ -169,7 +169,7 @@ def test_layers_that_share_nothing_are_not_refused():
 
 def test_without_a_pack_checkpoints_are_as_they_were():
     model, plain = new_model("stablelm"), new_model("stablelm")
-    adapt(model)
+    adapt(model, lean=False)
     checkpoint_layers(model, True)
     model.set_attn_implementation("eager")
     check_equal([own_gradients(model)], [own_gradients(plain)])

@@ -65,7 +65,7 @@ def test_whatever_mla_sends(family, send, wanted, monkeypatch):
 @pytest.mark.parametrize("family", HYBRID)
 def test_outside_of_a_pack_the_layers_are_transformers_own(family):
     plain, model = model_of(family).eval(), model_of(family).eval()
-    adapt(model)
+    adapt(model, lean=False)
     if family != "mamba2":
         model.set_attn_implementation("eager")
     want, found = (each(input_ids=IDS[None], use_cache=False).logits for each in (plain, model))

@@ -1,0 +1,116 @@
+"""Operators of one layer, and the bytes that they read, write and keep: models of transformers beside the built-in one.
+
+    python benchmarks/lean_layers.py
+    python benchmarks/lean_layers.py --tokens 4096 --json FILE
+
+Forward and backward in bfloat16 of a layer of 7B size, by the difference between models of two layers and of one, on
+the meta device: nothing is computed. ``plain``: after ``adapt(lean=False)``; ``lean``: after ``adapt()``. Views and
+allocations are not counted, matrix products and attention are; torch's fused norm counts as the one kernel that it is
+on CUDA. The built-in layer has the sizes of Llama, and experts beside Mixtral.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import hdpcomm as hdp
+from hdpcomm.models import Llama, LlamaConfig, adapt
+from hdpcomm.testing.op_counts import OpCounts
+
+SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", {}),
+    "Qwen3": ("Qwen3Config", {"head_dim": 128}),
+    "Gemma 3": ("Gemma3TextConfig", {"head_dim": 128}),
+    "gpt-oss": ("GptOssConfig", {"head_dim": 128, **EXPERTS}),
+    "Mixtral": ("MixtralConfig", EXPERTS),
+}
+
+
+def built_in(layers: int, experts: int) -> nn.Module:
+    """The built-in model without memory."""
+    config = LlamaConfig(
+        vocabulary=64, layers=layers, hidden=SIZES["hidden_size"], heads=SIZES["num_attention_heads"],
+        kv_heads=SIZES["num_key_value_heads"], ffn=SIZES["intermediate_size"], experts=experts, router_aux_loss=0.0,
+    )  # fmt: skip
+    return Llama(config, device="meta", dtype=torch.bfloat16)
+
+
+def of_transformers(name: str, layers: int, *, lean: bool) -> nn.Module:
+    """A model of transformers without memory, adapted."""
+    kind, options = MODELS[name]
+    config = getattr(transformers, kind)(vocab_size=64, num_hidden_layers=layers, pad_token_id=0, **SIZES, **options)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return adapt(model.train(), check=False, lean=lean)
+
+
+def counted(model: nn.Module, tokens: int) -> dict[str, int]:
+    """Launches and bytes of a forward and a backward pass."""
+    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32)
+    x, places = (torch.empty(tokens, dtype=torch.int64, device="meta") for _ in range(2))
+    with OpCounts(model.parameters()) as counts:
+        loss = model(x, positions=places, cu_seqlens=cu_seqlens, comm=None, labels=x)
+        kept = counts.kept_bytes
+        loss.backward()
+    return {
+        "launches": counts.launches.total(),
+        "read_bytes": counts.read.total(),
+        "written_bytes": counts.written.total(),
+        "kept_bytes": kept,
+    }
+
+
+def of_a_layer(one: nn.Module, two: nn.Module, tokens: int) -> dict[str, int]:
+    """Counts of one layer of two models, of which the second has one more."""
+    first, second = counted(one, tokens), counted(two, tokens)
+    return {name: second[name] - first[name] for name in second}
+
+
+def rows(tokens: int) -> list[dict[str, Any]]:
+    """The counts of all layers."""
+    table = []
+    for name, experts in (("built-in", 0), ("built-in, experts", EXPERTS["num_local_experts"])):
+        counts = of_a_layer(built_in(1, experts), built_in(2, experts), tokens)
+        table.append({"model": name, "form": "lean", **counts})
+    for name in MODELS:
+        for lean in (False, True):
+            one, two = (of_transformers(name, layers, lean=lean) for layers in (1, 2))
+            table.append({"model": name, "form": "lean" if lean else "plain", **of_a_layer(one, two, tokens)})
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    args = parser.parse_args(argv)
+    transformers.logging.set_verbosity_error()
+    table = rows(args.tokens)
+    print(f"{'model':>18} {'form':>6} {'launches':>9} {'read MB':>9} {'written MB':>11} {'kept MB':>9}")
+    for row in table:
+        megabytes = [row[f"{name}_bytes"] / 1e6 for name in ("read", "written", "kept")]
+        print(
+            f"{row['model']:>18} {row['form']:>6} {row['launches']:>9} {megabytes[0]:>9,.0f} {megabytes[1]:>11,.0f} "
+            f"{megabytes[2]:>9,.0f}"
+        )
+    if args.json is not None:
+        setting = {"tokens": args.tokens, "dtype": "bfloat16", "sizes": SIZES, "experts": EXPERTS}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "hdpcomm": hdp.__version__,
+                    "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+        args.json.write_text(json.dumps({"setting": setting, "versions": versions, "rows": table}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
