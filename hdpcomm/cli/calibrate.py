@@ -78,10 +78,12 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> RunConfig:
+    from hdpcomm.cli.train import parameter_type
     from hdpcomm.models import LlamaConfig
     from hdpcomm.run import RunConfig, folder_model, model_path
 
-    given = TrainOptions(**{name: getattr(options, name) for name in ("model", *_SIZES, *_TRAINED) if name in options})
+    names = ("model", "transport", *_SIZES, *_TRAINED)
+    given = TrainOptions(**{name: getattr(options, name) for name in names if name in options})
     if given.recompute == "auto":
         raise InvalidUsage("--recompute auto depends on what is measured here; give none, full or a number of layers")
     sizes = {name: getattr(given, name) for name in _SIZES}
@@ -90,7 +92,7 @@ def _config(options: argparse.Namespace) -> RunConfig:
         if given.model
         else LlamaConfig(vocabulary=options.vocabulary, **sizes),
         capacity=options.capacity,
-        **{name: getattr(given, name) for name in _TRAINED},
+        **{name: getattr(given, name) for name in _TRAINED} | {"dtype": parameter_type(given)},
     )
 
 

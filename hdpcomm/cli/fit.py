@@ -101,6 +101,8 @@ def _config(options: argparse.Namespace) -> RunConfig:
         raise InvalidUsage(f"--device is {options.device!r}; choose from {', '.join(DEVICES)}")
     known = {each.name for each in fields(TrainOptions)} & {*_OPTIONS}
     given: dict[str, Any] = {"dtype": "bf16"} | {n: v for n, v in vars(options).items() if n in known}
+    if given["dtype"] == "auto":
+        given["dtype"] = "bf16"
     if "ranks" not in given:
         raise InvalidUsage("--ranks was not given; say how many devices there are, as --ranks 8")
     options.ranks = given["ranks"]

@@ -194,19 +194,32 @@ def job_of(options: TrainOptions, ranks: int) -> _Job:
     _check_loader(options)
     _check_saving(options)
     data = train_data(options, options.data, _loading(options))
+    shared = {each.name: getattr(options, each.name) for each in fields(TrainingOptions)}
     config = RunConfig(
         model=_model(options, data),
         policies=tuple(dict.fromkeys((options.policy, *options.compare))),
         capacity=_capacity(options, ranks),
         schedule=Schedule(options.schedule, options.warmup, options.min_lr, options.decay),
         calibration=None if options.calibration is None else Calibration.load(options.calibration),
-        **{each.name: getattr(options, each.name) for each in fields(TrainingOptions)},
+        **shared | {"dtype": parameter_type(options)},
     )
     held_out = train_data(options, options.eval_data) if options.eval_data else None
     if held_out is not None and held_out.weights:
         raise InvalidUsage("--eval-data has weights, and held-out text is read once as it is; leave them out")
     secret = job_secret() if options.elastic and agent_restarts() is None else None
     return _Job(options, config, data, held_out, secret)
+
+
+def parameter_type(options: TrainOptions) -> str:
+    """The given type, or for ``auto`` the one that suits the devices of the ranks and the optimizer. Local."""
+    from hdpcomm.comm.bootstrap import uses_gpus
+    from hdpcomm.run.optimizers import is_for_matrices
+
+    if options.dtype != "auto":
+        return options.dtype
+    on_gpus = options.device is not None or uses_gpus(options.transport)
+    wide = "ddp" in (options.policy, *options.compare) or is_for_matrices(options)
+    return "bf16" if on_gpus and not wide else "fp32"
 
 
 def _check_loader(options: TrainOptions) -> None:

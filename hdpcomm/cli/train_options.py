@@ -71,6 +71,10 @@ class TrainOptions(TrainingOptions):
         "of whole sequences, and show them side by side", str, nargs="+",
         choices=("static", "naive", "balanced", "ddp"),
     )  # fmt: skip
+    dtype: str = option(
+        "training", "auto", "of the parameters; bf16 keeps fp32 master weights; auto: bf16 on GPUs, fp32 elsewhere and "
+        "with DDP and Muon", str, choices=("auto", "fp32", "bf16"),
+    )  # fmt: skip
     calibration: Path | None = option(
         "ranks", None, "what hdpcomm calibrate measured of this model on such ranks, in place of a short profile at "
         "the start", Path, metavar="FILE",

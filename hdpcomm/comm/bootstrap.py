@@ -34,7 +34,17 @@ from hdpcomm.comm.torch_store import SignedStore, connect_store, open_file_store
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.log import LOG
 
-__all__ = ["TRANSPORTS", "ThreadRank", "close_all", "default_timeout", "init", "join", "open_store", "thread_rank"]
+__all__ = [
+    "TRANSPORTS",
+    "ThreadRank",
+    "close_all",
+    "default_timeout",
+    "init",
+    "join",
+    "open_store",
+    "thread_rank",
+    "uses_gpus",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +192,12 @@ def _chosen(transport: str) -> str:
         source = "" if given == transport else " of HDPCOMM_TRANSPORT"
         raise InvalidUsage(f"transport {given!r}{source} is unknown; give one of: {', '.join(TRANSPORTS)}")
     return given
+
+
+def uses_gpus(transport: str) -> bool:
+    """Whether ranks that are started with this transport on machines like this one compute on GPUs. Local."""
+    chosen = _chosen(transport)
+    return chosen in ("cuda", "nccl", "cuda+nccl") or (chosen == "auto" and machine().has_gpu(0))
 
 
 def _rank_and_size() -> tuple[int, int]:

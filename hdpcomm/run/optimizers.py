@@ -72,6 +72,8 @@ def _made(
 ) -> torch.optim.Optimizer:
     if _is_for_matrices(made):
         options = {"weight_decay": config.weight_decay, **options}
+    if _has_fused_step(made, groups) and not {"fused", "foreach", "differentiable"} & set(options):
+        options = {"fused": True, **options}
     try:
         lr = 0.01 if config.lr is None else config.lr  # a run sets it before each step
         optimizer: torch.optim.Optimizer = made(groups, lr=lr, **options)
@@ -80,6 +82,13 @@ def _made(
             f"--optimizer {config.optimizer} cannot be made over this model with {options}: {error}"
         ) from None
     return optimizer
+
+
+def _has_fused_step(made: Any, groups: list[dict[str, Any]]) -> bool:
+    """Whether torch steps such an optimizer of these parameters by one kernel for many of them."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    known = "fused" in inspect.signature(made).parameters and made.__module__.startswith("torch.")
+    return known and bool(parameters) and all(p.is_cuda and p.is_floating_point() for p in parameters)
 
 
 def check_optimizer(config: TrainingOptions) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hdpcomm.cli.config_file import resolve_options
 from hdpcomm.cli.main import build_parser
-from hdpcomm.cli.train import job_of
+from hdpcomm.cli.train import job_of, parameter_type
 from hdpcomm.cli.train_options import TrainOptions, changed_options, check_effects, dump_options
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
@@ -49,6 +50,36 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     assert (found.steps, found.context, found.data, found.recompute) == (9, 8192, ("a", "b"), 1)
     assert (found.offload, found.lr, found.out) == (64 << 20, 3e-4, Path("run"))
     assert read_options(["--config", str(path), "--data", "c"]).data == ("c",)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "arguments", "expected"),
+    [
+        (False, [], "fp32"),
+        (True, [], "bf16"),
+        (True, ["--transport", "shm"], "fp32"),
+        (False, ["--transport", "cuda+nccl"], "bf16"),
+        (False, ["--dry-run", "--ranks", "8", "--device", "h100"], "bf16"),
+        (True, ["--dtype", "fp32"], "fp32"),
+        (False, ["--dtype", "bf16"], "bf16"),
+        (True, ["--compare", "static", "ddp"], "fp32"),
+        (True, ["--optimizer", "Muon"], "fp32"),
+        (True, ["--optimizer", "SGD", "--zero", "3"], "bf16"),
+    ],
+)
+def test_the_type_follows_the_devices(
+    gpu: bool, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    options = read_options(arguments)
+    assert parameter_type(options) == expected
+    assert job_of(options, 8).config.dtype == expected
+
+
+def test_the_environments_transport_says_the_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("HDPCOMM_TRANSPORT", "tcp")
+    assert parameter_type(TrainOptions()) == "fp32"
 
 
 def test_what_is_saved_gives_the_same_options_again(tmp_path: Path) -> None:
