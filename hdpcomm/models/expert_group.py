@@ -92,10 +92,10 @@ def _next_routing(place: Recomputation | Again | None) -> Routing | None:
     return found
 
 
-RunExperts = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+RunExperts = Callable[[Tensor, Tensor, Callable[[], Sequence[int]]], Tensor]
 """``run(rows, experts, counts)``: the results ``[rows, width]`` of the experts on this rank for ``rows``, which are
-sorted by expert. ``experts``: ``[rows]`` int64, each row's expert among those on this rank; ``counts``: rows of each
-of these."""
+sorted by expert. ``experts``: ``[rows]`` int64, each row's expert among those on this rank; ``counts()``: rows of each
+of these, for which the host may wait."""
 
 
 class ExpertLoad:
@@ -174,7 +174,7 @@ class ExpertGroup:
         expert = torch.arange(len(own), device=rows.device).repeat(size)
         expert = expert.repeat_interleave(cast(Tensor, routing.received), output_size=arrived.shape[0])
         order = expert.argsort(stable=True)
-        made = experts(arrived.index_select(0, order), expert[order], own)
+        made = experts(arrived.index_select(0, order), expert[order], lambda: own)
         results: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
             made.index_select(0, _inverse(order)), self.comm, gets, sends
         )
@@ -192,8 +192,8 @@ def mixture(
     """The sum of the results of each token's experts, times their weights: ``[tokens, width]``, as ``x``.
 
     Local without a group; with one, collective over its ranks in forward and in backward. The host waits once for
-    counts of the device: not in backward passes, nor in recomputation (:func:`kept_routing`),
-    which takes the experts of the forward pass in place of ``chosen``.
+    counts of the device, without a group only where the experts ask for them: not in backward passes, nor in
+    recomputation (:func:`kept_routing`), which takes the experts of the forward pass in place of ``chosen``.
 
     Args:
         x: ``[tokens, width]``; may be empty.
@@ -211,7 +211,7 @@ def mixture(
     # Issued before the host waits for the counts, so that the device has something to do.
     rows: Tensor = _Spread.apply(x, order, places, chosen.shape[1])  # type: ignore[no-untyped-call]
     if group is None:
-        made = experts(rows, flat[order], routing.sizes.get())
+        made = experts(rows, flat[order], routing.sizes.get)
     else:
         made = group.run(rows, routing, experts)
     each = made.index_select(0, places).view(*chosen.shape, made.shape[-1])

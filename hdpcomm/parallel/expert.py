@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -150,7 +150,7 @@ class _DistributedExperts:
             made = torch.cat((made, torch.zeros_like(x)))
         return made.view(hidden_states.shape)
 
-    def _run(self, rows: Tensor, experts: Tensor, _: Sequence[int]) -> Tensor:
+    def _run(self, rows: Tensor, experts: Tensor, _: Callable[[], Sequence[int]]) -> Tensor:
         if rows.shape[0]:
             made: Tensor = self._forward(rows, experts[:, None], rows.new_ones(rows.shape[0], 1))
             return made

@@ -11,7 +11,7 @@ import hdpcomm as hdp
 from hdpcomm.attention.kv_store import Recomputation
 from hdpcomm.comm import Mesh
 from hdpcomm.kernels.transfers import HostNumbers
-from hdpcomm.models import Llama, LlamaConfig, set_recompute
+from hdpcomm.models import Llama, LlamaConfig, moe, set_recompute
 from hdpcomm.models.expert_group import Routing, chosen_before, kept_routing, routing_before
 from hdpcomm.parallel import expert_parallel
 from hdpcomm.testing import run_threads
@@ -77,6 +77,43 @@ def test_counts_are_read_once_a_layer_in_forward_passes_only(ranks, recompute, m
         assert forward == all_read == CONFIG.layers * ranks
         assert waits == []
         assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_grouped_products_give_the_gradients_of_the_loop(tokens, recompute, ranks, monkeypatch):
+    """torch's, on the CPU; the host waits for the sizes of messages only."""
+    read, get = [], HostNumbers.get
+    monkeypatch.setattr(HostNumbers, "get", lambda self: read.append(self) or get(self))
+
+    def rank():
+        with hdp.init() as comm:
+            model, x = Experts(comm, recompute, torch.float32), inputs(comm, tokens * (comm.rank + 1), torch.float32)
+            model(x).square().sum().backward()
+            return [x.grad, *(p.grad for p in model.parameters())]
+
+    looped = run_threads(rank, ranks)
+    monkeypatch.setattr(moe, "_has_grouped_product", lambda *_: True)
+    read.clear()
+    for found, wanted in zip(run_threads(rank, ranks), looped, strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    if tokens:
+        assert len({id(each) for each in read}) == (0 if ranks == 1 else CONFIG.layers * ranks)
+
+
+def test_where_products_are_grouped(monkeypatch):
+    def has(dtype, hidden=64, device="meta"):
+        rows, weights = torch.empty(3, hidden, dtype=dtype, device=device), torch.empty(2, 32, hidden, dtype=dtype)
+        return moe._has_grouped_product(rows, weights)
+
+    assert has(torch.bfloat16)
+    assert not has(torch.bfloat16, device="cpu")
+    assert not has(torch.float32)
+    assert not has(torch.bfloat16, hidden=60)
+    monkeypatch.delattr(nn.functional, "grouped_mm")
+    assert not has(torch.bfloat16)
 
 
 def test_recomputation_sends_no_counts():
