@@ -42,6 +42,7 @@ def losses_of(transport: str, ranks: int, *options: str) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "train.json")
         sizes = ["--context", "4096", "--tokens-per-step", "8192", "--steps", "3", *MODEL]
+        sizes += [] if "--dtype" in options else ["--dtype", "fp32"]
         words = ["--ranks", str(ranks), "--transport", transport, *sizes, *options, "--json", str(file)]
         if "--elastic" in options:
             words += ["--out", folder]

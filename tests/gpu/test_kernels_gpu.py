@@ -219,7 +219,8 @@ def test_kernels_are_captured_and_replayed():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_norms_activations_and_rotations(dtype):
+@pytest.mark.parametrize("activation", lean.ACTIVATIONS)
+def test_norms_activations_and_rotations(activation, dtype):
     """hdpcomm.models.lean on this device against float64 on the CPU."""
     x, up, weight = (torch.randn(shape).to(dtype) for shape in ((33, 4, 64), (33, 4, 64), (64,)))
     angles = torch.randn(33, 1, 32)
@@ -228,7 +229,10 @@ def test_norms_activations_and_rotations(dtype):
     def results(place, wide):
         a, b, w = (t.to(place, wide).requires_grad_() for t in (x, up, weight))
         cos, sin = (t.to(place, wide) for t in tables)
-        out = lean.rotate(lean.gated(lean.rms_norm(a, w, 1e-5), b, "silu"), cos, sin)
+        mixed = lean.gated(lean.rms_norm(a, w, 1e-5), lean.rms_norm(b, w, 1e-5, offset=1.0), activation)
+        gates = torch.cat((mixed, a), dim=-1)
+        mixed = lean.gate_halves(gates, activation) + lean.gate_clamped(gates, 1.7, 1.5)
+        out = lean.rotate(mixed, cos, sin)
         out.backward(torch.ones_like(out))
         return [t.detach().double().cpu() for t in (out, a.grad, b.grad, w.grad)]
 
