@@ -92,6 +92,24 @@ def test_training_is_that_of_one_process(name, zero):
     assert sum(kept for _, _, kept in other) > sum(kept for _, _, kept in results) or shape.hdp == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("hdp 2 pp 2, split backward", {}),
+        ("pp 2 x 2 stages", {"zero": 1}),
+        ("hdp 2 pp 2 tp 2 ep 2", {"zero": 1, "dtype": torch.float32}),
+        ("hdp 2 pp 2 tp 2", {"zero": 3}),
+    ],
+)
+def test_optimizers_on_the_host_make_the_same_bits(name, options):
+    """Also where weights are tied at both ends of a pipeline."""
+    device, host = (run(SHAPES[name], optimizer_offload=on_host, **options) for on_host in (False, True))
+    for (losses, state, kept), (own_losses, own_state, own_kept) in zip(device, host, strict=True):
+        assert own_losses == losses
+        assert own_kept == kept
+        check_state(own_state, state, 0.0)
+
+
 def test_a_rank_keeps_its_part_of_what_others_hold_too():
     """A rank keeps state for a quarter of the dense parameters, and for half of its experts, which two of the four
     ranks hold alike. Padding is 16 a part."""
