@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm.tensors import wraps_tensors
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.gradients import Gradients
@@ -179,11 +180,12 @@ class Runner:
         keep: bool,
         copy: Callable[[Tensor], Tensor] = lambda each: each.to("cpu", copy=True),
     ) -> dict[str, Tensor]:
-        """All of :meth:`whole_weights`, copied to the CPU; nothing unless this rank keeps them. Collective."""
+        """All of :meth:`whole_weights`, copied to the CPU, but for quantised ones, which never change; nothing unless
+        this rank keeps them. Collective."""
         copies: dict[str, Tensor] = {}
         for names, tensor in self.whole_weights(named):
             if keep:
-                copies.update(dict.fromkeys(names, copy(tensor)))
+                copies.update(dict.fromkeys(names, tensor if wraps_tensors(tensor) else copy(tensor)))
         return copies
 
     def zero(self) -> None:

@@ -253,3 +253,24 @@ def test_ranks_that_ask_for_other_things_are_told():
             return True
 
     assert run_threads(rank, 2) == [True, True]
+
+
+def copies_of_quantised():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    torch.set_num_threads(1)
+    with hdp.init() as comm:
+        model = Llama(DENSE, seed=SEED, dtype=torch.float64)
+        wrapped = TwoTensor(torch.ones(3), torch.zeros(3))
+        model.register_parameter("quantised", torch.nn.Parameter(wrapped, requires_grad=False))
+        values = {name: each.clone() for name, each in model.state_dict().items() if name != "quantised"}
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        runner = Runner(Passes([model], Mesh(comm, placement=range(comm.size))), optimizer, KINDS["parts"])
+        copies = runner.copied_weights(model.state_dict(keep_vars=True), keep=True)
+        assert copies.pop("quantised").a.data_ptr() == wrapped.a.data_ptr()
+        return copies.keys() == values.keys() and all(torch.equal(copies[name], values[name]) for name in values)
+
+
+def test_quantised_weights_are_not_copied():
+    """torchao's types refuse ``to(copy=True)``, and never change."""
+    assert run_threads(copies_of_quantised, 2) == [True, True]
