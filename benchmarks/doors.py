@@ -35,7 +35,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
 from itertools import pairwise
@@ -113,26 +113,38 @@ def arguments(config: type[Any], folder: Path, **changed: Any) -> Any:
     return config(**(settings | changed))
 
 
-def trainer_of(door: str, folder: Path, **options: Any) -> Any:
-    """Makes a trainer with plans of the model in a folder, when called; all imports are done."""
+def trainer_of(door: str, folder: Path, settings: dict[str, Any], plans: dict[str, Any] | None) -> Callable[[], Any]:
+    """Makes a trainer of the model in a folder, when called; all imports are done.
+
+    Args:
+        settings: arguments of the trainer besides those that all have.
+        plans: arguments of plans; ``None``: the trainer of the other base.
+    """
     import datasets
     import transformers
 
     base, config = bases(door)
-    kind = planned(base)
-    settings: dict[str, Any] = {"max_steps": options.pop("steps")}
-    given: dict[str, Any] = {"train_dataset": [{"input_ids": row} for row in rows(64)]}
+    kind, given = base if plans is None else planned(base), {"train_dataset": [{"input_ids": row} for row in rows(96)]}
     if door == "transformers":
         given["data_collator"] = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        if plans is None:
+            given["data_collator"] = transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False)
     if door == "grpo":
-        settings |= {"num_generations": 2, "max_completion_length": 8, "temperature": 1.0}
-        prompts = [" ".join(f"w{token}" for token in row) for row in rows(64)]
+        settings = {"num_generations": 2, "max_completion_length": 8, "temperature": 1.0} | settings
+        prompts = [" ".join(f"w{token}" for token in row) for row in rows(96)]
         given = {"train_dataset": datasets.Dataset.from_dict({"prompt": prompts}), "reward_funcs": spread}
     elif door == "sft":
         given["train_dataset"] = datasets.Dataset.from_list(given["train_dataset"])
     if door != "transformers":
         given["processing_class"] = tokenizer()
-    return lambda: kind(model=str(folder / "model"), args=arguments(config, folder, **settings), **given, **options)
+
+    def make() -> Any:
+        model: Any = str(folder / "model")
+        if plans is None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        return kind(model=model, args=arguments(config, folder, **settings), **given, **(plans or {}))
+
+    return make
 
 
 def give_back() -> None:
@@ -149,7 +161,8 @@ def run_rank(door: str, folder: str, zero: int, steps: int, resume: bool) -> dic
     torch.set_num_threads(1)
     measures = door == "transformers" and not resume
     plans: dict[str, Any] = {"capacity": CAPACITY, "cost_model": None if measures else COST}
-    make = trainer_of(door, Path(folder), zero=zero, dtype=torch.bfloat16, steps=steps, **plans)
+    plans |= {"zero": zero, "dtype": torch.bfloat16}
+    make = trainer_of(door, Path(folder), {"max_steps": steps}, plans)
     with Peak(RANKS[zero]) as peak:
         started = time.perf_counter()
         trainer = make()
