@@ -41,9 +41,9 @@ from hdpcomm.measure import profile_cost_model
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, PlanAhead, PlannedStep, Planner
 from hdpcomm.train import StepMetrics, Trainer
-from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
-from hdpcomm.train.metrics import PHASES, Timeline
-from hdpcomm.train.shards import Fetch, micro_batch_loss, no_tokens, pack_shard
+from hdpcomm.train.losses.shards import Fetch, micro_batch_loss, no_tokens, pack_shard
+from hdpcomm.train.step.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
+from hdpcomm.train.step.metrics import PHASES, Timeline
 
 MODEL = LlamaConfig(layers=4, hidden=32, heads=2, kv_heads=1, ffn=96)
 
@@ -54,7 +54,7 @@ class Row:
 
     Attributes:
         seconds: of each step.
-        phases: seconds of a step by phase of ``hdpcomm.train.metrics.PHASES``, mean over steps and ranks.
+        phases: seconds of a step by phase of ``hdpcomm.train.step.metrics.PHASES``, mean over steps and ranks.
         processor_s: processor time of a step on the busiest rank, mean over the steps.
         sent_bytes: of a step, all ranks; ``None`` where torch does not tell.
         losses: of each step.

@@ -39,7 +39,7 @@ from hdpcomm.plan.presets import MODELS
 from hdpcomm.plan.waves import make_waves, sorted_for_waves
 from hdpcomm.testing import spawn
 from hdpcomm.train import Trainer
-from hdpcomm.train.shards import micro_batch_loss, no_tokens, pack_shard
+from hdpcomm.train.losses.shards import micro_batch_loss, no_tokens, pack_shard
 
 COST = CostModel(attention=1e-8, linear=1e-5, fixed=1e-3)
 CAPACITY = 1024

@@ -34,7 +34,7 @@ from hdpcomm.plan import ClusterSpec, PlannedStep, Planner
 from hdpcomm.testing import spawn
 from hdpcomm.torch_backend import communicator
 from hdpcomm.train import Trainer
-from hdpcomm.train.data_parallel import WholeSequencePlanner
+from hdpcomm.train.step.data_parallel import WholeSequencePlanner
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # at the end: this folder has no train.py
 from train import LockstepLoop

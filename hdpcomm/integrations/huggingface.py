@@ -52,15 +52,15 @@ from hdpcomm.parallel import expert_parallel, tensor_parallel
 from hdpcomm.plan import CostModel, PlannedStep
 from hdpcomm.run.flops import spec_of
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
-from hdpcomm.train.passes import Passes
-from hdpcomm.train.replicas import settings_of
-from hdpcomm.train.runner import Runner
-from hdpcomm.train.settings import StepSettings
-from hdpcomm.train.trainer_check import check_order
+from hdpcomm.train.step.passes import Passes
+from hdpcomm.train.step.replicas import settings_of
+from hdpcomm.train.step.runner import Runner
+from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.trainer_check import check_order
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.train.masters import Masters
+    from hdpcomm.train.zero.masters import Masters
 
 __all__ = ["HybridDataParallel", "Trainer"]
 

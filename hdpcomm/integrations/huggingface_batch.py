@@ -16,7 +16,7 @@ from hdpcomm.attention.packs import as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, classified_token
-from hdpcomm.train.loss import IGNORE
+from hdpcomm.train.losses.loss import IGNORE
 
 __all__ = ["CARRIED", "REFUSED", "WITHOUT_EFFECT", "check_keys", "sequences_of"]
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.train.state import State
+    from hdpcomm.train.step.state import State
 
 __all__ = [
     "FolderSource",

@@ -19,12 +19,12 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.models.heads import SEQUENCE
-from hdpcomm.train.loss import IGNORE
+from hdpcomm.train.losses.loss import IGNORE
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.integrations.row_passes import RowPasses, ScoredRows
-    from hdpcomm.train.label_terms import LabelTerms
+    from hdpcomm.train.losses.label_terms import LabelTerms
 
 __all__ = ["ComputedLoss", "LogProbModel", "ScoreModel"]
 

@@ -25,9 +25,9 @@ from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.kernels import LabelLoss
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE
-from hdpcomm.train.label_terms import Batch, LabelTerms, token_terms
-from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.losses import TokenLoss
+from hdpcomm.train.losses.label_terms import Batch, LabelTerms, token_terms
+from hdpcomm.train.losses.loss import IGNORE
 
 if TYPE_CHECKING:
     from hdpcomm.comm.mesh import Mesh

@@ -26,7 +26,7 @@ from hdpcomm.offload import ActivationOffload, rank_pool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
 from hdpcomm.plan import CostModel, ModelSpec, PlannedStep, Planner, TrajectoryTree, Tree, trees_of_prompts
 from hdpcomm.plan.planner import LONGEST_MEASURED, MOST_SLICES
-from hdpcomm.train.label_terms import (
+from hdpcomm.train.losses.label_terms import (
     Batch,
     KeptLogProbs,
     LabelTerms,
@@ -35,13 +35,13 @@ from hdpcomm.train.label_terms import (
     shares_prefixes,
     shorter_plan,
 )
-from hdpcomm.train.loss import IGNORE
-from hdpcomm.train.passes import StepInputs
+from hdpcomm.train.losses.loss import IGNORE
+from hdpcomm.train.step.passes import StepInputs
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.train.runner import Runner
+    from hdpcomm.train.step.runner import Runner
 
 __all__ = ["PlanSettings", "RowPasses", "ScoredRows", "Sequences", "gather_sequences"]
 
@@ -187,7 +187,7 @@ class RowPasses:
     Args:
         model: in the form of :func:`hdpcomm.models.adapt`, with equal values on all ranks.
         runner: of passes of the model.
-        settings: gives what ranks must have alike to update alike (:func:`hdpcomm.train.replicas.settings_of`).
+        settings: gives what ranks must have alike to update alike (:func:`hdpcomm.train.step.replicas.settings_of`).
         around: around the forward pass of each micro-batch.
         spec: says what share of a token's memory slices keep for later ones; slices need it.
 
@@ -228,7 +228,7 @@ class RowPasses:
     def plan(self, lengths: list[int]) -> PlannedStep:
         """A plan for the rows of all ranks, on which they have agreed. Collective.
 
-        Raises: Mismatch: of :func:`hdpcomm.train.replicas.check_same_plan`.
+        Raises: Mismatch: of :func:`hdpcomm.train.step.replicas.check_same_plan`.
         """
         return self._agreed(self._planned(lengths, lengths))
 

@@ -18,9 +18,9 @@ from hdpcomm.models.indexers import key_limit
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.plan import CostModel, CostSample
-from hdpcomm.train.loss import next_token_labels
-from hdpcomm.train.metrics import processor_seconds
-from hdpcomm.train.shards import PackedShard, empty_shard, micro_batch_loss, pack_of, sequences_shard
+from hdpcomm.train.losses.loss import next_token_labels
+from hdpcomm.train.losses.shards import PackedShard, empty_shard, micro_batch_loss, pack_of, sequences_shard
+from hdpcomm.train.step.metrics import processor_seconds
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -21,11 +21,11 @@ from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload import ActivationOffload, MemoryMeter, measure_copies
 from hdpcomm.offload.layers import AbsentLayer, find_layers
 from hdpcomm.plan.memory import Line, MemoryModel, StepMemory
-from hdpcomm.train.buckets import BUCKET_BYTES
-from hdpcomm.train.gradients import trained_parameters, wide_type
-from hdpcomm.train.matrix_owners import MatrixMemory
-from hdpcomm.train.settings import WHOLE, StepSettings
-from hdpcomm.train.units import Units
+from hdpcomm.train.step.settings import WHOLE, StepSettings
+from hdpcomm.train.zero.buckets import BUCKET_BYTES
+from hdpcomm.train.zero.gradients import trained_parameters, wide_type
+from hdpcomm.train.zero.matrix_owners import MatrixMemory
+from hdpcomm.train.zero.units import Units
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

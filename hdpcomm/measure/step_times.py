@@ -11,7 +11,7 @@ import torch
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, CostLearner, CostModel, PlanAhead, Planner, RankTimes, StepPlan
-from hdpcomm.train.metrics import Span
+from hdpcomm.train.step.metrics import Span
 
 if TYPE_CHECKING:
     from torch import Tensor

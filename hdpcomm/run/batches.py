@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hdpcomm.data import BatchReader, BatchSampler, Corpus, DocumentStream, LoaderService
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.run.config import RunConfig
-from hdpcomm.train.shards import FetchParts
+from hdpcomm.train.losses.shards import FetchParts
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -15,7 +15,7 @@ from hdpcomm.parallel.tensor_plans import check_sizes
 from hdpcomm.plan import POLICIES, Calibration
 from hdpcomm.run.model import FolderModel, model_spec
 from hdpcomm.run.optimizers import check_optimizer
-from hdpcomm.train.trainer_check import check_order
+from hdpcomm.train.step.trainer_check import check_order
 
 __all__ = ["BASELINES", "RunConfig", "SCHEDULES", "Schedule", "learning_rate"]
 

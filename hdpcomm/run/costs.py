@@ -26,7 +26,7 @@ from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS, free_models
 from hdpcomm.run.model import check_model, fewest_layers, model_facts, model_spec, new_part
 from hdpcomm.run.pipelines import device_recompute, recompute_by_device
-from hdpcomm.train.data_parallel import WholeSequencePlanner
+from hdpcomm.train.step.data_parallel import WholeSequencePlanner
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -51,7 +51,7 @@ from hdpcomm.run.resuming import (
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
 from hdpcomm.run.stopping import StopRequest
 from hdpcomm.train import StepMetrics, Trainer
-from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
+from hdpcomm.train.step.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

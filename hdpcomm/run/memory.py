@@ -25,9 +25,9 @@ from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import model_on_meta, new_part
 from hdpcomm.run.optimizers import elementwise_optimizer, is_for_matrices, matrix_optimizer
 from hdpcomm.run.pipelines import mesh_of, recompute_by_device
-from hdpcomm.train.buckets import Sharding
-from hdpcomm.train.matrix_owners import matrix_memory
-from hdpcomm.train.settings import StepSettings
+from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.zero.buckets import Sharding
+from hdpcomm.train.zero.matrix_owners import matrix_memory
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -56,8 +56,9 @@ class MemoryBeside:
         shared: the rank's share of the memory through which the ranks of its host send; pages are taken when they are
             first used, so it is the most.
         device: device memory for messages of the ranks of its host; 0: the ranks are on CPUs.
-        copies: host memory for what ``--elastic`` keeps of this rank and of others (``hdpcomm.train.peer_copies``); 0:
-            without it. A rank sends at most a quarter of it a step, and nothing where ranks hold the same.
+        copies: host memory for what ``--elastic`` keeps of this rank and of others
+            (``hdpcomm.train.state.peer_copies``); 0: without it. A rank sends at most a quarter of it a step, and
+            nothing where ranks hold the same.
     """
 
     pool: int

@@ -15,7 +15,7 @@ from torch import nn
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.options import TrainingOptions
-from hdpcomm.train.matrix_owners import MatrixOwners
+from hdpcomm.train.zero.matrix_owners import MatrixOwners
 
 __all__ = ["check_optimizer", "elementwise_optimizer", "is_for_matrices", "matrix_optimizer", "new_optimizer"]
 

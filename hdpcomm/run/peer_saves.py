@@ -13,9 +13,9 @@ from torch import Tensor
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.log import LOG
-from hdpcomm.train.peer_copies import KeptStep, PeerCopies
-from hdpcomm.train.state import path_name, walk_state
-from hdpcomm.train.tensor_part import TensorPart
+from hdpcomm.train.state.peer_copies import KeptStep, PeerCopies
+from hdpcomm.train.state.tensor_part import TensorPart
+from hdpcomm.train.step.state import path_name, walk_state
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

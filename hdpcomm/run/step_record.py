@@ -15,12 +15,12 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.step_times import StepTimes, rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.plan import CostModel, Planner, StepPlan, Tree
 from hdpcomm.run.flops import device_peak_flops
-from hdpcomm.train.metrics import Span
+from hdpcomm.train.step.metrics import Span
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Mesh
     from hdpcomm.plan import ModelSpec
-    from hdpcomm.train.passes import Passes
+    from hdpcomm.train.step.passes import Passes
 
 __all__ = ["memory_bytes", "other_policies", "planned_rows", "step_costs", "timeline_row"]
 
@@ -41,7 +41,7 @@ def step_costs(
     """Figures of a step beside those of StepMetrics, and what it took on each rank; equal on all ranks. Collective over
     ``comm``: one all-gather.
 
-    ``idle_s``, ``exposed_s``: seconds of a rank (on average) as :class:`hdpcomm.train.metrics.Span` defines them;
+    ``idle_s``, ``exposed_s``: seconds of a rank (on average) as :class:`hdpcomm.train.step.metrics.Span` defines them;
     ``stall_s``: for copies of offloaded activations; ``compute_s``, ``optimizer_s``: what is left of these phases;
     ``ranks``: how many there were;
     ``ring_bytes``, ``gradient_bytes``: sent by all ranks together;

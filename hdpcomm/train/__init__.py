@@ -1,14 +1,14 @@
 """Training: the step of Hybrid Data Parallelism."""
 
-from hdpcomm.train.gradients import Gradients
-from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
 from hdpcomm.train.losses import GroupLoss, TokenLoss, rollout
-from hdpcomm.train.materialize import materialize
-from hdpcomm.train.matrix_owners import MatrixOwners
-from hdpcomm.train.metrics import Span, StepMetrics, Timeline, Totals, totals
-from hdpcomm.train.reshard import Reshard
-from hdpcomm.train.shards import Fetch, FetchParts, PackedShard, pack_shard
-from hdpcomm.train.trainer import Trainer
+from hdpcomm.train.losses.loss import IGNORE, next_token_labels, summed_loss
+from hdpcomm.train.losses.shards import Fetch, FetchParts, PackedShard, pack_shard
+from hdpcomm.train.state.reshard import Reshard
+from hdpcomm.train.step.metrics import Span, StepMetrics, Timeline, Totals, totals
+from hdpcomm.train.step.trainer import Trainer
+from hdpcomm.train.zero.gradients import Gradients
+from hdpcomm.train.zero.materialize import materialize
+from hdpcomm.train.zero.matrix_owners import MatrixOwners
 
 __all__ = [
     "IGNORE",

@@ -14,7 +14,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.testing import spawn
 from hdpcomm.train import Reshard, reshard
-from hdpcomm.train.tensor_part import TensorPart
+from hdpcomm.train.state.tensor_part import TensorPart
 from tests.harness.fault_cases import LONG_S
 
 RANKS, DIES = 4, 3

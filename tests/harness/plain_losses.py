@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hdpcomm.train.loss import IGNORE
 from hdpcomm.train.losses import dapo, dpo, dr_grpo, grpo, gspo, ppo, sft, simpo
+from hdpcomm.train.losses.loss import IGNORE
 from tests.harness.plain_llama import sequence_logits
 
 __all__ = ["PLAIN", "batch_loss", "log_probs_of"]

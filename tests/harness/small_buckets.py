@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hdpcomm.train import Trainer
-from hdpcomm.train.buckets import BUCKET_BYTES
+from hdpcomm.train.zero.buckets import BUCKET_BYTES
 
 __all__ = ["make_trainer"]
 

@@ -224,7 +224,7 @@ class LoaderService:
 
 @dataclass(frozen=True, slots=True)
 class StepReader:
-    """Gives the sequences of a step, whole or in parts, as :class:`hdpcomm.train.shards.FetchParts`."""
+    """Gives the sequences of a step, whole or in parts, as :class:`hdpcomm.train.losses.shards.FetchParts`."""
 
     blocks: Blocks
     batch: LoadedBatch

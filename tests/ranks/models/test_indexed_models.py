@@ -19,7 +19,7 @@ from hdpcomm.models import indexers
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer, pack_shard
-from hdpcomm.train.shards import pack_of
+from hdpcomm.train.losses.shards import pack_of
 
 transformers = pytest.importorskip("transformers")
 

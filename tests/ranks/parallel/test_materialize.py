@@ -21,7 +21,7 @@ from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.plan import CostModel
 from hdpcomm.testing import run_threads
 from hdpcomm.train import materialize
-from hdpcomm.train.layout import layout_of, plain_name
+from hdpcomm.train.state.layout import layout_of, plain_name
 from tests.harness.warm_python import run_python
 
 transformers = pytest.importorskip("transformers", minversion="5.0")

@@ -18,7 +18,7 @@ from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, Planner, SequenceFragment
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from hdpcomm.train.shards import empty_shard
+from hdpcomm.train.losses.shards import empty_shard
 from tests.harness.pipelines import COST, FixedPlanner, part_of
 
 pytest.importorskip("transformers", minversion="5.0")

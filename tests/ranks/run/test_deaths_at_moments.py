@@ -62,7 +62,7 @@ Communicator.shrink = arms
 sys.exit(main(sys.argv[1:]))
 """
 
-COPIES = "hdpcomm.train.peer_copies:"
+COPIES = "hdpcomm.train.state.peer_copies:"
 #: Where a rank dies by itself, at the third call of all.
 AT_WORK = [
     f"{COPIES}PeerCopies.take",
@@ -79,7 +79,7 @@ ON_THE_WAY_BACK = [
     "hdpcomm.run.peer_saves:PeerSaves.newest",
     f"{COPIES}PeerCopies.newest",
     "hdpcomm.run.peer_saves:KeptCheckpoint.load_into",
-    "hdpcomm.train.reshard:Reshard.run",
+    "hdpcomm.train.state.reshard:Reshard.run",
     "hdpcomm.run.peer_saves:PeerSaves.begin",
     f"{COPIES}PeerCopies.__init__",
     f"{COPIES}PeerCopies.take",

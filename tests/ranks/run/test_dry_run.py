@@ -20,7 +20,7 @@ from hdpcomm.run import RunConfig, Saving, dry_run, folder_model, train
 from hdpcomm.run.memory import measure_memory, memory_beside, predict_memory
 from hdpcomm.run.peer_saves import PeerSaves
 from hdpcomm.testing import run_threads, spawn
-from hdpcomm.train.peer_copies import PeerCopies
+from hdpcomm.train.state.peer_copies import PeerCopies
 
 SIZES = {"vocabulary": 500, "layers": 8, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {

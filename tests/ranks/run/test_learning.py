@@ -22,7 +22,7 @@ from hdpcomm.run import costs as run_costs
 from hdpcomm.testing import run_threads
 from hdpcomm.trace.run_report import run_report
 from hdpcomm.train import StepMetrics
-from hdpcomm.train.metrics import Span
+from hdpcomm.train.step.metrics import Span
 from tests.harness.signing import sign
 
 CONFIG = LlamaConfig(layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)

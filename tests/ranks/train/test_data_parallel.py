@@ -14,7 +14,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.train import Trainer
-from hdpcomm.train.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
+from hdpcomm.train.step.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
 
 CONFIG = LlamaConfig(vocabulary=31, layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
 COST = CostModel(1e-6, 1e-5)

@@ -56,7 +56,7 @@ COPIES = ("copy_", "_to_copy")
 SIZES = LlamaConfig(vocabulary=64, layers=3, hidden=32, heads=4, kv_heads=2, ffn=48)
 LENGTHS = [120, 40, 33, 9, 5, 2]
 
-STAY = {("kernels/transfers.py", "get"), ("train/gradients.py", "clip_")}
+STAY = {("kernels/transfers.py", "get"), ("train/zero/gradients.py", "clip_")}
 """The loss of a micro-batch, when the next one was issued; the gradient norm: a step that is not finite is refused."""
 
 

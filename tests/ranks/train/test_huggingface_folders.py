@@ -18,7 +18,7 @@ from hdpcomm.integrations.huggingface import Trainer  # noqa: E402
 from hdpcomm.integrations.huggingface_checkpoints import load_weights  # noqa: E402
 from hdpcomm.models import FolderWeights, adapt  # noqa: E402
 from hdpcomm.plan import CostModel  # noqa: E402
-from hdpcomm.train.runner import Runner  # noqa: E402
+from hdpcomm.train.step.runner import Runner  # noqa: E402
 from tests.harness.tiny_huggingface import arguments, documents, leave, tiny  # noqa: E402
 from tests.ranks.train import test_huggingface_sft as sft  # noqa: E402
 from tests.ranks.train import test_huggingface_trl as policies  # noqa: E402

@@ -19,7 +19,7 @@ from hdpcomm.parallel.agreement import share_values
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from hdpcomm.train.replicas import check_replicas
+from hdpcomm.train.step.replicas import check_replicas
 
 WEIGHT = "blocks.1.ffn.out.weight"
 CONFIG = LlamaConfig(vocabulary=31, layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)

@@ -15,7 +15,7 @@ import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Reshard, reshard
-from hdpcomm.train.tensor_part import TensorPart
+from hdpcomm.train.state.tensor_part import TensorPart
 from tests.harness.mesh_shapes import SHAPES, Shape, trainer_of
 
 PAIRS = int(os.environ.get("HDPCOMM_RESHARD_PAIRS", "60"))

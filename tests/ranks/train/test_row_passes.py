@@ -19,9 +19,9 @@ from hdpcomm.plan import CostModel, Tree
 from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE
-from hdpcomm.train.passes import Passes
-from hdpcomm.train.runner import Runner
-from hdpcomm.train.settings import StepSettings
+from hdpcomm.train.step.passes import Passes
+from hdpcomm.train.step.runner import Runner
+from hdpcomm.train.step.settings import StepSettings
 from tests.harness.mesh_shapes import DENSE
 from tests.harness.pipelines import COST, SEED
 from tests.harness.plain_losses import log_probs_of

@@ -17,8 +17,8 @@ from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer, summed_loss
-from hdpcomm.train.layout import layout_of
-from hdpcomm.train.masters import Masters
+from hdpcomm.train.state.layout import layout_of
+from hdpcomm.train.zero.masters import Masters
 from tests.harness.noted import NotedComm
 from tests.harness.small_buckets import make_trainer
 

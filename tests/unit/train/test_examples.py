@@ -17,7 +17,7 @@ MODULES = {
     "hdpcomm.models.adapt": 1,
     "hdpcomm.comm.mesh": 1,
     "hdpcomm.train.losses": 1,
-    "hdpcomm.train.trainer": 1,
+    "hdpcomm.train.step.trainer": 1,
 }
 
 

@@ -10,7 +10,7 @@ import hdpcomm as hdp
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.train import Gradients
-from hdpcomm.train.layout import layout_of
+from hdpcomm.train.state.layout import layout_of
 
 
 @pytest.fixture

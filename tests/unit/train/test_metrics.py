@@ -9,7 +9,7 @@ import torch
 
 from hdpcomm.run import RunConfig, learning_rate
 from hdpcomm.train import StepMetrics, totals
-from hdpcomm.train.metrics import Timeline
+from hdpcomm.train.step.metrics import Timeline
 
 
 def step_of(**values):

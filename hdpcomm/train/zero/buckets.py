@@ -15,7 +15,7 @@ from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.train.layout import Holders, Layout
+    from hdpcomm.train.state.layout import Holders, Layout
 
 __all__ = ["BUCKET_BYTES", "Bucket", "BucketShards", "Sharding", "SharedShards", "make_buckets"]
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
-    from hdpcomm.train.buckets import Bucket, BucketShards, SharedShards
-    from hdpcomm.train.side_work import SideWork
-    from hdpcomm.train.units import Unit, Units
+    from hdpcomm.train.zero.buckets import Bucket, BucketShards, SharedShards
+    from hdpcomm.train.zero.side_work import SideWork
+    from hdpcomm.train.zero.units import Unit, Units
 
 __all__ = ["PulledWeights", "has_part", "set_part", "without_values"]
 

@@ -19,10 +19,8 @@ from hdpcomm.models.moe import refuse_trees
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.parallel.program import KEEP, RECEIVE, RUN, SEND, WHOLE, StepProgram, pipeline_program, plan_program
 from hdpcomm.plan.waves import PlannedWaves, plan_waves
-from hdpcomm.train.label_terms import LabelTerms
-from hdpcomm.train.metrics import expert_loads, uncounted
-from hdpcomm.train.queue import StepQueue
-from hdpcomm.train.shards import (
+from hdpcomm.train.losses.label_terms import LabelTerms
+from hdpcomm.train.losses.shards import (
     Fetch,
     PackedShard,
     empty_shard,
@@ -33,6 +31,8 @@ from hdpcomm.train.shards import (
     sequences_shard,
     tree_shard,
 )
+from hdpcomm.train.step.metrics import expert_loads, uncounted
+from hdpcomm.train.step.queue import StepQueue
 
 if TYPE_CHECKING:
     from hdpcomm.attention import SequenceSlice
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hdpcomm.plan import MicroBatch, PlannedStep, Planner, StepPlan
     from hdpcomm.plan.micro_batch import PlannedSlice
     from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
-    from hdpcomm.train.gradients import Gradients
+    from hdpcomm.train.zero.gradients import Gradients
 
 __all__ = ["Passes", "StepInputs"]
 

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train.layout import Placement, plain_name
-from hdpcomm.train.matrix_owners import MatrixOwners
-from hdpcomm.train.tensor_part import TensorPart, box_slices
+from hdpcomm.train.state.layout import Placement, plain_name
+from hdpcomm.train.state.tensor_part import TensorPart, box_slices
+from hdpcomm.train.zero.matrix_owners import MatrixOwners
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.models import Weights
-    from hdpcomm.train.layout import Layout
-    from hdpcomm.train.masters import LocalShard, Masters, MasterShard
+    from hdpcomm.train.state.layout import Layout
+    from hdpcomm.train.zero.masters import LocalShard, Masters, MasterShard
 
 __all__ = ["State", "path_name", "walk_state"]
 

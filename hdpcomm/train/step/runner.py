@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from hdpcomm.comm.tensors import wraps_tensors
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.agreement import share_values
-from hdpcomm.train.gradients import Gradients
-from hdpcomm.train.host_copies import HostCopies
-from hdpcomm.train.layout import layout_of, plain_name
-from hdpcomm.train.masters import Masters
-from hdpcomm.train.pulled_weights import has_part
-from hdpcomm.train.replicas import ChangedBuffers, check_same_plan
-from hdpcomm.train.settings import WHOLE, StepSettings
-from hdpcomm.train.state import State
-from hdpcomm.train.trainer_check import check_elementwise
-from hdpcomm.train.whole_sums import WholeSums
+from hdpcomm.train.state.layout import layout_of, plain_name
+from hdpcomm.train.step.replicas import ChangedBuffers, check_same_plan
+from hdpcomm.train.step.settings import WHOLE, StepSettings
+from hdpcomm.train.step.state import State
+from hdpcomm.train.zero.gradients import Gradients
+from hdpcomm.train.zero.host_copies import HostCopies
+from hdpcomm.train.zero.masters import Masters
+from hdpcomm.train.zero.matrix_owners import check_elementwise
+from hdpcomm.train.zero.pulled_weights import has_part
+from hdpcomm.train.zero.whole_sums import WholeSums
 
 if TYPE_CHECKING:
     from hdpcomm.plan import StepPlan
-    from hdpcomm.train.passes import Passes, StepInputs
+    from hdpcomm.train.step.passes import Passes, StepInputs
 
 __all__ = ["Runner"]
 
@@ -48,7 +48,7 @@ class Runner:
         layout: where the parameters are in the whole model.
         ran: the plan of the last passes as they ran: micro-batches of its queue with the ranks that have taken them.
 
-    Raises: InvalidUsage: of :class:`hdpcomm.train.masters.Masters`.
+    Raises: InvalidUsage: of :class:`hdpcomm.train.zero.masters.Masters`.
     """
 
     def __init__(
@@ -200,9 +200,9 @@ class Runner:
         """Raises unless all ranks are about to run the same plan and update alike. Collective.
 
         Args:
-            settings: what ranks of the same stage must have alike (:func:`hdpcomm.train.replicas.settings_of`).
+            settings: what ranks of the same stage must have alike (:func:`hdpcomm.train.step.replicas.settings_of`).
 
-        Raises: Mismatch: of :func:`hdpcomm.train.replicas.check_same_plan`.
+        Raises: Mismatch: of :func:`hdpcomm.train.step.replicas.check_same_plan`.
         """
         self._check_here(self._model_copies)
         if self.masters is not None and self.masters.shared:

@@ -23,8 +23,18 @@ from torch import Tensor
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import Error
-from hdpcomm.train.reshard import Box, Cell, Parts, Reshard, boxes_of, cells, cut_cell, describe_shards, parse_shards
-from hdpcomm.train.tensor_part import TensorPart
+from hdpcomm.train.state.reshard import (
+    Box,
+    Cell,
+    Parts,
+    Reshard,
+    boxes_of,
+    cells,
+    cut_cell,
+    describe_shards,
+    parse_shards,
+)
+from hdpcomm.train.state.tensor_part import TensorPart
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
@@ -118,9 +128,8 @@ class PeerCopies:
     Making it is collective over ``comm``; no memory but that of the copies is taken, and it is taken now.
 
     Args:
-        live: what this rank holds, by name: whole tensors, or a :class:`~hdpcomm.train.tensor_part.TensorPart` of some
-            boxes, as ``Trainer.live_state()`` gives them.
-        comm: the ranks.
+        live: what this rank holds, by name: whole tensors, or a :class:`~hdpcomm.train.state.tensor_part.TensorPart` of
+        some boxes, as ``Trainer.live_state()`` gives them. comm: the ranks.
 
     Attributes:
         nbytes: host memory on this rank.

@@ -15,13 +15,13 @@ from hdpcomm.attention import BalancedPack, Pack, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import to_device
 from hdpcomm.plan.tree import Tree, join_trees
-from hdpcomm.train.loss import IGNORE, next_token_labels, summed_loss
+from hdpcomm.train.losses.loss import IGNORE, next_token_labels, summed_loss
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
     from hdpcomm.plan import MicroBatch, SequenceFragment, TreeFragment
-    from hdpcomm.train.layout import Layout
+    from hdpcomm.train.state.layout import Layout
 
 __all__ = [
     "Fetch",

@@ -20,9 +20,9 @@ from hdpcomm.kernels.buffers import accumulate
 if TYPE_CHECKING:
     from hdpcomm.comm import Work
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.train.buckets import Bucket, BucketShards, SharedShards
-    from hdpcomm.train.side_work import SideWork
-    from hdpcomm.train.units import Unit, Units
+    from hdpcomm.train.zero.buckets import Bucket, BucketShards, SharedShards
+    from hdpcomm.train.zero.side_work import SideWork
+    from hdpcomm.train.zero.units import Unit, Units
 
 __all__ = ["PushedSums"]
 

@@ -16,10 +16,10 @@ from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.weights import own_pages
 from hdpcomm.parallel.stages import Stage
-from hdpcomm.train.layout import Placement, layout_of, plain_name
-from hdpcomm.train.pulled_weights import set_part, without_values
-from hdpcomm.train.tensor_part import box_slices
-from hdpcomm.train.units import Units, unit_buckets
+from hdpcomm.train.state.layout import Placement, layout_of, plain_name
+from hdpcomm.train.state.tensor_part import box_slices
+from hdpcomm.train.zero.pulled_weights import set_part, without_values
+from hdpcomm.train.zero.units import Units, unit_buckets
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -23,13 +23,13 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.program import WHOLE, Action, StepProgram
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan, Tree
 from hdpcomm.plan.pipeline_schedule import Pass
-from hdpcomm.train.gradients import Gradients
-from hdpcomm.train.layout import layout_of
-from hdpcomm.train.passes import Passes, StepInputs
-from hdpcomm.train.runner import Runner
-from hdpcomm.train.settings import StepSettings
-from hdpcomm.train.shards import PackedShard, no_tokens
-from hdpcomm.train.trainer import Trainer
+from hdpcomm.train.losses.shards import PackedShard, no_tokens
+from hdpcomm.train.state.layout import layout_of
+from hdpcomm.train.step.passes import Passes, StepInputs
+from hdpcomm.train.step.runner import Runner
+from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.trainer import Trainer
+from hdpcomm.train.zero.gradients import Gradients
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -138,12 +138,12 @@ class DistributedPasses(Passes):
         self._computed = time.perf_counter()
 
     def waited_s(self) -> tuple[float, float]:
-        """See :class:`hdpcomm.train.passes.Passes`: seconds after the last backward pass of each step, until DDP had
-        the gradients of the ranks that had more to do, and their sums."""
+        """See :class:`hdpcomm.train.step.passes.Passes`: seconds after the last backward pass of each step, until DDP
+        had the gradients of the ranks that had more to do, and their sums."""
         return 0.0, self._waited_s
 
     def run(self, step: StepInputs) -> Tensor:
-        """See :class:`hdpcomm.train.passes.Passes`."""
+        """See :class:`hdpcomm.train.step.passes.Passes`."""
         self.chunks = [self._plain if step.gradients is None else self._wrapped]
         return super().run(replace(step, scale=step.scale * self.mesh.comm.size))  # DDP takes the mean over the ranks
 
@@ -167,7 +167,7 @@ class DistributedPasses(Passes):
         *,
         last: bool,
     ) -> Tensor:
-        """See :class:`hdpcomm.train.passes.Passes`."""
+        """See :class:`hdpcomm.train.step.passes.Passes`."""
         self._is_last = last
         with nullcontext() if last else self._wrapped.no_sync():
             total = super().run_whole(packed, comm, step, context, last=last)

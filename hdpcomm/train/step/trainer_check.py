@@ -19,15 +19,14 @@ from hdpcomm.models.tensor_group import TensorGroup
 from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, check_same_trained, checked_stages
 from hdpcomm.parallel.stages import Stage
 from hdpcomm.train.losses import GroupLoss, TokenLoss
-from hdpcomm.train.matrix_owners import MatrixOwners
-from hdpcomm.train.pulled_weights import has_part
+from hdpcomm.train.zero.matrix_owners import MatrixOwners
+from hdpcomm.train.zero.pulled_weights import has_part
 
 if TYPE_CHECKING:
     from hdpcomm.plan import Planner, StepPlan
-    from hdpcomm.train.settings import StepSettings
+    from hdpcomm.train.step.settings import StepSettings
 
 __all__ = [
-    "check_elementwise",
     "check_finite",
     "check_log_prob_loss",
     "check_model",
@@ -36,28 +35,6 @@ __all__ = [
     "check_trainer",
     "trained_names",
 ]
-
-_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Raises InvalidUsage unless the optimizer is known to update each element of a parameter by itself: ranks that
-    hold parts of a tensor would otherwise make other updates than one that holds the whole, without a word.
-
-    Args:
-        where: how parameters came to be cut, for the message.
-    """
-    if isinstance(optimizer, MatrixOwners):
-        if optimizer.others is not None:
-            check_elementwise(optimizer.others, where)
-        return
-    kind = type(optimizer)
-    if kind is not getattr(torch.optim, kind.__name__, None) or kind.__name__ not in _ELEMENTWISE:
-        raise InvalidUsage(
-            f"{kind.__name__} may look at more than one element of a parameter, and a part of it is all that a rank "
-            f"has; {where} use one of torch.optim's {', '.join(_ELEMENTWISE)}, or MatrixOwners for one that looks at "
-            "matrices"
-        )
 
 
 def check_finite(

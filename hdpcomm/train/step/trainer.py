@@ -14,9 +14,8 @@ from hdpcomm.arguments import check_has, check_number, check_whole
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Aborted, InvalidUsage
 from hdpcomm.plan import PlannedStep, Tree
-from hdpcomm.train.buckets import BUCKET_BYTES
-from hdpcomm.train.gradients import trained_parameters
-from hdpcomm.train.label_terms import (
+from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
+from hdpcomm.train.losses.label_terms import (
     Batch,
     KeptLogProbs,
     LabelTerms,
@@ -28,15 +27,14 @@ from hdpcomm.train.label_terms import (
     shorter_plan,
     token_terms,
 )
-from hdpcomm.train.layout import num_parameters, plain_name
-from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
-from hdpcomm.train.metrics import OffloadedStep, StepMetrics, Timeline, add_expert_load, expert_loads
-from hdpcomm.train.passes import Passes, StepInputs
-from hdpcomm.train.replicas import check_replicas, settings_of
-from hdpcomm.train.runner import Runner
-from hdpcomm.train.settings import StepSettings
-from hdpcomm.train.shards import Fetch, declared, vocabulary_of
-from hdpcomm.train.trainer_check import (
+from hdpcomm.train.losses.shards import Fetch, declared, vocabulary_of
+from hdpcomm.train.state.layout import num_parameters, plain_name
+from hdpcomm.train.step.metrics import OffloadedStep, StepMetrics, Timeline, add_expert_load, expert_loads
+from hdpcomm.train.step.passes import Passes, StepInputs
+from hdpcomm.train.step.replicas import check_replicas, settings_of
+from hdpcomm.train.step.runner import Runner
+from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.trainer_check import (
     check_finite,
     check_log_prob_loss,
     check_model,
@@ -44,6 +42,8 @@ from hdpcomm.train.trainer_check import (
     check_trainer,
     trained_names,
 )
+from hdpcomm.train.zero.buckets import BUCKET_BYTES
+from hdpcomm.train.zero.gradients import trained_parameters
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -63,10 +63,11 @@ class Trainer:
     the gradients of all ranks, which is exactly the gradient of the whole batch on a single device; then clipping by
     the global norm and the optimizer's step.
 
-    It is made of passes (:class:`hdpcomm.train.passes.Passes`), which run micro-batches or the stages of a pipeline;
-    of gradients (:class:`hdpcomm.train.Gradients`); and, with ``zero`` or ``dtype``, of the weights that the optimizer
-    updates (:class:`hdpcomm.train.masters.Masters`). On a mesh an HDP rank is a group of devices: tensor ranks work on
-    the same shards of the same sequences, stages of a pipeline on their layers, and expert ranks run in waves.
+    It is made of passes (:class:`hdpcomm.train.step.passes.Passes`), which run micro-batches or the stages of a
+    pipeline; of gradients (:class:`hdpcomm.train.Gradients`); and, with ``zero`` or ``dtype``, of the weights that the
+    optimizer updates (:class:`hdpcomm.train.zero.masters.Masters`). On a mesh an HDP rank is a group of devices: tensor
+    ranks work on the same shards of the same sequences, stages of a pipeline on their layers, and expert ranks run in
+    waves.
 
     Args:
         model: called as ``model(tokens, positions=, cu_seqlens=, comm=) -> logits [local tokens, vocabulary]``; one
@@ -392,7 +393,7 @@ class Trainer:
     def _group_terms(
         self, planned: PlannedStep, batch: Batch, fetch: Fetch, groups: Sequence[Hashable] | None
     ) -> tuple[Tensor, Tensor]:
-        """See :func:`hdpcomm.train.label_terms.group_terms`. Collective."""
+        """See :func:`hdpcomm.train.losses.label_terms.group_terms`. Collective."""
         assert isinstance(self.loss, GroupLoss)
         numbers = checked_groups(groups, len(batch.lengths))
         kept = self._log_probs(planned, batch, fetch, entropy=False, temperature=self.loss.temperature)
@@ -425,7 +426,7 @@ class Trainer:
 
     def check_replicas(self) -> None:
         """Compares the weights and the optimizer's settings of all ranks that hold the same parameters
-        (:func:`hdpcomm.train.replicas.check_replicas`), which takes about as long as reading them. Collective.
+        (:func:`hdpcomm.train.step.replicas.check_replicas`), which takes about as long as reading them. Collective.
 
         Raises: Mismatch: names the ranks, and a tensor that differs.
         """
@@ -458,14 +459,15 @@ class Trainer:
 
     def checkpoint_state(self) -> dict[str, Any]:
         """As :meth:`state_dict`, but of each tensor only what this rank holds of it, live, as a
-        :class:`hdpcomm.train.tensor_part.TensorPart`: nothing is gathered but names and numbers. What checkpoints are
-        written from by all ranks together, and read into; then give it to :meth:`load_state_dict`. Collective.
+        :class:`hdpcomm.train.state.tensor_part.TensorPart`: nothing is gathered but names and numbers. What checkpoints
+        are written from by all ranks together, and read into; then give it to :meth:`load_state_dict`. Collective.
         """
         return {**self.runner.state.parts(), "num_steps": self.num_steps}
 
     def live_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's part of :meth:`checkpoint_state`: its live tensors by name, and the numbers beside them as
-        JSON. Copies in other ranks' memory (:class:`hdpcomm.train.peer_copies.PeerCopies`) are made from it. Local."""
+        JSON. Copies in other ranks' memory (:class:`hdpcomm.train.state.peer_copies.PeerCopies`) are made from it.
+        Local."""
         tensors, numbers = self.runner.state.live()
         return tensors, {**numbers, "num_steps": self.num_steps}
 
@@ -531,7 +533,7 @@ class Trainer:
     def _plan_shorter(
         self, lengths: Sequence[int | Tree] | PlannedStep, trees: Sequence[TrajectoryTree]
     ) -> tuple[PlannedStep, Batch]:
-        """See :func:`hdpcomm.train.label_terms.shorter_plan`."""
+        """See :func:`hdpcomm.train.losses.label_terms.shorter_plan`."""
         return shorter_plan(self._planned, lengths, trees, shares=shares_prefixes((*self.stages, self.model)))
 
     def _planned(self, lengths: Sequence[int | Tree]) -> PlannedStep:

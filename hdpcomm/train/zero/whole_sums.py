@@ -13,7 +13,7 @@ from hdpcomm.kernels.buffers import accumulate
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
-    from hdpcomm.train.buckets import Bucket
+    from hdpcomm.train.zero.buckets import Bucket
 
 __all__ = ["WholeSums", "memory_of"]
 

@@ -23,9 +23,9 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss
 from hdpcomm.kernels.transfers import to_device
 from hdpcomm.plan import PlannedStep, Tree
-from hdpcomm.train.loss import IGNORE
-from hdpcomm.train.losses import COMPUTED, GroupLoss, TokenLoss
-from hdpcomm.train.shards import Fetch, LabelledTokens, PackedShard, checked, labelled_shard
+from hdpcomm.train.losses.functions import COMPUTED, GroupLoss, TokenLoss
+from hdpcomm.train.losses.loss import IGNORE
+from hdpcomm.train.losses.shards import Fetch, LabelledTokens, PackedShard, checked, labelled_shard
 
 if TYPE_CHECKING:
     from hdpcomm.attention import Pack

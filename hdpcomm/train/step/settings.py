@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hdpcomm.train.buckets import BUCKET_BYTES
+from hdpcomm.train.zero.buckets import BUCKET_BYTES
 
 __all__ = ["WHOLE", "StepSettings"]
 

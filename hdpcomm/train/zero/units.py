@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload.layers import find_layers
-from hdpcomm.train.buckets import Bucket, make_buckets
+from hdpcomm.train.zero.buckets import Bucket, make_buckets
 
 if TYPE_CHECKING:
-    from hdpcomm.train.layout import Layout
+    from hdpcomm.train.state.layout import Layout
 
 __all__ = ["Unit", "Units", "unit_buckets"]
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload import MemoryMeter
-from hdpcomm.train.layout import Placement, layout_of
+from hdpcomm.train.state.layout import Placement, layout_of
 
-__all__ = ["MatrixMemory", "MatrixOwners", "matrix_memory"]
+__all__ = ["MatrixMemory", "MatrixOwners", "check_elementwise", "matrix_memory"]
 
+_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -293,3 +294,23 @@ def _owned(chosen: Sequence[nn.Parameter], module: nn.Module, mesh: Mesh) -> lis
         parts = placement.shape[dim] // parameter.shape[dim]
         found.append(_Matrix(parameter, placement, dim, parts, replica, tensor, whole if here else None))
     return found
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Raises InvalidUsage unless the optimizer is known to update each element of a parameter by itself: ranks that
+    hold parts of a tensor would otherwise make other updates than one that holds the whole, without a word.
+
+    Args:
+        where: how parameters came to be cut, for the message.
+    """
+    if isinstance(optimizer, MatrixOwners):
+        if optimizer.others is not None:
+            check_elementwise(optimizer.others, where)
+        return
+    kind = type(optimizer)
+    if kind is not getattr(torch.optim, kind.__name__, None) or kind.__name__ not in _ELEMENTWISE:
+        raise InvalidUsage(
+            f"{kind.__name__} may look at more than one element of a parameter, and a part of it is all that a rank "
+            f"has; {where} use one of torch.optim's {', '.join(_ELEMENTWISE)}, or MatrixOwners for one that looks at "
+            "matrices"
+        )

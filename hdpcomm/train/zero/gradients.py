@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.errors import Error, InvalidUsage
-from hdpcomm.train.buckets import BUCKET_BYTES, make_buckets
-from hdpcomm.train.pushed_sums import PushedSums
-from hdpcomm.train.whole_sums import WholeSums
+from hdpcomm.train.zero.buckets import BUCKET_BYTES, make_buckets
+from hdpcomm.train.zero.pushed_sums import PushedSums
+from hdpcomm.train.zero.whole_sums import WholeSums
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Work
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.train.buckets import Bucket
-    from hdpcomm.train.layout import Holders, Layout
+    from hdpcomm.train.state.layout import Holders, Layout
+    from hdpcomm.train.zero.buckets import Bucket
 
 __all__ = ["Gradients", "trained_parameters", "wide_type"]
 
@@ -32,12 +32,12 @@ class Gradients:
     """The gradients of all parameters on a rank, and of all ranks that hold the same parameters: summed in fp32 (fp64
     if any parameter is) in flat buckets.
 
-    The sums are whole on each rank until they are reduced (:class:`hdpcomm.train.whole_sums.WholeSums`), or, with
-    ZeRO-2 and 3, parts at their owners from the beginning (:class:`hdpcomm.train.pushed_sums.PushedSums`). A parameter
-    that no pass of any rank has reached has no gradient, as on a single device.
+    The sums are whole on each rank until they are reduced (:class:`hdpcomm.train.zero.whole_sums.WholeSums`), or, with
+    ZeRO-2 and 3, parts at their owners from the beginning (:class:`hdpcomm.train.zero.pushed_sums.PushedSums`). A
+    parameter that no pass of any rank has reached has no gradient, as on a single device.
 
     Args:
-        buckets: of the trained parameters, of :func:`hdpcomm.train.buckets.make_buckets`.
+        buckets: of the trained parameters, of :func:`hdpcomm.train.zero.buckets.make_buckets`.
         layout: which ranks hold the same.
         mesh: all ranks; the norm is that of the whole model.
         sums: ``None``: new ones, whole on this rank.
@@ -186,7 +186,7 @@ class Gradients:
 
     def finish(self) -> None:
         """Gives every parameter its gradient in the parameter's own dtype, and those that no rank has used none. Call
-        before the optimizer's step, where no :class:`hdpcomm.train.masters.Masters` take the sums."""
+        before the optimizer's step, where no :class:`hdpcomm.train.zero.masters.Masters` take the sums."""
         assert isinstance(self.sums, WholeSums)
         for parameter in self.parameters:
             parameter.grad = self.sums.of(parameter).to(parameter.dtype) if self.used(parameter) else None

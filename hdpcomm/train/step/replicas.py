@@ -206,7 +206,7 @@ def check_same_plan(
 
     Args:
         more: what else the step follows, as the order of a pipeline's passes; it must be equal, too.
-        settings: of the optimizer (:func:`hdpcomm.train.replicas.settings_of`).
+        settings: of the optimizer (:func:`hdpcomm.train.step.replicas.settings_of`).
         alike: positions in ``comm`` whose settings must be the same, by stage; ``None``: all.
 
     Raises:

@@ -13,7 +13,7 @@ from hdpcomm.comm.tensors import plain_tensors
 
 if TYPE_CHECKING:
     from hdpcomm.comm.window import Window
-    from hdpcomm.train.buckets import BucketShards, SharedShards
+    from hdpcomm.train.zero.buckets import BucketShards, SharedShards
 
 __all__ = ["HostCopies"]
 

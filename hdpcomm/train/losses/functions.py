@@ -1,11 +1,4 @@
-"""Losses that are functions of log-probabilities: of each label alone, or of groups of sequences together.
-
-A :class:`hdpcomm.train.Trainer` takes one as ``loss=``. What such a loss knows beside log-probabilities are columns,
-which ``fetch`` gives with the tokens: ``fetch(i)`` is then a dictionary with "tokens" (int64 ``[length]``), "labels"
-(as always; default: the next tokens) and for each column a tensor ``[length]``, or a number for the whole sequence.
-Element t of a column belongs to label t, to what token t is to predict. :func:`rollout` makes such a dictionary of a
-prompt and an answer.
-"""
+"""The losses of :mod:`hdpcomm.train.losses`."""
 
 from __future__ import annotations
 
@@ -19,7 +12,7 @@ from torch.nn import functional as F
 
 from hdpcomm.arguments import check_has, check_number
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train.loss import IGNORE
+from hdpcomm.train.losses.loss import IGNORE
 
 __all__ = [
     "GroupLoss",

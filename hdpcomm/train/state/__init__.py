@@ -1,0 +1,1 @@
+"""Where the parts of a model's state are, and how they move between ranks."""

@@ -1,0 +1,1 @@
+"""One step: passes, runner, trainer, and what they measure."""
