@@ -332,7 +332,10 @@ def _reason(error: BaseException) -> str:
 
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return (isinstance(error, OSError) and error.strerror) or first_line(error)
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):  # torch's own end of a file fails after it
+        cause = cause.__cause__ or cause.__context__
+    return (isinstance(cause, OSError) and cause.strerror) or first_line(error)
 
 
 def _bytes_in(folder: Path) -> int:
