@@ -25,8 +25,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 def _has_fused_norm(x: Tensor) -> bool:
-    """Whether torch has one kernel for each pass: since 2.9, on CUDA, for which ``meta`` stands."""
-    return (x.is_cuda or x.is_meta) and hasattr(torch.ops.aten, "_fused_rms_norm")
+    """Whether torch has one kernel for each pass: since 2.9, on CUDA."""
+    return x.is_cuda and hasattr(torch.ops.aten, "_fused_rms_norm")
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -82,12 +82,15 @@ class MixtureOfExperts(nn.Module):
 
 
 def _has_grouped_product(rows: Tensor, weights: Tensor) -> bool:
-    """Whether torch has one kernel for the products of all experts: in bf16 on Hopper and Blackwell, with rows of whole
-    16 bytes. Elsewhere it has a loop of its own, for which the host waits."""
-    if not (rows.is_cuda or rows.is_meta) or not hasattr(nn.functional, "grouped_mm"):
+    """Whether torch has one kernel for the products of all experts: in bf16, with rows of whole 16 bytes."""
+    if not hasattr(nn.functional, "grouped_mm") or not _multiplies_groups(rows.device):
         return False
-    known = rows.is_meta or torch.cuda.get_device_capability(rows.device)[0] in (9, 10)
-    return known and rows.dtype == weights.dtype == torch.bfloat16 and not any(n % 16 for n in weights.shape[1:])
+    return rows.dtype == weights.dtype == torch.bfloat16 and not any(n % 16 for n in weights.shape[1:])
+
+
+def _multiplies_groups(device: torch.device) -> bool:
+    """On Hopper and Blackwell; elsewhere torch has a loop of its own, for which the host waits."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def holds_experts(module: nn.Module) -> bool:

@@ -108,6 +108,8 @@ def test_where_products_are_grouped(monkeypatch):
         rows, weights = torch.empty(3, hidden, dtype=dtype, device=device), torch.empty(2, 32, hidden, dtype=dtype)
         return moe._has_grouped_product(rows, weights)
 
+    assert not has(torch.bfloat16)
+    monkeypatch.setattr(moe, "_multiplies_groups", lambda device: device.type == "meta")
     assert has(torch.bfloat16)
     assert not has(torch.bfloat16, device="cpu")
     assert not has(torch.float32)
