@@ -22,7 +22,6 @@ from hdpcomm.offload import ActivationOffload, MemoryMeter, measure_copies
 from hdpcomm.offload.layers import AbsentLayer, find_layers
 from hdpcomm.plan.memory import Line, MemoryModel, StepMemory
 from hdpcomm.train.step.settings import WHOLE, StepSettings
-from hdpcomm.train.zero.buckets import BUCKET_BYTES
 from hdpcomm.train.zero.gradients import trained_parameters, wide_type
 from hdpcomm.train.zero.matrix_owners import MatrixMemory
 from hdpcomm.train.zero.units import Units
@@ -35,7 +34,7 @@ __all__ = ["Replicas", "profile_activations", "profile_memory", "with_states"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _DOUBLINGS = 6
-_CHANGE = 2e-3  # of bytes a token, from some tokens to twice as many
+_CHANGE = 4e-3  # of bytes a token, from some tokens to twice as many
 _EXPERTS_CHANGE = 0.05
 _CHUNK = 16
 """Tokens whose logits exist at a time in the passes, so that they are not the most of them."""
@@ -367,7 +366,7 @@ def _state_bytes(
         state, update = matrices.kept + kept * sum(others), max(matrices.added, added * max(others, default=0))
         return weights, gradients, state, update
     largest = max(p.numel() for p in trained)
-    part = min(count, max(BUCKET_BYTES // wide.itemsize, largest)) / min(parts.values()) if sharded else largest
+    part = largest / min(parts.values()) if sharded else largest
     return weights, gradients, narrow * wide.itemsize + kept * updated, added * part
 
 
