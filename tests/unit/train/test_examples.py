@@ -16,7 +16,7 @@ MODULES = {
     "hdpcomm.plan.tree": 2,
     "hdpcomm.models.adapt": 1,
     "hdpcomm.comm.mesh": 1,
-    "hdpcomm.train.losses": 1,
+    "hdpcomm.train.losses.functions": 1,
     "hdpcomm.train.step.trainer": 1,
 }
 
