@@ -13,7 +13,8 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import spawn
-from hdpcomm.train import Reshard, reshard
+from hdpcomm.train import Reshard
+from hdpcomm.train.state import reshard
 from hdpcomm.train.state.tensor_part import TensorPart
 from tests.harness.fault_cases import LONG_S
 

@@ -11,7 +11,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.testing import run_threads
-from hdpcomm.train import peer_copies
+from hdpcomm.train.state import peer_copies
 from hdpcomm.train.state.peer_copies import PeerCopies
 from hdpcomm.train.state.tensor_part import TensorPart
 from tests.ranks.train.test_reshard import DTYPES, layout

@@ -14,7 +14,8 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
-from hdpcomm.train import Reshard, reshard
+from hdpcomm.train import Reshard
+from hdpcomm.train.state import reshard
 from hdpcomm.train.state.tensor_part import TensorPart
 from tests.harness.mesh_shapes import SHAPES, Shape, trainer_of
 

@@ -24,7 +24,8 @@ from hdpcomm.models import Llama, LlamaConfig, NewWeights, adapt, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import ClusterSpec, MicroBatch, Planner, SequenceInfo, StepPlan
 from hdpcomm.testing import run_threads
-from hdpcomm.train import Trainer, buckets, masters, materialize
+from hdpcomm.train import Trainer, materialize
+from hdpcomm.train.zero import buckets, masters
 from hdpcomm.train.zero.side_work import SideStream
 from tests.harness import families
 from tests.harness.patience import PATIENCE
