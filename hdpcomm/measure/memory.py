@@ -366,7 +366,7 @@ def _state_bytes(
         state, update = matrices.kept + kept * sum(others), max(matrices.added, added * max(others, default=0))
         return weights, gradients, state, update
     largest = max(p.numel() for p in trained)
-    part = largest / min(parts.values()) if sharded else largest
+    part = largest / min(parts.values())
     return weights, gradients, narrow * wide.itemsize + kept * updated, added * part
 
 

@@ -10,7 +10,7 @@ from transformers_trainer import arguments, rows
 
 
 def configs() -> dict[str, Any]:
-    """What torchao quantises with on CPUs."""
+    """Weight-only quantisation that torchao has on CPUs."""
     import torch
     from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
     from torchao.quantization.granularity import PerGroup

@@ -129,7 +129,8 @@ class PeerCopies:
 
     Args:
         live: what this rank holds, by name: whole tensors, or a :class:`~hdpcomm.train.state.tensor_part.TensorPart` of
-        some boxes, as ``Trainer.live_state()`` gives them. comm: the ranks.
+            some boxes, as ``Trainer.live_state()`` gives them.
+        comm: the ranks.
 
     Attributes:
         nbytes: host memory on this rank.

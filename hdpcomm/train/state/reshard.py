@@ -111,9 +111,10 @@ class Reshard:
 
     Args:
         source: what this rank has, by name: whole tensors, or a :class:`~hdpcomm.train.state.tensor_part.TensorPart` of
-        some boxes, as ``Trainer.checkpoint_state()["model"]`` gives them on any mesh and with any ``zero``. target:
-        what this rank wants, likewise; the tensors are written. A tensor that is in both must be the same object or
-        have memory of its own. Types may differ: elements travel in the narrower one. comm: the ranks of both sides.
+            some boxes, as ``Trainer.checkpoint_state()["model"]`` gives them on any mesh and with any ``zero``.
+        target: what this rank wants, likewise; the tensors are written. A tensor that is in both must be the same
+            object or have memory of its own. Types may differ: elements travel in the narrower one.
+        comm: the ranks of both sides.
 
     Attributes:
         bytes_sent: by this rank in a run.

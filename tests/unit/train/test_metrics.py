@@ -75,7 +75,7 @@ class DeviceEvent:
 
 
 class Counting:
-    """What a timeline needs of a communicator."""
+    """A communicator that only counts."""
 
     def __init__(self) -> None:
         self.sent = 0
