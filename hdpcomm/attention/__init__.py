@@ -4,7 +4,7 @@ from hdpcomm.attention.api import ring_attention
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.block_mask import BlockMask
-from hdpcomm.attention.chosen import indexed_attention, indexer_loss, selected_attention
+from hdpcomm.attention.chosen import indexed_attention, selected_attention
 from hdpcomm.attention.indexer import index_top_k
 from hdpcomm.attention.kv_store import KVStore
 from hdpcomm.attention.linear import delta_rule, short_conv, ssd
@@ -50,7 +50,6 @@ __all__ = [
     "delta_rule",
     "index_top_k",
     "indexed_attention",
-    "indexer_loss",
     "local_cu_seqlens",
     "mla_attention",
     "packed_attention",

@@ -8,14 +8,14 @@ once each, whichever queries chose them, and their gradients go back the same wa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.attention.call_check import agree_on_call, keep_rows
-from hdpcomm.attention.indexer import check_index, check_qkv, index_top_k, needed_tokens, places_of, rank_in
+from hdpcomm.attention.indexer import check_qkv, index_top_k, needed_tokens, places_of, rank_in
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.attention.tree_layout import TokenLayout
 from hdpcomm.comm.untraced import untraced
@@ -25,7 +25,7 @@ from hdpcomm.kernels.derivatives import without_second_derivative
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["indexed_attention", "indexer_loss", "selected_attention"]
+__all__ = ["indexed_attention", "selected_attention"]
 
 _GATHERED = 1 << 22
 """Elements of keys that are laid out for a block of queries at a time."""
@@ -126,66 +126,6 @@ def _check_selected(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, rows: int, 
         raise InvalidUsage("chosen has tokens of other branches, which this slice of a tree does not see")
 
 
-@untraced
-def indexer_loss(
-    index_q: Tensor,
-    index_k: Tensor,
-    weights: Tensor,
-    q: Tensor,
-    k: Tensor,
-    chosen: Tensor | None,
-    *,
-    comm: Communicator | None,
-    cu_seqlens: CuSeqlens,
-    scale: float | None = None,
-) -> Tensor:
-    """How far the indexer's scores are from what attention looks at: for each token ``KL(p || softmax(I))`` over its
-    keys, with p the attention's probabilities there, summed over heads and divided by their sum, and I the scores of
-    :func:`index_top_k`. Differentiable once in index_q, index_k and weights; p has no gradient, as in the paper, and
-    what feeds the indexer is the caller's to detach. Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
-
-    Collective over ``comm``, its backward pass, too. The index keys of a rank's keys come to it, and its keys, once
-    each; gradients of index keys go back and are added in fp32 (fp64).
-
-    Args:
-        index_q, index_k, weights: as :func:`index_top_k` takes them.
-        q, k: as :func:`selected_attention` takes them.
-        chosen: the keys of each token, of the sparse stage; ``None``: all tokens of its sequence up to itself, of the
-            dense warm-up, for which a rank holds the keys of whole sequences.
-        scale: of the attention's scores; default ``dim ** -0.5``.
-
-    Returns: ``[tokens]`` in fp32 (fp64), for this rank's tokens; 0 where there is no key.
-
-    Raises: InvalidUsage, on all ranks.
-
-    Example:
-        >>> import torch
-        >>> from hdpcomm.attention import index_top_k, indexer_loss
-        >>> q, k = torch.randn(2, 5, 2, 8)
-        >>> index = torch.randn(5, 4, 8), torch.randn(5, 8), torch.rand(5, 4)
-        >>> pack = {"comm": None, "cu_seqlens": [0, 5]}
-        >>> loss = indexer_loss(*index, q, k, index_top_k(*index, top_k=2, **pack), **pack)
-        >>> loss.shape, float(loss[0])  # the first token has one key
-        (torch.Size([5]), 0.0)
-    """
-
-    def prepare() -> tuple[TokenLayout, str, str]:
-        pack = as_pack(cu_seqlens)
-        if pack.keeps:
-            raise InvalidUsage("indexer_loss: indexers do not learn in slices of sequences; give whole ones")
-        layout, _ = pack.token_layouts(1 if comm is None else comm.size)
-        rows = layout.rows(rank_in(comm))
-        check_index(index_q, index_k, weights, rows)
-        none = torch.full((rows, 1), -1, dtype=torch.int64)
-        _check_selected(q, k, k, none if chosen is None else chosen, rows, layout)
-        kinds = f"{tuple(k.shape[1:])} {tuple(index_q.shape[1:])} {q.dtype} {index_q.dtype} {scale} {chosen is None}"
-        return layout, f"{layout.facts[0]} {kinds}", f"k, index q, types, scale, dense: {kinds}; {layout.facts[1]}"
-
-    layout = agree_on_call(comm, "indexer_loss", careful=True, device=q.device, prepare=prepare)
-    fixed = q.detach(), k.detach(), chosen, layout, comm, q.shape[2] ** -0.5 if scale is None else scale
-    return _IndexerLoss.apply(index_q, index_k, weights, *fixed)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class _Selected(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -225,131 +165,6 @@ class _Selected(torch.autograd.Function):
         dk = total[:, :width].reshape(-1, *k_shape).to(q.dtype)
         dv = None if v_shape is None else total[:, width:].reshape(-1, *v_shape).to(q.dtype)
         return dq.to(q.dtype), dk, dv, None, None, None, None, None
-
-
-class _IndexerLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        index_q: Tensor,
-        index_k: Tensor,
-        weights: Tensor,
-        q: Tensor,
-        k: Tensor,
-        chosen: Tensor | None,
-        layout: TokenLayout,
-        comm: Communicator | None,
-        scale: float,
-    ) -> Tensor:
-        blocks = _KeyBlocks(chosen, layout, rank_in(comm), k.shape[1] * k.shape[2] + index_k.shape[1])
-        needed = needed_tokens(blocks.tokens(), layout, comm)
-        blocks.numbers = needed.numbers.to(q.device)
-        keys = needed.fetch(k.flatten(1), comm).reshape(-1, *k.shape[1:])
-        index_keys = needed.fetch(index_k.contiguous(), comm)
-        wide = torch.float64 if torch.float64 in (q.dtype, index_q.dtype) else torch.float32
-        loss = torch.zeros(q.shape[0], dtype=wide, device=q.device)
-        for block, places in blocks:
-            index = _index_scores(index_q, index_keys, weights, places, block, wide)
-            p, log_share = _distributions(q, keys, places, block, scale, index.scores)
-            loss[block] = torch.where(p > 0, p * (p.log() - log_share), 0.0).sum(-1)
-        ctx.save_for_backward(index_q, index_keys, weights, q, keys)
-        ctx.needed, ctx.comm, ctx.scale, ctx.blocks, ctx.wide = needed, comm, scale, blocks, wide
-        return loss
-
-    @staticmethod
-    @without_second_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        index_q, index_keys, weights, q, keys = ctx.saved_tensors
-        wide = ctx.wide
-        dq, dw = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (index_q, weights))
-        d_keys = torch.zeros(index_keys.shape, dtype=wide, device=index_keys.device)
-        for block, places in ctx.blocks:
-            index = _index_scores(index_q, index_keys, weights, places, block, wide)
-            p, log_share = _distributions(q, keys, places, block, ctx.scale, index.scores)
-            apart = (log_share.exp() - p).masked_fill(places < 0, 0.0) * grad[block, None].to(wide)
-            dw[block] = torch.einsum("bk,bhk->bh", apart, index.dots.relu())
-            dots = apart[:, None] * weights[block].to(wide)[..., None] * (index.dots > 0)
-            dq[block] = torch.einsum("bhk,bkd->bhd", dots, index.keys)
-            back = torch.einsum("bhk,bhd->bkd", dots, index_q[block].to(wide))
-            d_keys.index_add_(0, places.clamp(min=0).flatten(), back.flatten(0, 1))
-        dk = ctx.needed.scatter_add_grads(d_keys, index_q.shape[0], ctx.comm)
-        grads = (x.to(like.dtype) for x, like in ((dq, index_q), (dk, index_keys), (dw, weights)))
-        return *grads, None, None, None, None, None, None
-
-
-class _KeyBlocks:
-    """Queries with their keys, some at a time: those that were chosen, or all of the sequence up to the query.
-
-    Args:
-        row: elements that are laid out for a key.
-
-    Attributes:
-        numbers: of each token the row of the buffer; see :class:`Needed`.
-    """
-
-    def __init__(self, chosen: Tensor | None, layout: TokenLayout, rank: int, row: int) -> None:
-        self._chosen, self._row = chosen, row
-        self.numbers = torch.empty(0, dtype=torch.int64)
-        self._own: list[tuple[Tensor, Tensor, int]] = []  # keys up to the last of own tokens, these, their first row
-        places = places_of(layout)
-        for segment, runs in places.runs[rank].items() if chosen is None else ():
-            before = places.seen_before(segment)
-            for rows in runs:
-                own = places.tokens[rank][rows]
-                keys = torch.cat((before, torch.arange(places.starts[segment], int(own[-1]) + 1)))
-                self._own.append((keys, own, rows.start))
-
-    def tokens(self) -> Tensor:
-        """All that are needed, rising."""
-        if self._chosen is not None:
-            chosen: Tensor = torch.unique(self._chosen[self._chosen >= 0])
-            return chosen
-        every = [keys for keys, _, _ in self._own]
-        return torch.unique(torch.cat(every)) if every else torch.empty(0, dtype=torch.int64)
-
-    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        """(queries, rows of the buffer ``[queries, keys]``, -1: none)"""
-        device = self.numbers.device
-        if self._chosen is not None:
-            places = self.numbers[self._chosen]
-            for block in _blocks(places, self._row):
-                if places.shape[1]:
-                    yield block, places[block]
-            return
-        for keys, own, first in self._own:
-            step = max(1, _GATHERED // (len(keys) * self._row))
-            for at in range(0, len(own), step):
-                mine = own[at : at + step, None]
-                seen = keys[keys <= int(mine[-1])].to(device).expand(len(mine), -1)
-                rows = self.numbers[seen].masked_fill(seen > mine.to(device), -1)
-                yield slice(first + at, first + at + len(mine)), rows
-
-
-class _IndexScores(NamedTuple):
-    """``[queries, keys]``, -inf: none; ``dots``: of each head, before relu; ``keys``: ``[queries, keys, dim]``."""
-
-    scores: Tensor
-    dots: Tensor
-    keys: Tensor
-
-
-def _index_scores(
-    index_q: Tensor, index_keys: Tensor, weights: Tensor, places: Tensor, block: slice, wide: torch.dtype
-) -> _IndexScores:
-    laid = index_keys[places.clamp(min=0)].to(wide)
-    dots = torch.einsum("bhd,bkd->bhk", index_q[block].to(wide), laid)
-    scores = (dots.relu() * weights[block].to(wide)[..., None]).sum(1)
-    return _IndexScores(scores.masked_fill(places < 0, -torch.inf), dots, laid)
-
-
-def _distributions(
-    q: Tensor, keys: Tensor, places: Tensor, block: slice, scale: float, index: Tensor
-) -> tuple[Tensor, Tensor]:
-    """``[queries, keys]``: the attention's mean probabilities over heads, and the logarithm of the indexer's. Not a
-    number where a query has no key."""
-    scores, absent, _ = _block_scores(q[block], keys, places, scale, index.dtype)
-    p = torch.exp(scores - scores.logsumexp(-1, keepdim=True)).masked_fill(absent, 0.0).flatten(1, 2).mean(1)
-    return p, index - index.logsumexp(-1, keepdim=True)
 
 
 def _parts(buffer: Tensor, like: tuple[torch.Size, torch.Size | None, int | None]) -> tuple[Tensor, Tensor]:

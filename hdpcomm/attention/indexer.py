@@ -69,12 +69,6 @@ class Places:
             for seen in (segment,) if self.tree is None else self.tree.path(segment):
                 yield from itertools.product(queries, keys.get(seen, ()))
 
-    def seen_before(self, segment: int) -> Tensor:
-        """Tokens of the other segments on the way from the root."""
-        if self.tree is None:
-            return torch.empty(0, dtype=torch.int64)
-        return torch.from_numpy(self.tree.token_places(self.tree.path(segment)[:-1]))
-
 
 @lru_cache(maxsize=64)
 def places_of(layout: TokenLayout) -> Places:

@@ -57,8 +57,6 @@ def adapt(
     chunk_tokens: int | None = None,
     check: bool = True,
     lean: bool = True,
-    indexer_loss: float = 0.0,
-    indexer_stage: str = "sparse",
 ) -> nn.Module:
     """The model in the form that :class:`hdpcomm.train.Trainer` calls: ``(tokens, *, positions, cu_seqlens, comm)``.
 
@@ -84,10 +82,6 @@ def adapt(
         lean: norms, rotations and gated activations of a causal LM compute in fewer passes and keep less for the
             backward pass (:mod:`hdpcomm.models.lean`), where they give the values and gradients of the layers that they
             replace on a few rows; else each layer computes as its class does.
-        indexer_loss: factor of the loss of each layer's indexer (:func:`hdpcomm.attention.indexer_loss`), which each
-            labelled token adds; 0: indexers do not learn. They learn from it alone, and nothing else does.
-        indexer_stage: ``"sparse"``: over the keys that were chosen; ``"dense"``: the warm-up, in which attention is
-            over all keys. Freeze the other parameters for that.
 
     Local. Raises:
         InvalidUsage: what cannot be made right, by name: dropout in attention, layers that are neither full nor sliding
@@ -110,14 +104,12 @@ def adapt(
             chunk_tokens=chunk_tokens,
             check=check,
             lean=lean,
-            indexer_loss=indexer_loss,
-            indexer_stage=indexer_stage,
         )
     else:
-        if chunk_tokens is not None or indexer_loss:
+        if chunk_tokens is not None:
             raise InvalidUsage(
-                f"chunk_tokens and indexer_loss are for causal LMs of transformers; {type(model).__name__} is "
-                "none: it computes its logits itself"
+                f"chunk_tokens is for causal LMs of transformers; {type(model).__name__} is none: it computes its "
+                "logits itself"
             )
         named = inspect.signature(model.forward).parameters
         adapted = model if all(name in named for name in _PLACES) else AdaptedModule(model)

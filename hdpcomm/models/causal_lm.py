@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hdpcomm.attention import packing
-from hdpcomm.attention.packs import CuSeqlens, as_pack
+from hdpcomm.attention.packs import CuSeqlens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import IGNORE, LabelLoss, LossOptions, linear_cross_entropy, loss_of_log_probs
 from hdpcomm.models.heads import NEXT_TOKEN, TOKEN, LayeredModel, head_of
 from hdpcomm.models.huggingface import decoder_of, set_attention
-from hdpcomm.models.indexers import IndexerTraining, collecting, train_indexers
 from hdpcomm.models.lean_layers import put_lean, take_lean_off
 from hdpcomm.models.moe import router_loss
 from hdpcomm.models.recompute import refuse_reentrant
@@ -70,8 +69,6 @@ class AdaptedCausalLM(LayeredModel):
         chunk_tokens: int | None,
         check: bool,
         lean: bool = True,
-        indexer_loss: float = 0.0,
-        indexer_stage: str = "sparse",
     ) -> None:
         super().__init__()
         self.model = model
@@ -89,11 +86,8 @@ class AdaptedCausalLM(LayeredModel):
             _check_has_decoder(causal_lm)
             self._scale, self._softcap = _logit_maths(config)
             self._router = _Router.of(causal_lm, config)
-            self._indexers: IndexerTraining | None = None
             if check:
                 check_logits(self)
-            if indexer_loss:
-                self._indexers = train_indexers(causal_lm, indexer_loss, indexer_stage)
         except Exception:
             take_lean_off(causal_lm)
             undo()
@@ -116,10 +110,10 @@ class AdaptedCausalLM(LayeredModel):
 
     def run_layers(
         self, x: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator | None
-    ) -> tuple[Tensor, tuple[list[Tensor], list[Tensor]]]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """Output of the decoder for tokens, or for hidden states in the place of their embeddings: ``[tokens,
-        width]``; and for :meth:`added_losses` each router's logits ``[tokens, experts]`` and each indexer's losses
-        ``[tokens]``. Blocks of tensor ranks. Collective over ``comm``."""
+        width]``; and for :meth:`added_losses` each router's logits ``[tokens, experts]``. Blocks of tensor ranks.
+        Collective over ``comm``."""
         count = positions.shape[0]
         kept = slice(None) if count else slice(0)
         if count == 0:  # layers of transformers want a token
@@ -129,18 +123,14 @@ class AdaptedCausalLM(LayeredModel):
         if positions.is_meta:  # without a mask transformers would look at the positions, which have no values there
             options["attention_mask"] = positions.new_ones(1, positions.shape[0], dtype=torch.bool)
         options["inputs_embeds" if x.is_floating_point() else "input_ids"] = x[None]
-        learning = self._indexers is not None and torch.is_grad_enabled()
-        if learning:
-            refuse_reentrant(self.model, "the losses of its indexers")
-        with packing(comm, cu_seqlens, padded=count == 0), collecting(self._indexers if learning else None) as losses:
+        with packing(comm, cu_seqlens, padded=count == 0):
             out = decoder_of(self.causal_lm)(position_ids=positions[None], use_cache=False, **options)
         hidden: Tensor = out.last_hidden_state[0, kept]
-        losses = [loss[kept] for loss in losses]
         if self._router is None:
-            return hidden, ([], losses)
+            return hidden, []
         if self._router.coefficient and self.training and torch.is_grad_enabled():
             refuse_reentrant(self.model, "the router's logits for its auxiliary loss")
-        return hidden, ([logits[kept] for logits in out.router_logits], losses)
+        return hidden, [logits[kept] for logits in out.router_logits]
 
     def finish(
         self,
@@ -162,8 +152,8 @@ class AdaptedCausalLM(LayeredModel):
 
     @property
     def has_added_losses(self) -> bool:
-        """Whether routers or indexers add to the loss."""
-        return self.trains_indexers or self.adds_router_loss
+        """Whether routers add to the loss."""
+        return self._router is not None and self._router.coefficient > 0
 
     @property
     def gives_values(self) -> bool:
@@ -175,43 +165,20 @@ class AdaptedCausalLM(LayeredModel):
         """Whether its attention knows trees: chunks are counted from the first token of a plain sequence."""
         return "chunked_attention" not in (getattr(self.causal_lm.config.get_text_config(), "layer_types", None) or ())
 
-    @property
-    def adds_router_loss(self) -> bool:
-        """Whether routers add to the loss."""
-        return self._router is not None and self._router.coefficient > 0
-
-    @property
-    def trains_indexers(self) -> bool:
-        """Whether indexers add to the loss."""
-        return self._indexers is not None
-
     def added_losses(
         self,
-        added: tuple[Sequence[Tensor], Sequence[Tensor]],
+        router_logits: Sequence[Tensor],
         labels: Tensor,
         cu_seqlens: CuSeqlens,
         comm: Communicator | None,
     ) -> Tensor:
-        """Losses of routers and indexers, from the outputs of :meth:`run_layers`; see
-        :func:`hdpcomm.models.moe.router_loss` and :func:`hdpcomm.attention.indexer_loss`. Collective over
-        ``comm``."""
-        router_logits, index_losses = added
-        total = torch.zeros((), device=labels.device)
-        trained = labels != IGNORE
-        if self._indexers is not None:
-            if as_pack(cu_seqlens).branched:
-                raise InvalidUsage(
-                    "indexers learn from the labels of a sequence, and a tree was given, whose tokens have several: "
-                    "train on plain sequences, or leave out adapt(indexer_loss=)"
-                )
-            for loss in index_losses:
-                total = total + self._indexers.coefficient * torch.where(trained, loss, 0.0).sum()
-        if self._router is None or not self._router.coefficient:
-            return total
+        """The routers' loss, from the outputs of :meth:`run_layers`; see :func:`hdpcomm.models.moe.router_loss`.
+        Collective over ``comm``."""
+        assert self._router is not None, "a model without a router adds no loss"
         if self.tensor is not None:
             router_logits = [self.tensor.gather(x, labels.shape[0], partial=False) for x in router_logits]
-        return total + self._router.coefficient * router_loss(
-            router_logits, trained, top_k=self._router.top_k, cu_seqlens=cu_seqlens, comm=comm
+        return self._router.coefficient * router_loss(
+            router_logits, labels != IGNORE, top_k=self._router.top_k, cu_seqlens=cu_seqlens, comm=comm
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:

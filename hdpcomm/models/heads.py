@@ -84,7 +84,7 @@ class LayeredModel(nn.Module):
             comm: the ranks that share the pack. Collective over all of them, in forward and in backward.
             labels: ``[tokens]`` int64, -100 for a token without a loss. The logits then exist for a chunk of tokens at
                 a time (:func:`hdpcomm.kernels.linear_cross_entropy`). With a router's auxiliary loss each labelled
-                token adds the coefficient times that of its sequence; with ``indexer_loss`` its own of each layer.
+                token adds the coefficient times that of its sequence.
             label_rows: int64, for each label its token's row; a token of a tree may have several. ``None``: one each.
             label_weights: float32, for each label the factor of its loss, or what their losses are
                 (:class:`hdpcomm.kernels.LabelLoss`); ``None``: 1.

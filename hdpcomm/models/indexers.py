@@ -16,39 +16,27 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.arguments import check_number
-from hdpcomm.attention import (
-    PackContext,
-    index_top_k,
-    indexer_loss,
-    mla_attention,
-    packed_attention,
-    selected_attention,
-)
+from hdpcomm.attention import PackContext, index_top_k, mla_attention, selected_attention
 from hdpcomm.attention.pack_context import find_pack, on_local_tokens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import model_from_config
 from hdpcomm.plan.cost import limit_of
 
 __all__ = [
-    "IndexerTraining",
     "absorbed",
     "attend_chosen",
-    "collecting",
     "key_limit",
     "latent_attention",
     "own_keys_values",
     "sends_latent",
     "set_indexers",
     "set_latent",
-    "train_indexers",
 ]
 
 _EXPAND = "expand_kv"
@@ -130,24 +118,7 @@ def absorbed(layer: Any, query: Tensor, compressed: Tensor, rope_key: Tensor) ->
 
 
 _PARTS = ("wq_b", "wk", "k_norm", "weights_proj", "index_topk", "n_heads", "head_dim", "qk_rope_head_dim")
-_TRAINING = "hdpcomm_indexer_training"
-"""Where a layer with an indexer, or with the choice of one before it, has its :class:`IndexerTraining`."""
 _ROTARY = ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb")
-
-
-@dataclass(slots=True, eq=False)
-class IndexerTraining:
-    """How a model's indexers learn.
-
-    Attributes:
-        coefficient: of their losses.
-        dense: attention is over all keys, and so is the loss; else both are over the chosen ones.
-        losses: of the layers that have run, ``[tokens]`` each; ``None``: they are not collected now.
-    """
-
-    coefficient: float
-    dense: bool
-    losses: list[Tensor] | None = None
 
 
 class _Indexer:
@@ -155,25 +126,12 @@ class _Indexer:
 
     def __init__(self, layer: Any, mask: type) -> None:
         self.layer, self.mask = layer, mask
-        self.training: IndexerTraining | None = None
-        self.given: tuple[Tensor, Tensor, Tensor] | None = None
-        """Inputs of the last call, where it learns: queries, keys, weights of heads."""
         source = inspect.getsource(type(layer).forward)
         name = next(each for each in _ROTARY if each in source)
         self.rotary: Callable[..., tuple[Tensor, Tensor]] = getattr(sys.modules[type(layer).__module__], name)
 
+    @torch.no_grad()
     def __call__(
-        self,
-        hidden_states: Tensor,
-        q_resid: Tensor,
-        *places: Any,
-        **more: Any,
-    ) -> Tensor:
-        learns = self.training is not None and torch.is_grad_enabled()
-        with torch.set_grad_enabled(learns):
-            return self._choose(hidden_states.detach(), q_resid.detach(), *places, learns=learns, **more)
-
-    def _choose(
         self,
         hidden_states: Tensor,
         q_resid: Tensor,
@@ -181,8 +139,6 @@ class _Indexer:
         attention_mask: Any,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
-        *,
-        learns: bool,
         **more: Any,
     ) -> Tensor:
         layer = self.layer
@@ -206,9 +162,6 @@ class _Indexer:
         weights = layer.weights_proj(hidden_states.to(layer.weights_proj.weight.dtype)).float()
         weights = weights * layer.n_heads**-0.5 * layer.head_dim**-0.5
         pack, top_k = find_pack(), int(layer.index_topk)
-        self.given = (q[0], k[0], weights[0]) if learns and pack is not None else None
-        if pack is not None and self.training is not None and self.training.dense:
-            return torch.zeros(1, q.shape[1], 1, dtype=torch.int64, device=q.device)  # nobody looks at it
         if pack is not None:
             place: dict[str, Any] = {"comm": pack.comm, "cu_seqlens": pack.cu_seqlens, "top_k": top_k}
             return on_local_tokens(pack, lambda *own: index_top_k(*own, **place), (q[0], k[0], weights[0]))[None]
@@ -220,12 +173,11 @@ class _Indexer:
 
 
 def set_indexers(model: nn.Module, mask: type) -> None:
-    """Lets all indexers of a model choose from whole sequences; none of them learns. Local.
+    """Lets all indexers of a model choose from whole sequences. Local.
 
     Raises: InvalidUsage: one of another make.
     """
     for layer in model.modules():
-        layer.__dict__.pop(_TRAINING, None)
         if not type(layer).__name__.endswith("Indexer"):
             continue
         own: Any = layer
@@ -240,49 +192,15 @@ def set_indexers(model: nn.Module, mask: type) -> None:
         own.forward = _Indexer(layer, mask)
 
 
-def train_indexers(model: nn.Module, coefficient: float, stage: str) -> IndexerTraining:
-    """Lets all indexers of a model, which :func:`set_indexers` has seen, learn. Local.
-
-    Raises: InvalidUsage: another stage, a bad coefficient, no indexer.
-    """
-    if stage not in ("dense", "sparse"):
-        raise InvalidUsage(f"indexer_stage is {stage!r}; choose from dense, sparse")
-    training = IndexerTraining(check_number("adapt()", "indexer_loss", coefficient, above=0), stage == "dense")
-    found = [layer.forward for layer in model.modules() if isinstance(layer.forward, _Indexer)]
-    if not found:
-        raise InvalidUsage(f"indexer_loss was given, and {type(model).__name__} has no indexer; leave it out")
-    for indexer in found:
-        indexer.training = training
-    for layer in model.modules():
-        if hasattr(layer, "indexer"):
-            layer.__dict__[_TRAINING] = training
-    return training
-
-
 def key_limit(model: nn.Module) -> tuple[float, float]:
     """:attr:`hdpcomm.plan.CostModel.limit` of a model by its sizes: (0, 0) where attention is over all keys. Local."""
     for layer in model.modules():
         indexer: Any = getattr(layer, "indexer", None)
-        chooses = indexer is not None and isinstance(indexer.forward, _Indexer)
-        if chooses and not (indexer.forward.training and indexer.forward.training.dense):
+        if indexer is not None and isinstance(indexer.forward, _Indexer):
             config: Any = layer.config
             with contextlib.suppress(InvalidUsage):  # of a model whose sizes are not known
                 return limit_of(model_from_config(config.to_dict()))
     return 0.0, 0.0
-
-
-@contextlib.contextmanager
-def collecting(training: IndexerTraining | None) -> Iterator[list[Tensor]]:
-    """The losses of the indexers that run inside; those of layers that run again in the backward pass are not kept."""
-    losses: list[Tensor] = []
-    if training is None:
-        yield losses
-        return
-    training.losses = losses
-    try:
-        yield losses
-    finally:
-        training.losses = None
 
 
 def attend_chosen(
@@ -298,11 +216,9 @@ def attend_chosen(
     """[batch, heads, tokens, dim] over the keys chosen for each query, [batch, tokens, k]; returns [batch, tokens,
     heads, v_dim]. Collective over the pack's ranks. ``key`` and ``value`` may be the latent and the rotary keys of a
     layer that sends them: then latents travel, where they are less."""
-    training: IndexerTraining | None = module.__dict__.get(_TRAINING)
     latents = None
     if sends_latent(module):
-        if training is None or not training.dense:
-            latents = absorbed(module, query, key, value)
+        latents = absorbed(module, query, key, value)
         if latents is None:
             key, value = own_keys_values(module, key, value)
         else:
@@ -324,17 +240,4 @@ def attend_chosen(
     where: dict[str, Any] = {"comm": pack.comm, "cu_seqlens": pack.cu_seqlens}
     q, k, *v = (x[0].transpose(0, 1).contiguous() for x in given)
     numbers = chosen[0].long()
-    if training is not None:
-        indexer: _Indexer | None = None if module.indexer is None else module.indexer.forward
-        if indexer is not None and indexer.given is not None:
-            scored, indexer.given, dense = indexer.given, None, training.dense
-            loss = on_local_tokens(
-                pack,
-                lambda iq, ik, w, q, k, n: indexer_loss(iq, ik, w, q, k, None if dense else n, scale=scale, **where),
-                (*scored, q, k, numbers),
-            )
-            if training.losses is not None:
-                training.losses.append(loss)
-        if training.dense:
-            return packed_attention(q, k, *v, scale=scale, pack=pack)[None]
     return on_local_tokens(pack, lambda *own: attend(*own, **where), (q, k, numbers, *v))[None]

@@ -230,7 +230,7 @@ def _refuse(model: AdaptedCausalLM) -> None:
     config = model.causal_lm.config.get_text_config()
     if model.gives_values:
         raise InvalidUsage(f"{_name(model)} is a classifier, which stages of a pipeline do not know; {_WITHOUT}")
-    if model.adds_router_loss:
+    if model.has_added_losses:
         raise InvalidUsage(
             f"{_name(model)} adds its routers' auxiliary loss (config.output_router_logits), which multiplies means "
             "over the layers of all stages, so no stage can compute its gradient alone; set output_router_logits to "

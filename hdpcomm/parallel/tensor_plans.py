@@ -124,11 +124,6 @@ def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
     name, decoder, head = type(causal_lm).__name__, decoder_of(causal_lm), causal_lm.get_output_embeddings()
     if model.gives_values:
         raise InvalidUsage(f"{name} is a classifier, whose last layer tensor ranks do not share; train it without them")
-    if model.trains_indexers:
-        raise InvalidUsage(
-            f"{name} trains its indexers (adapt(indexer_loss=)) on the probabilities of all heads, of which a tensor "
-            "rank has some; train it without tensor ranks"
-        )
     styles = getattr(causal_lm.config.get_text_config(), "base_model_tp_plan", None)
     if not styles:
         raise InvalidUsage(f"{name} has no tensor parallel plan (config.base_model_tp_plan); train it without")

@@ -102,7 +102,7 @@ class Batch:
 
 def shares_prefixes(parts: Iterable[object]) -> bool:
     """Whether models, or stages of one, may compute the shared prefixes of a loss of log-probabilities once: the losses
-    of routers and indexers know no trees, nor does attention with chunks. Local."""
+    of routers know no trees, nor does attention with chunks. Local."""
     return all(not getattr(part, "has_added_losses", False) and getattr(part, "takes_trees", True) for part in parts)
 
 

@@ -211,9 +211,8 @@ def check_log_prob_loss(loss: Any, model: nn.Module, stages: Sequence[Stage]) ->
     by_tokens = isinstance(loss, TokenLoss) and loss.per == "tokens"
     if not by_tokens and any(getattr(each, "has_added_losses", False) for each in parts):
         raise InvalidUsage(
-            "the model's routers or indexers add a loss for each label, and the trainer's loss is divided by something "
-            "else than the labels; train without (output_router_logits=False, indexer_loss=0), or with a TokenLoss "
-            'per="tokens"'
+            "the model's routers add a loss for each label, and the trainer's loss is divided by something else than "
+            'the labels; train without (output_router_logits=False), or with a TokenLoss per="tokens"'
         )
     if not isinstance(loss, GroupLoss):
         return

@@ -138,16 +138,6 @@ def test_whatever_mla_sends(send, wanted, monkeypatch):
     assert chosen
 
 
-def test_indexers_do_not_learn_on_trees():
-    folded = fold(*rollouts())
-    model = adapt(plain_model("deepseek-v32"), check=False, indexer_loss=1.0)
-    with hdp.init() as comm:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        trainer = Trainer(model, optimizer, Planner(None, ClusterSpec(1, 400), "balanced", COST), comm)
-        with pytest.raises(InvalidUsage, match="indexers learn from the labels of a sequence, and a tree was given"):
-            trainer.step([f.tree for f in folded], lambda i: (folded[i].tokens, folded[i].weights))
-
-
 def test_a_routers_loss_is_refused_on_trees():
     folded, models = fold(*rollouts()), [adapt(model_of("qwen3-next"), check=False) for _ in range(2)]
 

@@ -114,18 +114,6 @@ def test_gradients_are_those_of_the_whole_model(family, ranks, tensor, how, expe
     assert {name for name, _ in found} == {f"model.{name}" for name in gradients}
 
 
-def test_indexers_do_not_learn_on_tensor_ranks():
-    models = [model("deepseek-v32") for _ in range(2)]
-
-    def main():
-        with hdp.init() as comm:
-            learning = adapt(models[comm.rank], check=False, indexer_loss=1.0)
-            with pytest.raises(InvalidUsage, match="trains its indexers"):
-                tensor_parallel(learning, Mesh(comm, tensor=2))
-
-    run_threads(main, 2)
-
-
 def test_latent_heads_that_are_not_shared_evenly():
     models = [model("deepseek-v3") for _ in range(3)]
 

@@ -9,8 +9,6 @@ import torch
 import hdpcomm
 from hdpcomm.attention import (
     delta_rule,
-    index_top_k,
-    indexer_loss,
     mla_attention,
     packed_attention,
     packing,
@@ -52,15 +50,8 @@ def selected(x):
     return selected_attention(x, rand(8, 2, 4), rand(8, 2, 4), chosen, **PACK)
 
 
-def indexer(x):
-    k, weights = rand(8, 4), rand(8, 2)
-    chosen = index_top_k(x.detach(), k.detach(), weights.detach(), top_k=2, **PACK)
-    return indexer_loss(x, k, weights, rand(8, 2, 4), rand(8, 2, 4), chosen, **PACK)
-
-
 CALLS = {
     "selected_attention": (selected, (8, 2, 4)),
-    "indexer_loss": (indexer, (8, 2, 4)),
     "ring_attention": (attention, (8, 2, 4)),
     "packed_attention": (packed, (8, 2, 4)),
     "mla_attention": (lambda x: mla_attention(x, rand(8, 6), rand(8, 2), rand(2 * (2 + 4), 6), **PACK), (8, 2, 4)),
