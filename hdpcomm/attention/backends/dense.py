@@ -1,9 +1,10 @@
-"""Backends with one kernel call a tile, on [1, heads, rows, dim]; their kernels align masks at the top left."""
+"""Backends with one kernel call a tile, or for equal tiles that follow each other, as those of sequences of one length,
+on [tiles, heads, rows, dim]; their kernels align masks at the top left."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from hdpcomm.attention.backends.base import Accumulator, Backend, Grads, Score, Three
 from hdpcomm.attention.tiles import Tile
 
-__all__ = ["DenseBackend", "cut", "lower"]
+__all__ = ["DenseBackend", "cut", "equal_runs", "lower"]
 
 _MASK_ROWS = 256
 """Queries of a banded tile that share one mask; a mask takes rows x (rows + band) values."""
@@ -61,9 +62,33 @@ def cut(tile: Tile, block: int) -> Iterator[Tile]:
             yield _part(tile, (start, min(start + block, tile.num_q)), keys)
 
 
-def batched(x: Tensor, start: int, stop: int) -> Tensor:
-    """Rows of [tokens, heads, dim] as [1, heads, rows, dim]; a view."""
-    return x[start:stop].transpose(0, 1).unsqueeze(0)
+def equal_runs(tiles: Iterable[Tile]) -> Iterator[tuple[Tile, int]]:
+    """Tiles in their order, as (the first, how many): equal ones, each of which begins where the one before ends."""
+    first, count = None, 0
+    for tile in tiles:
+        if first is not None and tile.visible is None and tile == _moved(first, count):
+            count += 1
+            continue
+        if first is not None:
+            yield first, count
+        first, count = tile, 1
+    if first is not None:
+        yield first, count
+
+
+def _moved(tile: Tile, times: int) -> Tile:
+    q, k = times * tile.num_q, times * tile.num_k
+    return Tile(tile.q_start + q, tile.q_stop + q, tile.k_start + k, tile.k_stop + k, *tile[4:])
+
+
+def batched(x: Tensor, start: int, stop: int, count: int) -> Tensor:
+    """``count`` times as many rows of [tokens, heads, ...] from ``start`` on as [count, heads, rows, ...]; a view."""
+    return x[start : start + count * (stop - start)].view(count, stop - start, *x.shape[1:]).transpose(1, 2)
+
+
+def _unbatched(x: Tensor) -> Tensor:
+    """[count, heads, rows, ...] as [tokens, heads, ...]; a view where a kernel wrote it in this order."""
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 class DenseBackend(Backend):
@@ -71,13 +96,13 @@ class DenseBackend(Backend):
 
     @abstractmethod
     def call_forward(self, qkv: Three, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
-        """(out [1, heads, rows, dim], lse [1, heads, rows])."""
+        """(out [tiles, heads, rows, dim], lse [tiles, heads, rows]) of tiles like this one."""
 
     @abstractmethod
     def call_backward(
         self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tile: Tile, scale: float
     ) -> Sequence[Tensor]:
-        """(dq, dk, dv), shaped like ``qkv``; the lse is a view of [rows, heads]."""
+        """(dq, dk, dv), shaped like ``qkv``; the lse is a view of [tokens, heads]."""
 
     def backward_tiles(self, tiles: Sequence[Tile]) -> Iterator[Tile]:
         """The tiles of backward calls."""
@@ -85,29 +110,33 @@ class DenseBackend(Backend):
 
     def forward(self, qkv: Three, tiles: Sequence[Tile], score: Score, result: Accumulator) -> None:
         q, k, v = qkv
-        for tile in (part for whole in tiles for part in lower(whole)):
-            rows, keys = (tile.q_start, tile.q_stop), (tile.k_start, tile.k_stop)
+        for tile, count in equal_runs(part for whole in tiles for part in lower(whole)):
+            rows, keys = (tile.q_start, tile.q_stop, count), (tile.k_start, tile.k_stop, count)
             out_and_lse = self.call_forward(
                 (batched(q, *rows), batched(k, *keys), batched(v, *keys)), tile, score.scale
             )
-            block, lse = out_and_lse[0][0].transpose(0, 1).contiguous(), out_and_lse[1][0].transpose(0, 1)
+            block, lse = _unbatched(out_and_lse[0]).contiguous(), _unbatched(out_and_lse[1])
             if tile.visible is not None and (blind := torch.from_numpy(~tile.visible.pairs.any(axis=1))).any():
                 lse = lse.masked_fill(blind[:, None], -torch.inf)
                 block.masked_fill_(blind[:, None, None], 0.0)
-            result.merge(block, lse, slice(*rows))
+            result.merge(block, lse, _rows_of(*rows))
 
     def backward(
         self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tiles: Sequence[Tile], score: Score, grads: Grads
     ) -> None:
         q, k, v = qkv
-        for tile in self.backward_tiles(tiles):
-            rows, keys = (tile.q_start, tile.q_stop), (tile.k_start, tile.k_stop)
-            row_lse = lse[slice(*rows)]
+        for tile, count in equal_runs(self.backward_tiles(tiles)):
+            rows, keys = (tile.q_start, tile.q_stop, count), (tile.k_start, tile.k_stop, count)
+            row_lse = batched(lse, *rows)
             if tile.visible is not None:  # a query that sees no key at all has the lse -inf; all its weights are 0
                 row_lse = row_lse.masked_fill(row_lse == -torch.inf, 0.0)
             parts = self.call_backward(
                 batched(dout, *rows), (batched(q, *rows), batched(k, *keys), batched(v, *keys)), batched(out, *rows),
-                row_lse.transpose(0, 1).unsqueeze(0), tile, score.scale,
+                row_lse, tile, score.scale,
             )  # fmt: skip
             for grad, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
-                grad.add(part[0].transpose(0, 1), slice(*where))
+                grad.add(_unbatched(part), _rows_of(*where))
+
+
+def _rows_of(start: int, stop: int, count: int) -> slice:
+    return slice(start, start + count * (stop - start))

@@ -17,6 +17,7 @@ from hdpcomm.attention.backends.base import Accumulator, GradSum, Score
 from hdpcomm.attention.backends.combined import DividedBackend, divided, plan_size
 from hdpcomm.attention.backends.cpu import CpuBackend, cut, lower
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashAttn2Backend, FlashBackend
+from hdpcomm.attention.backends.dense import equal_runs
 from hdpcomm.attention.backends.reference import ReferenceBackend
 from hdpcomm.attention.backends.varlen import VarlenBackend, batches_of
 from hdpcomm.attention.routes import ring_plan
@@ -139,6 +140,45 @@ def test_backends_agree_on_every_step_of_a_ring(band, backend):
                 torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
+def _causal(rows, first=0, keys=0):
+    return Tile(first, first + rows, keys, keys + rows, None, 0)
+
+
+@pytest.mark.parametrize(("tiles", "runs"), [
+    ([], []),
+    ([_causal(4, 4 * i, 4 * i) for i in range(5)], [5]),
+    ([_causal(4), _causal(4, 4, 4), _causal(5, 8, 8), _causal(5, 13, 13), _causal(4, 18, 18)], [2, 2, 1]),
+    ([_causal(4), _causal(4, 5, 4), _causal(4, 9, 9), _causal(4, 9, 13)], [1, 1, 1, 1]),  # gaps, and rows again
+    ([Tile(0, 4, 0, 6), Tile(4, 8, 6, 12), _causal(4, 8, 12), Tile(12, 16, 16, 20)], [2, 1, 1]),
+    ([Tile(0, 4, 0, 4, -1, 0), Tile(4, 8, 4, 8, -1, 0), Tile(8, 12, 8, 12, -2, 0)], [2, 1]),
+])  # fmt: skip
+def test_equal_tiles_that_follow_each_other_are_one_call(tiles, runs):
+    found = list(equal_runs(iter(tiles)))
+    assert [count for _, count in found] == runs
+    assert [tile for tile, _ in found] == [tiles[sum(runs[:i])] for i in range(len(runs))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("window", [None, -3])
+def test_sequences_of_one_length_have_the_bits_of_each_alone(dtype, window, monkeypatch):
+    """q, k and v are columns of one tensor, as layers that project them together give them."""
+    tiles = [Tile(i * 20, i * 20 + 20, i * 20, i * 20 + 20, window, 0) for i in range(6)]
+    q, k, v = torch.randn(120, 8, 16, dtype=dtype).split((4, 2, 2), dim=1)
+    dout = torch.randn(120, 4, 16, dtype=dtype)
+    calls = []
+    kernel = CpuBackend.call_forward
+    monkeypatch.setattr(CpuBackend, "call_forward", lambda *a: calls.append(a[1][0].shape) or kernel(*a))
+    together = _run(CpuBackend(), tiles, (q, k, v, dout))
+    assert calls == [(6, 4, 20, 16)]
+    for tile in tiles:
+        rows = slice(tile.q_start, tile.q_stop)
+        alone = _run(CpuBackend(), [tile._replace(q_start=0, q_stop=20, k_start=0, k_stop=20)], [
+            x[rows] for x in (q, k, v, dout)
+        ])  # fmt: skip
+        for a, b in zip(together, alone, strict=True):
+            assert torch.equal(a[rows], b)
+
+
 def test_tiles_of_many_sequences_share_a_call():
     layout = as_pack([0, *range(64, 64 * 21, 64)]).layout(4)
     plan = ring_plan(layout, layout, Band(None, 0), rank=1)
@@ -234,12 +274,13 @@ def test_the_right_cuda_device_is_asked(monkeypatch):
 
 
 TILES = [Tile(0, 40, 0, 40, None, 0), Tile(40, 64, 40, 70), Tile(0, 64, 70, 80)]
+EQUAL = [_causal(20), _causal(20, 20, 20), *TILES[1:]]
 
 
 @pytest.mark.parametrize(("backend", "dtype", "tiles"), [
     (FlashBackend(), torch.bfloat16, [*TILES, Tile(0, 32, 0, 36, -3, 4)]),
-    (EfficientBackend(), torch.float32, TILES),
-    (CudnnBackend(), torch.float16, TILES),
+    (EfficientBackend(), torch.float32, EQUAL),
+    (CudnnBackend(), torch.float16, EQUAL),
 ])  # fmt: skip
 def test_cuda_calls_fit_torchs_operators(backend, dtype, tiles, monkeypatch):
     """Tensors without storage run torch's own shape functions: arguments and shapes of all calls are checked."""
