@@ -74,8 +74,12 @@ def _wide_weight(weight: Tensor, wide: torch.dtype, offset: float) -> Tensor:
     return weight.to(wide) + offset if offset else weight.to(wide)
 
 
-def _activated(kind: str, x: Tensor) -> Tensor:
-    return F.silu(x) if kind == "silu" else F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+def _activated(kind: str, x: Tensor, out: Tensor) -> Tensor:
+    if kind == "silu":
+        activated: Tensor = torch.ops.aten.silu.out(x, out=out)
+    else:
+        activated = torch.ops.aten.gelu.out(x, approximate="tanh" if kind == "gelu_tanh" else "none", out=out)
+    return activated
 
 
 def _activation_gradient(kind: str, upstream: Tensor, x: Tensor, out: Tensor) -> Tensor:
@@ -96,7 +100,7 @@ class _Gated(torch.autograd.Function):
         ctx.kind = kind
         ctx.save_for_backward(gate, up)
         first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
-        return _activated(kind, first).mul_(second)
+        return _activated(kind, first, torch.empty_like(first)).mul_(second)
 
     @staticmethod
     @without_second_derivative
@@ -108,8 +112,8 @@ class _Gated(torch.autograd.Function):
             if of_up is None
             else ((gate, of_gate), (up, of_up))
         )
-        torch.mul(_activated(ctx.kind, first), upstream[0], out=of_second)
-        _activation_gradient(ctx.kind, upstream[0] * second, first, of_first)
+        _activated(ctx.kind, first, of_second).mul_(upstream[0])
+        _activation_gradient(ctx.kind, torch.mul(upstream[0], second, out=of_first), first, of_first)
         return None, of_gate, of_up
 
 
