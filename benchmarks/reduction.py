@@ -67,7 +67,7 @@ class NotingPasses(Passes):
 
     def program(self, plan: StepPlan, *, training: bool) -> StepProgram:
         own = super().program(plan, training=training)
-        return own if self.early else replace(own, alone=False)
+        return own if self.early else replace(own, alone=False, overlap=lambda: 0.0)
 
 
 class NotingRunner(Runner):

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hdpcomm.plan import MicroBatch, StepPlan
 from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 from hdpcomm.plan.step import fixed_for_rank
-from hdpcomm.plan.waves import PlannedWaves, in_turns, make_waves
+from hdpcomm.plan.table import PlanTable
+from hdpcomm.plan.waves import PlannedWaves, in_turns, make_waves, plan_waves
 
 __all__ = [
     "Action",
@@ -63,12 +65,15 @@ class StepProgram:
         backward_order: for each chunk of the model on this rank, the HDP ranks in the order in which their backward
             passes are to end, each as often as it has some.
         alone: no other HDP rank takes part in the last action.
+        overlap: share of the last action's backward pass, counted from its end, beside which gradients may be reduced
+            although ranks exchange messages in it (:func:`_overlap`); 0: none.
     """
 
     actions: Sequence[Action]
     batches: Mapping[int, MicroBatch | None]
     backward_order: Callable[[], list[list[int]]]
     alone: bool = False
+    overlap: Callable[[], float] = lambda: 0.0
 
 
 def plan_program(
@@ -107,7 +112,36 @@ def plan_program(
     if queue:
         actions.append(Action(TAKE, Pass(-1, 0, True)))
     alone = last is not None and len(last.ranks) == 1
-    return StepProgram(actions, batches, partial(_backward_order, plan, expert), alone)
+
+    def overlap() -> float:
+        if queue or (expert > 1 and plan.slices):  # which has waves that others leave out
+            return 0.0
+        table = (plan if expert == 1 else plan_waves(plan, expert).plan).table
+        rows, bounds = table.rows_by_rank(plan.num_ranks)
+        ends = np.where(np.diff(bounds) > 0, bounds[1:], 0)
+        return _overlap(table, np.append(rows, -1)[ends - 1], rank)
+
+    return StepProgram(actions, batches, partial(_backward_order, plan, expert), alone, overlap)
+
+
+def _overlap(table: PlanTable, last: NDArray[np.int64], rank: int) -> float:
+    """The share of a rank's last backward pass, from its end, beside which the gradients may be reduced.
+
+    A rank's operations run in the order in which it calls them, so what its last pass exchanges after the first
+    reduction waits until all other ranks have come to that, too. This can neither block for ever nor cost time, where
+    all ranks of each last pass have it as their last one, and begin to reduce when as much of it is left as the
+    shortest last pass of all ranks takes. Otherwise reductions begin after the pass.
+
+    Args:
+        table: the micro-batches, or the waves of them.
+        last: for each HDP rank, the row of its last backward pass; -1: it has none.
+    """
+    rows = last[last >= 0]
+    if last[rank] < 0:
+        return 0.0
+    seconds = np.maximum(table.predicted_s, _SHORTEST_S)
+    shared = np.bincount(rows, minlength=len(table))[rows] == table.group_sizes()[rows]
+    return float(np.where(shared, seconds[rows], 0.0).min() / seconds[last[rank]])
 
 
 def _backward_order(plan: StepPlan, expert: int) -> list[list[int]]:
@@ -167,5 +201,13 @@ def pipeline_program(
         own = range(stage, schedule.stages, devices)
         return [[rank for *_, index, at in ends if at == chunk for rank in groups[index]] for chunk in own]
 
+    def overlap() -> float:
+        table, last = waves.plan.table, np.full((waves.plan.num_ranks, 3), (-1, 0, 1))
+        for index, at, kind in schedule.passes[schedule.passes[:, 1] % devices == stage].tolist():
+            row = int(np.searchsorted(table.index, index))
+            last[table.ranks[table.rank_bounds[row] : table.rank_bounds[row + 1]]] = row, at, kind
+        ends = (last[:, 1:] == (0, 1)).all()  # else a message, or gradients of weights, may follow
+        return _overlap(table, last[:, 0], rank) if ends else 0.0
+
     in_order = [action for _, action in sorted(actions, key=lambda each: each[0])]
-    return StepProgram(in_order, batches, backward_order)
+    return StepProgram(in_order, batches, backward_order, overlap=overlap)

@@ -24,10 +24,11 @@ SEED = 3
 class FixedPlanner(Planner):
     """Hands out a plan written by hand, and schedules it as any other; a micro-batch has sequences, or is a slice."""
 
-    def __init__(self, ranks, stages, batches, *, ratio=0.0, chunks=1, tensor=1, split=False):
+    def __init__(self, ranks, stages, batches, *, ratio=0.0, chunks=1, tensor=1, split=False, seconds=None):
         cluster = ClusterSpec(ranks, 100_000, pipeline=stages, chunks=chunks, tensor=tensor, split_backward=split)
         super().__init__(None, cluster, cost_model=COST)
         self._batches, self._ratio = batches, ratio
+        self._seconds = seconds or [1.0] * len(batches)
 
     def plan(self, lengths):
         slices = [what for _, what in self._batches if isinstance(what, SequenceFragment)]
@@ -38,7 +39,8 @@ class FixedPlanner(Planner):
             return tuple(SequenceInfo(s, getattr(lengths[s], "num_tokens", lengths[s])) for s in what)
 
         made = tuple(
-            MicroBatch(i, tuple(ranks), held(what), self._ratio, 1.0) for i, (ranks, what) in enumerate(self._batches)
+            MicroBatch(i, tuple(ranks), held(what), self._ratio, self._seconds[i])
+            for i, (ranks, what) in enumerate(self._batches)
         )
         return StepPlan("by hand", self.cluster.ranks, made, 1.0, 1.0, 0.0, 0.0, fragments=tuple(slices))
 

@@ -151,7 +151,7 @@ class DistributedPasses(Passes):
         """This rank's micro-batches; without any, a pass over nothing, behind which DDP reduces. Local."""
         own = super().program(plan, training=training)
         if own.actions:
-            return replace(own, alone=False)  # DDP reduces
+            return replace(own, alone=False, overlap=lambda: 0.0)  # DDP reduces
         return replace(own, actions=[Action(WHOLE, Pass(-1, 0, True))], batches={-1: None})
 
     def shard_without_tokens(self) -> PackedShard:

@@ -251,7 +251,7 @@ class _Run:
             elif action.kind == KEEP:
                 self._keep(done.micro_batch)
             elif action.kind == RUN:
-                self._run(done)
+                self._run(done, last=place == count)
             elif action.kind == RECEIVE:
                 buffer = self.chunks[0].boundary(self._pack(done.micro_batch).positions.numel())
                 self._received[done] = buffer, pipeline.exchange(recvs=[(buffer, action.peer)], async_op=True)
@@ -261,8 +261,9 @@ class _Run:
                 self.bytes_sent += given.numel() * given.element_size()
                 self._sends.append(pipeline.exchange([(given, action.peer)], async_op=True))
             else:
-                for taken in cast(StepQueue, self.passes.queue):
-                    self._run_whole(taken, -1, last=False)
+                queue = cast(StepQueue, self.passes.queue)
+                for taken in queue:
+                    self._run_whole(taken, -1, last=queue.ended and place == count)
                     self._read_losses()  # who takes the next one must have ended this one
                     self.step.on_pass(taken.index)
             if action.kind in (WHOLE, KEEP, RUN):
@@ -289,10 +290,9 @@ class _Run:
 
     def _run_whole(self, batch: MicroBatch | None, number: int, *, last: bool) -> None:
         """``last``: of this rank's actions."""
-        step, gradients = self.step, self.step.gradients
-        if gradients is not None:
-            early = last and self.program.alone and self.mesh.tensor == 1 and step.ends
-            gradients.reduce_early() if early else gradients.begin_pass()
+        step = self.step
+        if step.gradients is not None:
+            self._begin_backward(step.gradients, 0, last=last, alone=self.program.alone or number < 0)
         packed, planned = self._shard(batch, number, 0), self._planned(batch)
         context: AbstractContextManager[None] = nullcontext()
         if batch is not None:
@@ -303,8 +303,16 @@ class _Run:
             context = _replaying(states, self.passes.device, context)
         self._add(batch, self.passes.run_whole(packed, self._group(batch), step, context, last=last))
         self._packs.pop(number, None)
-        if planned is not None and (planned.last if gradients is None else planned.number == 0):
+        if planned is not None and (planned.last if step.gradients is None else planned.number == 0):
             del self._sliced[planned.sequence, 0]
+
+    def _begin_backward(self, gradients: Gradients, chunk: int, *, last: bool, alone: bool) -> None:
+        """``alone``: no other HDP rank takes part."""
+        alone = alone and self.mesh.tensor == 1
+        overlap = 0.0
+        if last and self.step.ends:
+            overlap = 1.0 if alone else self.program.overlap()
+        gradients.begin_pass(chunk, overlap, alone)
 
     def _keep(self, number: int) -> None:
         """A forward pass of a slice for what later ones need of it: it runs again before its backward pass, so that
@@ -321,10 +329,11 @@ class _Run:
 
     # --- a stage at a time -------------------------------------------------------------------------------------------
 
-    def _run(self, done: Pass) -> None:
+    def _run(self, done: Pass, *, last: bool) -> None:
         key, weights = (done.micro_batch, done.stage), self.passes.weights
         if done.backward and not done.weights and self.step.gradients is not None:
-            self.step.gradients.begin_pass(done.stage // self.mesh.pipeline)
+            chunk = done.stage // self.mesh.pipeline
+            self._begin_backward(self.step.gradients, chunk, last=last, alone=False)
         if not done.backward:
             self._forward(done)
         elif weights is None:

@@ -26,14 +26,17 @@ class StepQueue:
 
     Iterating gives the micro-batches that this rank takes, as its own, one at a time: it asks for the next one when it
     comes back, so the device has to be done with the one before. The ranks of a pool ask one counter, and nobody waits
-    for anybody. Every rank iterates to the end. Leave it as a context manager only after :meth:`plan_as_run`, when all
-    ranks have come to their ends, or with an error.
+    for anybody. Every rank iterates to the end, which only who has taken the last one knows before. Leave it as a
+    context manager only after :meth:`plan_as_run`, when all ranks have come to their ends, or with an error.
 
     Args:
         plan: the step's, equal on all ranks.
         comm: its ranks. Collective over those of each pool.
         team: ranks that run all micro-batches of this one together, as tensor ranks do: the first one of them asks.
             ``None``: this one alone.
+
+    Attributes:
+        ended: none are left after the one that was taken last.
 
     Raises: what :meth:`hdpcomm.comm.Communicator.counter` raises; while iterating PeerLost and CommTimeout, and
         Aborted where the rank that holds the counter has given up the step and all live.
@@ -45,15 +48,17 @@ class StepQueue:
         pool = comm.rank % plan.queue_pools
         self._rows = pool_rows(plan, pool).tolist()
         self._taken: list[int] = []
+        self.ended = not self._rows
         self._counter: SharedCounter | None = None
         if self._team is None or self._team.rank == 0:
             ranks = cast("Communicator", comm.subset(range(pool, comm.size, plan.queue_pools)))
             self._counter = ranks.counter()
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        while (place := self._next()) < len(self._rows):
+        while not self.ended and (place := self._next()) < len(self._rows):
             row = self._rows[place]
             self._taken.append(row)
+            self.ended = place == len(self._rows) - 1
             yield replace(self._plan.micro_batch(row), ranks=(self._comm.rank,))
 
     def _next(self) -> int:

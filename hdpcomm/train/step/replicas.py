@@ -200,22 +200,24 @@ def check_same_plan(
     more: bytes = b"",
     settings: str = "",
     alike: Sequence[Sequence[int]] | None = None,
-) -> None:
-    """Compares hashes of the plan and of the optimizer's settings of all ranks. Collective over ``comm``; 48 bytes a
-    rank in one message.
+    order: bytes = b"",
+) -> bool:
+    """Compares hashes of the plan and of the optimizer's settings of all ranks. Collective over ``comm``; 64 bytes a
+    rank in one message. Returns whether ``order`` is the same on all ranks of each stage, too.
 
     Args:
         more: what else the step follows, as the order of a pipeline's passes; it must be equal, too.
         settings: of the optimizer (:func:`hdpcomm.train.step.replicas.settings_of`).
         alike: positions in ``comm`` whose settings must be the same, by stage; ``None``: all.
+        order: in which gradients come (:meth:`hdpcomm.train.zero.whole_sums.WholeSums.order`).
 
     Raises:
         Mismatch: on every rank, naming which ranks hold which plan, or those whose settings are not like most.
     """
     if comm.size == 1:
-        return
+        return True
     digest = bytes.fromhex(plan.hash) if not more else hashlib.sha256(bytes.fromhex(plan.hash) + more).digest()
-    digest += hashlib.sha256(settings.encode()).digest()[:16]
+    digest += hashlib.sha256(settings.encode()).digest()[:16] + hashlib.sha256(order).digest()[:16]
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     hashes = torch.empty(comm.size, mine.numel(), dtype=torch.uint8)
     comm.all_gather(hashes, mine)
@@ -235,6 +237,8 @@ def check_same_plan(
             op="plan",
             ranks=comm.ranks,
         )
-    for places in alike or [range(comm.size)]:
-        if len({rows[place][32:] for place in places}) > 1:
-            raise_unlike(comm, [rows[p][32:] for p in places], "the optimizer's settings", f"here {settings}", places)
+    stages = alike or [range(comm.size)]
+    for places in stages:
+        if len({rows[place][32:48] for place in places}) > 1:
+            raise_unlike(comm, [rows[p][32:48] for p in places], "the optimizer's settings", f"here {settings}", places)
+    return all(len({rows[place][48:] for place in places}) == 1 for places in stages)

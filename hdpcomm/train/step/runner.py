@@ -21,6 +21,7 @@ from hdpcomm.train.zero.host_copies import HostCopies
 from hdpcomm.train.zero.masters import Masters
 from hdpcomm.train.zero.matrix_owners import check_elementwise
 from hdpcomm.train.zero.pulled_weights import has_part
+from hdpcomm.train.zero.units import Units
 from hdpcomm.train.zero.whole_sums import WholeSums
 
 if TYPE_CHECKING:
@@ -102,9 +103,10 @@ class Runner:
             self._wait_for_parts()  # passes may follow that no agreement precedes
             self.gradients = self.masters.gradients
         else:
-            parameters = self.model.parameters()
             self.gradients = Gradients.whole(
-                parameters, self.layout, self._mesh, bucket_bytes=settings.bucket_bytes
+                self.model.parameters(), self.layout, self._mesh,
+                bucket_bytes=settings.bucket_bytes,
+                units=Units(self.passes.chunks) if self._mesh.comm.size > 1 else None,
             )  # fmt: skip
 
     @property
@@ -207,8 +209,14 @@ class Runner:
         self._check_here(self._model_copies)
         if self.masters is not None and self.masters.shared:
             self.synchronize()  # from the agreement on, others pull this rank's parts and add to them
-        more = self.passes.prepare(plan)
-        check_same_plan(plan, self._mesh.comm, more=more, settings=settings, alike=self._alike)
+        more, sums = self.passes.prepare(plan), None if self.gradients is None else self.gradients.sums
+        whole = sums if isinstance(sums, WholeSums) else None
+        order = b"" if whole is None else whole.order()
+        alike = check_same_plan(
+            plan, self._mesh.comm, more=more, settings=settings, alike=self._alike, order=order
+        )  # fmt: skip
+        if whole is not None:
+            whole.agree(alike)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Forward passes only; (summed loss, labels) of those whose last layers are here, fp64 ``[2]``. Collective."""

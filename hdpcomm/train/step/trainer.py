@@ -105,8 +105,8 @@ class Trainer:
             needed if the planner uses any. With it, the device memory of each step is measured.
 
     Attributes:
-        bucket_bytes: of the class: gradients that are reduced at a time. Where a rank's last micro-batch is its own,
-            the reductions run beside its backward pass. With ``zero=2`` and 3 gradients leave layer by layer.
+        bucket_bytes: of the class: gradients that are reduced at a time, beside the last backward pass where the plan
+            allows it (docs/training.md). With ``zero=2`` and 3 gradients leave layer by layer.
 
     Raises:
         InvalidUsage: the planner is for another mesh, the model is not cut for this one, or has nothing to train.

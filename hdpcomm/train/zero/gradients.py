@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.train.state.layout import Holders, Layout
     from hdpcomm.train.zero.buckets import Bucket
+    from hdpcomm.train.zero.units import Units
 
 __all__ = ["Gradients", "trained_parameters", "wide_type"]
 
@@ -40,19 +41,14 @@ class Gradients:
         buckets: of the trained parameters, of :func:`hdpcomm.train.zero.buckets.make_buckets`.
         layout: which ranks hold the same.
         mesh: all ranks; the norm is that of the whole model.
-        sums: ``None``: new ones, whole on this rank.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], layout: Layout, mesh: Mesh, sums: WholeSums | PushedSums | None = None
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], layout: Layout, mesh: Mesh, sums: WholeSums | PushedSums) -> None:
         self.buckets = buckets
         self.parameters = [p for bucket in buckets for p in bucket.parameters]
         self._mesh = mesh
-        device = self.parameters[0].device
-        self.sums = sums or WholeSums(buckets, mesh.comm, wide_type(self.parameters), device)
+        self.sums = sums
         self.begin_pass, self.end_pass = self.sums.begin_pass, self.sums.end_pass
-        self.reduce_early = self.sums.reduce_early
         self._cut = any(bucket.sharding.owners is not None for bucket in buckets)
         self._use = _UsedFlags(self.parameters, layout)
         self._open = self._measures = False
@@ -72,16 +68,27 @@ class Gradients:
 
     @classmethod
     def whole(
-        cls, parameters: Iterable[nn.Parameter], layout: Layout, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES
+        cls,
+        parameters: Iterable[nn.Parameter],
+        layout: Layout,
+        mesh: Mesh,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        units: Units | None = None,
     ) -> Gradients:
         """Gradients of the parameters with ``requires_grad``, each once, whole on each rank, in buckets of at least so
         many bytes, but for the last ones. Local.
 
+        Args:
+            units: the model's layers; ``None``: reductions begin beside a backward pass only where that exchanges
+                nothing.
+
         Raises: InvalidUsage: of :func:`trained_parameters`.
         """
         trained = trained_parameters(parameters)
-        elements = bucket_bytes // wide_type(trained).itemsize
-        return cls(make_buckets(trained, layout, elements=elements), layout, mesh)
+        wide = wide_type(trained)
+        buckets = make_buckets(trained, layout, elements=bucket_bytes // wide.itemsize)
+        return cls(buckets, layout, mesh, WholeSums(buckets, mesh.comm, wide, trained[0].device, units))
 
     def own(self, bucket: Bucket) -> Tensor:
         """The gradients of a bucket that this rank has after :meth:`reduce`, of what it updates: a view."""
@@ -107,7 +114,7 @@ class Gradients:
         """
         self._open = True
         try:
-            with self.sums.passes(order()) if isinstance(self.sums, PushedSums) else contextlib.nullcontext():
+            with self.sums.passes(order):
                 yield
         finally:
             self._open = False

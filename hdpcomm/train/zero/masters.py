@@ -125,7 +125,9 @@ class Masters:
         if zero < 2:
             elements = bucket_bytes // wide.itemsize
             buckets = make_buckets(trained, layout, zero=zero, elements=elements, group_of=lambda p: dtype or p.dtype)
-            sums: WholeSums | PushedSums = WholeSums(buckets, mesh.comm, wide, trained[0].device)
+            sums: WholeSums | PushedSums = WholeSums(
+                buckets, mesh.comm, wide, trained[0].device, Units(chunks) if mesh.comm.size > 1 else None
+            )
         else:
             self._units = units = Units(chunks)
             buckets = unit_buckets(units, trained, layout, zero)

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -136,14 +136,15 @@ class PushedSums:
     # --- passes ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def passes(self, order: Sequence[Sequence[int]]) -> Iterator[None]:
+    def passes(self, order: Callable[[], Sequence[Sequence[int]]]) -> Iterator[None]:
         """Context of the passes of a plan, after which all gradients of this rank are in their sums; a step may have
         several plans, one after the other. Local. Raises: what kept a gradient from its sum.
 
         Args:
             order: for each chunk on this rank, the HDP ranks in the order in which their backward passes are to end.
         """
-        self._order = [[*earlier, *now] for earlier, now in zip(self._order or [[]] * len(order), order, strict=True)]
+        own = order()
+        self._order = [[*earlier, *now] for earlier, now in zip(self._order or [[]] * len(own), own, strict=True)]
         self._turns.clear()
         for window in self._memory.windows:
             window.start()
@@ -160,12 +161,10 @@ class PushedSums:
             self._now = None
             raise
 
-    def begin_pass(self, chunk: int = 0) -> None:
+    def begin_pass(self, chunk: int = 0, _overlap: float = 0.0, _alone: bool = False) -> None:
         """A backward pass begins, over a chunk of the model. Call before each."""
         self._now = _Pass(chunk, self._passes[chunk])
         self._passes[chunk] += 1
-
-    reduce_early = begin_pass
 
     def end_pass(self) -> None:
         """The backward pass has ended: the gradients of the layers that it ended with leave. Without this they would

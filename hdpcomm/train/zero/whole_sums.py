@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from hdpcomm.kernels.buffers import accumulate
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
     from hdpcomm.train.zero.buckets import Bucket
+    from hdpcomm.train.zero.units import Unit, Units
 
 __all__ = ["WholeSums", "memory_of"]
 
@@ -25,14 +27,24 @@ class WholeSums:
     Gradients of narrower parameters (bf16, fp16) are added after each backward pass, in the wide type.
 
     A bucket is reduced by itself, so that the first ones may be under way while the last backward pass still runs
-    (:meth:`reduce_early`). Where it is cut among owners, each gets its part of the sum.
+    (:meth:`begin_pass`). Where it is cut among owners, each gets its part of the sum. All ranks start the buckets in
+    one order; where the pass exchanges messages, its ranks start each at the same place among them: where the pass
+    comes to a layer, whichever gradients a rank lacks (of experts without tokens, say).
 
     Args:
         comm: any of the rank's, from which memory comes that messages leave fastest.
+        units: the layers; ``None``: no bucket starts beside a pass that exchanges messages.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], comm: Communicator, wide: torch.dtype, device: torch.device) -> None:
-        self._buckets, self._rank = buckets, comm.global_rank
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        comm: Communicator,
+        wide: torch.dtype,
+        device: torch.device,
+        units: Units | None = None,
+    ) -> None:
+        self._buckets, self._rank, self._units = buckets, comm.global_rank, units
         size = buckets[-1].start + buckets[-1].length
         cut = any(bucket.parts > 1 for bucket in buckets)
         self.flat = memory_of(comm if cut else None, size, wide, device).zero_()
@@ -45,7 +57,23 @@ class WholeSums:
             for parameter, offset in zip(bucket.parameters, bucket.offsets, strict=True):
                 self._views[id(parameter)] = gradients[offset : offset + parameter.numel()].view(parameter.shape)
                 self._bucket_of[id(parameter)] = place
-        self._early = False
+        self._numbers: dict[int, int] = {}
+        """By unit: layers of the model's first chunk, counted from the last one, which is 1."""
+        if units is not None:
+            layers = [unit for unit in units.layers if not unit.chunk]
+            self._numbers = {id(unit): number for number, unit in enumerate(reversed(layers), 1)}
+            units.listen(self._on_layer_entered)
+        self._entered = 0
+        """The layer to which the backward pass has come; 0: to none."""
+        self._depths: set[int] = set()
+        """The last layers that backward passes have come to; -1: one has left out layers."""
+        self._latest: dict[int, int] = {}
+        """By parameter: the layer to which a backward pass had come when its gradient came; the latest of all passes.
+        """
+        self._places: list[int] = []
+        """For each bucket the latest of its parameters, as :meth:`order` has told it last."""
+        self._agreed = self._alone = False
+        self._overlap = 0.0
         self._times: dict[int, int] = {}
         """How often a backward pass gives a parameter its gradient, where it was seen: with reentrant checkpoints more
         than once, where several layers share it."""
@@ -68,49 +96,94 @@ class WholeSums:
     def zero(self) -> None:
         """Forgets all sums and takes over ``.grad`` of every parameter. Local."""
         self.flat.zero_()
-        self._early = False
         self.begin_pass()
         for parameter in self._parameters:
             view = self._views[id(parameter)]
             parameter.grad = view if parameter.dtype == view.dtype else None
 
-    def begin_pass(self, _: int = 0) -> None:
-        """A backward pass begins, over any part of the model. Call before each."""
+    @contextmanager
+    def passes(self, _: Callable[[], Sequence[Sequence[int]]]) -> Iterator[None]:
+        """Context of the passes of a step. Local."""
+        with nullcontext() if self._units is None else self._units.open():
+            yield
+
+    def order(self) -> bytes:
+        """The layers after which the buckets are complete, as far as passes have shown it: what the ranks of a backward
+        pass must have alike to reduce beside it. Local, before a step's passes."""
+        self._places = []
+        if self._units is not None and self._times:
+            self._places = [max(map(self._place, bucket.parameters)) for bucket in self._buckets]
+        return repr((self._places, self._depths)).encode()
+
+    def agree(self, alike: bool) -> None:
+        """``alike``: all ranks of the stage have told the same :meth:`order`."""
+        self._agreed = alike and bool(self._places) and len(self._depths) == 1
+
+    def _place(self, parameter: nn.Parameter) -> int:
+        assert self._units is not None
+        unit = self._units.of[id(parameter)]
+        if unit.chunk:  # whose passes have ended before the last one
+            return 0
+        inside = self._numbers.get(id(unit), 0)
+        return max(inside, self._latest.get(id(parameter), inside or len(self._numbers)))
+
+    def begin_pass(self, _: int = 0, overlap: float = 0.0, alone: bool = False) -> None:
+        """A backward pass begins, over any part of the model. Call before each.
+
+        Args:
+            overlap: the share of it, counted from its end, beside which buckets are reduced, once a pass has been seen;
+                0: it is not this rank's last one.
+            alone: it exchanges no messages: each bucket's reduction starts as soon as its gradients are there.
+        """
         for key, count in self._arrivals.items():
             self._times[key] = max(count, self._times.get(key, 0))
         self._arrivals.clear()
+        self._entered, self._alone = 0, alone
+        self._overlap = overlap if self._times and (alone or self._agreed) else 0.0
+        if self._overlap:
+            self._left = [sum(self._times.get(id(p), 1) for p in bucket.parameters) for bucket in self._buckets]
 
     def end_pass(self) -> None:
-        """The backward pass has ended: its gradients stay here."""
+        """The backward pass has ended: its gradients stay here. Call after each."""
+        if self._entered:
+            self._depths.add(self._entered)
+        self._entered = 0
 
-    def reduce_early(self) -> None:
-        """The next backward pass is this rank's last, and communicates nothing: each bucket's reduction starts when its
-        gradients are there, while the pass goes on. Call before it; until a pass has been seen, it does nothing.
+    def _on_layer_entered(self, unit: Unit, backward: bool) -> None:
+        number = self._numbers.get(id(unit), 0)
+        if not backward or number <= self._entered:
+            return
+        if number != self._entered + 1:
+            self._depths.add(-1)
+        self._entered = number
+        if len(self._numbers) - number + 1 <= self._overlap * len(self._numbers):
+            self._start_complete()
 
-        All ranks start the buckets in one order, after all other operations of the step, whenever that is on each.
-        """
-        self.begin_pass()
-        self._early = bool(self._times)
-        self._left = [sum(self._times.get(id(p), 1) for p in bucket.parameters) for bucket in self._buckets]
+    def _start_complete(self) -> None:
+        while (place := len(self._works)) < len(self._buckets):
+            passed = bool(self._places) and self._places[place] < self._entered
+            if not passed and not (self._alone and self._left[place] <= 0):
+                return
+            self._start(place)
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """A backward pass has added to the gradient of a parameter."""
         key = id(parameter)
-        started, place = len(self._works), self._bucket_of[key]
-        if place < started:
+        place = self._bucket_of[key]
+        if place < len(self._works):
             raise Error(
-                f"a parameter of shape {tuple(parameter.shape)} got a gradient more often in this backward pass than "
-                "in those before; activation checkpoints need use_reentrant=False where they are not always on",
+                f"a parameter of shape {tuple(parameter.shape)} got a gradient later, or more often, in this backward "
+                "pass than in those before; activation checkpoints need use_reentrant=False where they are not always "
+                "on",
                 rank=self._rank,
                 op="backward",
             )
         self.measured(parameter)
         self._arrivals[key] = self._arrivals.get(key, 0) + 1
-        if self._early:
+        self._latest[key] = max(self._latest.get(key, 0), self._entered)
+        if self._overlap and self._alone:
             self._left[place] -= 1
-            while started < len(self._buckets) and self._left[started] <= 0:
-                self._start(started)
-                started += 1
+            self._start_complete()
 
     def measured(self, parameter: nn.Parameter) -> None:
         """As :meth:`arrived` in a pass that is only measured."""
