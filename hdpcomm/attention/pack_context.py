@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from hdpcomm import _core
     from hdpcomm.comm import Communicator
 
-__all__ = ["PackContext", "carry_pack", "current_pack", "packed_attention", "packing", "scaled_dot_product_attention"]
+__all__ = [
+    "PackContext", "carry_pack", "current_pack", "current_routes", "packed_attention", "packing", "routing",
+    "scaled_dot_product_attention",
+]  # fmt: skip
 
 _MAX_SAVED = 1024
 """Most packs of compiled forwards that are saved for their backward."""
@@ -63,6 +66,8 @@ class _Current(threading.local):
     """The pack of this thread, since ranks may be threads of one process."""
 
     pack: PackContext | None = None
+    routes: Any = None
+    """Answers routers that ask for the experts of tokens; see :mod:`hdpcomm.models.routes`."""
 
 
 _current = _Current()
@@ -102,12 +107,12 @@ class _CurrentPack:
 
     def __init__(self, pack: PackContext | None, recomputation: Recomputation | None = None) -> None:
         """``recomputation``: of the forward pass that is computed again inside."""
-        self._pack, self._recomputation = pack, recomputation
-        self._before: list[PackContext | None] = []
+        self._pack, self._recomputation, self._routes = pack, recomputation, _current.routes
+        self._before: list[tuple[PackContext | None, Any]] = []
 
     def __enter__(self) -> None:
-        self._before.append(_current.pack)
-        _current.pack = self._pack
+        self._before.append((_current.pack, _current.routes))
+        _current.pack, _current.routes = self._pack, self._routes
         if self._recomputation is not None:
             self._recomputation.again.__enter__()
 
@@ -116,7 +121,7 @@ class _CurrentPack:
     ) -> None:
         if self._recomputation is not None:
             self._recomputation.again.__exit__()
-        _current.pack = self._before.pop()
+        _current.pack, _current.routes = self._before.pop()
 
 
 def carry_pack() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -136,6 +141,21 @@ def current_pack() -> PackContext:
             "context_fn=hdpcomm.attention.carry_pack, as they call it again in the backward pass"
         )
     return _current.pack
+
+
+@contextmanager
+def routing(routes: Any) -> Iterator[None]:
+    """Routers of this thread inside the block ask ``routes``, also where layers run again in the backward pass."""
+    before, _current.routes = _current.routes, routes
+    try:
+        yield
+    finally:
+        _current.routes = before
+
+
+def current_routes() -> Any:
+    """The object that :func:`routing` was given, or None."""
+    return _current.routes
 
 
 def find_pack() -> PackContext | None:

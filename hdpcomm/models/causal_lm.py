@@ -19,6 +19,7 @@ from hdpcomm.models.huggingface import decoder_of, set_attention
 from hdpcomm.models.lean_layers import put_lean, take_lean_off
 from hdpcomm.models.moe import router_loss
 from hdpcomm.models.recompute import refuse_reentrant
+from hdpcomm.models.routes import number_routers
 from hdpcomm.models.self_check import check_logits
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class AdaptedCausalLM(LayeredModel):
             _check_has_decoder(causal_lm)
             self._scale, self._softcap = _logit_maths(config)
             self._router = _Router.of(causal_lm, config)
+            self.routes_shape = number_routers(causal_lm)
             if check:
                 check_logits(self)
         except Exception:

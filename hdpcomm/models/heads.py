@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
     from hdpcomm.models.expert_group import ExpertGroup
+    from hdpcomm.models.routes import RoutesShape
     from hdpcomm.models.tensor_group import TensorGroup
 
 __all__ = ["NEXT_TOKEN", "SEQUENCE", "TOKEN", "LayeredModel", "classified_token", "head_of"]
@@ -62,6 +63,8 @@ class LayeredModel(nn.Module):
     """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
     expert: ExpertGroup | None = None
     """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
+    routes_shape: RoutesShape | None = None
+    """The shape of the routes of all its layers; ``None``: it has no router that is known."""
 
     def forward(
         self: Any,

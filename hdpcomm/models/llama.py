@@ -25,6 +25,7 @@ from hdpcomm.kernels import IGNORE, LabelLoss, linear_cross_entropy
 from hdpcomm.models.heads import LayeredModel
 from hdpcomm.models.lean import gated, rms_norm, rotate
 from hdpcomm.models.moe import MixtureOfExperts, router_losses
+from hdpcomm.models.routes import number_routers
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -244,6 +245,7 @@ class Llama(LayeredModel):
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False, dtype=dtype, device=device)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
+        self.routes_shape = number_routers(self)
         self.reset_parameters(seed)
 
     @torch.no_grad()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.attention import SequenceSlice
+from hdpcomm.attention.pack_context import current_routes
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
@@ -51,6 +52,8 @@ class MixtureOfExperts(nn.Module):
         self.out = nn.Parameter(torch.empty(experts, hidden, ffn, dtype=dtype, device=device))
         self.group: ExpertGroup | None = None
         self.load = ExpertLoad(experts)
+        self.router_place: Any = None
+        """Which of the model's routers it is; see :mod:`hdpcomm.models.routes`."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``x: [tokens, hidden]``, maybe empty: the result alike, and the router's logits ``[tokens, experts]``.
@@ -59,11 +62,19 @@ class MixtureOfExperts(nn.Module):
         """
         logits = self.router(x)
         shares = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        before = chosen_before()
-        chosen = shares.detach().topk(self.top_k, dim=-1).indices if before is None else before
+        before, routes = chosen_before(), current_routes()
+        if before is not None:
+            chosen = before
+        elif routes is None:
+            chosen = self._best(shares)
+        else:
+            chosen = routes.choose(self.router_place, lambda: self._best(shares))
         weights = shares.gather(-1, chosen)
         weights = weights / weights.sum(-1, keepdim=True)
         return mixture(x, chosen, weights, self._run, self.load, self.group), logits
+
+    def _best(self, shares: Tensor) -> Tensor:
+        return shares.detach().topk(self.top_k, dim=-1).indices
 
     def _run(self, rows: Tensor, experts: Tensor, counts: Callable[[], Sequence[int]]) -> Tensor:
         if rows.shape[0] and _has_grouped_product(rows, self.gate_up):

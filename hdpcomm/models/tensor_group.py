@@ -85,7 +85,8 @@ class TensorGroup:
         self.comm.reduce_scatter(block, self._filled(x, rows))
         return block
 
-    def _own(self, x: Tensor) -> Tensor:
+    def own_rows(self, x: Tensor) -> Tensor:
+        """This rank's block of ``[tokens, ...]``, filled up with zeros."""
         rows = self.rows(x.shape[0])
         return self._filled(x, rows)[self.comm.rank * rows :][:rows]
 
@@ -161,7 +162,7 @@ class _Gather(torch.autograd.Function):
     @without_second_derivative
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         gradient, batched = _of_batch(upstream[0])
-        block = ctx.group._scattered(gradient) if ctx.partial else ctx.group._own(gradient)
+        block = ctx.group._scattered(gradient) if ctx.partial else ctx.group.own_rows(gradient)
         return block[None] if batched else block, None, None, None
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hdpcomm.attention.packs import CuSeqlens
     from hdpcomm.comm import Communicator
     from hdpcomm.models.expert_group import ExpertGroup
+    from hdpcomm.models.routes import RoutesShape
     from hdpcomm.models.tensor_group import TensorGroup
 
 __all__ = ["AbsentPart", "Stage", "layers_of_stages", "split_model"]
@@ -80,6 +81,8 @@ class Stage(LayeredModel):
     """The ranks that share the layers; see :func:`hdpcomm.parallel.tensor_parallel`."""
     expert: ExpertGroup | None = _of_model("expert")
     """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
+    routes_shape: RoutesShape | None = _of_model("routes_shape")
+    """The shape of the whole model's routes; see :mod:`hdpcomm.models.routes`."""
     chunk_tokens: int | None = _of_model("chunk_tokens")
     """Tokens in a chunk of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
     has_added_losses: bool = _of_model("has_added_losses")

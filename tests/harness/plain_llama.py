@@ -24,8 +24,8 @@ def _rotate(x, theta):
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
-def sequence_logits(weights, config, tokens):
-    """(logits of one sequence, scores of the routers of each block)."""
+def sequence_logits(weights, config, tokens, routes=None):
+    """(logits of one sequence, scores of the routers of each block); ``routes``: experts [tokens, blocks, top_k]."""
 
     def linear(name, x):
         return x @ weights[name + ".weight"].T
@@ -34,7 +34,7 @@ def sequence_logits(weights, config, tokens):
     x = weights["embedding.weight"][tokens]
     routers = []
     mask = torch.ones(count, count, dtype=torch.bool).tril()
-    for block in (f"blocks.{i}." for i in range(config.layers)):
+    for i, block in enumerate(f"blocks.{i}." for i in range(config.layers)):
         h = _norm(x, weights[block + "attention_norm.weight"], config.norm_eps)
         q = _rotate(linear(block + "attention.q", h).view(count, config.heads, dim), config.rope_theta)
         k = _rotate(linear(block + "attention.k", h).view(count, config.kv_heads, dim), config.rope_theta)
@@ -47,7 +47,9 @@ def sequence_logits(weights, config, tokens):
         x = x + linear(block + "attention.out", torch.cat(heads, -1))
         h = _norm(x, weights[block + "ffn_norm.weight"], config.norm_eps)
         if config.experts:
-            mixed, scores = _experts(weights, config, block + "ffn.", h)
+            mixed, scores = _experts(
+                weights, config, block + "ffn.", h, None if routes is None else routes[:, i].long()
+            )
             x = x + mixed
             routers.append(scores)
             continue
@@ -65,9 +67,10 @@ def sequence_loss(weights, config, tokens):
     return loss + _router_losses(routers, config) if config.experts else loss
 
 
-def _experts(weights, config, name, h):
+def _experts(weights, config, name, h, best):
     scores = h @ weights[name + "router.weight"].T
-    best = scores.sort(descending=True).indices[:, : config.top_k]
+    if best is None:
+        best = scores.sort(descending=True).indices[:, : config.top_k]
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
     shares = scores.masked_fill(~chosen, float("-inf")).softmax(-1)
     mixed = 0

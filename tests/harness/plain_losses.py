@@ -11,9 +11,9 @@ from tests.harness.plain_llama import sequence_logits
 __all__ = ["PLAIN", "batch_loss", "log_probs_of"]
 
 
-def log_probs_of(weights, config, tokens, labels, temperature=1.0):
+def log_probs_of(weights, config, tokens, labels, temperature=1.0, routes=None):
     """(log-probabilities, entropies) of the labelled tokens of a trajectory, and where they are."""
-    logits = sequence_logits(weights, config, tokens)[0] / temperature
+    logits = sequence_logits(weights, config, tokens, routes)[0] / temperature
     where = [t for t, label in enumerate(labels.tolist()) if label != IGNORE]
     probs = logits[where].softmax(-1)
     picked = torch.stack([probs[n, labels[t]] for n, t in enumerate(where)]) if where else probs.new_zeros(0)
@@ -127,10 +127,13 @@ def batch_loss(model, rollouts, name):
     weights = {key: p.detach().clone().requires_grad_() for key, p in model.named_parameters()}
     policies, columns = [], []
     for each in rollouts:
-        policy, entropies, where = log_probs_of(weights, model.config, each["tokens"], each["labels"], loss.temperature)
+        own, routes = dict(each), each.get("routes")
+        own.pop("routes", None)
+        tokens, labels = each["tokens"], each["labels"]
+        policy, entropies, where = log_probs_of(weights, model.config, tokens, labels, loss.temperature, routes)
         policies.append(policy)
         length = len(each["tokens"])
-        own = {key: torch.as_tensor(x).expand(length)[where].double() for key, x in each.items()}
+        own = {key: torch.as_tensor(x).expand(length)[where].double() for key, x in own.items()}
         columns.append({**own, "entropies": entropies})
     total = plain(policies, columns)
     total.backward()

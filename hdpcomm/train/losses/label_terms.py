@@ -22,15 +22,17 @@ from torch import Tensor
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss
 from hdpcomm.kernels.transfers import to_device
+from hdpcomm.models.routes import KeptRoutes
 from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.losses.functions import COMPUTED, GroupLoss, TokenLoss
 from hdpcomm.train.losses.loss import IGNORE
-from hdpcomm.train.losses.shards import Fetch, LabelledTokens, PackedShard, checked, labelled_shard
+from hdpcomm.train.losses.shards import Fetch, LabelledTokens, PackedShard, checked, labelled_shard, routes_of
 
 if TYPE_CHECKING:
     from hdpcomm.attention import Pack
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
+    from hdpcomm.models.routes import TakenRoutes
     from hdpcomm.plan import SequenceFragment, StepPlan, TrajectoryTree, TreeFragment
 
 __all__ = [
@@ -148,6 +150,7 @@ class LabelTerms:
         columns: names that ``fetch`` must give.
         mass: what a sequence with so many labels adds to the number by which the sum of losses is divided.
         needs_columns: whether ``make`` reads columns.
+        routes: keeps those of plain sequences.
     """
 
     def __init__(
@@ -158,8 +161,9 @@ class LabelTerms:
         columns: Sequence[str] = (),
         mass: Callable[[int], float] = lambda _: 0.0,
         needs_columns: bool = False,
+        routes: KeptRoutes | None = None,
     ) -> None:
-        self._batch, self._make, self._names = batch, make, columns
+        self._batch, self._make, self._names, self._routes = batch, make, columns, routes
         self._mass, self._needs_columns = mass, needs_columns
         self._given: tuple[int, list[str]] | None = None
         """The first sequence that was read, and its columns."""
@@ -187,6 +191,8 @@ class LabelTerms:
         begins = comm.rank == 0 and (pack is None or pack.begins)
         mass = math.fsum(self._mass(each) for each in counts.values()) if begins else 0.0
         entries = columns.pop(_ENTRIES)
+        if self._routes is not None:
+            shard = replace(shard, routes=self._routes.of(entries, cast("TakenRoutes | None", shard.routes)))
         columns = {name: to_device(column, device) for name, column in columns.items()}
         own = _Labels(shard.labels, entries, columns, self._batch.sequences_of(entries), counts)
         return replace(
@@ -201,10 +207,9 @@ class LabelTerms:
         fragment = cast("TreeFragment | None", fragments[item - items] if item >= items else None)
         source = self._batch.sources[item if fragment is None else fragment.tree]
         if isinstance(source, int):
-            tokens, columns = self._read(source, fetch)
-            return LabelledTokens(
-                tokens, None, torch.arange(len(tokens)), columns, {source: int((columns[_LABELS] != IGNORE).sum())}
-            )
+            tokens, columns, routes = self._read(source, fetch)
+            labels = int((columns[_LABELS] != IGNORE).sum())
+            return LabelledTokens(tokens, None, torch.arange(len(tokens)), columns, {source: labels}, routes)
         tree = source.tree
         here = np.arange(tree.num_tokens)
         trains = set(range(len(tree)))
@@ -215,11 +220,11 @@ class LabelTerms:
             trains = {each for each, twice in zip(fragment.segments, fragment.repeated, strict=True) if not twice}
             tree = tree.part(fragment.segments)
         tokens = torch.full((tree.num_tokens,), -1)
-        rows, parts, counts = [], [], {}
+        rows, parts, counts, every = [], [], {}, None
         for i, last in zip(source.trajectories, source.last_segments, strict=True):
             if last not in trains:
                 continue  # a fragment has it that ends there
-            own, columns = self._read(i, fetch)
+            own, columns, routes = self._read(i, fetch)
             places = torch.from_numpy(here[source.token_places(i)])
             known = tokens[places]
             if bool(((known >= 0) & (known != own)).any()):
@@ -227,6 +232,9 @@ class LabelTerms:
                     f"sequence {i} has other tokens in the prefix that it shares with {list(source.trajectories)}; "
                     "give trees= of sequences that begin alike"
                 )
+            if routes is not None:  # a shared token takes those of the first sequence
+                every = routes.new_zeros(tree.num_tokens, *routes.shape[1:]) if every is None else every
+                every[places[known < 0]] = routes[known < 0]
             tokens[places] = own
             labelled = columns[_LABELS] != IGNORE
             rows.append(places[labelled])
@@ -238,22 +246,24 @@ class LabelTerms:
             torch.cat(rows),
             {name: torch.cat([each[name] for each in parts]) for name in parts[0]},
             counts,
+            every,
         )
 
-    def _read(self, i: int, fetch: Fetch) -> tuple[Tensor, dict[str, Tensor]]:
-        """(tokens, columns) of a sequence, each ``[length]``; with its labels and their entries."""
+    def _read(self, i: int, fetch: Fetch) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        """(tokens, columns, routes) of a sequence, each ``[length]``; with its labels and their entries."""
         fetched, length = fetch(i), self._batch.lengths[i]
         tokens, labels = checked(fetched, i, length)
         columns = _columns(fetched, i, length, self._names) if self._needs_columns else {}
-        self._given = self._given or (i, sorted(columns))
-        if sorted(columns) != self._given[1]:
+        routes = routes_of(fetched, i, length)
+        names = sorted((*columns, *(["routes"] if routes is not None else [])))
+        self._given = self._given or (i, names)
+        if names != self._given[1]:
             raise InvalidUsage(
-                f"fetch({i}) gave the columns {sorted(columns)}, and fetch({self._given[0]}) {self._given[1]}; give "
+                f"fetch({i}) gave the columns {names}, and fetch({self._given[0]}) {self._given[1]}; give "
                 "the same ones for all sequences"
             )
-        return tokens.cpu(), {
-            **columns, _LABELS: labels.cpu(), _ENTRIES: torch.arange(length) + self._batch.offsets[i]
-        }  # fmt: skip
+        columns |= {_LABELS: labels.cpu(), _ENTRIES: torch.arange(length) + self._batch.offsets[i]}
+        return tokens.cpu(), columns, routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +299,7 @@ def token_terms(loss: TokenLoss, batch: Batch) -> LabelTerms:
 
 
 def kept_terms(kept: KeptLogProbs, batch: Batch) -> LabelTerms:
-    """Nothing is trained; log-probabilities are kept."""
+    """Nothing is trained; log-probabilities are kept, and routes of plain sequences if they are asked for."""
 
     def make(labels: _Labels) -> LabelLoss:
         entries = labels.entries.to(kept.values.device)
@@ -303,7 +313,7 @@ def kept_terms(kept: KeptLogProbs, batch: Batch) -> LabelTerms:
 
         return LabelLoss(keep, kept.temperature, kept.entropy)
 
-    return LabelTerms(batch, make)
+    return LabelTerms(batch, make, routes=kept.routes)
 
 
 def given_terms(slopes: Tensor, temperature: float | None, batch: Batch) -> LabelTerms:
@@ -362,6 +372,7 @@ class KeptLogProbs:
         dtype = torch.promote_types(like.dtype, torch.float32)
         size = batch.offsets[-1]
         self.values = torch.zeros(1 + entropy, size, dtype=dtype, device=like.device)
+        self.routes: KeptRoutes | None = None
         self.entropy, self.temperature = entropy, temperature
 
     def sum(self, mesh: Mesh, root: int | None = None) -> Tensor:
@@ -369,11 +380,20 @@ class KeptLogProbs:
         values = self.values.cpu()
         if mesh.tensor_rank:  # the first one has the same
             values.zero_()
-        if root is None:
-            mesh.comm.all_reduce(values)
-        else:
-            mesh.comm.reduce(values, root)
-        return values
+        return _summed(values, mesh.comm, root)
+
+    def sum_routes(self, mesh: Mesh, root: int | None = None) -> Tensor:
+        """``[entries, routed layers, top_k]`` of all ranks, each of which has seen others; as :meth:`sum`."""
+        assert self.routes is not None
+        return _summed(self.routes.values.cpu(), mesh.comm, root)
+
+
+def _summed(values: Tensor, comm: Communicator, root: int | None) -> Tensor:
+    if root is None:
+        comm.all_reduce(values)
+    else:
+        comm.reduce(values, root)
+    return values
 
 
 def group_terms(
@@ -449,7 +469,7 @@ def _columns(fetched: Any, i: int, length: int, needed: Sequence[str]) -> dict[s
     given = fetched if isinstance(fetched, Mapping) else {}
     found = {}
     for name, value in given.items():
-        if name in ("tokens", "labels"):
+        if name in ("tokens", "labels", "routes"):
             continue
         column = value if isinstance(value, Tensor) else torch.as_tensor(value)
         if (column.dim() and column.shape != (length,)) or column.dtype.is_complex or name in COMPUTED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.attention import BalancedPack, Pack, as_pack
+from hdpcomm.attention.pack_context import routing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import to_device
+from hdpcomm.models.routes import ShardRoutes, TakenRoutes
 from hdpcomm.plan.tree import Tree, join_trees
 from hdpcomm.train.losses.loss import IGNORE, next_token_labels, summed_loss
 
@@ -37,6 +40,7 @@ __all__ = [
     "no_tokens",
     "pack_of",
     "pack_shard",
+    "routes_of",
     "sequences_shard",
     "tree_shard",
     "vocabulary_of",
@@ -47,7 +51,9 @@ Fetch = Callable[[int], "Tensor | tuple[Tensor, Tensor] | Mapping[str, Any]"]
 
 It may also give (tokens, labels); a dictionary of "tokens", "labels" if there are any, and columns for losses of
 log-probabilities (:mod:`hdpcomm.train.losses`); or for a tree (tokens, weights): float32 ``[tokens]``, the factor of
-each token's loss as what is to be predicted; by default, how many trajectories contain it."""
+each token's loss as what is to be predicted; by default, how many trajectories contain it. A dictionary may have
+"routes" ``[tokens, layers, top_k]``, the experts that the tokens take (:mod:`hdpcomm.models.routes`), or those of all
+tokens but the last, as vLLM gives them."""
 
 
 @runtime_checkable
@@ -79,6 +85,7 @@ class PackedShard:
             losses are (:class:`hdpcomm.kernels.LabelLoss`).
         mass: scalar, what this shard adds to the number by which the losses of a batch are divided; ``None``: its
             labels.
+        routes: what routers ask for the experts of its tokens; see :mod:`hdpcomm.models.routes`.
     """
 
     tokens: Tensor
@@ -88,6 +95,12 @@ class PackedShard:
     label_rows: Tensor | None = None
     label_weights: Tensor | LabelLoss | None = None
     mass: Tensor | None = None
+    routes: TakenRoutes | ShardRoutes | None = None
+
+    def routing(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context of a forward pass of this shard through a model, or a stage of one. Raises InvalidUsage for routes
+        that it cannot take."""
+        return routing(None if self.routes is None else self.routes.of(model))
 
     @property
     def trained(self) -> Tensor:
@@ -146,7 +159,7 @@ def sequences_shard(
     Args:
         lengths: of the whole sequences, by their places in the lengths of the step.
     """
-    rank, size = comm.rank, comm.size
+    rank, size, routes = comm.rank, comm.size, None
     pack, places = as_pack(cu_seqlens), list(lengths)
     if isinstance(fetch, FetchParts) and (size > 1 or pack.keeps):  # no other token is read
         reads = [(places[i], start, stop) for i, start, stop in pack.reads(rank, size)]
@@ -154,11 +167,43 @@ def sequences_shard(
         none = torch.zeros(0, dtype=torch.int64)
         tokens, labels = (torch.cat([none, *(part[i] for part in parts)]) for i in (0, 1))
     else:
-        whole = [checked(fetch(place), place, length) for place, length in lengths.items()]
-        tokens, labels = (torch.cat(each)[pack.places(rank, size)] for each in zip(*whole, strict=True))
-    return PackedShard(
-        to_device(tokens, device), to_device(labels, device), pack.positions(rank, size, device), cu_seqlens
-    )
+        fetched = {place: fetch(place) for place in places}
+        whole = [checked(fetched[place], place, length) for place, length in lengths.items()]
+        mine = pack.places(rank, size)
+        tokens, labels = (torch.cat(each)[mine] for each in zip(*whole, strict=True))
+        routes = shard_routes(
+            [routes_of(fetched[place], place, length) for place, length in lengths.items()], mine, device
+        )
+    positions = pack.positions(rank, size, device)
+    return PackedShard(to_device(tokens, device), to_device(labels, device), positions, cu_seqlens, routes=routes)
+
+
+def routes_of(fetched: Any, sequence: int, tokens: int) -> Tensor | None:
+    """The routes ``[tokens, layers, top_k]`` that ``fetch`` gave with a sequence, or None. Raises InvalidUsage."""
+    if not isinstance(fetched, Mapping) or (given := fetched.get("routes")) is None:
+        return None
+    routes = torch.as_tensor(given).detach().cpu()
+    missing = tokens - len(routes) if routes.dim() == 3 else -1
+    if missing not in (0, 1) or routes.is_floating_point() or routes.dtype == torch.bool:
+        raise InvalidUsage(
+            f"fetch({sequence}) gave routes of shape {tuple(routes.shape)} and {routes.dtype}; expected the numbers of "
+            f"experts [{tokens}, layers, top_k], as integers, or without the last token"
+        )
+    routes = routes if routes.dtype.is_signed else routes.to(torch.int16)
+    return torch.cat((routes, routes.new_full((missing, *routes.shape[1:]), -1)))
+
+
+def shard_routes(given: Sequence[Tensor | None], mine: Tensor, device: torch.device) -> TakenRoutes | None:
+    """Routes of the tokens ``mine`` of a pack. Raises InvalidUsage where some of its sequences have none."""
+    parts = [each for each in given if each is not None]
+    if not parts:
+        return None
+    if len(parts) < len(given) or len({each.shape[1:] for each in parts}) > 1:
+        raise InvalidUsage(
+            f"fetch() gave routes with {len(parts)} of {len(given)} sequences of a micro-batch, of the shapes "
+            f"{sorted({tuple(each.shape[1:]) for each in parts})}; give all of them, for the same layers"
+        )
+    return TakenRoutes(torch.cat(parts)[mine], device)
 
 
 def checked(
@@ -213,11 +258,12 @@ def micro_batch_loss(
     places = {"positions": packed.positions, "cu_seqlens": packed.cu_seqlens, "comm": comm}
     rows, weights = packed.label_rows, packed.label_weights
     plain = rows is None and weights is None
-    if loss is None and getattr(model, "takes_labels" if plain else "takes_label_rows", False):
-        more = {} if plain else {"label_rows": rows, "label_weights": weights}
-        total: Tensor = model(packed.tokens, **places, labels=packed.labels, **more)
-        return total
-    logits = model(packed.tokens, **places)
+    with packed.routing(model):
+        if loss is None and getattr(model, "takes_labels" if plain else "takes_label_rows", False):
+            more = {} if plain else {"label_rows": rows, "label_weights": weights}
+            total: Tensor = model(packed.tokens, **places, labels=packed.labels, **more)
+            return total
+        logits = model(packed.tokens, **places)
     if plain:
         return (loss or summed_loss)(logits, packed.labels)
     return (loss or summed_loss)(logits if rows is None else logits[rows], packed.labels, weights)
@@ -237,6 +283,7 @@ class LabelledTokens:
         rows: for each label the token that it comes after.
         columns: by label.
         counts: labels of each sequence of the batch that is here, where a loss asks for them.
+        routes: of its tokens.
     """
 
     tokens: Tensor
@@ -244,6 +291,7 @@ class LabelledTokens:
     rows: Tensor
     columns: Mapping[str, Tensor]
     counts: Mapping[int, int] = field(default_factory=dict)
+    routes: Tensor | None = None
 
 
 def labelled_shard(
@@ -282,7 +330,8 @@ def labelled_shard(
         rows = to_device(rows[here], device)
     columns = {name: column[here] for name, column in columns.items()}
     labels, positions = to_device(columns.pop("labels"), device), pack.positions(rank, size, device)
-    return PackedShard(to_device(tokens[mine], device), labels, positions, cu_seqlens, rows), columns
+    routes = shard_routes([part.routes for part in parts], mine, device)
+    return PackedShard(to_device(tokens[mine], device), labels, positions, cu_seqlens, rows, routes=routes), columns
 
 
 def tree_shard(
@@ -316,23 +365,29 @@ def _labelled(
     fragment = cast("TreeFragment | None", fragments[i - len(items)] if i >= len(items) else None)
     item = items[i] if fragment is None else items[fragment.tree]
     if not isinstance(item, Tree):
-        tokens, labels = checked(fetch(i), i, item)
+        fetched = fetch(i)
+        tokens, labels = checked(fetched, i, item)
         rows = (labels != IGNORE).nonzero()[:, 0]
-        return LabelledTokens(tokens, None, rows, {"labels": labels[rows], "weights": torch.ones(len(rows))})
-    tokens, weights = _checked_tree(fetch(i if fragment is None else fragment.tree), i, item)
-    tree = item
+        columns = {"labels": labels[rows], "weights": torch.ones(len(rows))}
+        return LabelledTokens(tokens, None, rows, columns, routes=routes_of(fetched, i, item))
+    fetched = fetch(i if fragment is None else fragment.tree)
+    tokens, weights = _checked_tree(fetched, i, item)
+    tree, routes = item, routes_of(fetched, i, item.num_tokens)
     if fragment is not None:
         tree = item.part(fragment.segments)
         chosen = torch.from_numpy(item.token_places(fragment.segments))
         repeated = torch.from_numpy(np.repeat(fragment.repeated, tree.lengths))
         tokens, weights = tokens[chosen], weights[chosen].masked_fill(repeated, 0.0)
+        routes = None if routes is None else routes[chosen]
     previous = torch.from_numpy(tree.previous.copy())
     trained = ((previous >= 0) & (weights != 0)).nonzero()[:, 0]
-    return LabelledTokens(tokens, tree, previous[trained], {"labels": tokens[trained], "weights": weights[trained]})
+    columns = {"labels": tokens[trained], "weights": weights[trained]}
+    return LabelledTokens(tokens, tree, previous[trained], columns, routes=routes)
 
 
 def _checked_tree(fetched: Any, i: int, tree: Tree) -> tuple[Tensor, Tensor]:
-    tokens, weights = fetched if isinstance(fetched, tuple) else (fetched, None)
+    given: Any = (fetched.get("tokens"), fetched.get("weights")) if isinstance(fetched, Mapping) else fetched
+    tokens, weights = given if isinstance(given, tuple) else (given, None)
     if weights is None:
         weights = torch.from_numpy(np.repeat(tree.trajectories, tree.lengths)).float()
     for name, given, dtype in (("tokens", tokens, torch.int64), ("weights", weights, torch.float32)):

@@ -354,7 +354,8 @@ class _Run:
                 y = micro_batch_loss(chunk, replace(pack, tokens=x), comm, self.passes.loss)
             else:
                 labels = pack.labels if self._added_losses else None
-                y = chunk(x, positions=pack.positions, cu_seqlens=pack.cu_seqlens, comm=comm, labels=labels)
+                with pack.routing(chunk):
+                    y = chunk(x, positions=pack.positions, cu_seqlens=pack.cu_seqlens, comm=comm, labels=labels)
         y, losses = y if isinstance(y, tuple) else (y, None)
         if torch.is_grad_enabled():
             self._open[done.micro_batch, done.stage] = x, y, losses

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hdpcomm.arguments import check_has, check_number, check_whole
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Aborted, InvalidUsage
+from hdpcomm.models.routes import KeptRoutes
 from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
 from hdpcomm.train.losses.label_terms import (
@@ -264,16 +265,19 @@ class Trainer:
         temperature: float | None = None,
         root: int | None = None,
         trees: Sequence[TrajectoryTree] = (),
+        routes: list[Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """The log-probability of each label of a batch under the model as it is; forward passes only, under a plan.
 
         Collective over ``comm``; ``lengths``, ``fetch``, ``trees`` and errors as of :meth:`step`. Columns of ``fetch``
-        are not read.
+        are not read, but "routes".
 
         Args:
             entropy: whether to give the entropy of each token's distribution, too.
             temperature: divides the logits. Default: that of the trainer's loss, or 1.
             root: the rank of ``comm`` that gets the results, the others get empty lists. Default: all ranks.
+            routes: an empty list, of all ranks or none, that gets for each sequence the experts ``[length, layers with
+                routers, top_k]`` of its tokens, for ``fetch`` of a later :meth:`step`; ``trees`` are left alone then.
 
         Returns: (log-probabilities, entropies or ``None``): for each sequence a tensor ``[length]``, fp32 (fp64 of an
             fp64 model) on the CPU, element t of label t; 0 where there is no label.
@@ -282,7 +286,8 @@ class Trainer:
         own = self.loss.temperature if isinstance(self.loss, (TokenLoss, GroupLoss)) else 1.0
         given = (own or 1.0) if temperature is None else temperature
         given = check_number("log_probs()", "temperature", given, above=0)
-        found = self._results("log_probs()", lengths, fetch, trees, root, entropy=entropy, temperature=given)
+        shared = () if routes is not None else trees
+        found = self._results("log_probs()", lengths, fetch, shared, root, entropy, given, routes)
         return found[0], found[1] if entropy else None
 
     def values(
@@ -313,7 +318,7 @@ class Trainer:
             tokens = given[0] if isinstance(given, tuple) else given
             return {"tokens": tokens, "labels": torch.zeros_like(tokens)}
 
-        return self._results("values()", lengths, every_token, trees, root, entropy=False, temperature=None)[0]
+        return self._results("values()", lengths, every_token, trees, root)[0]
 
     def _results(
         self,
@@ -322,20 +327,23 @@ class Trainer:
         fetch: Fetch,
         trees: Sequence[TrajectoryTree],
         root: int | None,
-        *,
-        entropy: bool,
-        temperature: float | None,
+        entropy: bool = False,
+        temperature: float | None = None,
+        routes: list[Tensor] | None = None,
     ) -> list[list[Tensor]]:
         """Log-probabilities and entropies, or outputs, of each label of each sequence. Collective."""
         if root is not None:
             check_whole(call, "root", root, least=0, most=self.comm.size - 1)
         with self.comm.liveness_deadlines():
             planned, batch = self._plan_shorter(lengths, trees)
-            self._agree(planned.plan, more=(entropy, temperature, root))
-            kept = self._log_probs(planned, batch, self._declared(fetch), entropy=entropy, temperature=temperature)
+            self._agree(planned.plan, more=(entropy, temperature, root, routes is not None))
+            kept = self._log_probs(planned, batch, self._declared(fetch), entropy, temperature, routes is not None)
             found = kept.sum(self.mesh, root)
+            every = None if routes is None else kept.sum_routes(self.mesh, root)
         if root not in (None, self.comm.rank):
             return [[], []]
+        if routes is not None and every is not None:
+            routes += torch.split(every, batch.lengths)
         return [list(row.split(batch.lengths)) for row in found]
 
     def _step(
@@ -396,16 +404,24 @@ class Trainer:
         """See :func:`hdpcomm.train.losses.label_terms.group_terms`. Collective."""
         assert isinstance(self.loss, GroupLoss)
         numbers = checked_groups(groups, len(batch.lengths))
-        kept = self._log_probs(planned, batch, fetch, entropy=False, temperature=self.loss.temperature)
+        kept = self._log_probs(planned, batch, fetch, False, self.loss.temperature)
         return group_terms(self.loss, kept.sum(self.mesh)[0], batch, numbers, fetch, self.comm)
 
     def _log_probs(
-        self, planned: PlannedStep, batch: Batch, fetch: Fetch, *, entropy: bool, temperature: float | None
+        self,
+        planned: PlannedStep,
+        batch: Batch,
+        fetch: Fetch,
+        entropy: bool,
+        temperature: float | None,
+        routes: bool = False,
     ) -> KeptLogProbs:
-        """Log-probabilities of the labels whose last layers are on this rank. Collective, after the agreement on the
-        plan."""
+        """Log-probabilities of the labels whose last layers are on this rank, and routes of the layers that are here.
+        Collective, after the agreement on the plan."""
         like = next(parameter for parameter in self.model.parameters() if parameter.is_floating_point())
         kept = KeptLogProbs(batch, like, entropy=entropy, temperature=temperature)
+        if routes:
+            kept.routes = KeptRoutes(batch.offsets[-1], self.runner.passes.chunks[0], self._device)
         self._forward(planned, fetch, kept_terms(kept, batch))
         return kept
 
