@@ -369,7 +369,7 @@ def test_layers_that_drop_out_and_routers_with_losses_are_refused():
     with pytest.raises(InvalidUsage, match="two forward passes of the model in training mode differ"):
         one_rank(dpo(), model=lambda: Dropping(DENSE, dtype=torch.float64))
     balanced = LlamaConfig(**{**dataclasses.asdict(EXPERTS), "router_aux_loss": 0.1})
-    with pytest.raises(InvalidUsage, match="routers or indexers add a loss for each label"):
+    with pytest.raises(InvalidUsage, match="routers add a loss for each label"):
         one_rank(grpo(), model=lambda: Llama(balanced, dtype=torch.float64))
 
 
