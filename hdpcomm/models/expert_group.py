@@ -7,6 +7,7 @@ without its limit of tokens to an expert). Backward is the same way with gradien
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -135,10 +136,12 @@ class ExpertGroup:
         comm: those ranks. Every pass through a layer is collective over it, forward and backward: a rank without tokens
             takes part with none.
         shards: by the parameter's name in the model that was given to :func:`hdpcomm.parallel.expert_parallel`.
+        listeners: called in a backward pass when a layer's rows have gone to other ranks, and come, for the last time.
     """
 
     comm: Communicator
     shards: dict[str, TensorShard] = field(default_factory=dict)
+    listeners: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
 
     def route(self, chosen: Tensor, counts: Tensor, load: ExpertLoad) -> Routing:
         """Tells the ranks how many rows they will get. Collective over ``comm``; the host does not wait on a GPU.
@@ -170,13 +173,13 @@ class ExpertGroup:
         size = self.comm.size
         sizes = routing.sizes.get()
         sends, gets, own = sizes[:size], sizes[size : 2 * size], sizes[2 * size :]
-        arrived: Tensor = _Exchange.apply(rows, self.comm, sends, gets)  # type: ignore[no-untyped-call]
+        arrived: Tensor = _Exchange.apply(rows, self, sends, gets, True)  # type: ignore[no-untyped-call]
         expert = torch.arange(len(own), device=rows.device).repeat(size)
         expert = expert.repeat_interleave(cast(Tensor, routing.received), output_size=arrived.shape[0])
         order = expert.argsort(stable=True)
         made = experts(arrived.index_select(0, order), expert[order], lambda: own)
         results: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-            made.index_select(0, _inverse(order)), self.comm, gets, sends
+            made.index_select(0, _inverse(order)), self, gets, sends, False
         )
         return results
 
@@ -252,17 +255,24 @@ class _Spread(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks and from them; ``sends`` and ``gets`` say how many for each and from each."""
+    """Rows to the ranks and from them; ``sends`` and ``gets`` say how many for each and from each. The layer's first
+    exchange is the last one of its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, comm: Communicator, sends: Sequence[int], gets: Sequence[int]) -> Tensor:
-        ctx.comm, ctx.sends, ctx.gets = comm, sends, gets
-        return _exchanged(rows, comm, sends, gets)
+    def forward(
+        ctx: Any, rows: Tensor, group: ExpertGroup, sends: Sequence[int], gets: Sequence[int], first: bool
+    ) -> Tensor:
+        ctx.group, ctx.sends, ctx.gets, ctx.first = group, sends, gets, first
+        return _exchanged(rows, group.comm, sends, gets)
 
     @staticmethod
     @without_second_derivative
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(upstream[0], ctx.comm, ctx.gets, ctx.sends), None, None, None
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
+        arrived = _exchanged(upstream[0], ctx.group.comm, ctx.gets, ctx.sends)
+        for listener in ctx.group.listeners if ctx.first else ():
+            if (method := listener()) is not None:
+                method()
+        return arrived, None, None, None, None
 
 
 def _exchanged(rows: Tensor, comm: Communicator, sends: Sequence[int], gets: Sequence[int]) -> Tensor:

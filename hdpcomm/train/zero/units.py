@@ -55,7 +55,8 @@ class Units:
         self.of: dict[int, Unit] = {}
         """By the id of each parameter."""
         self._listeners: list[weakref.WeakMethod[Callable[[Unit, bool], None]]] = []
-        self._open = False
+        self.is_open = False
+        self.chunks = chunks
         for number, chunk in enumerate(chunks):
             self._add(number, chunk)
 
@@ -91,17 +92,17 @@ class Units:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Hooks tell of passes inside of this block only: a model may have another trainer by then."""
-        self._open = True
+        self.is_open = True
         try:
             yield
         finally:
-            self._open = False
+            self.is_open = False
 
     def _watch(self, unit: Unit) -> None:
         own = weakref.ref(self)
 
         def tell(backward: bool) -> None:
-            if (units := own()) is not None and units._open:
+            if (units := own()) is not None and units.is_open:
                 for listener in units._listeners:
                     if (method := listener()) is not None:
                         method(unit, backward)
@@ -110,7 +111,7 @@ class Units:
             tell(torch._C._current_graph_task_id() != -1)  # in a backward pass: it is computed again
 
         def ends(_: nn.Module, __: Any, outputs: Any) -> None:
-            if torch.is_grad_enabled() and (units := own()) is not None and units._open:
+            if torch.is_grad_enabled() and (units := own()) is not None and units.is_open:
                 for tensor in tree_leaves(outputs):
                     if isinstance(tensor, Tensor) and tensor.requires_grad:
                         tensor.register_hook(lambda _: tell(True))  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from hdpcomm.errors import Error
 from hdpcomm.kernels.buffers import accumulate
+from hdpcomm.models.expert_group import ExpertGroup
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
@@ -63,6 +65,9 @@ class WholeSums:
             layers = [unit for unit in units.layers if not unit.chunk]
             self._numbers = {id(unit): number for number, unit in enumerate(reversed(layers), 1)}
             units.listen(self._on_layer_entered)
+            for chunk in units.chunks:
+                if isinstance(group := getattr(chunk, "expert", None), ExpertGroup):
+                    group.listeners.append(weakref.WeakMethod(self._on_rows_exchanged))
         self._entered = 0
         """The layer to which the backward pass has come; 0: to none."""
         self._depths: set[int] = set()
@@ -72,6 +77,11 @@ class WholeSums:
         """
         self._places: list[int] = []
         """For each bucket the latest of its parameters, as :meth:`order` has told it last."""
+        self._exchanging: set[int] = set()
+        """Layers whose backward passes exchange rows for experts, as far as passes have shown it."""
+        self._waits: frozenset[int] = frozenset()
+        """These layers, as :meth:`order` has told them last: there buckets start behind the exchanges, beside what else
+        the layer computes."""
         self._agreed = self._alone = False
         self._overlap = 0.0
         self._times: dict[int, int] = {}
@@ -110,10 +120,10 @@ class WholeSums:
     def order(self) -> bytes:
         """The layers after which the buckets are complete, as far as passes have shown it: what the ranks of a backward
         pass must have alike to reduce beside it. Local, before a step's passes."""
-        self._places = []
+        self._places, self._waits = [], frozenset(self._exchanging)
         if self._units is not None and self._times:
             self._places = [max(map(self._place, bucket.parameters)) for bucket in self._buckets]
-        return repr((self._places, self._depths)).encode()
+        return repr((self._places, sorted(self._depths), sorted(self._waits))).encode()
 
     def agree(self, alike: bool) -> None:
         """``alike``: all ranks of the stage have told the same :meth:`order`."""
@@ -156,10 +166,18 @@ class WholeSums:
         if number != self._entered + 1:
             self._depths.add(-1)
         self._entered = number
-        if len(self._numbers) - number + 1 <= self._overlap * len(self._numbers):
+        if number not in self._waits:
+            self._start_complete()
+
+    def _on_rows_exchanged(self) -> None:
+        if self._entered:
+            self._exchanging.add(self._entered)
             self._start_complete()
 
     def _start_complete(self) -> None:
+        left = len(self._numbers) - max(1, self._entered) + 1
+        if not self._overlap or left > self._overlap * len(self._numbers):
+            return
         while (place := len(self._works)) < len(self._buckets):
             passed = bool(self._places) and self._places[place] < self._entered
             if not passed and not (self._alone and self._left[place] <= 0):

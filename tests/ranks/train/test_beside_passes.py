@@ -17,7 +17,7 @@ from torch import nn
 import hdpcomm as hdp
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import NotFinite
-from hdpcomm.models import Llama, LlamaConfig, set_recompute
+from hdpcomm.models import Llama, LlamaConfig, expert_group, set_recompute
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.parallel.program import plan_program
 from hdpcomm.plan import Planner
@@ -174,6 +174,44 @@ def test_reductions_beside_a_long_pass_begin_when_as_much_is_left_as_the_shortes
     for hdp_rank, stage, begun, *_ in results:
         if not stage and case.expert == 1:  # expert ranks have one pass together
             assert [min(each) for each in begun[1:]] == [first if hdp_rank else max(first, half)] * 2
+
+
+def test_with_experts_reductions_begin_behind_the_exchanges_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that go between the same ranks would wait for them, and what follows computes longer."""
+    inside, found = threading.local(), []
+    exchanged, start = expert_group._exchanged, WholeSums._start
+
+    def counted(*args: Any) -> torch.Tensor:
+        if torch._C._current_graph_task_id() != -1:
+            inside.count = getattr(inside, "count", 0) + 1
+        return exchanged(*args)
+
+    def noted(sums: WholeSums, place: int) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            found.append((sums._entered, inside.count))
+        start(sums, place)
+
+    begin = WholeSums.begin_pass
+
+    def begun(sums: WholeSums, *args: Any) -> None:
+        inside.count = 0
+        begin(sums, *args)
+
+    monkeypatch.setattr(expert_group, "_exchanged", counted)
+    monkeypatch.setattr(WholeSums, "_start", noted)
+    monkeypatch.setattr(WholeSums, "begin_pass", begun)
+    case, tokens = CASES["ep"], tokens_of(LENGTHS, SPARSE)
+
+    def rank() -> None:
+        torch.set_num_threads(1)
+        with hdp.init() as comm:
+            trainer = trainer_of(comm, case, FixedPlanner(2, 1, case.batches), zero=1)
+            for _ in range(3):
+                trainer.step(LENGTHS, lambda i: tokens[i])
+
+    run_threads(rank, 2)
+    assert {entered for entered, _ in found} == {1, 2, 3}
+    assert all(count == 2 * entered for entered, count in found)
 
 
 def test_passes_that_end_together_reduce_beside_all_of_them() -> None:
