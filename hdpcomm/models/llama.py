@@ -12,13 +12,13 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_number, check_whole
-from hdpcomm.attention import ring_attention
+from hdpcomm.attention import packed_attention, packing
 from hdpcomm.attention.packs import CuSeqlens
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import IGNORE, LabelLoss, linear_cross_entropy
@@ -140,13 +140,12 @@ class _Attention(nn.Module):
         self.v = nn.Linear(config.hidden, kv, bias=False, dtype=dtype, device=device)
         self.out = nn.Linear(inner, config.hidden, bias=False, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: CuSeqlens, comm: Communicator) -> Tensor:
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         tokens = x.shape[0]
         q = apply_rope(self.q(x).view(tokens, self.heads, self.head_dim), tables)
         k = apply_rope(self.k(x).view(tokens, self.kv_heads, self.head_dim), tables)
         v = self.v(x).view(tokens, self.kv_heads, self.head_dim)
-        attended = cast(Tensor, ring_attention(q, k, v, comm=comm, cu_seqlens=cu_seqlens, causal=True))
-        mixed: Tensor = self.out(attended.reshape(tokens, self.heads * self.head_dim))
+        mixed: Tensor = self.out(packed_attention(q, k, v).reshape(tokens, self.heads * self.head_dim))
         return mixed
 
 
@@ -174,11 +173,9 @@ class _Block(nn.Module):
             else _SwiGLU(config, dtype=dtype, device=device)
         )
 
-    def forward(
-        self, x: Tensor, tables: tuple[Tensor, Tensor], cu_seqlens: CuSeqlens, comm: Communicator
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The block's result; with experts also their router's logits."""
-        x = x + self.attention(self.attention_norm(x), tables, cu_seqlens, comm)
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        """The block's result, inside of ``with packing(...)``; with experts also their router's logits."""
+        x = x + self.attention(self.attention_norm(x), tables)
         mixed = self.ffn(self.ffn_norm(x))
         return x + mixed if isinstance(mixed, Tensor) else (x + mixed[0], mixed[1])
 
@@ -192,13 +189,14 @@ def run_blocks(
 ) -> tuple[Tensor, list[Tensor]]:
     """Output of the last block, and the router's logits of each block that has one. Collective over ``comm``."""
     router_logits: list[Tensor] = []
-    for block in blocks:
-        out: Tensor | tuple[Tensor, Tensor] = block(x, tables, cu_seqlens, comm)
-        if isinstance(out, Tensor):
-            x = out
-        else:
-            x, logits = out
-            router_logits.append(logits)
+    with packing(comm, cu_seqlens):
+        for block in blocks:
+            out: Tensor | tuple[Tensor, Tensor] = block(x, tables)
+            if isinstance(out, Tensor):
+                x = out
+            else:
+                x, logits = out
+                router_logits.append(logits)
     return x, router_logits
 
 
