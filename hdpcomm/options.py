@@ -265,6 +265,10 @@ class TrainingOptions:
         "--memory allows", recompute,
         metavar="none|full|auto|N",
     )  # fmt: skip
+    compile: bool = option(
+        "training", False, "layers go through torch.compile, once for all lengths; needs a C++ compiler or, on GPUs, "
+        "Triton", action="store_true",
+    )  # fmt: skip
     memory: int = option(
         "training", 0, "memory that a rank's step may take, weights and optimizer included, like 4G; with --recompute "
         "auto or --zero auto", num_bytes, metavar="SIZE",

@@ -50,6 +50,9 @@ HUGGINGFACE_WORKS: Reasons = {
         ),
         "fsdp fsdp_config": "True is zero=3, or 2 with reshard_after_forward=False; other meanings are refused",
         "ddp_backend ddp_timeout": "of torch.distributed, where transformers begins it",
+        "torch_compile torch_compile_backend torch_compile_mode": (
+            "layers are compiled one by one, once for all lengths; evaluation runs them as they came; not with mesh="
+        ),
     },
     "SFTConfig": {
         "assistant_only_loss chat_template_path completion_only_loss dataset_kwargs dataset_num_proc "
@@ -132,6 +135,7 @@ VERL_WORKS: Reasons = {
             "and buffers stay as they are"
         ),
         "seed full_determinism": "as with fsdp2",
+        "use_torch_compile": "True, verl's default: layers are compiled one by one, once for all lengths",
     },
     "FSDPOptimizerConfig": {
         "optimizer optimizer_impl override_optimizer_config": "any that updates each element by itself",
@@ -169,8 +173,9 @@ VERL_NO_EFFECT: Reasons = {
     },
     "FSDPEngineConfig": {
         "wrap_policy forward_prefetch use_orig_params use_no_sync_for_gradient_accumulation turbo_config": _NO_FSDP,
-        "entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing use_torch_compile "
-        "use_fused_kernels": _NO_LOGITS,
+        "entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing use_fused_kernels": (
+            _NO_LOGITS
+        ),
         "use_remove_padding pad_to_length_bucket": _NO_PADDING,
         "dtype": "mixed_precision says it, as with fsdp2",
     },

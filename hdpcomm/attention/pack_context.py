@@ -98,11 +98,11 @@ def packing(
     known = options_of("packing", options, "variant", "costs", "check")
     pack = PackContext(comm, as_pack(cu_seqlens), backend, known, next(_tickets), padded)
     _drop_packs_of_ended_worlds()
-    with _CurrentPack(pack):
+    with CurrentPack(pack):
         yield pack
 
 
-class _CurrentPack:
+class CurrentPack:
     """The pack of the thread that enters it, for the length of the block; may be entered again and again."""
 
     def __init__(self, pack: PackContext | None, recomputation: Recomputation | None = None) -> None:
@@ -129,7 +129,7 @@ def carry_pack() -> tuple[AbstractContextManager[None], AbstractContextManager[N
     its routing of each layer of experts, after the block and on any thread. Local.
     """
     recomputation = Recomputation()
-    return recomputation, _CurrentPack(_current.pack, recomputation)
+    return recomputation, CurrentPack(_current.pack, recomputation)
 
 
 def current_pack() -> PackContext:

@@ -42,10 +42,16 @@ from hdpcomm.integrations.huggingface_checkpoints import (
 )
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel, ScoreModel
 from hdpcomm.integrations.huggingface_losses import ModelLabels, TokenMetrics, add_noise, token_loss
-from hdpcomm.integrations.huggingface_options import check_options, is_trainer_of, mesh_sizes, mesh_text
+from hdpcomm.integrations.huggingface_options import (
+    check_options,
+    compile_options,
+    is_trainer_of,
+    mesh_sizes,
+    mesh_text,
+)
 from hdpcomm.integrations.huggingface_zero import least_zero, without_fsdp
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses, Sequences, gather_sequences
-from hdpcomm.models import adapt
+from hdpcomm.models import adapt, compile_layers
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of
 from hdpcomm.models.self_check import is_random
 from hdpcomm.parallel import expert_parallel, tensor_parallel
@@ -210,12 +216,20 @@ class HybridDataParallel:
     # --- what transformers.Trainer calls -----------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As in the base; the model is prepared without DDP, which would add up gradients once more, and where it is:
-        moved to ``cpu:0``, parameters without values would get memory."""
+        """As in the base; the model is prepared without DDP, which would add up gradients once more, where it is (moved
+        to ``cpu:0``, parameters without values would get memory), and not compiled: its layers are."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerator = cast(Any, self).accelerator
-        prepare = accelerator.prepare_model
-        accelerator.prepare_model = lambda model, **_: prepare(model, device_placement=False, evaluation_mode=True)
+        prepare, plugin = accelerator.prepare_model, accelerator.state.dynamo_plugin
+
+        def prepared(model: Any, **_: Any) -> Any:
+            backend, plugin.backend = plugin.backend, type(plugin.backend).NO
+            try:
+                return prepare(model, device_placement=False, evaluation_mode=True)
+            finally:
+                plugin.backend = backend
+
+        accelerator.prepare_model = prepared
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """As in the base; a model without memory stays where it is."""
@@ -251,6 +265,8 @@ class HybridDataParallel:
         if self._made is not None:
             self._plans = replace(self._plans, cost_model=self._made[0].cost_model)
             self._made = None  # its host memory is free for the next one
+        if options := compile_options(cast(Any, self).accelerator):
+            compile_layers(self._adapted, **options)
         groups = [list(group["params"]) for group in self._optimizer.param_groups]
         runner = Runner(Passes([self._adapted], mesh), self._optimizer, self._kept, within=self._planned_attention)
         if (alpha := cast(Any, self).neftune_noise_alpha) is not None:

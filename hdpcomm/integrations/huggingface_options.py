@@ -11,7 +11,7 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.train.step.settings import StepSettings
 
-__all__ = ["REFUSED", "check_options", "is_trainer_of", "mesh_sizes", "mesh_text"]
+__all__ = ["REFUSED", "check_options", "compile_options", "is_trainer_of", "mesh_sizes", "mesh_text"]
 
 Reasons = Mapping[str, Mapping[str, str]]
 
@@ -23,9 +23,6 @@ REFUSED: Reasons = {
         "fp16": "give bf16=True",
         "deepspeed": _SHARDED,
         "parallelism_config": "leave it out: mesh={'tensor': N} cuts layers, and zero=3 weights",
-        "torch_compile torch_compile_backend torch_compile_mode": (
-            "leave it out: planned passes call the layers, and what is compiled is the model around them"
-        ),
         "auto_find_batch_size": "leave it out, and give capacity=, the most tokens of a rank at once",
         "torch_empty_cache_steps": "leave it out, and call torch.cuda.empty_cache() in a callback",
         "use_liger_kernel liger_kernel_config": _NO_LOGITS,
@@ -89,7 +86,6 @@ def _given(trainer: Any, kept: StepSettings, cut: Mapping[str, int], log_probs: 
     mesh, accelerator = mesh_text(cut), trainer.accelerator
     parts = mesh or ("zero=3" if kept.zero == 3 else "")
     precision, loss_type = accelerator.mixed_precision, getattr(args, "loss_type", "nll")
-    compiles = str(accelerator.state.dynamo_plugin.backend.value).upper() != "NO"
     updates = any(word in str(getattr(args.optim, "value", args.optim)) for word in ("lomo", "layerwise"))
     of_log_probs, clips_itself = log_probs is not None, not hasattr(transformers.Trainer, "_clip_grad_norm")
     wrong = {
@@ -105,7 +101,7 @@ def _given(trainer: Any, kept: StepSettings, cut: Mapping[str, int], log_probs: 
         "deepspeed": args.deepspeed,
         f"fsdp={args.fsdp or 'of accelerate'!r}": args.fsdp or trainer.is_fsdp_enabled,
         f"{args.n_gpu} GPUs in one process (start a process for each)": args.n_gpu > 1,
-        "torch_compile=True": compiles,
+        f"torch_compile=True with {mesh}": mesh and compile_options(accelerator),
         "auto_find_batch_size=True": args.auto_find_batch_size,
         f"torch_empty_cache_steps={args.torch_empty_cache_steps}": args.torch_empty_cache_steps,
         "use_liger_kernel=True": args.use_liger_kernel,
@@ -131,6 +127,14 @@ def _given(trainer: Any, kept: StepSettings, cut: Mapping[str, int], log_probs: 
         "cast_lm_head_to_fp32=True": of_log_probs and getattr(args, "cast_lm_head_to_fp32", False),
     }
     return (name for name, given in wrong.items() if given)
+
+
+def compile_options(accelerator: Any) -> dict[str, Any]:
+    """Arguments of :func:`hdpcomm.models.compile_layers` that are asked for; none: layers are not compiled."""
+    plugin = accelerator.state.dynamo_plugin
+    known = ("backend", "mode", "fullgraph")
+    asked = {} if plugin.backend.value.upper() == "NO" else plugin.to_kwargs()
+    return {name: value for name, value in asked.items() if name in known}
 
 
 def is_trainer_of(trainer: object, name: str) -> bool:

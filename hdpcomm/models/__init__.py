@@ -2,6 +2,7 @@
 
 from hdpcomm.models.adapt import AdaptedModule, adapt, from_pretrained
 from hdpcomm.models.causal_lm import AdaptedCausalLM
+from hdpcomm.models.compiled import compile_layers
 from hdpcomm.models.llama import Llama, LlamaConfig, apply_rope, rope_tables
 from hdpcomm.models.recompute import set_recompute
 from hdpcomm.models.weights import FolderWeights, NewWeights, Weights
@@ -16,6 +17,7 @@ __all__ = [
     "Weights",
     "adapt",
     "apply_rope",
+    "compile_layers",
     "from_pretrained",
     "rope_tables",
     "set_recompute",

@@ -14,7 +14,15 @@ from hdpcomm.attention.pack_context import find_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload.layers import find_layers
 
-__all__ = ["carry_into_checkpoints", "is_recomputed", "recomputed_layers", "refuse_reentrant", "set_recompute"]
+__all__ = [
+    "carry_into_checkpoints",
+    "inner_forward",
+    "is_recomputed",
+    "recomputed_layers",
+    "refuse_reentrant",
+    "set_inner_forward",
+    "set_recompute",
+]
 
 
 class _Recomputed:
@@ -129,6 +137,21 @@ def recomputed_layers(model: nn.Module) -> int:
 def is_recomputed(layer: nn.Module) -> bool:
     """Whether :func:`set_recompute` has made this layer recompute. Local."""
     return isinstance(vars(layer).get("forward"), _Recomputed)
+
+
+def inner_forward(layer: nn.Module) -> Callable[..., Any]:
+    """The layer's forward without recomputation. Local."""
+    forward: Callable[..., Any] = layer.forward
+    return forward.forward if isinstance(forward, _Recomputed) else forward
+
+
+def set_inner_forward(layer: nn.Module, forward: Callable[..., Any]) -> None:
+    """Gives the layer another forward, beneath its recomputation. Local."""
+    current = vars(layer).get("forward")
+    if isinstance(current, _Recomputed):
+        current.forward, current.own = forward, True
+    else:
+        layer.forward = forward
 
 
 def set_recompute(model: nn.Module, recompute: str | int) -> int:

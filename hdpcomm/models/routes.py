@@ -23,7 +23,7 @@ from hdpcomm.kernels.transfers import to_device
 from hdpcomm.models.moe import MixtureOfExperts, expert_blocks, holds_experts
 from hdpcomm.offload.layers import find_layers
 
-__all__ = ["KeptRoutes", "RoutesShape", "ShardRoutes", "TakenRoutes", "number_routers"]
+__all__ = ["KeptRoutes", "RoutedBlock", "RoutesShape", "ShardRoutes", "TakenRoutes", "number_routers"]
 
 _TOP_K = ("num_experts_per_tok", "top_k", "moe_topk")
 """Names in configurations of how many experts a token goes through."""
@@ -160,8 +160,8 @@ def number_routers(model: nn.Module) -> RoutesShape | None:
         place = _Place(number, layers[id(block)], shape)
         if isinstance(block, MixtureOfExperts):
             block.router_place = place
-        elif not isinstance(vars(block).get("forward"), _RoutedBlock):
-            block.forward = _RoutedBlock(block.forward, place)
+        elif not isinstance(vars(block).get("forward"), RoutedBlock):
+            block.forward = RoutedBlock(block.forward, place)
     return shape
 
 
@@ -180,7 +180,7 @@ def _sizes(block: Any, model: Any) -> tuple[int, int] | None:
     return (counts[0], int(experts)) if counts else None
 
 
-class _RoutedBlock:
+class RoutedBlock:
     """The forward of a module of transformers that holds a layer's router and experts."""
 
     def __init__(self, forward: Callable[..., Any], place: _Place) -> None:

@@ -208,6 +208,11 @@ class RunConfig(TrainingOptions):
                 "split_backward was given and all layers are recomputed, whose gradients of weights cannot be put off: "
                 "it would change nothing; recompute fewer layers, or leave out --split-backward"
             )
+        if self.compile and (self.tensor * self.expert > 1 or self.split_backward):
+            raise InvalidUsage(
+                "compile was given with tensor or expert ranks, or split_backward, whose layers communicate or keep "
+                "their inputs themselves; leave out either"
+            )
         if self.tensor > 1 and isinstance(self.model, LlamaConfig):
             check_sizes(self.model, self.tensor)
         if self.pipeline > 1:

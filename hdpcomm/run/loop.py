@@ -263,7 +263,9 @@ class _Run:
         config, comm = self.config, self.comm
         if isinstance(planner, WholeSequencePlanner):
             mesh = mesh_of(comm, config)
-            (model,) = new_part(config.model, mesh, weights=self.weights, recompute=stage_recompute(config))
+            (model,) = new_part(
+                config.model, mesh, weights=self.weights, recompute=stage_recompute(config), compiled=config.compile
+            )
             stack.enter_context(gloo_group(comm))
             optimizer = new_optimizer(config, model, mesh)
             return DataParallelTrainer(model, optimizer, planner, comm, max_grad_norm=config.max_grad_norm)

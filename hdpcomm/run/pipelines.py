@@ -48,9 +48,10 @@ def new_trainer(
         "dtype": config.dtype_with_masters,
         "optimizer_offload": config.optimizer_offload,
     }
-    recompute = stage_recompute(config)
-    zero = int(config.zero)
-    parts = new_part(config.model, mesh, weights=weights, recompute=recompute, chunks=config.chunks, zero=zero)
+    parts = new_part(
+        config.model, mesh, weights=weights, recompute=stage_recompute(config), chunks=config.chunks,
+        zero=int(config.zero), compiled=config.compile,
+    )  # fmt: skip
     model: Any = parts if mesh.pipeline > 1 else parts[0]
     layers = model if mesh.pipeline == 1 else [block for stage in model for block in stage.blocks]
     offload = None if pool is None else ActivationOffload(pool, layers, min_bytes=SMALLEST_OFFLOAD)

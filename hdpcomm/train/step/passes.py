@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hdpcomm.attention import SlicedSequence
 from hdpcomm.attention import positions as positions_of
 from hdpcomm.kernels.transfers import HostNumbers
+from hdpcomm.models.compiled import refuse_compiled
 from hdpcomm.models.moe import refuse_trees
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.parallel.program import KEEP, RECEIVE, RUN, SEND, WHOLE, StepProgram, pipeline_program, plan_program
@@ -121,8 +122,11 @@ class Passes:
         self.weights: WeightGradients | None = None
         """Weight gradients that split backward passes leave for later."""
         self.planner = planner
+        if mesh.tensor * mesh.expert > 1:
+            refuse_compiled(self.chunks, "tensor and expert ranks")
         self._scheduled: tuple[PipelineSchedule, PlannedWaves] | None = None
         if planner is not None and planner.cluster.split_backward:
+            refuse_compiled(self.chunks, "split_backward=True")
             self.weights = WeightGradients()
             self.weights.watch(block for stage in cast("list[Stage]", self.chunks) for block in stage.blocks)
 

@@ -74,8 +74,8 @@ class Runner:
             self._keep_gradients(optimizer, settings)
         self._buffers = ChangedBuffers(self.model)
         self._alike = mesh.positions.flatten(1).tolist()  # stages may have other groups of parameters
-        self._compiled = False
-        """Whether a step has made what kernels and compilers make at their first call."""
+        self._warm: set[bool] = set()
+        """Passes, with gradients or without, that have made what kernels and compilers make at their first call."""
         self._reduced = False
         self._model_copies, self._optimizer_copies = HostCopies(self._device), HostCopies(self._device)
 
@@ -221,7 +221,7 @@ class Runner:
     def forward(self, inputs: StepInputs) -> Tensor:
         """Forward passes only; (summed loss, labels) of those whose last layers are here, fp64 ``[2]``. Collective."""
         plan = inputs.planned.plan
-        with self.passes.open(plan), self._first(), self._within(), self.weights():
+        with self.passes.open(plan), self._first(False), self._within(), self.weights():
             total = self.passes.run(inputs)
             self.passes.executed_plan(plan)
         self._wait_for_parts()  # others may change theirs then
@@ -242,9 +242,8 @@ class Runner:
         assert self.gradients is not None
         comm, plan = self._mesh.comm, inputs.planned.plan
         with self.passes.open(plan):
-            with beside or nullcontext(), self._first(), self._within(), self.weights():
+            with beside or nullcontext(), self._first(True), self._within(), self.weights():
                 loss = self.passes.run(inputs)
-            self._compiled = True
             if inputs.ends:
                 self.gradients.start()
             self.synchronize()
@@ -332,5 +331,8 @@ class Runner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _first(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._compiled else self._mesh.comm.busy("runs its first micro-batches")
+    def _first(self, training: bool) -> AbstractContextManager[object]:
+        if training in self._warm:
+            return nullcontext()
+        self._warm.add(training)
+        return self._mesh.comm.busy("runs its first micro-batches")

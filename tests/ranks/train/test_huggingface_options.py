@@ -91,6 +91,32 @@ def test_same_weights_as_transformers(
         assert its_losses == pytest.approx(losses, abs=2e-4)
 
 
+def compiled(kind: Any, make: Callable[[], Any], out: str, batch: int, changed: dict[str, Any]) -> Any:
+    """As :func:`train`, with an evaluation; and how many graphs torch has compiled."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    model = make()
+    trainer = trainer_of(kind, model, out, batch, **changed)
+    trainer.train()
+    names = [name for name, _ in model.named_parameters()]
+    return weights(model), trainer.evaluate()["eval_loss"], names, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(("make", "changed"), [(plain, {"gradient_checkpointing": True}), (with_lora, {})])
+def test_compiled_layers(ranks: Any, tmp_path: Path, make: Callable[[], Any], changed: dict[str, Any]) -> None:
+    eager, found = (
+        ranks(2, on_rank, compiled, make, str(tmp_path / "a"), 3, {**ADAM, **changed, **more}, timeout=300)
+        for more in ({}, {"torch_compile_backend": "aot_eager"})
+    )
+    for one, other in zip(found, eager, strict=True):
+        assert one[1:3] == (pytest.approx(other[1], abs=2e-4), other[2])
+        for name, value in other[0].items():
+            torch.testing.assert_close(one[0][name], value, rtol=0, atol=1e-5, msg=name)
+        assert other[3] == 0
+        assert 1 <= one[3] <= 2  # the first layer beneath LoRA has an input without gradient
+
+
 def resumed(kind: Any, make: Callable[[], Any], out: str, costs: CostModel | None) -> Any:
     """(weights of 6 steps at a stretch, those of 3 and 3, losses of both, steps of the second)."""
     changed = ADAM | {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "cost_model": costs}
@@ -191,7 +217,7 @@ def refused(_kind: Any, out: str, changed: dict[str, Any], options: dict[str, An
 @pytest.mark.parametrize(
     ("changed", "options", "told"),
     [
-        ({"torch_compile": True}, {}, "torch_compile=True .*planned passes call the layers"),
+        ({"torch_compile": True}, {"mesh": {"tensor": 2}}, "torch_compile=True with mesh=.*'tensor': 2"),
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size=True .*give capacity="),
         ({"torch_empty_cache_steps": 2}, {}, "torch_empty_cache_steps=2 .*in a callback"),
         ({}, {"capacity": 0}, "capacity"),
