@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from hdpcomm.plan import MicroBatch, StepPlan
 from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 from hdpcomm.plan.step import fixed_for_rank
-from hdpcomm.plan.table import PlanTable
-from hdpcomm.plan.waves import PlannedWaves, in_turns, make_waves, plan_waves
+from hdpcomm.plan.waves import PlannedWaves, in_turns, joined, make_waves
 
 __all__ = [
     "Action",
@@ -114,17 +113,24 @@ def plan_program(
     alone = last is not None and len(last.ranks) == 1
 
     def overlap() -> float:
-        if queue or (expert > 1 and plan.slices):  # which has waves that others leave out
+        if queue:
             return 0.0
-        table = (plan if expert == 1 else plan_waves(plan, expert).plan).table
-        rows, bounds = table.rows_by_rank(plan.num_ranks)
-        ends = np.where(np.diff(bounds) > 0, bounds[1:], 0)
-        return _overlap(table, np.append(rows, -1)[ends - 1], rank)
+        if expert == 1:
+            rows, bounds = plan.table.rows_by_rank(plan.num_ranks)
+            ends = np.where(np.diff(bounds) > 0, bounds[1:], 0)
+            return _overlap(plan.table.predicted_s, plan.table.group_sizes(), np.append(rows, -1)[ends - 1], rank)
+        seconds, sizes, last = list[float](), list[int](), np.full(plan.num_ranks, -1)
+        for wave, _ in in_turns(make_waves(plan.micro_batches, plan.slices), plan.slices):
+            for together, groups in joined(wave, expert):
+                last.reshape(-1, expert)[groups] = len(sizes)
+                sizes.append(len(groups) * expert)
+                seconds.append(max(batch.predicted_s for batch in together))
+        return _overlap(np.array(seconds), np.array(sizes), last, rank)
 
     return StepProgram(actions, batches, partial(_backward_order, plan, expert), alone, overlap)
 
 
-def _overlap(table: PlanTable, last: NDArray[np.int64], rank: int) -> float:
+def _overlap(seconds: NDArray[np.float64], sizes: NDArray[np.int64], last: NDArray[np.int64], rank: int) -> float:
     """The share of a rank's last backward pass, from its end, beside which the gradients may be reduced.
 
     A rank's operations run in the order in which it calls them, so what its last pass exchanges after the first
@@ -133,14 +139,15 @@ def _overlap(table: PlanTable, last: NDArray[np.int64], rank: int) -> float:
     shortest last pass of all ranks takes. Otherwise reductions begin after the pass.
 
     Args:
-        table: the micro-batches, or the waves of them.
-        last: for each HDP rank, the row of its last backward pass; -1: it has none.
+        seconds: of micro-batches, or of those that wait for each other.
+        sizes: the number of ranks of each.
+        last: for each HDP rank, the number of its last backward pass among these; -1: it has none.
     """
     rows = last[last >= 0]
     if last[rank] < 0:
         return 0.0
-    seconds = np.maximum(table.predicted_s, _SHORTEST_S)
-    shared = np.bincount(rows, minlength=len(table))[rows] == table.group_sizes()[rows]
+    seconds = np.maximum(seconds, _SHORTEST_S)
+    shared = np.bincount(rows)[rows] == sizes[rows]
     return float(np.where(shared, seconds[rows], 0.0).min() / seconds[last[rank]])
 
 
@@ -207,7 +214,7 @@ def pipeline_program(
             row = int(np.searchsorted(table.index, index))
             last[table.ranks[table.rank_bounds[row] : table.rank_bounds[row + 1]]] = row, at, kind
         ends = (last[:, 1:] == (0, 1)).all()  # else a message, or gradients of weights, may follow
-        return _overlap(table, last[:, 0], rank) if ends else 0.0
+        return _overlap(table.predicted_s, table.group_sizes(), last[:, 0], rank) if ends else 0.0
 
     in_order = [action for _, action in sorted(actions, key=lambda each: each[0])]
     return StepProgram(in_order, batches, backward_order, overlap=overlap)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,7 +82,7 @@ class WholeSums:
         self._waits: frozenset[int] = frozenset()
         """These layers, as :meth:`order` has told them last: there buckets start behind the exchanges, beside what else
         the layer computes."""
-        self._agreed = self._alone = False
+        self._agreed = self._alone = self._changed = False
         self._overlap = 0.0
         self._times: dict[int, int] = {}
         """How often a backward pass gives a parameter its gradient, where it was seen: with reentrant checkpoints more
@@ -111,17 +111,16 @@ class WholeSums:
             view = self._views[id(parameter)]
             parameter.grad = view if parameter.dtype == view.dtype else None
 
-    @contextmanager
-    def passes(self, _: Callable[[], Sequence[Sequence[int]]]) -> Iterator[None]:
+    def passes(self, _: Callable[[], Sequence[Sequence[int]]]) -> AbstractContextManager[None]:
         """Context of the passes of a step. Local."""
-        with nullcontext() if self._units is None else self._units.open():
-            yield
+        return nullcontext() if self._units is None else self._units.open()
 
     def order(self) -> bytes:
         """The layers after which the buckets are complete, as far as passes have shown it: what the ranks of a backward
         pass must have alike to reduce beside it. Local, before a step's passes."""
-        self._places, self._waits = [], frozenset(self._exchanging)
-        if self._units is not None and self._times:
+        self._waits = frozenset(self._exchanging)
+        if self._units is not None and self._changed:
+            self._changed = False
             self._places = [max(map(self._place, bucket.parameters)) for bucket in self._buckets]
         return repr((self._places, sorted(self._depths), sorted(self._waits))).encode()
 
@@ -198,7 +197,8 @@ class WholeSums:
             )
         self.measured(parameter)
         self._arrivals[key] = self._arrivals.get(key, 0) + 1
-        self._latest[key] = max(self._latest.get(key, 0), self._entered)
+        if self._entered > self._latest.get(key, -1):
+            self._latest[key], self._changed = self._entered, True
         if self._overlap and self._alone:
             self._left[place] -= 1
             self._start_complete()

@@ -18,9 +18,10 @@ import hdpcomm as hdp
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import NotFinite
 from hdpcomm.models import Llama, LlamaConfig, expert_group, set_recompute
+from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.parallel.program import plan_program
-from hdpcomm.plan import Planner
+from hdpcomm.plan import Planner, SequenceFragment
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from hdpcomm.train.zero.whole_sums import WholeSums
@@ -36,6 +37,13 @@ RING = [((0,), (0, 1)), ((1,), (2,)), ((1, 0), (3, 4, 5))]
 OPEN = [((0, 1), (0, 1)), ((1,), (2, 3, 4, 5))]
 APART = [((0,), (0, 1, 2)), ((1,), (3, 4)), ((1,), (5,))]
 IDLE = [((0,), (0, 1, 2)), ((0,), (3, 4, 5))]
+SLICED = [
+    ((0,), (1, 2)),
+    ((1,), (3, 4, 5)),
+    *(((1, 0), SequenceFragment(0, *bounds)) for bounds in ((0, 7), (7, 9), (9, 23))),
+]
+GROUPS = [((0,), (0,)), ((2,), (1,)), ((0,), (2,)), ((1,), (3,)), ((1, 0), (4, 5))]
+CROSSED = [((0, 2), (0, 1)), ((3,), (2, 3)), ((3,), (4, 5))]
 FOUR = [((3, 1), (0,)), ((2,), (1,)), ((0, 2), (2, 3)), ((1, 3), (4, 5))]
 
 
@@ -72,12 +80,18 @@ CASES = {
     "tp, a rank that has never had a pass": Case(2, IDLE, (), tensor=2),
     "ep": Case(2, APART, (0, 1), SPARSE, expert=2),
     "ep, a rank without tokens": Case(2, IDLE, (0, 1), SPARSE, expert=2),
+    "ep, groups with other numbers of waves": Case(4, GROUPS, (0, 1, 2, 3), SPARSE, expert=2),
+    "ep, a ring between groups that is not the last of both": Case(4, CROSSED, (), SPARSE, expert=2),
     "ep and rings": Case(4, FOUR, (0, 1, 2, 3), SPARSE, expert=2),
     "pp": Case(2, APART, (0, 1), pipeline=2),
     "pp and a ring": Case(2, RING, (0, 1), UNTIED, pipeline=2),
     "pp, not the last of both": Case(2, OPEN, (), pipeline=2),
     "pp, interleaved": Case(2, RING, (0, 1), pipeline=2, chunks=2),
     "pp, split backward": Case(2, RING, (), pipeline=2, split=True),
+    "slices": Case(2, SLICED, (0, 1)),
+    "slices, tp": Case(2, SLICED, (0, 1), UNTIED, tensor=2),
+    "slices, ep": Case(2, SLICED, (0, 1), SPARSE, expert=2),
+    "slices, pp": Case(2, SLICED, (0, 1), pipeline=2),
     "pp, tp, ep": Case(2, APART, (0, 1), dataclasses.replace(SPARSE, layers=4), pipeline=2, tensor=2, expert=2),
 }
 
@@ -92,6 +106,10 @@ def trainer_of(comm: hdp.Communicator, case: Case, planner: Planner, **options: 
         tensor_parallel(part, mesh)
         options.get("change", lambda _: None)(part)
     options.pop("change", None)
+    blocks = [block for part in parts for block in part.blocks]
+    pool = PinnedPool(8 << 20, device="cpu") if options.pop("offload", False) else None
+    if pool is not None:
+        options["offload"] = ActivationOffload(pool, blocks, min_bytes=1, resident_layers=0)
     optimizer = torch.optim.SGD([p for part in parts for p in part.parameters() if p.requires_grad], lr=0.0)
     whole = parts if case.pipeline > 1 else model
     return make_trainer(whole, optimizer, planner, mesh, max_grad_norm=None, bucket_bytes=1500, **options)
@@ -122,20 +140,20 @@ def gradients(trainer: Trainer) -> list[torch.Tensor]:
     return [sums.own(bucket).clone() for bucket in sums.buckets]
 
 
-def run(case: Case, noted: Noted, transport: str = "shm", steps: int = 3, **options: Any) -> list[Any]:
+def run(case: Case, noted: Noted, transport: str = "shm", offload: bool = False, **options: Any) -> list[Any]:
     """By rank: (HDP rank, stage, the layers of reductions inside of passes, losses, gradients), each step by step."""
     tokens = tokens_of(LENGTHS, case.config)
     planner = FixedPlanner(
-        case.hdp, case.pipeline, case.batches,
+        case.hdp, case.pipeline, case.batches, ratio=0.6 if offload else 0.0,
         chunks=case.chunks, tensor=case.tensor, split=case.split, seconds=case.seconds,
     )  # fmt: skip
 
     def rank() -> Any:
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            trainer = trainer_of(comm, case, planner, **options)
+            trainer = trainer_of(comm, case, planner, offload=offload, **options)
             layers, losses, sums = [], [], []
-            for _ in range(steps):
+            for _ in range(3):
                 losses.append(trainer.step(LENGTHS, lambda i: tokens[i]).loss)
                 layers.append(noted.take())
                 sums.append(gradients(trainer))
@@ -280,6 +298,11 @@ def test_models_whose_gradients_come_otherwise(
 ) -> None:
     case = dataclasses.replace(CASES[name], config=dataclasses.replace(CASES[name].config, tied_embeddings=False))
     check(run(case, Noted(monkeypatch), zero=1, change=change), case.early)
+
+
+@pytest.mark.parametrize("name", ["tp and a ring", "slices", "pp and a ring"])
+def test_activations_in_host_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(run(CASES[name], Noted(monkeypatch), offload=True, zero=1), CASES[name].early)
 
 
 def test_a_bucket_of_experts_that_no_token_has_reached_holds_back_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
