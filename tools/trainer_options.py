@@ -127,6 +127,7 @@ VERL_WORKS: Reasons = {
             "weights and sums of gradients, and master weights and the optimizer's state, are in pinned host memory "
             "between passes"
         ),
+        "router_replay": "R2: experts of the pass for old log-probabilities; R3: routed_experts of the rollouts",
         "forward_only": "of references and reward models: their weights are whole on each rank",
         "reshard_after_forward": "True: ZeRO-3; False: ZeRO-2, parameters stay whole",
         "model_dtype": "type in which weights are read; master weights are fp32 at least",

@@ -9,7 +9,7 @@ the same prompt, whichever ranks have them, are a tree, in which it is computed 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -22,6 +22,7 @@ from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure import measured_planner
+from hdpcomm.models.routes import KeptRoutes
 from hdpcomm.offload import ActivationOffload, rank_pool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
 from hdpcomm.plan import CostModel, ModelSpec, PlannedStep, Planner, TrajectoryTree, Tree, trees_of_prompts
@@ -56,6 +57,7 @@ class Sequences:
         labels: int64, the same shape: what each token is to predict, -100 for nothing.
         targets: floating point ``[sequences, outputs]`` of losses of outputs, which ``fetch`` gives as the columns "0",
             "1", ...; ``None``: there are none.
+        routes: int16 ``[sum(lengths), layers, top_k]``, the experts that tokens take; ``None``: as routers choose.
         offsets: where each begins, and the last one ends.
     """
 
@@ -63,6 +65,7 @@ class Sequences:
     tokens: Tensor
     labels: Tensor
     targets: Tensor | None = None
+    routes: Tensor | None = None
     offsets: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -75,28 +78,31 @@ class Sequences:
 
     def prompts(self) -> list[tuple[Hashable, int]]:
         """For each sequence the name and the tokens of its prompt: what comes before its first label, where that is
-        more than one token; equal ones have one name."""
+        more than one token; equal ones, of the same routes, have one name."""
         found: list[tuple[Hashable, int]] = []
         for i in range(len(self.lengths)):
             place = slice(*self.offsets[i : i + 2])
             tokens, labels = self.tokens[place], self.labels[place]
             labelled = (labels != IGNORE).nonzero()
             count = int(labelled[0]) + 1 if len(labelled) else 1
-            found.append((tokens[:count].numpy().tobytes() if count > 1 else i, count))
+            parts = [tokens[:count], *([] if self.routes is None else [self.routes[place][:count]])]
+            found.append((b"".join(each.numpy().tobytes() for each in parts) if count > 1 else i, count))
         return found
 
     def fetch(self, place: int) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
-        """(tokens, labels) of one sequence, or a dictionary of them and its targets."""
+        """(tokens, labels) of one sequence, or a dictionary of them, its targets and its routes."""
         part = slice(*self.offsets[place : place + 2])
         tokens, labels = self.tokens[part], self.labels[part]
-        if self.targets is None:
+        if self.targets is None and self.routes is None:
             return tokens, labels
-        return {"tokens": tokens, "labels": labels} | {str(k): each for k, each in enumerate(self.targets[place])}
+        targets: Iterable[Tensor] = () if self.targets is None else self.targets[place]
+        more = {} if self.routes is None else {"routes": self.routes[part]}
+        return {"tokens": tokens, "labels": labels} | {str(k): each for k, each in enumerate(targets)} | more
 
 
 def gather_sequences(own: Sequences, comm: Communicator) -> tuple[Sequences, int]:
     """The sequences of all ranks, in their order, and the number of tokens before this rank's. Collective over
-    ``comm``: three all-gathers, 16 bytes a token, and one of targets if there are any."""
+    ``comm``: three all-gathers, 16 bytes a token, and one each of targets and routes if there are any."""
     if comm.size == 1:
         return own, 0
     sizes = torch.empty(2 * comm.size, dtype=torch.int64)
@@ -108,7 +114,11 @@ def gather_sequences(own: Sequences, comm: Communicator) -> tuple[Sequences, int
     targets = own.targets
     if targets is not None:
         targets = _gather(targets.double().T, counts.tolist(), most[0], comm).T
-    return Sequences(lengths.tolist(), both[0], both[1], targets), int(tokens[: comm.rank].sum())
+    routes = own.routes
+    if routes is not None:
+        every = _gather(routes.flatten(1).T.contiguous(), tokens.tolist(), most[1], comm)
+        routes = every.T.reshape(-1, *routes.shape[1:])
+    return Sequences(lengths.tolist(), both[0], both[1], targets, routes), int(tokens[: comm.rank].sum())
 
 
 def _gather(rows: Tensor, counts: list[int], most: int, comm: Communicator) -> Tensor:
@@ -162,6 +172,7 @@ class ScoredRows:
         values: ``[1 or 2, labels of this rank]``: log-probabilities, and entropies; a leaf of the loss's graph, if
             there is to be one.
         temperature: divides the logits; ``None``: the results are outputs of the last layer.
+        routes: ``[tokens of this rank, layers with routers, top_k]``, where they were asked for.
     """
 
     batch: Sequences
@@ -170,6 +181,7 @@ class ScoredRows:
     entries: Tensor
     values: Tensor
     temperature: float | None
+    routes: Tensor | None = None
 
     def terms(self, slopes: Tensor | None, comm: Communicator) -> LabelTerms:
         """The losses of the labels that have these derivatives, of the shape of ``values``, on this rank, and others'
@@ -257,9 +269,9 @@ class RowPasses:
                 cost_model=plans.cost_model,
             )  # fmt: skip
 
-    def score(self, own: Sequences, *, temperature: float | None, entropy: bool) -> ScoredRows:
+    def score(self, own: Sequences, *, temperature: float | None, entropy: bool, routes: bool = False) -> ScoredRows:
         """Forward passes over all ranks' rows; the log-probabilities of the labels of this rank's, or with no
-        temperature the outputs there, of a model with one. Collective.
+        temperature the outputs there, of a model with one; with ``routes`` also the experts of its tokens. Collective.
 
         The values are a leaf with gradients where autograd is on.
         """
@@ -269,14 +281,17 @@ class RowPasses:
             folded = fold([batch.tokens[a:b] for a, b in pairwise(batch.offsets)])
             trees: Sequence[TrajectoryTree] = [tree for tree in folded if len(tree.trajectories) > 1]
         else:
-            trees = trees_of_prompts(lengths, batch.prompts())
+            trees = () if routes else trees_of_prompts(lengths, batch.prompts())
         planned, labels = shorter_plan(lambda items: self._planned(items, lengths), lengths, trees, shares=self._shares)
         self._agreed(planned)
         kept = KeptLogProbs(labels, self._like, entropy=entropy, temperature=temperature)
+        if routes:
+            kept.routes = KeptRoutes(labels.offsets[-1], self._model, self._like.device)
         self._runner.forward(self._inputs(planned, batch, terms=kept_terms(kept, labels)))
         entries = first + (own.labels != IGNORE).nonzero()[:, 0]
         values = kept.sum(self.mesh)[:, entries].requires_grad_(torch.is_grad_enabled())
-        return ScoredRows(batch, planned, labels, entries, values, temperature)
+        every = kept.sum_routes(self.mesh)[first : first + len(own.tokens)] if routes else None
+        return ScoredRows(batch, planned, labels, entries, values, temperature, every)
 
     def train(
         self,

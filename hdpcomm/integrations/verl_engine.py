@@ -107,6 +107,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         self._device = torch.device(name) if name == "cpu" else torch.device(name, get_device_id())
         self._critic = model_config.model_type == "value_model"
         """It gives values of tokens."""
+        self._replay = engine_config.router_replay.get("mode", "disabled")
         self._lora = model_config.lora_rank > 0 or bool(model_config.lora_adapter_path)
         self._asked: tuple[float | None, bool] = (1.0, False)
         """Temperature (``None``: of values), and whether entropies are computed, of the batch that runs."""
@@ -263,10 +264,12 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         with self.comm.liveness_deadlines():
             limit = self._limit(data)
             micro_batches, indices = prepare_micro_batches(data=data, dp_group=dp_group, same_micro_num_in_dp=True)
-            own = _sequences([each["input_ids"] for each in micro_batches], values=self._critic)
+            own = _sequences(micro_batches, values=self._critic, routes=self._takes_routes(data))
+            keeps_routes = self._replay == "R2" and own.routes is None and forward_only
             self._rows.capacity = limit or self._most(int(each["input_ids"].offsets()[-1]) for each in micro_batches)
             with torch.set_grad_enabled(not forward_only):
-                scored = self._rows.score(own, temperature=self._asked[0], entropy=self._asked[1])
+                temperature, entropy = self._asked
+                scored = self._rows.score(own, temperature=temperature, entropy=entropy, routes=keeps_routes)
             labelled = own.labels != IGNORE
             every = torch.zeros(len(scored.values), len(own.tokens), dtype=scored.values.dtype)
             every[:, labelled] = scored.values.detach()
@@ -274,6 +277,8 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
             every.requires_grad_(not forward_only)
             with torch.set_grad_enabled(not forward_only):
                 found = self._losses(micro_batches, every, loss_function, keeps=keeps)
+            if scored.routes is not None:
+                _add_routes(found, micro_batches, scored.routes.to(torch.int16))
             if not forward_only:
                 slopes = None if every.grad is None else every.grad.cpu()[:, labelled] / self.comm.size
                 self._rows.train(scored.planned, scored.batch, terms=scored.terms(slopes, self.comm), ends=self._ends)
@@ -299,6 +304,16 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
             told = {"loss": loss.detach().item(), "metrics": metrics}
             found.append({"model_output": detach_tree(output), **told} if keeps else told)
         return found
+
+    def _takes_routes(self, data: Any) -> bool:
+        """Whether tokens take the experts that the batch names, as verl's engines for Megatron and VeOmni do."""
+        given = data.get("routed_experts", None) is not None
+        if self._replay == "R3" and not given:
+            raise unsupported(
+                "router_replay.mode=R3 with a batch without routed_experts",
+                "let rollouts give them (rollout.enable_rollout_routing_replay=True), or take mode R2",
+            )
+        return given and self._replay != "disabled"
 
     def _limit(self, data: Any) -> int | None:
         """The most tokens that a rank is to hold at a time; ``None``: what verl's micro-batches have. Collective.
@@ -527,14 +542,26 @@ class _Mode(BaseEngineCtx):  # type: ignore[misc]
         super().__exit__(exc_type, exc_val, exc_tb)
 
 
-def _sequences(nested: list[Any], *, values: bool) -> Sequences:
+def _sequences(micro_batches: list[Any], *, values: bool, routes: bool) -> Sequences:
     """The rows of micro-batches, one after the other; every token but a row's first is a label, or has a value."""
+    nested = [each["input_ids"] for each in micro_batches]
     lengths = torch.cat([each.offsets().diff() for each in nested]).cpu()
     tokens = torch.cat([each.values() for each in nested]).cpu().long()
     labels = torch.zeros_like(tokens) if values else tokens.roll(-1)
     if not values:
         labels[lengths.cumsum(0) - 1] = IGNORE
-    return Sequences(lengths.tolist(), tokens, labels)
+    taken = torch.cat([each["routed_experts"].values() for each in micro_batches]) if routes else None
+    return Sequences(lengths.tolist(), tokens, labels, routes=None if taken is None else taken.cpu().to(torch.int16))
+
+
+def _add_routes(found: list[dict[str, Any]], micro_batches: list[Any], routes: Tensor) -> None:
+    """Adds those of each micro-batch's tokens to its outputs, under the name that verl's batches have for them."""
+    first = 0
+    for output, each in zip(found, micro_batches, strict=True):
+        offsets = each["input_ids"].offsets().cpu()
+        rows = routes[first : first + int(offsets[-1])]
+        output["model_output"]["routed_experts"] = torch.nested.nested_tensor_from_jagged(rows, offsets)
+        first += len(rows)
 
 
 def _temperature(data: Any) -> float:
@@ -558,7 +585,7 @@ def _schedule(optimizer: torch.optim.Optimizer, config: Any) -> Any:
     )  # fmt: skip
 
 
-_OUTPUTS = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "enable_routing_replay")
+_OUTPUTS = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared")
 
 
 def _refuse_batch(data: Any) -> None:

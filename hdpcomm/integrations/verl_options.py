@@ -26,7 +26,6 @@ REFUSED: Reasons = {
         "offload_policy": "give param_offload=True and optimizer_offload=True, which move them between passes",
         "fsdp_size": "set it to -1: weights are shared by the ranks of each host",
         "qat": _FSDP,
-        "router_replay": _FSDP,
     },
     "HFModelConfig": {
         "target_parameters": "name layers in target_modules, or use strategy=fsdp2",
@@ -66,7 +65,6 @@ def unsupported(what: str, instead: str) -> InvalidUsage:
 def _given(model: Any, engine: Any, checkpoint: Any, ranks: int) -> Iterator[str]:
     """Options that are given and refused, with their values."""
     precision = (engine.mixed_precision or {}).get("param_dtype", "bf16")
-    replay = engine.router_replay.get("mode", "disabled")  # a dictionary, unless the user names its class
     lora = model.lora_rank > 0 or model.lora_adapter_path
     ulysses, size = engine.ulysses_sequence_parallel_size, engine.fsdp_size
     wrong = {
@@ -82,7 +80,6 @@ def _given(model: Any, engine: Any, checkpoint: Any, ranks: int) -> Iterator[str
         f"fsdp_size={size}": 0 < size < ranks,
         "pad_to_length=True": engine.pad_to_length,
         "qat.enable=True": engine.qat.enable,
-        f"router_replay.mode={replay}": replay != "disabled",
         f"mixed_precision.param_dtype={precision}": str(precision).rpartition(".")[2] in ("fp16", "float16", "16"),
         "async_save=True": checkpoint.get("async_save", False),
     }

@@ -442,7 +442,6 @@ REFUSED = {
     "actor.fsdp_config.pad_to_length": True,
     "actor.fsdp_config.qat.enable": True,
     "actor.checkpoint.async_save": True,
-    "actor.fsdp_config.router_replay": {"mode": "R2"},
     "actor.fsdp_config.mixed_precision.param_dtype": "fp16",
 }
 """Options that the error names."""

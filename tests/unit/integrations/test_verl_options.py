@@ -44,7 +44,6 @@ GIVEN: dict[str, dict[str, Any]] = {
     "fsdp_size=2": {"fsdp_size": 2},
     "pad_to_length=True": {"pad_to_length": True},
     "qat.enable=True": {"qat": SimpleNamespace(enable=True)},
-    "router_replay.mode=R2": {"router_replay": {"mode": "R2"}},
     "mixed_precision.param_dtype=fp16": {"mixed_precision": {"param_dtype": "fp16"}},
     "async_save=True": {"async_save": True},
 }
