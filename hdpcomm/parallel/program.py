@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hdpcomm.plan import MicroBatch, StepPlan
 from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 from hdpcomm.plan.step import fixed_for_rank
-from hdpcomm.plan.waves import PlannedWaves, in_turns, joined, make_waves
+from hdpcomm.plan.waves import PlannedWaves, in_turns, joined_batches, make_waves
 
 __all__ = [
     "Action",
@@ -121,7 +121,7 @@ def plan_program(
             return _overlap(plan.table.predicted_s, plan.table.group_sizes(), np.append(rows, -1)[ends - 1], rank)
         seconds, sizes, last = list[float](), list[int](), np.full(plan.num_ranks, -1)
         for wave, _ in in_turns(make_waves(plan.micro_batches, plan.slices), plan.slices):
-            for together, groups in joined(wave, expert):
+            for together, groups in joined_batches(wave, expert):
                 last.reshape(-1, expert)[groups] = len(sizes)
                 sizes.append(len(groups) * expert)
                 seconds.append(max(batch.predicted_s for batch in together))

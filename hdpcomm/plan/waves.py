@@ -24,7 +24,7 @@ __all__ = [
     "blocks_of",
     "in_turns",
     "in_waves",
-    "joined",
+    "joined_batches",
     "make_waves",
     "plan_waves",
     "run_waves",
@@ -246,7 +246,7 @@ def in_waves(
     return found | changed | {"end": clock.rank_end, "busy": clock.rank_busy}
 
 
-def joined(wave: Sequence[MicroBatch], size: int) -> Iterator[tuple[list[MicroBatch], list[int]]]:
+def joined_batches(wave: Sequence[MicroBatch], size: int) -> Iterator[tuple[list[MicroBatch], list[int]]]:
     """The micro-batches of a wave that wait for each other, with the numbers of their expert groups."""
     table = PlanTable.of(wave)
     groups, which = table.ranks // size, table.rows_of_ranks()
@@ -297,7 +297,7 @@ class PlannedWaves:
                     [batch.index for batch in own],
                     [rank for group in groups for rank in range(group * expert, (group + 1) * expert)],
                 )
-                for own, groups in joined(list(batches.values()), expert)
+                for own, groups in joined_batches(list(batches.values()), expert)
             ]
             for wave, batches in wave_of.items()
         }
