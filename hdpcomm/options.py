@@ -265,6 +265,14 @@ class TrainingOptions:
         "--memory allows", recompute,
         metavar="none|full|auto|N",
     )  # fmt: skip
+    fp8: str = option(
+        "training", "none", "linear layers multiply in FP8, by torchao: with a scale for each token and row, or for "
+        "each tensor", str, choices=("none", "rowwise", "tensorwise"),
+    )  # fmt: skip
+    fp8_exclude: tuple[str, ...] = option(
+        "training", (), "parts of names of linear layers that stay as they are; embedding, head and routers do anyway",
+        str, nargs="+", metavar="NAME",
+    )  # fmt: skip
     compile: bool = option(
         "training", False, "layers go through torch.compile, once for all lengths; needs a C++ compiler or, on GPUs, "
         "Triton", action="store_true",

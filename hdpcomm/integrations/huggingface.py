@@ -51,7 +51,7 @@ from hdpcomm.integrations.huggingface_options import (
 )
 from hdpcomm.integrations.huggingface_zero import least_zero, without_fsdp
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses, Sequences, gather_sequences
-from hdpcomm.models import adapt, compile_layers
+from hdpcomm.models import adapt, compile_layers, use_float8
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of
 from hdpcomm.models.self_check import is_random
 from hdpcomm.parallel import expert_parallel, tensor_parallel
@@ -110,6 +110,7 @@ class HybridDataParallel:
             fp32 masters: as of :class:`hdpcomm.train.Trainer`. ``fsdp`` of TrainingArguments says the same;
             ``zero="auto"``, with ``capacity``, is the least stage that the devices, or the hosts, have memory for.
         optimizer_offload: of :class:`hdpcomm.train.Trainer`, too.
+        fp8: ``"rowwise"`` or ``"tensorwise"`` of :func:`hdpcomm.models.use_float8`; not with tensor ranks.
         mesh: ``{"tensor": 2, "expert": 2}``, or one of them: how many ranks share the layers, or their experts, once
             training begins (:class:`hdpcomm.Mesh`). Then evaluation gives the loss alone, and :meth:`save_model` saves
             the model.
@@ -135,7 +136,7 @@ class HybridDataParallel:
         mesh: Mapping[str, int] = MappingProxyType({}),
         **kwargs: Any,
     ) -> None:
-        optimizer_offload = kwargs.pop("optimizer_offload", False)
+        optimizer_offload, self._fp8 = kwargs.pop("optimizer_offload", False), kwargs.pop("fp8", None)
         self._comm: Communicator | None = None
         auto = zero == "auto"
         check_whole("Trainer", "zero", 0 if auto else zero, least=0, most=3)
@@ -265,6 +266,9 @@ class HybridDataParallel:
         if self._made is not None:
             self._plans = replace(self._plans, cost_model=self._made[0].cost_model)
             self._made = None  # its host memory is free for the next one
+        if self._fp8 is not None:
+            use_float8(self._adapted, self._fp8)
+            self._fp8 = None  # once, whenever train() is called again
         if options := compile_options(cast(Any, self).accelerator):
             compile_layers(self._adapted, **options)
         groups = [list(group["params"]) for group in self._optimizer.param_groups]

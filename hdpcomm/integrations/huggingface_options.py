@@ -44,6 +44,7 @@ REFUSED: Reasons = {
 _LOG_PROB_TRAINERS = {f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "reward", "rloo")}
 _ADVICE = {name: text for group in REFUSED.values() for names, text in group.items() for name in names.split()} | {
     "fsdp": _SHARDED,
+    "mixed precision fp8": "give bf16=True, and fp8='rowwise'",
     "a model that was loaded with tp_plan": "load it without, and give mesh={'tensor': N}",
 }
 

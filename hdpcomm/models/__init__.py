@@ -3,6 +3,7 @@
 from hdpcomm.models.adapt import AdaptedModule, adapt, from_pretrained
 from hdpcomm.models.causal_lm import AdaptedCausalLM
 from hdpcomm.models.compiled import compile_layers
+from hdpcomm.models.float8 import use_float8
 from hdpcomm.models.llama import Llama, LlamaConfig, apply_rope, rope_tables
 from hdpcomm.models.recompute import set_recompute
 from hdpcomm.models.weights import FolderWeights, NewWeights, Weights
@@ -21,4 +22,5 @@ __all__ = [
     "from_pretrained",
     "rope_tables",
     "set_recompute",
+    "use_float8",
 ]

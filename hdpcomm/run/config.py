@@ -213,6 +213,12 @@ class RunConfig(TrainingOptions):
                 "compile was given with tensor or expert ranks, or split_backward, whose layers communicate or keep "
                 "their inputs themselves; leave out either"
             )
+        if self.fp8 != "none" and (self.tensor > 1 or self.split_backward):
+            raise InvalidUsage(
+                "fp8 was given with tensor ranks or split_backward, which it does not know; leave out either"
+            )
+        if self.fp8_exclude and (self.fp8 == "none" or self.pipeline > 1):
+            raise InvalidUsage("fp8_exclude is for fp8 without pipelines, whose stages have other layers; leave it out")
         if self.tensor > 1 and isinstance(self.model, LlamaConfig):
             check_sizes(self.model, self.tensor)
         if self.pipeline > 1:

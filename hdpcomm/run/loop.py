@@ -35,11 +35,11 @@ from hdpcomm.run.export import export_model
 from hdpcomm.run.first_weights import FirstWeights, keep_optimizer
 from hdpcomm.run.limits import check_limits
 from hdpcomm.run.memory import free_models, within_memory
-from hdpcomm.run.model import model_spec, new_part
+from hdpcomm.run.model import model_spec
 from hdpcomm.run.optimizers import is_for_matrices, new_optimizer
 from hdpcomm.run.options import RunResult, Saving, Watching
 from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
-from hdpcomm.run.pipelines import mesh_of, new_trainer, stage_recompute
+from hdpcomm.run.pipelines import mesh_of, new_trainer, trained_part
 from hdpcomm.run.resuming import (
     agreed_checkpoint,
     check_same_data,
@@ -263,9 +263,7 @@ class _Run:
         config, comm = self.config, self.comm
         if isinstance(planner, WholeSequencePlanner):
             mesh = mesh_of(comm, config)
-            (model,) = new_part(
-                config.model, mesh, weights=self.weights, recompute=stage_recompute(config), compiled=config.compile
-            )
+            (model,) = trained_part(config, mesh, self.weights)
             stack.enter_context(gloo_group(comm))
             optimizer = new_optimizer(config, model, mesh)
             return DataParallelTrainer(model, optimizer, planner, comm, max_grad_norm=config.max_grad_norm)

@@ -16,7 +16,7 @@ from torch import nn
 
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import Llama, LlamaConfig, Weights, compile_layers, from_pretrained, set_recompute
+from hdpcomm.models import Llama, LlamaConfig, Weights, from_pretrained, set_recompute
 from hdpcomm.models.adapt import check_config
 from hdpcomm.models.lora import add_lora
 from hdpcomm.offload.layers import find_layers
@@ -169,7 +169,6 @@ def new_part(
     recompute: Sequence[str | int],
     chunks: int = 1,
     zero: int = 0,
-    compiled: bool = False,
 ) -> list[nn.Module]:
     """This rank's part of the model in fp32, in the form of the trainer: one module, or its stages of a pipeline. It is
     made without memory, cut, and filled then, so that no rank needs more than its part. Collective over the mesh.
@@ -178,7 +177,6 @@ def new_part(
         recompute: of each stage, for :func:`hdpcomm.models.set_recompute`; one value without pipelines.
         chunks: stages on a device of a pipeline.
         zero: of the trainer that gets it: with 3 a parameter has this rank's part of its values only.
-        compiled: whether its layers are, by :func:`hdpcomm.models.compile_layers`.
         weights: makes those of the whole model, which it is given on the meta device. ``None``: the part stays there.
 
     Raises: InvalidUsage: the folder's weights do not fit its configuration, or the model cannot be trained right.
@@ -194,8 +192,6 @@ def new_part(
     for part, layers in zip(parts, recompute, strict=True):
         tensor_parallel(expert_parallel(part, mesh), mesh)
         set_recompute(part, layers)
-        if compiled:
-            compile_layers(part)
     if values is not None:
         materialize(nn.ModuleList(parts) if mesh.pipeline > 1 else whole, mesh, values, zero=zero)
     return parts

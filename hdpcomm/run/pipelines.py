@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hdpcomm.comm import Mesh
+from hdpcomm.models import compile_layers, use_float8
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
 from hdpcomm.run.config import RunConfig
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from hdpcomm.models import Weights
     from hdpcomm.plan import Planner
 
-__all__ = ["device_recompute", "mesh_of", "new_trainer", "recompute_by_device", "stage_recompute"]
+__all__ = ["device_recompute", "mesh_of", "new_trainer", "recompute_by_device", "stage_recompute", "trained_part"]
 
 
 def mesh_of(comm: Communicator, config: RunConfig) -> Mesh:
@@ -48,15 +49,24 @@ def new_trainer(
         "dtype": config.dtype_with_masters,
         "optimizer_offload": config.optimizer_offload,
     }
-    parts = new_part(
-        config.model, mesh, weights=weights, recompute=stage_recompute(config), chunks=config.chunks,
-        zero=int(config.zero), compiled=config.compile,
-    )  # fmt: skip
+    parts = trained_part(config, mesh, weights)
     model: Any = parts if mesh.pipeline > 1 else parts[0]
     layers = model if mesh.pipeline == 1 else [block for stage in model for block in stage.blocks]
     offload = None if pool is None else ActivationOffload(pool, layers, min_bytes=SMALLEST_OFFLOAD)
     optimizer = new_optimizer(config, nn.ModuleList(parts) if mesh.pipeline > 1 else parts[0], mesh)
     return Trainer(model, optimizer, planner, mesh, offload=offload, **options)
+
+
+def trained_part(config: RunConfig, mesh: Mesh, weights: Callable[[nn.Module], Weights] | None) -> list[nn.Module]:
+    """The parts of :func:`hdpcomm.run.model.new_part` as a trainer runs them: in FP8, and compiled. Collective."""
+    recompute, zero = stage_recompute(config), int(config.zero)
+    parts = new_part(config.model, mesh, weights=weights, recompute=recompute, chunks=config.chunks, zero=zero)
+    for part in parts:
+        if config.fp8 != "none":
+            use_float8(part, config.fp8, exclude=config.fp8_exclude)
+        if config.compile:
+            compile_layers(part)
+    return parts
 
 
 def stage_recompute(config: RunConfig) -> list[str | int]:

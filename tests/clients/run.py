@@ -33,6 +33,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "planning_trainer": ("transformers", "accelerate"),
     "accelerate_launch": ("transformers", "accelerate"),
     "qlora": ("transformers", "accelerate", "peft", "torchao==0.18.0"),
+    "float8": ("transformers", "accelerate", "peft", "torchao==0.18.0"),
     "trl_sft": ("transformers", "accelerate", "trl", "datasets", "peft"),
     "planning_trl": ("transformers", "accelerate", "trl", "datasets", "peft"),
     "lightning_fabric": ("transformers", "lightning==2.6.6"),

@@ -117,6 +117,29 @@ def test_compiled_layers(ranks: Any, tmp_path: Path, make: Callable[[], Any], ch
         assert 1 <= one[3] <= 2  # the first layer beneath LoRA has an input without gradient
 
 
+def in_fp8(_kind: Any, make: Callable[[], Any], out: str, changed: dict[str, Any]) -> Any:
+    """(losses, evaluation, names in the saved model)."""
+    from hdpcomm.integrations.huggingface import Trainer
+
+    data = {"train_dataset": documents(), "eval_dataset": documents(), "data_collator": padded}
+    trainer = Trainer(model=make(), args=arguments(Path(out), 3, 1, **ADAM), **data, **changed)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, trainer.evaluate()["eval_loss"], sorted(weights(trainer.model))
+
+
+@pytest.mark.parametrize("make", [plain, with_lora])
+def test_layers_in_fp8(ranks: Any, tmp_path: Path, make: Callable[[], Any]) -> None:
+    pytest.importorskip("torchao")
+    wide, narrow = (
+        ranks(2, on_rank, in_fp8, make, str(tmp_path), changed, timeout=200)[0]
+        for changed in ({"zero": 1}, {"zero": 1, "fp8": "rowwise"})
+    )
+    assert narrow[:2] == (pytest.approx(wide[0], rel=0.02), pytest.approx(wide[1], rel=0.02))
+    assert narrow[0] != wide[0]
+    assert narrow[2] == wide[2]
+
+
 def resumed(kind: Any, make: Callable[[], Any], out: str, costs: CostModel | None) -> Any:
     """(weights of 6 steps at a stretch, those of 3 and 3, losses of both, steps of the second)."""
     changed = ADAM | {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "cost_model": costs}
