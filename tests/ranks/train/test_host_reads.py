@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_iter
 
 import hdpcomm as hdp
 from hdpcomm.attention import api as attention_api
+from hdpcomm.attention import pack_context
 from hdpcomm.kernels.transfers import HostNumbers
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, trees_of_prompts
@@ -211,7 +212,8 @@ def reads(options: dict[str, Any]) -> dict[tuple[str, str], int]:
 @pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention looks at the values of its inputs on the CPU only, unless it is asked to."""
-    monkeypatch.setattr(attention_api, "careful_of", lambda _x, options: bool(options and options.check))
+    for module in (attention_api, pack_context):
+        monkeypatch.setattr(module, "careful_of", lambda _x, options: bool(options and options.check))
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"zero": 1}], ids=["plain", "bf16", "zero"])
