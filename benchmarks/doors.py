@@ -113,12 +113,15 @@ def arguments(config: type[Any], folder: Path, **changed: Any) -> Any:
     return config(**(settings | changed))
 
 
-def trainer_of(door: str, folder: Path, settings: dict[str, Any], plans: dict[str, Any] | None) -> Callable[[], Any]:
+def trainer_of(
+    door: str, folder: Path, settings: dict[str, Any], plans: dict[str, Any] | None, **more: Any
+) -> Callable[[], Any]:
     """Makes a trainer of the model in a folder, when called; all imports are done.
 
     Args:
         settings: arguments of the trainer besides those that all have.
         plans: arguments of plans; ``None``: the trainer of the other base.
+        more: what else the trainer is given.
     """
     import datasets
     import transformers
@@ -142,7 +145,7 @@ def trainer_of(door: str, folder: Path, settings: dict[str, Any], plans: dict[st
         model: Any = str(folder / "model")
         if plans is None:
             model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        return kind(model=model, args=arguments(config, folder, **settings), **given, **(plans or {}))
+        return kind(model=model, args=arguments(config, folder, **settings), **given, **(plans or {}), **more)
 
     return make
 
@@ -177,25 +180,47 @@ def run_rank(door: str, folder: str, zero: int, steps: int, resume: bool) -> dic
     }  # fmt: skip
 
 
-def verl_rank(folder: str, steps: int, resume: bool) -> dict[str, Any]:
-    """Micro-batches are of a rank's own rows there."""
-    give_back()
-    os.environ |= {"OMP_NUM_THREADS": "1", "VERL_ENGINE_DEVICE": "cpu"}
+def verl_client(strategy: str) -> Any:
+    """verl's workers on CPUs; it has no engine of its own for these, and that for CUDA runs there."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "VERL_ENGINE_DEVICE": "cpu" if strategy == "hdpcomm" else "cuda"}
     torch.set_num_threads(1)
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests/clients"))
     client = importlib.import_module("verl_engine")
+    client.cpu_platform()
+    return client
+
+
+def verl_rows(client: Any, rank: int, ranks: int) -> Any:
+    """A rank's part of 32 rows, with what verl's loss asks for."""
     from verl.utils import tensordict_utils
+
+    columns: dict[str, Any] = {}
+    for name in ("input_ids", "position_ids"):
+        every = [row for place in range(4) for row in client.trajectories(place % 2)[name].unbind()]
+        own = every[len(every) * rank // ranks : len(every) * (rank + 1) // ranks]
+        columns[name] = torch.nested.as_nested_tensor(own, layout=torch.jagged)
+    columns["loss_mask"] = (columns["position_ids"] > 0).long()  # the first token is no label
+    return tensordict_utils.get_tensordict(columns)
+
+
+def verl_step(client: Any, worker: Any, data: Any) -> dict[str, Any]:
+    """The metrics of one."""
+    from verl.utils import tensordict_utils
+
+    output = worker.train_batch(client.asked(data, update_lr_scheduler=True, global_token_num=None))
+    found: dict[str, Any] = tensordict_utils.get(output, "metrics")
+    return found
+
+
+def verl_rank(folder: str, steps: int, resume: bool) -> dict[str, Any]:
+    """Micro-batches are of a rank's own rows there."""
+    give_back()
+    client = verl_client("hdpcomm")
     from verl.workers.utils.losses import sft_loss
 
     with hdp.init() as comm:
         dist.init_process_group("gloo", f"file://{folder}/store-{resume}", rank=comm.rank, world_size=comm.size)
-        client.cpu_platform()
-        data = client.trajectories(comm.rank % 2)
-        columns = {name: data[name] for name in ("input_ids", "position_ids")}
-        columns["loss_mask"] = torch.nested.nested_tensor_from_jagged(
-            torch.ones_like(data["input_ids"].values()), data["input_ids"].offsets()
-        )
-        data = tensordict_utils.get_tensordict(columns)
+        data = verl_rows(client, comm.rank, comm.size)
         losses = []
         with Peak(comm.size) as peak:
             started = time.perf_counter()
@@ -205,8 +230,7 @@ def verl_rank(folder: str, steps: int, resume: bool) -> dict[str, Any]:
             if resume:
                 worker.load_checkpoint(f"{folder}/out")
             for _ in range(1 if resume else steps):
-                output = worker.train_batch(client.asked(data, update_lr_scheduler=True, global_token_num=None))
-                losses.append(float(tensordict_utils.get(output, "metrics")["loss"]))
+                losses.append(float(verl_step(client, worker, data)["loss"]))
             seconds, before_saving = time.perf_counter() - started, peak.bytes
             if not resume:
                 worker.save_checkpoint(f"{folder}/out")

@@ -1,13 +1,16 @@
 """Losses and weights of models that others' trainers train with plans, beside those trainers in one process, in fp32.
 
-    python benchmarks/doors_equal.py [--doors transformers sft] [--zero 0 3] [--json FILE] [--folder FOLDER]
+    python benchmarks/doors_equal.py [--doors transformers sft grpo] [--zero 0 3] [--json FILE] [--folder FOLDER]
+    python benchmarks/doors_equal.py --doors verl --zero 3 [--json FILE] [--folder FOLDER]
 
-The model and the doors are those of ``benchmarks/doors.py``, in fp32 throughout. The other base trains in one process.
-The door takes the same global batches on several ranks, saves a checkpoint before the last step, and makes that step on
-one rank fewer, from the checkpoint: losses and norms of gradients are compared step by step. Norms differ by more than
-losses: torch sums squares in fp32 (one thread, 4 million elements: 1e-4 too little), the ranks in fp64. Then the model
-that these ranks save is loaded by ``transformers``, compared with their own weights bit by bit, and with those of the
-one process: the largest difference, and the whole difference over the whole way from the first weights.
+The model and the doors are those of ``benchmarks/doors.py``, in fp32 throughout. The other base trains in one process
+(verl's FSDP2 engine over gloo for ``verl``). The door takes the same global batches on several ranks, saves a
+checkpoint before the last step, and makes that step on one rank fewer, from the checkpoint: losses and norms of
+gradients are compared step by step. Then the model that these ranks save is loaded by ``transformers``, compared with
+their own weights bit by bit, and with those of the one process: the largest difference, and the whole difference over
+the whole way from the first weights. Answers of GRPO follow from prompts and places, so that all have the same. Norms
+differ by more than losses: torch sums squares in fp32 (one thread, 4 million elements: 1e-4 too little), the ranks in
+fp64.
 """
 
 from __future__ import annotations
@@ -23,21 +26,29 @@ import tempfile
 import time
 from collections.abc import Iterator
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from doors import CAPACITY, COST, RANKS, trainer_of
+from doors import CAPACITY, COST, DOORS, RANKS, trainer_of, verl_client, verl_rows, verl_step
 from large_model import write_model
 
 import hdpcomm as hdp
 from hdpcomm.testing import spawn
 
-DOORS = ("transformers", "sft")
 BATCH = 24
 """Sequences of a step, for 4, 3, 2 and 1 ranks."""
 ENTRIES = ("loss", "grad_norm")
+
+
+def answers(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Answers of a GRPO trainer's prompts, each of which comes twice in succession."""
+    tokens = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    found = [[2 + (sum(each) + 7 * (place % 2) + i) % 48 for i in range(3 + sum(each) % 3 + 2 * (place % 2))]
+             for place, each in enumerate(tokens)]  # fmt: skip
+    return {"prompt_ids": tokens, "completion_ids": found, "logprobs": [[-4.0] * len(each) for each in found]}
 
 
 def same_as_loaded(trainer: Any, folder: str) -> bool:
@@ -68,7 +79,8 @@ def run_rank(door: str, folder: str, zero: int | None, steps: int, resume: bool)
             "max_steps": steps, "per_device_train_batch_size": BATCH // comm.size, "lr_scheduler_type": "constant",
         }  # fmt: skip
         plans = None if zero is None else {"capacity": CAPACITY, "cost_model": COST, "zero": zero}
-        trainer = trainer_of(door, Path(folder), settings, plans)()
+        more = {"rollout_func": answers} if door == "grpo" else {}
+        trainer = trainer_of(door, Path(folder), settings, plans, **more)()
         trainer.train(resume_from_checkpoint=f"{folder}/out/checkpoint-{steps - 1}" if resume else None)
         same = None
         if zero is None:
@@ -84,16 +96,45 @@ def run_rank(door: str, folder: str, zero: int | None, steps: int, resume: bool)
     return {"same": same, **{name: [float(row[name]) for row in logs] for name in ENTRIES}}
 
 
+def verl_rank(folder: str, zero: int | None, steps: int, resume: bool) -> dict[str, Any]:
+    """As :func:`run_rank`, of verl's workers."""
+    strategy = "fsdp2" if zero is None else "hdpcomm"
+    client = verl_client(strategy)
+    from verl.workers.utils.losses import sft_loss
+
+    with hdp.init() as comm:
+        dist.init_process_group("gloo", f"file://{folder}/store-{zero}-{resume}", rank=comm.rank, world_size=comm.size)
+        data, loss = verl_rows(client, comm.rank, comm.size), partial(sft_loss, config=None)
+        worker = client.worker_of(strategy, "language_model", f"{folder}/model", loss, 1e-4, optimizer="AdamW")
+        if resume:
+            worker.load_checkpoint(f"{folder}/out")
+        metrics = [verl_step(client, worker, data) for _ in range(1 if resume else steps)]
+        same, save = None, partial(torch.save, f=f"{folder}/one.pt")
+        if zero is None:
+            save(dict(worker.engine.get_per_tensor_param()[0]))
+        elif resume:
+            worker.engine.checkpoint_config.save_contents.append("hf_model")
+            worker.save_checkpoint(f"{folder}/ranks")
+            loaded = load(f"{folder}/ranks/huggingface")
+            whole = worker.engine.get_per_tensor_param()[0]
+            same = all(torch.equal(loaded[name], tensor) for name, tensor in whole)
+        else:
+            worker.save_checkpoint(f"{folder}/out")
+        dist.destroy_process_group()
+    return {"same": same, **{name: [float(each[name]) for each in metrics] for name in ENTRIES}}
+
+
 def compare(options: argparse.Namespace, where: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Figures of each door."""
     parameters = write_model(options, where / "model")
     steps = options.steps
     for door in options.doors:
-        (one,) = spawn(run_rank, 1, door, str(where), None, steps, False, timeout=3600.0)
-        for zero in options.zero:
+        run, own = (verl_rank, [str(where)]) if door == "verl" else (run_rank, [door, str(where)])
+        (one,) = spawn(run, 1, *own, None, steps, False, timeout=3600.0)
+        for zero in (3,) if door == "verl" else options.zero:
             ranks, started = (RANKS[zero], RANKS[zero] - 1), time.perf_counter()
-            first = spawn(run_rank, ranks[0], door, str(where), zero, steps - 1, False, timeout=3600.0)
-            then = spawn(run_rank, ranks[1], door, str(where), zero, steps, True, timeout=3600.0)
+            first = spawn(run, ranks[0], *own, zero, steps - 1, False, timeout=3600.0)
+            then = spawn(run, ranks[1], *own, zero, steps, True, timeout=3600.0)
             row: dict[str, Any] = {"parameters": parameters, "ranks": ranks, "seconds": time.perf_counter() - started}
             for name in ENTRIES:
                 found = [*first[0][name], then[0][name][-1]]
@@ -101,15 +142,16 @@ def compare(options: argparse.Namespace, where: Path) -> Iterator[tuple[str, dic
                 row[name] = {"one process": one[name], "ranks": found}
                 row[name]["largest difference"] = max(abs(a - b) / abs(a) for a, b in pairs)
             row["loaded by transformers are the ranks' weights"] = all(each["same"] for each in then)
-            row["weights"] = differences(where)
+            row["weights"] = differences(where, verl=door == "verl")
             shutil.rmtree(where / "ranks")
             shutil.rmtree(where / "out")
             yield f"{door}, zero {zero}", row
 
 
-def differences(where: Path) -> dict[str, float]:
+def differences(where: Path, *, verl: bool) -> dict[str, float]:
     """How far the weights of the ranks are from those of the one process."""
-    one, ranks, before = (load(where / name) for name in ("one", "ranks", "model"))
+    one = torch.load(where / "one.pt") if verl else load(where / "one")
+    ranks, before = load(where / "ranks/huggingface" if verl else where / "ranks"), load(where / "model")
     apart = [(ranks[name] - one[name]).abs() for name in one]
     moved = [one[name] - before[name] for name in one]
     whole, way = (math.sqrt(sum(float(each.double().square().sum()) for each in some)) for some in (apart, moved))
@@ -120,13 +162,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("layers", 20), ("hidden", 1024), ("vocabulary", 32000), ("steps", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--doors", nargs="+", choices=DOORS, default=DOORS)
+    parser.add_argument("--doors", nargs="+", choices=DOORS, default=DOORS[:3])
     parser.add_argument("--zero", nargs="+", type=int, choices=tuple(RANKS), default=tuple(RANKS))
     parser.add_argument("--folder", type=Path, help="where everything is written (a temporary folder)")
     parser.add_argument("--json", type=Path, help="write the figures, too, beside those that it has")
     options = parser.parse_args()
     options.ranks = 1  # key and value heads of the model need not be cut
-    packages = ("torch", "transformers", "trl")
+    packages = ("torch", "transformers", "verl" if "verl" in options.doors else "trl")
     here = {
         "date": date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         **{name: importlib.metadata.version(name) for name in packages},
