@@ -136,7 +136,6 @@ VERL_WORKS: Reasons = {
             "and buffers stay as they are"
         ),
         "seed full_determinism": "as with fsdp2",
-        "use_torch_compile": "True, verl's default: layers are compiled one by one, once for all lengths",
     },
     "FSDPOptimizerConfig": {
         "optimizer optimizer_impl override_optimizer_config": "any that updates each element by itself",
@@ -174,9 +173,8 @@ VERL_NO_EFFECT: Reasons = {
     },
     "FSDPEngineConfig": {
         "wrap_policy forward_prefetch use_orig_params use_no_sync_for_gradient_accumulation turbo_config": _NO_FSDP,
-        "entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing use_fused_kernels": (
-            _NO_LOGITS
-        ),
+        "entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing use_torch_compile "
+        "use_fused_kernels": _NO_LOGITS,
         "use_remove_padding pad_to_length_bucket": _NO_PADDING,
         "dtype": "mixed_precision says it, as with fsdp2",
     },

@@ -49,7 +49,7 @@ from hdpcomm.integrations.row_passes import RowPasses, Sequences
 from hdpcomm.integrations.verl_lora import adapter_weights, merged_weights, with_adapters
 from hdpcomm.integrations.verl_options import check_options, unsupported
 from hdpcomm.log import LOG
-from hdpcomm.models import adapt, compile_layers
+from hdpcomm.models import adapt
 from hdpcomm.models.lora_names import base_name, is_adapter
 from hdpcomm.models.self_check import is_random
 from hdpcomm.run.checkpoints import CheckpointFolder
@@ -178,8 +178,6 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         if model.enable_gradient_checkpointing:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         self._adapted = adapt(self.module)
-        if self.engine_config.use_torch_compile:
-            compile_layers(self._adapted)
         if source is not None:
             source.fill(self._adapted, self._mesh, zero=3)
 
