@@ -171,7 +171,9 @@ class StepMemory:
         head = vocabulary * model.hidden
         around = 3 * 8 + size * (model.head_dim or model.hidden // model.heads)  # tokens, labels, positions; angles
         kept = layers * layer + around
-        working = (3 * model.ffn * model.top_k * size) / tensor + hidden
+        # At the gate: gradients of its result and of both inputs, less the result, which is gone by then. In attention:
+        # gradients of queries, keys, values and results.
+        working = max(2 * model.ffn * model.top_k * size / tensor + hidden, 4 * hidden / tensor)
         return cls(
             layers=layers,
             states=states,
