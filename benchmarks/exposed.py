@@ -107,7 +107,7 @@ class Operation:
 
 
 class Log:
-    """What one rank does, in order: ("compute", seconds), ("call", operation), ("wait", operation)."""
+    """Actions of one rank in order: ("compute", seconds), ("call", operation), ("wait", operation)."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []

@@ -22,7 +22,6 @@ from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure import measured_planner
-from hdpcomm.models.routes import KeptRoutes
 from hdpcomm.offload import ActivationOffload, rank_pool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
 from hdpcomm.plan import CostModel, ModelSpec, PlannedStep, Planner, TrajectoryTree, Tree, trees_of_prompts
@@ -284,9 +283,8 @@ class RowPasses:
             trees = () if routes else trees_of_prompts(lengths, batch.prompts())
         planned, labels = shorter_plan(lambda items: self._planned(items, lengths), lengths, trees, shares=self._shares)
         self._agreed(planned)
-        kept = KeptLogProbs(labels, self._like, entropy=entropy, temperature=temperature)
-        if routes:
-            kept.routes = KeptRoutes(labels.offsets[-1], self._model, self._like.device)
+        routed = self._model if routes else None
+        kept = KeptLogProbs(labels, self._like, entropy=entropy, temperature=temperature, routed=routed)
         self._runner.forward(self._inputs(planned, batch, terms=kept_terms(kept, labels)))
         entries = first + (own.labels != IGNORE).nonzero()[:, 0]
         values = kept.sum(self.mesh)[:, entries].requires_grad_(torch.is_grad_enabled())

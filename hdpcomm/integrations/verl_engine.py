@@ -266,34 +266,41 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
             keeps_routes = self._replay == "R2" and own.routes is None and forward_only
             self._rows.capacity = limit or self._most(int(each["input_ids"].offsets()[-1]) for each in micro_batches)
             with torch.set_grad_enabled(not forward_only):
-                temperature, entropy = self._asked
-                scored = self._rows.score(own, temperature=temperature, entropy=entropy, routes=keeps_routes)
+                scored = self._rows.score(own, temperature=self._asked[0], entropy=self._asked[1], routes=keeps_routes)
             labelled = own.labels != IGNORE
             every = torch.zeros(len(scored.values), len(own.tokens), dtype=scored.values.dtype)
             every[:, labelled] = scored.values.detach()
             every = every.to(self._device)
             every.requires_grad_(not forward_only)
             with torch.set_grad_enabled(not forward_only):
-                found = self._losses(micro_batches, every, loss_function, keeps=keeps)
-            if scored.routes is not None:
-                _add_routes(found, micro_batches, scored.routes.to(torch.int16))
+                found = self._losses(micro_batches, every, scored.routes, loss_function, keeps=keeps)
             if not forward_only:
                 slopes = None if every.grad is None else every.grad.cpu()[:, labelled] / self.comm.size
                 self._rows.train(scored.planned, scored.batch, terms=scored.terms(slopes, self.comm), ends=self._ends)
         return postprocess_batch_func(output_lst=found, indices=indices, data=data)
 
     def _losses(
-        self, micro_batches: list[Any], every: Tensor, loss_function: Callable[..., Any] | None, *, keeps: bool
+        self,
+        micro_batches: list[Any],
+        every: Tensor,
+        routes: Tensor | None,
+        loss_function: Callable[..., Any] | None,
+        *,
+        keeps: bool,
     ) -> list[dict[str, Any]]:
-        """Outputs for each micro-batch, as of verl's FSDP engine; leaves the derivatives in ``every``."""
+        """Outputs for each micro-batch, as of verl's FSDP engine, with ``routes`` as of that for VeOmni; leaves the
+        derivatives in ``every``."""
         found, first = [], 0
         for each in micro_batches:
             each = each.to(self._device)
             offsets = each["input_ids"].offsets()
             stop = first + int(offsets[-1])
             rows = [torch.nested.nested_tensor_from_jagged(row[first:stop], offsets) for row in every]
-            first = stop
             output = {"values": rows[0]} if self._critic else dict(zip(("log_probs", "entropy"), rows, strict=False))
+            if routes is not None:
+                taken = routes[first:stop].to(torch.int16)
+                output["routed_experts"] = torch.nested.nested_tensor_from_jagged(taken, offsets.cpu())
+            first = stop
             loss, metrics = torch.tensor(1.0), {}
             if loss_function is not None:
                 loss, metrics = loss_function(model_output=output, data=each, dp_group=self.get_data_parallel_group())
@@ -550,16 +557,6 @@ def _sequences(micro_batches: list[Any], *, values: bool, routes: bool) -> Seque
         labels[lengths.cumsum(0) - 1] = IGNORE
     taken = torch.cat([each["routed_experts"].values() for each in micro_batches]) if routes else None
     return Sequences(lengths.tolist(), tokens, labels, routes=None if taken is None else taken.cpu().to(torch.int16))
-
-
-def _add_routes(found: list[dict[str, Any]], micro_batches: list[Any], routes: Tensor) -> None:
-    """Adds those of each micro-batch's tokens to its outputs, under the name that verl's batches have for them."""
-    first = 0
-    for output, each in zip(found, micro_batches, strict=True):
-        offsets = each["input_ids"].offsets().cpu()
-        rows = routes[first : first + int(offsets[-1])]
-        output["model_output"]["routed_experts"] = torch.nested.nested_tensor_from_jagged(rows, offsets)
-        first += len(rows)
 
 
 def _temperature(data: Any) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss
@@ -368,11 +368,20 @@ class KeptLogProbs:
     """Log-probabilities, and entropies, of the labels of a batch by entry; of those that this rank has seen, others
     0."""
 
-    def __init__(self, batch: Batch, like: Tensor, *, entropy: bool, temperature: float | None) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        like: Tensor,
+        *,
+        entropy: bool,
+        temperature: float | None,
+        routed: nn.Module | None = None,
+    ) -> None:
+        """``routed``: the model, where the experts of tokens are kept, too. Raises InvalidUsage if it has none."""
         dtype = torch.promote_types(like.dtype, torch.float32)
         size = batch.offsets[-1]
         self.values = torch.zeros(1 + entropy, size, dtype=dtype, device=like.device)
-        self.routes: KeptRoutes | None = None
+        self.routes = None if routed is None else KeptRoutes(size, routed, like.device)
         self.entropy, self.temperature = entropy, temperature
 
     def sum(self, mesh: Mesh, root: int | None = None) -> Tensor:

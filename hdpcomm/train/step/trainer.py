@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hdpcomm.arguments import check_has, check_number, check_whole
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Aborted, InvalidUsage
-from hdpcomm.models.routes import KeptRoutes
 from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
 from hdpcomm.train.losses.label_terms import (
@@ -286,7 +285,7 @@ class Trainer:
         own = self.loss.temperature if isinstance(self.loss, (TokenLoss, GroupLoss)) else 1.0
         given = (own or 1.0) if temperature is None else temperature
         given = check_number("log_probs()", "temperature", given, above=0)
-        shared = () if routes is not None else trees
+        shared = trees if routes is None else ()
         found = self._results("log_probs()", lengths, fetch, shared, root, entropy, given, routes)
         return found[0], found[1] if entropy else None
 
@@ -339,11 +338,11 @@ class Trainer:
             self._agree(planned.plan, more=(entropy, temperature, root, routes is not None))
             kept = self._log_probs(planned, batch, self._declared(fetch), entropy, temperature, routes is not None)
             found = kept.sum(self.mesh, root)
-            every = None if routes is None else kept.sum_routes(self.mesh, root)
+            if routes is not None:
+                every = kept.sum_routes(self.mesh, root)
+                routes += torch.split(every, batch.lengths) if root in (None, self.comm.rank) else ()
         if root not in (None, self.comm.rank):
             return [[], []]
-        if routes is not None and every is not None:
-            routes += torch.split(every, batch.lengths)
         return [list(row.split(batch.lengths)) for row in found]
 
     def _step(
@@ -419,9 +418,8 @@ class Trainer:
         """Log-probabilities of the labels whose last layers are on this rank, and routes of the layers that are here.
         Collective, after the agreement on the plan."""
         like = next(parameter for parameter in self.model.parameters() if parameter.is_floating_point())
-        kept = KeptLogProbs(batch, like, entropy=entropy, temperature=temperature)
-        if routes:
-            kept.routes = KeptRoutes(batch.offsets[-1], self.runner.passes.chunks[0], self._device)
+        routed = self.runner.passes.chunks[0] if routes else None
+        kept = KeptLogProbs(batch, like, entropy=entropy, temperature=temperature, routed=routed)
         self._forward(planned, fetch, kept_terms(kept, batch))
         return kept
 

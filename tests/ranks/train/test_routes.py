@@ -177,7 +177,7 @@ def test_tokens_without_a_route_take_their_own_as_the_last_one_of_vllm():
     weights = dict(Llama(EXPERTS, seed=SEED, dtype=torch.float64).named_parameters())
 
     def own(tokens, routes):
-        """What is taken, layer by layer: the scores of a layer follow from the routes of those before it."""
+        """The experts that are taken: the scores of a layer follow from the routes of those before it."""
         routes = torch.cat((routes[:-1], torch.full_like(routes[:1], -1)))
         for layer in range(EXPERTS.layers):
             scores = sequence_logits(weights, EXPERTS, tokens, routes.clamp(min=0))[1][layer]
