@@ -6,8 +6,11 @@
 Documents are blocks of Python's standard library, a byte a token, drawn at random: hundreds of short ones and some long
 ones. Both take the same documents in each step, on each rank as many, flattened to one row without padding
 (``DataCollatorWithFlattening``), and train the same Llama from the same weights with AdamW. Losses a token of all steps
-are compared. Both run in turns, each in fresh processes; the first steps, in which the planner's costs are measured and
-memory is touched, are not counted. Compare the ratio: whatever else the machine does is in both.
+are compared. The first steps, in which the planner's costs are measured and memory is touched, are not counted.
+
+Both run at the same time and take turns: one trains some steps while the other sleeps, so that what else the machine
+does in the meantime is in both. The ratio is the median of those of all pairs of turns, in which both train the same
+documents.
 
 With ``--equal`` all documents have so many tokens, of one text, and both get them as rows of a batch, where there is
 nothing to plan and transformers' attention is fastest.
@@ -29,7 +32,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-WARM_UP = 3  # steps
+WARM_UP = 2  # turns
+TURN = 2  # steps
 KINDS = ("hdpcomm", "transformers")
 
 
@@ -53,6 +57,37 @@ def stacked(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
 
     tokens = torch.tensor([row["input_ids"] for row in rows])
     return {"input_ids": tokens, "labels": tokens}
+
+
+class Turns:
+    """Who trains: of two runs the one whose name is in a file, which rank 0 of that run passes on."""
+
+    def __init__(self, kind: str, rank: int, file: Path) -> None:
+        self.kind, self.rank, self.file = kind, rank, file
+        self.seconds: list[float] = []
+        self.steps = 0
+        self.wait()
+
+    def wait(self) -> None:
+        while self.file.read_text() not in (self.kind, "both"):
+            time.sleep(0.01)
+        self._began = time.perf_counter()
+
+    def end_step(self) -> None:
+        self.steps += 1
+        if self.steps % TURN:
+            return
+        self.seconds.append(time.perf_counter() - self._began)
+        if self.rank == 0:
+            self.pass_on(KINDS[1 - KINDS.index(self.kind)])
+        self.wait()
+
+    def pass_on(self, kind: str) -> None:
+        if self.file.read_text() == "both":  # the other run has ended
+            return
+        new = self.file.with_name(f"{self.kind}.turn")
+        new.write_text(kind)
+        new.replace(self.file)
 
 
 def run_rank(kind: str, out: Path, options: argparse.Namespace) -> None:
@@ -79,14 +114,12 @@ def run_rank(kind: str, out: Path, options: argparse.Namespace) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     rows = documents(options.documents, options.context, options.equal)
 
-    class Clock(transformers.TrainerCallback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.ends: list[float] = []
+    turns = Turns(kind, dist.get_rank(), options.turn)
 
+    class EndOfStep(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.ends.append(time.perf_counter())
+            turns.end_step()
 
-    clock = Clock()
     args = transformers.TrainingArguments(
         str(out.parent / "trainer"),
         use_cpu=True,
@@ -106,20 +139,21 @@ def run_rank(kind: str, out: Path, options: argparse.Namespace) -> None:
         args=args,
         train_dataset=rows,
         data_collator=stacked if options.equal else transformers.DataCollatorWithFlattening(),
-        callbacks=[clock],
+        callbacks=[EndOfStep()],
     )
     trainer.train()
     size, rank = dist.get_world_size(), dist.get_rank()
-    wide = options.batch * size
-    tokens = [sum(len(row["input_ids"]) for row in rows[i * wide : (i + 1) * wide]) for i in range(len(clock.ends))]
-    found = {
+    wide = TURN * options.batch * size
+    tokens = [sum(len(row["input_ids"]) for row in rows[i * wide : (i + 1) * wide]) for i in range(len(turns.seconds))]
+    measured = {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "speeds": [count / seconds for count, seconds in zip(tokens, turns.seconds, strict=True)][WARM_UP:],
         "tokens": sum(tokens[WARM_UP:]),
-        "seconds": clock.ends[-1] - clock.ends[WARM_UP - 1],
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     if rank == 0:
-        out.write_text(json.dumps(found))
+        turns.pass_on("both")
+        out.write_text(json.dumps(measured))
     store = dist.distributed_c10d._get_default_store()
     store.add("ranks that have ended", 1)
     while store.add("ranks that have ended", 0) < size:
@@ -129,25 +163,38 @@ def run_rank(kind: str, out: Path, options: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def run(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
-        words = ["--documents", "--context", "--batch", "--hidden", "--equal"]
-        same = [word for name in words for word in (name, str(getattr(options, name[2:])))]
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-        command = [sys.executable, *start, str(Path(__file__).resolve()), "--kind", kind, "--out", str(out), *same]
-        top = str(Path(__file__).resolve().parents[1])
-        done = subprocess.run(
-            command,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": top, "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+def start(kind: str, folder: Path, options: argparse.Namespace) -> subprocess.Popen[str]:
+    words = ["--documents", "--context", "--batch", "--hidden", "--equal"]
+    same = [word for name in words for word in (name, str(getattr(options, name[2:])))]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+    files = ["--out", str(folder / kind), "--turn", str(folder / "turn")]
+    top = str(Path(__file__).resolve().parents[1])
+    return subprocess.Popen(
+        [sys.executable, *launch, str(Path(__file__).resolve()), "--kind", kind, *files, *same],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": top, "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / f"{kind}.err").open("w"),
+        text=True,
+    )
+
+
+def run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What both runs measured."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "turn").write_text(KINDS[0])
+        running = {kind: start(kind, folder, options) for kind in KINDS}
+        while True:
+            ends = {kind: process.poll() for kind, process in running.items()}
+            failed = [kind for kind in KINDS if ends[kind]]
+            if failed:
+                for process in running.values():
+                    process.terminate()
+                sys.exit(f"{failed[0]} ended with {ends[failed[0]]}:\n{(folder / f'{failed[0]}.err').read_text()}")
+            if None not in ends.values():
+                break
+            time.sleep(0.2)
+        return {kind: json.loads((folder / kind).read_text()) for kind in KINDS}
 
 
 def main() -> None:
@@ -158,35 +205,37 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="documents of a rank in a step")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--equal", type=int, default=0, metavar="TOKENS", help="all documents have so many tokens")
-    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.documents < (WARM_UP + 1) * options.batch * options.ranks:
-        parser.error(f"{options.documents} documents are not {WARM_UP + 1} steps of {options.ranks} x {options.batch}")
+    fewest = (WARM_UP + 1) * TURN
+    if options.documents < fewest * options.batch * options.ranks:
+        parser.error(f"{options.documents} documents are not {fewest} steps of {options.ranks} x {options.batch}")
     if options.kind:
         run_rank(options.kind, options.out, options)
         return
-    turns = [{kind: run(kind, options) for kind in KINDS} for _ in range(options.turns)]
+    runs = run(options)
     import torch
     import transformers
 
     rows = []
     for kind in KINDS:
-        speeds = [turn[kind]["tokens"] / turn[kind]["seconds"] for turn in turns]
-        peak_mb = median(turn[kind]["peak_mb"] for turn in turns)
+        speeds, peak_mb = runs[kind]["speeds"], runs[kind]["peak_mb"]
         rows.append({"name": kind, "tokens_per_s": median(speeds), "peak_mb": peak_mb, "turns": speeds})
-        rows[-1]["losses"] = turns[0][kind]["losses"]
-    pairs = [pair for turn in turns for pair in zip(*(turn[kind]["losses"] for kind in KINDS), strict=True)]
+        rows[-1]["losses"] = runs[kind]["losses"]
+    pairs = list(zip(*(runs[kind]["losses"] for kind in KINDS), strict=True))
+    ratios = sorted(a / b for a, b in zip(rows[0]["turns"], rows[1]["turns"], strict=True))
     report = {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         **{name: getattr(options, name) for name in ("ranks", "documents", "context", "batch", "hidden", "equal")},
-        "tokens": turns[0]["hdpcomm"]["tokens"],
-        "ratio": median(a / b for a, b in zip(rows[0]["turns"], rows[1]["turns"], strict=True)),
+        "tokens": runs["hdpcomm"]["tokens"],
+        "ratio": median(ratios),
+        "half_of_the_ratios": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
         "largest_loss_difference": max(abs(a - b) / abs(b) for a, b in pairs),
         "rows": rows,
     }
@@ -194,7 +243,10 @@ def main() -> None:
         losses = row["losses"]
         speed, peak = f"{row['tokens_per_s']:10,.0f} tokens/s", f"peak of rank 0 {row['peak_mb']:,.0f} MB"
         print(f"{row['name']:14}{speed}   {peak}   loss {losses[0]:.4f} to {losses[-1]:.4f}")
-    print(f"ratio {report['ratio']:.2f}; losses of all steps within {report['largest_loss_difference']:.1e}")
+    print(
+        f"ratio {report['ratio']:.3f} (half of {len(ratios)} pairs of turns: {report['half_of_the_ratios'][0]:.3f} to "
+        f"{report['half_of_the_ratios'][1]:.3f}); losses of all steps within {report['largest_loss_difference']:.1e}"
+    )
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -11,9 +11,9 @@ TOP = Path(__file__).resolve().parents[3]
 
 
 def test_too_few_documents_are_refused() -> None:
-    done = run_python([str(TOP / "benchmarks/huggingface.py"), "--documents", "63"], timeout=60)
+    done = run_python([str(TOP / "benchmarks/huggingface.py"), "--documents", "95"], timeout=60)
     assert done.returncode == 2
-    assert "63 documents are not 4 steps of 2 x 8" in done.stderr
+    assert "95 documents are not 6 steps of 2 x 8" in done.stderr
 
 
 def test_the_result_compares_the_same_losses() -> None:
