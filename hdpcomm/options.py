@@ -265,6 +265,10 @@ class TrainingOptions:
         "--memory allows", recompute,
         metavar="none|full|auto|N",
     )  # fmt: skip
+    router_bias_rate: float = option(
+        "training", 0.0, "by how much a step moves the biases by which routers of a --model choose, against the "
+        "loads of their experts (DeepSeek-V3: 0.001)", share, metavar="RATE",
+    )  # fmt: skip
     fp8: str = option(
         "training", "none", "linear layers multiply in FP8, by torchao: with a scale for each token and row, or for "
         "each tensor", str, choices=("none", "rowwise", "tensorwise"),

@@ -60,6 +60,8 @@ class PackContext:
     padded: bool = False
     """This rank holds no token and runs the model on one that counts for nothing, as many layers take no empty input;
     attention leaves it out."""
+    token_rows: int | None = None
+    """The first rows of the layers' input on this rank, which stand for tokens; ``None``: all do."""
 
 
 class _Current(threading.local):
@@ -84,6 +86,7 @@ def packing(
     backend: str = "auto",
     options: AttentionOptions | None = None,
     padded: bool = False,
+    token_rows: int | None = None,
 ) -> Iterator[PackContext]:
     """Attention calls of this thread inside the block use this pack; arguments as in
     :func:`hdpcomm.attention.ring_attention`.
@@ -92,11 +95,13 @@ def packing(
 
     ``padded``: this rank's shard is empty and it passes one token that counts for nothing in its place.
 
+    ``token_rows``: where the last rows between layers stand for no token, as of a tensor rank's block, the others.
+
     Local. May be nested; the innermost applies. Backward may run after the block. An activation checkpoint inside it
     needs ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=carry_pack)``.
     """
     known = options_of("packing", options, "variant", "costs", "check")
-    pack = PackContext(comm, as_pack(cu_seqlens), backend, known, next(_tickets), padded)
+    pack = PackContext(comm, as_pack(cu_seqlens), backend, known, next(_tickets), padded, token_rows)
     _drop_packs_of_ended_worlds()
     with CurrentPack(pack):
         yield pack

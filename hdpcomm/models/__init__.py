@@ -1,6 +1,7 @@
 """Models that run on packed, sharded sequences: a reference Llama, and the models of others."""
 
 from hdpcomm.models.adapt import AdaptedModule, adapt, from_pretrained
+from hdpcomm.models.balance import balance_routers
 from hdpcomm.models.causal_lm import AdaptedCausalLM
 from hdpcomm.models.compiled import compile_layers
 from hdpcomm.models.float8 import use_float8
@@ -18,6 +19,7 @@ __all__ = [
     "Weights",
     "adapt",
     "apply_rope",
+    "balance_routers",
     "compile_layers",
     "from_pretrained",
     "rope_tables",

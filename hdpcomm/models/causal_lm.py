@@ -125,7 +125,9 @@ class AdaptedCausalLM(LayeredModel):
         if positions.is_meta:  # without a mask transformers would look at the positions, which have no values there
             options["attention_mask"] = positions.new_ones(1, positions.shape[0], dtype=torch.bool)
         options["inputs_embeds" if x.is_floating_point() else "input_ids"] = x[None]
-        with packing(comm, cu_seqlens, padded=count == 0):
+        filled = max(1, count) if self.tensor is None else self.tensor.rows(max(1, count))
+        own = count if self.tensor is None else self.tensor.tokens_here(count)
+        with packing(comm, cu_seqlens, padded=count == 0, token_rows=None if own == filled else own):
             out = decoder_of(self.causal_lm)(position_ids=positions[None], use_cache=False, **options)
         hidden: Tensor = out.last_hidden_state[0, kept]
         if self._router is None:

@@ -29,6 +29,7 @@ __all__ = [
     "Routing",
     "RunExperts",
     "chosen_before",
+    "counts_of",
     "equal_shares",
     "kept_routing",
     "mixture",
@@ -106,12 +107,15 @@ class ExpertLoad:
         routed: int64 ``[experts]``, rows that this rank has sent to each expert.
         computed: int64 ``[experts]``, rows that each expert of this rank has got; 0 for the experts of others.
         counts: whether passes count; not where they will run again.
+        exchanged: whether an exchange between ranks counts the rows, else the layer.
+        bias: of the layer's router, moved by these loads; see :func:`hdpcomm.models.balance_routers`.
     """
 
     def __init__(self, experts: int) -> None:
-        self.counts = True
-        self.routed = torch.zeros(experts, dtype=torch.int64)
-        self.computed = torch.zeros(experts, dtype=torch.int64)
+        self.counts, self.exchanged = True, False
+        self.bias: Any = None
+        self.routed = torch.zeros(experts, dtype=torch.int64, device="cpu")  # also of a model on meta
+        self.computed = torch.zeros_like(self.routed)
 
     def reset(self) -> None:
         """Counts from 0 again."""
@@ -221,14 +225,19 @@ def mixture(
     return (each * weights[..., None]).sum(1).to(x.dtype)
 
 
-def _route(chosen: Tensor, load: ExpertLoad, group: ExpertGroup | None) -> Routing:
+def counts_of(chosen: Tensor, load: ExpertLoad) -> Tensor:
+    """How many rows go to each expert of a layer: int64 ``[experts]``. Local."""
     flat = chosen.flatten()
     counts = torch.zeros(load.routed.shape, dtype=torch.int64, device=chosen.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def _route(chosen: Tensor, load: ExpertLoad, group: ExpertGroup | None) -> Routing:
+    counts = counts_of(chosen, load)
     if group is not None:
         return group.route(chosen, counts, load)
     load.add(counts, counts, 0)
-    return Routing(chosen, counts.shape[0], HostNumbers(counts, equal_shares(flat.numel(), counts.shape[0])))
+    return Routing(chosen, counts.shape[0], HostNumbers(counts, equal_shares(chosen.numel(), counts.shape[0])))
 
 
 def _inverse(order: Tensor) -> Tensor:

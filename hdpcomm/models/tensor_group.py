@@ -54,6 +54,10 @@ class TensorGroup:
         """Rows of a block: ``tokens`` by the number of ranks, rounded up. Local."""
         return -(-tokens // self.comm.size)
 
+    def tokens_here(self, tokens: int) -> int:
+        """How many of ``tokens`` are in this rank's block. Local."""
+        return min(self.rows(tokens), max(0, tokens - self.comm.rank * self.rows(tokens)))
+
     def gather(self, x: Tensor, tokens: int | None = None, *, partial: bool = True) -> Tensor:
         """``[tokens, ...]`` from all ranks' blocks ``[rows, ...]``, or ``[1, ...]`` of both.
 

@@ -136,18 +136,17 @@ class _DistributedExperts:
 
     def __init__(self, module: Any, group: ExpertGroup) -> None:
         self._forward, self._group = module.forward, group
-        self.load = module.load = ExpertLoad(module.num_experts)
+        self.load = module.load = getattr(module, "load", None) or ExpertLoad(module.num_experts)
+        self.load.exchanged = True
         module.num_experts //= group.comm.size
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         pack = find_pack()
-        if pack is None or not pack.padded:
-            made = mixture(x, top_k_index, top_k_weights, self._run, self.load, self._group)
-        else:  # one token stands for none
-            none = slice(0, 0)
-            made = mixture(x[none], top_k_index[none], top_k_weights[none], self._run, self.load, self._group)
-            made = torch.cat((made, torch.zeros_like(x)))
+        rows = None if pack is None else pack.token_rows
+        made = mixture(x[:rows], top_k_index[:rows], top_k_weights[:rows], self._run, self.load, self._group)
+        if rows is not None:
+            made = torch.cat((made, torch.zeros_like(x[rows:])))
         return made.view(hidden_states.shape)
 
     def _run(self, rows: Tensor, experts: Tensor, _: Callable[[], Sequence[int]]) -> Tensor:

@@ -185,12 +185,19 @@ class RunConfig(TrainingOptions):
             )
 
     def _add_lora(self) -> None:
-        """The model gets its adapters."""
+        """The model gets its adapters, and its routers the rate of their biases."""
         lora = None if self.lora is None else LoraOptions.parse(self.lora)
         if isinstance(self.model, FolderModel):
             object.__setattr__(self, "model", replace(self.model, lora=lora))
         elif lora is not None:
             raise InvalidUsage("lora was given for the built-in Llama; give the folder of a model (--model), too")
+        if self.router_bias_rate:
+            if not isinstance(self.model, FolderModel) or self.compile:
+                raise InvalidUsage(
+                    "router_bias_rate is for the folder of a model (--model), and for layers that are not compiled, "
+                    "which count tokens; leave out either"
+                )
+            object.__setattr__(self, "model", replace(self.model, router_bias_rate=self.router_bias_rate))
 
     def _check_mesh(self) -> None:
         for name in ("pipeline", "chunks", "tensor", "expert"):

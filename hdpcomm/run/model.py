@@ -16,7 +16,7 @@ from torch import nn
 
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import Llama, LlamaConfig, Weights, from_pretrained, set_recompute
+from hdpcomm.models import Llama, LlamaConfig, Weights, balance_routers, from_pretrained, set_recompute
 from hdpcomm.models.adapt import check_config
 from hdpcomm.models.lora import add_lora
 from hdpcomm.offload.layers import find_layers
@@ -51,6 +51,7 @@ class FolderModel:
         weights: whether the folder has some; else they are drawn from the run's seed.
         digest: of the folder's ``config.json``, as far as it shapes the model.
         lora: adapters that are trained in place of the model, which stays as it is; ``None``: the model is trained.
+        router_bias_rate: see :func:`hdpcomm.models.balance_routers`; 0: biases stay as they are.
     """
 
     folder: Path
@@ -60,6 +61,7 @@ class FolderModel:
     weights: bool
     digest: str
     lora: LoraOptions | None = None
+    router_bias_rate: float = 0.0
 
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -202,10 +204,12 @@ def model_on_meta(model: LlamaConfig | FolderModel) -> nn.Module:
     if isinstance(model, LlamaConfig):
         return Llama(model, device="meta")
     config = read_config(model.folder)
-    if model.layers < config.get_text_config().num_hidden_layers:
-        config = _first_layers(config, model.layers)
+    cut = model.layers < config.get_text_config().num_hidden_layers  # to be measured; maybe without routers
+    config = _first_layers(config, model.layers) if cut else config
     with torch.device("meta"):
         made = from_pretrained(config, dtype=torch.float32, device="meta", check=False)
+        if model.router_bias_rate and not cut:
+            balance_routers(made, model.router_bias_rate)
         return made if model.lora is None else add_lora(made, model.lora, check=False)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from hdpcomm.models.balance import loads_on_mesh
 from hdpcomm.models.expert_group import ExpertLoad
 from hdpcomm.offload import ActivationOffload, MemoryMeter
 from hdpcomm.plan import MemoryModel
@@ -294,19 +295,14 @@ def uncounted(loads: Sequence[ExpertLoad]) -> Iterator[None]:
 
 
 def add_expert_load(metrics: StepMetrics, loads: Sequence[ExpertLoad], mesh: Mesh) -> StepMetrics:
-    """The metrics with those of the experts. Collective over the mesh, if there are experts.
+    """The metrics with those of the experts. Collective over the mesh.
 
     Args:
         loads: of the layers on this rank, since the step began; none where another stage has all layers with experts.
     """
-    if not loads and mesh.expert == 1:
-        return metrics
     most = torch.zeros(3, dtype=torch.float64)
     if loads:
-        table = torch.stack([torch.stack((load.routed, load.computed)) for load in loads]).cpu()
-        for comm in (mesh.hdp_comm, mesh.tensor_comm):  # over both together lie the tokens of a batch
-            comm.all_reduce(table)
-        routed, computed = table.unbind(1)  # [layers, experts]
+        routed, computed = loads_on_mesh(loads, mesh).unbind(1)  # [layers, experts]
         dropped = (routed.sum(1) - computed.sum(1)).max()
         most = torch.stack((computed.double().mean(), computed.max().double(), dropped.double()))
     mesh.comm.all_reduce(most, "max")

@@ -124,6 +124,8 @@ class Passes:
         self.planner = planner
         if mesh.tensor * mesh.expert > 1:
             refuse_compiled(self.chunks, "tensor and expert ranks")
+        if any(load.bias is not None for load in self.loads):
+            refuse_compiled(self.chunks, "balance_routers()")
         self._scheduled: tuple[PipelineSchedule, PlannedWaves] | None = None
         if planner is not None and planner.cluster.split_backward:
             refuse_compiled(self.chunks, "split_backward=True")

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.comm.tensors import wraps_tensors
+from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.balance import move_biases
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.state.layout import layout_of, plain_name
 from hdpcomm.train.step.replicas import ChangedBuffers, check_same_plan
@@ -47,6 +49,7 @@ class Runner:
     Attributes:
         optimizer: takes the step; another one over the same parameters may replace it where there are no masters.
         layout: where the parameters are in the whole model.
+        counts_rows: whether layers of any stage count the rows of their experts.
         ran: the plan of the last passes as they ran: micro-batches of its queue with the ranks that have taken them.
 
     Raises: InvalidUsage: of :class:`hdpcomm.train.zero.masters.Masters`.
@@ -70,6 +73,7 @@ class Runner:
         self._mesh, self.optimizer, self._within = mesh, optimizer, within
         self._device = next(self.model.parameters()).device
         self._same_start()
+        self.counts_rows = any(gather_json(mesh.comm, bool(passes.loads)) if mesh.pipeline > 1 else passes.loads)
         if optimizer is not None and gradients is None:
             self._keep_gradients(optimizer, settings)
         self._buffers = ChangedBuffers(self.model)
@@ -196,6 +200,8 @@ class Runner:
         self._check_here(self._model_copies)
         self.gradients.zero()
         self._buffers.begin()
+        for load in self.passes.loads:
+            load.reset()
         self._reduced = False
 
     def agree(self, plan: StepPlan, settings: str) -> None:
@@ -282,9 +288,11 @@ class Runner:
         self.publish()
 
     def publish(self) -> None:
-        """Gives the updated parameters to all ranks, after the optimizer's step; :meth:`update` does so. Collective."""
+        """Gives the updated parameters to all ranks, and moves the biases of routers, after the optimizer's step;
+        :meth:`update` does so. Collective."""
         if self.masters is not None:
             self.masters.publish()
+        move_biases(self.passes.loads, self._mesh)
 
     def _wait_for_parts(self) -> None:
         """Waits until all ranks have read, or changed, the parts of weights that others pull. Collective."""
@@ -307,8 +315,9 @@ class Runner:
             self.publish()
             self._wait_for_parts()  # passes may follow that no agreement precedes
 
-        if self.optimizer is not None and self.masters is not None:
-            self.optimizer.register_step_pre_hook(lambda *_: self.finish())
+        if self.optimizer is not None:
+            if self.masters is not None:
+                self.optimizer.register_step_pre_hook(lambda *_: self.finish())
             self.optimizer.register_step_post_hook(published)
 
     def weights(self) -> AbstractContextManager[None]:

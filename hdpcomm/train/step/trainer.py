@@ -29,7 +29,7 @@ from hdpcomm.train.losses.label_terms import (
 )
 from hdpcomm.train.losses.shards import Fetch, declared, vocabulary_of
 from hdpcomm.train.state.layout import num_parameters, plain_name
-from hdpcomm.train.step.metrics import OffloadedStep, StepMetrics, Timeline, add_expert_load, expert_loads
+from hdpcomm.train.step.metrics import OffloadedStep, StepMetrics, Timeline, add_expert_load
 from hdpcomm.train.step.passes import Passes, StepInputs
 from hdpcomm.train.step.replicas import check_replicas, settings_of
 from hdpcomm.train.step.runner import Runner
@@ -152,7 +152,6 @@ class Trainer:
         parameters = list(self.model.parameters())
         self._device = trained_parameters(parameters)[0].device
         self._trained = trained_names(self.model)
-        self._loads = expert_loads(self.model)
         self.planner = planner
         self.max_grad_norm = max_grad_norm
         self.num_steps = 0
@@ -361,8 +360,6 @@ class Trainer:
         self._agree(plan, groups)
         terms, known = self._terms(planned, batch, fetch, groups)
         self.timeline.begin()
-        for load in self._loads:
-            load.reset()
         scale = 1.0 / max(1, plan.tokens)
         offloading = OffloadedStep(self.offload, self._memory, self._device)
         inputs = StepInputs(
@@ -382,7 +379,9 @@ class Trainer:
         idle = sum(span.idle_s for span in self.timeline.spans)
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
-        return offloading.add_to(add_expert_load(metrics, self._loads, self.mesh), self.comm)
+        if runner.counts_rows:
+            metrics = add_expert_load(metrics, runner.passes.loads, self.mesh)
+        return offloading.add_to(metrics, self.comm)
 
     def _terms(
         self, planned: PlannedStep, batch: Batch | None, fetch: Fetch, groups: Sequence[Hashable] | None
