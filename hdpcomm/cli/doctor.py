@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hdpcomm.cli.doctor_settings import environment, settings_lines, unknown_variables
-from hdpcomm.cli.doctor_topology import TOPOLOGY_OPTIONS, add_topology_options, show_topology
+from hdpcomm.cli.doctor_topology import add_topology_options, show_topology
 from hdpcomm.cli.output import check_writable, write_json
 from hdpcomm.errors import InvalidUsage
 
@@ -196,9 +196,8 @@ def _doctor(options: argparse.Namespace) -> int:
     check_writable(options.json)
     if options.topology:
         return show_topology(options)
-    given = [f"--{name}" for name in TOPOLOGY_OPTIONS if getattr(options, name) is not None]
-    if given:
-        raise InvalidUsage(f"{', '.join(given)} without --topology: only the measured report has ranks; add --topology")
+    if options.ranks is not None:
+        raise InvalidUsage("--ranks without --topology: only the measured report has ranks; add --topology")
     rows = checks()
     variables, unknown = environment(), unknown_variables()
     topic = ""

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hdpcomm.arguments import ranks_text
-from hdpcomm.cli.output import check_writable, ranks_here, write_json
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.cli.output import ranks_here, write_json
 from hdpcomm.options import count
 
 if TYPE_CHECKING:
     from hdpcomm.measure.topology import LinkCost, Topology
 
-__all__ = ["TOPOLOGY_OPTIONS", "add_topology_options", "show_topology"]
-
-TOPOLOGY_OPTIONS = ("ranks", "cluster", "device")
-"""Options without effect unless ``--topology`` is given; ``None`` where it was not given."""
+__all__ = ["add_topology_options", "show_topology"]
 
 
 def add_topology_options(parser: argparse.ArgumentParser) -> None:
@@ -33,28 +28,17 @@ def add_topology_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ranks", type=count, metavar="N", help="start N ranks here (default 2; under a launcher: its ranks)"
     )
-    group.add_argument(
-        "--cluster", type=Path, metavar="FILE", help="write the cluster with its measured links, for plan --cluster"
-    )
-    group.add_argument("--device", metavar="NAME", help="preset of its other figures (default h100)")
 
 
 def show_topology(options: argparse.Namespace) -> int:
     """Measures and prints on rank 0; returns the exit code."""
     from hdpcomm.comm.launch import run_ranks
-    from hdpcomm.plan import DEVICES, save_cluster
 
-    check_writable(options.cluster)
-    device = options.device or "h100"
-    if device not in DEVICES:
-        raise InvalidUsage(f"unknown device {device!r}, expected one of {', '.join(DEVICES)}")
     rank, ranks = ranks_here(options.ranks, default=2)
     topology = _on_rank() if rank is not None else run_ranks(_on_rank, ranks)[0]
     if topology is None:
         return 0
     print("\n".join(_lines(topology)))
-    if options.cluster:
-        save_cluster(topology.to_cluster(device), options.cluster)
     if options.json:
         write_json(options.json, asdict(topology))
     return 0

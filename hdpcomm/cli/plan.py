@@ -56,7 +56,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--cluster",
         default="h100",
-        help="kind of device: a100, h100, h200, or a .json of doctor --topology (default %(default)s)",
+        help="kind of device: a100, h100 or h200 (default %(default)s)",
     )
     cluster.add_argument(
         "--ranks-per-node", type=count, help="ranks that share the fast link (default: nodes of 8 devices)"
@@ -64,20 +64,18 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--ranks-per-domain",
         type=count,
-        help="ranks of a rack or NVLink domain: whole nodes with faster links between them than to others (default: as "
-        "measured in the file of --cluster, else none)",
+        help="ranks of a rack or NVLink domain: whole nodes with faster links between them than to others",
     )
     cluster.add_argument(
         "--domain-bandwidth",
         type=positive,
         metavar="GB/S",
-        help="between nodes of a domain, one way a rank (default: as measured in the file of --cluster)",
+        help="between nodes of a domain, one way a rank",
     )
     cluster.add_argument(
         "--nics",
         type=count,
-        help="network interfaces that the ranks of a node share (default: as measured in the file of --cluster, else "
-        "each has its own)",
+        help="network interfaces that the ranks of a node share (default: each has its own)",
     )
     cluster.add_argument(
         "--ring-peers",
@@ -235,11 +233,10 @@ _Described = tuple["ModelSpec | None", "ClusterSpec", "CostModel | None", "Memor
 
 def _described(options: argparse.Namespace) -> _Described:
     """Model, ranks, costs and memory as the options say."""
-    from hdpcomm.plan import ClusterSpec, load_cluster
+    from hdpcomm.plan import ClusterSpec
 
     options.ranks = options.ranks or _RANKS
     model = _model(options.model)
-    measured = load_cluster(Path(options.cluster)) if options.cluster.endswith(".json") else None
     cluster = ClusterSpec(
         ranks=options.ranks,
         capacity=options.capacity,
@@ -249,12 +246,12 @@ def _described(options: argparse.Namespace) -> _Described:
         chunks=options.chunks,
         split_backward=options.split_backward,
         expert=options.expert,
-        nics=options.nics or (measured.nics if measured else None),
+        nics=options.nics,
         offload=options.offload,
         speeds=_speeds(options.slow_ranks, options.ranks),
-        device=measured.device if measured else options.cluster,
+        device=options.cluster,
     )
-    cluster = _with_domains(options, cluster, measured)
+    cluster = _with_domains(options, cluster)
     _check_size(options, model, cluster)
     return model, cluster, None, None
 
@@ -298,11 +295,9 @@ def _queued(options: argparse.Namespace, policies: Sequence[str]) -> list[str]:
     return found
 
 
-def _with_domains(options: argparse.Namespace, cluster: ClusterSpec, measured: ClusterSpec | None) -> ClusterSpec:
-    """The domains that the options say, else those of the file of ``--cluster`` where its nodes fill them."""
+def _with_domains(options: argparse.Namespace, cluster: ClusterSpec) -> ClusterSpec:
+    """The domains that the options say."""
     near = options.ranks_per_domain
-    if near is None and measured is not None and measured.ranks_per_domain is not None:
-        near = measured.domain_ranks // measured.node_ranks * cluster.node_ranks
     device = cluster.hardware
     if options.domain_bandwidth is not None:
         if near is None:
@@ -312,7 +307,7 @@ def _with_domains(options: argparse.Namespace, cluster: ClusterSpec, measured: C
     if near is not None and device.domain_bandwidth is None:
         raise InvalidUsage(
             f"--ranks-per-domain {near} was given, and how fast the links of a domain are is not known: give "
-            "--domain-bandwidth, or a --cluster file that tells"
+            "--domain-bandwidth, too"
         )
     return replace(cluster, ranks_per_domain=near, uplinks=options.uplinks)
 

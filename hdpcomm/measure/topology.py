@@ -17,7 +17,6 @@ from hdpcomm.comm.topology import domains_of, nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.timing import call_s
-from hdpcomm.plan import DEVICES, ClusterSpec
 
 __all__ = ["Host", "LinkCost", "Topology", "host_facts", "measure_topology"]
 
@@ -91,30 +90,6 @@ class Topology:
     def ranks(self) -> int:
         """Number of ranks."""
         return sum(len(host.ranks) for host in self.hosts)
-
-    def to_cluster(self, device: str) -> ClusterSpec:
-        """The planner's view: the preset ``device`` with the links as measured; nodes as large as the smallest host,
-        domains of as many hosts as the smallest one.
-
-        Raises: InvalidUsage for an unknown device.
-        """
-        if device not in DEVICES:
-            raise InvalidUsage(f"unknown device {device!r}, expected one of {', '.join(DEVICES)}")
-        changes: dict[str, float] = {}
-        for name, cost in (("intra", self.intra), ("domain", self.domain), ("inter", self.inter)):
-            if cost is not None:
-                changes |= {f"{name}_bandwidth": cost.bandwidth, f"{name}_latency_s": cost.latency_s}
-        measured = dataclasses.replace(DEVICES[device], name=f"{device}, links measured", **changes)
-        smallest = min(len(host.ranks) for host in self.hosts)
-        near = min(map(len, self.domains), default=1) * smallest
-        has_domains = self.domain is not None and near > smallest
-        return ClusterSpec(
-            ranks=self.ranks,
-            ranks_per_node=smallest,
-            ranks_per_domain=near if has_domains else None,
-            nics=self.nics,
-            device=measured,
-        )
 
 
 def host_facts() -> dict[str, object]:

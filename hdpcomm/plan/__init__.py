@@ -2,7 +2,7 @@
 
 from hdpcomm.plan.ahead import PlanAhead, PlannedStep
 from hdpcomm.plan.calibration import Calibration
-from hdpcomm.plan.cluster import ClusterSpec, load_cluster, save_cluster
+from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel, CostSample
 from hdpcomm.plan.learn import CostLearner, RankTimes
 from hdpcomm.plan.memory import MemoryModel
@@ -46,8 +46,6 @@ __all__ = [
     "TreeFragment",
     "join_trees",
     "trees_of_prompts",
-    "load_cluster",
     "load_model",
     "model_from_config",
-    "save_cluster",
 ]

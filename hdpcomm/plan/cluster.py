@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from hdpcomm.arguments import check_number, check_type
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.files import read_text, write_whole
 from hdpcomm.plan.presets import DEVICES
 from hdpcomm.plan.specs import DeviceSpec, check_positive
 
-__all__ = ["ClusterSpec", "cluster_from_dict", "cluster_to_dict", "load_cluster", "save_cluster"]
+__all__ = ["ClusterSpec", "cluster_from_dict", "cluster_to_dict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,22 +150,3 @@ def cluster_from_dict(content: dict[str, Any]) -> ClusterSpec:
     device = DeviceSpec(**values.pop("device"))
     speeds = values.pop("speeds", None)
     return ClusterSpec(**values, device=device, speeds=None if speeds is None else tuple(map(float, speeds)))
-
-
-def save_cluster(cluster: ClusterSpec, path: Path) -> None:
-    """Writes a cluster and the figures of its device as JSON."""
-    write_whole(path, (json.dumps(cluster_to_dict(cluster), indent=1) + "\n").encode())
-
-
-def load_cluster(path: Path) -> ClusterSpec:
-    """Reads what :func:`save_cluster` wrote.
-
-    Raises: InvalidUsage for a file that cannot be read or holds no cluster.
-    """
-    try:
-        return cluster_from_dict(json.loads(read_text(path)))
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise InvalidUsage(
-            f"{path} holds no cluster ({type(error).__name__}: {error}); write one with hdpcomm doctor --topology "
-            "--cluster FILE"
-        ) from error

@@ -24,7 +24,6 @@ from hdpcomm.cli.config_file import read_config
 from hdpcomm.comm.costs import load_costs, save_costs
 from hdpcomm.data import open_corpus, open_store
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, Planner, StepPlan
-from hdpcomm.plan.cluster import cluster_to_dict, load_cluster
 from hdpcomm.plan.distributions import read_lengths
 from hdpcomm.plan.model_config import load_model
 from hdpcomm.run.checkpoints import CheckpointFolder, open_checkpoint
@@ -116,7 +115,6 @@ RECORDS = [{"text": "one"}, {"text": "zwei"}, {"messages": [{"role": "user", "co
 KINDS = {
     "plan": Kind(lambda f: written(a_plan().to_json())(f), lambda path: StepPlan.from_json(path.read_text("latin-1"))),
     "cost model": Kind(written(COST.to_json()), lambda path: plan_by(CostModel.from_json(path.read_text("latin-1")))),
-    "cluster": Kind(written(cluster_to_dict(CLUSTER)), load_cluster),
     "model": Kind(written(MODEL), load_model),
     "options": Kind(written(yaml.safe_dump(OPTIONS)), read_config, "yaml"),
     "costs": Kind(write_costs, read_costs),

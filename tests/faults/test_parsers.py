@@ -1,4 +1,4 @@
-"""Plans, profiles and clusters that nobody wrote: one clear error each, never a crash."""
+"""Plans and profiles that nobody wrote: one clear error each, never a crash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, StepPlan
-from hdpcomm.plan.cluster import load_cluster
 
 COEFFICIENTS = {"attention": 1e-12, "linear": 1e-7, "fixed": 1e-4, "piece": 1e-9, "ring_step": 1e-5}
 CLUSTER = ClusterSpec(ranks=8, ranks_per_node=4, device="h100", capacity=4096)
@@ -42,7 +41,6 @@ DEEP = "[" * 200_000
 READERS: dict[str, Callable[[Path], Any]] = {
     "plan": lambda path: StepPlan.from_json(path.read_text()),
     "cost model": lambda path: CostModel.from_json(path.read_text()),
-    "cluster": load_cluster,
 }
 TEXTS = {
     "deep": DEEP,

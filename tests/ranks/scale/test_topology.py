@@ -12,24 +12,19 @@ import hdpcomm as hdp
 from hdpcomm.cli.main import main
 from hdpcomm.comm.topology import by_host, node_block
 from hdpcomm.measure.topology import Topology, measure_topology
-from hdpcomm.plan import load_cluster
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    report, cluster = tmp_path / "report.json", tmp_path / "cluster.json"
-    assert main(["doctor", "--topology", "--ranks", "2", "--json", str(report), "--cluster", str(cluster)]) == 0
+    report = tmp_path / "report.json"
+    assert main(["doctor", "--topology", "--ranks", "2", "--json", str(report)]) == 0
     told = capsys.readouterr().out
     assert "2 ranks on 1 host, transport shm" in told
     assert "between hosts  no such pair" in told
     found = json.loads(report.read_text())
     assert found["inter"] is None
-    spec = load_cluster(cluster)
-    assert (spec.ranks, spec.ranks_per_node) == (2, 2)
-    assert spec.hardware.intra_bandwidth == found["intra"]["bandwidth"]
-    assert main(["doctor", "--topology", "--device", "abacus"]) == 6
-    assert "unknown device 'abacus'" in capsys.readouterr().err
+    assert found["intra"]["bandwidth"] > 0
 
 
 def on_two_hosts() -> Topology:
@@ -136,9 +131,6 @@ def test_hosts_of_a_domain_are_side_by_side(ranks: Any) -> None:
     assert blocks == (None, 2, None)
     assert topology.domains == ((0, 2), (1, 3))
     assert (topology.domain.pairs, topology.inter.pairs, topology.domain_of_rank) == (2, 3, [0, 1, 0, 1])
-    cluster = topology.to_cluster("h100")
-    assert (cluster.ranks_per_node, cluster.ranks_per_domain) == (1, 2)
-    assert cluster.hardware.domain_bandwidth == topology.domain.bandwidth
     assert samples == [(1, True, False), (2, False, True), (4, False, False)]
 
 

@@ -27,8 +27,6 @@ from hdpcomm.plan import (
     MemoryModel,
     Planner,
     StepPlan,
-    load_cluster,
-    save_cluster,
 )
 from hdpcomm.plan.cost import core_cost
 from hdpcomm.plan.learn import RankTimes
@@ -247,21 +245,15 @@ def test_the_analytic_model_and_the_reduction() -> None:
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    device = replace(DEVICES["h100"], domain_bandwidth=200e9, domain_latency_s=5e-6)
-    path = tmp_path / "cluster.json"
-    measured = ClusterSpec(ranks=16, ranks_per_node=4, ranks_per_domain=8, device=device)
-    save_cluster(measured, path)
-    assert load_cluster(path) == measured
     lengths = tmp_path / "lengths"
     lengths.write_text("12000\n12000\n")
     step = ["plan", "--ranks", "16", "--ranks-per-node", "2", "--capacity", "4K", "--lengths", str(lengths)]
     times = []
-    for more in ([], ["--cluster", str(path)], ["--ranks-per-domain", "4", "--domain-bandwidth", "200"]):
+    for more in ([], ["--ranks-per-domain", "4", "--domain-bandwidth", "200"]):
         plan = tmp_path / "plan.json"
         assert main([*step, *more, "--policy", "naive", "--out", str(plan)]) == 0
         times.append(StepPlan.load(plan).micro_batches[0].predicted_s)  # on three ranks of one domain
     assert times[0] > times[1]
-    assert times[1] == pytest.approx(times[2], rel=1e-3)
     capsys.readouterr()
     racks = ["--ranks-per-domain", "4", "--domain-bandwidth", "200"]
     lengths.write_text("30000\n")  # takes eight ranks, of two domains
@@ -305,7 +297,7 @@ def test_doctor_tells_the_domains() -> None:
     assert "  domains of hosts that are near each other: a, c; b, d" in told
     assert any(line.startswith("  inside a domain ") and "5.00 GB/s" in line for line in told)
     assert any(line.startswith("  between domains ") and "1.00 GB/s" in line for line in told)
-    assert (topology.domain_of_rank, topology.to_cluster("h100").ranks_per_domain) == ([0, 1, 0, 1], 2)
+    assert topology.domain_of_rank == [0, 1, 0, 1]
     alone = replace(topology, domains=(), domain=None)
     assert any(line.startswith("  between hosts ") for line in _lines(alone))
-    assert (alone.domain_of_rank, alone.to_cluster("h100").ranks_per_domain) == (None, None)
+    assert alone.domain_of_rank is None

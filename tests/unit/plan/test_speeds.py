@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import MODELS, ClusterSpec, CostModel, Planner, StepPlan, load_cluster, save_cluster
+from hdpcomm.plan import MODELS, ClusterSpec, CostModel, Planner, StepPlan
 from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.sim import simulate_step
 
@@ -110,12 +109,6 @@ def test_speeds_that_are_none_are_refused(speeds: tuple[float, ...]) -> None:
 def test_ranks_that_share_cores_have_no_speeds() -> None:
     with pytest.raises(InvalidUsage, match="cores"):
         ClusterSpec(4, 100, cores=2, speeds=(1.0, 1.0, 1.0, 0.5))
-
-
-def test_speeds_survive_the_file_of_a_cluster(tmp_path: Path) -> None:
-    cluster = ClusterSpec(3, 100, speeds=(1.0, 0.5, 0.75))
-    save_cluster(cluster, tmp_path / "cluster.json")
-    assert load_cluster(tmp_path / "cluster.json").speeds == cluster.speeds
 
 
 def test_the_command_takes_slow_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,12 @@
+"""What a host says of itself."""
+
+from __future__ import annotations
+
+from hdpcomm.measure.topology import host_facts
+
+
+def test_facts_of_this_host() -> None:
+    facts = host_facts()
+    assert facts["cores"]
+    assert isinstance(facts["name"], str)
+    assert isinstance(facts["links"], list)
