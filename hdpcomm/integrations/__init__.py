@@ -1,4 +1,4 @@
-"""The planner inside other trainers: Megatron-Core's dynamic context parallelism, verl's dynamic batch size.
+"""The planner inside Megatron-Core's dynamic context parallelism, and doors to other trainers and engines.
 
 :mod:`hdpcomm.integrations.huggingface`, which imports transformers, has its trainer, and the mixin for TRL's;
 :mod:`hdpcomm.integrations.verl_engine`, which imports verl, is the engine that trains there;
@@ -6,6 +6,5 @@
 """
 
 from hdpcomm.integrations.megatron import megatron_packing_scheduler
-from hdpcomm.integrations.verl import split_micro_batches
 
-__all__ = ["megatron_packing_scheduler", "split_micro_batches"]
+__all__ = ["megatron_packing_scheduler"]
