@@ -63,6 +63,12 @@ class PackContext:
     token_rows: int | None = None
     """The first rows of the layers' input on this rank, which stand for tokens; ``None``: all do."""
 
+    @property
+    def tokens(self) -> int:
+        """Rows of hidden states on this rank."""
+        rank, size = (0, 1) if self.comm is None else (self.comm.rank, self.comm.size)
+        return 1 if self.padded else self.cu_seqlens.layout(size).rows(rank)
+
 
 class _Current(threading.local):
     """The pack of this thread, since ranks may be threads of one process."""

@@ -23,7 +23,7 @@ from hdpcomm.models.lean import ACTIVATIONS, gate_clamped, gate_halves, gated, r
 from hdpcomm.models.mixers import with_globals
 from hdpcomm.models.moe import holds_experts
 
-__all__ = ["put_lean", "take_lean_off"]
+__all__ = ["plain_norm", "put_lean", "take_lean_off"]
 
 _ROWS = 6
 _EXACT, _SINGLE = 1e-10, 2e-5
@@ -231,6 +231,13 @@ def _find_norm(layer: nn.Module) -> Callable[[nn.Module], _Lean] | None:
             keeps_type = own(True, rows.bfloat16(), scale.float()).dtype == torch.bfloat16
             return partial(_Norm, eps=eps, offset=offset, keeps_type=keeps_type)
     return None
+
+
+def plain_norm(layer: nn.Module) -> _Norm | None:
+    """The lean form of an RMSNorm without an offset of its weights. Local."""
+    form = _find_norm(layer)
+    made: Any = None if form is None else form(layer)
+    return made if made is not None and not made.offset else None
 
 
 def _find_gate(layer: nn.Module) -> Callable[[nn.Module], _Lean] | None:

@@ -152,8 +152,8 @@ def check_same_logits(model: nn.Module, found: Tensor, wanted: Tensor, what: str
     """Raises InvalidUsage where logits differ from those of the whole model. Local."""
     if _differs(model, found, wanted):
         raise InvalidUsage(
-            f"{what} gives other logits than whole ({_error_text(model, found, wanted)}): its layers do more than its "
-            "plan tells; train it without, and load it anew"
+            f"{what} gives other logits than whole ({_error_text(model, found, wanted)}): its layers do more than "
+            "they tell; train it without, and load it anew"
         )
 
 

@@ -7,9 +7,9 @@ zeros. An all-gather goes before a linear part, a reduce-scatter after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,107 @@ from hdpcomm.kernels.derivatives import without_second_derivative
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["TensorGroup", "TensorShard"]
+__all__ = ["Block", "TensorGroup", "TensorShard", "rows_of"]
+
+
+class Block(NamedTuple):
+    """Rows of a parameter that belong to some heads, groups or experts, one after the other.
+
+    Ranks that divide the heads get as many each. Heads that are fewer, and divide the ranks, lie on several
+    neighbouring ones each, which all hold the first ``shared`` rows of their head and an equal part of each of
+    ``divided``.
+
+    Attributes:
+        shared, divided: rows of a head, these behind those.
+    """
+
+    heads: int
+    shared: int = 0
+    divided: tuple[int, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Rows of a head."""
+        return self.shared + sum(self.divided)
+
+    def ranges(self, part: int, parts: int) -> Iterator[tuple[int, int, int]]:
+        """(first row, row after the last, how many ranks hold these) of what one of ``parts`` ranks has of it."""
+        if self.heads % parts == 0:
+            each = self.heads // parts * self.width
+            yield part * each, (part + 1) * each, 1
+            return
+        ranks = parts // self.heads
+        start = part // ranks * self.width
+        if self.shared:
+            yield start, start + self.shared, ranks
+        start += self.shared
+        for rows in self.divided:
+            first = start + part % ranks * (rows // ranks)
+            yield first, first + rows // ranks, 1
+            start += rows
+
+
+def rows_of(blocks: Sequence[Block]) -> int:
+    """Rows of blocks one after the other. Local."""
+    return sum(block.heads * block.width for block in blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """Which part of a parameter a rank holds: number ``part`` of ``parts`` equal ones along ``dim``.
+    """The part that rank ``part`` of ``parts`` holds of a parameter: ``blocks``, one after the other along ``dim``.
 
-    With fewer parts than ranks, neighbouring ranks hold the same one; ``parts`` = 1: all of it on each rank.
+    Attributes:
+        ranges: (first row, row after the last, how many ranks hold these) in the whole parameter, in the order in which
+            they are in this rank's. Shards that hold the same are equal.
     """
 
     dim: int
-    part: int
+    blocks: tuple[Block, ...]
+    part: int = field(compare=False)
     parts: int
+    ranges: tuple[tuple[int, int, int], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        joined: list[tuple[int, int, int]] = []
+        start = 0
+        for block in self.blocks:
+            for first, last, ranks in block.ranges(self.part, self.parts):
+                if joined and joined[-1][1:] == (start + first, ranks):
+                    first = joined.pop()[0] - start
+                joined.append((start + first, start + last, ranks))
+            start += block.heads * block.width
+        object.__setattr__(self, "ranges", tuple(joined))
+
+    @property
+    def size(self) -> int:
+        """Rows of the whole parameter."""
+        return rows_of(self.blocks)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """A copy of this rank's part. Local."""
+        return torch.cat([whole.narrow(self.dim, first, last - first) for first, last, _ in self.ranges], self.dim)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, from the parts of all ranks. Local."""
+        shape = list(parts[0].shape)
+        shape[self.dim] = self.size
+        whole = parts[0].new_empty(shape)
+        for rank, part in enumerate(parts):
+            for offsets, box, _ in replace(self, part=rank).spread([0] * len(shape), part):
+                whole.narrow(self.dim, offsets[self.dim], box.shape[self.dim]).copy_(box)
+        return whole
+
+    def spread(self, offsets: Sequence[int], box: Tensor) -> Iterator[tuple[list[int], Tensor, int]]:
+        """(where it begins in the whole parameter, its elements, how many ranks hold them) of the boxes of the whole
+        parameter that a box of this rank's part is."""
+        begin, end = offsets[self.dim], offsets[self.dim] + box.shape[self.dim]
+        place = 0
+        for first, last, ranks in self.ranges:
+            start, stop = max(begin, place), min(end, place + last - first)
+            if start < stop:
+                moved = [*offsets[: self.dim], first + start - place, *offsets[self.dim + 1 :]]
+                yield moved, box.narrow(self.dim, start - begin, stop - start), ranks
+            place += last - first
 
 
 @dataclass(slots=True, eq=False)
@@ -46,9 +134,9 @@ class TensorGroup:
     comm: Communicator
     shards: dict[str, TensorShard] = field(default_factory=dict)
 
-    def shard(self, parts: int, dim: int = 0) -> TensorShard:
-        """This rank's part where there are ``parts``, which divide the number of ranks. Local."""
-        return TensorShard(dim, self.comm.rank * parts // self.comm.size, parts)
+    def shard(self, *blocks: Block, dim: int = 0) -> TensorShard:
+        """This rank's part of a parameter that is these blocks along ``dim``. Local."""
+        return TensorShard(dim, blocks, self.comm.rank, self.comm.size)
 
     def rows(self, tokens: int) -> int:
         """Rows of a block: ``tokens`` by the number of ranks, rounded up. Local."""
@@ -99,6 +187,30 @@ class TensorGroup:
         return x.contiguous() if not missing else torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
 
 
+class SplitNorm:
+    """The forward of an RMSNorm over channels of which each rank of ``sharing`` has as many: the squares are summed
+    over them.
+
+    With a ``gate``, as state-space layers have it, its SiLU multiplies the input, or the result where the layer says
+    ``norm_before_gate``.
+    """
+
+    def __init__(self, norm: Any, sharing: Communicator) -> None:
+        self._norm, self._sharing = norm, sharing
+        self._eps: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+    def __call__(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        norm, wide = self._norm, x.to(torch.float32)
+        gates = 1.0 if gate is None else nn.functional.silu(gate.to(torch.float32))
+        late = getattr(norm, "norm_before_gate", False)
+        if not late:
+            wide = wide * gates
+        squares: Tensor = _Sum.apply(wide.square().mean(-1, keepdim=True), self._sharing)  # type: ignore[no-untyped-call]
+        wide = wide * torch.rsqrt(squares / self._sharing.size + self._eps)
+        normed: Tensor = norm.weight * (wide if late else wide.to(x.dtype))
+        return (normed * gates).to(x.dtype) if late else normed
+
+
 class VocabularyShard:
     """The forward of an embedding whose rank holds some of its rows: gives this rank's block of the tokens' vectors."""
 
@@ -116,36 +228,26 @@ class VocabularyShard:
 
 
 class RowLinear:
-    """The forward of a linear layer whose rank holds some of its inputs: gives this rank's block of the sums."""
+    """The forward of a linear layer whose rank holds some of its inputs, and of its adapters' first matrices: gives
+    this rank's block of the sums of all that they give.
 
-    def __init__(self, linear: nn.Linear, group: TensorGroup) -> None:
+    Args:
+        module: the layer with its adapters; ``linear``: the matrix beneath, without any the same.
+    """
+
+    def __init__(self, module: nn.Module, linear: nn.Linear, group: TensorGroup) -> None:
         self._linear, self._group = linear, group
         self.product: Callable[[Tensor, Tensor], Tensor] = nn.functional.linear
         """Multiplies the input by the weight; replaced by :class:`hdpcomm.models.weight_gradients.WeightGradients`."""
+        self._forward = self._without_bias if module is linear else module.forward
+        linear.forward = self._without_bias  # type: ignore[method-assign, assignment]
+
+    def _without_bias(self, x: Tensor) -> Tensor:
+        return self.product(x, self._linear.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _block_of_sums(self.product(x, self._linear.weight), self._linear, self._group)
-
-
-class AdaptedRows:
-    """The forward of such a layer with adapters, of which the rank holds the first matrices' part of the inputs: what
-    both give is summed at once."""
-
-    def __init__(self, module: nn.Module, linear: nn.Linear, group: TensorGroup) -> None:
-        self._forward, self._linear, self._group = module.forward, linear, group
-        linear.forward = self._product  # type: ignore[method-assign, assignment]
-
-    def _product(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self._linear.weight)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return _block_of_sums(self._forward(x), self._linear, self._group)
-
-
-def _block_of_sums(product: Tensor, linear: nn.Linear, group: TensorGroup) -> Tensor:
-    """This rank's block of the products of all tensor ranks, with the bias."""
-    block = group.scatter(product)
-    return block if linear.bias is None else block + linear.bias
+        block = self._group.scatter(self._forward(x))
+        return block if self._linear.bias is None else block + self._linear.bias
 
 
 def _of_batch(x: Tensor) -> tuple[Tensor, bool]:
@@ -184,6 +286,24 @@ class _Scatter(torch.autograd.Function):
         gradient, batched = _of_batch(upstream[0])
         whole = ctx.group._gathered(gradient, ctx.tokens)
         return whole[None] if batched else whole, None
+
+
+class _Sum(torch.autograd.Function):
+    """Over ranks of which each has a part of the sum's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        total = x.clone(memory_format=torch.contiguous_format)
+        comm.all_reduce(total)
+        return total
+
+    @staticmethod
+    @without_second_derivative
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        total = upstream[0].clone(memory_format=torch.contiguous_format)
+        ctx.comm.all_reduce(total)
+        return total, None
 
 
 class _JoinColumns(torch.autograd.Function):

@@ -5,22 +5,46 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.tensors import plain_tensors
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage, Mismatch
+from hdpcomm.models import AdaptedCausalLM
+from hdpcomm.models.self_check import check_same_logits, few_logits
 from hdpcomm.parallel.stages import Stage
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["check_same_mesh", "check_same_stages", "check_same_trained", "checked_stages", "share_values"]
+__all__ = [
+    "check_same_mesh",
+    "check_same_stages",
+    "check_same_trained",
+    "checked_stages",
+    "same_logits",
+    "share_values",
+]
+
+
+@contextmanager
+def same_logits(model: nn.Module, comm: Communicator, what: str, *, check: bool) -> Iterator[None]:
+    """Surrounds what leaves each rank of ``comm`` its part of a model: all start with the first one's values, and the
+    logits of a few tokens, of a model of transformers that is neither a stage nor on the meta device, stay. Collective
+    over ``comm``. Raises InvalidUsage where they differ, of ``what``."""
+    tensors = (*model.parameters(), *model.buffers())
+    share_values(comm, (t for t in tensors if not t.is_meta))
+    checked = check and isinstance(model, AdaptedCausalLM) and not any(t.is_meta for t in tensors)
+    wanted = few_logits(model) if checked else None
+    yield
+    if wanted is not None:
+        check_same_logits(model, few_logits(model), wanted, what)
 
 
 def checked_stages(given: Stage | Sequence[Stage], mesh: Mesh) -> list[Stage]:

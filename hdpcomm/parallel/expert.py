@@ -14,11 +14,9 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
 from hdpcomm.models.moe import MixtureOfExperts, holds_experts
-from hdpcomm.models.self_check import check_same_logits, few_logits
-from hdpcomm.models.tensor_group import TensorShard
-from hdpcomm.parallel.agreement import share_values
+from hdpcomm.models.tensor_group import Block, TensorShard
+from hdpcomm.parallel.agreement import same_logits
 from hdpcomm.parallel.stages import Stage
-from hdpcomm.parallel.tensor import own_part
 
 __all__ = ["expert_parallel"]
 
@@ -55,22 +53,18 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
         raise InvalidUsage("the experts of this model have been cut by expert_parallel() already; give it once")
     group = ExpertGroup(mesh.expert_comm)
     layers = _layers(model, mesh.expert)
-    checked = check and isinstance(model, AdaptedCausalLM) and not any(p.is_meta for p in model.parameters())
-    share_values(group.comm, (t for t in (*model.parameters(), *model.buffers()) if not t.is_meta))
-    wanted = few_logits(model) if checked else None
-    for place, layer, parameters in layers:
-        for name, parameter in parameters.items():
-            shard = TensorShard(0, group.comm.rank, group.comm.size)
-            parameter.data = own_part(parameter.data, shard)
-            group.shards[f"{place}.{name}"] = shard
-        if isinstance(layer, MixtureOfExperts):
-            layer.group = group
-        else:
-            layer.forward = _DistributedExperts(layer, group)
-    model.expert = group  # type: ignore[assignment]
-    if wanted is not None:
-        name = type(model).__name__
-        check_same_logits(model, few_logits(model), wanted, f"{name} with its experts on {mesh.expert} ranks")
+    what = f"{type(model).__name__} with its experts on {mesh.expert} ranks"
+    with same_logits(model, group.comm, what, check=check):
+        for place, layer, parameters in layers:
+            for name, parameter in parameters.items():
+                shard = TensorShard(0, (Block(parameter.shape[0], 1),), group.comm.rank, group.comm.size)
+                parameter.data = shard.take(parameter.data)
+                group.shards[f"{place}.{name}"] = shard
+            if isinstance(layer, MixtureOfExperts):
+                layer.group = group
+            else:
+                layer.forward = _DistributedExperts(layer, group)
+        model.expert = group  # type: ignore[assignment]
     return model
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,34 +13,29 @@ from torch import nn
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama, LlamaConfig
 from hdpcomm.models.huggingface import decoder_of
+from hdpcomm.models.lean_layers import plain_norm
 from hdpcomm.models.lora import AdaptedLinear, adapted_linear
 from hdpcomm.models.mixers import mixers_of
 from hdpcomm.models.moe import expert_blocks, holds_experts
+from hdpcomm.models.tensor_group import Block, rows_of
+from hdpcomm.parallel.mixer_plans import Blocks, Cut, check_heads, mixer_cut
 from hdpcomm.parallel.stages import AbsentPart, Stage
 
 __all__ = ["Region", "TensorPlan", "check_sizes", "tensor_plan"]
 
-_LLAMA: Mapping[str, str] = {
-    "blocks.*.attention.q": "colwise",
-    "blocks.*.attention.k": "colwise",
-    "blocks.*.attention.v": "colwise",
-    "blocks.*.attention.out": "rowwise",
-    "blocks.*.ffn.gate": "colwise",
-    "blocks.*.ffn.up": "colwise",
-    "blocks.*.ffn.out": "rowwise",
-}
-_LATENT: Mapping[str, str] = {
-    "q_proj": "colwise",
-    "q_b_proj": "colwise",
-    "kv_b_proj": "colwise",
-    "o_proj": "rowwise",
-}
-"""Multi-head latent attention, by heads; what makes the latents is whole on each rank."""
-_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", "mla_kv_a_proj")
-"""Styles of transformers' tensor plans that are known; the last two are of parameters that are not cut here."""
-
-TokensOf = Callable[[tuple[Any, ...], Mapping[str, Any]], "int | None"]
-"""From the arguments of a module to the tokens of the pack that its input is of; None: it need not know."""
+_COLUMNS = (
+    *("q", "k", "v", "q_proj", "k_proj", "v_proj", "g_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value"),
+    *("gate", "up", "gate_proj", "up_proj", "gate_up_proj", "input_linear", "fc1", "c_fc", "dense_h_to_4h"),
+)
+_ROWS = ("out", "o_proj", "dense", "down_proj", "output_linear", "fc2", "c_proj", "dense_4h_to_h")
+"""Names of linear layers of attention and MLPs, here and in transformers: those whose outputs are cut, and those that
+give the result, whose inputs are."""
+_HALVES = ("gate_up_proj", "input_linear")
+"""Projections to the gate and to what it multiplies, one half each."""
+_WHOLE = ("f_a_proj", "g_a_proj")
+"""Projections of KDA to what all heads use."""
+_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "hidden_size")
+"""Attributes of attention that would have to be a rank's own, if its forward goes by them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +45,14 @@ class Region:
     module's result is the sum of what the ranks give.
 
     Attributes:
-        columns: linear layers whose outputs are cut, by name, each with the number of parts.
+        columns: linear layers whose outputs are cut, in the order of ``cut.columns``.
         row: the linear layer whose inputs are cut, which gives the module's result.
     """
 
-    name: str
     module: nn.Module
-    columns: Mapping[str, tuple[AdaptedLinear, int]]
+    cut: Cut
+    columns: tuple[AdaptedLinear, ...]
     row: AdaptedLinear
-    tokens_of: TokensOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +72,18 @@ def tensor_plan(model: nn.Module, size: int) -> TensorPlan:
     """
     whole = model.model if isinstance(model, Stage) else model
     if isinstance(whole, Llama):
-        plan = _plan(_regions(whole, _LLAMA, size, _tokens_of_tables), whole.embedding, whole.head)
+        regions, embedding, head = tuple(_regions(whole, size)), whole.embedding, whole.head
     elif isinstance(whole, AdaptedCausalLM):
-        plan = _transformers_plan(whole, size)
+        regions = _regions_of_transformers(whole, size)
+        embedding, head = whole.embedding, whole.last_layer
     else:
         raise InvalidUsage(
             f"tensor parallelism got a {type(model).__name__}; it cuts hdpcomm.models.Llama, causal LMs of "
             "transformers (hdpcomm.models.adapt), and stages of both (split_model)"
         )
-    ends = (plan.embedding, None if plan.head is None else plan.head.linear)
+    last = adapted_linear(head)  # both may be another stage's
+    plan = TensorPlan(regions, embedding if isinstance(embedding, nn.Embedding) else None, last)
+    ends = (plan.embedding, None if last is None else last.linear)
     vocabulary = [layer.weight.shape[0] for layer in ends if layer is not None]
     if any(columns % size for columns in vocabulary):
         raise InvalidUsage(
@@ -93,15 +91,6 @@ def tensor_plan(model: nn.Module, size: int) -> TensorPlan:
             f"multiple of {size}, or another number of tensor ranks"
         )
     return plan
-
-
-def _plan(regions: Iterable[Region], embedding: nn.Module, head: nn.Module) -> TensorPlan:
-    """Embedding and head may be those of another stage."""
-    return TensorPlan(
-        tuple(regions),
-        embedding if isinstance(embedding, nn.Embedding) else None,
-        adapted_linear(head),
-    )
 
 
 def check_sizes(config: LlamaConfig, size: int) -> None:
@@ -119,18 +108,11 @@ def check_sizes(config: LlamaConfig, size: int) -> None:
         )
 
 
-def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
-    causal_lm = model.causal_lm
-    name, decoder, head = type(causal_lm).__name__, decoder_of(causal_lm), causal_lm.get_output_embeddings()
+def _regions_of_transformers(model: AdaptedCausalLM, size: int) -> tuple[Region, ...]:
+    causal_lm, embedding, head = model.causal_lm, model.embedding, model.last_layer
+    name, decoder = type(causal_lm).__name__, decoder_of(causal_lm)
     if model.gives_values:
         raise InvalidUsage(f"{name} is a classifier, whose last layer tensor ranks do not share; train it without them")
-    styles = getattr(causal_lm.config.get_text_config(), "base_model_tp_plan", None)
-    if not styles:
-        raise InvalidUsage(f"{name} has no tensor parallel plan (config.base_model_tp_plan); train it without")
-    if mixers_of(causal_lm):
-        raise InvalidUsage(
-            f"{name} has linear or state-space layers, which tensor parallelism does not cut; train it without"
-        )
     for place, module in decoder.named_modules():
         if holds_experts(module) and ".base_layer" in place:
             raise InvalidUsage(
@@ -138,11 +120,7 @@ def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
                 "does not know; name other targets of LoRA, as q_proj+v_proj"
             )
     experts = tuple(f"{place}." for place in expert_blocks(decoder))
-    for place, module in decoder.named_modules():
-        if _has_latent(module):  # which the plans of some models leave out
-            styles = {**styles, **{f"{_pattern(place)}.{layer}": style for layer, style in _LATENT.items()}}
-    regions = tuple(_regions(decoder, styles, size, _tokens_of_rope, whole=experts))
-    embedding = causal_lm.get_input_embeddings()
+    regions = tuple(_regions(decoder, size, experts))
     last = adapted_linear(head)
     if not isinstance(embedding, (nn.Embedding, AbsentPart)) or (last is None and not isinstance(head, AbsentPart)):
         raise InvalidUsage(
@@ -150,62 +128,76 @@ def _transformers_plan(model: AdaptedCausalLM, size: int) -> TensorPlan:
             f"{type(head).__module__}.{type(head).__name__}; an nn.Embedding, without LoRA, and an nn.Linear, or LoRA "
             "of one, were expected"
         )
-    layers = [layer for region in regions for layer in (*(each for each, _ in region.columns.values()), region.row)]
+    layers = [layer for region in regions for layer in (*region.columns, region.row)]
     layers += [] if last is None else [last]
     cut = {id(embedding)}
     cut |= {id(linear) for each in layers for linear in (each.linear, *(a for pair in each.adapters for a in pair))}
     cut |= {id(module) for place, module in decoder.named_modules() if place.startswith(experts)}
-    cut |= {id(module) for region in regions if _has_latent(region.module) for module in region.module.modules()}
+    for region in regions:
+        inside = dict(region.module.named_modules())
+        cut |= {id(inside[path.rpartition(".")[0]]) for path in region.cut.tensors}
+        cut |= {id(module) for module in inside.values() if _has_latent(region.module)}
     for place, module in causal_lm.named_modules():
-        if id(module) not in cut and any(p.dim() > 1 for p in module.parameters(recurse=False)):
+        matrices = any(p.dim() > 1 for p in module.parameters(recurse=False))
+        if matrices and id(module) not in cut and place.rpartition(".")[2] not in _WHOLE:
             raise InvalidUsage(
-                f"{place} of {name} has matrices and is not in its tensor parallel plan (config.base_model_tp_plan); "
-                "train it without"
+                f"{place} of {name} has matrices, and tensor parallelism does not know how to cut them, or what they "
+                "are part of; train it without"
             )
-    return _plan(regions, embedding, head)
+    return regions
 
 
-def _regions(
-    model: nn.Module, styles: Mapping[str, str], size: int, tokens_of: TokensOf, *, whole: tuple[str, ...] = ()
-) -> Iterator[Region]:
-    """``whole``: beginnings of names of what is not cut, whatever the styles say."""
-    named = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if not name.startswith(whole)]
-    asked = {styles[pattern] for pattern in map(_pattern, named) if pattern in styles}
-    unknown = sorted(asked.difference(_STYLES))
-    if unknown:
-        raise InvalidUsage(
-            f"the tensor parallel plan of {type(model).__name__} asks for {', '.join(unknown)}, and only "
-            f"{', '.join(_STYLES)} are known here (no fused projections); train it without"
-        )
+def _regions(model: nn.Module, size: int, whole: tuple[str, ...] = ()) -> Iterator[Region]:
+    """``whole``: beginnings of names of what is not cut."""
+    mixers = mixers_of(model)
     for place, parent in model.named_modules():
-        found: dict[str, dict[str, AdaptedLinear]] = {"colwise": {}, "rowwise": {}}
-        for name, child in parent.named_children():
-            path = f"{place}.{name}" if place else name
-            style = styles.get(_pattern(path))
-            if style not in found or path.startswith(whole):
-                continue
-            if (layer := adapted_linear(child)) is None:
-                raise InvalidUsage(
-                    f"{path} is a {type(child).__module__}.{type(child).__name__}, and tensor parallelism cuts "
-                    "nn.Linear, and LoRA of it without dropout, only (no DoRA, no quantisation)"
-                )
-            found[style][name] = layer
-        if not found["colwise"] and not found["rowwise"]:
+        if f"{place}.".startswith(whole):
             continue
-        if len(found["rowwise"]) != 1 or not found["colwise"]:
-            raise InvalidUsage(
-                f"{place} has {len(found['colwise'])} colwise and {len(found['rowwise'])} rowwise layers in its tensor "
-                "parallel plan; columns and one layer of rows were expected"
-            )
-        (row,) = found["rowwise"].values()
-        head_dim = getattr(parent, "head_dim", None)
-        if _has_latent(parent):
-            parts = _parts_of_latent(place, parent, found["colwise"], size)
+        if parent in mixers:
+            cut, whole = mixer_cut(place, parent, size), (*whole, f"{place}.")
+        elif (named := _named_layers(parent)) is not None:
+            cut = _cut(place, parent, *named, size)
         else:
-            parts = _parts(place, found["colwise"], row, head_dim, size)
-        columns = {name: (layer, parts[name]) for name, layer in found["colwise"].items()}
-        attends = head_dim is not None or _has_latent(parent)
-        yield Region(place, parent, columns, row, tokens_of if attends else _no_tokens)
+            continue
+        columns = tuple(_linear(f"{place}.{name}", parent.get_submodule(name)) for name in cut.columns)
+        row = _linear(f"{place}.{cut.row}", parent.get_submodule(cut.row))
+        yield Region(parent, cut, columns, row)
+
+
+def _named_layers(parent: nn.Module) -> tuple[list[str], str] | None:
+    """Layers of attention or an MLP whose outputs are cut, and the one whose inputs are, by their names. ``None``: it
+    is neither, or has other layers, too, or goes by numbers of heads."""
+    linear = [name for name, child in parent.named_children() if any(p.dim() > 1 for p in child.parameters())]
+    columns, rows = ([name for name in linear if name in names] for names in (_COLUMNS, _ROWS))
+    if len(rows) != 1 or not columns:
+        return None
+    if not _has_latent(parent):
+        used = {name for each in _methods(parent) for name in each.__code__.co_names}
+        counts = used & set(_COUNTS) if _head_dim(parent) and "qkv_proj" not in columns else ()
+        if counts or len(linear) > len(columns) + 1:
+            return None
+    return columns, rows[0]
+
+
+def _methods(module: nn.Module) -> list[types.FunctionType]:
+    """Functions of its class, but for the one that makes it."""
+    own = (inspect.unwrap(each) for name, each in vars(type(module)).items() if callable(each) and name != "__init__")
+    return [each for each in own if isinstance(each, types.FunctionType)]
+
+
+def _linear(path: str, layer: nn.Module) -> AdaptedLinear:
+    found = adapted_linear(layer)
+    if found is None:
+        raise InvalidUsage(
+            f"{path} is a {type(layer).__module__}.{type(layer).__name__}, and tensor parallelism cuts nn.Linear, and "
+            "LoRA of it without dropout, only (no DoRA, no quantisation)"
+        )
+    return found
+
+
+def _head_dim(module: nn.Module) -> int | None:
+    found = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    return int(found) if isinstance(found, int) else None
 
 
 def _has_latent(module: nn.Module) -> bool:
@@ -213,62 +205,76 @@ def _has_latent(module: nn.Module) -> bool:
     return hasattr(module, "kv_b_proj") and hasattr(module, "num_heads")
 
 
-def _parts_of_latent(place: str, module: Any, columns: Mapping[str, AdaptedLinear], size: int) -> dict[str, int]:
-    """Layers of queries, and of keys and values, by heads."""
-    heads = int(module.num_heads)
-    if heads % size:
-        raise InvalidUsage(
-            f"{place} has {heads} heads, which {size} tensor ranks cannot share evenly; the number of heads must be a "
-            f"multiple of {size}"
-        )
-    return dict.fromkeys(columns, size)
-
-
-def _pattern(name: str) -> str:
-    """As plans write the names of modules and parameters."""
-    return re.sub(r"\b\d+\b", "*", name)
-
-
-def _parts(
-    place: str, columns: Mapping[str, AdaptedLinear], rows: AdaptedLinear, head_dim: int | None, size: int
-) -> dict[str, int]:
-    """Into how many parts each layer is cut: KV heads that are fewer than the ranks are held by several each."""
-    parts, row = {}, rows.linear
-    for name, layer in ((name, each.linear) for name, each in columns.items()):
-        if layer.out_features > row.in_features:
+def _cut(place: str, parent: Any, columns: list[str], row: str, size: int) -> Cut:
+    """By heads, of which those of keys and values may be fewer than the ranks; an MLP by columns."""
+    outputs = {name: _linear(f"{place}.{name}", parent.get_submodule(name)).linear.out_features for name in columns}
+    inputs = _linear(f"{place}.{row}", parent.get_submodule(row)).linear.in_features
+    width = _head_dim(parent)
+    sizes = {name: max(1, getattr(parent, name) // size) for name in ("heads", "kv_heads") if hasattr(parent, name)}
+    if _has_latent(parent):
+        heads = int(parent.num_heads)
+        check_heads(place, size, (heads, "heads"))
+        blocks: dict[str, Blocks] = {name: (Block(heads, 0, (count // heads,)),) for name, count in outputs.items()}
+    elif width is None:
+        heads = 0
+        if inputs % size:
             raise InvalidUsage(
-                f"{place}.{name} has {layer.out_features} columns where the layer of rows takes {row.in_features}: "
-                "several projections in one, which tensor parallelism does not cut; train it without"
+                f"{place}.{row} takes {inputs} columns, which {size} tensor ranks cannot share evenly; give a width "
+                f"(ffn) that is a multiple of {size}"
             )
-        if head_dim is None:
-            if layer.out_features % size:
-                raise InvalidUsage(
-                    f"{place}.{name} has {layer.out_features} columns, which {size} tensor ranks cannot share evenly; "
-                    f"give a width (ffn) that is a multiple of {size}"
-                )
-            parts[name] = size
+        blocks = {name: (Block(1, 0, (inputs,)),) * (1 + (name in _HALVES)) for name in columns}
+    else:
+        heads = getattr(getattr(parent, "config", None), "num_attention_heads", None) or inputs // width
+        shared = outputs.get("k_proj", outputs.get("k", heads * width)) // width
+        if "qkv_proj" in columns:
+            shared = int(parent.num_key_value_heads)
+            sizes |= {"num_key_value_heads": max(1, shared // size), "config.num_attention_heads": heads // size}
+        check_heads(place, size, (heads, "query heads"), (max(1, shared), "KV heads"))
+        blocks = {name: _of_heads(name, count, heads, shared, width) for name, count in outputs.items()}
+    for name, count in outputs.items():
+        if count != rows_of(blocks[name]):
+            raise InvalidUsage(
+                f"{place}.{name} has {count} columns and {row} takes {inputs}: projections whose order tensor "
+                "parallelism does not know; train it without"
+            )
+    if _has_latent(parent):
+        own = parent.named_parameters(recurse=False)
+        return Cut(blocks, row, {name: (0, (Block(heads, 0, (1,)),)) for name, p in own if tuple(p.shape) == (heads,)})
+    tensors = _other_parameters(place, parent, {**blocks, row: (Block(inputs, 1),)}, heads, width)
+    norms = dict.fromkeys((name.removesuffix(".weight") for name in tensors if "." in name), size)
+    return Cut(blocks, row, tensors, sizes, norms)
+
+
+def _of_heads(name: str, count: int, heads: int, shared: int, width: int) -> Blocks:
+    query = Block(heads, 0, (width,))
+    if name == "qkv_proj":
+        return (query, *(Block(shared, width),) * 2)
+    if name == "query_key_value" or (name == "q_proj" and count == 2 * heads * width):  # by heads, with all of each
+        return (Block(heads, 0, (count // heads,)),)
+    if name[0] in "kv" and shared != heads:  # values may have another width
+        return (Block(shared, count // shared),)
+    return (Block(heads, 0, (1 if count == heads and name[0] not in "kv" else count // heads,)),)
+
+
+def _other_parameters(
+    place: str, parent: nn.Module, layers: Mapping[str, Blocks], heads: int, width: int | None
+) -> dict[str, tuple[int, Blocks]]:
+    """Parameters beside the layers that are cut with these: a number for each head, as sinks, and the weights of
+    RMSNorms over what a layer gives or takes. Those over a head, and single numbers, are whole."""
+    found: dict[str, tuple[int, Blocks]] = {}
+    for path, parameter in parent.named_parameters():
+        name, shape = path.partition(".")[0], tuple(parameter.shape)
+        if name in layers or parameter.numel() == 1 or (shape == (width,) and name != path):
             continue
-        heads, most = layer.out_features // head_dim, row.in_features // head_dim
-        if most % size or (heads % size and size % heads):
+        if shape == (heads,) and name == path:
+            found[path] = 0, (Block(heads, 0, (1,)),)
+            continue
+        beside = f"{name[0]}_proj" if name in ("q_norm", "k_norm") else [*layers][-1]
+        norm = None if name == path else plain_norm(parent.get_submodule(name))
+        if norm is None or shape != (rows_of(layers[beside]),):
             raise InvalidUsage(
-                f"{place}.{name} has {heads} heads, and the layer {most} query heads, which {size} tensor ranks cannot "
-                f"share evenly; the number of query heads must be a multiple of {size}, and that of KV heads a "
-                "multiple or a divisor of it"
+                f"{place}.{path} has the shape {shape}, and tensor parallelism does not know what of it belongs to "
+                "which heads or columns; train it without"
             )
-        parts[name] = min(heads, size)
-    return parts
-
-
-def _tokens_of_tables(args: tuple[Any, ...], _: Mapping[str, Any]) -> int | None:
-    return int(args[1][0].shape[0])
-
-
-def _tokens_of_rope(_: tuple[Any, ...], options: Mapping[str, Any]) -> int | None:
-    tables = options.get("position_embeddings")
-    if tables is None:
-        raise InvalidUsage("the attention of this model gets no position_embeddings, which tensor parallelism needs")
-    return int(tables[0].shape[-2])
-
-
-def _no_tokens(*_: Any) -> int | None:
-    return None
+        found[path] = 0, layers[beside]
+    return found

@@ -12,6 +12,9 @@ SIZE = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0,
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_head": 8, "mamba_chunk_size": 16,
+}  # fmt: skip
 LAYERS = {"layer_types": ["full_attention", "sliding_attention"]}
 FAMILIES = {
     "llama": ("Llama", {}),
@@ -52,8 +55,26 @@ FAMILIES = {
         "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
     }),
     "mamba2": ("Mamba2", {"num_heads": 8, "n_groups": 2, "state_size": 8, "chunk_size": 16}),
+    "qwen3.5": ("Qwen3_5Text", {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    }),
+    "bamba": ("Bamba", {**MAMBA, "mamba_n_groups": 2, "attn_layer_indices": [1]}),
+    "falcon-h1": ("FalconH1", {
+        **MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": True, "ssm_multipliers": [1.0, 0.5, 2.0, 1.5, 0.75],
+    }),
+    "granite-hybrid": ("GraniteMoeHybrid", {
+        **MAMBA, "layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4,
+        "num_experts_per_tok": 2, "shared_intermediate_size": 24, "residual_multiplier": 0.5,
+    }),
+    "nemotron-h": ("NemotronH", {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"], "mamba_num_heads": 8,
+        "mamba_head_dim": 8, "n_groups": 4, "ssm_state_size": 8, "chunk_size": 16, "n_routed_experts": 4,
+        "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "num_experts_per_tok": 2,
+    }),
+    "glm4": ("Glm4", {}),
 }  # fmt: skip
-"""The last four have multi-head latent attention and linear layers."""
+"""Those from DeepSeek-V3 to Nemotron-H have multi-head latent attention and linear layers."""
 
 
 def config_of(family, **changes):

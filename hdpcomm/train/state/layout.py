@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.parallel.stages import Stage
+from hdpcomm.train.state.tensor_part import TensorPart
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -31,6 +34,8 @@ class Holders:
         counts: whether this rank is the one among ``alike`` and ``ends`` whose part counts in a norm.
         first: whether it is the first among ``alike``, which writes what the replicas have parts of.
         expert: the part is that of the experts on this rank.
+        mixed: ``alike`` have only some elements of each parameter (:attr:`Placement.shared`), and no other rank the
+            rest, which this one counts and writes.
     """
 
     replicas: Communicator
@@ -39,32 +44,51 @@ class Holders:
     counts: bool
     first: bool
     expert: bool
+    mixed: bool
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Placement:
-    """A tensor of this rank's module: a box of one of the whole model.
+    """A tensor of this rank's module: all or a part of one of the whole model.
 
     Attributes:
         name: in the whole model.
         trained: the name under which an optimizer of the whole model has its state.
         shape: of the whole tensor.
-        offsets: where the box begins in it.
-        holders: the ranks that hold the same box.
-        written: whether this rank is the first of these, which writes the box into checkpoints.
+        shard: which part of it is here; ``None``: all.
+        shared: (first element, element after the last) of this rank's tensor that ``holders.alike`` have, too.
+        holders: the ranks that hold the same.
         copy: it stands for a tensor of another stage.
     """
 
     name: str
     trained: str
     shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    shard: TensorShard | None
+    shared: tuple[tuple[int, int], ...]
     holders: Holders
-    written: bool
 
     @property
     def copy(self) -> bool:
         return self.name != self.trained
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes what belongs to the parameter as a whole, as a count of steps, if it is the first of
+        its replicas."""
+        return self.holders.first and (self.shard is None or self.shard.ranges[0][0] == 0)
+
+    def part(self, boxes: Iterable[tuple[Sequence[int], Tensor]], *, written: bool) -> TensorPart:
+        """Boxes of this rank's tensor as boxes of the whole one.
+
+        Args:
+            written: no other replica writes them.
+        """
+        if self.shard is None:
+            return TensorPart(self.shape, boxes, written=written and self.holders.first)
+        found = [each for place, box in boxes for each in self.shard.spread(place, box)]
+        flags = [written and (self.holders.first or (self.holders.mixed and ranks == 1)) for *_, ranks in found]
+        return TensorPart(self.shape, ((place, box) for place, box, _ in found), written=flags)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -91,7 +115,7 @@ def layout_of(model: nn.Module, mesh: Mesh) -> Layout:
     """
     several = isinstance(model, nn.ModuleList) and all(isinstance(each, Stage) for each in model)
     modules = {f"{place}.": each for place, each in enumerate(cast("Iterable[nn.Module]", model))} if several else {}
-    holders: dict[tuple[bool, int, bool], Holders] = {}
+    holders: dict[tuple[bool, int, bool, bool], Holders] = {}
     placements: dict[str, Placement] = {}
     for prefix, module in (modules or {"": model}).items():
         for name, tensor in _tensors(module):
@@ -107,11 +131,12 @@ def plain_name(name: str) -> str:
 
 def num_parameters(model: nn.Module, layout: Layout, mesh: Mesh) -> int:
     """Parameters of the whole model, tied ones counted once. Collective over the ranks that hold one copy of it."""
-    own = sum(
-        parameter.numel()
-        for parameter in model.parameters()
-        if (held := layout.of(parameter).holders).counts and (held.expert or mesh.expert_rank == 0)
-    )
+    own = 0
+    for parameter in model.parameters():
+        placement = layout.of(parameter)
+        if placement.holders.expert or mesh.expert_rank == 0:
+            shared = sum(stop - start for start, stop in placement.shared)
+            own += parameter.numel() - (0 if placement.holders.counts else shared)
     count = torch.tensor([own], dtype=torch.int64)
     for comm in (mesh.expert_comm, mesh.tensor_comm, mesh.pipeline_comm):
         comm.all_reduce(count)
@@ -126,35 +151,43 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _placement(
-    module: nn.Module, name: str, tensor: Tensor, mesh: Mesh, holders: dict[tuple[bool, int, bool], Holders]
+    module: nn.Module, name: str, tensor: Tensor, mesh: Mesh, holders: dict[tuple[bool, int, bool, bool], Holders]
 ) -> Placement:
     group: TensorGroup | None = getattr(module, "tensor", None)
     experts: Any = getattr(module, "expert", None)
     shard: TensorShard | None = None if group is None else group.shards.get(name)
-    parts = 1 if shard is None else shard.parts
+    ranks = [mesh.tensor] if shard is None else [ranks for *_, ranks in shard.ranges]
     expert = isinstance(experts, ExpertGroup) and name in experts.shards
     if expert:
         shard = experts.shards[name]
     stage = module if isinstance(module, Stage) else None
     tied = stage is not None and stage.tied is tensor
-    key = expert, parts, tied
+    key = expert, max(ranks), min(ranks) < max(ranks), tied
     if key not in holders:
         holders[key] = _holders(mesh, *key)
-    held = holders[key]
-    shape, offsets = list(tensor.shape), [0] * tensor.dim()
+    shape = list(tensor.shape)
+    shared: tuple[tuple[int, int], ...] = ((0, tensor.numel()),)
     if shard is not None:
-        offsets[shard.dim] = shard.part * shape[shard.dim]
-        shape[shard.dim] *= shard.parts
+        shape[shard.dim] = shard.size
+        if holders[key].mixed:
+            shared = _shared(shard, tensor.shape)
     whole = name if stage is None else stage.name_in_model(name)
     trained = whole
     if stage is not None and stage.tied_names is not None and tied:
         trained = stage.tied_names[1]  # under which an optimizer of the whole model has the state of both
-    written = held.first and held.replicas.rank == 0
-    return Placement(whole, trained, tuple(shape), tuple(offsets), held, written)
+    return Placement(whole, trained, tuple(shape), shard, shared, holders[key])
 
 
-def _holders(mesh: Mesh, expert: bool, parts: int, tied: bool) -> Holders:
-    each = mesh.tensor // parts
+def _shared(shard: TensorShard, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Elements of a part of that shape that several ranks hold."""
+    assert math.prod(shape[: shard.dim]) == 1  # what heads share are rows of projections to them
+    inner = math.prod(shape[shard.dim + 1 :])
+    ends = [0, *itertools.accumulate((last - first) * inner for first, last, _ in shard.ranges)]
+    spans = zip(itertools.pairwise(ends), shard.ranges, strict=True)
+    return tuple(span for span, (*_, ranks) in spans if ranks > 1)
+
+
+def _holders(mesh: Mesh, expert: bool, each: int, mixed: bool, tied: bool) -> Holders:
     first = mesh.tensor_rank // each * each
     return Holders(
         replicas=mesh.expert_replica_comm if expert else mesh.hdp_comm,
@@ -163,4 +196,5 @@ def _holders(mesh: Mesh, expert: bool, parts: int, tied: bool) -> Holders:
         counts=mesh.tensor_rank == first and not (tied and mesh.stage > 0),
         first=mesh.tensor_rank == first,
         expert=expert,
+        mixed=mixed,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,15 +24,25 @@ class TensorPart:
     Args:
         shape: of the whole tensor.
         parts: where each box begins in it, and its elements, which reading writes into. There may be none.
-        written: False: another rank has the same elements and writes them; this one only reads them.
+        written: False: another rank has the same elements and writes them; this one only reads them. One for each box,
+            or one for all.
+
+    Attributes:
+        boxes: where each begins, and its elements.
+        written: those that this rank writes.
     """
 
     def __init__(
-        self, shape: Sequence[int], parts: Iterable[tuple[Sequence[int], Tensor]], *, written: bool = True
+        self,
+        shape: Sequence[int],
+        parts: Iterable[tuple[Sequence[int], Tensor]],
+        *,
+        written: bool | Sequence[bool] = True,
     ) -> None:
         self._shape = torch.Size(shape)
-        self._boxes = [(torch.Size(offsets), tensor) for offsets, tensor in parts]
-        self.written = written
+        self.boxes = [(torch.Size(offsets), tensor) for offsets, tensor in parts]
+        flags = [written] * len(self.boxes) if isinstance(written, bool) else written
+        self.written = list(itertools.compress(self.boxes, flags))
 
     @classmethod
     def of_range(cls, shape: Sequence[int], start: int, values: Tensor) -> TensorPart:
@@ -47,50 +58,41 @@ class TensorPart:
             place += count
         return cls(shape, parts)
 
-    def within(self, shape: Sequence[int], offsets: Sequence[int], *, written: bool) -> TensorPart:
-        """These elements, where this one's whole tensor is itself a box of one of ``shape``, from ``offsets`` on."""
-        moved = (([a + b for a, b in zip(place, offsets, strict=True)], tensor) for place, tensor in self._boxes)
-        return TensorPart(shape, moved, written=written)
-
     def size(self) -> torch.Size:
         """The shape of the whole tensor, not of this part."""
         return self._shape
 
-    @property
-    def boxes(self) -> list[tuple[torch.Size, Tensor]]:
-        """Where each box begins, and its elements."""
-        return self._boxes
-
     def copy(self) -> TensorPart:
-        """This part with memory of its own, in host memory."""
-        copies = ((place, tensor.detach().to("cpu", copy=True)) for place, tensor in self._boxes)
-        return TensorPart(self._shape, copies, written=self.written)
+        """A copy in host memory of the boxes that this rank writes."""
+        return TensorPart(self._shape, ((at, tensor.detach().to("cpu", copy=True)) for at, tensor in self.written))
 
     def box(self, offsets: Sequence[int] | None) -> Tensor:
         """The box that begins at ``offsets``."""
-        return next(tensor for place, tensor in self._boxes if place == offsets)
+        return next(tensor for place, tensor in self.boxes if place == offsets)
 
     # What torch.distributed.checkpoint asks of an object that is sharded. It takes a second to import, so only it does.
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         return [
             WriteItem(
-                index=MetadataIndex(fqn, box.offsets),
+                index=MetadataIndex(fqn, place),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=box, properties=TensorProperties.create_from_tensor(tensor), size=self._shape
+                    chunk=ChunkStorageMetadata(place, tensor.size()),
+                    properties=TensorProperties.create_from_tensor(tensor),
+                    size=self._shape,
                 ),
             )
-            for box, (_, tensor) in zip(self.__create_chunk_list__(), self._boxes, strict=True)
+            for place, tensor in self.written
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(place, tensor.size()) for place, tensor in self._boxes]
+        return [ChunkStorageMetadata(place, tensor.size()) for place, tensor in self.boxes]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self.box(index.offset)

@@ -208,36 +208,34 @@ class State:
             if placement is None or not isinstance(value, Tensor) or self._whole:
                 yield ("model", name if placement is None else placement.name), value
             else:
-                whole = TensorPart(placement.shape, [(placement.offsets, value)], written=placement.written)
-                yield ("model", placement.name), whole
+                first = placement.holders.replicas.rank == 0
+                yield ("model", placement.name), placement.part([([0] * value.dim(), value)], written=first)
 
     @staticmethod
     def _range(placement: Placement, own: LocalShard) -> TensorPart:
         """This rank's shard of a parameter that has no values here (ZeRO-3)."""
         part = TensorPart.of_range(own.parameter.shape, own.start, own.values)
-        written = placement.holders.first and own.sharding.first
-        return part.within(placement.shape, placement.offsets, written=written)
+        return placement.part(part.boxes, written=own.sharding.first)
 
     def _part(self, placement: Placement, value: Tensor, shape: Sequence[int]) -> Any:
         """A tensor of the optimizer's state: one for each element, or, as a count of steps, one for the parameter."""
         if self._whole:
             return value
-        written = placement.written and not placement.copy
+        written, boxes = placement.holders.replicas.rank == 0 and not placement.copy, [([0] * value.dim(), value)]
         if value.shape != torch.Size(shape):
-            written = written and not any(placement.offsets)
-            return TensorPart(value.size(), [([0] * value.dim(), value)], written=written)
-        return TensorPart(placement.shape, [(placement.offsets, value)], written=written)
+            return TensorPart(value.size(), boxes, written=written and placement.writes)
+        return placement.part(boxes, written=written)
 
     def _piece(self, placement: Placement, piece: MasterShard, value: Tensor, *, same: bool) -> Any:
         cut = piece.master.shape != piece.parameter.shape
         if not cut and not self._cut():
             return self._part(placement, value, piece.parameter.shape)
-        first = placement.holders.first and piece.first and not placement.copy
+        first = piece.first and not placement.copy
         if not same:
-            alone = first and piece.start == 0 and not any(placement.offsets)
+            alone = first and piece.start == 0 and placement.writes
             return TensorPart(value.size(), [([0] * value.dim(), value)], written=alone)
         part = TensorPart.of_range(piece.parameter.shape, piece.start, value.flatten())
-        return part.within(placement.shape, placement.offsets, written=first)
+        return placement.part(part.boxes, written=first)
 
     def _cut(self) -> bool:
         """Whether ranks have parts of the optimizer's state, or of weights: with ZeRO-3 one rank alone, too."""
@@ -303,9 +301,9 @@ def _whole_tensors(parts: Mapping[str, Any], comm: Communicator) -> Iterator[tup
     """The whole tensors of which the ranks of ``comm`` have parts, one after the other, on each rank. Collective."""
     own = {path: value for path, value in walk_state(parts) if isinstance(value, TensorPart)}
     facts: list[Any] = [
-        [path, list(value.size()), *_kind(value), [[list(o), list(t.shape)] for o, t in value.boxes]]
+        [path, list(value.size()), *_kind(value), [[list(o), list(t.shape)] for o, t in value.written]]
         for path, value in own.items()
-        if value.written and value.boxes
+        if value.written
     ]
     there: dict[Path, list[tuple[int, list[Any]]]] = {}
     for rank, entries in enumerate(gather_json(comm, facts)):

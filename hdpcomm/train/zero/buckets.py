@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -97,6 +98,7 @@ class Bucket:
 
     Attributes:
         holders: the ranks that hold the same parameters.
+        shared: (first element, element after the last) from ``start`` on that ``holders.alike`` hold, too.
         sharding: the ranks that have parts of them, of the optimizer's state and of the sums of gradients.
         start: place of its first element in the flat buffer of all buckets.
         offsets: of each parameter, from ``start``.
@@ -111,6 +113,7 @@ class Bucket:
     piece: int = 0
     parameters: list[nn.Parameter] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    shared: list[tuple[int, int]] = field(default_factory=list)
     elements: int = 0
 
     @property
@@ -151,8 +154,18 @@ class Bucket:
             start, stop = min(max(begin, 0), size), min(max(begin + count, 0), size)
             yield parameter, start, stop, slice(start - begin, stop - begin)
 
-    def add(self, parameter: nn.Parameter) -> None:
+    def split_shared(self, piece: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of what this rank updates, ``[piece]``: those that ``holders.alike`` hold, too, and the others."""
+        if not self.holders.mixed:
+            return [piece], []
+        first = self.sharding.own * self.part + self._piece * self.piece
+        edges = [0, *(min(max(edge - first, 0), self.piece) for span in self.shared for edge in span), self.piece]
+        views = [piece[start:stop] for start, stop in itertools.pairwise(edges)]
+        return [each for each in views[1::2] if each.numel()], [each for each in views[::2] if each.numel()]
+
+    def add(self, parameter: nn.Parameter, shared: Iterable[tuple[int, int]]) -> None:
         self.parameters.append(parameter)
+        self.shared += ((self.elements + start, self.elements + stop) for start, stop in shared)
         self.offsets.append(self.elements)
         self.elements += parameter.numel()
 
@@ -176,14 +189,15 @@ def make_buckets(
     open_buckets: dict[tuple[int, Hashable], Bucket] = {}
     buckets: list[Bucket] = []
     for parameter in reversed(list(parameters)):
-        holders = layout.of(parameter).holders
+        placement = layout.of(parameter)
+        holders = placement.holders
         key = id(holders), group_of(parameter)
         if key not in open_buckets:
             if id(holders) not in shardings:
                 shardings[id(holders)] = Sharding.of(holders.replicas, zero)
             open_buckets[key] = Bucket(holders, shardings[id(holders)])
         bucket = open_buckets[key]
-        bucket.add(parameter)
+        bucket.add(parameter, placement.shared)
         if bucket.elements >= elements:
             buckets.append(open_buckets.pop(key))
     buckets += open_buckets.values()

@@ -151,15 +151,19 @@ class Gradients:
                 None if comm is None else comm.reduce_scatter(self.own(each), self.sums.own(each), async_op=True)
                 for each, comm in shardings
             ]
-        alike: list[Work] = []
+        alike: list[tuple[Work, Tensor, list[Tensor]]] = []
         for work, bucket in zip(works, self.buckets, strict=True):
             if work is not None:
                 work.wait()
             own = self.own(bucket).mul_(factor)
-            if bucket.holders.alike is not None:
-                alike.append(bucket.holders.alike.all_reduce(own, async_op=True))
-        for each in alike:
-            each.wait()
+            if bucket.holders.alike is not None and (views := bucket.split_shared(own)[0]):
+                joined = views[0] if len(views) == 1 else torch.cat(views)
+                alike.append((bucket.holders.alike.all_reduce(joined, async_op=True), joined, views))
+        for work, joined, views in alike:
+            work.wait()
+            for view, total in zip(views, torch.split(joined, [view.numel() for view in views]), strict=True):
+                if view.data_ptr() != total.data_ptr():
+                    view.copy_(total)
         for bucket in self.buckets:
             if bucket.holders.ends is not None:
                 bucket.holders.ends.all_reduce(self.own(bucket))
@@ -171,8 +175,8 @@ class Gradients:
         Collective over the ranks that hold one copy of the model, which get the same norm.
         """
         mesh = self._mesh
-        counted = [bucket for bucket in self.buckets if self._counts(bucket)]
-        pieces = [piece for bucket in counted for piece in torch.split(self.own(bucket), _PIECE)]
+        counted = [view for bucket in self.buckets for view in self._counted(bucket)]
+        pieces = [piece for view in counted for piece in torch.split(view, _PIECE)]
         norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
         squares = torch.zeros(1, dtype=torch.float64)
         if norms:
@@ -185,11 +189,13 @@ class Gradients:
                 self.own(bucket).mul_(max_norm / norm)
         return norm
 
-    def _counts(self, bucket: Bucket) -> bool:
-        """Without ZeRO every HDP rank has all that is on all of them: the first of an expert group counts it."""
-        if self._cut:
-            return bucket.holders.counts
-        return bucket.holders.counts and (bucket.holders.expert or self._mesh.expert_rank == 0)
+    def _counted(self, bucket: Bucket) -> list[Tensor]:
+        """Views of this rank's part of a bucket that count in the norm. Without ZeRO every HDP rank has all that is on
+        all of them: the first of an expert group counts it."""
+        if not (self._cut or bucket.holders.expert or self._mesh.expert_rank == 0):
+            return []
+        shared, alone = bucket.split_shared(self.own(bucket))
+        return alone + shared if bucket.holders.counts else alone
 
     def finish(self) -> None:
         """Gives every parameter its gradient in the parameter's own dtype, and those that no rank has used none. Call

@@ -17,7 +17,6 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.weights import own_pages
 from hdpcomm.parallel.stages import Stage
 from hdpcomm.train.state.layout import Placement, layout_of, plain_name
-from hdpcomm.train.state.tensor_part import box_slices
 from hdpcomm.train.zero.pulled_weights import set_part, without_values
 from hdpcomm.train.zero.units import Units, unit_buckets
 
@@ -34,24 +33,27 @@ class _Part:
     """A part of a tensor of the whole model.
 
     Attributes:
-        offsets, shape: the box of it that a rank's module has.
-        start, stop: its elements in the box, in row-major order: all, or this rank's part of them with ZeRO-3.
+        dim, ranges: the rows along ``dim`` that a rank's module has, (first, after the last); none: all.
+        shape: of what the module has.
+        start, stop: its elements there, in row-major order: all, or this rank's part of them with ZeRO-3.
     """
 
-    offsets: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
     shape: tuple[int, ...]
     start: int
     stop: int
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape of the tensor that holds its elements: that of the box if it is all of it."""
+        """The shape of the tensor that holds its elements: the module's if it is all of that."""
         return self.shape if self.stop - self.start == math.prod(self.shape) else (self.stop - self.start,)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Its elements; a view of them unless they are some of a box that is a view itself."""
-        box = whole[box_slices(self.offsets, self.shape)]
-        return box if self.sizes == self.shape else box.flatten()[self.start : self.stop]
+        """Its elements; a view of them where they are one range, and all that the module has of it."""
+        rows = [whole.narrow(self.dim, first, last - first) for first, last in self.ranges] or [whole]
+        own = rows[0] if len(rows) == 1 else torch.cat(rows, self.dim)
+        return own if self.sizes == self.shape else own.flatten()[self.start : self.stop]
 
 
 @torch.no_grad()
@@ -98,16 +100,19 @@ def materialize(model: nn.Module, mesh: Mesh, weights: Weights, *, zero: int = 0
         made[id(tensor)] = fresh = nn.Parameter(fresh, tensor.requires_grad) if trained else fresh
         placements[id(fresh)] = layout.by_name[plain_name(name)]
     _replace(model, made)
-    ranges = _own_ranges(model, mesh) if zero == 3 else {}
+    spans = _own_spans(model, mesh) if zero == 3 else {}
     own: dict[str, dict[_Part, list[Tensor]]] = {}
     """Memory for this rank's parts of each tensor, which is there before any other memory comes and goes
     and would leave gaps."""
     for tensor in made.values():
         if (placement := placements.get(id(tensor))) is None:
             continue
-        start, stop = ranges.get(id(tensor), (0, tensor.numel()))
-        part, values = _Part(placement.offsets, tuple(tensor.shape), start, stop), tensor.detach()
-        if id(tensor) in ranges:
+        start, stop = spans.get(id(tensor), (0, tensor.numel()))
+        shard = placement.shard
+        ranges = () if shard is None else tuple((first, last) for first, last, _ in shard.ranges)
+        part = _Part(0 if shard is None else shard.dim, ranges, tuple(tensor.shape), start, stop)
+        values = tensor.detach()
+        if id(tensor) in spans:
             values = torch.empty(part.sizes, dtype=tensor.dtype, device=device)
             set_part(tensor, start, values.view(-1))
         if start < stop:
@@ -156,8 +161,8 @@ def _tasks(
     rows = gather_json(host, [[name, *astuple(part)] for name, parts in own.items() for part in parts])
     holders: dict[str, dict[_Part, list[int]]] = {}
     for rank, row in enumerate(rows):
-        for name, offsets, shape, start, stop in row:
-            part = _Part(tuple(offsets), tuple(shape), start, stop)
+        for name, dim, ranges, shape, start, stop in row:
+            part = _Part(dim, tuple(map(tuple, ranges)), tuple(shape), start, stop)
             holders.setdefault(name, {}).setdefault(part, []).append(rank)
     load = [0] * host.size
     for name, by_part in holders.items():
@@ -206,7 +211,7 @@ def _share(
         other.copy_(values)
 
 
-def _own_ranges(model: nn.Module, mesh: Mesh) -> dict[int, tuple[int, int]]:
+def _own_spans(model: nn.Module, mesh: Mesh) -> dict[int, tuple[int, int]]:
     """By the id of each parameter, first and last (exclusive) element of this rank's part with ZeRO-3."""
     several = isinstance(model, nn.ModuleList) and all(isinstance(each, Stage) for each in model)
     units, layout = Units(list(model) if several else [model]), layout_of(model, mesh)  # type: ignore[call-overload]

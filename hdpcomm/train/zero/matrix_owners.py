@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models.tensor_group import TensorShard
 from hdpcomm.offload import MemoryMeter
 from hdpcomm.train.state.layout import Placement, layout_of
 
@@ -27,15 +28,14 @@ class _Matrix:
     """A matrix of the whole model of which this rank has a part.
 
     Attributes:
-        dim, parts: it is cut into so many equal parts along this dimension; one part: it is whole on every tensor rank.
+        shard: this rank's part of it; ``None``: it is whole on every tensor rank.
         replica, tensor: the place of its owner among the HDP ranks and the tensor ranks that hold it.
         master: the whole of it, on the owner.
     """
 
     parameter: nn.Parameter
     placement: Placement
-    dim: int
-    parts: int
+    shard: TensorShard | None
     replica: int
     tensor: int
     master: nn.Parameter | None
@@ -151,7 +151,7 @@ class MatrixOwners(torch.optim.Optimizer):
         parameter, master = matrix.parameter, matrix.master
         if not self._in_row(matrix):
             return
-        if matrix.parts == 1:
+        if matrix.shard is None:
             if master is not None:
                 master.grad = parameter.grad
             return
@@ -160,7 +160,7 @@ class MatrixOwners(torch.optim.Optimizer):
             every = None if master is None else part.new_empty(self.mesh.tensor, *part.shape)
             self.mesh.tensor_comm.gather(every, part.contiguous(), matrix.tensor)
             if every is not None:
-                joined = torch.cat(list(every[:: self.mesh.tensor // matrix.parts]), matrix.dim)
+                joined = matrix.shard.join(list(every))
                 if whole is None:
                     assert master is not None
                     master.grad = joined
@@ -171,19 +171,18 @@ class MatrixOwners(torch.optim.Optimizer):
         """Gives all that hold a part of a matrix its new values. Collective over them."""
         parameter, tensor_comm = matrix.parameter, self.mesh.tensor_comm
         if self._in_row(matrix) and self.mesh.tensor > 1:
-            if matrix.parts == 1:
+            if matrix.shard is None:
                 tensor_comm.broadcast(parameter.data, matrix.tensor)
             else:
                 every = None
                 if matrix.master is not None:
-                    boxes = matrix.master.data.chunk(matrix.parts, matrix.dim)
-                    each = self.mesh.tensor // matrix.parts
-                    every = torch.stack([box for box in boxes for _ in range(each)])
+                    shards = [replace(matrix.shard, part=part) for part in range(self.mesh.tensor)]
+                    every = torch.stack([shard.take(matrix.master.data) for shard in shards])
                 own = torch.empty_like(parameter.data, memory_format=torch.contiguous_format)
                 tensor_comm.scatter(own, every, matrix.tensor)
                 parameter.data.copy_(own)
         if matrix.master is not None:
-            matrix.master.grad = None if matrix.parts > 1 else matrix.master.grad
+            matrix.master.grad = matrix.master.grad if matrix.shard is None else None
         replicas = matrix.placement.holders.replicas
         if replicas.size > 1:
             replicas.broadcast(parameter.data, matrix.replica)
@@ -286,13 +285,11 @@ def _owned(chosen: Sequence[nn.Parameter], module: nn.Module, mesh: Mesh) -> lis
     owners = _assigned([placement.shape for placement in placements], sizes, mesh.tensor)
     found = []
     for place, (parameter, placement) in enumerate(zip(chosen, placements, strict=True)):
-        cut = [dim for dim in range(2) if placement.shape[dim] != parameter.shape[dim]]
-        dim = cut[0] if cut else 0
+        shard = None if placement.shape == tuple(parameter.shape) else placement.shard
         replica, tensor = owners[place]
         here = placement.holders.replicas.rank == replica and mesh.tensor_rank == tensor
-        whole = nn.Parameter(parameter.new_zeros(placement.shape)) if cut else parameter
-        parts = placement.shape[dim] // parameter.shape[dim]
-        found.append(_Matrix(parameter, placement, dim, parts, replica, tensor, whole if here else None))
+        whole = parameter if shard is None else nn.Parameter(parameter.new_zeros(placement.shape))
+        found.append(_Matrix(parameter, placement, shard, replica, tensor, whole if here else None))
     return found
 
 

@@ -14,7 +14,6 @@ from hdpcomm.measure.costs import profile_samples
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
-from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, Tree
 from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
@@ -75,7 +74,7 @@ def check(results, config, dtype, lengths=LENGTHS, rows=None):
         assert metrics.loss == pytest.approx(loss, rel=limit)
         assert metrics.grad_norm == pytest.approx(float(norm), rel=10 * limit)
         for (name, part), gradient in own.items():
-            want = gradients[name] if part is None else own_part(gradients[name], part)
+            want = gradients[name] if part is None else part.take(gradients[name])
             assert torch.equal(seen.setdefault((name, part), gradient), gradient), f"{name} differs between ranks"
             error = (gradient - want).norm()
             assert error <= limit * (want.norm() + 1e-6 * norm), f"{name}: {error:.2e} of {want.norm():.2e}"
@@ -115,7 +114,7 @@ def test_bf16_where_the_last_pass_has_no_tokens_of_its_own():
     for _, own, _ in run_threads(lambda: one_step(planner, config, torch.bfloat16, 2, lengths), 2):
         for (name, part), gradient in own.items():
             if part is not None:
-                want = own_part(gradients[name], part)
+                want = part.take(gradients[name])
                 assert (gradient - want).norm() <= 0.02 * want.norm(), name
 
 
@@ -156,7 +155,7 @@ def test_all_tokens_to_the_experts_of_one_rank():
 
     for own in run_threads(rank, 2):
         for (name, part), gradient in own.items():
-            want = gradients[name] if part is None else own_part(gradients[name], part)
+            want = gradients[name] if part is None else part.take(gradients[name])
             assert (gradient - want).norm() <= 1e-10 * gradients[name].norm(), name
 
 

@@ -13,7 +13,6 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import expert_parallel
-from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
@@ -100,7 +99,7 @@ def test_gradients_are_those_of_the_whole_model(family, ranks, expert, how):
         for (name, part), gradient in own.items():
             assert torch.equal(gradient, found[name, part]), f"{name} differs between ranks"
             want = gradients[name.removeprefix("model.")]
-            want = want if part is None else own_part(want, part)
+            want = want if part is None else part.take(want)
             error = (gradient - want).norm()
             assert error <= 1e-5 * want.norm() + 1e-9, f"{name}: {error:.1e} of {want.norm():.1e}"
         for name, tensor in whole.state_dict().items():
@@ -142,7 +141,7 @@ def test_experts_without_tokens_where_nothing_else_is_trained():
 
     for own in run_threads(main, 2):
         for name, (gradient, part) in own.items():
-            want = own_part(gradients[name.removeprefix("model.")], part)
+            want = part.take(gradients[name.removeprefix("model.")])
             assert (gradient - want).norm() <= 1e-5 * want.norm() + 1e-12, name
 
 

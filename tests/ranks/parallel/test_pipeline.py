@@ -16,7 +16,6 @@ from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.parallel import split_model
-from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, Planner, Tree
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
@@ -210,7 +209,7 @@ def test_thirty_training_steps_are_those_of_one_process(tensor):
         assert found_losses == pytest.approx(losses, rel=1e-10)
         assert count == sum(weight.numel() for weight in weights.values())
         for (name, part), weight in found.items():
-            want = whole[name] if part is None else own_part(whole[name], part)
+            want = whole[name] if part is None else part.take(whole[name])
             assert (weight - want).norm() <= 1e-8 * want.norm(), name
 
 

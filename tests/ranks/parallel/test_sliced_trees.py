@@ -18,7 +18,6 @@ from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
 from hdpcomm.offload import ActivationOffload, PinnedPool
-from hdpcomm.parallel.tensor import own_part
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner, SequenceFragment, Tree, trees_of_prompts
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
@@ -91,7 +90,7 @@ def check(results, limit=1e-10):
         assert metrics.loss == pytest.approx(loss, rel=limit)
         for (name, part), gradient in found.items():
             plain = "embedding.weight" if name not in gradients else name
-            want = gradients[plain] if part is None else own_part(gradients[plain], part)
+            want = gradients[plain] if part is None else part.take(gradients[plain])
             assert float((gradient - want).norm()) <= limit * float(want.norm()), name
             seen.add(plain)
     assert seen == gradients.keys()

@@ -142,10 +142,10 @@ def errors_of(make, world=2):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 1, "kv_heads": 1}, "has 1 heads, and the layer 1 query heads, which 2 tensor ranks cannot"),
-        ({"ffn": 47}, "blocks.0.ffn.gate has 47 columns, which 2 tensor ranks cannot"),
+        ({"heads": 1, "kv_heads": 1}, "has 1 query heads and 1 KV heads, which 2 tensor ranks cannot"),
+        ({"ffn": 47}, "blocks.0.ffn.out takes 47 columns, which 2 tensor ranks cannot"),
         ({"vocabulary": 61}, "a vocabulary of 61 cannot be shared evenly by 2 tensor ranks"),
-        ({"heads": 6, "hidden": 36, "kv_heads": 3}, "blocks.0.attention.k has 3 heads"),
+        ({"heads": 6, "hidden": 36, "kv_heads": 3}, "blocks.0.attention has 6 query heads and 3 KV heads"),
     ],
 )
 def test_sizes_that_do_not_divide(changes, message):

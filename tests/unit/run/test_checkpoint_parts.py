@@ -196,14 +196,15 @@ def test_writing_copies_one_box_at_a_time(tmp_path: Path) -> None:
 
 
 def test_tensors_cut_by_columns_and_then_by_rows(tmp_path: Path) -> None:
-    """Two ranks have the left columns, each a range; two have the right ones, which one writes and both read."""
+    """Two ranks have the left columns, each a range; two have the right ones and the last of the left, of which the
+    first writes and both read the right ones, and the second writes the other."""
     whole = torch.arange(35.0).view(7, 5)
-    left, right = whole[:, :3].contiguous(), whole[:, 3:].contiguous()
+    left, right = whole[:, :2].contiguous(), whole[:, 3:].contiguous()
     parts = [
-        TensorPart.of_range((7, 3), 0, left.flatten()[:10].clone()).within((7, 5), (0, 0), written=True),
-        TensorPart.of_range((7, 3), 10, left.flatten()[10:].clone()).within((7, 5), (0, 0), written=True),
-        TensorPart((7, 5), [((0, 3), right.clone())]),
-        TensorPart((7, 5), [((0, 3), torch.zeros(7, 2))], written=False),
+        TensorPart((7, 5), TensorPart.of_range((7, 2), 0, left.flatten()[:7].clone()).boxes),
+        TensorPart((7, 5), TensorPart.of_range((7, 2), 7, left.flatten()[7:].clone()).boxes),
+        TensorPart((7, 5), [((0, 2), torch.zeros(7, 1)), ((0, 3), right.clone())], written=(False, True)),
+        TensorPart((7, 5), [((0, 2), whole[:, 2:3].clone()), ((0, 3), torch.zeros(7, 2))], written=(True, False)),
     ]
     folders = [CheckpointFolder(tmp_path, keep=1, rank=rank, writers=4, session="s") for rank in range(4)]
     for folder, part in zip(folders, parts, strict=True):
@@ -217,3 +218,5 @@ def test_tensors_cut_by_columns_and_then_by_rows(tmp_path: Path) -> None:
     assert torch.equal(plain["inner"]["y"], whole)
     found.load_into({"x": parts[3]})
     assert torch.equal(parts[3].box(torch.Size((0, 3))), right)
+    found.load_into({"x": parts[2]})
+    assert torch.equal(parts[2].box(torch.Size((0, 2))), whole[:, 2:3])
