@@ -1,19 +1,23 @@
 """Megatron-Core: its dynamic context parallel groups on the backend, and hdpcomm's scheduler in the place of its own.
 
 Micro-batches in which every rank has samples, packed. A version of Megatron-Core whose class has moved is an error that
-says so, and hdpcomm.integrations has to follow.
+says so, and examples/megatron_packing.py has to follow.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from common import Figures, join, leave, main
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 RANKS, LIMIT, STEPS = 4, 1000, 5
 
@@ -42,8 +46,7 @@ def work(backend: str) -> Figures:
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.datasets import data_schedule
-
-    from hdpcomm.integrations import megatron_packing_scheduler
+    from megatron_packing import megatron_packing_scheduler
 
     rank, size = join(backend)
     everyone, group_of = make_groups(size)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations.megatron import megatron_packing_scheduler, pack_micro_batches
 from hdpcomm.plan import CostModel
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+
+from megatron_packing import megatron_packing_scheduler, pack_micro_batches
 
 
 def check_rules(

@@ -1,4 +1,5 @@
-"""Micro-batches for Megatron-Core's packing scheduler with dynamic context parallelism, ``default_dynamic_cp``.
+"""Micro-batches for Megatron-Core's packing scheduler with dynamic context parallelism, ``default_dynamic_cp``: a file
+to be put beside a training script (docs/how-to/other-trainers.md).
 
 There a step is a table of micro-batches and ranks. In each micro-batch every rank has samples, packed into one, and the
 ranks of a group have equal ones. Groups were made in advance: 2^k ranks on aligned places, or all. All ranks have as
@@ -38,6 +39,7 @@ def megatron_packing_scheduler(cost_model: CostModel = SQUARES) -> type[Any]:
     Fetching, rerouting and packing of samples stay Megatron's. In a training script, before the first step::
 
         from megatron.core.datasets import data_schedule
+        from megatron_packing import megatron_packing_scheduler
 
         data_schedule.scheduler_map["default_dynamic_cp"] = megatron_packing_scheduler()
 
