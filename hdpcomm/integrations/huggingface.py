@@ -17,28 +17,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_type, check_whole
-from hdpcomm.comm import init
-from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_checkpoints import (
     FolderSource,
-    file_copy,
-    has_weights,
+    PartsInFolders,
     load_optimizer,
-    load_scheduler,
-    load_weights,
-    save_optimizer,
-    weights_for,
 )
 from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel, ScoreModel
 from hdpcomm.integrations.huggingface_losses import ModelLabels, TokenMetrics, add_noise, token_loss
@@ -54,10 +45,8 @@ from hdpcomm.integrations.row_passes import PlanSettings, RowPasses, Sequences, 
 from hdpcomm.models import adapt, compile_layers, use_float8
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of
 from hdpcomm.models.self_check import is_random
-from hdpcomm.parallel import expert_parallel, tensor_parallel
 from hdpcomm.plan import CostModel, PlannedStep
 from hdpcomm.run.flops import spec_of
-from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train.step.passes import Passes
 from hdpcomm.train.step.replicas import settings_of
 from hdpcomm.train.step.runner import Runner
@@ -71,7 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["HybridDataParallel", "Trainer"]
 
 
-class HybridDataParallel:
+class HybridDataParallel(PartsInFolders):
     """Turns a subclass of ``transformers.Trainer`` into one that plans; name it first among the bases.
 
     A training step takes the batches of all ranks together as one global batch: padding is dropped, ranks tell each
@@ -237,28 +226,6 @@ class HybridDataParallel:
         if self._source is None:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As in the base, but of experts too, whose tensors have other names in files; weights that nobody has read yet
-        are read from the checkpoint later."""
-        folder = Path(resume_from_checkpoint)
-        if model is not None or not has_weights(folder):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        elif self._source is not None:
-            self._source.go_on(folder)
-        else:
-            load_weights(self._adapted, folder)
-
-    def _load_best_model(self) -> None:
-        """As in the base, but of experts too."""
-        best = cast(Any, self).state.best_model_checkpoint
-        if best is None or not has_weights(Path(best)):
-            super()._load_best_model()  # type: ignore[misc]
-        elif self._made is not None and self._shares:
-            self._made[1].state.load_weights(weights_for(cast(Any, self._adapted).causal_lm.config, Path(best)))
-            self.comm.barrier()
-        else:
-            load_weights(self._adapted, Path(best))
-
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         read, mesh = self._source is not None, self._mesh()
         self._read_weights(self._kept.zero, mesh)
@@ -292,29 +259,6 @@ class HybridDataParallel:
                 self._check_random()
         return prepared
 
-    def _read_weights(self, zero: int = 0, mesh: Mesh | None = None) -> None:
-        """Reads the weights of a model that was given by its folder, once; with a mesh, this rank keeps its parts of
-        layers from then on. Collective."""
-        source, self._source = self._source, None
-        whole = mesh or Mesh(self.comm, placement=range(self.comm.size))
-        if source is not None:
-            source.fill(self._adapted, whole, zero=zero)
-        elif self._made is None:
-            tensor_parallel(expert_parallel(self._adapted, whole), whole)
-
-    def _mesh(self) -> Mesh:
-        return Mesh(self.comm, **self._cut, placement=None if self._is_cut else range(self.comm.size))
-
-    @property
-    def _is_cut(self) -> bool:
-        """Ranks hold parts of layers, once the model is prepared."""
-        return max(self._cut.values()) > 1
-
-    @property
-    def _shares(self) -> bool:
-        """Ranks hold parts of what the optimizer updates, or of its state."""
-        return self._is_cut or self._kept.masters
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in the base; ranks wait for those that read data or save, see
         :meth:`hdpcomm.comm.Communicator.liveness_deadlines`.
@@ -337,41 +281,6 @@ class HybridDataParallel:
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         with self.comm.busy("saves a checkpoint"):
             return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-
-    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As in the base; collective where ranks have parts of the model."""
-        self._read_weights()
-        runner, this = None if self._made is None else self._made[1], cast(Any, self)
-        if runner is None or not (self._is_cut or (runner.masters is not None and runner.masters.pulled)):
-            super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]
-            return
-        folder = output_dir or this.args.output_dir
-        try:
-            if this.args.should_save:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            named = this.model.state_dict(keep_vars=True)
-            self._whole = runner.copied_weights(named, keep=this.args.should_save, copy=file_copy(folder))
-            super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._whole = None
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict if self._whole is None else self._whole)  # type: ignore[misc]
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._shares:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-            return
-        assert self._made is not None
-        this, state = cast(Any, self), self._made[1].state
-        save_optimizer(state, self._names, this.lr_scheduler, output_dir, writes=this.args.should_save)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self._shares:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-            return
-        self._resumed = checkpoint  # the optimizer's state has its place once ranks have their parts
-        load_scheduler(cast(Any, self).lr_scheduler, checkpoint)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return self._clip(cast(Any, self).args.max_grad_norm) if self._shares else super()._clip_grad_norm(model)  # type: ignore[misc]
@@ -506,14 +415,6 @@ class HybridDataParallel:
         return (-own.sum() / share).to(settings.device), None, None
 
     # --- what it does with a step ------------------------------------------------------------------------------------
-
-    @property
-    def comm(self) -> Communicator:
-        """All ranks that train: the one under torch.distributed's default group, or of :func:`hdpcomm.init`."""
-        if self._comm is None:
-            ours = dist.is_initialized() and isinstance(dist.group.WORLD, HdpProcessGroup)
-            self._comm = communicator() if ours else init()
-        return self._comm
 
     @contextlib.contextmanager
     def original_attention(self) -> Iterator[None]:

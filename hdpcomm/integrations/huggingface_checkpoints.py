@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from hdpcomm.comm import init
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage, first_line
 from hdpcomm.models import AdaptedCausalLM, FolderWeights, from_pretrained
 from hdpcomm.models.llama import seed_of
@@ -24,16 +27,20 @@ from hdpcomm.models.lora_names import first_value, is_adapter
 from hdpcomm.models.weights import making, weight_files
 from hdpcomm.parallel import expert_parallel, tensor_parallel
 from hdpcomm.run.model import check_model, folder_model, model_path, read_config
+from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train import materialize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hdpcomm.comm.mesh import Mesh
+    from hdpcomm.comm import Communicator
+    from hdpcomm.train.step.runner import Runner
+    from hdpcomm.train.step.settings import StepSettings
     from hdpcomm.train.step.state import State
 
 __all__ = [
     "FolderSource",
+    "PartsInFolders",
     "file_copy",
     "has_weights",
     "load_optimizer",
@@ -263,3 +270,106 @@ def read_plain_values(path: Path, expected: str) -> Any:
         # torch's own text says how to let such a file run code.
         told = "no plain values" if isinstance(error, pickle.UnpicklingError) else first_line(error)
         raise InvalidUsage(f"{path}: {told}; expected {expected}") from None
+
+
+class PartsInFolders:
+    """The part of :class:`hdpcomm.integrations.huggingface.HybridDataParallel` that loads and saves, where ranks may
+    have parts of the model and of what the optimizer has."""
+
+    _adapted: nn.Module
+    _comm: Communicator | None
+    _cut: dict[str, int]
+    _kept: StepSettings
+    _made: tuple[Any, Runner] | None
+    _names: list[list[str]]
+    _resumed: str | None
+    _source: FolderSource | None
+    _whole: dict[str, Tensor] | None
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks that train: the one under torch.distributed's default group, or of :func:`hdpcomm.init`."""
+        if self._comm is None:
+            ours = dist.is_initialized() and isinstance(dist.group.WORLD, HdpProcessGroup)
+            self._comm = communicator() if ours else init()
+        return self._comm
+
+    def _read_weights(self, zero: int = 0, mesh: Mesh | None = None) -> None:
+        """Reads the weights of a model that was given by its folder, once; with a mesh, this rank keeps its parts of
+        layers from then on. Collective."""
+        source, self._source = self._source, None
+        whole = mesh or Mesh(self.comm, placement=range(self.comm.size))
+        if source is not None:
+            source.fill(self._adapted, whole, zero=zero)
+        elif self._made is None:
+            tensor_parallel(expert_parallel(self._adapted, whole), whole)
+
+    def _mesh(self) -> Mesh:
+        return Mesh(self.comm, **self._cut, placement=None if self._is_cut else range(self.comm.size))
+
+    @property
+    def _is_cut(self) -> bool:
+        """Ranks hold parts of layers, once the model is prepared."""
+        return max(self._cut.values()) > 1
+
+    @property
+    def _shares(self) -> bool:
+        """Ranks hold parts of what the optimizer updates, or of its state."""
+        return self._is_cut or self._kept.masters
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As in the base, but of experts too, whose tensors have other names in files; weights that nobody has read yet
+        are read from the checkpoint later."""
+        folder = Path(resume_from_checkpoint)
+        if model is not None or not has_weights(folder):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        elif self._source is not None:
+            self._source.go_on(folder)
+        else:
+            load_weights(self._adapted, folder)
+
+    def _load_best_model(self) -> None:
+        """As in the base, but of experts too."""
+        best = cast(Any, self).state.best_model_checkpoint
+        if best is None or not has_weights(Path(best)):
+            super()._load_best_model()  # type: ignore[misc]
+        elif self._made is not None and self._shares:
+            self._made[1].state.load_weights(weights_for(cast(Any, self._adapted).causal_lm.config, Path(best)))
+            self.comm.barrier()
+        else:
+            load_weights(self._adapted, Path(best))
+
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """As in the base; collective where ranks have parts of the model."""
+        self._read_weights()
+        runner, this = None if self._made is None else self._made[1], cast(Any, self)
+        if runner is None or not (self._is_cut or (runner.masters is not None and runner.masters.pulled)):
+            super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]
+            return
+        folder = output_dir or this.args.output_dir
+        try:
+            if this.args.should_save:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            named = this.model.state_dict(keep_vars=True)
+            self._whole = runner.copied_weights(named, keep=this.args.should_save, copy=file_copy(folder))
+            super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._whole = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict if self._whole is None else self._whole)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._shares:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        assert self._made is not None
+        this, state = cast(Any, self), self._made[1].state
+        save_optimizer(state, self._names, this.lr_scheduler, output_dir, writes=this.args.should_save)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self._shares:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        self._resumed = checkpoint  # the optimizer's state has its place once ranks have their parts
+        load_scheduler(cast(Any, self).lr_scheduler, checkpoint)
