@@ -72,9 +72,14 @@ FAMILIES = {
         "mamba_head_dim": 8, "n_groups": 4, "ssm_state_size": 8, "chunk_size": 16, "n_routed_experts": 4,
         "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "num_experts_per_tok": 2,
     }),
+    "olmo-hybrid": ("OlmoHybrid", {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    }),
     "glm4": ("Glm4", {}),
+    "olmo2": ("Olmo2", {}),
 }  # fmt: skip
-"""Those from DeepSeek-V3 to Nemotron-H have multi-head latent attention and linear layers."""
+"""Those from DeepSeek-V3 to OLMo Hybrid have multi-head latent attention and linear layers."""
 
 
 def config_of(family, **changes):

@@ -23,6 +23,7 @@ TARGETS = {
     "head": ["q_proj", "lm_head"],
     "all": "all-linear",
     "columns": ["k_proj", "v_proj", "up_proj"],
+    "fused": ["in_proj_qkv", "in_proj_b", "in_proj", "qkv_proj", "gate_up_proj"],
 }
 
 
@@ -73,6 +74,9 @@ BIASED = {**SMALL, "mlp_bias": True, "attention_bias": True, "num_key_value_head
         ("qwen3", SMALL, "head", 4, 2, "none"),
         ("qwen3", SMALL, "layers", 4, 2, "full"),
         ("mixtral", SMALL, "columns", 2, 2, "none"),
+        ("qwen3.5", SMALL, "fused", 4, 4, "none"),
+        ("falcon-h1", SMALL, "fused", 4, 2, "full"),
+        ("phi4", SMALL, "fused", 4, 4, "none"),
     ],
 )
 def test_tensor_ranks_have_parts_of_the_gradients_of_the_whole_model(
@@ -100,8 +104,8 @@ def test_tensor_ranks_have_parts_of_the_gradients_of_the_whole_model(
             want = want if part is None else part.take(want)
             assert (gradient - want).norm() <= 1e-5 * want.norm() + 1e-7, name
         cut = {name.split(".")[-4] + name.split(".")[-3] for name, part, _ in own if part is not None}
-        columns = {f"{name}lora_B" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")}
-        assert cut <= columns | {"o_projlora_A", "down_projlora_A"}
+        columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", *TARGETS["fused"])
+        assert cut <= {f"{name}lora_B" for name in columns} | {"o_projlora_A", "down_projlora_A"}
 
 
 @pytest.mark.parametrize(

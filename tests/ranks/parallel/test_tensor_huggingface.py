@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hdpcomm.parallel import expert_parallel, tensor_parallel
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.run import open_checkpoint
 from hdpcomm.testing import run_threads
-from hdpcomm.train import Trainer
+from hdpcomm.train import MatrixOwners, Trainer
 from tests.harness.pipelines import COST, part_of
 
 pytest.importorskip("transformers", minversion="4.54")
@@ -114,6 +115,9 @@ def step(family, ranks, tensor, how="plain", expert=1):
         ("glm4", 2, 2, "offload", 1),
         ("gpt-neox", 4, 2, "plain", 1),
         ("gpt-oss", 4, 4, "recompute", 1),
+        ("olmo2", 4, 4, "recompute", 1),
+        ("olmo-hybrid", 4, 2, "plain", 1),
+        ("olmo-hybrid", 4, 4, "offload", 1),
     ],
 )
 def test_gradients_are_those_of_the_whole_model(family, ranks, tensor, how, expert):
@@ -168,6 +172,35 @@ def trained(family, ranks, tensor, steps, *, zero=0, state=None, folder=None):
             return found, copy.deepcopy(trainer.state_dict()), trainer.num_parameters()
 
     return run_threads(main, ranks)
+
+
+@pytest.mark.parametrize("family", ["phi4", "falcon-h1"])
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_owners_of_matrices_that_ranks_share_in_part(family):
+    """Of some rows other ranks have copies, of others none."""
+    size = model(family).config.num_attention_heads
+
+    def weights(ranks, tensor):
+        models = [model(family) for _ in range(ranks)]
+
+        def main():
+            torch.set_num_threads(1)
+            with hdp.init() as comm:
+                mesh = Mesh(comm, tensor=tensor)
+                cut = tensor_parallel(adapt(models[comm.rank]), mesh)
+                planner = Planner(None, ClusterSpec(mesh.hdp, 160 // mesh.hdp, tensor=tensor), cost_model=COST)
+                muon, sgd = partial(torch.optim.Muon, lr=0.02), partial(torch.optim.SGD, lr=0.05)
+                trainer = Trainer(cut, MatrixOwners(cut, mesh, matrices=muon, others=sgd), planner, mesh)
+                for _ in range(2):
+                    trainer.step(LENGTHS, lambda i: sequences()[i])
+                return copy.deepcopy(trainer.state_dict()["model"])
+
+        return run_threads(main, ranks)
+
+    (whole,) = weights(1, 1)
+    for found in weights(size, size):
+        for name, tensor_ in whole.items():
+            assert (found[name] - tensor_).norm() <= 1e-3 * tensor_.norm(), name  # Muon computes in bf16
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "falcon-h1", "mamba2", "phi4"])
