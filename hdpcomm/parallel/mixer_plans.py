@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -56,7 +56,15 @@ def mixer_cut(place: str, layer: nn.Module, size: int) -> Cut:
     """
     for attribute, make in _KINDS.items():
         if hasattr(layer, attribute):
-            return make(place, layer, size)
+            cut, there = make(place, layer, size), dict(layer.named_modules())
+            own = {name for name, _ in (*layer.named_parameters(), *layer.named_buffers())}
+            return replace(
+                cut,
+                columns={name: blocks for name, blocks in cut.columns.items() if name in there},
+                row=next(name for name in ("out_proj", "o_proj") if name in there),
+                tensors={name: each for name, each in cut.tensors.items() if name in own},
+                norms={name: ranks for name, ranks in cut.norms.items() if f"{name}.weight" in own and ranks > 1},
+            )
     raise InvalidUsage(
         f"{place} is a {type(layer).__name__}, a linear layer of which tensor parallelism does not know what its "
         "parameters hold; train it without"
@@ -83,7 +91,7 @@ def _gated_delta(place: str, layer: Any, size: int) -> Cut:
     sizes |= {"num_v_heads": values, "value_dim": values * layer.head_v_dim}
     sizes["conv_dim"] = 2 * sizes["key_dim"] + sizes["value_dim"]
     tensors = {"conv1d.weight": (0, mixed), "A_log": (0, (number,)), "dt_bias": (0, (number,))}
-    return Cut(_there(layer, columns), _row(layer), tensors, sizes)
+    return Cut(columns, "", tensors, sizes)
 
 
 def _kimi_delta(place: str, layer: Any, size: int) -> Cut:
@@ -99,7 +107,7 @@ def _kimi_delta(place: str, layer: Any, size: int) -> Cut:
     }
     sizes = {"num_heads": heads // size, "qkv_dim": heads // size * width}
     inner = {f"forget_gate.{name}": value for name, value in sizes.items()}
-    return Cut(_there(layer, columns), _row(layer), tensors, {**sizes, **inner, "conv_dim": 3 * sizes["qkv_dim"]})
+    return Cut(columns, "", tensors, {**sizes, **inner, "conv_dim": 3 * sizes["qkv_dim"]})
 
 
 def _mamba(place: str, layer: Any, size: int) -> Cut:
@@ -115,17 +123,10 @@ def _mamba(place: str, layer: Any, size: int) -> Cut:
         "norm.weight": (0, (x,)),
         "mup_vector": (2, projected),
     }
-    names = [name for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
     own, inner = max(1, groups // size), heads // size * int(layer.head_dim)
     sizes = {"num_heads": heads // size, "n_groups": own, "intermediate_size": inner}
     sizes |= {"conv_dim": inner + 2 * own * states, "groups_time_state_size": own * states, "norm.n_groups": own}
-    return Cut(
-        {"in_proj": projected},
-        _row(layer),
-        {name: each for name, each in tensors.items() if name in names},
-        sizes,
-        {"norm": size // groups} if groups < size and "norm.weight" in names else {},
-    )
+    return Cut({"in_proj": projected}, "", tensors, sizes, {"norm": size // groups})
 
 
 _KINDS: Mapping[str, Callable[[str, Any, int], Cut]] = {
@@ -134,12 +135,3 @@ _KINDS: Mapping[str, Callable[[str, Any, int], Cut]] = {
     "ssm_state_size": _mamba,
 }
 """By an attribute that only they have: the gated delta rule, KDA and Mamba-2."""
-
-
-def _row(layer: nn.Module) -> str:
-    return "out_proj" if hasattr(layer, "out_proj") else "o_proj"
-
-
-def _there(layer: nn.Module, columns: Mapping[str, Blocks]) -> dict[str, Blocks]:
-    names = dict(layer.named_modules())
-    return {name: blocks for name, blocks in columns.items() if name in names}

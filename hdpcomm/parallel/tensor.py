@@ -23,7 +23,7 @@ from hdpcomm.models.tensor_group import (
     VocabularyShard,
 )
 from hdpcomm.parallel.agreement import same_logits
-from hdpcomm.parallel.tensor_plans import Region, TensorPlan, tensor_plan
+from hdpcomm.parallel.tensor_plans import Region, tensor_plan
 
 __all__ = ["tensor_parallel"]
 
@@ -58,7 +58,7 @@ def tensor_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
         return model
     if getattr(model, "tensor", None) is not None:
         raise InvalidUsage("this model has been cut by tensor_parallel() already; give it once")
-    plan = tensor_plan(model, mesh.tensor)
+    regions, embedding, head = tensor_plan(model, mesh.tensor)
     group = TensorGroup(mesh.tensor_comm)
     names: dict[int, list[str]] = {}
     for each in (model.named_parameters, model.named_buffers):
@@ -66,7 +66,13 @@ def tensor_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
             names.setdefault(id(tensor), []).append(name)
     what = f"{type(model).__name__} cut for {mesh.tensor} tensor ranks"
     with same_logits(model, group.comm, what, check=check):
-        _Cut(group, names).apply(plan)
+        cut = _Cut(group, names)
+        for region in regions:
+            cut.region(region)
+        if head is not None:
+            cut.columns(head, group.shard(Block(head.linear.out_features, 1)))
+        if embedding is not None:
+            cut.embedding(embedding)
         model.tensor = group  # type: ignore[assignment]
     return model
 
@@ -77,19 +83,10 @@ class _Cut:
     def __init__(self, group: TensorGroup, names: Mapping[int, list[str]]) -> None:
         self._group, self._names = group, names
 
-    def apply(self, plan: TensorPlan) -> None:
-        for region in plan.regions:
-            self._region(region)
-            region.module.register_forward_pre_hook(_Gathering(self._group), with_kwargs=True)
-        if plan.head is not None:
-            self._columns(plan.head, self._group.shard(Block(plan.head.linear.out_features, 1)))
-        if plan.embedding is not None:
-            self._embedding(plan.embedding)
-
-    def _region(self, region: Region) -> None:
+    def region(self, region: Region) -> None:
         module, cut = region.module, region.cut
         for layer, blocks in zip(region.columns, cut.columns.values(), strict=True):
-            self._columns(layer, self._group.shard(*blocks))
+            self.columns(layer, self._group.shard(*blocks))
         self._rows(region.row, self._group.shard(Block(region.row.linear.in_features, 1), dim=1))
         for name, (dim, blocks) in cut.tensors.items():
             self._keep(_inside(module, name), self._group.shard(*blocks, dim=dim))
@@ -107,8 +104,9 @@ class _Cut:
             norm.forward = SplitNorm(norm, sharing)
         for conv in (each for each in module.modules() if isinstance(each, nn.Conv1d)):
             conv.in_channels = conv.out_channels = conv.groups = conv.weight.shape[0]
+        module.register_forward_pre_hook(_Gathering(self._group), with_kwargs=True)
 
-    def _embedding(self, embedding: nn.Embedding) -> None:
+    def embedding(self, embedding: nn.Embedding) -> None:
         self._keep(embedding.weight, self._group.shard(Block(embedding.num_embeddings, 1)))
         rows = embedding.weight.shape[0]
         if embedding.padding_idx is not None:
@@ -117,7 +115,7 @@ class _Cut:
         embedding.num_embeddings = rows
         embedding.forward = VocabularyShard(embedding, self._group)  # type: ignore[assignment, method-assign]
 
-    def _columns(self, layer: AdaptedLinear, shard: TensorShard) -> None:
+    def columns(self, layer: AdaptedLinear, shard: TensorShard) -> None:
         """A layer whose outputs are cut: of its adapters the second matrices' rows."""
         for linear in (layer.linear, *(second for _, second in layer.adapters)):
             self._keep(linear.weight, shard)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +19,7 @@ from hdpcomm.models.tensor_group import Block, rows_of
 from hdpcomm.parallel.mixer_plans import Blocks, Cut, check_heads, mixer_cut
 from hdpcomm.parallel.stages import AbsentPart, Stage
 
-__all__ = ["Region", "TensorPlan", "check_sizes", "tensor_plan"]
+__all__ = ["Region", "check_sizes", "tensor_plan"]
 
 _COLUMNS = (
     *("q", "k", "v", "q_proj", "k_proj", "v_proj", "g_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value"),
@@ -34,8 +32,6 @@ _HALVES = ("gate_up_proj", "input_linear")
 """Projections to the gate and to what it multiplies, one half each."""
 _WHOLE = ("f_a_proj", "g_a_proj")
 """Projections of KDA to what all heads use."""
-_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "hidden_size")
-"""Attributes of attention that would have to be a rank's own, if its forward goes by them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +51,11 @@ class Region:
     row: AdaptedLinear
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlan:
-    """Parameters that :func:`hdpcomm.parallel.tensor_parallel` cuts. The embedding and the head are cut by the
-    vocabulary."""
+def tensor_plan(model: nn.Module, size: int) -> tuple[tuple[Region, ...], nn.Embedding | None, AdaptedLinear | None]:
+    """The regions of a model that ``size`` ranks share, and the embedding and the head, which they cut by the
+    vocabulary; ``None``: another stage's. Local.
 
-    regions: tuple[Region, ...]
-    embedding: nn.Embedding | None
-    head: AdaptedLinear | None
-
-
-def tensor_plan(model: nn.Module, size: int) -> TensorPlan:
-    """The plan of a model for ``size`` ranks. Local.
-
-    Raises: InvalidUsage: the model has no plan or one that this cannot follow, or sizes that ``size`` does not divide.
+    Raises: InvalidUsage: the model has layers that are not known, or sizes that ``size`` does not divide.
     """
     whole = model.model if isinstance(model, Stage) else model
     if isinstance(whole, Llama):
@@ -81,16 +68,15 @@ def tensor_plan(model: nn.Module, size: int) -> TensorPlan:
             f"tensor parallelism got a {type(model).__name__}; it cuts hdpcomm.models.Llama, causal LMs of "
             "transformers (hdpcomm.models.adapt), and stages of both (split_model)"
         )
-    last = adapted_linear(head)  # both may be another stage's
-    plan = TensorPlan(regions, embedding if isinstance(embedding, nn.Embedding) else None, last)
-    ends = (plan.embedding, None if last is None else last.linear)
+    first, last = embedding if isinstance(embedding, nn.Embedding) else None, adapted_linear(head)
+    ends = (first, None if last is None else last.linear)
     vocabulary = [layer.weight.shape[0] for layer in ends if layer is not None]
     if any(columns % size for columns in vocabulary):
         raise InvalidUsage(
             f"a vocabulary of {vocabulary[0]:,} cannot be shared evenly by {size} tensor ranks; give one that is a "
             f"multiple of {size}, or another number of tensor ranks"
         )
-    return plan
+    return regions, first, last
 
 
 def check_sizes(config: LlamaConfig, size: int) -> None:
@@ -166,23 +152,11 @@ def _regions(model: nn.Module, size: int, whole: tuple[str, ...] = ()) -> Iterat
 
 def _named_layers(parent: nn.Module) -> tuple[list[str], str] | None:
     """Layers of attention or an MLP whose outputs are cut, and the one whose inputs are, by their names. ``None``: it
-    is neither, or has other layers, too, or goes by numbers of heads."""
+    is neither, or has other layers, too."""
     linear = [name for name, child in parent.named_children() if any(p.dim() > 1 for p in child.parameters())]
     columns, rows = ([name for name in linear if name in names] for names in (_COLUMNS, _ROWS))
-    if len(rows) != 1 or not columns:
-        return None
-    if not _has_latent(parent):
-        used = {name for each in _methods(parent) for name in each.__code__.co_names}
-        counts = used & set(_COUNTS) if _head_dim(parent) and "qkv_proj" not in columns else ()
-        if counts or len(linear) > len(columns) + 1:
-            return None
-    return columns, rows[0]
-
-
-def _methods(module: nn.Module) -> list[types.FunctionType]:
-    """Functions of its class, but for the one that makes it."""
-    own = (inspect.unwrap(each) for name, each in vars(type(module)).items() if callable(each) and name != "__init__")
-    return [each for each in own if isinstance(each, types.FunctionType)]
+    others = len(linear) > len(columns) + 1 and not _has_latent(parent)
+    return None if len(rows) != 1 or not columns or others else (columns, rows[0])
 
 
 def _linear(path: str, layer: nn.Module) -> AdaptedLinear:
@@ -210,7 +184,7 @@ def _cut(place: str, parent: Any, columns: list[str], row: str, size: int) -> Cu
     outputs = {name: _linear(f"{place}.{name}", parent.get_submodule(name)).linear.out_features for name in columns}
     inputs = _linear(f"{place}.{row}", parent.get_submodule(row)).linear.in_features
     width = _head_dim(parent)
-    sizes = {name: max(1, getattr(parent, name) // size) for name in ("heads", "kv_heads") if hasattr(parent, name)}
+    sizes: dict[str, int] = {}
     if _has_latent(parent):
         heads = int(parent.num_heads)
         check_heads(place, size, (heads, "heads"))
@@ -228,8 +202,11 @@ def _cut(place: str, parent: Any, columns: list[str], row: str, size: int) -> Cu
         shared = outputs.get("k_proj", outputs.get("k", heads * width)) // width
         if "qkv_proj" in columns:
             shared = int(parent.num_key_value_heads)
-            sizes |= {"num_key_value_heads": max(1, shared // size), "config.num_attention_heads": heads // size}
+            sizes["config.num_attention_heads"] = heads // size
         check_heads(place, size, (heads, "query heads"), (max(1, shared), "KV heads"))
+        sizes |= dict.fromkeys(("heads", "num_heads", "num_attention_heads"), heads // size)
+        sizes |= dict.fromkeys(("kv_heads", "num_key_value_heads"), max(1, shared // size))
+        sizes |= {"hidden_size": inputs // size} if getattr(parent, "hidden_size", None) == inputs else {}
         blocks = {name: _of_heads(name, count, heads, shared, width) for name, count in outputs.items()}
     for name, count in outputs.items():
         if count != rows_of(blocks[name]):
