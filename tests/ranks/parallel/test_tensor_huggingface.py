@@ -177,7 +177,7 @@ def trained(family, ranks, tensor, steps, *, zero=0, state=None, folder=None):
 @pytest.mark.parametrize("family", ["phi4", "falcon-h1"])
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_owners_of_matrices_that_ranks_share_in_part(family):
-    """Of some rows other ranks have copies, of others none."""
+    """Other ranks have copies of some rows of a matrix, and none of the others."""
     size = model(family).config.num_attention_heads
 
     def weights(ranks, tensor):
