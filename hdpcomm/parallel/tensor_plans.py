@@ -198,12 +198,14 @@ def _cut(place: str, parent: Any, columns: list[str], row: str, size: int) -> Cu
             )
         blocks = {name: (Block(1, 0, (inputs,)),) * (1 + (name in _HALVES)) for name in columns}
     else:
-        heads = getattr(getattr(parent, "config", None), "num_attention_heads", None) or inputs // width
-        shared = outputs.get("k_proj", outputs.get("k", heads * width)) // width
+        number: Any = getattr(getattr(parent, "config", None), "num_attention_heads", None)
+        by_number = isinstance(number, int) and inputs % number == 0  # values may have another width than queries
+        heads = number if by_number else max(1, inputs // width)
+        shared = max(1, outputs.get("k_proj", outputs.get("k", heads * width)) // width)
         if "qkv_proj" in columns:
             shared = int(parent.num_key_value_heads)
             sizes["config.num_attention_heads"] = heads // size
-        check_heads(place, size, (heads, "query heads"), (max(1, shared), "KV heads"))
+        check_heads(place, size, (heads, "query heads"), (shared, "KV heads"))
         sizes |= dict.fromkeys(("heads", "num_heads", "num_attention_heads"), heads // size)
         sizes |= dict.fromkeys(("kv_heads", "num_key_value_heads"), max(1, shared // size))
         sizes |= {"hidden_size": inputs // size} if getattr(parent, "hidden_size", None) == inputs else {}

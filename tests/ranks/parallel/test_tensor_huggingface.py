@@ -17,7 +17,7 @@ from hdpcomm.parallel import expert_parallel, tensor_parallel
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.run import open_checkpoint
 from hdpcomm.testing import run_threads
-from hdpcomm.train import MatrixOwners, Trainer
+from hdpcomm.train import MatrixOwners, Reshard, Trainer
 from tests.harness.pipelines import COST, part_of
 
 pytest.importorskip("transformers", minversion="4.54")
@@ -31,14 +31,19 @@ MODELS = {
     "qwen3": {"tie_word_embeddings": True},
     "mistral": {},
     "gemma3": {},
+    "one-key-head": {"linear_num_key_heads": 1, "num_key_value_heads": 1},
+    "one-kv-head": {"num_key_value_heads": 1},
 }
+SAME = {"one-key-head": "qwen3-next", "one-kv-head": "phi4"}
 EXPERTS = (
     "mixtral", "qwen3-moe", "deepseek-v3", "deepseek-v32", "qwen3-next", "granite-hybrid", "nemotron-h", "gpt-oss",
 )  # fmt: skip
 
 
 def model(family, **changes):
-    made = model_of(family, vocab_size=100, **MODELS.get(family, {}), **changes)
+    changes = {"vocab_size": 100, **MODELS.get(family, {}), **changes}
+    family = SAME.get(family, family)
+    made = model_of(family, **changes)
     if family in EXPERTS:
         made.set_experts_implementation("eager")  # the other ways know fp32 and bf16 only
     return made.double()
@@ -115,6 +120,8 @@ def step(family, ranks, tensor, how="plain", expert=1):
         ("glm4", 2, 2, "offload", 1),
         ("gpt-neox", 4, 2, "plain", 1),
         ("gpt-oss", 4, 4, "recompute", 1),
+        ("one-key-head", 4, 4, "plain", 1),
+        ("one-kv-head", 4, 2, "offload", 1),
         ("olmo2", 4, 4, "recompute", 1),
         ("olmo-hybrid", 4, 2, "plain", 1),
         ("olmo-hybrid", 4, 4, "offload", 1),
@@ -215,6 +222,28 @@ def test_a_run_goes_on_with_other_tensor_ranks(family, tmp_path):
         for name, tensor_ in whole["model"].items():
             error = (ranks[-1][1]["model"][name] - tensor_).norm()
             assert error <= 1e-5 * tensor_.norm(), f"{name}: {error:.1e} of {tensor_.norm():.1e}"
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("family", ["falcon-h1", "phi4", "qwen3-next"])
+def test_parts_of_rows_go_to_ranks_that_want_whole_tensors(family, zero):
+    """As those of an engine that generates do."""
+    models, wanted = [model(family) for _ in range(4)], model(family).state_dict()
+
+    def main():
+        with hdp.init() as comm:
+            mesh = Mesh(comm, tensor=4)
+            cut = tensor_parallel(adapt(models[comm.rank]), mesh)
+            planner = Planner(None, ClusterSpec(1, 160, tensor=4), cost_model=COST)
+            trainer = Trainer(cut, torch.optim.SGD(cut.parameters(), lr=0.0), planner, mesh, zero=zero)
+            target = (
+                {f"model.{name}": torch.zeros_like(each) for name, each in wanted.items()} if comm.rank == 1 else {}
+            )
+            Reshard(trainer.checkpoint_state()["model"], target, comm).run()
+            return target
+
+    for name, tensor_ in run_threads(main, 4)[1].items():
+        assert torch.equal(tensor_, wanted[name.removeprefix("model.")]), name
 
 
 @pytest.mark.parametrize(
