@@ -18,6 +18,7 @@ __all__ = [
     "LoraOptions",
     "TrainingOptions",
     "count",
+    "layer_counts",
     "num_bytes",
     "option",
     "positive",
@@ -50,6 +51,13 @@ def count(text: str) -> int:
     if value > MOST_TOKENS:
         raise BadOption(f"{text} is above 2^53, the most that was expected")
     return value
+
+
+def layer_counts(text: str) -> str:
+    """argparse type: layers of each stage of a pipeline, such as ``4,5,5,4``."""
+    if not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", str(text)):
+        raise BadOption(f"{text!r} is no list of layers of each stage, like 4,5,5,4")
+    return str(text)
 
 
 def slices(text: str) -> int:
@@ -189,11 +197,12 @@ class TrainingOptions:
     seed: int = option("data", 0, "seed of the shuffle and of the weights", seed)
     pipeline: int = option(
         "ranks", 1, "stages of a pipeline: so many ranks hold the layers of the model together, and work as one; "
-        "divides --ranks and --layers", count, metavar="N",
+        "divides --ranks", count, metavar="N",
     )  # fmt: skip
-    chunks: int = option(
-        "ranks", 1, "stages on each device of a pipeline (interleaved); --pipeline x --chunks divides --layers", count,
-        metavar="N",
+    chunks: int = option("ranks", 1, "stages on each device of a pipeline (interleaved)", count, metavar="N")
+    layers_per_stage: str | None = option(
+        "ranks", None, "layers of each stage of a pipeline, as 4,5,5,4; by default as many as make stages of about "
+        "equal work, head included", layer_counts, metavar="N,N,...",
     )  # fmt: skip
     split_backward: bool = option(
         "ranks", False, "stages of a pipeline compute the gradients of weights where they would wait for other stages "

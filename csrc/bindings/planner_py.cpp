@@ -86,6 +86,7 @@ CostModel costModelOf(const py::dict& given) {
   set("ring_peers", cluster.ring_peers);
   set("slices", cluster.slices);
   set("speeds", cluster.speeds);
+  set("stage_work", cluster.stage_work);
   if (!unknown.empty()) {
     throwInvalidUsage("a cost model was given " + py::str(py::list(unknown)).cast<std::string>() +
                       ", expected values of CostParams, MemoryParams and Cluster");

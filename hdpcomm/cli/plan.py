@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hdpcomm.cli.output import check_drawing, check_writable, write_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
-from hdpcomm.options import count, positive, seed, slices
+from hdpcomm.options import count, layer_counts, positive, seed, slices
 
 if TYPE_CHECKING:
     from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, ModelSpec, Planner, StepPlan
@@ -94,6 +94,12 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         "--chunks", type=count, default="1", help="stages on each of these, interleaved 1F1B (default 1)"
     )
     cluster.add_argument(
+        "--layers-per-stage",
+        type=layer_counts,
+        metavar="N,N,...",
+        help="layers of each stage of a pipeline, as 4,5,5,4 (default: as many as make stages of about equal work)",
+    )
+    cluster.add_argument(
         "--split-backward",
         action="store_true",
         help="pipelines compute the gradients of weights where a device would wait (zero-bubble)",
@@ -137,6 +143,7 @@ _KNOWN_BY_CALIBRATION = {
     "tensor": 1,
     "pipeline": 1,
     "chunks": 1,
+    "layers_per_stage": None,
     "split_backward": False,
     "expert": 1,
     "nics": None,
@@ -250,10 +257,27 @@ def _described(options: argparse.Namespace) -> _Described:
         offload=options.offload,
         speeds=_speeds(options.slow_ranks, options.ranks),
         device=options.cluster,
+        stage_work=_stage_work(options, model),
     )
     cluster = _with_domains(options, cluster)
     _check_size(options, model, cluster)
     return model, cluster, None, None
+
+
+def _stage_work(options: argparse.Namespace, model: ModelSpec) -> tuple[tuple[float, float, float], ...] | None:
+    """Work of each stage of the model."""
+    from hdpcomm.plan import stage_layers, stage_work
+    from hdpcomm.plan.stage_cut import check_cut
+
+    if options.pipeline == 1:
+        if options.layers_per_stage:
+            raise InvalidUsage("--layers-per-stage was given without --pipeline; give both, or leave it out")
+        return None
+    if not options.layers_per_stage:
+        return stage_work(model, stage_layers(model, options.pipeline, options.chunks))
+    counts = [int(each) for each in options.layers_per_stage.split(",")]
+    check_cut(counts, model.layers, options.pipeline * options.chunks)
+    return stage_work(model, counts)
 
 
 def _check_size(options: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> None:
@@ -262,7 +286,7 @@ def _check_size(options: argparse.Namespace, model: ModelSpec, cluster: ClusterS
 
     if options.expert > 1 and model.experts == 1:
         raise InvalidUsage(f"--expert {options.expert} was given and {model.name} has no experts; leave it out")
-    layers = math.ceil(model.layers / cluster.pipeline)
+    layers = cluster.most_layers(model.layers)
     memory = StepMemory.of(model, states=0.0, layers=layers, tensor=cluster.tensor)
     most = memory.capacity(cluster.hardware.memory_bytes, layers, 1.0 if cluster.offload else 0.0)
     if options.capacity and options.capacity > most:

@@ -11,6 +11,7 @@ from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 from hdpcomm.plan.planner import POLICIES, Planner
 from hdpcomm.plan.presets import DEVICES, MODELS
 from hdpcomm.plan.specs import DeviceSpec, ModelSpec
+from hdpcomm.plan.stage_cut import stage_layers, stage_work
 from hdpcomm.plan.step import MicroBatch, SequenceFragment, SequenceInfo, StepPlan
 from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.token_mixing import TokenMixing
@@ -48,4 +49,6 @@ __all__ = [
     "trees_of_prompts",
     "load_model",
     "model_from_config",
+    "stage_layers",
+    "stage_work",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +48,8 @@ class ClusterSpec:
             once, and ranks have more peers. ``None``: each rank has its own.
         uplinks: links of a domain to others, each of ``device.inter_bandwidth``, that its ranks share; fewer than the
             interfaces of its nodes where the network is oversubscribed. ``None``: each rank has its own.
+        stage_work: of each stage of the model, in that of the mean stage: its linear work, its attention work with
+            messages, and what is paid once a layer (:func:`hdpcomm.plan.stage_work`). ``None``: all are alike.
         device: the name of a preset (``hdpcomm.plan.DEVICES``) or a :class:`DeviceSpec`.
     """
 
@@ -66,6 +69,7 @@ class ClusterSpec:
     split_backward: bool = False
     ranks_per_domain: int | None = None
     uplinks: int | None = None
+    stage_work: tuple[tuple[float, float, float], ...] | None = None
 
     def __post_init__(self) -> None:
         given = {
@@ -102,6 +106,8 @@ class ClusterSpec:
         check_number("ClusterSpec", "expert_imbalance", self.expert_imbalance, least=1, most=self.expert)
         if self.speeds is not None:
             self._check_speeds(self.speeds)
+        if self.stage_work is not None:
+            self._check_stage_work(self.stage_work)
 
     def _check_speeds(self, speeds: tuple[float, ...]) -> None:
         check_type("ClusterSpec", "speeds", speeds, (tuple, list))
@@ -114,6 +120,34 @@ class ClusterSpec:
                 "ClusterSpec: ranks that share processors (cores) take time from each other and have no speeds of "
                 "their own: give cores or speeds"
             )
+
+    def _check_stage_work(self, works: tuple[tuple[float, float, float], ...]) -> None:
+        check_type("ClusterSpec", "stage_work", works, (tuple, list))
+        stages = self.pipeline * self.chunks
+        if len(works) != stages or any(len(each) != 3 for each in works):
+            raise InvalidUsage(
+                f"ClusterSpec: stage_work is {works} for {stages} stages, expected (linear, attention, fixed) of each"
+            )
+        for shares in zip(*works, strict=True):
+            for share in shares:
+                check_number("ClusterSpec", "a share of a stage's work", share, least=0, most=stages)
+            if abs(sum(shares) / stages - 1) > 1e-6:
+                raise InvalidUsage(
+                    f"ClusterSpec: stage_work has {shares} of one kind of work, expected shares of the mean stage's, "
+                    "whose mean is 1"
+                )
+
+    @property
+    def largest_share(self) -> float:
+        """Layers of the device of a pipeline that has most, over the mean."""
+        if self.stage_work is None:
+            return 1.0
+        shares = (self.stage_work[device :: self.pipeline] for device in range(self.pipeline))
+        return max(sum(fixed for *_, fixed in each) for each in shares) / self.chunks
+
+    def most_layers(self, layers: int) -> int:
+        """Layers on the device of a pipeline that has most, where the model has so many."""
+        return math.ceil(layers / self.pipeline * self.largest_share - 1e-6)
 
     def with_speeds(self, speeds: tuple[float, ...] | None) -> ClusterSpec:
         """This cluster with these speeds of its ranks."""
@@ -148,5 +182,10 @@ def cluster_from_dict(content: dict[str, Any]) -> ClusterSpec:
     """Reads :func:`cluster_to_dict` back. Raises: TypeError, KeyError, ValueError, InvalidUsage for anything else."""
     values = dict(content)
     device = DeviceSpec(**values.pop("device"))
-    speeds = values.pop("speeds", None)
-    return ClusterSpec(**values, device=device, speeds=None if speeds is None else tuple(map(float, speeds)))
+    speeds, work = values.pop("speeds", None), values.pop("stage_work", None)
+    return ClusterSpec(
+        **values,
+        device=device,
+        speeds=None if speeds is None else tuple(map(float, speeds)),
+        stage_work=None if work is None else tuple((float(a), float(b), float(c)) for a, b, c in work),
+    )

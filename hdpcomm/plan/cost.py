@@ -245,6 +245,14 @@ class CostModel:
             limited=limited,
         )
 
+    def at_work(self, linear: float, attention: float, layers: float) -> CostModel:
+        """Costs of a stage with so many times the work (``ClusterSpec.stage_work``)."""
+        names = ["attention", "piece", "ring_step", "kv_intra", "kv_inter", "latency_intra", "latency_inter"]
+        names += [name for name in ("kv_domain", "latency_domain") if getattr(self, name) is not None]
+        times = dict.fromkeys(names, attention) | {"linear": linear, "fixed": layers, "experts": layers}
+        weights = min(1.0, self.weights * layers / linear)
+        return replace(self, weights=weights, **{name: getattr(self, name) * each for name, each in times.items()})
+
     def with_recompute(self, share: float, outside: float = 0.0) -> CostModel:
         """Where ``share`` of the layers run forward again in the backward pass, messages of their rings included.
 
@@ -476,4 +484,6 @@ def core_cost(
         "ring_peers": ring_peers or 0,
         "slices": slices,
     }
+    if cluster.stage_work is not None:
+        values["stage_work"] = cluster.stage_work
     return core.CostModel(values)

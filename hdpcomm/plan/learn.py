@@ -161,8 +161,12 @@ class CostLearner:
         sizes = np.array([len(batch.ranks) for batch in chosen], dtype=np.float64)
         tokens = np.array([load[0] for load in loads])
         of_squares = np.array([load[1] for load in loads])
+        # The device of a pipeline that computed longest has about the largest share of each kind of work.
+        linear, attention, fixed = map(max, zip(*(self.cluster.stage_work or ((1.0, 1.0, 1.0),)), strict=True))
+        rows = [attention * of_squares / sizes, linear * tokens / sizes, fixed * np.ones_like(sizes)]
+        rows += [attention * tokens, attention * (sizes - 1)]
         return _Step(
-            rows=np.stack([of_squares / sizes, tokens / sizes, np.ones_like(sizes), tokens, sizes - 1], axis=1),
+            rows=np.stack(rows, axis=1),
             sizes=sizes,
             tokens=tokens,
             squares=of_squares,

@@ -238,7 +238,7 @@ class MemoryModel:
                 raise InvalidUsage(f"{what} needs a ModelSpec, to know the bytes of a token: give the model")
             return cls(cluster.capacity)
         device = cluster.hardware
-        layers = math.ceil(model.layers / cluster.pipeline)
+        layers = cluster.most_layers(model.layers)
         step = StepMemory.of(model, states=_state_bytes(model, cluster), layers=layers, tensor=cluster.tensor)
         token_bytes, states = step.line().token, step.states + step.line().fixed
         capacity = cluster.capacity or _derived_capacity(model, cluster, token_bytes, states)
@@ -250,7 +250,7 @@ class MemoryModel:
         offloaded = replace(
             resident,
             offloadable=moved / token_bytes,
-            copy_s=moved / bandwidth,
+            copy_s=moved / bandwidth / cluster.largest_share,  # of the mean stage
             host_tokens=device.host_bytes / (token_bytes * _sets_held(cluster)),
         )
         return offloaded.with_kept(model, cluster)
@@ -265,12 +265,12 @@ class MemoryModel:
         With all in host memory there are three sets of one layer: those in use, those that come or leave, and again the
         gradients that a pass finds.
         """
-        whole = math.ceil(model.layers / cluster.pipeline)
+        whole, share = cluster.most_layers(model.layers), cluster.largest_share
         step = StepMemory.of(model, states=0.0, layers=whole, tensor=cluster.tensor)
         size = token_bytes or self.token_bytes or step.line(min(whole, recompute)).token
-        layers = model.layers / cluster.pipeline
+        layers = model.layers / cluster.pipeline * share
         narrow, wide = model.dtype_bytes, max(4, model.dtype_bytes)
-        values = model.kept_values(cluster.tensor) / cluster.pipeline
+        values = model.kept_values(cluster.tensor) / cluster.pipeline * share
         both = values * (narrow + wide) / size
         kept = both * (1 + 1 / layers)
         if not self.offloads:
@@ -312,7 +312,7 @@ def _state_bytes(model: ModelSpec, cluster: ClusterSpec) -> float:
     """Bytes of bf16 weights and fp32 gradients, and of a shard of fp32 master weights and two moments (ZeRO-1)."""
     elsewhere = model.expert_params * (1 - 1 / cluster.expert)  # of a rank's weights and gradients, not of the shards
     here = (model.params - elsewhere) * (2 + 4) + model.params * 12 / cluster.ranks
-    return here / (cluster.tensor * cluster.pipeline)
+    return here / (cluster.tensor * cluster.pipeline) * cluster.largest_share
 
 
 def _sets_held(cluster: ClusterSpec) -> float:

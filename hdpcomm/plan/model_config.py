@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +264,7 @@ def model_from_config(config: Mapping[str, Any]) -> ModelSpec:
             vocab=read.size("vocab_size"),
             head_dim=read.optional("head_dim"),
             name=model_type,
-            mixing=tuple(each.over(count) for each, count in Counter(layers).items()),
+            mixing=tuple(each.over(len(list(run))) for each, run in groupby(layers)),
             **({"ffn": 0} if model_type == "mamba2" else _mlp(read)),
         )
     except InvalidUsage as error:

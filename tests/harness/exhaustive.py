@@ -228,6 +228,7 @@ def sliced_optimum(
     groups = [g for size in range(1, ranks + 1) for g in combinations(range(ranks), size)]
     solver = core_cost(cost, memory, cluster, slices=slices)
     chunks = cluster.chunks
+    first = 0 if cluster.stage_work else (stages - 1) / chunks  # passes, before the largest stage begins
     most_held = stages if chunks == 1 else stages + (stages - 1) / chunks
     most_tokens = most_held * memory.capacity * (1 + 1e-9)
     best, plans = above, 0
@@ -238,8 +239,7 @@ def sliced_optimum(
                 for bounds in _cuts(members, slices)
                 for group in groups
                 if _held(members, bounds, len(group), memory) <= most_tokens
-                and sum(seconds := _seconds(members, bounds, group, cluster, cost)) + (stages - 1) / chunks * seconds[0]
-                < best
+                and sum(seconds := _seconds(members, bounds, group, cluster, cost)) + first * seconds[0] < best
             ]
             for members in ([lengths[i] for i in pack] for pack in packs)
         ]

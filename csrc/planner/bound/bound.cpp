@@ -10,9 +10,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -33,13 +35,15 @@ struct Item {
 
 class Bound {
  public:
-  // `put_off`: seconds a token of work that no micro-batch waits for, beside the problem's costs.
-  Bound(const Problem& problem, double put_off, double max_offload)
+  // The costs are those of the stage that `stages` says. `put_off`: seconds a token of work that no
+  // micro-batch waits for, beside these costs.
+  Bound(const Problem& problem, const StagesInPasses& stages, double put_off, double max_offload)
       : problem_(problem),
         cost_(problem.cost()),
         params_(cost_.params()),
         memory_(cost_.memory()),
-        stages_(cost_.cluster().pipeline),
+        stages_(stages),
+        pipeline_(cost_.cluster().pipeline),
         slices_(cost_.cluster().mostSlices()),
         put_off_(put_off) {
     int64_t longest = 0;
@@ -55,9 +59,7 @@ class Bound {
     longest_.add(longest);
     shortest_ = {squares, static_cast<double>(shortest)};
     max_offload_ = max_offload;
-    passing_ = (stages_ - 1.0) / cost_.cluster().chunks;
-    alone_ = 1 + passing_ / timesFirstSlice();
-    if (cost_.cluster().chunks > 1) alone_ = std::max(alone_, stages_ / (1.0 * slices_));
+    alone_ = std::max(1 + stages_.before / timesFirstSlice(), stages_.all / slices_);
     for (int high = 1; high < kMaxStack; ++high) {
       double places = 0;
       for (int rank = 0; rank < problem.ranks(); ++rank) {
@@ -68,14 +70,15 @@ class Bound {
     }
     for (int rank = 0; rank < problem.ranks(); ++rank) ranks_ += cost_.cluster().speed(rank);
     sortSpeeds();
-    if (stages_ > 1) filling_ = passing_ * passes(shortest_, mostOfSequence(mostHeld(kForever)));
+    if (pipeline_ > 1)
+      filling_ = stages_.before * passes(shortest_, mostOfSequence(mostHeld(kForever)));
     collectItems();
     const bool plain = cost_.cluster().chunks == 1 && speeds_.empty() && !cost_.cluster().split;
-    if (stages_ > 1 && slices_ == 1 && plain) {
+    if (stages_.between > 0 && slices_ == 1 && plain) {
       const double forward = params_.forward;
       const auto [least, most] = std::minmax(forward, params_.forward_transfer);
-      ramps_.emplace(cost_, least, most, fastestTime(shortest_));
-      compute_ramps_.emplace(cost_, forward, forward, leastCompute());
+      ramps_.emplace(cost_, stages_, least, most, fastestTime(shortest_));
+      compute_ramps_.emplace(cost_, stages_, forward, forward, leastCompute());
     }
   }
 
@@ -97,8 +100,9 @@ class Bound {
  private:
   double byPipelineConfigurations(double low) const {
     if (low <= 0) return low;  // nothing takes any time: there are no times to try
-    return raiseByPipelineConfigurations(problem_, leastCompute(), low,
-                                         [this](double time) { return mostHeld(time / stages_); });
+    return raiseByPipelineConfigurations(
+        problem_, stages_, leastCompute(), low,
+        [this](double time) { return mostHeld(time / stages_.all); });
   }
 
   // The most tokens that a rank can hold of a sequence: its slices are micro-batches, of which a
@@ -244,8 +248,8 @@ class Bound {
   // How many times as long as the slice that begins it a sequence takes, at most, if that alone is
   // what a rank waits for; with one stage on a device, as the longest one.
   double timesFirstSlice() const {
-    if (stages_ == 1) return 1;
-    return timesTheFirst(slices_, 1 + (cost_.cluster().chunks - 1.0) / (stages_ - 1));
+    if (pipeline_ == 1) return 1;
+    return timesTheFirst(slices_, 1 + (cost_.cluster().chunks - 1.0) / (pipeline_ - 1));
   }
 
   // Least seconds of compute of any micro-batch.
@@ -284,7 +288,7 @@ class Bound {
     const auto alone = [&](int size) {
       if (cost_.cluster().chunks > 1) return aloneInChunks(load, size);
       return cost_.seconds(load, size) +
-             passing_ * (longestSlice(load, size, false) + longestSlice(load, size, true));
+             stages_.before * (longestSlice(load, size, false) + longestSlice(load, size, true));
     };
     int first = least;
     for (const int border : cost_.cluster().largestGroups()) {
@@ -322,7 +326,7 @@ class Bound {
       const double step = cost_.stepTransfer(load, size, cost_.cluster().leastScope(size));
       longest = std::max(longest, least + (size - 1) * step);
     }
-    return std::max(seconds + passing_ * first, stages_ * longest);
+    return std::max(seconds + stages_.before * first, stages_.all * longest);
   }
 
   // What a group of `size` ranks could do at their own speeds over what it does at that of its
@@ -481,7 +485,8 @@ class Bound {
         const Load& load = items_[middle].load;
         const int least = leastRanks(load, limits.sequence);
         const double fastest = cost_.seconds(load, cost_.fastestSize(load, least));
-        const double way = passing_ > 0 ? passing_ * passes(load, limits.sequence) : 0;
+        const double before = stages_.before;
+        const double way = before > 0 ? before * passes(load, limits.sequence) : 0;
         const bool slow = (high + 1) * fastest + way > time;
         slow ? count = middle + 1 : end = middle;
       }
@@ -500,8 +505,9 @@ class Bound {
   const CostModel& cost_;
   const CostParams& params_;
   const MemoryParams& memory_;
-  const int stages_;
-  const int slices_;  // of a sequence, at most
+  const StagesInPasses stages_;
+  const int pipeline_;  // devices
+  const int slices_;    // of a sequence, at most
   const double put_off_;
   Load all_, longest_, shortest_;
   std::vector<Item> items_;  // by falling length
@@ -513,7 +519,6 @@ class Bound {
   mutable std::vector<double> mixed_;  // of mixed(), by size; 0: not known yet
   double stack_[kMaxStack] = {};       // how many follow each other on a rank, mean over the ranks
   double alone_ = 1;                   // what a sequence takes in a pipeline, in passes of a device
-  double passing_ = 0;                 // to the last stage, in passes of a device
   double filling_ = 0;                 // idle time of a pipeline's last stage
   double slowest_ = 0;                 // fastest time of the longest sequence
   std::optional<PipelineRamps> ramps_;  // of all seconds, and of those of compute
@@ -524,18 +529,112 @@ class Bound {
 Problem withoutWeights(const Problem& problem) {
   CostParams params = problem.cost().params();
   params.linear = std::max(0.0, params.linear - params.put_off);
-  return problem.withCosts(CostModel(params, problem.cost().memory(), problem.cost().cluster()));
+  return problem.pricedBy(CostModel(params, problem.cost().memory(), problem.cost().cluster()));
+}
+
+double boundOf(const Problem& problem, const StagesInPasses& stages, double max_offload) {
+  const double put_off = problem.cost().params().put_off;
+  if (!problem.cost().cluster().split || put_off <= 0) {
+    return Bound(problem, stages, 0.0, max_offload).solve();
+  }
+  return Bound(withoutWeights(problem), stages, put_off, max_offload).solve();
+}
+
+// Stages that differ, as if the devices that are counted had no more work than each of them has.
+struct CountedStages {
+  StageWork work = {1, 1, 1};  // in that of the mean stage
+  StagesInPasses stages;
+  std::ptrdiff_t first = 0, last = 0;  // devices
+  double bound = 0;                    // about
+};
+
+// By the work of each device: as if the first and the last one that have so much of it had no more.
+CountedStages countedStages(const Cluster& cluster, const std::vector<StageWork>& devices,
+                            const StageWork& work) {
+  const auto has = [&](const StageWork& own) {
+    return std::equal(own.begin(), own.end(), work.begin(), std::greater_equal<>());
+  };
+  const auto first = std::find_if(devices.begin(), devices.end(), has) - devices.begin();
+  const auto last = devices.rend() - std::find_if(devices.rbegin(), devices.rend(), has) - 1;
+  CountedStages found{work, StagesInPasses(cluster), first, last};
+  auto& [all, before, between, micro_batches] = found.stages;
+  all = before = between = 0;
+  micro_batches = cluster.pipeline - 1 - static_cast<int>(first);
+  for (int stage = 0; stage < std::ssize(cluster.stage_work); ++stage) {
+    double passes = std::numeric_limits<double>::infinity();  // at least
+    for (size_t kind = 0; kind < work.size(); ++kind) {
+      if (work[kind] > 0) passes = std::min(passes, cluster.stage_work[stage][kind] / work[kind]);
+    }
+    all += passes / cluster.chunks;
+    if (stage < last) before += passes / cluster.chunks;
+    if (first <= stage && stage < last) between += passes;
+  }
+  // Some slices of a sequence run on the first device before the longest one goes on.
+  if (cluster.mostSlices() > 1) before = cluster.chunks > 1 ? 0 : between;
+  return found;
+}
+
+// Those that the step may wait for, and the mean of all devices.
+std::vector<CountedStages> countedStages(const Problem& problem) {
+  constexpr size_t kMost = 3;
+  const Cluster& cluster = problem.cost().cluster();
+  const CostParams& params = problem.cost().params();
+  const auto capacity = static_cast<double>(problem.cost().memory().capacity);
+  Load all;
+  for (int i = 0; i < problem.count(); ++i) all += problem.own(i);
+  const StageWork seconds = {params.linear * all.tokens,
+                             params.attention * all.squares + params.piece * all.tokens,
+                             params.fixed * all.tokens / capacity};
+  const double waves = std::max(1.0, all.tokens / capacity / problem.ranks());
+  std::vector<StageWork> devices(cluster.pipeline, StageWork{});
+  for (size_t stage = 0; stage < cluster.stage_work.size(); ++stage) {
+    for (size_t kind = 0; kind < seconds.size(); ++kind) {
+      devices[stage % devices.size()][kind] += cluster.stage_work[stage][kind] / cluster.chunks;
+    }
+  }
+  std::vector<CountedStages> found;
+  for (const StageWork& one : devices) {
+    for (const StageWork& other : devices) {
+      StageWork work = one;
+      for (size_t kind = 0; kind < work.size(); ++kind)
+        work[kind] = std::min(one[kind], other[kind]);
+      const double sum = std::inner_product(work.begin(), work.end(), seconds.begin(), 0.0);
+      if (sum <= 0) continue;
+      found.push_back(countedStages(cluster, devices, work));
+      const StagesInPasses& stages = found.back().stages;
+      found.back().bound = sum * (1 + 0.5 * std::max(stages.before, stages.between) / waves);
+    }
+  }
+  std::sort(found.begin(), found.end(),
+            [](const CountedStages& a, const CountedStages& b) { return a.bound > b.bound; });
+  std::vector<CountedStages> chosen = {{.stages = StagesInPasses(cluster)}};
+  chosen[0].stages.before = chosen[0].stages.between = 0;
+  for (const CountedStages& each : found) {
+    const auto same = [&](const CountedStages& other) {
+      return each.first == other.first && each.last == other.last;
+    };
+    if (chosen.size() > kMost || std::any_of(chosen.begin() + 1, chosen.end(), same)) continue;
+    chosen.push_back(each);
+  }
+  return chosen;
 }
 
 double boundOf(const Problem& problem) {
+  const CostModel& cost = problem.cost();
   Load longest;  // offload's ratio grows with the length
   longest.add(*std::max_element(problem.lengths().begin(), problem.lengths().end()));
-  const double max_offload = problem.cost().maxOffload(longest);
-  const double put_off = problem.cost().params().put_off;
-  if (!problem.cost().cluster().split || put_off <= 0) {
-    return Bound(problem, 0.0, max_offload).solve();
+  const double max_offload = cost.maxOffload(longest);
+  if (cost.cluster().stage_work.empty())
+    return boundOf(problem, StagesInPasses(cost.cluster()), max_offload);
+  double bound = 0;
+  for (const CountedStages& each : countedStages(problem)) {
+    const CostModel counted = cost.times(each.work);
+    MemoryParams memory = counted.memory();
+    if (memory.copy > 0) memory.copy = std::numeric_limits<double>::min();  // others hide them
+    const CostModel priced(counted.params(), memory, counted.cluster());
+    bound = std::max(bound, boundOf(problem.pricedBy(priced), each.stages, max_offload));
   }
-  return Bound(withoutWeights(problem), put_off, max_offload).solve();
+  return bound;
 }
 
 }  // namespace

@@ -215,9 +215,9 @@ class LongSequences {
 class PipelineConfigurations {
  public:
   // `shortest`: least seconds of compute of any micro-batch.
-  PipelineConfigurations(const Problem& problem, double shortest)
+  PipelineConfigurations(const Problem& problem, const StagesInPasses& stages, double shortest)
       : cost_(problem.cost()),
-        stages_(cost_.cluster().pipeline),
+        stages_(stages),
         ranks_(problem.ranks()),
         shortest_(shortest),
         long_(problem) {}
@@ -237,7 +237,7 @@ class PipelineConfigurations {
       if (count == before) continue;
       before = count;
       if (!long_.choose(count)) break;
-      ramps_.emplace(cost_, long_.least_share, long_.most_share, shortest_);
+      ramps_.emplace(cost_, stages_, long_.least_share, long_.most_share, shortest_);
       for (const double beside : {-2.0, 0.0, 1.5, 4.0, 10.0}) {
         for (const double times : {1.0, 1.25, 1.6, 2.2, 3.0}) {
           if (long_.others_work <= 0 && times > 1) break;
@@ -297,14 +297,14 @@ class PipelineConfigurations {
 
   // Whether the weights of all sequences are more than all ranks can get within the time.
   bool tooShort(double time, const Weights& weights) {
-    const double longest = time / stages_;
+    const double longest = time / stages_.all;
     most_ = static_cast<int>(std::min(time / long_.least + 1e-9, 1e6));
     if (most_ > kMost) return false;
     double all = long_.others_work;
     const double shortest_long = long_.classes.back().load.tokens;
     for (LongSequences::Class& each : long_.classes) {
       const double rise = std::pow(each.load.tokens / shortest_long, weights.rise);
-      const double wanted = time / std::max(1.0, stages_ + weights.beside);
+      const double wanted = time / std::max(1.0, stages_.all + weights.beside);
       each.gain = weights.times * rise * LongSequences::price(each, wanted);
       all += each.gain * each.count;
     }
@@ -319,7 +319,7 @@ class PipelineConfigurations {
       if (firstCount(box, 0) >= 0) return false;
     }
     boxes_ = 0;
-    const double others = (stages_ - 1) * other_s_;
+    const double others = stages_.micro_batches * other_s_;
     return !mayFit({0, time, 0, time + others}, 0);
   }
 
@@ -398,7 +398,7 @@ class PipelineConfigurations {
   // share in this box; -1 if there are none. Each term is better in a box than in a part of it, so
   // what a number cannot get in a box it cannot get in a part of it.
   int firstCount(const Box& box, int least) {
-    const double others = stages_ - 1;
+    const double others = stages_.micro_batches;
     const double share = cost_.params().forward;
     const double large = std::max(share, 1 - share);
     double hidden = 0;  // of other sequences
@@ -538,7 +538,7 @@ class PipelineConfigurations {
   static constexpr double kForever = std::numeric_limits<double>::infinity();
 
   const CostModel& cost_;
-  const int stages_;
+  const StagesInPasses stages_;
   const int ranks_;
   const double shortest_;
   LongSequences long_;
@@ -563,9 +563,10 @@ class PipelineConfigurations {
 
 }  // namespace
 
-double raiseByPipelineConfigurations(const Problem& problem, double shortest, double low,
+double raiseByPipelineConfigurations(const Problem& problem, const StagesInPasses& stages,
+                                     double shortest, double low,
                                      const std::function<double(double)>& held) {
-  return PipelineConfigurations(problem, shortest).improve(low, held);
+  return PipelineConfigurations(problem, stages, shortest).improve(low, held);
 }
 
 }  // namespace hdpcomm::planner

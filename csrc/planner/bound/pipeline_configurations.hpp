@@ -6,6 +6,7 @@
 
 #include <functional>
 
+#include "planner/model/pipeline_ramps.hpp"
 #include "planner/model/problem.hpp"
 
 namespace hdpcomm::planner {
@@ -13,7 +14,8 @@ namespace hdpcomm::planner {
 // The largest time, from `low` on, that is proved to be too short; `low` if none is. `shortest`:
 // least seconds of compute of any micro-batch. `held`: most tokens of a micro-batch on a rank in
 // plans that end within a time.
-double raiseByPipelineConfigurations(const Problem& problem, double shortest, double low,
+double raiseByPipelineConfigurations(const Problem& problem, const StagesInPasses& stages,
+                                     double shortest, double low,
                                      const std::function<double(double)>& held);
 
 }  // namespace hdpcomm::planner

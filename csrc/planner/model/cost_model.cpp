@@ -4,6 +4,7 @@
 #include <functional>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "base/error.hpp"
 
@@ -44,6 +45,46 @@ CostModel::CostModel(const CostParams& params, const MemoryParams& memory, const
   normaliseSpeeds();
   const auto full = [](double speed) { return speed == 1; };
   if (std::all_of(cluster_.speeds.begin(), cluster_.speeds.end(), full)) cluster_.speeds.clear();
+  findKinds();
+}
+
+void CostModel::findKinds() {
+  kind_of_.assign(static_cast<size_t>(cluster_.pipeline) * cluster_.chunks, 0);
+  const std::vector<StageWork> works = std::exchange(cluster_.stage_work, {});
+  if (std::all_of(works.begin(), works.end(),
+                  [](const StageWork& each) { return each == StageWork{1, 1, 1}; })) {
+    return;
+  }
+  if (works.size() != kind_of_.size()) {
+    throwInvalidUsage("the work of " + std::to_string(works.size()) + " stages was given for " +
+                      std::to_string(kind_of_.size()) + " stages: give that of each");
+  }
+  std::vector<StageWork> kinds;
+  for (size_t stage = 0; stage < works.size(); ++stage) {
+    const auto known = std::find(kinds.begin(), kinds.end(), works[stage]);
+    kind_of_[stage] = static_cast<int>(known - kinds.begin());
+    if (known != kinds.end()) continue;
+    kinds.push_back(works[stage]);
+    kinds_.push_back(times(works[stage]));
+  }
+  cluster_.stage_work = works;
+}
+
+CostModel CostModel::times(const StageWork& work) const {
+  CostParams params = params_;
+  MemoryParams memory = memory_;
+  Cluster cluster = cluster_;
+  cluster.stage_work.clear();
+  const auto& [linear, attention, fixed] = work;
+  for (double* each : {&params.linear, &params.put_off}) *each *= linear;
+  for (double* each :
+       {&params.attention, &params.piece, &params.ring_step, &params.kv_intra, &params.kv_domain,
+        &params.kv_inter, &params.latency_intra, &params.latency_domain, &params.latency_inter,
+        &memory.kept_copy, &memory.kept_back}) {
+    *each *= attention;
+  }
+  for (double* each : {&params.fixed, &memory.copy}) *each *= fixed;
+  return {params, memory, cluster};
 }
 
 // The fastest rank gets speed 1, and the costs are those of it.

@@ -49,6 +49,10 @@ struct MemoryParams {
 // What the ranks of a group have in common: its ring is as slow as the slowest link in it.
 enum class Scope : uint8_t { kNode, kDomain, kCluster };
 
+// What a stage of the model has of the linear layers' work, of attention with its messages, and of
+// what is paid once a layer, each in that of the mean stage.
+using StageWork = std::array<double, 3>;
+
 struct Cluster {
   int ranks = 1;
   int ranks_per_node = 1;
@@ -68,6 +72,7 @@ struct Cluster {
   // By rank: a micro-batch takes 1 / speed times as long on a group whose slowest rank has it.
   // At most 1, which is the rank that the costs are those of; empty: all are alike.
   std::vector<double> speeds;
+  std::vector<StageWork> stage_work;  // by stage of the model; empty: all are alike
 
   bool sharesInterfaces() const noexcept { return nics > 0 && nics < ranks_per_node; }
   // Micro-batches that a sequence runs as, at most.
@@ -134,6 +139,14 @@ class CostModel {
   const Cluster& cluster() const noexcept { return cluster_; }
   const CostParams& params() const noexcept { return params_; }
   const MemoryParams& memory() const noexcept { return memory_; }
+
+  // These costs are those of the mean stage. Stages that have as much of the work as each other are
+  // of one kind; kindOf() is by stage of the model.
+  int kinds() const noexcept { return static_cast<int>(std::max<size_t>(1, kinds_.size())); }
+  const std::vector<int>& kindOf() const noexcept { return kind_of_; }
+  const CostModel& ofKind(int kind) const noexcept { return kinds_.empty() ? *this : kinds_[kind]; }
+  // Costs of a stage with such a share of the work, on a cluster where all stages are alike.
+  CostModel times(const StageWork& work) const;
 
   // What the queries from one token of a sequence to another cost, over a token squared.
   double squares(double first, double end) const noexcept {
@@ -242,12 +255,15 @@ class CostModel {
 
  private:
   void normaliseSpeeds();
+  void findKinds();
   int fastestIn(const Load& load, int first, int last) const noexcept;
   int searchWithin(const Load& load, int first, int last, double limit) const noexcept;
 
   CostParams params_;
   MemoryParams memory_;
   Cluster cluster_;
+  std::vector<CostModel> kinds_;  // empty: there is one, this
+  std::vector<int> kind_of_;
 };
 
 }  // namespace hdpcomm::planner

@@ -12,16 +12,31 @@
 
 namespace hdpcomm::planner {
 
+// The stages of a pipeline, in passes of the stage whose costs are looked at.
+struct StagesInPasses {
+  double all;         // of a micro-batch, on all stages
+  double before;      // on those before the device whose work is counted, or before its first slice
+  double between;     // of ramps: from the first device that is looked at to the last one
+  int micro_batches;  // others that this first device may have under way meanwhile
+
+  // Where all stages are alike.
+  explicit StagesInPasses(const Cluster& cluster)
+      : all(cluster.pipeline),
+        before((cluster.pipeline - 1.0) / cluster.chunks),
+        between(cluster.pipeline - 1.0),
+        micro_batches(cluster.pipeline - 1) {}
+};
+
 class PipelineRamps {
  public:
   static constexpr int kMost = 256;  // micro-batches of a rank
 
   // `least`, `most`: the forward pass's share of a micro-batch; `shortest`: its least seconds.
-  PipelineRamps(const CostModel& cost, double least, double most, double shortest)
+  PipelineRamps(const CostModel& cost, const StagesInPasses& stages, double least, double most,
+                double shortest)
       : fixed_(cost.params().fixed), shortest_(shortest) {
-    const int others = cost.cluster().pipeline - 1;
-    rising_ = ramp(others, least, 1 - least);
-    falling_ = ramp(others, 1 - most, most);
+    rising_ = ramp(stages, least, 1 - least);
+    falling_ = ramp(stages, 1 - most, most);
     for (int i = 0; i < kMost; ++i) {
       rose_.push_back(rose_.back() + rising_[i]);
       fell_.push_back(fell_.back() + falling_[i]);
@@ -79,13 +94,14 @@ class PipelineRamps {
   }
 
   // The longest micro-batches, one after the other, of which none makes the pipeline idle for more
-  // than a second: `own` of its time is passed on `others` times, while `before` of as many shorter
-  // ones run.
-  static std::vector<double> ramp(int others, double own, double before) {
+  // than a second: `own` of its time is passed on between the devices, while `before` of a few
+  // shorter ones run.
+  static std::vector<double> ramp(const StagesInPasses& stages, double own, double before) {
     std::vector<double> times;
     for (int i = 0; i < kMost; ++i) {
-      const auto first = times.begin() + std::max(0, i - others);
-      times.push_back((1 + before * std::accumulate(first, times.end(), 0.0)) / (others * own));
+      const auto first = times.begin() + std::max(0, i - stages.micro_batches);
+      const double shorter = before * std::accumulate(first, times.end(), 0.0);
+      times.push_back((1 + shorter) / (stages.between * own));
     }
     return times;
   }

@@ -126,10 +126,14 @@ double Problem::squares(int32_t sequence, int64_t first, int64_t end) const {
   return squaresBefore(tree, end) - squaresBefore(tree, first);
 }
 
-Problem Problem::onCluster(const Cluster& cluster) const {
+Problem Problem::pricedBy(const CostModel& cost) const {
   Problem other = *this;
-  other.cost_ = CostModel(cost_.params(), cost_.memory(), cluster);
+  other.cost_ = cost;
   return other;
+}
+
+Problem Problem::onCluster(const Cluster& cluster) const {
+  return pricedBy(CostModel(cost_.params(), cost_.memory(), cluster));
 }
 
 Problem Problem::inSlices(int most) const {

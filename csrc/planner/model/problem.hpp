@@ -33,7 +33,9 @@ class Problem {
   // These of the sequences, and all of them, by other costs. Raise as the constructor does.
   Problem part(const std::vector<int32_t>& sequences, const CostModel& cost) const;
   Problem withCosts(const CostModel& cost) const;
-  // The same sequences on a cluster of the same ranks with other speeds, slices or groups.
+  // The same sequences on as many ranks each, by other costs.
+  Problem pricedBy(const CostModel& cost) const;
+  // On a cluster of the same ranks with other speeds, slices or groups.
   Problem onCluster(const Cluster& cluster) const;
   // The same sequences in at most so many slices each.
   Problem inSlices(int most) const;

@@ -357,6 +357,7 @@ Problem onOneDevice(const Problem& problem, double room, double ramps) {
   params.attention *= 1 + ramps * (cluster.pipeline - 1) / (slices * cluster.chunks);
 
   cluster.pipeline = cluster.chunks = cluster.slices = 1;
+  cluster.stage_work.clear();
   cluster.split = false;
   return problem.withCosts(CostModel(params, memory, cluster));
 }

@@ -42,7 +42,7 @@ WavePlanner::WavePlanner(const Problem& problem)
       cost_(problem.cost()),
       by_speed_(cost_, problem.ranks()),
       jobs_(makeJobs(problem)),
-      ramps_(cost_, forwardShare(cost_), forwardShare(cost_), 0),
+      ramps_(cost_, StagesInPasses(cost_.cluster()), forwardShare(cost_), forwardShare(cost_), 0),
       order_(cost_) {
   for (const Job& job : jobs_) work_ += job.min_size * job.min_size_s;
   other_.resize(jobs_.size());
@@ -471,7 +471,10 @@ void WavePlanner::addPasses(const Wave& wave) {
       const Work work = workOf(problem_, batch);
       batch.offload = cost_.offloadFor(static_cast<double>(work.held));
       ranks.insert(ranks.end(), batch.ranks.begin(), batch.ranks.end());
-      passes_.add(passCosts(problem_, batch, work));
+      for (int kind = 0; kind < cost_.kinds(); ++kind) {
+        passes_.add(passCosts(problem_, batch, work, kind));
+      }
+      passes_.add();
     }
     first += wide.size;
   }
@@ -479,7 +482,10 @@ void WavePlanner::addPasses(const Wave& wave) {
     if (wave.packs[k].tokens == 0) continue;
     const int place = wave.placeOf(k);
     ranks.push_back(by_speed_.rank(place));
-    passes_.add(passCostsOfOne(cost_, wave.packs[k], by_speed_.speed(place)));
+    for (int kind = 0; kind < cost_.kinds(); ++kind) {
+      passes_.add(passCostsOfOne(cost_.ofKind(kind), wave.packs[k], by_speed_.speed(place)));
+    }
+    passes_.add();
   }
 }
 

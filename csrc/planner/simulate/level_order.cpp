@@ -18,8 +18,9 @@ class LevelOrder {
       : problem_(problem),
         passes_(passes),
         stages_(problem.cost().cluster().pipeline),
+        kinds_(problem.cost().kinds()),
         ranks_(problem.ranks()) {
-    for (const LevelPasses::Batch& each : passes_.batches) offloads_ = offloads_ || each.copy > 0;
+    for (const LevelPasses::Times& each : passes_.times) offloads_ = offloads_ || each.copy > 0;
     findLevels();
     const size_t devices = static_cast<size_t>(ranks_) * stages_;
     free_.assign(devices, 0.0);
@@ -30,9 +31,9 @@ class LevelOrder {
   }
 
   // `costs`: of the micro-batches.
-  void record(SimulatedStep& step, const std::vector<PassCosts>& costs) {
+  void record(SimulatedStep& step, const PlanCosts& costs) {
     record_ = &step;
-    costs_ = costs;
+    costs_ = &costs;
     record_->begin(ranks_);
     resident_.assign(free_.size(), 0.0);
     run();
@@ -43,8 +44,7 @@ class LevelOrder {
   double makespan(double limit) {
     if (limit < kNever) {
       limit_ = limit;
-      left_ = rankTimes();
-      least_ = leastMakespan(problem_, left_);
+      findLeft();
     }
     if (least_ < limit) run();
     return std::max(makespan_, least_ < limit ? 0 : least_);
@@ -57,19 +57,32 @@ class LevelOrder {
     int32_t index = 0;
     double given = 0;  // when its last pass ends
   };
+  struct Left {       // of a rank
+    double busy;      // what its last device has to run yet
+    double way_back;  // of the last pass there to the first device, at least
+  };
 
-  std::vector<RankTime> rankTimes() const {
-    std::vector<RankTime> times(ranks_);
-    for (const LevelPasses::Batch& batch : passes_.batches) {
-      for (const int32_t rank : ranksOf(batch)) {
-        times[rank].add(problem_.cost().cluster(), batch.forward, batch.backward);
+  std::span<const LevelPasses::Times> timesOf(size_t batch) const {
+    return {&passes_.times[batch * kinds_], kinds_};
+  }
+
+  void findLeft() {
+    RankTimes times(problem_);
+    for (size_t i = 0; i < passes_.batches.size(); ++i) {
+      for (const int32_t rank : ranksOf(passes_.batches[i])) {
+        int kind = 0;
+        for (const auto& each : timesOf(i)) times.add(rank, kind++, each.forward, each.backward);
       }
     }
-    return times;
+    for (int32_t rank = 0; rank < ranks_; ++rank) {
+      left_.push_back({times.busy(rank, stages_ - 1), times.wayBack(rank, stages_ - 1)});
+    }
+    least_ = times.leastMakespan();
   }
 
   void run() {
     const int levels = static_cast<int>(levels_.size()) - 1;
+    const int* const kind_of = problem_.cost().kindOf().data();
     // With passes of one second each, device s runs the forward pass of level l in second 2 l + s,
     // and its backward pass in second 2 (l + p) - 1 - s.
     for (int second = 0; second < 2 * (levels + stages_) - 1; ++second) {
@@ -79,7 +92,7 @@ class LevelOrder {
         const bool before = backward ? second + 1 + stage < 2 * stages_ : second < stage;
         if (before || level >= levels) continue;
         for (int32_t i = levels_[level]; i < levels_[level + 1]; ++i) {
-          pass(batches_[i], stage, backward);
+          pass(batches_[i], stage, backward, timesOf(batches_[i].index)[kind_of[stage]]);
         }
         if (least_ >= limit_) return;
       }
@@ -115,20 +128,19 @@ class LevelOrder {
     return {passes_.ranks.data() + batch.first_rank, static_cast<size_t>(batch.num_ranks)};
   }
 
-  void pass(Batch& batch, int stage, bool backward) {
-    const LevelPasses::Batch& passes = batch.passes;
-    const std::span<const int32_t> ranks = ranksOf(passes);
-    const double seconds = backward ? passes.backward : passes.forward;
+  void pass(Batch& batch, int stage, bool backward, const LevelPasses::Times& times) {
+    const std::span<const int32_t> ranks = ranksOf(batch.passes);
+    const double seconds = backward ? times.backward : times.forward;
     double* const free = free_.data() + device(0, stage);
     double start = batch.given;
     for (const int32_t rank : ranks) start = std::max(start, free[rank]);
     double end = start + seconds;
     double stall = 0;
-    if (offloads_ && passes.copy > 0) {
+    if (offloads_ && times.copy > 0) {
       double* const stream = (backward ? from_host_ : to_host_).data() + device(0, stage);
       double copied = 0;
       for (const int32_t rank : ranks) {
-        stream[rank] = std::max(stream[rank], start) + passes.copy;
+        stream[rank] = std::max(stream[rank], start) + times.copy;
         copied = std::max(copied, stream[rank]);
       }
       stall = std::max(0.0, copied - end);
@@ -139,8 +151,14 @@ class LevelOrder {
     makespan_ = std::max(makespan_, end);
     if (limit_ < kNever) {
       // All later passes of the micro-batch wait for this one.
-      const double way =
-          backward ? stage * seconds : (stages_ - 1 - stage) * seconds + stages_ * passes.backward;
+      LevelPasses::Times least = times;
+      for (const LevelPasses::Times& each : timesOf(batch.index)) {
+        least.forward = std::min(least.forward, each.forward);
+        least.backward = std::min(least.backward, each.backward);
+      }
+      const double way = backward
+                             ? stage * least.backward
+                             : (stages_ - 1 - stage) * least.forward + stages_ * least.backward;
       least_ = std::max(least_, (end + way) * (1 - kRounding));
     }
     if (limit_ < kNever && stage + 1 == stages_) {
@@ -151,9 +169,9 @@ class LevelOrder {
 
   // When a rank ends at least, once its last device has run a pass.
   double leastEnd(int32_t rank, double end, double seconds) {
-    RankTime& left = left_[rank];
+    Left& left = left_[rank];
     left.busy -= seconds;
-    return (end + left.busy + (stages_ - 1) * left.backward) * (1 - kRounding);
+    return (end + left.busy + left.way_back) * (1 - kRounding);
   }
 
   struct Times {
@@ -161,7 +179,7 @@ class LevelOrder {
   };
 
   void recordPass(const Batch& batch, int stage, bool backward, const Times& times) {
-    const PassCosts& cost = costs_[batch.index];
+    const PassCosts& cost = costs_->on(batch.index, stage);
     const PassCosts::Pass& part = backward ? cost.backward : cost.forward;
     for (const int32_t rank : ranksOf(batch.passes)) {
       double& resident = resident_[device(rank, stage)];
@@ -181,59 +199,51 @@ class LevelOrder {
   const Problem& problem_;
   const LevelPasses& passes_;
   const int stages_;
+  const size_t kinds_;  // of stages
   const int ranks_;
-  std::span<const PassCosts> costs_;  // where the step is recorded
+  const PlanCosts* costs_ = nullptr;  // where the step is recorded
   bool offloads_ = false;
   std::vector<int32_t> levels_;              // the first of `batches_` of each, and their number
   std::vector<Batch> batches_;               // by level, those of one as in the plan
   std::vector<double> free_;                 // by device: when its last pass ends
   std::vector<double> to_host_, from_host_;  // by device: when its copy stream is free
   std::vector<double> resident_;             // by device: tokens
-  std::vector<RankTime> left_;               // by rank: what its last device has to run yet
+  std::vector<Left> left_;                   // by rank
   double limit_ = kNever;
   double least_ = 0;  // seconds, known before the end
   double makespan_ = 0;
   SimulatedStep* record_ = nullptr;
 };
 
-std::vector<PassCosts> costsOf(const Problem& problem, const Plan& plan) {
-  std::vector<PassCosts> costs;
-  costs.reserve(plan.micro_batches.size());
-  for (const MicroBatch& batch : plan.micro_batches) {
-    costs.push_back(passCosts(problem, batch));
-  }
-  return costs;
-}
-
-LevelPasses passesOf(const Plan& plan, const std::vector<PassCosts>& costs) {
+LevelPasses passesOf(const Plan& plan, const PlanCosts& costs) {
   LevelPasses passes;
-  passes.batches.reserve(costs.size());
-  passes.ranks.reserve(costs.size());
-  for (size_t i = 0; i < costs.size(); ++i) {
+  passes.batches.reserve(plan.micro_batches.size());
+  passes.ranks.reserve(plan.micro_batches.size());
+  for (size_t i = 0; i < plan.micro_batches.size(); ++i) {
     const std::vector<int32_t>& ranks = plan.micro_batches[i].ranks;
     passes.ranks.insert(passes.ranks.end(), ranks.begin(), ranks.end());
-    passes.add(costs[i]);
+    for (const PassCosts& each : costs.onKinds(i)) passes.add(each);
+    passes.add();
   }
   return passes;
 }
 
 }  // namespace
 
-void LevelPasses::add(const PassCosts& costs) {
+void LevelPasses::add() {
   const int32_t first = batches.empty() ? 0 : batches.back().first_rank + batches.back().num_ranks;
-  batches.push_back({first, static_cast<int32_t>(ranks.size()) - first, costs.forward.seconds,
-                     costs.backward.seconds, costs.copy});
+  batches.push_back({first, static_cast<int32_t>(ranks.size()) - first});
 }
 
 SimulatedStep simulateLevels(const Problem& problem, const Plan& plan) {
   SimulatedStep step;
-  const std::vector<PassCosts> costs = costsOf(problem, plan);
+  const PlanCosts costs(problem, plan);
   LevelOrder(problem, passesOf(plan, costs)).record(step, costs);
   return step;
 }
 
 double makespanByLevels(const Problem& problem, const Plan& plan) {
-  return makespanByLevels(problem, passesOf(plan, costsOf(problem, plan)),
+  return makespanByLevels(problem, passesOf(plan, PlanCosts(problem, plan)),
                           std::numeric_limits<double>::infinity());
 }
 

@@ -27,19 +27,27 @@ struct LevelPasses {
   struct Batch {
     int32_t first_rank;  // of `ranks`
     int32_t num_ranks;
+  };
+  struct Times {
     double forward;  // seconds
     double backward;
     double copy;  // to host memory, and again from there
   };
   std::vector<Batch> batches;  // in the plan's order
   std::vector<int32_t> ranks;
+  std::vector<Times> times;  // of each micro-batch in turn, on each kind of stage
 
   void clear() {
     batches.clear();
     ranks.clear();
+    times.clear();
   }
   // Adds a micro-batch of the ranks that were added to `ranks` since the last one.
-  void add(const PassCosts& costs);
+  void add();
+  // What the one that is added next takes on the next kind of stage.
+  void add(const PassCosts& costs) {
+    times.push_back({costs.forward.seconds, costs.backward.seconds, costs.copy});
+  }
 };
 // One that is not below `limit` where that is certain.
 double makespanByLevels(const Problem& problem, const LevelPasses& passes, double limit);

@@ -55,12 +55,8 @@ PassCosts costsOn(const CostModel& cost, const Group& group, const Work& work, d
 
 }  // namespace
 
-PassCosts passCosts(const Problem& problem, const MicroBatch& batch) {
-  return passCosts(problem, batch, workOf(problem, batch));
-}
-
-PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work& work) {
-  const CostModel& cost = problem.cost();
+PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work& work, int kind) {
+  const CostModel& cost = problem.cost().ofKind(kind);
   const Cluster& cluster = cost.cluster();
   const Group group{static_cast<int>(batch.ranks.size()), scopeOf(batch.ranks, cluster),
                     crowding(batch.ranks, cluster), slowest(batch.ranks, cluster)};
@@ -85,25 +81,59 @@ PassCosts passCostsOfOne(const CostModel& cost, const Load& load, double speed) 
   return costsOn(cost, {1, Scope::kNode, 1, speed}, work, cost.offloadFor(load.tokens));
 }
 
-std::vector<RankTime> rankTimes(const Problem& problem, const Plan& plan,
-                                const std::vector<PassCosts>& costs) {
-  const Cluster& cluster = problem.cost().cluster();
-  std::vector<RankTime> ranks(problem.ranks());
-  for (size_t i = 0; i < costs.size(); ++i) {
-    for (const int32_t rank : plan.micro_batches[i].ranks) {
-      ranks[rank].add(cluster, costs[i].forward.seconds, costs[i].backward.seconds);
+PlanCosts::PlanCosts(const Problem& problem, const Plan& plan)
+    : kinds_(problem.cost().kinds()), kind_of_(problem.cost().kindOf()) {
+  all_.reserve(plan.micro_batches.size() * kinds_);
+  for (const MicroBatch& batch : plan.micro_batches) {
+    const Work work = workOf(problem, batch);
+    for (size_t kind = 0; kind < kinds_; ++kind) {
+      all_.push_back(passCosts(problem, batch, work, static_cast<int>(kind)));
     }
   }
-  return ranks;
 }
 
-double leastMakespan(const Problem& problem, const std::vector<RankTime>& ranks) {
+RankTimes::RankTimes(const Problem& problem)
+    : cost_(problem.cost()),
+      cluster_(cost_.cluster()),
+      kinds_(cost_.kinds()),
+      times_(problem.ranks() * kinds_) {}
+
+RankTimes::RankTimes(const Problem& problem, const Plan& plan, const PlanCosts& costs)
+    : RankTimes(problem) {
+  for (size_t i = 0; i < plan.micro_batches.size(); ++i) {
+    for (const int32_t rank : plan.micro_batches[i].ranks) {
+      int kind = 0;
+      for (const PassCosts& each : costs.onKinds(i)) {
+        add(rank, kind++, each.forward.seconds, each.backward.seconds);
+      }
+    }
+  }
+}
+
+double RankTimes::busy(int32_t rank, int device) const {
+  double sum = 0;
+  for (int chunk = 0; chunk < cluster_.chunks; ++chunk) {
+    sum += of(rank, chunk * cluster_.pipeline + device).busy;
+  }
+  return sum;
+}
+
+double RankTimes::wayBack(int32_t rank, int device) const {
+  double sum = 0;
+  for (int stage = 0; stage < device; ++stage) sum += of(rank, stage).backward;
+  return sum;
+}
+
+double RankTimes::leastMakespan() const {
   constexpr double kRounding = 1e-9;  // of sums
   double least = 0;
-  for (const RankTime& rank : ranks) {
-    if (rank.busy == 0) continue;
-    const double ways = (problem.cost().cluster().pipeline - 1) * (rank.forward + rank.backward);
-    least = std::max(least, (rank.busy + ways) * (1 - kRounding));
+  for (int32_t rank = 0; rank < cluster_.ranks; ++rank) {
+    if (busy(rank, 0) == 0) continue;
+    double ways = 0;
+    for (int device = 0; device < cluster_.pipeline; ++device) {
+      least = std::max(least, (busy(rank, device) + ways) * (1 - kRounding));
+      ways += of(rank, device).forward + of(rank, device).backward;
+    }
   }
   return least;
 }

@@ -2,7 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <limits>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "planner/model/plan.hpp"
@@ -33,29 +36,73 @@ struct PassCosts {
   double resident = 0;  // tokens that stay on the device
 };
 
-PassCosts passCosts(const Problem& problem, const MicroBatch& batch);
-PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work& work);
+// On a stage of this kind.
+PassCosts passCosts(const Problem& problem, const MicroBatch& batch, const Work& work, int kind);
 
-// The same for whole sequences on one rank of this speed.
+// The same for whole sequences on one rank of this speed, by the costs of a kind.
 PassCosts passCostsOfOne(const CostModel& cost, const Load& load, double speed);
 
-// What the devices of a rank run: seconds of each of them, and the shortest pass of each kind.
-struct RankTime {
-  double busy = 0;
-  double forward = std::numeric_limits<double>::infinity();
-  double backward = std::numeric_limits<double>::infinity();
+// Those of all micro-batches of a plan on all kinds of stages.
+class PlanCosts {
+ public:
+  PlanCosts(const Problem& problem, const Plan& plan);
 
-  void add(const Cluster& cluster, double forward_s, double backward_s) noexcept {
-    busy += cluster.chunks * (forward_s + backward_s);
-    forward = std::min(forward, forward_s);
-    backward = std::min(backward, cluster.split ? 0 : backward_s);
+  const PassCosts& on(size_t batch, int stage) const {
+    return all_[batch * kinds_ + kind_of_[stage]];
   }
-};
-std::vector<RankTime> rankTimes(const Problem& problem, const Plan& plan,
-                                const std::vector<PassCosts>& costs);
+  std::span<const PassCosts> onKinds(size_t batch) const { return {&all_[batch * kinds_], kinds_}; }
+  // A micro-batch's shortest forward and backward pass on any stage.
+  std::pair<double, double> shortest(size_t batch) const {
+    double forward = std::numeric_limits<double>::infinity(), backward = forward;
+    for (const PassCosts& each : onKinds(batch)) {
+      forward = std::min(forward, each.forward.seconds);
+      backward = std::min(backward, each.backward.seconds);
+    }
+    return {forward, backward};
+  }
 
-// Seconds that a pipeline takes at least, in any order: what the busiest rank runs, and the way of
-// its shortest passes down all other devices and back.
-double leastMakespan(const Problem& problem, const std::vector<RankTime>& ranks);
+ private:
+  size_t kinds_;
+  std::vector<int> kind_of_;
+  std::vector<PassCosts> all_;
+};
+
+// What the devices of each rank run.
+class RankTimes {
+ public:
+  explicit RankTimes(const Problem& problem);
+  RankTimes(const Problem& problem, const Plan& plan, const PlanCosts& costs);
+
+  void add(int32_t rank, int kind, double forward_s, double backward_s) {
+    Time& time = times_[rank * kinds_ + kind];
+    time.busy += forward_s + backward_s;
+    time.forward = std::min(time.forward, forward_s);
+    time.backward = std::min(time.backward, cluster_.split ? 0 : backward_s);
+  }
+
+  // Seconds of all passes of a device.
+  double busy(int32_t rank, int device) const;
+  // The least seconds of the way of a rank's last micro-batch from a device back to the first one.
+  double wayBack(int32_t rank, int device) const;
+  // Seconds that a pipeline takes at least, in any order: what a device runs, and the way of its
+  // rank's shortest passes from the first device to it and back.
+  double leastMakespan() const;
+
+ private:
+  struct Time {  // on a stage of a kind
+    double busy = 0;
+    double forward = std::numeric_limits<double>::infinity();  // the shortest pass
+    double backward = std::numeric_limits<double>::infinity();
+  };
+
+  const Time& of(int32_t rank, int stage) const {
+    return times_[rank * kinds_ + cost_.kindOf()[stage]];
+  }
+
+  const CostModel& cost_;
+  const Cluster& cluster_;
+  const size_t kinds_;
+  std::vector<Time> times_;
+};
 
 }  // namespace hdpcomm::planner

@@ -38,6 +38,7 @@ struct Unit {            // one device of one rank
   double free = 0;             // when its last pass ends, in its order
   std::vector<Key> backwards;  // backward passes that may start, in their order: few at a time
   double left = 0;             // seconds of all passes that have not started
+  double way_back = 0;         // of the last one, at least, to the first device
   double resident = 0;
   double peak = 0;
 };
@@ -76,13 +77,10 @@ class Simulator {
         chunks_(problem.cost().cluster().chunks),
         stages_(devices_ * chunks_),
         record_(record || stages_ == 1),
+        costs_(problem, plan),
         links_(problem.cost().cluster(), plan.micro_batches),
         shared_(stages_ == 1 ? plan.micro_batches.size() : 0) {
     const size_t count = plan.micro_batches.size();
-    costs_.reserve(count);
-    for (const MicroBatch& batch : plan.micro_batches) {
-      costs_.push_back(passCosts(problem, batch));
-    }
     units_.resize(static_cast<size_t>(problem.ranks()) * devices_);
     if (limit_ < kNever) findLeft();
     if (too_late_) return;
@@ -209,10 +207,10 @@ class Simulator {
     by_tokens_ = chunks_ == 1;
     const auto capacity = static_cast<double>(problem_.cost().memory().capacity);
     for (size_t i = 0; i < following_.size(); ++i) {
-      double tokens = chunks_ * costs_[i].resident;
+      double tokens = chunks_ * costs_.on(i, 0).resident;
       if (previous_[i] < 0) {
         for (int32_t k = following_[i]; k >= 0; k = following_[k]) {
-          tokens += chunks_ * costs_[k].resident;
+          tokens += chunks_ * costs_.on(k, 0).resident;
         }
       }
       if (by_tokens_) {
@@ -253,9 +251,14 @@ class Simulator {
   }
 
   void findLeft() {
-    rank_times_ = rankTimes(problem_, plan_, costs_);
-    too_late_ = leastMakespan(problem_, rank_times_) >= limit_;
-    for (size_t i = 0; i < units_.size(); ++i) units_[i].left = rank_times_[i / devices_].busy;
+    const RankTimes times(problem_, plan_, costs_);
+    too_late_ = times.leastMakespan() >= limit_;
+    for (int32_t rank = 0; rank < problem_.ranks(); ++rank) {
+      for (int device = 0; device < devices_; ++device) {
+        unit(rank, device).left = times.busy(rank, device);
+        unit(rank, device).way_back = times.wayBack(rank, device);
+      }
+    }
   }
 
   // At the start, and where release() has not found all that wait for each other. As no device runs
@@ -332,7 +335,7 @@ class Simulator {
 
   void start(const Key& key, int stage) {
     const MicroBatch& batch = plan_.micro_batches[key.micro_batch];
-    const PassCosts& cost = costs_[key.micro_batch];
+    const PassCosts& cost = costs_.on(key.micro_batch, stage);
     const PassCosts::Pass& pass = key.forward ? cost.forward : cost.backward;
     const int device = stage % devices_;
     const double now = startInOrder(key, stage);
@@ -340,11 +343,12 @@ class Simulator {
     double stall = 0;
     double copied = 0;
     const bool shared = sharesLinks(key.micro_batch);
-    // All later passes of the micro-batch wait for this one.
-    const double way = key.forward
-                           ? (stages_ - stage) * pass.seconds + stages_ * cost.backward.seconds
-                           : (stage + 1) * pass.seconds;
-    too_late_ = too_late_ || (now + way) * (1 - kRounding) > limit_;
+    if (limit_ < kNever) {  // all later passes of the micro-batch wait for this one
+      const auto [forward, backward] = costs_.shortest(key.micro_batch);
+      const double way =
+          key.forward ? (stages_ - stage) * forward + stages_ * backward : (stage + 1) * backward;
+      too_late_ = too_late_ || (now + way) * (1 - kRounding) > limit_;
+    }
     std::vector<double>& stream = key.forward ? to_host_ : from_host_;
     if (cost.copy > 0) {
       for (const int32_t rank : batch.ranks) {
@@ -371,8 +375,8 @@ class Simulator {
             std::lower_bound(member.backwards.begin(), member.backwards.end(), key));
       }
       if (limit_ < kNever) {
-        const double after = device * rank_times_[rank].backward;
-        too_late_ = too_late_ || (now + member.left + after) * (1 - kRounding) > limit_;
+        const double least = now + member.left + member.way_back;
+        too_late_ = too_late_ || least * (1 - kRounding) > limit_;
         member.left -= pass.seconds;
       }
       if (!record_) continue;
@@ -438,7 +442,7 @@ class Simulator {
     for (const int32_t other : links_.beside(micro_batch)) {
       SharedPass& own = shared_[other];
       const bool backward = result_.spans[own.span].backward;
-      const PassCosts& costs = costs_[other];
+      const PassCosts& costs = costs_.on(other, 0);
       const PassCosts::Pass& pass = backward ? costs.backward : costs.forward;
       if (own.seconds > 0) own.left -= (now_ - own.since) / own.seconds;
       own.left = std::max(0.0, own.left);
@@ -456,7 +460,7 @@ class Simulator {
     links_.finish(event.micro_batch);
     Span& span = result_.spans[own.span];
     span.end = event.time;
-    const PassCosts& costs = costs_[event.micro_batch];
+    const PassCosts& costs = costs_.on(event.micro_batch, 0);
     const PassCosts::Pass& pass = event.backward ? costs.backward : costs.forward;
     const double exposed = own.ring_ends - span.start - (pass.seconds - pass.exposed);
     for (const int32_t rank : plan_.micro_batches[event.micro_batch].ranks) {
@@ -475,7 +479,7 @@ class Simulator {
       member.running = false;
       if (event.backward) {
         if (!goesOn(event.micro_batch)) member.in_flight -= taken_[event.micro_batch];
-        member.resident -= costs_[event.micro_batch].resident;
+        member.resident -= costs_.on(event.micro_batch, event.stage).resident;
         const double end = chunks_ == 1 ? event.time : member.free;
         result_.end[rank] = std::max(result_.end[rank], end);
       }
@@ -532,10 +536,9 @@ class Simulator {
   const bool record_;  // more than the makespan
   bool too_late_ = false;
   double now_ = 0;
-  std::vector<PassCosts> costs_;
+  const PlanCosts costs_;
   std::vector<int32_t> group_;            // by micro-batch; see queueForwards()
   std::vector<std::vector<Key>> queues_;  // by rank: forward passes in their order
-  std::vector<RankTime> rank_times_;      // by rank
   std::vector<Unit> units_;
   std::vector<int> votes_;  // by micro-batch, stage and pass: ranks that chose it
   // By micro-batch: slices before and after it, and the lowest stage whose backward pass has ended.

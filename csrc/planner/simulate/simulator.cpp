@@ -37,18 +37,14 @@ class SplitOrder {
         ranks_(problem.ranks()),
         most_(mostInFlight(problem.cost().cluster(), 0)),
         most_held_(problem.cost().cluster().mostHeld() *
-                   static_cast<double>(problem.cost().memory().capacity)) {
-    left_.assign(ranks_, 0.0);
-    for (const MicroBatch& batch : plan.micro_batches) {
-      costs_.push_back(passCosts(problem, batch));
-      costs_.back().backward.seconds -= costs_.back().weights;
-      slices_ = slices_ || batch.slice.some();
-      const PassCosts& cost = costs_.back();
-      const double seconds = cost.forward.seconds + cost.backward.seconds + cost.weights;
-      for (const int32_t rank : batch.ranks) {
-        left_[rank] += problem.cost().cluster().chunks * seconds;
-      }
+                   static_cast<double>(problem.cost().memory().capacity)),
+        costs_(problem, plan) {
+    const RankTimes times(problem, plan, costs_);
+    for (int device = 0; device < devices_; ++device) {
+      for (int32_t rank = 0; rank < ranks_; ++rank) left_.push_back(times.busy(rank, device));
     }
+    slices_ = std::any_of(plan.micro_batches.begin(), plan.micro_batches.end(),
+                          [](const MicroBatch& batch) { return batch.slice.some(); });
   }
 
   // Runs the forward and backward passes in this order; `record` may be null. Returns the makespan,
@@ -56,7 +52,7 @@ class SplitOrder {
   double run(const std::vector<Span>& order, double wait, double limit, SimulatedStep* record) {
     const size_t count = static_cast<size_t>(devices_) * ranks_;
     units_.assign(count, Unit{});
-    for (size_t i = 0; i < count; ++i) units_[i].left = left_[i % ranks_];
+    for (size_t i = 0; i < count; ++i) units_[i].left = left_[i];
     given_.assign(plan_.micro_batches.size(), 0.0);
     wait_ = wait;
     makespan_ = 0;
@@ -93,7 +89,7 @@ class SplitOrder {
     Unit& self = unit(rank, device);
     const auto [index, stage] = self.owed.front();
     self.owed.pop_front();
-    const PassCosts& cost = costs_[index];
+    const PassCosts& cost = costs_.on(index, stage);
     const double start = self.free;
     self.free += cost.weights;
     self.left -= cost.weights;
@@ -119,7 +115,8 @@ class SplitOrder {
       const bool full = !span.backward && self.in_flight >= most_;
       if (full && !self.owed.empty()) computeWeights(rank, device);
       // Slices are of fewer tokens than other micro-batches, and there are more of them.
-      const double more = span.backward || !slices_ ? 0 : costs_[span.micro_batch].resident;
+      const double more =
+          span.backward || !slices_ ? 0 : costs_.on(span.micro_batch, span.stage).resident;
       while (more > 0 && self.resident + more > most_held_ && !self.owed.empty()) {
         computeWeights(rank, device);
       }
@@ -129,7 +126,8 @@ class SplitOrder {
       Unit& self = unit(rank, device);
       while (!self.owed.empty()) {
         const double idle = start - self.free;
-        const double least = wait_ * costs_[self.owed.front().first].weights;
+        const auto [owed, owed_stage] = self.owed.front();
+        const double least = wait_ * costs_.on(owed, owed_stage).weights;
         if (wait_ >= 0 && (idle <= 0 || idle < least)) break;
         computeWeights(rank, device);
       }
@@ -139,12 +137,13 @@ class SplitOrder {
   // Runs it; returns the seconds that the step takes at least.
   double leastAfter(const Span& span) {
     const MicroBatch& batch = plan_.micro_batches[span.micro_batch];
-    const PassCosts& cost = costs_[span.micro_batch];
+    const PassCosts& cost = costs_.on(span.micro_batch, span.stage);
     const PassCosts::Pass& part = span.backward ? cost.backward : cost.forward;
+    const double seconds = part.seconds - (span.backward ? cost.weights : 0);
     const int device = span.stage % devices_;
     fill(batch, span, device);
     const double start = startOf(batch, span.micro_batch, device);
-    double end = start + part.seconds;
+    double end = start + seconds;
     double stall = 0;
     if (cost.copy > 0) {
       double copied = 0;
@@ -163,7 +162,7 @@ class SplitOrder {
     for (const int32_t rank : batch.ranks) {
       Unit& self = unit(rank, device);
       self.free = end;
-      self.left -= part.seconds;
+      self.left -= seconds;
       least = std::max(least, end + self.left);
       if (span.backward) {
         self.owed.emplace_back(span.micro_batch, span.stage);
@@ -173,7 +172,7 @@ class SplitOrder {
       }
       if (record_ == nullptr) continue;
       record_->peak_tokens[rank] = std::max(record_->peak_tokens[rank], self.resident);
-      record_->busy[rank] += part.seconds - part.exposed;
+      record_->busy[rank] += seconds - part.exposed;
       record_->exposed[rank] += part.exposed;
       record_->stalled[rank] += stall;
     }
@@ -191,8 +190,8 @@ class SplitOrder {
   const int most_;          // micro-batches of a device whose gradients are not complete
   const double most_held_;  // tokens of these
   bool slices_ = false;     // whether there are any
-  std::vector<PassCosts> costs_;
-  std::vector<double> left_;  // by rank: what each of its devices runs
+  const PlanCosts costs_;
+  std::vector<double> left_;  // by device and rank: seconds of all that it runs
   std::vector<Unit> units_;
   std::vector<double> given_;  // by micro-batch: when its last pass but those of weights ends
   double wait_ = 0;
@@ -247,9 +246,7 @@ SimulatedStep simulate(const Problem& problem, const Plan& plan) {
 double simulatedMakespan(const Problem& problem, const Plan& plan, double limit) {
   const Cluster& cluster = problem.cost().cluster();
   if (cluster.pipeline > 1 && limit < kForever) {
-    std::vector<PassCosts> costs;
-    for (const MicroBatch& batch : plan.micro_batches) costs.push_back(passCosts(problem, batch));
-    const double least = leastMakespan(problem, rankTimes(problem, plan, costs));
+    const double least = RankTimes(problem, plan, PlanCosts(problem, plan)).leastMakespan();
     if (least >= limit) return least;
   }
   if (cluster.split) return simulateSplit(problem, plan, limit, false).makespan;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +52,10 @@ GEMMA3 = {
 
 
 def mix(model: ModelSpec) -> dict[tuple[str, int | None], int]:
-    return {(each.kind, each.window): each.layers for each in model.mixing}
+    found: Counter[tuple[str, int | None]] = Counter()
+    for each in model.mixing:
+        found[each.kind, each.window] += each.layers
+    return dict(found)
 
 
 def test_published_configurations() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
-from tests.harness.exhaustive import TooManyNodes, fits, optimum, partitions, pipeline_optimum
+from tests.harness.exhaustive import TooManyNodes, fits, optimum, partitions, pipeline_optimum, sliced_optimum
 
 CASES = int(os.environ.get("HDPCOMM_PLAN_CASES", "250"))
 PARTS = -(-CASES // 1000)
@@ -321,6 +321,105 @@ def test_bound_optimum_plan_of_pipelines_with_sequences_that_are_alike() -> None
     print(f"p95 {percentile(sorted(ratios), 0.95):.4f}, optimum / bound {statistics.mean(tightness):.4f}")
     assert percentile(sorted(ratios), 0.95) <= 1.05
     assert statistics.mean(tightness) <= 1.06
+
+
+def with_uneven_stages(rng: random.Random, cluster: ClusterSpec) -> ClusterSpec:
+    """The same with stages of different work: of a few layers each, some with a head or layers of other kinds."""
+    stages = cluster.pipeline * cluster.chunks
+    layers = [rng.choice([3, 3, 4, 4, 4, 5]) for _ in range(stages)]
+    work = []
+    for kind in range(3):
+        shares = [count * (rng.uniform(0.7, 1.5) if rng.random() < 0.3 else 1.0) for count in layers]
+        if kind == 1 and rng.random() < 0.2:
+            shares[rng.randrange(stages)] = 0.0
+        mean = sum(shares) / stages
+        work.append([share / mean for share in shares])
+    return replace(cluster, stage_work=tuple(zip(*work, strict=True)))
+
+
+@pytest.mark.parametrize("kind", ["several", "nodes", "alike", "offload", "speeds", "chunks", "split"])
+def test_bound_optimum_plan_with_uneven_stages(kind: str) -> None:
+    """Each stage has a share of the work of its own."""
+    rng = random.Random(21)
+    ratios, tightness = [], []
+    while len(ratios) < CASES // 4:
+        if kind == "alike":
+            case = alike_case(rng)
+        elif kind in ("nodes", "offload", "speeds"):
+            chosen = {kind: True} if kind != "nodes" else {}
+            case = tiny_case(rng, pipeline=True, **{"nodes": kind != "offload", "offload": False, **chosen})
+        else:
+            case = tiny_pipeline_case(rng)
+        lengths, cluster, cost, memory = case
+        cluster = replace(cluster, chunks=2 if kind == "chunks" else 1, split_backward=kind == "split")
+        cluster = with_uneven_stages(rng, cluster)
+        planner = Planner(None, cluster, "balanced", cost, memory=memory)
+        try:
+            plan = planner.plan(lengths)
+            best = pipeline_optimum(lengths, cluster, cost, memory, max_plans=4_000)
+        except (InvalidUsage, TooManyNodes):
+            continue
+        planner.validate(plan, lengths)
+        assert plan.lower_bound_s <= best * (1 + 1e-9), (lengths, cluster, cost, memory)
+        assert best <= plan.makespan_s * (1 + 1e-6), (lengths, cluster, cost, memory)
+        ratios.append(plan.makespan_s / best)
+        tightness.append(best / plan.lower_bound_s)
+    print(f"uneven stages, {kind}: {len(ratios)} steps, mean {statistics.mean(ratios):.4f}, ", end="")
+    print(f"p95 {percentile(sorted(ratios), 0.95):.4f}, optimum / bound {statistics.mean(tightness):.4f}")
+    assert percentile(sorted(ratios), 0.95) <= 1.02
+
+
+def test_slices_in_uneven_stages() -> None:
+    rng = random.Random(23)
+    ratios: list[float] = []
+    while len(ratios) < CASES // 8:
+        stages, chunks = rng.choice([(2, 1), (3, 1), (2, 2)])
+        cluster = with_uneven_stages(rng, ClusterSpec(1, 20, pipeline=stages, chunks=chunks))
+        lengths = [rng.randint(6, 20), *(rng.randint(1, 8) for _ in range(rng.choice([0, 1, 2])))]
+        cost, memory = CostModel(1e-5, 1e-3, rng.choice([0, 1e-3])), MemoryModel(20)
+        plan = Planner(None, cluster, "balanced", cost, memory=memory, slices=2).plan(lengths)
+        try:
+            best = sliced_optimum(lengths, cluster, cost, memory, 2, above=plan.makespan_s * (1 + 1e-9))
+        except TooManyNodes:
+            continue
+        assert plan.lower_bound_s <= best * (1 + 1e-9), (lengths, cluster, cost)
+        ratios.append(plan.makespan_s / best)
+    print(f"slices in uneven stages: mean {statistics.mean(ratios):.4f}, p95 {percentile(sorted(ratios), 0.95):.4f}")
+    assert percentile(sorted(ratios), 0.95) <= 1.08
+
+
+@pytest.mark.parametrize("length", [1, 40, 100])
+def test_the_step_of_uneven_stages_with_equal_micro_batches(length: int) -> None:
+    """All stages one after the other, and the largest one for each micro-batch after the first."""
+    work = ((0.5, 0.5, 0.5), (1.0, 1.5, 1.0), (1.0, 1.0, 1.0), (1.5, 1.0, 1.5))
+    cost = CostModel(1e-6, 1e-3, 1e-3, forward=0.5, forward_transfer=0.5)
+    cluster = ClusterSpec(ranks=1, capacity=length, pipeline=4, stage_work=work)
+    plan = Planner(None, cluster, cost_model=cost, memory=MemoryModel(length)).plan([length] * 6)
+    parts = cost.linear * length, cost.attention * length**2, cost.fixed
+    stages = [sum(part * share for part, share in zip(parts, each, strict=True)) for each in work]
+    assert plan.makespan_s == pytest.approx(sum(stages) + 5 * max(stages))
+    assert plan.lower_bound_s <= plan.makespan_s * (1 + 1e-9)
+
+
+def test_the_work_of_stages_is_checked() -> None:
+    even = ((1.0, 1.0, 1.0),) * 2
+    cost, memory = CostModel(1e-6, 1e-3), MemoryModel(100)
+    lengths = [50, 20, 100, 7]
+    plans = [
+        Planner(None, ClusterSpec(2, 100, pipeline=2, stage_work=work), cost_model=cost, memory=memory).plan(lengths)
+        for work in (None, even)
+    ]
+    assert plans[0].makespan_s == plans[1].makespan_s
+    assert plans[0].lower_bound_s == plans[1].lower_bound_s
+    for wrong, told in (
+        (even[:1], "for 2 stages"),
+        (((1.0, 1.0), (1.0, 1.0)), "for 2 stages"),
+        (((1.0, 1.0, 1.0), (1.5, 1.0, 1.0)), "whose mean is 1"),
+        (((1.0, 1.0, 1.0), (float("nan"), 1.0, 1.0)), "share of a stage's work"),
+        (((3.0, 1.0, 1.0), (-1.0, 1.0, 1.0)), "share of a stage's work"),
+    ):
+        with pytest.raises(InvalidUsage, match=told):
+            ClusterSpec(2, 100, pipeline=2, stage_work=wrong)
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
