@@ -25,8 +25,8 @@ __all__ = ["add_parser"]
 
 _OPTIONS = (
     "model", "layers", "hidden", "heads", "kv_heads", "ffn", "experts", "top_k", "ranks", "capacity", "context",
-    "tokens_per_step", "seed", "pipeline", "chunks", "expert", "slices", "offload", "lora", "dtype", "optimizer",
-    "optimizer_options", "optimizer_offload",
+    "tokens_per_step", "seed", "pipeline", "chunks", "layers_per_stage", "expert", "slices", "offload", "lora", "dtype",
+    "optimizer", "optimizer_options", "optimizer_offload",
 )  # fmt: skip
 _ROOM = 0.9
 """Share of a device's memory for a step; the rest is for fragments and for what else lives there."""
@@ -184,6 +184,8 @@ def _advice(best: Setting) -> str:
     sizes = {name: getattr(config, name) for name in ("pipeline", "chunks", "tensor", "expert")}
     cut = {name: size for name, size in sizes.items() if size > 1}
     options = "".join(f" --{name} {size}" for name, size in cut.items())
+    if config.layers_per_stage is not None:
+        options += f" --layers-per-stage {config.layers_per_stage}"
     if isinstance(config.recompute, tuple):
         options += f" --recompute auto --memory {int(best.limit)}"
     elif best.recomputed:

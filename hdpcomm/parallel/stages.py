@@ -18,6 +18,7 @@ from hdpcomm.models.heads import LayeredModel
 from hdpcomm.models.self_check import check_stages
 from hdpcomm.models.weights import by_tensor
 from hdpcomm.offload.layers import AbsentLayer, layer_list
+from hdpcomm.plan.stage_cut import check_cut
 
 if TYPE_CHECKING:
     from hdpcomm.attention.packs import CuSeqlens
@@ -26,24 +27,10 @@ if TYPE_CHECKING:
     from hdpcomm.models.routes import RoutesShape
     from hdpcomm.models.tensor_group import TensorGroup
 
-__all__ = ["AbsentPart", "Stage", "layers_of_stages", "split_model"]
+__all__ = ["AbsentPart", "Stage", "split_model"]
 
 _MODEL = "model."
 """Before the names of the model in a :class:`Stage`."""
-
-
-def layers_of_stages(layers: int, stages: int) -> list[range]:
-    """The layers of each stage, as many in each.
-
-    Raises: InvalidUsage if the stages do not divide the layers: one stage would be slower, and all would wait for it.
-    """
-    if stages < 1 or layers % stages:
-        raise InvalidUsage(
-            f"{layers} layers cannot be cut into {stages} stages of as many layers each: give a number of layers that "
-            f"is a multiple of {max(1, stages)}, or say how many each stage gets (layers=)"
-        )
-    each = layers // stages
-    return [range(stage * each, (stage + 1) * each) for stage in range(stages)]
 
 
 def _of_model(name: str) -> Any:
@@ -211,12 +198,13 @@ def split_model(
 
 def _ranges(total: int, stages: int, layers: Sequence[int] | None) -> list[range]:
     if layers is None:
-        return layers_of_stages(total, stages)
-    if len(layers) != stages or min(layers, default=0) < 1 or sum(layers) != total:
-        raise InvalidUsage(
-            f"layers is {list(layers)} for {stages} stages of a model with {total} layers; give one "
-            "number of at least 1 for each stage, with that sum"
-        )
+        if stages < 1 or total % stages:
+            raise InvalidUsage(
+                f"{total} layers cannot be cut into {stages} stages of as many layers each: say how many each stage "
+                "gets (layers=, as hdpcomm.plan.stage_layers finds them)"
+            )
+        layers = [total // stages] * stages
+    check_cut(layers, total, stages)
     bounds = [0, *itertools.accumulate(layers)]
     return [range(first, last) for first, last in itertools.pairwise(bounds)]
 

@@ -13,7 +13,8 @@ from hdpcomm.models import LlamaConfig
 from hdpcomm.options import LoraOptions, TrainingOptions
 from hdpcomm.parallel.tensor_plans import check_sizes
 from hdpcomm.plan import POLICIES, Calibration
-from hdpcomm.run.model import FolderModel, model_spec
+from hdpcomm.plan.stage_cut import check_cut, stage_work
+from hdpcomm.run.model import FolderModel, cut_model, model_spec
 from hdpcomm.run.optimizers import check_optimizer
 from hdpcomm.train.step.trainer_check import check_order
 
@@ -101,10 +102,29 @@ class RunConfig(TrainingOptions):
         return self.pipeline * self.tensor * self.expert > 1
 
     @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Layers of each stage of the model; all of them where there is no pipeline."""
+        if self.pipeline == 1:
+            return (self.model.layers,)
+        if self.layers_per_stage is not None:
+            return tuple(int(each) for each in self.layers_per_stage.split(","))
+        return cut_model(self.model, self.pipeline, self.chunks)
+
+    @property
+    def device_layers(self) -> list[int]:
+        """Layers on each device of a pipeline."""
+        return [sum(self.stage_layers[device :: self.pipeline]) for device in range(self.pipeline)]
+
+    @property
+    def stage_work(self) -> tuple[tuple[float, float, float], ...] | None:
+        """:attr:`ClusterSpec.stage_work` of the stages."""
+        return None if self.pipeline == 1 else stage_work(model_spec(self.model), self.stage_layers)
+
+    @property
     def stage_model(self) -> LlamaConfig | FolderModel:
-        """As large as what is on one device of a pipeline: some of the layers, with embedding and head; not cut for
+        """As large as what is on the device of a pipeline that has most layers, with embedding and head; not cut for
         tensor ranks."""
-        return replace(self.model, layers=self.model.layers // self.pipeline)
+        return replace(self.model, layers=max(self.device_layers))
 
     @property
     def highest_lr(self) -> float:
@@ -205,6 +225,8 @@ class RunConfig(TrainingOptions):
                 raise InvalidUsage(f"{name} is {getattr(self, name)}; at least 1 was expected")
         if self.chunks > 1 and self.pipeline == 1:
             raise InvalidUsage(f"chunks is {self.chunks} and pipeline 1: give --pipeline 2 or more, or no --chunks")
+        if self.layers_per_stage is not None and self.pipeline == 1:
+            raise InvalidUsage("layers_per_stage was given and pipeline is 1: give --pipeline, too, or leave it out")
         if self.split_backward and self.pipeline == 1:
             raise InvalidUsage(
                 "split_backward was given and pipeline is 1, where no stage waits for another: give --pipeline 2 or "
@@ -252,12 +274,12 @@ class RunConfig(TrainingOptions):
             raise InvalidUsage(f"{what} do not go together with ddp yet: leave out either")
 
     def _check_recompute_of_stages(self, counts: tuple[int, ...]) -> None:
-        stages = self.pipeline * self.chunks
-        layers = self.model.layers // stages
-        if self.pipeline == 1 or len(counts) != stages or any(count not in range(layers + 1) for count in counts):
+        stages = self.stage_layers
+        few = len(counts) == len(stages) and all(0 <= a <= b for a, b in zip(counts, stages, strict=True))
+        if self.pipeline == 1 or not few:
             raise InvalidUsage(
-                f"recompute is {counts} for a pipeline with {stages} stages of {layers} layers; give a number of "
-                f"layers, or {stages} numbers from 0 to {layers}, where there is more than one stage"
+                f"recompute is {counts} for stages of {', '.join(map(str, stages))} layers; give a number of layers, "
+                "or one for each stage, at most its layers, where there is more than one stage"
             )
 
     def _check_expert(self) -> None:
@@ -268,18 +290,11 @@ class RunConfig(TrainingOptions):
             )
 
     def _check_pipeline(self) -> None:
-        stages = self.pipeline * self.chunks
-        if self.model.layers % stages:
-            how = f"--layers as a multiple of {stages}"
-            if isinstance(self.model, FolderModel):
-                how = f"a --pipeline (times --chunks) that divides the {self.model.layers} layers of the model"
-            raise InvalidUsage(
-                f"{self.model.layers} layers cannot be cut into {stages} stages of as many layers each; give {how}"
-            )
+        check_cut(self.stage_layers, self.model.layers, self.pipeline * self.chunks)
         if self.offload and self.stage_model.layers <= 2:
             raise InvalidUsage(
-                f"offload was asked for and a stage has {self.stage_model.layers} layers, of which the last two always "
-                f"stay on the device; give at least {3 * self.pipeline} layers (--layers)"
+                f"offload was asked for and no device has more than {self.stage_model.layers} layers, of which the "
+                f"last two always stay there; give at least {3 * self.pipeline} layers (--layers)"
             )
 
 

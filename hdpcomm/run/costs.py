@@ -22,6 +22,7 @@ from hdpcomm.models import NewWeights
 from hdpcomm.offload import ActivationOffload, PinnedPool, rank_pool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, CostSample, MemoryModel, ModelSpec, Planner
+from hdpcomm.plan.stage_cut import mean_work
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS, free_models
 from hdpcomm.run.model import check_model, fewest_layers, model_facts, model_spec, new_part
@@ -129,9 +130,22 @@ def measure_costs(
         costs = replace(costs, fixed=costs.fixed + _sharing_s(comm, config, mesh))
     if split:
         costs = replace(costs, weights=weights_put_off(config, weights_share(samples, costs)))
+    if config.pipeline > 1:
+        costs, memory = _of_mean_stage(config, costs, memory)
     if comm.rank == 0:
         LOG.debug(f"measured {len(samples)} micro-batches: {costs}")
     return Costs(costs, capacity, memory, pool)
+
+
+def _of_mean_stage(
+    config: RunConfig, costs: CostModel, memory: MemoryModel | None
+) -> tuple[CostModel, MemoryModel | None]:
+    """Costs that were measured on the layers of the largest stage with the head, of the mean stage."""
+    measured = config.stage_model.layers
+    work = mean_work(model_spec(config.model), config.model.layers, config.pipeline, measured)
+    if memory is not None:
+        memory = replace(memory, copy_s=memory.copy_s * work[2])
+    return costs.at_work(*work), memory
 
 
 def _of_more_layers(one: CostSample, two: CostSample, times: float) -> CostSample:
@@ -230,12 +244,16 @@ def make_planner(
     comm: Communicator, corpus: Corpus | DocumentStream, config: RunConfig, costs: Costs, policy: str
 ) -> Planner:
     """The planner of a policy. Collective over ``comm``: ranks that share processors tell each other."""
-    cluster = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert).cluster(
-        capacity=costs.capacity,
-        nics=costs.nics,
-        chunks=config.chunks,
-        split_backward=config.split_backward,
-        offload=config.offload > 0,
+    mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
+    cluster = replace(
+        mesh.cluster(
+            capacity=costs.capacity,
+            nics=costs.nics,
+            chunks=config.chunks,
+            split_backward=config.split_backward,
+            offload=config.offload > 0,
+        ),
+        stage_work=config.stage_work,
     )
     memory, slices = costs.memory, config.slices if policy == "balanced" else 1
     if slices > 1 and (spec := model_spec(config.model)) is not None:
@@ -271,14 +289,13 @@ def planner_of(
 def weights_put_off(config: RunConfig, measured: float) -> float:
     """:attr:`CostModel.weights` of all devices together. Local.
 
-    ``measured``: of as many layers as a device has, where as many are recomputed, and put nothing off, as on the device
-    that recomputes most. If those are all, it tells nothing, and each other layer counts a third.
+    ``measured``: of as many layers as the largest device has, where as many are recomputed, and put nothing off, as on
+    the device that recomputes most. If those are all, it tells nothing, and each other layer counts a third.
     """
-    by_device = recompute_by_device(config)
-    layers = config.model.layers / config.pipeline
-    kept = layers - max(by_device)
-    mean = layers - sum(by_device) / len(by_device)
-    return measured * mean / kept if kept else mean / layers / 3
+    by_device, layers = recompute_by_device(config), config.device_layers
+    kept = max(layers) - max(by_device)
+    mean = (sum(layers) - sum(by_device)) / sum(layers)
+    return measured * mean * max(layers) / kept if kept else mean / 3
 
 
 def same_mesh(found: Checkpoint | KeptCheckpoint, config: RunConfig) -> bool:

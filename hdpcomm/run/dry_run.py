@@ -166,6 +166,7 @@ def cluster_elsewhere(config: RunConfig, ranks: int, device: str) -> ClusterSpec
         split_backward=config.split_backward,
         offload=config.offload > 0,
         device=device_in(device, config.parameter_dtype.itemsize),
+        stage_work=config.stage_work,
         **sizes,
     )
     if config.zero in (2, 3) and cluster.ranks > 1 and cluster.ranks_per_node == 1:

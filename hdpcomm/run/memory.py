@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -21,8 +22,9 @@ from hdpcomm.measure.memory import Replicas, profile_memory, with_states
 from hdpcomm.models import NewWeights, Weights
 from hdpcomm.parallel.device_stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
+from hdpcomm.plan.stage_cut import by_layer
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.model import model_on_meta, new_part
+from hdpcomm.run.model import model_on_meta, model_spec, new_part
 from hdpcomm.run.optimizers import elementwise_optimizer, is_for_matrices, matrix_optimizer
 from hdpcomm.run.pipelines import mesh_of, recompute_by_device
 from hdpcomm.train.step.settings import StepSettings
@@ -189,9 +191,11 @@ def fit_recompute(config: RunConfig, memory: Sequence[StepMemory]) -> tuple[RunC
 def _by_stage(by_device: Sequence[int], config: RunConfig) -> tuple[int, ...]:
     """Layers that each stage of the model recomputes, from those of each device, which counts from its first stage's
     first layer."""
-    layers = config.model.layers // (config.pipeline * config.chunks)
-    chunks = range(config.chunks)
-    return tuple(min(layers, max(0, count - chunk * layers)) for chunk in chunks for count in by_device)
+    left, found = list(by_device), []
+    for stage, layers in enumerate(config.stage_layers):
+        found.append(min(layers, left[stage % config.pipeline]))
+        left[stage % config.pipeline] -= found[-1]
+    return tuple(found)
 
 
 def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, ...]:
@@ -233,10 +237,10 @@ def predict_memory(
     sizes = {"pipeline": config.pipeline, "tensor": config.tensor, "expert": config.expert}
     hdp = Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes).hdp
     fewer = min(hdp, -(-_RING // config.expert) * config.expert)
-    rows: dict[tuple[bool, bool], dict[str, Any]] = {}  # stages that are neither the first nor the last are alike
+    rows: dict[Hashable, dict[str, Any]] = {}
     found = []
     for device in range(config.pipeline):
-        ends = device == 0, device == config.pipeline - 1
+        ends = device == 0, device == config.pipeline - 1, _kinds_of_device(config, device)
         absent = AbsentRanks(config.pipeline * fewer * config.tensor, device * fewer * config.tensor)
         mesh = Mesh(cast("Communicator", absent), placement=range(absent.size), **sizes)
         if ends not in rows:
@@ -244,6 +248,16 @@ def predict_memory(
             rows[ends] = asdict(_profiled(config, mesh, None, Replicas(hdp, owners), known=before))
         found.append(_of_device(dict(rows[ends]), config, device))
     return tuple(found)
+
+
+def _kinds_of_device(config: RunConfig, device: int) -> Hashable:
+    """Equal for devices of a pipeline with layers of the same kinds, and as many."""
+    spec = model_spec(config.model)
+    if spec is None:
+        return device if config.pipeline > 1 else 0
+    layers = iter(by_layer(spec))
+    of_stages = [tuple(islice(layers, count)) for count in config.stage_layers]
+    return tuple(of_stages[device :: config.pipeline])
 
 
 def _profiled(
@@ -257,7 +271,9 @@ def _profiled(
     """A device's part of the model as it will be trained, by itself; arguments of
     :func:`hdpcomm.measure.memory.profile_memory`. Collective over the mesh."""
     recompute = ["none"] * config.pipeline * config.chunks
-    parts: list[Any] = list(new_part(config.model, mesh, weights=weights, recompute=recompute, chunks=config.chunks))
+    parts: list[Any] = list(
+        new_part(config.model, mesh, weights=weights, recompute=recompute, layers=config.stage_layers)
+    )
     model: nn.Module = DeviceStages(parts) if mesh.pipeline > 1 else parts[0]
     model = model.to(config.parameter_dtype)
     matrices = None

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from hdpcomm.models.lora import add_lora
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.options import LoraOptions
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
-from hdpcomm.plan import ModelSpec
+from hdpcomm.plan import ModelSpec, stage_layers
 from hdpcomm.run.flops import spec_of
 from hdpcomm.train import materialize
 
 __all__ = [
     "FolderModel",
     "check_model",
+    "cut_model",
     "fewest_layers",
     "folder_model",
     "model_path",
@@ -151,6 +153,16 @@ def model_spec(model: LlamaConfig | FolderModel) -> ModelSpec | None:
     return spec_of(read_config(model.folder).get_text_config() if isinstance(model, FolderModel) else model)
 
 
+@lru_cache(maxsize=64)
+def cut_model(model: LlamaConfig | FolderModel, pipeline: int, chunks: int) -> tuple[int, ...]:
+    """Layers of each stage of a pipeline (:func:`hdpcomm.plan.stage_layers`); of a model that is no plain decoder about
+    as many each, the later ones more."""
+    if (spec := model_spec(model)) is not None and spec.layers == model.layers:
+        return stage_layers(spec, pipeline, chunks)
+    stages = pipeline * chunks
+    return tuple(model.layers * (place + 1) // stages - model.layers * place // stages for place in range(stages))
+
+
 def model_facts(model: LlamaConfig | FolderModel) -> dict[str, Any]:
     """Facts of the model for checkpoints, compared when a run goes on."""
     if isinstance(model, FolderModel):
@@ -169,7 +181,7 @@ def new_part(
     *,
     weights: Callable[[nn.Module], Weights] | None,
     recompute: Sequence[str | int],
-    chunks: int = 1,
+    layers: Sequence[int] = (),
     zero: int = 0,
 ) -> list[nn.Module]:
     """This rank's part of the model in fp32, in the form of the trainer: one module, or its stages of a pipeline. It is
@@ -177,7 +189,7 @@ def new_part(
 
     Args:
         recompute: of each stage, for :func:`hdpcomm.models.set_recompute`; one value without pipelines.
-        chunks: stages on a device of a pipeline.
+        layers: of each stage of a pipeline.
         zero: of the trainer that gets it: with 3 a parameter has this rank's part of its values only.
         weights: makes those of the whole model, which it is given on the meta device. ``None``: the part stays there.
 
@@ -187,13 +199,13 @@ def new_part(
     values = None if weights is None else weights(whole)
     if mesh.pipeline > 1:
         own = slice(mesh.stage, None, mesh.pipeline)
-        parts: list[nn.Module] = list(split_model(whole, mesh.pipeline * chunks)[own])
+        parts: list[nn.Module] = list(split_model(whole, len(layers), layers=layers)[own])
         recompute = recompute[own]
     else:
         parts = [whole]
-    for part, layers in zip(parts, recompute, strict=True):
+    for part, recomputed in zip(parts, recompute, strict=True):
         tensor_parallel(expert_parallel(part, mesh), mesh)
-        set_recompute(part, layers)
+        set_recompute(part, recomputed)
     if values is not None:
         materialize(nn.ModuleList(parts) if mesh.pipeline > 1 else whole, mesh, values, zero=zero)
     return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -60,7 +61,7 @@ def new_trainer(
 def trained_part(config: RunConfig, mesh: Mesh, weights: Callable[[nn.Module], Weights] | None) -> list[nn.Module]:
     """The parts of :func:`hdpcomm.run.model.new_part` as a trainer runs them: in FP8, and compiled. Collective."""
     recompute, zero = stage_recompute(config), int(config.zero)
-    parts = new_part(config.model, mesh, weights=weights, recompute=recompute, chunks=config.chunks, zero=zero)
+    parts = new_part(config.model, mesh, weights=weights, recompute=recompute, layers=config.stage_layers, zero=zero)
     for part in parts:
         if config.fp8 != "none":
             use_float8(part, config.fp8, exclude=config.fp8_exclude)
@@ -71,13 +72,13 @@ def trained_part(config: RunConfig, mesh: Mesh, weights: Callable[[nn.Module], W
 
 def stage_recompute(config: RunConfig) -> list[str | int]:
     """Argument of :func:`hdpcomm.models.set_recompute` for each stage; one value without pipelines."""
-    stages = config.pipeline * config.chunks
-    if isinstance(config.recompute, str):
-        return [config.recompute] * stages
-    if isinstance(config.recompute, tuple):
-        return list(config.recompute)
-    layers = config.model.layers // stages
-    return [min(layers, max(0, config.recompute - stage * layers)) for stage in range(stages)]
+    stages, count = config.stage_layers, config.recompute
+    if isinstance(count, str):
+        return [count] * len(stages)
+    if isinstance(count, tuple):
+        return list(count)
+    before = accumulate(stages, initial=0)
+    return [min(layers, max(0, count - first)) for layers, first in zip(stages, before, strict=False)]
 
 
 def device_recompute(config: RunConfig) -> str | int:
@@ -90,7 +91,8 @@ def device_recompute(config: RunConfig) -> str | int:
 
 def recompute_by_device(config: RunConfig) -> list[int]:
     """How many layers are recomputed on each device of a pipeline; one number without pipelines."""
-    layers = config.model.layers // (config.pipeline * config.chunks)
-    whole = {"none": 0, "full": layers if config.pipeline > 1 else config.model.layers}
-    counts = [whole[each] if isinstance(each, str) else each for each in stage_recompute(config)]
+    counts = [
+        {"none": 0, "full": layers}[each] if isinstance(each, str) else each
+        for each, layers in zip(stage_recompute(config), config.stage_layers, strict=True)
+    ]
     return [sum(counts[device :: config.pipeline]) for device in range(config.pipeline)]

@@ -137,7 +137,7 @@ def test_recomputed_layers_of_stages_by_hand():
     assert recompute_by_device(RunConfig(model=MODEL, pipeline=2, recompute="full")) == [2, 2]
     assert recompute_by_device(RunConfig(model=MODEL, recompute=3)) == [3]
     for wrong in ((1, 0, 1), (2, 0, 0, 0), (0, 0, 0, -1)):
-        with pytest.raises(InvalidUsage, match="for a pipeline with 4 stages of 1 layers"):
+        with pytest.raises(InvalidUsage, match="for stages of 1, 1, 1, 1 layers"):
             RunConfig(model=MODEL, pipeline=2, chunks=2, recompute=wrong)
     with pytest.raises(InvalidUsage, match="where there is more than one stage"):
         RunConfig(model=MODEL, recompute=(1,))

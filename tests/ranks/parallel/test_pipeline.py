@@ -16,7 +16,7 @@ from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.parallel import split_model
-from hdpcomm.plan import ClusterSpec, Planner, Tree
+from hdpcomm.plan import ClusterSpec, ModelSpec, Planner, SequenceFragment, Tree, stage_work
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from tests.harness.pipelines import (
@@ -100,6 +100,31 @@ def test_middle_stages_read_nothing_and_stages_may_be_uneven():
     results = run_steps(3, planner, CONFIG, torch.float64, lengths, layers=(1, 2, 1))
     check(results, CONFIG, torch.float64, lengths)
     assert [sorted(r[2]) for r in results] == [list(range(6)), [], list(range(6))]
+
+
+@pytest.mark.parametrize(
+    ("layers", "options"),
+    [
+        ((2, 5), {}),
+        ((5, 1, 1), {"split": True}),
+        ((2, 1, 3, 1), {"chunks": 2}),
+        ((1, 6), {"slices": True}),
+        ((1, 1, 4, 1), {"slices": True, "chunks": 2}),
+    ],
+)
+def test_stages_of_different_work(layers, options):
+    """The order of the passes is that of stages that differ."""
+    config = dataclasses.replace(CONFIG, layers=7, vocabulary=67)
+    spec = ModelSpec(7, config.hidden, config.heads, config.kv_heads, config.ffn, config.vocabulary)
+    batches = list(UNEVEN)
+    if options.pop("slices", False):
+        bounds = [(0, 30), (30, 31), (31, 80), (80, 110)]
+        batches[:1] = [((0, 1), SequenceFragment(0, *each)) for each in bounds]
+    planner = FixedPlanner(2, len(layers) // options.get("chunks", 1), batches, **options)
+    work = stage_work(spec, layers)
+    planner = planner.with_costs(COST, dataclasses.replace(planner.cluster, stage_work=work))
+    results = run_steps(2 * planner.cluster.pipeline, planner, config, torch.float64, LENGTHS, layers=layers)
+    check(results, config, torch.float64, LENGTHS)
 
 
 def test_untied_embeddings_and_bf16():
@@ -354,7 +379,7 @@ def test_ranks_that_train_other_parameters_are_told():
     [
         (3, None, "4 layers cannot be cut into 3 stages"),
         (0, None, "cannot be cut into 0 stages"),
-        (2, (4,), r"layers is \[4\] for 2 stages"),
+        (2, (4,), r"layers of the stages are \[4\] for 2 stages"),
         (2, (4, 0), "one number of at least 1 for each"),
         (2, (1, 2), "with that sum"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from hdpcomm.parallel import split_model
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.run import RunConfig, Saving, Watching, dry_run, train
 from hdpcomm.run.model import folder_model
-from hdpcomm.run.pipelines import device_recompute, stage_recompute
+from hdpcomm.run.pipelines import device_recompute, recompute_by_device, stage_recompute
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from tests.harness.pipelines import CONFIG, COST, SEED, tokens_of, trainer_of
@@ -211,13 +212,15 @@ def test_a_dry_run_plans_pipelines(data):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--layers", "3"], "3 layers cannot be cut into 2 stages of as many layers each; give --layers as a multiple"),
+        (["--layers", "1"], "1 layers cannot be cut into 2 stages, of which each has one at least"),
+        (["--layers-per-stage", "2,3"], "layers of the stages are [2, 3] for 2 stages of a model with 4 layers"),
+        (["--layers-per-stage", "2,2", "--pipeline", "1"], "layers_per_stage was given and pipeline is 1"),
         (["--ranks", "3"], "3 ranks cannot be pipelines of 2 stages"),
         (["--recompute", "auto", "--memory", "1K"], "with all 2 layers recomputed, and 1.0 kB is the limit"),
         (["--compare", "ddp"], "with ddp yet"),
         (["--split-backward", "--recompute", "full"], "all layers are recomputed, whose gradients of weights cannot"),
-        (["--offload", "64M"], "a stage has 2 layers, of which the last two always stay.*give at least 6 layers"),
-        (["--chunks", "2", "--layers", "6"], "6 layers cannot be cut into 4 stages of as many layers each"),
+        (["--offload", "64M"], "no device has more than 2 layers, of which the last two.*give at least 6 layers"),
+        (["--chunks", "2", "--layers", "3"], "3 layers cannot be cut into 4 stages, of which each has one at least"),
         (["--tensor", "2"], "2 ranks cannot be pipelines of 2 stages with 2 tensor ranks each"),
         (["--context", "5000", "--capacity", "1000"], "1 rank with a capacity of 1,000 .*or --ranks to 2"),
     ],
@@ -228,6 +231,39 @@ def test_the_command_refuses_by_name(data, capfd, monkeypatch, options, message)
     common = ["--data", data, "--hidden", "16", "--ffn", "24", "--steps", "1", "--ranks", "2", "--pipeline", "2"]
     assert main(["train", *common, *options]) != 0
     assert message.split(".*")[0] in " ".join(capfd.readouterr().err.split())
+
+
+UNEVEN = LlamaConfig(layers=5, hidden=16, heads=2, kv_heads=1, ffn=24)
+
+
+def test_stages_of_different_numbers_of_layers(data, tmp_path):
+    """The losses and the weights of one process, and a checkpoint goes on on another cut, and on another number of
+    stages."""
+    plain = run_of(data, 1, model=UNEVEN, export=tmp_path / "plain")
+    cuts = [{"pipeline": 2}, {"pipeline": 2, "layers_per_stage": "1,4", "recompute": 2}, {"pipeline": 4}]
+    cuts += [{"pipeline": 2, "chunks": 2}, {"pipeline": 2, "layers_per_stage": "4,1", "split_backward": True}]
+    for number, options in enumerate(cuts):
+        out = tmp_path / str(number)
+        ranks = 2 * options["pipeline"] if number < 2 else options["pipeline"]
+        model = tmp_path / f"{number} model"
+        results = run_of(data, ranks, model=UNEVEN, out=str(out), export=model, **options)
+        assert losses(results) == pytest.approx(losses(plain), rel=1e-4)
+        check_exports(model, tmp_path / "plain")
+        checkpoint = str(tmp_path / str(max(0, number - 1)) / "step-2")  # of the cut before
+        again = run_of(data, ranks, model=UNEVEN, out=str(tmp_path / f"{number} again"), resume=checkpoint, **options)
+        assert losses(again) == pytest.approx(losses(plain)[2:], rel=1e-4)
+
+
+def test_layers_of_stages():
+    config = RunConfig(model=LlamaConfig(layers=61, hidden=16, heads=2, kv_heads=1, ffn=24), pipeline=8, recompute=20)
+    assert sum(config.stage_layers) == 61
+    assert set(config.stage_layers) <= {6, 7, 8}
+    assert config.device_layers == list(config.stage_layers)
+    assert config.stage_model.layers == 8
+    assert sum(stage_recompute(config)) == 20
+    chunked = replace(config, pipeline=2, chunks=2, layers_per_stage="20,10,11,20", recompute="full")
+    assert chunked.device_layers == [31, 30]
+    assert recompute_by_device(chunked) == [31, 30]
 
 
 def test_recomputed_layers_of_interleaved_stages():
@@ -361,9 +397,9 @@ def test_the_command_trains_a_folder_model_in_stages(data, tmp_path, monkeypatch
     for name in ("out", "2"):
         torch.testing.assert_close(opened(tmp_path / name), wanted, rtol=1e-2, atol=1e-3)
     capfd.readouterr()
-    assert main([*common, "--ranks", "3", "--pipeline", "3", "--steps", "1"]) != 0
+    assert main([*common, "--ranks", "5", "--pipeline", "5", "--steps", "1"]) != 0
     told = " ".join(capfd.readouterr().err.split())
-    assert "4 layers cannot be cut into 3 stages of as many layers each; give a --pipeline" in told
+    assert "4 layers cannot be cut into 5 stages, of which each has one at least; give 1 to 4 stages" in told
 
 
 def test_a_folder_model_that_cannot_be_cut(data, tmp_path):
@@ -375,8 +411,10 @@ def test_a_folder_model_that_cannot_be_cut(data, tmp_path):
 def test_configurations_that_cannot_be():
     with pytest.raises(InvalidUsage, match="pipeline is 0"):
         RunConfig(pipeline=0)
-    with pytest.raises(InvalidUsage, match="3 layers cannot be cut into 2 stages"):
-        RunConfig(model=LlamaConfig(layers=3), pipeline=2)
+    with pytest.raises(InvalidUsage, match="3 layers cannot be cut into 4 stages"):
+        RunConfig(model=LlamaConfig(layers=3), pipeline=4)
+    with pytest.raises(InvalidUsage, match=r"layers of the stages are \[1, 1, 1\] for 2 stages"):
+        RunConfig(model=LlamaConfig(layers=3), pipeline=2, layers_per_stage="1,1,1")
     with pytest.raises(InvalidUsage, match=r"slices is 4 and policies is \('static',\), of which only balanced has"):
         RunConfig(policies=("static",), slices=4)
 
