@@ -67,7 +67,7 @@ def _check_room(ranks: int) -> None:
     if needed > room:
         raise InvalidUsage(
             f"--ranks {ranks} take {size_text(needed)} at least, and this machine has {size_text(room)}; give fewer, "
-            "or name the device that the ranks are, as in hdpcomm train --dry-run --device h100"
+            "or ask hdpcomm fit about devices that are not here"
         )
 
 

@@ -102,8 +102,6 @@ def _train(parsed: argparse.Namespace) -> int:
     options = _resumed_after_restart(_with_model_folder(options))
     cores = min(8, max(2, len(os.sched_getaffinity(0))))
     devices = options.pipeline * options.tensor * options.expert
-    if options.device is not None:
-        return _elsewhere(options, options.device)
     rank, ranks = ranks_here(options.ranks, default=-(-cores // devices) * devices)
     job = _job(options, ranks)
     if rank is not None:
@@ -113,20 +111,6 @@ def _train(parsed: argparse.Namespace) -> int:
     else:
         outcome = _start_ranks(job, ranks)
     return _report(job, outcome)
-
-
-def _elsewhere(options: TrainOptions, device: str) -> int:
-    """A dry run for ranks of that kind, which are not here."""
-    from hdpcomm.data import Corpus
-    from hdpcomm.run import dry_run_elsewhere
-
-    assert options.ranks is not None  # the options were checked
-    job = _job(options, options.ranks)
-    corpus = job.data.open()
-    assert isinstance(corpus, Corpus)  # a loader is refused with a dry run
-    if options.eval_fraction is not None:
-        corpus, _ = corpus.split(options.eval_fraction, seed=job.config.seed)
-    return _report(job, (dry_run_elsewhere(corpus, job.config, options.ranks, device), corpus.summary()))
 
 
 def _with_model_folder(options: TrainOptions) -> TrainOptions:
@@ -217,9 +201,8 @@ def parameter_type(options: TrainOptions) -> str:
 
     if options.dtype != "auto":
         return options.dtype
-    on_gpus = options.device is not None or uses_gpus(options.transport)
     wide = "ddp" in (options.policy, *options.compare) or is_for_matrices(options)
-    return "bf16" if on_gpus and not wide else "fp32"
+    return "bf16" if uses_gpus(options.transport) and not wide else "fp32"
 
 
 def _check_loader(options: TrainOptions) -> None:

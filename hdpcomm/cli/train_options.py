@@ -142,10 +142,6 @@ class TrainOptions(TrainingOptions):
         "train nothing",
         action="store_true",
     )
-    device: str | None = option(
-        "output", None, "with --dry-run and --ranks: the ranks are not here, but of this kind (a100, h100, h200); "
-        "nothing is measured or allocated, so the model may be larger than this machine", str, metavar="KIND",
-    )  # fmt: skip
 
 
 def _policies(options: TrainOptions) -> set[str]:
@@ -195,8 +191,6 @@ _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
     ("keep_optimizer", lambda o: o.init_from, "without --init-from; name the run whose optimizer it is"),
     ("save_every resume elastic keep", lambda o: o.out, "without --out; name the folder of the run"),
     ("trackers", lambda o: o.out or o.trackers == "none", "without --out; name the folder of the run"),
-    ("device", lambda o: o.dry_run and o.ranks, "without --dry-run and --ranks, which it is for; give both"),
-    ("transport", lambda o: o.device is None, "with --device, whose ranks are not started; leave out either"),
     ("json trace export", lambda o: not o.dry_run, "with --dry-run, which writes no files; leave out either"),
 )
 """Names of options, when they have an effect, and what is wrong otherwise."""
@@ -218,7 +212,7 @@ def check_effects(options: TrainOptions, given: Iterable[str] = ()) -> None:
 
 
 _GROUPS = ("data", "ranks", "model", "training", "schedule", "evaluation", "saving", "output")
-_ONE_CALL = ("out", "resume", "join", "export", "json", "trace", "dry_run", "device")
+_ONE_CALL = ("out", "resume", "join", "export", "json", "trace", "dry_run")
 """Options of one call, which RUN/config.yaml leaves out."""
 
 

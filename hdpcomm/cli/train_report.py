@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 from hdpcomm.arguments import ranks_text, size_text
 from hdpcomm.cli.output import new_table, stdout_console
 from hdpcomm.data import CorpusSummary
-from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
-from hdpcomm.plan import DEVICES
 from hdpcomm.run import DryRun, Evaluation, FolderModel, RunConfig, RunResult
 from hdpcomm.run.model import model_facts
 from hdpcomm.run.pipelines import recompute_by_device
@@ -142,24 +140,18 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
     console.print(
         f"{model_text(config)} of {found.parameters:,} parameters on {_ranks_text(found.ranks)}; nothing was trained"
     )
-    _print_devices(console, config, found)  # what does not fit has no time
-    if not found.reports:
-        console.print("this model is no plain decoder, so what its steps take is not known without running it")
-        return
-    costs = "with the costs measured here" if found.elsewhere is None else f"on {found.elsewhere}s (preset)"
-    steps = new_table(f"the first {len(found.reports[config.policies[0]])} steps, simulated {costs}")
-    mfu = ("MFU",) if found.elsewhere is not None else ()
-    for name in ("policy", "seconds/step", "tokens/s", *mfu, "micro-batches", "longest on", "idle", "exposed"):
+    _print_devices(console, config, found)
+    count = len(found.reports[config.policies[0]])
+    steps = new_table(f"the first {count} steps, simulated with the costs measured here")
+    for name in ("policy", "seconds/step", "tokens/s", "micro-batches", "longest on", "idle", "exposed"):
         steps.add_column(name, justify="left" if name == "policy" else "right")
     for policy, reports in found.reports.items():
-        count = len(reports)
         seconds = sum(report.step_s for report in reports)
         groups = [len(batch.ranks) for report in reports for batch in report.plan.micro_batches]
         steps.add_row(
             policy,
             f"{seconds / count:.4g}",
             f"{_tokens_per_s(reports):,.0f}",
-            *(f"{sum((report.mfu or 0.0) * report.step_s for report in reports) / seconds:.0%}" for _ in mfu),
             f"{len(groups) / count:.1f}",
             _ranks_text(max(groups)),
             f"{sum(report.idle_share for report in reports) / count:.0%}",
@@ -170,8 +162,6 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
     rates = {policy: _tokens_per_s(reports) for policy, reports in found.reports.items()}
     hours = ", ".join(f"{total / rate / 3600:,.3g} hours under {policy}" for policy, rate in rates.items())
     console.print(f"{total:,} tokens, in {config.steps:,} steps, take {hours}")
-    if found.elsewhere is not None and found.ranks > _MOST_RANKS:
-        return
     for policy, ranks in found.memory.items():
         table = new_table(f"memory of a rank ({policy}; {size_text(found.token_bytes)} of activations a token)")
         for name in ("rank", "tokens at once", "states", "activations", "together"):
@@ -183,28 +173,23 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
         console.print(table)
 
 
-_MOST_RANKS = 64
-
-
 def _tokens_per_s(reports: Sequence[StepReport]) -> float:
     return sum(report.plan.tokens for report in reports) / sum(report.step_s for report in reports)
 
 
 def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
-    """The memory of a full device by its parts. Raises: InvalidUsage: there is not so much."""
+    """The memory of a full device by its parts."""
     devices = "device" if len(found.devices) == 1 else "device of each pipeline stage"
     table = new_table(f"memory of a {devices} with {config.capacity:,} tokens at once")
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "together")
     for name in ("stage", "recomputed", *parts):
         table.add_column(name, justify="right")
-    most = 0.0
     for stage, (memory, recompute) in enumerate(zip(found.devices, found.recompute, strict=True)):
         optimizer = memory.states - memory.weights - memory.gradients
         logits = min(memory.chunk, config.capacity) * memory.logits
         ratio = 1.0 if config.offload else 0.0
         together = memory.peak_bytes(config.capacity, recompute, ratio)
         activations = memory.activation_bytes(config.capacity, recompute, ratio)
-        most = max(most, together)
         sizes = (memory.weights, memory.gradients, optimizer, activations, logits, together)
         table.add_row(str(stage), str(recompute), *map(size_text, sizes))
     console.print(table)
@@ -223,16 +208,6 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
             table.add_column(name, justify="right")
         table.add_row(*map(size_text, columns.values()))
         console.print(table)
-        most += beside.device
-    if found.elsewhere is not None:
-        room = DEVICES[found.elsewhere].memory_bytes
-        taken = f"the fullest device takes {size_text(most)} with messages"
-        if most > room:
-            raise InvalidUsage(
-                f"{taken}, which does not fit into the {size_text(room)} of {found.elsewhere}: give more ranks, a "
-                "lower --capacity, --recompute full, --zero, --tensor or --pipeline, or --offload"
-            )
-        console.print(f"{taken}, which fits into the {size_text(room)} of {found.elsewhere}")
 
 
 def _memory_text(config: RunConfig, result: RunResult) -> str:

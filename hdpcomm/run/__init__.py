@@ -4,7 +4,7 @@ from hdpcomm.run.batches import Loading
 from hdpcomm.run.calibrate import calibrate
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder, open_checkpoint
 from hdpcomm.run.config import RunConfig, Schedule, learning_rate
-from hdpcomm.run.dry_run import DryRun, dry_run, dry_run_elsewhere
+from hdpcomm.run.dry_run import DryRun, dry_run
 from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.export import export_model
 from hdpcomm.run.files import RunFiles
@@ -31,7 +31,6 @@ __all__ = [
     "calibrate",
     "check_limits",
     "dry_run",
-    "dry_run_elsewhere",
     "evaluate",
     "export_model",
     "folder_model",

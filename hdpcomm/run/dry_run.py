@@ -6,35 +6,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from hdpcomm.comm import Mesh
-from hdpcomm.comm.absent import AbsentRanks
 from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.topology import by_host, domains_of
 from hdpcomm.data import Corpus
-from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import NewWeights
-from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
+from hdpcomm.plan import Planner
 from hdpcomm.plan.memory import StepMemory
-from hdpcomm.plan.presets import NODE_DEVICES, device_in
 from hdpcomm.run.batches import batch_sampler
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.costs import make_planner, measure_costs, planner_of
+from hdpcomm.run.costs import make_planner, measure_costs
 from hdpcomm.run.limits import check_limits
 from hdpcomm.run.memory import (
     MemoryBeside,
-    fit_recompute,
-    fit_zero,
     free_models,
     measure_memory,
     memory_beside,
-    predict_memory,
     within_memory,
 )
-from hdpcomm.run.model import model_on_meta, model_spec
+from hdpcomm.run.model import model_on_meta
 from hdpcomm.run.pipelines import new_trainer, recompute_by_device
 from hdpcomm.sim import StepReport, simulate_step
 
@@ -42,7 +35,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import PinnedPool
 
-__all__ = ["DryRun", "RankMemory", "cluster_elsewhere", "dry_run", "dry_run_elsewhere", "planners_elsewhere"]
+__all__ = ["DryRun", "RankMemory", "dry_run", "token_bytes"]
 
 STEPS = 4
 _SHORT, _SHORT_STEPS = 8, 3
@@ -73,7 +66,6 @@ class DryRun:
         devices: what a step takes on each device of a pipeline, or on each rank where there is none.
         recompute: layers that each of them recomputes.
         beside: what each rank takes beside that, for offload and messages.
-        elsewhere: the kind of device that the ranks are, which are not here; ``None``: all was measured on them.
     """
 
     ranks: int
@@ -84,7 +76,6 @@ class DryRun:
     devices: tuple[StepMemory, ...] = ()
     recompute: tuple[int, ...] = ()
     beside: MemoryBeside | None = None
-    elsewhere: str | None = None
 
 
 def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig, *, elastic: bool = False) -> DryRun:
@@ -127,80 +118,6 @@ def _after_passes_s(
     return max(0.0, median(found[1:]))
 
 
-def dry_run_elsewhere(corpus: Corpus, config: RunConfig, ranks: int, device: str) -> DryRun:
-    """A dry run for ranks that are not here, of a kind of device (``hdpcomm.plan.DEVICES``): nothing is measured and
-    nothing allocated, so models and ranks may be of any number. Local.
-
-    Steps are simulated with the device's preset, in the run's type and with its recomputation, for models that it can
-    be told (:func:`hdpcomm.run.model.model_spec`).
-
-    Raises: InvalidUsage as :func:`hdpcomm.run.train`; the ranks cannot be such a mesh, or the device is not known.
-    """
-    check_limits(corpus, config, ranks=ranks)
-    if "ddp" in config.policies or config.calibration is not None:
-        raise InvalidUsage("ranks elsewhere have no calibration and do not run DDP; leave out --calibration and ddp")
-    cluster = cluster_elsewhere(config, ranks, device)
-    if config.zero == "auto":
-        most = 1 if cluster.ranks > 1 and cluster.ranks_per_node == 1 else 3
-        zero = fit_zero(None, config, ranks, cluster.ranks_per_node, most=most)
-        config = replace(config, zero=zero, memory=config.memory if config.recompute == "auto" else 0)
-    devices = predict_memory(config, ranks, cluster.ranks_per_node)
-    if config.recompute == "auto":
-        config, _ = fit_recompute(config, devices)
-    planners = planners_elsewhere(config, cluster, devices, context=corpus.longest)
-    beside = memory_beside(config, min(ranks, NODE_DEVICES), on_devices=True)
-    return replace(_dry_run(corpus, config, ranks, planners, devices), beside=beside, elsewhere=device)
-
-
-def cluster_elsewhere(config: RunConfig, ranks: int, device: str) -> ClusterSpec:
-    """The HDP ranks that so many devices of a kind make, on nodes of :data:`hdpcomm.plan.presets.NODE_DEVICES`. Local.
-
-    Raises: InvalidUsage: they cannot be such a mesh, cannot be cut so, or the kind is not known.
-    """
-    sizes: dict[str, Any] = {"pipeline": config.pipeline, "tensor": config.tensor, "expert": config.expert}
-    cluster = ClusterSpec(
-        ranks=Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes).hdp,
-        capacity=config.capacity,
-        ranks_per_node=max(1, NODE_DEVICES // (config.pipeline * config.tensor)),
-        chunks=config.chunks,
-        split_backward=config.split_backward,
-        offload=config.offload > 0,
-        device=device_in(device, config.parameter_dtype.itemsize),
-        stage_work=config.stage_work,
-        **sizes,
-    )
-    if config.zero in (2, 3) and cluster.ranks > 1 and cluster.ranks_per_node == 1:
-        raise InvalidUsage(
-            f"zero {config.zero} cuts weights and gradients among the HDP ranks of a host, and pipeline and tensor "
-            f"ranks take all {NODE_DEVICES} {device}s of one; give --zero 1, or fewer of them"
-        )
-    return cluster
-
-
-def planners_elsewhere(
-    config: RunConfig, cluster: ClusterSpec, devices: Sequence[StepMemory], *, context: int
-) -> dict[str, Planner]:
-    """By policy, planners with the costs of the cluster's preset; none for a model that is no plain decoder. Local.
-
-    Args:
-        devices: memory of a step on each device of a pipeline.
-        context: the longest sequence.
-    """
-    spec = model_spec(config.model)
-    if spec is None:
-        return {}
-    spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
-    recompute = recompute_by_device(config)
-    share = max(count / memory.layers for count, memory in zip(recompute, devices, strict=True))
-    head = 2 * spec.hidden * spec.vocab / spec.linear_flops_per_token
-    costs = CostModel.analytic(spec, cluster).with_recompute(share, head)
-    memory = MemoryModel.of(spec, cluster).with_kept(spec, cluster, min(_token_bytes(devices, recompute)))
-    return {
-        policy: planner_of(config, cluster, policy, costs, memory, context=context, spec=spec)
-        for policy in config.policies
-    }
-
-
 def _dry_run(
     corpus: Corpus,
     config: RunConfig,
@@ -224,7 +141,7 @@ def _dry_run(
     return DryRun(
         ranks=ranks,
         parameters=sum(p.numel() for p in model_on_meta(config.model).parameters()),
-        token_bytes=max(_token_bytes(devices, recompute)),
+        token_bytes=max(token_bytes(devices, recompute)),
         reports=reports,
         memory=memory,
         devices=devices,
@@ -232,7 +149,7 @@ def _dry_run(
     )
 
 
-def _token_bytes(devices: Sequence[StepMemory], recompute: Sequence[int]) -> list[float]:
+def token_bytes(devices: Sequence[StepMemory], recompute: Sequence[int]) -> list[float]:
     """Activations of a token on each device."""
     return [each.line(count).token for each, count in zip(devices, recompute, strict=True)]
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
+from hdpcomm.comm import Mesh
+from hdpcomm.comm.absent import AbsentRanks
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
+from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
 from hdpcomm.plan.memory import StepMemory
-from hdpcomm.plan.presets import NODE_DEVICES
+from hdpcomm.plan.presets import NODE_DEVICES, device_in
 from hdpcomm.run.config import RunConfig
-from hdpcomm.run.dry_run import cluster_elsewhere, planners_elsewhere
+from hdpcomm.run.costs import planner_of
+from hdpcomm.run.dry_run import token_bytes
 from hdpcomm.run.memory import fit_recompute, memory_beside, predict_memory
+from hdpcomm.run.model import model_spec
 from hdpcomm.run.pipelines import recompute_by_device
 from hdpcomm.sim import simulate_step
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
 
 __all__ = ["Setting", "best_setting", "fit_settings"]
 
@@ -49,6 +58,50 @@ class Setting:
         return self.taken <= self.limit
 
 
+def _cluster(config: RunConfig, ranks: int, device: str) -> ClusterSpec:
+    """The HDP ranks that so many devices of a kind make, on nodes of :data:`hdpcomm.plan.presets.NODE_DEVICES`. Local.
+
+    Raises: InvalidUsage: they cannot be such a mesh, cannot be cut so, or the kind is not known.
+    """
+    sizes: dict[str, Any] = {"pipeline": config.pipeline, "tensor": config.tensor, "expert": config.expert}
+    cluster = ClusterSpec(
+        ranks=Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes).hdp,
+        capacity=config.capacity,
+        ranks_per_node=max(1, NODE_DEVICES // (config.pipeline * config.tensor)),
+        chunks=config.chunks,
+        split_backward=config.split_backward,
+        offload=config.offload > 0,
+        device=device_in(device, config.parameter_dtype.itemsize),
+        stage_work=config.stage_work,
+        **sizes,
+    )
+    if config.zero in (2, 3) and cluster.ranks > 1 and cluster.ranks_per_node == 1:
+        raise InvalidUsage(
+            f"zero {config.zero} cuts weights and gradients among the HDP ranks of a host, and pipeline and tensor "
+            f"ranks take all {NODE_DEVICES} {device}s of one; give --zero 1, or fewer of them"
+        )
+    return cluster
+
+
+def _planner(config: RunConfig, cluster: ClusterSpec, devices: Sequence[StepMemory], *, context: int) -> Planner | None:
+    """A planner with the costs of the cluster's preset; ``None`` for a model that is no plain decoder. Local.
+
+    Args:
+        devices: memory of a step on each device of a pipeline.
+        context: the longest sequence.
+    """
+    spec = model_spec(config.model)
+    if spec is None:
+        return None
+    spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
+    recompute = recompute_by_device(config)
+    share = max(count / memory.layers for count, memory in zip(recompute, devices, strict=True))
+    head = 2 * spec.hidden * spec.vocab / spec.linear_flops_per_token
+    costs = CostModel.analytic(spec, cluster).with_recompute(share, head)
+    memory = MemoryModel.of(spec, cluster).with_kept(spec, cluster, min(token_bytes(devices, recompute)))
+    return planner_of(config, cluster, config.policies[0], costs, memory, context=context, spec=spec)
+
+
 def fit_settings(
     config: RunConfig, lengths: Sequence[int], ranks: int, device: str, *, tensor: Sequence[int], zero: Sequence[int]
 ) -> Iterator[Setting]:
@@ -68,7 +121,7 @@ def fit_settings(
         for stage in zero:
             try:
                 tried = replace(config, tensor=shared, zero=stage, recompute="auto", memory=limit)
-                cluster = cluster_elsewhere(tried, ranks, device)
+                cluster = _cluster(tried, ranks, device)
                 tried = replace(tried, capacity=max(config.capacity, -(-max(lengths) // cluster.ranks)))
                 cluster = replace(cluster, capacity=tried.capacity)
                 known = predict_memory(tried, ranks, cluster.ranks_per_node, known)
@@ -84,9 +137,9 @@ def fit_settings(
             except InvalidUsage:
                 yield _setting(replace(tried, recompute="full", memory=0), known, beside, limit)
                 continue
-            planners = planners_elsewhere(fitted, cluster, known, context=max(lengths))
-            steps = [simulate_step(planner, lengths).step_s for planner in planners.values()]
-            yield replace(_setting(fitted, known, beside, limit), step_s=steps[0] if steps else None)
+            planner = _planner(fitted, cluster, known, context=max(lengths))
+            step_s = None if planner is None else simulate_step(planner, lengths).step_s
+            yield replace(_setting(fitted, known, beside, limit), step_s=step_s)
     if not found:
         raise refused
 

@@ -67,6 +67,10 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--ranks", "2", "--device", "b200"], "--device is 'b200'; choose from a100"),
         ([], "--ranks was not given"),
         (["--ranks", "3", "--tensor", "2"], "must be a multiple of 2"),
+        (
+            ["--ranks", "16", "--layers", "8", "--pipeline", "8", "--tensor", "1", "--zero", "3"],
+            "take all 8 h100s of one",
+        ),
     ],
 )
 def test_wrong_options(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

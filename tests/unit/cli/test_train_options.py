@@ -59,7 +59,6 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         (True, [], "bf16"),
         (True, ["--transport", "shm"], "fp32"),
         (False, ["--transport", "cuda+nccl"], "bf16"),
-        (False, ["--dry-run", "--ranks", "8", "--device", "h100"], "bf16"),
         (True, ["--dtype", "fp32"], "fp32"),
         (False, ["--dtype", "bf16"], "bf16"),
         (True, ["--compare", "static", "ddp"], "fp32"),
@@ -205,7 +204,6 @@ CHANGED = TrainOptions(
     eval_fraction=0.5, out=Path("run"), save_every=2, keep=5, resume="auto", elastic=True, join="RUN",
     export=Path("exported"),
     trace=Path("t.json"), trackers="tensorboard", json=Path("j.json"), dry_run=True,
-    device="h100",
 )  # fmt: skip
 """A value of each option that is not its default; capitals are files that the test makes."""
 OTHERS: dict[str, tuple[object, ...]] = {
