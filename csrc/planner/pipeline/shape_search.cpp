@@ -181,43 +181,19 @@ class ShapeSearch {
     }
   }
 
-  // Ranks for the longest sequences alone: as few as end near the bound, or those of several of
-  // them side by side.
-  void reserveRanks() {
-    std::vector<double> tops;
-    for (const double above : {1.0, 1.03, 1.07, 1.12}) tops.push_back(bound_ * above / stages_);
-    for (const int count : {1, 2, 3, 4, 6, 8}) {
-      const double top = waves_.timeTogether(count);
-      if (top <= 0) break;
-      tops.push_back(top);
-    }
-    for (const double top : tops) {
-      if (stages_ * top >= best_.makespan) continue;
-      for (const int count : {4, 14}) {
-        for (const int beside : {0, 4}) {
+  // Ranks for the longest sequences alone, `own` at most: as few as end near the bound.
+  void reserveRanks(int own) {
+    const bool few = own < kAllOwn;
+    for (const double above : {1.0, 1.03, 1.07, 1.12}) {
+      const double top = bound_ * above / stages_;
+      if (stages_ * top >= best_.makespan) break;
+      for (const int count : {few ? 8 : 4, few ? 16 : 14}) {
+        for (const int beside : {few ? 2 : 0, few ? 5 : 4}) {
           Shape shape{count, stages_, stages_};
           shape.top = top;
           shape.beside = beside;
+          shape.own = own;
           attempt(shape);
-        }
-      }
-    }
-  }
-
-  // Ranks of their own for the longest sequence alone, or for the two or three longest.
-  void reserveFew() {
-    for (const int own : {1, 2, 3}) {
-      for (const double above : {1.0, 1.05, 1.12}) {
-        const double top = bound_ * above / stages_;
-        if (stages_ * top >= best_.makespan) break;
-        for (const int count : {8, 16}) {
-          for (const int beside : {2, 5}) {
-            Shape shape{count, stages_, stages_};
-            shape.top = top;
-            shape.beside = beside;
-            shape.own = own;
-            attempt(shape);
-          }
         }
       }
     }
@@ -450,8 +426,12 @@ constexpr Shapes kShapes[] = {
        return search.byLevels() && search.nodesMatter() && search.above(ShapeSearch::kVeryFar);
      },
      [](ShapeSearch& search) { search.attemptNodes(); }},
-    {"reserved ranks", kAlways, [](ShapeSearch& search) { search.reserveRanks(); }},
-    {"reserved for few", kAlways, [](ShapeSearch& search) { search.reserveFew(); }},
+    {"reserved ranks", kAlways,
+     [](ShapeSearch& search) { search.reserveRanks(ShapeSearch::kAllOwn); }},
+    {"reserved for few", kAlways,
+     [](ShapeSearch& search) {
+       for (const int own : {1, 2, 3}) search.reserveRanks(own);
+     }},
     {"descent", [](const ShapeSearch& search) { return search.found(); },
      [](ShapeSearch& search) { search.descend(); }},
     {"nodes", kInNodes, [](ShapeSearch& search) { search.attemptNodes(); }},

@@ -53,39 +53,6 @@ WavePlanner::WavePlanner(const Problem& problem)
   }
 }
 
-double WavePlanner::timeTogether(int count) const {
-  if (count > static_cast<int>(jobs_.size())) return 0;
-  int least = 0;
-  double low = 0;
-  for (int i = 0; i < count; ++i) {
-    least += jobs_[i].min_size;
-    low = std::max(
-        low, cost_.seconds(jobs_[i].load, by_speed_.fastestSize(jobs_[i], 0, problem_.ranks())));
-  }
-  if (least > problem_.ranks()) return 0;
-  const auto fit = [&](double height) {
-    int place = 0;
-    for (int i = 0; i < count; ++i) {
-      const int size = place < problem_.ranks()
-                           ? by_speed_.sizeWithin(jobs_[i], place, problem_.ranks(), height)
-                           : 0;
-      if (size == 0) return false;
-      place += size;
-    }
-    return true;
-  };
-  double high = low;
-  while (!fit(high)) {
-    low = high;
-    high *= 1.3;
-  }
-  for (int i = 0; i < 12 && low < high; ++i) {
-    const double middle = 0.5 * (low + high);
-    (fit(middle) ? high : low) = middle;
-  }
-  return high;
-}
-
 std::vector<double> WavePlanner::levels() const {
   double work = 0;
   size_t middle = 0;

@@ -25,10 +25,6 @@ class WavePlanner {
  public:
   explicit WavePlanner(const Problem& problem);
 
-  // The least time in which the longest sequences, this many, can run side by side; 0 if there are
-  // too few ranks or sequences.
-  double timeTogether(int count) const;
-
   // What a sequence of middle length takes on several numbers of ranks: few inside a node, and as
   // many as are left to each if some run side by side.
   std::vector<double> levels() const;
