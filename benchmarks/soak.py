@@ -1,14 +1,14 @@
-"""A job that is never left alone: random checked traffic for a long time, while its ranks die, stop and come.
+"""A job that is never left alone: random checked traffic for a long time, while its ranks die and stop.
 
     sudo python benchmarks/soak.py [--minutes 60] [--seed 0] [--json FILE]
 
 Ranks are processes on four hosts (network namespaces of this machine, joined by a bridge). They draw operations on
 random subsets alike and check each result (``killed_ranks.operate``); the first one saves checkpoints on a small disk
-and reads each of them again. Meanwhile ranks are killed, stopped for up to two seconds, started as newcomers (by a
-lobby, as ``hdpcomm train --join`` does), killed while others come, links get slow, and the disk gets full. Those who
-live go on by ``shrink()`` and ``grow()``. Counts what was done, what was wrong, ranks that hung or ended by an error,
-and what is left: memory, descriptors and threads of a rank over the time, processes and files at the end. Exit code 4:
-something was wrong, hung or left. Needs root, ip, tc, mount and 1 GB.
+and reads each of them again. Meanwhile ranks are killed, stopped for up to two seconds, links get slow, and the disk
+gets full. Those who live go on by ``shrink()``; few of them end in order, and a new job begins. Counts what was done,
+what was wrong, ranks that hung or ended by an error, and what is left: memory, descriptors and threads of a rank over
+the time, processes and files at the end. Exit code 4: something was wrong, hung or left. Needs root, ip, tc, mount and
+1 GB.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-HOSTS, FIRST, LEAST, MOST = 4, 6, 4, 9
+HOSTS, RANKS, LEAST = 4, 8, 3
 TIMEOUT_S, HANG_S = 30.0, 120.0
 MISSED = 4
 SLOW_MBIT = 100
 EVENTS = {
-    "kill": 5, "stop": 3, "join": 6, "kill while one joins": 2, "slow link": 2, "fast link": 2, "full disk": 1,
-    "room on the disk": 2,
+    "kill": 5, "stop": 3, "slow link": 2, "fast link": 2, "full disk": 1, "room on the disk": 2,
 }  # fmt: skip
 DISK, DISK_BYTES, SAVED_BYTES, SAVES_EVERY = "disk", 8 << 20, 1 << 20, 200
 
@@ -54,9 +53,8 @@ class Rank:
 
     def __init__(self, name: str, folder: Path, seed: str) -> None:
         self.name, self.folder, self.seed = name, folder, seed
-        self.epoch, self.operations, self.shrunk, self.grown = 0, 0, 0, 0
+        self.epoch, self.operations, self.shrunk = 0, 0, 0
         self.saved, self.not_saved, self.step = 0, 0, 0
-        self.lobby: Any = None
         self.disk: Any = None
         self.told_s = 0.0
 
@@ -72,7 +70,6 @@ class Rank:
             "operations": self.operations,
             "size": size,
             "shrunk": self.shrunk,
-            "grown": self.grown,
             "saved": self.saved,
             "not_saved": self.not_saved,
             "memory": me.memory_info().rss - me.memory_info().shared,
@@ -93,26 +90,18 @@ class Rank:
                 shared = torch.tensor([self.epoch])
                 comm.all_reduce(shared, "max")
                 self.epoch = int(shared) + 1
-                comm, over = self.work(comm)
-                if over:
-                    if self.lobby is not None:
-                        self.lobby.close()
-                    comm.close()
-                    return
+                self.work(comm)
+                comm.close()
+                return
             except (hdp.PeerLost, hdp.Aborted, hdp.CommTimeout):
                 comm = comm.shrink()
                 self.shrunk += 1
 
-    def work(self, comm: Any) -> tuple[Any, bool]:
-        """Operates until newcomers wait or the end has come: (the communicator to go on with, whether it is over)."""
+    def work(self, comm: Any) -> None:
+        """Operates until the end has come."""
         import torch
         from killed_ranks import operate
 
-        from hdpcomm.comm.secret import job_secret
-        from hdpcomm.run.lobby import Lobby, grow
-
-        if comm.rank == 0 and self.lobby is None:
-            self.lobby = Lobby(self.folder / "lobby.json", job_secret(), "soak")
         for number in range(1 << 30):
             draw = random.Random(f"{self.seed} {self.epoch} {number}")
             operate(comm, draw, number)
@@ -122,16 +111,10 @@ class Rank:
                 self.save()
             if number % 40:
                 continue
-            asks = [len(self.lobby.waiting()), (self.folder / "stop").exists()] if comm.rank == 0 else [0, 0]
-            told = torch.tensor(asks)
-            comm.broadcast(told, 0)
-            if int(told[1]):
-                return comm, True
-            if int(told[0]):
-                comm = grow(comm, self.lobby if comm.rank == 0 else None, 0, "auto")
-                self.grown += 1
-                return comm, False
-        raise AssertionError
+            over = torch.tensor([int(comm.rank == 0 and (self.folder / "stop").exists())])
+            comm.broadcast(over, 0)
+            if int(over):
+                return
 
     def save(self) -> None:
         """Looks at the newest checkpoint, and begins to write the next one; the disk may be full."""
@@ -161,23 +144,18 @@ class Rank:
         self.disk.save(self.step, {"x": torch.full((SAVED_BYTES // 8,), self.step)}, {}, copy=False)
 
 
-def rank_main(name: str, folder: Path, seed: str, joins: bool) -> int:
+def rank_main(name: str, folder: Path, seed: str) -> int:
     import torch
 
     import hdpcomm as hdp
-    from hdpcomm.comm.secret import job_secret
-    from hdpcomm.run.lobby import enter
 
     torch.set_num_threads(1)
     rank = Rank(name, folder, seed)
     rank.tell(0, end="starts")
     try:
-        lobby = folder / "lobby.json"
-        comm = enter(lobby, job_secret(), "soak", timeout=60) if joins else hdp.init(timeout=TIMEOUT_S)
-        rank.run(comm)
+        rank.run(hdp.init(timeout=TIMEOUT_S))
     except hdp.Error as error:
-        # A newcomer whose job was busy with a death, or which the others went on without, is no fault of anybody.
-        rank.tell(0, end=f"{'not taken' if joins and rank.operations == 0 else 'failed'}: {error!r}")
+        rank.tell(0, end=f"failed: {error!r}")
         return 0
     except BaseException as error:
         rank.tell(0, end=f"wrong: {error!r}")
@@ -199,20 +177,27 @@ class Job:
         self.slow: set[int] = set()
         self.killed: set[str] = set()
 
-    def start(self, *, rank: int | None = None, host: int | None = None) -> str:
-        self.count += 1
-        name = f"r{self.count}"
-        host = self.draw.randrange(HOSTS) if host is None else host
-        command = [sys.executable, __file__, "--rank", name, "--folder", str(self.folder), "--seed", self.seed]
-        place = {}
-        if rank is None:
-            command.append("--joins")
-        else:
-            place = {"RANK": str(rank), "WORLD_SIZE": str(FIRST), "MASTER_ADDR": self.hosts.address(0)}
-            place["MASTER_PORT"] = "29400"
-        # Without a reader a pipe would fill; what a rank says goes to a file.
-        self.hosts.start(host, ["sh", "-c", '"$@" >> "$0" 2>&1', str(self.folder / f"{name}.log"), *command], place)
-        return name
+    def start(self) -> None:
+        """Starts as many ranks as a job has at first."""
+        (self.folder / "stop").unlink(missing_ok=True)
+        port = str(29400 + self.count)
+        for rank in range(RANKS):
+            self.count += 1
+            name = f"r{self.count}"
+            command = [sys.executable, __file__, "--rank", name, "--folder", str(self.folder), "--seed", self.seed]
+            place = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": self.hosts.address(0)}
+            # Without a reader a pipe would fill; what a rank says goes to a file.
+            log = str(self.folder / f"{name}.log")
+            place["MASTER_PORT"] = port
+            self.hosts.start(rank % HOSTS, ["sh", "-c", '"$@" >> "$0" 2>&1', log, *command], place)
+
+    def end(self) -> list[str]:
+        """Lets the job end; names of ranks that hung."""
+        (self.folder / "stop").touch()
+        limit = time.monotonic() + HANG_S
+        while self.processes() and time.monotonic() < limit:
+            time.sleep(0.2)
+        return sorted(self.processes())
 
     def processes(self) -> dict[str, psutil.Process]:
         """Those that live, by name."""
@@ -243,19 +228,8 @@ class Job:
 
     def disturb(self) -> str:
         living = self.working()
-        kinds = [kind for kind, weight in EVENTS.items() for _ in range(weight)]
-        kind = self.draw.choice(kinds)
-        if len(self.processes()) <= LEAST:
-            kind = "join"
-        if kind in ("join", "kill while one joins") and len(self.processes()) >= MOST:
-            kind = "kill"
-        if "kill" in kind and len(living) <= 2:
-            kind = "join"
-        if "join" in kind:
-            self.start()
-        if kind == "kill while one joins":
-            time.sleep(1 + 2 * self.draw.random())
-        if "kill" in kind:
+        kind = self.draw.choice([kind for kind, weight in EVENTS.items() for _ in range(weight)])
+        if kind == "kill" and len(living) > 2:
             self.kill(living)
         if kind == "stop":
             for each in self.draw.sample(sorted(living), min(len(living), self.draw.randint(1, 2))):
@@ -308,8 +282,7 @@ def soak(minutes: float, seed: str) -> dict[str, Any]:
         stack.enter_context(small_disk(folder / DISK))
         hosts = stack.enter_context(Hosts(HOSTS))
         job = Job(hosts, folder, seed)
-        for rank in range(FIRST):
-            job.start(rank=rank, host=rank % HOSTS)
+        job.start()
         end, moved, before = time.monotonic() + 60 * minutes, time.monotonic(), -1
         while time.monotonic() < end and not faults:
             time.sleep(3 + 6 * job.draw.random())
@@ -323,18 +296,16 @@ def soak(minutes: float, seed: str) -> dict[str, Any]:
             faults += [
                 f"{n}: {row['end']}" for n in names for row in job.rows(n)[-1:] if row["end"].startswith(("f", "w"))
             ]
-            if not job.processes():
-                faults.append("nobody is left")
-        (folder / "stop").touch()
-        limit = time.monotonic() + HANG_S
-        while job.processes() and time.monotonic() < limit:
-            time.sleep(0.2)
-        left = sorted(job.processes())
+            if len(job.processes()) <= LEAST and not faults:
+                faults += [f"{name} hung" for name in job.end()]
+                events["new job"] += 1
+                job.start()
+        left = job.end()
         faults += [f"{name} hung" for name in left]
         every = {f"r{i + 1}": job.rows(f"r{i + 1}") for i in range(job.count)}
         for name, rows in every.items():
             last = rows[-1]["end"] if rows else "never started"
-            if name not in job.killed and name not in left and not last.startswith(("over", "not taken")):
+            if name not in job.killed and name not in left and last != "over":
                 faults.append(f"{name} ended: {last or 'in the middle of its work'}: {log_of(folder, name)}")
         job.filler.unlink(missing_ok=True)
         faults += CheckpointFolder(folder / DISK, keep=2).newest()[
@@ -347,11 +318,9 @@ def soak(minutes: float, seed: str) -> dict[str, Any]:
             "events": dict(sorted(events.items())),
             "processes": job.count,
             "killed": len(job.killed),
-            "not_taken": sum(rows[-1]["end"].startswith("not taken") for rows in every.values() if rows),
             "operations": max((rows[-1]["operations"] for rows in every.values() if rows), default=0),
             "operations_of_all_ranks": sum(rows[-1]["operations"] for rows in every.values() if rows),
             "shrinks": max((row["shrunk"] for rows in every.values() for row in rows), default=0),
-            "grows": max((row["grown"] for rows in every.values() for row in rows), default=0),
             "saved": sum(rows[-1]["saved"] for rows in every.values() if rows),
             "not_saved_disk_full": sum(rows[-1]["not_saved"] for rows in every.values() if rows),
             "of_a_rank_by_fifths_of_the_time": by_fifths(every),
@@ -383,10 +352,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     for name in ("--rank", "--folder"):
         parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--joins", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        return rank_main(options.rank, Path(options.folder), options.seed, options.joins)
+        return rank_main(options.rank, Path(options.folder), options.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     found = soak(options.minutes, options.seed)
     found |= {"date": date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
 import os
-import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -32,7 +29,6 @@ from hdpcomm.options import TrainingOptions
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.launch import RankPool
-    from hdpcomm.comm.secret import Secret
     from hdpcomm.data import Corpus, CorpusSummary, DocumentStream
     from hdpcomm.models import LlamaConfig
     from hdpcomm.plan import Calibration
@@ -66,7 +62,7 @@ class _Job:
     """The arguments of :func:`run_rank`.
 
     Attributes:
-        secret: when ranks die, the others go on, and who knows it may join: that of who started the run.
+        shrinks: when ranks die, the others go on.
         attempt: how often they have.
     """
 
@@ -74,12 +70,8 @@ class _Job:
     config: RunConfig
     data: TrainData
     held_out: TrainData | None
-    secret: Secret | None = None
+    shrinks: bool = False
     attempt: int = 0
-
-    @property
-    def shrinks(self) -> bool:
-        return self.secret is not None
 
     def on(self, ranks: int, capacity: int | None = None) -> _Job:
         """The job of those that are there, as if it were started by hand on so many ranks."""
@@ -94,8 +86,6 @@ def _capacity(options: TrainOptions, ranks: int) -> int:
 def _train(parsed: argparse.Namespace) -> int:
     names = {each.name for each in fields(TrainOptions)}
     given = {name: value for name, value in vars(parsed).items() if name in names}
-    if "join" in given:
-        return _join(given)
     options = resolve_options(given, parsed.config)
     for path in (options.json, options.trace):
         check_writable(path)
@@ -163,12 +153,9 @@ def job_of(options: TrainOptions, ranks: int) -> _Job:
     """The job that the options describe, without a look at the data. Raises: InvalidUsage if they contradict each
     other."""
     from hdpcomm.comm.launchers import agent_restarts
-    from hdpcomm.comm.secret import job_secret
     from hdpcomm.plan import Calibration
     from hdpcomm.run import RunConfig, Schedule
 
-    if options.join is not None:
-        raise InvalidUsage("--join stands alone on the command line: a newcomer has the options of the run")
     if options.elastic and "ddp" in options.compare:
         raise InvalidUsage(
             "--elastic was given with --compare ddp, which cannot go on with other ranks; leave out either"
@@ -190,8 +177,7 @@ def job_of(options: TrainOptions, ranks: int) -> _Job:
     held_out = train_data(options, options.eval_data) if options.eval_data else None
     if held_out is not None and held_out.weights:
         raise InvalidUsage("--eval-data has weights, and held-out text is read once as it is; leave them out")
-    secret = job_secret() if options.elastic and agent_restarts() is None else None
-    return _Job(options, config, data, held_out, secret)
+    return _Job(options, config, data, held_out, shrinks=options.elastic and agent_restarts() is None)
 
 
 def parameter_type(options: TrainOptions) -> str:
@@ -269,61 +255,22 @@ def _told_of_memory(comm: Communicator) -> Iterator[None]:
         ) from error
 
 
-def _run_elastic(
-    comm: Communicator, job: _Job, *, came: bool = False
-) -> tuple[RunResult | DryRun, CorpusSummary] | None:
+def _run_elastic(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, CorpusSummary] | None:
     """Runs the job again on the ranks that live, whenever some die; ``None`` on a rank that is a spare at the end, or
-    that had to leave. ``came``: this rank joins a run."""
+    that had to leave."""
     from hdpcomm.data.agree import from_rank
     from hdpcomm.run.elastic import Elastic
 
     options, out = job.options, job.options.out
     assert out is not None  # checked
-    assert job.secret is not None  # an elastic job has one
-    elastic = Elastic(
-        out, job.secret, options.pipeline, options.tensor, options.expert, options.resume, transport=options.transport,
-        offer=json.dumps({"out": str(out.resolve()), "options": dump_options(options)}),
-    )  # fmt: skip
+    elastic = Elastic(out, options.pipeline, options.tensor, options.expert, options.resume)
 
     def on_change(living: Communicator, active: Sequence[int]) -> None:
         nonlocal job
         capacity = int(from_rank(living, str(job.on(len(active)).config.capacity), active[0]))
         job = job.on(len(active), capacity)
 
-    return elastic.run(comm, lambda comm, resume, peers: _run(comm, job, resume, peers), on_change, came=came)
-
-
-def _join(given: Mapping[str, object]) -> int:
-    """Takes part in a run with ``--elastic`` as one more rank."""
-    from hdpcomm.comm.secret import job_secret
-    from hdpcomm.run.elastic import run_facts
-    from hdpcomm.run.lobby import LOBBY, enter
-
-    others = [name for name in given if name != "join"]
-    if others:
-        name = others[0].replace("_", "-")
-        raise InvalidUsage(f"--join was given with --{name}, and a newcomer has the options of the run; leave it out")
-    where = str(given["join"])
-    run = None if re.fullmatch(r".+:\d+", where) and not Path(where).exists() else Path(where)
-    if run is not None and not (run / "config.yaml").is_file():
-        raise InvalidUsage(f"--join {where}: no run of hdpcomm train is there; give its folder, or HOST:PORT")
-    job, secret = None, job_secret()
-
-    def told(offer: str) -> None:
-        nonlocal job
-        found = json.loads(offer)
-        own = {"out": run or Path(found["out"]), "resume": "auto", "elastic": True}
-        options = resolve_options(own, found["options"])
-        job = replace(job_of(options, options.ranks or 1), secret=secret)
-        for module in _PRELOAD:  # all ranks would wait for it later
-            importlib.import_module(module)
-        LOG.info(f"waits for the end of a step of {where}")
-
-    place = where if run is None else run / LOBBY
-    with enter(place, secret, run_facts(), told=told) as comm, _told_of_memory(comm):
-        assert job is not None  # told
-        _run_elastic(comm, job, came=True)
-    return 0
+    return elastic.run(comm, lambda comm, resume, peers: _run(comm, job, resume, peers), on_change)
 
 
 def _run(

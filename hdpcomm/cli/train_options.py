@@ -119,10 +119,6 @@ class TrainOptions(TrainingOptions):
         "saving", False, "when a rank dies, the others go on from what they keep in memory; under torchrun "
         "--max-restarts, the ranks that it starts anew go on from the last checkpoint", action="store_true",
     )  # fmt: skip
-    join: str | None = option(
-        "saving", None, "take part, as one more rank, in the run with --elastic whose folder or address this is; its "
-        "options are those of the run", str, metavar="RUN|HOST:PORT",
-    )  # fmt: skip
     export: Path | None = option(
         "saving", None, "write the model for transformers' from_pretrained at the end", Path, metavar="FOLDER"
     )
@@ -212,7 +208,7 @@ def check_effects(options: TrainOptions, given: Iterable[str] = ()) -> None:
 
 
 _GROUPS = ("data", "ranks", "model", "training", "schedule", "evaluation", "saving", "output")
-_ONE_CALL = ("out", "resume", "join", "export", "json", "trace", "dry_run")
+_ONE_CALL = ("out", "resume", "export", "json", "trace", "dry_run")
 """Options of one call, which RUN/config.yaml leaves out."""
 
 

@@ -124,22 +124,18 @@ def join(
     timeout: float,
     transport: str = "auto",
     devices: bool = True,
-    joining: float | None = None,
 ) -> Communicator:
     """As :func:`init`, for ranks that have a key-value store of torch.distributed already (a world of one needs none).
 
     Collective over the ``size`` ranks of the store. ``timeout``: seconds, also of every operation. ``devices``: False
-    leaves out the streams that the transport has for device tensors. ``joining``: seconds for it; default: timeout.
-    Raises: as ``init()``.
+    leaves out the streams that the transport has for device tensors. Raises: as ``init()``.
     """
     transport = _chosen(transport)
     gpus = machine().has_gpu(rank)
     if size == 1:
         world = _join_alone(transport, timeout)
     else:
-        world, gpus = _join_processes(
-            transport, store, rank, size, timeout, time.monotonic() + (timeout if joining is None else joining)
-        )
+        world, gpus = _join_processes(transport, store, rank, size, timeout, time.monotonic() + timeout)
     _core.comm.close_at_end(world)
     if not devices:
         return _communicator(world, "auto")

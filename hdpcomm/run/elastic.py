@@ -1,4 +1,4 @@
-"""Runs that go on with the ranks that are left when some die, and with those that join: :class:`Elastic`."""
+"""Runs that go on with the ranks that are left when some die: :class:`Elastic`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,24 +18,18 @@ from hdpcomm.data.agree import from_rank
 from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage, Mismatch, PeerLost
 from hdpcomm.log import LOG
 from hdpcomm.run.checkpoints import newest_checkpoint
-from hdpcomm.run.lobby import LOBBY, Lobby, grow
 from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.comm.secret import Secret
 
-__all__ = ["Elastic", "NewcomersWait", "TooSlow", "active_ranks", "run_facts", "run_with_survivors"]
+__all__ = ["Elastic", "TooSlow", "active_ranks", "run_with_survivors"]
 
 T = TypeVar("T")
-_OVER, _LOAD, _GROW = range(3)
+_OVER, _LOAD = range(2)
 """Messages to spare ranks."""
 _FOR_EVER_S = 1e7
 """Seconds that a spare rank waits for the run: deaths end the wait, and so do ranks that begin again."""
-
-
-class NewcomersWait(Exception):
-    """Raised by all ranks of an attempt between two steps: processes wait in the run's lobby."""
 
 
 class TooSlow(Error):
@@ -62,43 +55,34 @@ _LEAVE = (Mismatch, TooSlow)
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """How a run goes on when some of its ranks die, and who may join it.
+    """How a run goes on when some of its ranks die.
 
     Attributes:
         folder: of the run: the newest checkpoint of ``folder / "checkpoints"`` is where it goes on if the living ranks
-            hold no state together, and newcomers find the lobby here.
-        secret: who knows it may join (:func:`hdpcomm.comm.secret.job_secret`).
+            hold no state together.
         pipeline, tensor, expert: the mesh, which is made of as many ranks as there can be; the others are spares.
         resume: where the run begins, as of :class:`hdpcomm.run.Saving`.
-        offer: text for newcomers.
-        transport: of :func:`hdpcomm.init`, for a world with newcomers.
     """
 
     folder: Path
-    secret: Secret
     pipeline: int = 1
     tensor: int = 1
     expert: int = 1
     resume: str | None = None
-    offer: str = ""
-    transport: str = "auto"
 
     def run(
         self,
         comm: Communicator,
         attempt: Callable[[Communicator, str | KeptCheckpoint | None, PeerSaves], T],
         on_change: Callable[[Communicator, Sequence[int]], None] = lambda *_: None,
-        *,
-        came: bool = False,
     ) -> T | None:
-        """Runs ``attempt(comm, resume, peers)`` on the ranks that train, again whenever some die or come, and returns
-        its result; ``None`` on a rank that is a spare at the end, or had to leave. Collective over ``comm``.
+        """Runs ``attempt(comm, resume, peers)`` on the ranks that train, again whenever some die, and returns its
+        result; ``None`` on a rank that is a spare at the end, or had to leave. Collective over ``comm``.
 
         Args:
             attempt: :func:`hdpcomm.run.train` with ``saving=Saving(..., resume=resume, peers=peers)``.
             on_change: (communicator of all living ranks, positions of those that are to train), before the next
                 attempt.
-            came: this rank joins a run.
 
         Raises: as :func:`run_with_survivors`.
         """
@@ -118,8 +102,6 @@ class Elastic:
             active = self._active(living)
             spares = [rank for rank in range(living.size) if rank not in active]
             first = living.rank == active[0]
-            lobby = partial(Lobby, self.folder / LOBBY, self.secret, run_facts(), self.offer)
-            peers.open_lobby = lobby if first else None
             peers.next_attempt()
             kept = place if isinstance(place, KeptCheckpoint) else None
             if living.rank in spares:
@@ -133,18 +115,13 @@ class Elastic:
             with _lead_spares(living, spares if first else []):
                 return attempt(training, begins, peers)
 
-        def grown(living: Communicator) -> Communicator:
-            return grow(living, peers.lobby, self._active(living)[0], self.transport)
-
         try:
-            return run_with_survivors(comm, once, change, grow=grown, came=came)
+            return run_with_survivors(comm, once, change)
         except _LEAVE as error:
             if error.rank not in error.unlike:
                 raise
             LOG.error(f"rank {error.rank} leaves the run: {error}")
             return None
-        finally:
-            peers.close()
 
     def _active(self, living: Communicator) -> list[int]:
         return active_ranks(living, pipeline=self.pipeline, tensor=self.tensor, expert=self.expert)
@@ -153,7 +130,6 @@ class Elastic:
         """Where a run goes on that has lost what its ranks had in memory: its newest checkpoint, or where it began."""
         folder = self.folder / "checkpoints"
         found = newest_checkpoint(folder)[0] if living.rank == 0 and folder.is_dir() else None
-        # Rank 0's, since a newcomer was not told where the run began.
         return from_rank(living, (self.resume or "") if found is None else str(found.path)) or None
 
 
@@ -168,30 +144,18 @@ def _goes_on(active: int, living: int, resume: str | KeptCheckpoint | None) -> s
     return f"going on with {ranks_text(active)}{spares} from {place}{lost}"
 
 
-def run_facts() -> str:
-    """Text that ranks of a run and those that join it must have alike."""
-    import hdpcomm
-
-    return f"hdpcomm {hdpcomm.__version__}"
-
-
 def run_with_survivors(
     comm: Communicator,
     attempt: Callable[[Communicator], T],
     on_change: Callable[[Communicator, str], None],
-    *,
-    grow: Callable[[Communicator], Communicator] = lambda living: living,
-    came: bool = False,
 ) -> T:
-    """Runs ``attempt(comm)`` and returns its result. When ranks die, or newcomers wait, the others call ``on_change``
-    and ``attempt`` again, on the communicator of those that are there then, also where a death comes in ``on_change``.
-    Collective over ``comm``.
+    """Runs ``attempt(comm)`` and returns its result. When ranks die, the others call ``on_change`` and ``attempt``
+    again, on the communicator of those that are there then, also where a death comes in ``on_change``. Collective over
+    ``comm``.
 
     Args:
         attempt: goes on from a checkpoint, and keeps nothing of the attempt before.
         on_change: (communicator of all ranks, what has happened).
-        grow: gives the communicator with the newcomers; see :func:`hdpcomm.run.lobby.grow`.
-        came: this rank is a newcomer itself.
 
     Raises:
         InvalidUsage: ``comm`` has devices, whose operations end with the first error.
@@ -204,18 +168,12 @@ def run_with_survivors(
             "operations of devices end for good when a rank dies, so the others cannot go on by themselves (elastic): "
             "start the ranks by torchrun --max-restarts, which starts all of them anew"
         )
-    what = "this rank joined" if came else ""
+    what = ""
     while True:
         try:
             if what:
                 on_change(comm, what)
-            try:
-                return attempt(comm)
-            except NewcomersWait:
-                before, comm = comm.size, grow(comm)
-                more = comm.size - before
-                what = f"{more} rank{'s' * (more > 1)} joined" if more else "newcomers did not come"
-                continue
+            return attempt(comm)
         except (*_LOST, *_LEAVE) as error:
             failure = error.with_traceback(None)  # whose frames hold the model
             failure.__cause__ = failure.__context__ = None
@@ -251,13 +209,9 @@ def active_ranks(living: Communicator, *, pipeline: int, tensor: int, expert: in
 
 @contextmanager
 def _lead_spares(living: Communicator, spares: Sequence[int]) -> Iterator[None]:
-    """On the first active rank, round the run: at its end spares are told that it is over, unless ranks have died, or
-    that newcomers wait."""
+    """On the first active rank, around the run: at its end spares are told that it is over, unless ranks have died."""
     try:
         yield
-    except NewcomersWait:
-        _tell(living, spares, _GROW)
-        raise
     except (*_LOST, *_LEAVE):
         raise
     except BaseException:
@@ -277,13 +231,11 @@ def _wait_as_spare(living: Communicator, first: int, kept: KeptCheckpoint | None
     Args:
         first: position of the first active rank.
 
-    Raises: PeerLost, Aborted: ranks have died, or begin again. NewcomersWait.
+    Raises: PeerLost, Aborted: ranks have died, or begin again.
     """
     told = torch.zeros(1, dtype=torch.int64)
     while True:
         living.recv(told, first, async_op=True).wait(_FOR_EVER_S)
-        if int(told) == _GROW:
-            raise NewcomersWait
         if int(told) == _OVER or kept is None:
             return
         try:

@@ -29,7 +29,7 @@ from hdpcomm.run.costs import (
     measure_costs,
     same_mesh,
 )
-from hdpcomm.run.elastic import NewcomersWait, TooSlow
+from hdpcomm.run.elastic import TooSlow
 from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.export import export_model
 from hdpcomm.run.first_weights import FirstWeights, keep_optimizer
@@ -303,7 +303,7 @@ class _Run:
             if self.config.eval_every and self.done % self.config.eval_every == 0:
                 self._evaluate()
             if self.saving is not None and self.saving.peers is not None and self.done < self.config.steps:
-                self._change_ranks(self.saving.peers)
+                self._leave_slow_ranks(self.saving.peers)
         self._save_last()
         if not self.stopped_by and self.done > self.first_step:
             self._evaluate()
@@ -413,15 +413,12 @@ class _Run:
         if self.saving is not None and self.saving.peers is not None:
             self.saving.peers.take(self.comm, self.done, self.trainers, self._facts())
 
-    def _change_ranks(self, peers: PeerSaves) -> None:
-        """Ends this attempt where processes wait that want to take part, or ranks have to leave. Raises: NewcomersWait,
-        TooSlow, on all ranks."""
+    def _leave_slow_ranks(self, peers: PeerSaves) -> None:
+        """Ends this attempt where ranks have to leave. Raises: TooSlow, on all ranks."""
         if self.leave:
             peers.finish()
             ranks = [self.comm.ranks[position] for position in self.leave]
             raise TooSlow(ranks, self.config.evict_slower, self.comm.global_rank)
-        if peers.newcomers(self.comm):
-            raise NewcomersWait
 
     def _facts(self) -> dict[str, Any]:
         """Facts beside the tensors of a checkpoint."""
@@ -499,7 +496,7 @@ def _checkpoint_folder(
 def _end_of_saving(folder: CheckpointFolder, error: object, *_: object) -> None:
     if error is None:
         folder.wait()
-    elif error in (NewcomersWait, TooSlow):
+    elif error is TooSlow:
         _warn_of_disk(folder)
     else:
         folder.give_up()

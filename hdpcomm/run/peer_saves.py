@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from hdpcomm.data.agree import gather_json
-from hdpcomm.errors import Error, InvalidUsage
-from hdpcomm.log import LOG
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.state.peer_copies import KeptStep, PeerCopies
 from hdpcomm.train.state.tensor_part import TensorPart
 from hdpcomm.train.step.state import path_name, walk_state
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.run.lobby import Lobby
     from hdpcomm.train import Trainer
 
 __all__ = ["KeptCheckpoint", "PeerSaves"]
@@ -95,17 +93,12 @@ class PeerSaves:
     """
 
     def __init__(self) -> None:
-        self.open_lobby: Callable[[], Lobby] | None = None
-        """Makes the place where processes wait that want to take part, after the first step; on one rank."""
-        self.lobby: Lobby | None = None
         self._attempt = 0
         self._copies: dict[int, PeerCopies] = {}
 
     def next_attempt(self) -> None:
         """The living ranks begin again, with or without this one. Every living rank says so. Local."""
         self._attempt += 1
-        if self.open_lobby is None:
-            self.close()
 
     def begin(self, comm: Communicator, trainers: Mapping[str, Trainer]) -> None:
         """The attempt has its trainers. Collective over its ranks."""
@@ -120,43 +113,13 @@ class PeerSaves:
         if not first:  # that one is in the memory of all its keepers
             self._copies = {self._attempt: copies}
 
-    def newcomers(self, comm: Communicator) -> int:
-        """How many wait in the lobby; if any do, what has been taken is in the memory of all its keepers. Collective
-        over the attempt's ranks. Raises: PeerLost, Aborted."""
-        if self.lobby is None and self.open_lobby is not None:
-            self.lobby = self._opened(self.open_lobby)
-        count = torch.tensor([0 if self.lobby is None else len(self.lobby.waiting())])
-        comm.all_reduce(count)
-        if int(count):
-            self.finish()
-        return int(count)
-
     def finish(self) -> None:
         """Until what has been taken is in the memory of all its keepers. Local. Raises: PeerLost, Aborted."""
         self._copies[self._attempt].finish()
 
-    def _opened(self, make: Callable[[], Lobby]) -> Lobby | None:
-        """A run without a lobby goes on: nobody can join it."""
-        try:
-            lobby = make()
-        except (Error, OSError) as error:
-            self.open_lobby = None
-            LOG.warning(f"no process can join this run (--join): {error}")
-            return None
-        LOG.info(f"more ranks may come: hdpcomm train --join {lobby.address}")
-        return lobby
-
-    def close(self) -> None:
-        """Nobody may come any more. Idempotent."""
-        if self.lobby is not None:
-            self.lobby.close()
-            self.lobby = None
-
     def newest(self, living: Communicator) -> KeptCheckpoint | None:
         """The newest state that the living ranks hold together. Collective over ``living``. Raises: PeerLost."""
-        told = gather_json(living, [self._attempt, list(self._copies)])
-        self._attempt = max(attempt for attempt, _ in told)  # newcomers begin to count here
-        attempts = {each for _, own in told for each in own}
+        attempts = {each for own in gather_json(living, list(self._copies)) for each in own}
         for attempt in sorted(attempts, reverse=True):
             if (kept := PeerCopies.newest(self._copies.get(attempt), living)) is not None:
                 return KeptCheckpoint(kept, living)

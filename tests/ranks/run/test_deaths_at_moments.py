@@ -1,18 +1,17 @@
-"""A run's ranks die in the middle of what ``--elastic`` does for them: copying, saving, the way back, a newcomer's
-coming. The others go on, with the losses of a run that nobody disturbed."""
+"""A run's ranks die in the middle of what ``--elastic`` does for them: copying, saving, the way back. The others go on,
+with the losses of a run that nobody disturbed."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 from pathlib import Path
 
 import pytest
 
 from tests.harness.warm_python import Python, run_python
-from tests.ranks.run.test_elastic import STEPS, TOLD, command, data, losses, no_world, wait_for_steps
+from tests.ranks.run.test_elastic import STEPS, TOLD, command, data, losses, no_world
 
 __all__ = ["data", "no_world"]
 
@@ -50,7 +49,7 @@ def hook(place, since, moment, number):
 
 for death in filter(None, os.environ.get("HDPCOMM_DEATHS", "").split()):
     rank, place, since, moment, number = death.split(",")
-    if rank == os.environ.get("RANK", "newcomer"):
+    if rank == os.environ["RANK"]:
         hook(place, since, moment, number)
 shrink = Communicator.shrink
 def arms(self, *arguments, **options):
@@ -68,7 +67,6 @@ AT_WORK = [
     f"{COPIES}PeerCopies.take",
     f"{COPIES}_Segment.fill",
     f"{COPIES}PeerCopies._finish",
-    "hdpcomm.run.peer_saves:PeerSaves.newcomers",
     "hdpcomm.run.checkpoints:CheckpointFolder.save",
     "hdpcomm.run.checkpoints:CheckpointFolder._write_part",
     "hdpcomm.train:Trainer.step",
@@ -89,15 +87,6 @@ ON_THE_WAY_BACK = [
 FIRST = "last,hdpcomm.train:Trainer.step,now,before,4"
 DEATHS = [f"2,{place},now,{moment},3" for place in AT_WORK for moment in ("before", "after")]
 DEATHS += [f"{FIRST} 2,{place},then,{moment},1" for place in ON_THE_WAY_BACK for moment in ("before", "after")]
-#: While a process joins: its own, or a member's.
-JOINED = "hdpcomm.run.lobby:_joined"
-JOINS = [f"{rank},{JOINED},now,{moment},1" for rank in ("newcomer", "2") for moment in ("before", "after")]
-JOINS += [
-    f"{rank},{place},now,{moment},1"
-    for rank in ("newcomer", "2")
-    for place in ("hdpcomm.run.peer_saves:PeerSaves.newest", "hdpcomm.run.peer_saves:KeptCheckpoint.load_into")
-    for moment in ("before", "after")
-]
 MOST = 300
 CONSTANT = ["--schedule", "constant", "--warmup", "1", "--lr", "1e-4"]
 MESHES = {"hdp": (4, []), "zero 1": (4, ["--zero", "1"]), "pipeline 2": (6, ["--pipeline", "2"])}
@@ -146,33 +135,3 @@ def test_the_others_go_on(data: str, tmp_path: Path, exact: list[float], mesh: s
     if "the disk" not in told[0] and "lost, too" not in told[0]:
         assert len(rows) <= STEPS + len(gone), told[0]
     assert TOLD.findall(told[0]) or "lost, too" in told[0], told[0]
-
-
-@pytest.mark.parametrize("death", JOINS if os.environ.get("HDPCOMM_TEST_MOMENTS") else JOINS[5:6], ids=short)
-def test_a_death_while_a_process_joins(data: str, tmp_path: Path, exact: list[float], death: str) -> None:
-    """The others go on, with the newcomer if that lives; of both deaths at most one costs a step."""
-    out = tmp_path / "run"
-    arguments = command(data, out, *CONSTANT, "--elastic", "--ranks", "3", steps=MOST)
-    processes = by_hand(arguments[2:], 3, death)
-    try:
-        wait_for_steps(processes[0], out, 3)
-        newcomer = Python(["-c", SCRIPT, "train", "--join", str(out)], env=os.environ | {"HDPCOMM_DEATHS": death})
-        processes.append(newcomer)
-        died = processes[3 if death.startswith("newcomer") else 2]
-        died.wait(timeout=100)
-        count = len(losses(out))
-        wait_for_steps(processes[0], out, count + 20)
-        processes[0].send_signal(signal.SIGTERM)
-        told = [process.communicate(timeout=100)[1] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-    assert died.returncode == -signal.SIGKILL
-    codes = [process.returncode for process in processes[:3] if process is not died]
-    assert codes == [128 + signal.SIGTERM] + [0] * (len(codes) - 1), "\n".join(told)  # rank 0 alone got the signal
-    rows = losses(out)
-    done = max(step for step, _ in rows) + 1
-    assert sorted({step for step, _ in rows}) == list(range(done))
-    assert len(rows) <= done + 1, told[0]
-    assert max(abs(loss - exact[step]) for step, loss in rows) < 5e-5

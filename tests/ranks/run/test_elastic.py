@@ -20,7 +20,6 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
 from hdpcomm.comm.launch import RankPool
-from hdpcomm.comm.secret import job_secret
 from hdpcomm.data import open_corpus
 from hdpcomm.models import LlamaConfig
 from hdpcomm.run import RunConfig, RunResult, Saving, Watching, read_lines, train
@@ -379,7 +378,7 @@ def program(data: str, out: str, last: int) -> list[int]:
             saving = Saving(folder / "checkpoints", resume=resume, peers=peers)
             return train(comm, corpus, CONFIG, saving=saving, watching=Watching(on_step=on_step))
 
-        result = Elastic(folder, job_secret()).run(comm, attempt)
+        result = Elastic(folder).run(comm, attempt)
         assert result is not None
         assert result.saved == folder / "checkpoints" / "step-8"
         return [step.step for step in result.steps["balanced"]]
