@@ -82,7 +82,7 @@ def _v_dim(q: Tensor, c_kv: Tensor, k_rope: Tensor, w_kv: Tensor) -> int:
             f"{', '.join(str(x.dtype) for x in tensors.values())}"
         )
     devices = {x.device for x in tensors.values()}
-    if len(devices) > 1 or q.device.type not in ("cpu", "cuda"):
+    if len(devices) > 1 or q.device.type not in ("cpu", "cuda", "meta"):
         raise InvalidUsage(
             f"q, c_kv, k_rope and w_kv must be on one device, cpu or cuda; got "
             f"{', '.join(str(x.device) for x in tensors.values())}"

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hdpcomm.kernels._tensors import autocast_type
+
 __all__ = ["Latent", "Payload"]
 
 _Pair = tuple[Tensor, Tensor]
@@ -75,7 +77,7 @@ class Payload:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in their own type, also where autocast would choose another."""
-    with torch.autocast(a.device.type, enabled=False):
+    with torch.autocast(autocast_type(a), enabled=False):
         return a @ b
 
 

@@ -9,9 +9,14 @@ import torch
 from hdpcomm._core import DTYPES
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["dtype_code", "launch"]
+__all__ = ["autocast_type", "dtype_code", "launch"]
 
 _CODES = {getattr(torch, name): code for name, code in DTYPES.items() if hasattr(torch, name)}
+
+
+def autocast_type(tensor: torch.Tensor) -> str:
+    """The device type for ``torch.autocast``, which knows no meta device."""
+    return "cpu" if tensor.is_meta else tensor.device.type
 
 
 def dtype_code(tensor: torch.Tensor, known: Sequence[torch.dtype] | None = None) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from hdpcomm.arguments import check_type
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._logit_rows import IGNORE, FusedRows, LogitRows, PlainRows, VocabularyShard
+from hdpcomm.kernels._tensors import autocast_type
 from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES
 from hdpcomm.kernels.derivatives import without_second_derivative
 
@@ -176,9 +177,9 @@ class _Job:
 
 
 def _in_autocast_type(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    if not torch.is_autocast_enabled(_autocast_type(hidden)):
+    if not torch.is_autocast_enabled(autocast_type(hidden)):
         return hidden, weight, bias
-    low = torch.get_autocast_dtype(_autocast_type(hidden))
+    low = torch.get_autocast_dtype(autocast_type(hidden))
     return hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
 
 
@@ -242,7 +243,7 @@ def _chunks(
     # chunks of equal size: the last one of many would else be small
     size = -(-tokens // chunks) if chunks else 0
     memory = hidden.new_empty(size, weight.shape[0])
-    with torch.autocast(_autocast_type(hidden), enabled=False):
+    with torch.autocast(autocast_type(hidden), enabled=False):
         for start in range(0, tokens, max(1, size)):
             part = slice(start, min(tokens, start + size))
             logits = _logits(hidden[part], weight, bias, job, memory)
@@ -296,10 +297,6 @@ class _Gradients:
             comm.all_reduce(self.hidden)
         bias = None if self.bias is None else self.bias.to(self._types[1])
         return self.hidden, None if self.weight is None else self.weight.to(self._types[0]), bias
-
-
-def _autocast_type(tensor: Tensor) -> str:
-    return "cpu" if tensor.is_meta else tensor.device.type  # torch knows no autocast on the meta device
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job, memory: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ class AdaptedCausalLM(LayeredModel):
             x = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
         options: dict[str, Any] = {} if self._router is None else {"output_router_logits": True}
         if positions.is_meta:  # without a mask transformers would look at the positions, which have no values there
-            options["attention_mask"] = positions.new_ones(1, positions.shape[0], dtype=torch.bool)
+            options["attention_mask"] = torch.ones(1, positions.shape[0], dtype=torch.bool, device="cpu")
         options["inputs_embeds" if x.is_floating_point() else "input_ids"] = x[None]
         filled = max(1, count) if self.tensor is None else self.tensor.rows(max(1, count))
         own = count if self.tensor is None else self.tensor.tokens_here(count)

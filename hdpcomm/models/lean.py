@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hdpcomm.kernels._tensors import autocast_type
 from hdpcomm.kernels.derivatives import without_second_derivative
 
 __all__ = ["ACTIVATIONS", "gate_clamped", "gate_halves", "gated", "rms_norm", "rotate"]
@@ -60,7 +61,7 @@ class _RmsNorm(torch.autograd.Function):
         scale = _wide_weight(weight, factors.dtype, ctx.offset)
         products = torch.mul(upstream[0], x, out=torch.empty_like(x, dtype=factors.dtype)).reshape(-1, x.shape[-1])
         of_x = of_weight = None
-        with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
+        with torch.autocast(autocast_type(x), enabled=False):
             if ctx.needs_input_grad[1]:
                 of_weight = torch.mv(products.T, factors.flatten()).to(weight.dtype)
             sums = torch.mv(products, scale).view(factors.shape)

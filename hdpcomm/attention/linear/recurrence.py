@@ -13,6 +13,7 @@ from torch import Tensor
 from hdpcomm.attention.linear.exchange import Group, Map, num_groups, travel
 from hdpcomm.attention.linear.scan import ForestScan, Inputs, PartRuns, Scan, chunked
 from hdpcomm.attention.linear.state_plan import StatePlan
+from hdpcomm.kernels._tensors import autocast_type
 from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class LinearRecurrence(torch.autograd.Function):
         initial: Tensor | None,
         call: LinearCall,
     ) -> tuple[Tensor, Tensor | None]:
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(autocast_type(q), enabled=False):
             out, passes = _run_forward(Inputs(q, k, v, g, beta), call, initial)
         kept = [[*each.states, *each.transitions] for each in passes]
         ctx.call = call
@@ -180,6 +181,6 @@ class LinearRecurrence(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
         call: LinearCall = ctx.call
         q, k, v, g, beta, *kept = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(autocast_type(q), enabled=False):
             grads, dinitial = _run_backward(dout, Inputs(q, k, v, g, beta), kept, call, dfinal)
         return grads.q, grads.k, grads.v, grads.g, grads.beta, dinitial, None

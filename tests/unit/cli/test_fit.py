@@ -108,3 +108,15 @@ def test_less_memory_recomputes_more_and_cuts_more(monkeypatch: pytest.MonkeyPat
     assert best is not None
     assert best.config.zero == 2
     assert all(each.step_s is not None and each.step_s > best.step_s for each in tight[:2] if each.fits)
+
+
+def test_latent_attention_needs_no_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    from tests.harness.families import model_of
+
+    config = model_of("deepseek-v3", vocab_size=512).config
+    config.architectures = ["DeepseekV3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    given = ["--model", str(tmp_path), "--ranks", "2", "--context", "1K", "--tensor", "1", "--zero", "1"]
+    assert main(["fit", *given]) == 0
+    assert "take hdpcomm train" in capsys.readouterr().out
