@@ -134,6 +134,7 @@ def load_rank(folder: str, sizes: dict[str, Any]) -> dict[str, int]:
         return read[0]
 
     options: dict[str, Any] = {"recompute": ["none"] * config.pipeline, "zero": int(config.zero)}
+    options["layers"] = config.stage_layers
     with hdp.init(timeout=600.0) as comm:
         mesh = mesh_of(comm, config)
         new_part(config.model, mesh, weights=None, **options)  # imports what it needs

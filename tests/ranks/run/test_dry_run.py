@@ -110,7 +110,7 @@ def test_a_model_that_no_machine_here_could_hold() -> None:
     }  # fmt: skip
     config = RunConfig(
         model=LlamaConfig(**model, tied_embeddings=False), capacity=8192, tokens_per_step=1 << 20, pipeline=4, tensor=8,
-        zero=1, dtype="bf16",
+        layers_per_stage="20,20,20,20", zero=1, dtype="bf16",
     )  # fmt: skip
     devices = predict_memory(config, 512)
     assert len(devices) == 4
