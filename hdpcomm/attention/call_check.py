@@ -44,7 +44,9 @@ def agree(comm: Communicator, op: str, *, error: Error | None, facts: str, summa
     ``error``: the error that this rank found; it raises it, and all others raise an InvalidUsage that quotes it.
     ``summary``: readable facts, quoted when they differ. Raises: ``error``, InvalidUsage, Mismatch.
     """
-    if device.type == "meta" and error is None:  # has no bytes to compare
+    if device.type == "meta":  # has no bytes to compare
+        if error is not None:
+            raise error
         return
     mine = torch.frombuffer(
         bytearray(_record(error is not None, facts, summary if error is None else str(error))), dtype=torch.uint8

@@ -108,10 +108,8 @@ def loads_on_mesh(loads: Sequence[ExpertLoad], mesh: Mesh) -> Tensor:
     return table
 
 
-def move_biases(loads: Sequence[ExpertLoad], mesh: Mesh) -> None:
-    """Moves the biases of routers by their experts' loads in a step. Collective over the ranks of a stage, once a step,
-    if any router has such a bias."""
-    moved = [load for load in loads if load.bias is not None]
-    if moved:
-        for load, counts in zip(moved, loads_on_mesh(moved, mesh)[:, 0], strict=True):
+def move_biases(loads: Sequence[ExpertLoad], rows: Tensor) -> None:
+    """Moves the biases of routers by their experts' loads in a step, as of :func:`loads_on_mesh`. Local."""
+    for load, counts in zip(loads, rows[:, 0], strict=True):
+        if load.bias is not None:
             load.bias.move(counts)

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hdpcomm.models.balance import loads_on_mesh
 from hdpcomm.models.expert_group import ExpertLoad
 from hdpcomm.offload import ActivationOffload, MemoryMeter
 from hdpcomm.plan import MemoryModel
@@ -284,25 +283,26 @@ def expert_loads(model: nn.Module) -> list[ExpertLoad]:
 
 @contextmanager
 def uncounted(loads: Sequence[ExpertLoad]) -> Iterator[None]:
-    """Context of passes that will run again. Local."""
+    """Context of passes that will run again, or train nothing. Local."""
+    before = [load.counts for load in loads]
     for load in loads:
         load.counts = False
     try:
         yield
     finally:
-        for load in loads:
-            load.counts = True
+        for load, counts in zip(loads, before, strict=True):
+            load.counts = counts
 
 
-def add_expert_load(metrics: StepMetrics, loads: Sequence[ExpertLoad], mesh: Mesh) -> StepMetrics:
+def add_expert_load(metrics: StepMetrics, rows: Tensor | None, mesh: Mesh) -> StepMetrics:
     """The metrics with those of the experts. Collective over the mesh.
 
     Args:
-        loads: of the layers on this rank, since the step began; none where another stage has all layers with experts.
+        rows: of :meth:`hdpcomm.train.step.runner.Runner.expert_rows`.
     """
     most = torch.zeros(3, dtype=torch.float64)
-    if loads:
-        routed, computed = loads_on_mesh(loads, mesh).unbind(1)  # [layers, experts]
+    if rows is not None:
+        routed, computed = rows.unbind(1)  # [layers, experts]
         dropped = (routed.sum(1) - computed.sum(1)).max()
         most = torch.stack((computed.double().mean(), computed.max().double(), dropped.double()))
     mesh.comm.all_reduce(most, "max")

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from hdpcomm.comm.tensors import wraps_tensors
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models.balance import move_biases
+from hdpcomm.models.balance import loads_on_mesh, move_biases
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.state.layout import layout_of, plain_name
+from hdpcomm.train.step.metrics import uncounted
 from hdpcomm.train.step.replicas import ChangedBuffers, check_same_plan
 from hdpcomm.train.step.settings import WHOLE, StepSettings
 from hdpcomm.train.step.state import State
@@ -81,6 +82,7 @@ class Runner:
         self._warm: set[bool] = set()
         """Passes, with gradients or without, that have made what kernels and compilers make at their first call."""
         self._reduced = False
+        self._rows: Tensor | None = None
         self._model_copies, self._optimizer_copies = HostCopies(self._device), HostCopies(self._device)
 
     def _same_start(self) -> None:
@@ -202,7 +204,7 @@ class Runner:
         self._buffers.begin()
         for load in self.passes.loads:
             load.reset()
-        self._reduced = False
+        self._reduced, self._rows = False, None
 
     def agree(self, plan: StepPlan, settings: str) -> None:
         """Raises unless all ranks are about to run the same plan and update alike. Collective.
@@ -227,7 +229,7 @@ class Runner:
     def forward(self, inputs: StepInputs) -> Tensor:
         """Forward passes only; (summed loss, labels) of those whose last layers are here, fp64 ``[2]``. Collective."""
         plan = inputs.planned.plan
-        with self.passes.open(plan), self._first(False), self._within(), self.weights():
+        with self.passes.open(plan), self._first(False), self._within(), self.weights(), uncounted(self.passes.loads):
             total = self.passes.run(inputs)
             self.passes.executed_plan(plan)
         self._wait_for_parts()  # others may change theirs then
@@ -292,7 +294,15 @@ class Runner:
         :meth:`update` does so. Collective."""
         if self.masters is not None:
             self.masters.publish()
-        move_biases(self.passes.loads, self._mesh)
+        if any(load.bias is not None for load in self.passes.loads) and (rows := self.expert_rows()) is not None:
+            move_biases(self.passes.loads, rows)
+
+    def expert_rows(self) -> Tensor | None:
+        """Rows of each expert in the passes of this step, as of :func:`hdpcomm.models.balance.loads_on_mesh`; ``None``
+        where this stage has no experts. Collective over the ranks of a stage, once a step."""
+        if self._rows is None and self.passes.loads:
+            self._rows = loads_on_mesh(self.passes.loads, self._mesh)
+        return self._rows
 
     def _wait_for_parts(self) -> None:
         """Waits until all ranks have read, or changed, the parts of weights that others pull. Collective."""

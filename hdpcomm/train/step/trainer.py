@@ -380,7 +380,7 @@ class Trainer:
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
         if runner.counts_rows:
-            metrics = add_expert_load(metrics, runner.passes.loads, self.mesh)
+            metrics = add_expert_load(metrics, runner.expert_rows(), self.mesh)
         return offloading.add_to(metrics, self.comm)
 
     def _terms(
