@@ -193,21 +193,20 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
         sizes = (memory.weights, memory.gradients, optimizer, activations, logits, together)
         table.add_row(str(stage), str(recompute), *map(size_text, sizes))
     console.print(table)
-    if (beside := found.beside) is not None:
-        table = new_table("beside it, of each rank")
-        columns = {
-            "offload pool (pinned)": beside.pool,
-            "messages (shared by the host)": beside.shared,
-            "messages (device)": beside.device,
-        }
-        if host := max(memory.host for memory in found.devices):
-            columns["optimizer (pinned)"] = host
-        if beside.copies:
-            columns["copies (--elastic)"] = beside.copies
-        for name in columns:
-            table.add_column(name, justify="right")
-        table.add_row(*map(size_text, columns.values()))
-        console.print(table)
+    beside, table = found.beside, new_table("beside it, of each rank")
+    columns = {
+        "offload pool (pinned)": beside.pool,
+        "messages (shared by the host)": beside.shared,
+        "messages (device)": beside.device,
+    }
+    if host := max(memory.host for memory in found.devices):
+        columns["optimizer (pinned)"] = host
+    if beside.copies:
+        columns["copies (--elastic)"] = beside.copies
+    for name in columns:
+        table.add_column(name, justify="right")
+    table.add_row(*map(size_text, columns.values()))
+    console.print(table)
 
 
 def _memory_text(config: RunConfig, result: RunResult) -> str:

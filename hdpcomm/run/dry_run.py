@@ -73,9 +73,9 @@ class DryRun:
     token_bytes: float
     reports: dict[str, list[StepReport]]
     memory: dict[str, list[RankMemory]]
-    devices: tuple[StepMemory, ...] = ()
-    recompute: tuple[int, ...] = ()
-    beside: MemoryBeside | None = None
+    devices: tuple[StepMemory, ...]
+    recompute: tuple[int, ...]
+    beside: MemoryBeside
 
 
 def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig, *, elastic: bool = False) -> DryRun:
@@ -94,7 +94,28 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig, *, elastic: b
     _, on_host = local_place(comm.rank, comm.size)
     elastic_ranks = comm.size if elastic else 0
     beside = memory_beside(config, on_host, on_devices=comm.device.type == "cuda", elastic_ranks=elastic_ranks)
-    return replace(_dry_run(corpus, config, comm.size, planners, devices, after_s), beside=beside)
+    recompute = recompute_by_device(config)
+    sampler = batch_sampler(corpus, config)
+    batches = [sampler.batch(step).lengths for step in range(min(STEPS, config.steps))]
+    reports: dict[str, list[StepReport]] = {}
+    memory: dict[str, list[RankMemory]] = {}
+    for policy, planner in planners.items():
+        reports[policy] = [simulate_step(planner, lengths).followed_by(after_s) for lengths in batches]
+        most = [
+            max(float(report.rank_peak_tokens[rank]) for report in reports[policy])
+            for rank in range(planner.cluster.ranks)
+        ]
+        memory[policy] = [rank_memory(tokens, config.capacity, devices, recompute) for tokens in most]
+    return DryRun(
+        ranks=comm.size,
+        parameters=sum(p.numel() for p in model_on_meta(config.model).parameters()),
+        token_bytes=max(token_bytes(devices, recompute)),
+        reports=reports,
+        memory=memory,
+        devices=devices,
+        recompute=tuple(recompute),
+        beside=beside,
+    )
 
 
 def _after_passes_s(
@@ -116,37 +137,6 @@ def _after_passes_s(
         comm.all_reduce(passes, "max")
         found.append(metrics.seconds - metrics.plan_wait_s - float(passes))
     return max(0.0, median(found[1:]))
-
-
-def _dry_run(
-    corpus: Corpus,
-    config: RunConfig,
-    ranks: int,
-    planners: Mapping[str, Planner],
-    devices: tuple[StepMemory, ...],
-    after_s: float = 0.0,
-) -> DryRun:
-    recompute = recompute_by_device(config)
-    sampler = batch_sampler(corpus, config)
-    batches = [sampler.batch(step).lengths for step in range(min(STEPS, config.steps))]
-    reports: dict[str, list[StepReport]] = {}
-    memory: dict[str, list[RankMemory]] = {}
-    for policy, planner in planners.items():
-        reports[policy] = [simulate_step(planner, lengths).followed_by(after_s) for lengths in batches]
-        most = [
-            max(float(report.rank_peak_tokens[rank]) for report in reports[policy])
-            for rank in range(planner.cluster.ranks)
-        ]
-        memory[policy] = [rank_memory(tokens, config.capacity, devices, recompute) for tokens in most]
-    return DryRun(
-        ranks=ranks,
-        parameters=sum(p.numel() for p in model_on_meta(config.model).parameters()),
-        token_bytes=max(token_bytes(devices, recompute)),
-        reports=reports,
-        memory=memory,
-        devices=devices,
-        recompute=tuple(recompute),
-    )
 
 
 def token_bytes(devices: Sequence[StepMemory], recompute: Sequence[int]) -> list[float]:
