@@ -179,7 +179,7 @@ def start(kind: str, folder: Path, options: argparse.Namespace) -> subprocess.Po
 
 
 def run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What both runs measured."""
+    """Measurements of rank 0 of both runs, by their kind."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "turn").write_text(KINDS[0])

@@ -79,7 +79,7 @@ FAMILIES = {
     "glm4": ("Glm4", {}),
     "olmo2": ("Olmo2", {}),
 }  # fmt: skip
-"""Those from DeepSeek-V3 to OLMo Hybrid have multi-head latent attention and linear layers."""
+"""Families of transformers; from DeepSeek-V3 to OLMo Hybrid with latent attention or linear layers."""
 
 
 def config_of(family, **changes):

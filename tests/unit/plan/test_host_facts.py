@@ -1,4 +1,4 @@
-"""What a host says of itself."""
+"""Facts of a host: its name, cores and links."""
 
 from __future__ import annotations
 

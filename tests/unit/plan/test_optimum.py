@@ -324,7 +324,7 @@ def test_bound_optimum_plan_of_pipelines_with_sequences_that_are_alike() -> None
 
 
 def with_uneven_stages(rng: random.Random, cluster: ClusterSpec) -> ClusterSpec:
-    """The same with stages of different work: of a few layers each, some with a head or layers of other kinds."""
+    """Bound, optimum and plan with stages of different work: of a few layers each, some with a head or other kinds."""
     stages = cluster.pipeline * cluster.chunks
     layers = [rng.choice([3, 3, 4, 4, 4, 5]) for _ in range(stages)]
     work = []
