@@ -53,8 +53,8 @@ from hdpcomm.run.memory import predict_memory
 from hdpcomm.testing import spawn
 
 DOORS = ("transformers", "sft", "grpo", "verl")
-RANKS = {0: 2, 3: 4}
-"""By stage of ZeRO."""
+RANKS = {0: 2, 2: 2, 3: 4}
+"""By stage of ZeRO; 2 is verl's engine with ``reshard_after_forward=False``, which has no 0."""
 CAPACITY = 64  # tokens of a rank in a micro-batch
 BATCH = 48  # sequences of a step of --host
 STEPS, TURNS, WARM_UP = 25, 5, 5
@@ -348,7 +348,7 @@ def main() -> None:
     for name, default in (("layers", 20), ("hidden", 1024), ("vocabulary", 32000), ("steps", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--doors", nargs="+", choices=DOORS, default=DOORS[:3])
-    parser.add_argument("--zero", nargs="+", type=int, choices=tuple(RANKS), default=tuple(RANKS))
+    parser.add_argument("--zero", nargs="+", type=int, choices=tuple(RANKS), default=(0, 3))
     parser.add_argument("--host", action="store_true", help="host time of one rank, in place of memory")
     parser.add_argument("--folder", type=Path, help="where everything is written (a temporary folder)")
     parser.add_argument("--json", type=Path, help="write the figures, too")

@@ -1,7 +1,7 @@
 """Losses and weights of models that others' trainers train with plans, beside those trainers in one process, in fp32.
 
     python benchmarks/doors_equal.py [--doors transformers sft grpo] [--zero 0 3] [--json FILE] [--folder FOLDER]
-    python benchmarks/doors_equal.py --doors verl --zero 3 [--json FILE] [--folder FOLDER]
+    python benchmarks/doors_equal.py --doors verl --zero 2 3 [--json FILE] [--folder FOLDER]
 
 The model and the doors are those of ``benchmarks/doors.py``, in fp32 throughout. The other base trains in one process
 (verl's FSDP2 engine over gloo for ``verl``). The door takes the same global batches on several ranks, saves a
@@ -105,7 +105,8 @@ def verl_rank(folder: str, zero: int | None, steps: int, resume: bool) -> dict[s
     with hdp.init() as comm:
         dist.init_process_group("gloo", f"file://{folder}/store-{zero}-{resume}", rank=comm.rank, world_size=comm.size)
         data, loss = verl_rows(client, comm.rank, comm.size), partial(sft_loss, config=None)
-        worker = client.worker_of(strategy, "language_model", f"{folder}/model", loss, 1e-4, optimizer="AdamW")
+        settings = {"optimizer": "AdamW", "reshard_after_forward": zero != 2}
+        worker = client.worker_of(strategy, "language_model", f"{folder}/model", loss, 1e-4, **settings)
         if resume:
             worker.load_checkpoint(f"{folder}/out")
         metrics = [verl_step(client, worker, data) for _ in range(1 if resume else steps)]
@@ -131,7 +132,7 @@ def compare(options: argparse.Namespace, where: Path) -> Iterator[tuple[str, dic
     for door in options.doors:
         run, own = (verl_rank, [str(where)]) if door == "verl" else (run_rank, [door, str(where)])
         (one,) = spawn(run, 1, *own, None, steps, False, timeout=3600.0)
-        for zero in (3,) if door == "verl" else options.zero:
+        for zero in options.zero:
             ranks, started = (RANKS[zero], RANKS[zero] - 1), time.perf_counter()
             first = spawn(run, ranks[0], *own, zero, steps - 1, False, timeout=3600.0)
             then = spawn(run, ranks[1], *own, zero, steps, True, timeout=3600.0)
@@ -163,10 +164,12 @@ def main() -> None:
     for name, default in (("layers", 20), ("hidden", 1024), ("vocabulary", 32000), ("steps", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--doors", nargs="+", choices=DOORS, default=DOORS[:3])
-    parser.add_argument("--zero", nargs="+", type=int, choices=tuple(RANKS), default=tuple(RANKS))
+    parser.add_argument("--zero", nargs="+", type=int, choices=tuple(RANKS), default=(0, 3))
     parser.add_argument("--folder", type=Path, help="where everything is written (a temporary folder)")
     parser.add_argument("--json", type=Path, help="write the figures, too, beside those that it has")
     options = parser.parse_args()
+    if "verl" in options.doors and 0 in options.zero:
+        parser.error("verl's engine has no stage 0 of ZeRO; give --zero 2 3")
     options.ranks = 1  # key and value heads of the model need not be cut
     packages = ("torch", "transformers", "verl" if "verl" in options.doors else "trl")
     here = {

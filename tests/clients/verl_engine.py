@@ -325,7 +325,15 @@ def check_saved(engine: Any, folder: str) -> None:
 
 
 def worker_of(
-    strategy: str, kind: str, path: str, loss: Any, lr: float, *, optimizer: str = "SGD", precision: str = "fp32"
+    strategy: str,
+    kind: str,
+    path: str,
+    loss: Any,
+    lr: float,
+    *,
+    optimizer: str = "SGD",
+    precision: str = "fp32",
+    reshard_after_forward: bool = True,
 ) -> Any:
     """One of verl's workers for a model that is no policy, in micro-batches by tokens."""
     from verl.trainer.config import CheckpointConfig
@@ -337,6 +345,7 @@ def worker_of(
         "mixed_precision": dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), precision)
     }
     given |= {"use_torch_compile": False, "max_token_len_per_gpu": 50, "infer_max_token_len_per_gpu": 70}
+    given["reshard_after_forward"] = reshard_after_forward
     if strategy == "hdpcomm":
         from hdpcomm.integrations.verl_engine import HdpEngineConfig
 
