@@ -12,14 +12,14 @@ import time
 
 from common import Row, Rows, main, processes_kind, row
 
-from hdpcomm._core.device import Device, open_cuda
-from hdpcomm.testing import spawn
+from hdpcomm._core.device import open_cuda
+from hdpcomm.testing import _native, spawn
 
 STREAMS, COPY_BYTES, PATIENCE_S = 24, 4 << 20, 0.03
 KINDS = ("write", "copy", "copy from host")
 
 
-def held_up(device: Device, kind: str, waiting: int, priority: int) -> list[int]:
+def held_up(device: _native.TestedDevice, kind: str, waiting: int, priority: int) -> list[int]:
     """Which of the streams were held up while one waited; 0 is the default stream."""
     flags = device.allocate_pinned(4 * (STREAMS + 2))
     host = device.allocate_pinned(COPY_BYTES)

@@ -52,9 +52,8 @@ const char* redOpName(RedOp op) {
 
 const char* algorithmName(Algorithm algorithm) {
   static constexpr const char* kNames[kNumAlgorithms] = {
-      "auto",         "ring",     "direct",       "binomial",          "dissemination",
-      "recursive",    "bruck",    "rabenseifner", "scatter_allgather", "chain",
-      "hierarchical", "one_shot", "two_shot"};
+      "auto",  "ring",         "direct", "binomial",     "dissemination", "recursive",
+      "bruck", "rabenseifner", "chain",  "hierarchical", "one_shot",      "two_shot"};
   const auto index = static_cast<size_t>(algorithm);
   return index < kNumAlgorithms ? kNames[index] : "unknown algorithm";
 }

@@ -39,14 +39,13 @@ enum class Algorithm : uint8_t {
   kDissemination,  // barrier
   kRecursive,      // doubling (all-reduce) or halving (reduce-scatter), with a fold for odd sizes
   kBruck,
-  kRabenseifner,      // reduce-scatter + all-gather
-  kScatterAllGather,  // broadcast
-  kChain,             // pipelined
-  kHierarchical,      // inside the nodes, then across
-  kOneShot,           // a kernel reads all peers' memory (peer_reads.hpp)
-  kTwoShot,           // ... and writes its part to all of them
+  kRabenseifner,  // reduce-scatter + all-gather
+  kChain,         // pipelined
+  kHierarchical,  // inside the nodes, then across
+  kOneShot,       // a kernel reads all peers' memory (peer_reads.hpp)
+  kTwoShot,       // ... and writes its part to all of them
 };
-inline constexpr int kNumAlgorithms = 13;
+inline constexpr int kNumAlgorithms = 12;
 const char* opName(OpCode op);
 const char* redOpName(RedOp op);
 const char* algorithmName(Algorithm algorithm);

@@ -54,7 +54,6 @@ void directAllReduce(Builder& b);
 void recursiveAllReduce(Builder& b);
 void rabenseifnerAllReduce(Builder& b);
 void binomialBroadcast(Builder& b);
-void scatterAllGatherBroadcast(Builder& b);
 void chainBroadcast(Builder& b);
 void chainReduce(Builder& b);
 void binomialGather(Builder& b);

@@ -1,5 +1,4 @@
-// Large rooted operations (scatter + all-gather, pipelined chains), and the binomial trees of
-// gather and scatter.
+// Large rooted operations by pipelined chains, and the binomial trees of gather and scatter.
 #include <algorithm>
 
 #include "collective/algorithms.hpp"
@@ -48,30 +47,6 @@ std::vector<int> childrenOf(int v, int p) {  // the largest subtree first
 }
 
 }  // namespace
-
-void scatterAllGatherBroadcast(Builder& b) {
-  const int p = b.p();
-  const int root = b.request.root;
-  const int v = b.mod(b.r() - root);
-  const auto range = [&](int low, int high) {  // parts [low, high), counted from the root
-    const Span first = b.part(Buffer::kOut, low);
-    const Span last = b.part(Buffer::kOut, high - 1);
-    return Span{Buffer::kOut, first.offset, last.offset + last.bytes - first.offset};
-  };
-  const Subtree own = subtreeOf(v, p);
-  if (v == 0) b.move(b.whole(Buffer::kIn), b.whole(Buffer::kOut));
-  if (v != 0) b.step().recvs.push_back({b.mod(root + own.parent), range(v, v + own.size)});
-  for (const int child : childrenOf(v, p)) {
-    b.step().sends.push_back({b.mod(root + child), range(child, child + subtreeOf(child, p).size)});
-  }
-  for (int s = 0; s + 1 < p; ++s) {
-    Step& step = b.step();
-    const auto part = [&](int i) { return b.part(Buffer::kOut, b.mod(i)); };
-    // The root has all parts, so it only sends, and its predecessor does not send to it.
-    if (b.mod(v + 1) != 0) step.sends.push_back({b.mod(b.r() + 1), part(v - s)});
-    if (v != 0) step.recvs.push_back({b.mod(b.r() - 1), part(v - 1 - s)});
-  }
-}
 
 void chainBroadcast(Builder& b) {
   const int v = b.mod(b.r() - b.request.root);

@@ -72,8 +72,6 @@ double broadcast(Algorithm algorithm, double n, const Terms& t) {
       return t.steps * (t.a + n * t.beta);
     case Algorithm::kDirect:  // the receivers copy side by side
       return t.alpha + (t.p - 1) * t.message + n * t.beta;
-    case Algorithm::kScatterAllGather:
-      return (t.steps + t.p - 1) * t.a + 2 * t.share(n) * t.beta;
     default:  // chain
       return (t.p - 2 + pieces) * (t.a + n / pieces * t.beta);
   }

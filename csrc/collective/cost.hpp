@@ -6,8 +6,8 @@
 
 namespace hdpcomm {
 
-// Costs of steps, messages and reductions on one transport. `hdpcomm perf --calibrate` measures
-// them; the defaults are for shared memory.
+// Costs of steps, messages and reductions on one transport. `hdpcomm doctor --topology --costs`
+// measures them; the defaults are for shared memory.
 struct TransportCosts {
   double alpha_s = 0.6e-6;            // a step that waits for another rank
   double message_s = 0.15e-6;         // each message of a step, sent and received

@@ -41,7 +41,6 @@ const std::vector<Entry>& entriesOf(OpCode op) {
       {OpCode::kBroadcast,
        {{Algorithm::kBinomial, binomialBroadcast},
         {Algorithm::kDirect, directBroadcast},
-        {Algorithm::kScatterAllGather, scatterAllGatherBroadcast},
         {Algorithm::kChain, chainBroadcast},
         {Algorithm::kHierarchical, hierarchicalBroadcast}}},
       {OpCode::kReduce,

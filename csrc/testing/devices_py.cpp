@@ -10,6 +10,8 @@
 #include "bindings/device_py.hpp"
 #include "bindings/rooms.hpp"
 #include "device/cuda/driver.hpp"
+#include "device/devices.hpp"
+#include "device/simulated/memory_device.hpp"
 #include "device/simulated/wait.hpp"
 #include "kernels/reduce.hpp"
 #include "testing/module.hpp"
@@ -120,6 +122,55 @@ void bindKernels(py::module_& module) {
       py::arg("device"), py::arg("stream"), py::arg("flag"));
 }
 
+// Gives the core's Device a method more.
+template <typename Function, typename... Extra>
+void addMethod(const char* name, Function function, const Extra&... extra) {
+  const py::object device = py::type::of<DeviceApi>();
+  device.attr(name) = py::cpp_function(function, py::name(name), py::is_method(device), extra...);
+}
+
+// The calls of a device that the product makes in C++ only.
+void addDeviceMethods() {
+  addMethod("can_access_peer", &DeviceApi::canAccessPeer, py::arg("ordinal"), Unlocked());
+  addMethod("allocate", deviceCallAt<size_t>(&DeviceApi::allocate), py::arg("bytes"));
+  addMethod("free", deviceCallAt<void*>(&DeviceApi::free), py::arg("memory"));
+  addMethod("register_pinned", deviceCall(&DeviceApi::registerPinned), py::arg("memory"),
+            py::arg("bytes"));
+  addMethod("unregister_pinned", deviceCall(&DeviceApi::unregisterPinned), py::arg("memory"));
+  addMethod(
+      "export_memory",
+      [](DeviceApi& device, Address memory) {
+        MemoryHandle handle;
+        {
+          const GilRelease release;
+          handle = device.exportMemory(reinterpret_cast<void*>(memory));
+        }
+        return py::bytes(reinterpret_cast<const char*>(handle.bytes), MemoryHandle::kBytes);
+      },
+      py::arg("memory"));
+  addMethod(
+      "import_memory",
+      [](DeviceApi& device, const py::bytes& bytes) {
+        const MemoryHandle handle = handleOf(bytes);
+        const GilRelease release;
+        return plainOf(device.importMemory(handle));
+      },
+      py::arg("handle"));
+  addMethod("close_memory", deviceCall(&DeviceApi::closeMemory), py::arg("memory"));
+  addMethod("annotate_release", deviceCall(&DeviceApi::annotateRelease), py::arg("key"));
+  addMethod("annotate_acquire", deviceCall(&DeviceApi::annotateAcquire), py::arg("key"));
+  addMethod("is_capturing", deviceCall(&DeviceApi::isCapturing), py::arg("stream"));
+  addMethod("fill", deviceCallAt<void*, unsigned char, size_t, Stream>(&DeviceApi::fill),
+            py::arg("dst"), py::arg("value"), py::kw_only(), py::arg("bytes"), py::arg("stream"));
+  addMethod("write_value", deviceCallAt<Stream, uint32_t*, uint32_t>(&DeviceApi::writeValue),
+            py::arg("stream"), py::arg("flag"), py::arg("value"));
+  addMethod("wait_value", deviceCallAt<Stream, uint32_t*, uint32_t>(&DeviceApi::waitValue),
+            py::arg("stream"), py::arg("flag"), py::arg("value"));
+  addMethod("store_flag", deviceCallAt<uint32_t*, uint32_t>(&DeviceApi::storeFlag), py::arg("flag"),
+            py::arg("value"));
+  addMethod("load_flag", deviceCallAt<const uint32_t*>(&DeviceApi::loadFlag), py::arg("flag"));
+}
+
 void bindTestDevice(py::module_& module) {
   py::class_<Capture, std::shared_ptr<Capture>>(module, "Graph")
       .def(
@@ -161,8 +212,18 @@ void bindTestDevice(py::module_& module) {
 }  // namespace
 
 void bindDevices(py::module_& module) {
+  addDeviceMethods();
   bindKernels(module);
   bindTestDevice(module);
+  // A simulated device for which can_access_peer() is false for some others.
+  module.def(
+      "open_sim",
+      [](int ordinal, std::vector<int> out_of_reach) {
+        auto device = openSimDevice(ordinal);
+        dynamic_cast<simulated::MemoryDevice&>(*device).setUnreachable(std::move(out_of_reach));
+        return device;
+      },
+      py::arg("ordinal"), py::arg("out_of_reach"), Unlocked());
   // A CUDA device whose driver is another library.
   module.def(
       "open_cuda_from",

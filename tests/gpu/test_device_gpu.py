@@ -7,12 +7,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import pytest
+import torch
 
-from hdpcomm._core.device import Device, cuda_device_count, open_cuda
+from hdpcomm._core.device import Device, open_cuda
 from tests.harness.device_contract import PROGRAMS, words
 from tests.harness.native import _testing
 
-pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="needs a GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm._core.device import cuda_device_count
 from hdpcomm.attention import SlicedSequence
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.offload import ActivationOffload, MemoryMeter, PinnedPool, measure_copies
 from hdpcomm.train import summed_loss
 
-pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="needs a GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 
 TOKENS = 8192
 

@@ -31,7 +31,7 @@ class FakeMachine(Machine):
         *,
         nccl: _testing.FakeNccl | None = None,
         reaches: Reaches = lambda own, other: True,  # noqa: ARG005
-        opens: Callable[[int, list[int]], _core.device.Device] = _core.device.open_sim,
+        opens: Callable[[int, list[int]], _core.device.Device] = _testing.open_sim,
     ) -> None:
         self.hosts = tuple(hosts) or (0,) * world_size
         self.fake = nccl or _testing.FakeNccl(world_size)

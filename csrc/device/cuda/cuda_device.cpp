@@ -287,21 +287,4 @@ std::shared_ptr<DeviceApi> openCudaDevice(int ordinal) {
   return cuda::openDevice(cuda::kDriverLibrary, ordinal);
 }
 
-namespace {
-
-// The number that a function of the driver returns; 0 where there is no driver.
-int askDriver(cuda::Result (*cuda::Driver::*function)(int*)) noexcept {
-  try {
-    const auto driver = cuda::Driver::open(cuda::kDriverLibrary);
-    int value = 0;
-    return (driver.get()->*function)(&value) == cuda::kSuccess ? value : 0;
-  } catch (const Error&) {
-    return 0;
-  }
-}
-
-}  // namespace
-
-int cudaDeviceCount() noexcept { return askDriver(&cuda::Driver::cuDeviceGetCount); }
-
 }  // namespace hdpcomm

@@ -122,12 +122,11 @@ uint32_t FastDevice::loadFlag(const uint32_t* flag, Site) {
 
 }  // namespace simulated
 
-std::shared_ptr<DeviceApi> openSimDevice(int ordinal, std::vector<int> out_of_reach) {
+std::shared_ptr<DeviceApi> openSimDevice(int ordinal) {
   using namespace simulated;
   const auto open = open_checked.load();
   std::shared_ptr<MemoryDevice> device = open != nullptr ? open(ordinal) : nullptr;
   if (device == nullptr) device = std::make_shared<FastDevice>(ordinal);
-  device->setUnreachable(std::move(out_of_reach));
   return device;
 }
 

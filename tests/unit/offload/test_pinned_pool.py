@@ -21,6 +21,7 @@ from hdpcomm._core.offload import CopyEngine, PooledCopy
 from hdpcomm.errors import CommTimeout, DeviceError, InvalidUsage
 from hdpcomm.offload import PinnedPool
 from hdpcomm.offload.pool import HostMemory, check_fits, host_memory
+from tests.harness.native import _testing
 
 KIB = 1024
 
@@ -29,7 +30,7 @@ class Bench:
     """An engine over a pool of ``size`` bytes, with a compute stream and device memory as numpy sees it."""
 
     def __init__(self, size: int, *, timeout: float = 20.0) -> None:
-        self.device = open_sim(0)
+        self.device: _testing.TestedDevice = open_sim(0)
         self.pool = PinnedPool(size, device=self.device)
         self.engine = CopyEngine(self.pool.core, timeout=timeout)
         self.compute = self.device.create_stream()
