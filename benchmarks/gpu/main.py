@@ -70,8 +70,8 @@ def of_processes(part: Part) -> Part:
 
 
 def calibration() -> Part:
-    command = ("-m", "hdpcomm.cli.main", "perf", "--calibrate", "{out}/costs.json", "--transport", "cuda")
-    return of_processes(Part("calibrate", (sys.executable, *command, "--ranks", "2"), 40))
+    command = ("-m", "hdpcomm.cli.main", "doctor", "--topology", "--costs", "{out}/costs.json")
+    return of_processes(Part("calibrate", (sys.executable, *command, "--transport", "cuda", "--ranks", "2"), 40))
 
 
 def all_parts() -> list[list[Part]]:

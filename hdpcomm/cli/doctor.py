@@ -196,8 +196,9 @@ def _doctor(options: argparse.Namespace) -> int:
     check_writable(options.json)
     if options.topology:
         return show_topology(options)
-    if options.ranks is not None:
-        raise InvalidUsage("--ranks without --topology: only the measured report has ranks; add --topology")
+    if options.ranks is not None or options.costs is not None:
+        name = "--ranks" if options.costs is None else "--costs"
+        raise InvalidUsage(f"{name} without --topology: only the measured report has ranks and costs; add --topology")
     rows = checks()
     variables, unknown = environment(), unknown_variables()
     topic = ""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hdpcomm.arguments import ranks_text
-from hdpcomm.cli.output import ranks_here, write_json
+from hdpcomm.cli.output import TRANSPORTS, check_writable, ranks_here, write_json
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import read_text
 from hdpcomm.options import count
 
 if TYPE_CHECKING:
@@ -28,29 +33,79 @@ def add_topology_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ranks", type=count, metavar="N", help="start N ranks here (default 2; under a launcher: its ranks)"
     )
+    group.add_argument(
+        "--transport", choices=TRANSPORTS, default="auto", help="how the ranks exchange messages (default %(default)s)"
+    )
+    group.add_argument(
+        "--costs",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="also write the costs that algorithm=auto uses into FILE (default ~/.cache/hdpcomm/costs.json)",
+    )
+
+
+_Found = tuple["Topology", dict[str, dict[str, float]]]
 
 
 def show_topology(options: argparse.Namespace) -> int:
-    """Measures and prints on rank 0; returns the exit code."""
+    """Measures and prints on rank 0, which writes the files; returns the exit code."""
+    from hdpcomm.comm.costs import costs_path, save_costs
     from hdpcomm.comm.launch import run_ranks
 
+    path = Path(options.costs) if options.costs else costs_path()
+    if options.costs is not None:
+        _check_costs(path)
+        os.environ.pop("HDPCOMM_COSTS", None)  # else init() would look for the file that is written here
     rank, ranks = ranks_here(options.ranks, default=2)
-    topology = _on_rank() if rank is not None else run_ranks(_on_rank, ranks)[0]
-    if topology is None:
+    task = options.transport, options.costs is not None
+    found = measure_rank(*task) if rank is not None else run_ranks(measure_rank, ranks, *task)[0]
+    if found is None:
         return 0
+    topology, measured = found
     print("\n".join(_lines(topology)))
     if options.json:
         write_json(options.json, asdict(topology))
+    for name, costs in measured.items():  # those of other transports stay
+        save_costs(name, costs, path)
+        print(f"{name}: {', '.join(_cost_text(key, value) for key, value in costs.items())}")
+    if measured:
+        print(f"written to {path}")
     return 0
 
 
-def _on_rank() -> Topology | None:
+def measure_rank(transport: str, costs: bool) -> _Found | None:
+    """The topology, and with ``costs`` those of the transport by the names under which they are saved; ``None`` on
+    ranks other than 0. Collective."""
     from hdpcomm.comm import init
+    from hdpcomm.measure.links import measure_world
     from hdpcomm.measure.topology import measure_topology
 
-    with init() as comm:
+    with init(transport=transport) as comm:
         topology = measure_topology(comm)
-        return topology if comm.rank == 0 else None
+        measured = measure_world(comm) if costs else {}
+        comm.barrier()
+        return (topology, measured) if comm.rank == 0 else None
+
+
+def _cost_text(key: str, seconds: float) -> str:
+    """A cost as text, like "alpha 1.00 us" or "beta 0.1200 ns/byte"."""
+    name = key.split("_")[0]
+    return f"{name} {seconds * 1e9:.4f} ns/byte" if key.endswith("_per_byte") else f"{name} {seconds * 1e6:.2f} us"
+
+
+def _check_costs(path: Path) -> None:
+    """Raises InvalidUsage for a file that cannot be written, or that exists and does not hold costs."""
+    if path.parent.is_dir():
+        check_writable(path)
+    if not path.is_file():
+        return
+    try:
+        known = json.loads(read_text(path))
+    except (OSError, ValueError) as error:
+        raise InvalidUsage(f"{path}: is no file of --costs ({error}); give another file or remove it") from error
+    if not isinstance(known, dict):
+        raise InvalidUsage(f"{path}: is no file of --costs; give another file or remove it")
 
 
 def _lines(topology: Topology) -> list[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,6 @@ __all__ = [
     "check_writable",
     "new_table",
     "ranks_here",
-    "refuse_others",
     "stdout_console",
     "write_json",
     "write_text",
@@ -87,16 +85,6 @@ def check_drawing(what: str) -> None:
     """Raises InvalidUsage where matplotlib is missing. what: that draws with it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InvalidUsage(f"{what} draws with matplotlib; pip install 'hdpcomm[plot]'")
-
-
-def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace, used: Collection[str], why: str) -> None:
-    """Raises InvalidUsage if an option that is not in ``used`` has another value than its default.
-
-    ``why``: begins the message, and says why the option has no effect.
-    """
-    given = {name for name, value in vars(options).items() if value != getattr(defaults, name, None)}
-    if wrong := sorted(given - {*used, "func"}):
-        raise InvalidUsage(f"{why}: {', '.join(wrong)} have no effect here; leave them out")
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

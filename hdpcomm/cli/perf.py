@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hdpcomm.cli.output import check_writable, ranks_here, refuse_others, write_json
+from hdpcomm.cli.output import check_writable, ranks_here, write_json
 from hdpcomm.cli.perf_options import OPS, add_nccl_options, add_own_options, operation_name
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
@@ -45,15 +45,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     names = [name for name, _ in OPS]
-    parser.add_argument("op", metavar="OP", nargs="?", type=operation_name, choices=names, help="one of the above")
+    parser.add_argument("op", metavar="OP", type=operation_name, choices=names, help="one of the above")
     add_nccl_options(parser.add_argument_group("as in nccl-tests"))
     add_own_options(parser.add_argument_group("of hdpcomm"))
-    parser.set_defaults(func=lambda options: _perf(options, parser.parse_args([])))
+    parser.set_defaults(func=_perf)
 
 
-def _perf(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
+def _perf(options: argparse.Namespace) -> int:
     try:
-        return _calibrate(options, defaults) if options.calibrate is not None else _measure(options)
+        return _measure(options)
     except NotImplementedError as error:
         LOG.error(f"not implemented: {error}")
         return NOT_IMPLEMENTED
@@ -64,8 +64,6 @@ def _config(options: argparse.Namespace) -> PerfConfig:
     from hdpcomm.perf.data import ALL
     from hdpcomm.perf.ops import operation
 
-    if options.op is None:
-        raise InvalidUsage(f"no operation given; give one of: {', '.join(name for name, _ in OPS)}")
     op = operation(options.op)
     if options.redop is not None and not op.reduces:
         raise InvalidUsage(f"-o {','.join(options.redop)}: {op.name} does not reduce; leave -o out")
@@ -164,14 +162,3 @@ def run_and_print(config: PerfConfig, report: Report, output: Path | None) -> Re
             report.errors.append(f"{type(error).__name__}: {error}")
             write_json(output, json_document(config, report))
         raise
-
-
-def _calibrate(options: argparse.Namespace, defaults: argparse.Namespace) -> int:
-    from hdpcomm.cli.perf_calibrate import USED, calibrate
-
-    if options.op is not None:
-        raise InvalidUsage(f"--calibrate measures messages, not {options.op}; leave the operation out")
-    refuse_others(options, defaults, USED, "--calibrate measures messages of sizes of its own")
-    rank, ranks = ranks_here(options.ranks, default=2)
-    file = Path(options.calibrate) if options.calibrate else None
-    return calibrate(file, rank, ranks, transport=options.transport, timeout=options.timeout)

@@ -176,10 +176,3 @@ def add_own_options(group: argparse._ArgumentGroup) -> None:
     )
     add("--algorithm", default="auto", metavar="NAME", help="(default %(default)s)")
     add("--transport", choices=TRANSPORTS, default="auto", help="(default %(default)s)")
-    add(
-        "--calibrate",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="without OP: measure the costs that algorithm=auto uses into FILE (default ~/.cache/hdpcomm/costs.json)",
-    )

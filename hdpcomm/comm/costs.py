@@ -1,4 +1,4 @@
-"""The measured costs by which ``algorithm="auto"`` chooses; ``hdpcomm perf --calibrate`` writes them."""
+"""The measured costs by which ``algorithm="auto"`` chooses; ``hdpcomm doctor --topology --costs`` writes them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from hdpcomm.plan.presets import link_costs as nccl_link_costs
 
 __all__ = ["cost_names", "costs_path", "link_costs", "load_costs", "save_costs"]
 
+_ADVICE = "measure costs by hdpcomm doctor --topology --costs"
 _DEFAULTS = _core.collective.DEFAULT_COSTS
 _DEVICE = _core.collective.DEVICE_COSTS
 _NCCL_INSIDE, _NCCL_BETWEEN = nccl_link_costs(DEVICES["h100"])
-# Costs of transports that nobody calibrated.
+# Costs of transports that nobody measured.
 _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
     # By benchmarks/host_links.py, between two network namespaces of one machine (2 cores, 2026-11-23).
     "tcp": {"alpha_s": 5e-5, "message_s": 1e-5, "beta_s_per_byte": 7e-10, "gamma_s_per_byte": 0.8e-10},
@@ -25,7 +26,7 @@ _TRANSPORT_DEFAULTS: dict[str, dict[str, float]] = {
     # By the figures of planner and simulator (hdpcomm/plan/presets.py): inside a node, and between nodes.
     "nccl": _NCCL_INSIDE,
     "nccl between nodes": _NCCL_BETWEEN,
-    # Measured by --calibrate between two processes on 2 cores (Xeon at 2.5 GHz, 2026-11-21).
+    # Measured between two processes on 2 cores (Xeon at 2.5 GHz, 2026-11-21).
     "sim": {
         "alpha_s": 1.3e-5,
         "message_s": 1.4e-5,
@@ -68,7 +69,7 @@ def load_costs(transport: str) -> dict[str, float]:
         text = read_text(path)
     except FileNotFoundError:
         if _core.settings().costs:
-            raise InvalidUsage(f"HDPCOMM_COSTS={path}: there is no such file; unset it, or calibrate into it") from None
+            raise InvalidUsage(f"HDPCOMM_COSTS={path}: there is no such file; unset it, or {_ADVICE}") from None
         return dict(_defaults(transport))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidUsage(f"cannot read the costs in {path}: {error}; remove the file or set HDPCOMM_COSTS") from error
@@ -76,10 +77,10 @@ def load_costs(transport: str) -> dict[str, float]:
         stored = json.loads(text).get(transport, {})
         costs = {name: float(stored.get(name, default)) for name, default in _defaults(transport).items()}
     except (ValueError, AttributeError, TypeError, RecursionError, OverflowError) as error:
-        raise InvalidUsage(f"{path} does not hold costs ({error}); remove it, or calibrate again") from error
+        raise InvalidUsage(f"{path} does not hold costs ({error}); remove it, or {_ADVICE}") from error
     for name, value in costs.items():
         if not (math.isfinite(value) and value > 0):
-            raise InvalidUsage(f"{path}: {name} of {transport} is {value}; it must be above 0: calibrate again")
+            raise InvalidUsage(f"{path}: {name} of {transport} is {value}; it must be above 0; {_ADVICE}")
     return costs
 
 

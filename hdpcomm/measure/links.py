@@ -82,7 +82,7 @@ def measure(comm: Any, members: tuple[int, int] = (0, 1)) -> dict[str, float]:
 
 def _check_size(comm: Any) -> None:
     if comm.size < 2:
-        raise InvalidUsage("--calibrate measures messages between ranks; give --ranks 2 or more")
+        raise InvalidUsage("the costs of a transport are those of messages between ranks; give --ranks 2 or more")
 
 
 def fit(sizes: Sequence[int], steps: Sequence[float], many: float, gamma: float) -> dict[str, float]:

@@ -10,6 +10,7 @@ import pytest
 
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
+from hdpcomm.comm.costs import load_costs
 from hdpcomm.comm.topology import by_host, node_block
 from hdpcomm.measure.topology import Topology, measure_topology
 
@@ -25,6 +26,43 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     found = json.loads(report.read_text())
     assert found["inter"] is None
     assert found["intra"]["bandwidth"] > 0
+
+
+def test_costs_keep_those_of_other_transports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = {"alpha_s": 1e-6, "message_s": 2e-7, "beta_s_per_byte": 1e-10, "gamma_s_per_byte": 3e-10}
+    monkeypatch.setattr("hdpcomm.comm.launch.run_ranks", lambda *_: [(Topology("shm", (), None, None), {"shm": costs})])
+    monkeypatch.delenv("HDPCOMM_COSTS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "hdpcomm" / "costs.json"
+    path.parent.mkdir()
+    path.write_text('{"tcp": {"alpha_s": 1}}')
+    command = ["doctor", "--topology", "--costs"]
+    assert main(command) == 0
+    assert json.loads(path.read_text()) == {"tcp": {"alpha_s": 1}, "shm": costs}
+    assert load_costs("shm") == costs
+    assert "alpha 1.00 us, message 0.20 us, beta 0.1000 ns/byte, gamma 0.3000" in capsys.readouterr().out
+    monkeypatch.setenv("HDPCOMM_COSTS", str(tmp_path / "new.json"))
+    assert main(command) == 0
+    assert json.loads((tmp_path / "new.json").read_text()) == {"shm": costs}
+    for text in ("{", "[]"):
+        path.write_text(text)
+        assert main([*command, str(path)]) == 6
+        assert "is no file of --costs" in capsys.readouterr().err
+
+
+def test_the_command_measures_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "costs.json"
+    assert main(["doctor", "--topology", "--ranks", "2", "--transport", "tcp", "--costs", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert list(written) == ["tcp"]
+    assert min(written["tcp"].values()) > 0
+    assert f"written to {path}" in capsys.readouterr().out
 
 
 def on_two_hosts() -> Topology:

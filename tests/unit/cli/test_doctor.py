@@ -131,8 +131,9 @@ def test_a_launcher_with_another_number_of_ranks(command, monkeypatch, capsys):
     assert told.out == ""
 
 
-def test_ranks_without_the_topology_are_refused(capsys):
-    assert main(["doctor", "--ranks", "2"]) == 6
+@pytest.mark.parametrize(("option", "value"), [("--ranks", "2"), ("--costs", "costs.json")])
+def test_options_of_the_topology_alone_are_refused(option, value, capsys):
+    assert main(["doctor", option, value]) == 6
     told = capsys.readouterr()
-    assert "--ranks without --topology" in told.err
+    assert f"{option} without --topology" in told.err
     assert told.out == ""
