@@ -42,7 +42,7 @@ class Option:
 
 
 def _option(kind: str, name: str, ranks: tuple[int, ...], **values: Any) -> Option:
-    planner = {key: values.pop(key) for key in ("slices", "queue", "ring_peers") if key in values}
+    planner = {key: values.pop(key) for key in ("slices", "queue") if key in values}
     return Option(kind, name, ranks, values, planner)
 
 
@@ -55,7 +55,6 @@ OPTIONS = (
     _option("flat", "trees", FEW),
     _option("flat", "shared interfaces", FEW, nics=2),
     _option("flat", "domains", FEW, ranks_per_domain=32),
-    _option("flat", "ring peers", FEW, ring_peers=4),
     _option("flat", "experts", FEW, expert=8),
     _option("flat", "shared cores", (16, 32), cores=8),
     _option("flat", "queue", FEW, queue=True),

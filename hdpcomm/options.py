@@ -216,9 +216,6 @@ class TrainingOptions:
         "ranks", 1, "neighbouring ranks that share the experts of each layer; divides --experts, and --ranks / "
         "pipeline / tensor", count, metavar="N",
     )  # fmt: skip
-    ring_peers: int | None = option(
-        "ranks", None, "most ranks that a rank exchanges ring messages with in a step, 2 or more", count, metavar="N",
-    )  # fmt: skip
     learn_costs: bool = option(
         "ranks", False, "plans follow what the steps before took, and slow ranks get less; no two runs then have the "
         "same bits", action="store_true",

@@ -36,7 +36,7 @@ def reduction_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
 
     Both are hierarchical: first inside a node over the fast link, then each device sends its part of the node's sum
     over its own NIC, or its part of the node's (``ClusterSpec.nics``), first inside a domain where there are any
-    (``ClusterSpec.ranks_per_domain``, whose ranks share its ``uplinks``). Nothing is hidden behind compute.
+    (``ClusterSpec.ranks_per_domain``). Nothing is hidden behind compute.
     """
     device = cluster.hardware
     volume = model.params / (cluster.tensor * cluster.pipeline)
@@ -48,8 +48,7 @@ def reduction_seconds(model: ModelSpec, cluster: ClusterSpec) -> float:
     inside = (local - 1) / local * volume / max(device.intra_bandwidth, domain)
     nics = local if cluster.nics is None else min(cluster.nics, local)
     between = (near - 1) / near * volume / nics / domain
-    uplinks = nics * near if cluster.uplinks is None else min(cluster.uplinks, nics * near)
-    beyond = (far - 1) / far * volume / uplinks / device.inter_bandwidth
+    beyond = (far - 1) / far * volume / (nics * near) / device.inter_bandwidth
     latency = (local - 1) * device.intra_latency_s + (near - 1) * domain_latency + (far - 1) * device.inter_latency_s
     return inside + between + beyond + 2 * latency
 
@@ -135,7 +134,7 @@ def simulate_step(
 
     The events are passes of micro-batches through the stages of their ranks. A pass starts when all ranks of its group
     are free; its ring steps take ``max(compute, slowest transfer)`` in the forward and the backward pass each, longer
-    while other rings use the same links (``ClusterSpec.nics``, ``uplinks``);
+    while other rings use the same links (``ClusterSpec.nics``);
     offloaded activations are copied by one stream per direction and rank, and a pass ends no earlier than its copies.
     Pipelines run 1F1B, with split backward passes where the cluster has them. The gradients are reduced at the end.
 

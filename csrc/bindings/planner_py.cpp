@@ -82,8 +82,6 @@ CostModel costModelOf(const py::dict& given) {
   set("chunks", cluster.chunks);
   set("nics", cluster.nics);
   set("split", cluster.split);
-  set("uplinks", cluster.uplinks);
-  set("ring_peers", cluster.ring_peers);
   set("slices", cluster.slices);
   set("speeds", cluster.speeds);
   set("stage_work", cluster.stage_work);

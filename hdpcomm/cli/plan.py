@@ -77,17 +77,6 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         type=count,
         help="network interfaces that the ranks of a node share (default: each has its own)",
     )
-    cluster.add_argument(
-        "--ring-peers",
-        type=count,
-        help="most ranks that a rank exchanges ring messages with in a step, 2 or more (default: any number)",
-    )
-    cluster.add_argument(
-        "--uplinks",
-        type=count,
-        help="links of a domain to others that its ranks share, each as fast as a rank's between nodes (default: each "
-        "rank has its own)",
-    )
     cluster.add_argument("--tensor", type=count, default="1", help="devices of a rank, tensor parallel (default 1)")
     cluster.add_argument("--pipeline", type=count, default="1", help="devices of a rank's pipeline (default 1)")
     cluster.add_argument(
@@ -148,7 +137,6 @@ _KNOWN_BY_CALIBRATION = {
     "expert": 1,
     "nics": None,
     "domain_bandwidth": None,
-    "uplinks": None,
 }
 _KNOWN_BY_LENGTHS = {"distribution": "byted", "tokens": 32 << 20, "context": None, "seed": 0}
 _CONTEXT = 2 << 20
@@ -225,7 +213,6 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
             cost,
             context=context,
             memory=memory,
-            ring_peers=options.ring_peers,
             queue=policy in queued,
             slices=sliced.get(policy, 1),
         )
@@ -333,7 +320,7 @@ def _with_domains(options: argparse.Namespace, cluster: ClusterSpec) -> ClusterS
             f"--ranks-per-domain {near} was given, and how fast the links of a domain are is not known: give "
             "--domain-bandwidth, too"
         )
-    return replace(cluster, ranks_per_domain=near, uplinks=options.uplinks)
+    return replace(cluster, ranks_per_domain=near)
 
 
 def refuse_given(options: argparse.Namespace, known: Mapping[str, Any], told: str) -> None:

@@ -159,11 +159,6 @@ _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
         "without the policy balanced, and other plans do not follow costs; leave it out",
     ),
     (
-        "ring_peers",
-        lambda o: {"balanced", "naive"} & _policies(o),
-        "with policies whose ranks have two ring peers anyway; leave it out",
-    ),
-    (
         "offload",
         lambda o: not o.offload or {"balanced", "naive"} & _policies(o),
         "with the policy static, which offloads nothing; give --policy balanced or naive, or leave it out",

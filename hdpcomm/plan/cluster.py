@@ -46,8 +46,6 @@ class ClusterSpec:
         nics: network interfaces of a node, each of ``device.inter_bandwidth``, that its ranks share in equal parts of
             neighbours. Where two messages of a ring would share one, the ring goes node after node and leaves each
             once, and ranks have more peers. ``None``: each rank has its own.
-        uplinks: links of a domain to others, each of ``device.inter_bandwidth``, that its ranks share; fewer than the
-            interfaces of its nodes where the network is oversubscribed. ``None``: each rank has its own.
         stage_work: of each stage of the model, in that of the mean stage: its linear work, its attention work with
             messages, and what is paid once a layer (:func:`hdpcomm.plan.stage_work`). ``None``: all are alike.
         device: the name of a preset (``hdpcomm.plan.DEVICES``) or a :class:`DeviceSpec`.
@@ -68,13 +66,12 @@ class ClusterSpec:
     nics: int | None = None
     split_backward: bool = False
     ranks_per_domain: int | None = None
-    uplinks: int | None = None
     stage_work: tuple[tuple[float, float, float], ...] | None = None
 
     def __post_init__(self) -> None:
         given = {
             name: getattr(self, name)
-            for name in ("ranks_per_node", "ranks_per_domain", "cores", "nics", "uplinks")
+            for name in ("ranks_per_node", "ranks_per_domain", "cores", "nics")
             if getattr(self, name) is not None
         }
         counts = {"ranks": self.ranks, "tensor": self.tensor, "pipeline": self.pipeline, "chunks": self.chunks}
@@ -85,8 +82,6 @@ class ClusterSpec:
                 f"ranks_per_domain is {self.ranks_per_domain} and nodes have {self.ranks_per_node or self.ranks} "
                 "ranks: give a number of ranks that is a multiple of ranks_per_node"
             )
-        if self.uplinks is not None and self.ranks_per_domain is None:
-            raise InvalidUsage(f"uplinks is {self.uplinks} and there are no domains: give ranks_per_domain, too")
         if self.capacity is not None:
             check_positive("ClusterSpec", capacity=self.capacity)
         if self.chunks > 1 and self.pipeline == 1:

@@ -451,11 +451,8 @@ class _Sent:
         return cls(*found)
 
 
-def core_cost(
-    cost: CostModel, memory: MemoryModel, cluster: ClusterSpec, ring_peers: int | None = None, slices: int = 1
-) -> core.CostModel:
-    """Both models in the form that the C++ solver takes; ``ring_peers``, ``slices``: of
-    :class:`hdpcomm.plan.Planner`."""
+def core_cost(cost: CostModel, memory: MemoryModel, cluster: ClusterSpec, slices: int = 1) -> core.CostModel:
+    """Both models in the form that the C++ solver takes; ``slices``: of :class:`hdpcomm.plan.Planner`."""
     values = asdict(cost)
     experts = values.pop("experts")
     put_off = values.pop("weights") * max(0.0, values["linear"] - experts)
@@ -478,10 +475,8 @@ def core_cost(
         "speeds": cluster.speeds or (),
         "ranks_per_domain": domain,
         "nics": cluster.nics or 0,
-        "uplinks": cluster.uplinks or 0 if domain else 0,
         "put_off": put_off,
         "split": cluster.split_backward,
-        "ring_peers": ring_peers or 0,
         "slices": slices,
     }
     if cluster.stage_work is not None:

@@ -63,9 +63,6 @@ class Planner:
         context: longest sequence that a static mesh has to hold; 0: the longest of each step.
         context_ranks: size of the static groups; 0: the smallest divisor of the ranks that holds the context.
         memory: what a rank can hold; default :meth:`MemoryModel.of` (give measured figures of a run here).
-        ring_peers: the most ranks that a rank may exchange ring messages with in a step, 2 or more; ``None``: any
-            number. A plan that has no more than that anyway stays as it is. Else groups are of neighbouring ranks, of
-            which a rank has 4 at most.
         queue: sequences that fit one rank wait in a queue (:attr:`StepPlan.queued`) in small micro-batches, from which
             ranks take when they are free, so that a rank that is late or was thought faster does less. A
             step in which that would take longer has none. For ``balanced`` without pipelines and expert ranks.
@@ -91,7 +88,6 @@ class Planner:
         context: int = 0,
         context_ranks: int = 0,
         memory: MemoryModel | None = None,
-        ring_peers: int | None = None,
         queue: bool = False,
         slices: int = 1,
     ) -> None:
@@ -104,8 +100,6 @@ class Planner:
                 check_type("Planner", name, value, kind)
         check_whole("Planner", "context", context, least=0)
         check_whole("Planner", "context_ranks", context_ranks, least=0)
-        if ring_peers is not None:
-            check_whole("Planner", "ring_peers", ring_peers, least=2, most=(1 << 31) - 1)
         check_type("Planner", "queue", queue, bool)
         if queue and (policy not in ("balanced", "pipeline") or cluster.pipeline > 1 or cluster.expert > 1):
             raise InvalidUsage(
@@ -129,7 +123,6 @@ class Planner:
         self.memory = memory or MemoryModel.of(model, cluster)
         self.context = context
         self.context_ranks = context_ranks
-        self.ring_peers = ring_peers
         self.queue = queue
         self.slices = slices
         self._make_cores()
@@ -139,11 +132,9 @@ class Planner:
         devices = cluster.ranks * cluster.pipeline * cluster.tensor
         self._spare = 0.0 if cluster.cores is None else max(0.0, 1 - cluster.cores / devices)
         self._in_waves = cluster.expert > 1 and cluster.pipeline == 1
-        self._core = core_cost(cost, memory, cluster, self.ring_peers, slices)
+        self._core = core_cost(cost, memory, cluster, slices)
         resident = replace(memory, offloadable=0.0, copy_s=0.0, host_tokens=0.0)
-        self._without_offload = (
-            core_cost(cost, resident, cluster, self.ring_peers, slices) if memory.offloadable else None
-        )
+        self._without_offload = core_cost(cost, resident, cluster, slices) if memory.offloadable else None
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copy: all but what the core makes of it."""
@@ -231,8 +222,7 @@ class Planner:
                 capacity is cut where that costs less than more ranks, or where it does not fit the cluster.
 
         Raises:
-            InvalidUsage: a length that is no whole number or below 1, a sequence that the cluster cannot hold, or a
-                policy that needs more ring peers than ``ring_peers``.
+            InvalidUsage: a length that is no whole number or below 1, or a sequence that the cluster cannot hold.
         """
         start = time.perf_counter()
         jobs = self._jobs(lengths)
@@ -517,14 +507,10 @@ class Planner:
         return self._bound_on_cores(jobs, core.lower_bound(self._core, jobs.tokens, squares=jobs.squares))
 
     def validate(self, plan: StepPlan, lengths: Sequence[int | Tree] | None = None) -> None:
-        """:meth:`StepPlan.validate` with this planner's memory, number of ranks and of ring peers."""
+        """:meth:`StepPlan.validate` with this planner's memory and number of ranks."""
         check_type("validate()", "plan", plan, StepPlan)
         self._check_ranks(plan)
         plan.validate(lengths, memory=self.memory, pipeline=self.cluster.pipeline)
-        if self.ring_peers is not None and (most := plan.table.most_peers()) > self.ring_peers:
-            raise InvalidUsage(
-                f"ranks have up to {most} ring peers in the plan, and ring_peers is {self.ring_peers}: plan again"
-            )
 
     def _check_ranks(self, plan: StepPlan) -> None:
         if plan.num_ranks != self.cluster.ranks:

@@ -154,8 +154,6 @@ class RunConfig(TrainingOptions):
                 "DDP keeps the whole optimizer in fp32 on the device: compare with it without dtype, zero, offload and "
                 "optimizer_offload"
             )
-        if self.ring_peers is not None and self.ring_peers < 2:
-            raise InvalidUsage(f"ring_peers is {self.ring_peers}; a rank of a ring has 2, give at least that")
         if self.skip_bad_steps < 0:
             raise InvalidUsage(f"skip_bad_steps is {self.skip_bad_steps}; give a number of steps, or 0 for none")
         if self.check_replicas < 0:

@@ -281,7 +281,7 @@ def planner_of(
         return WholeSequencePlanner(cluster, cost_model)
     balanced = policy == "balanced"
     return Planner(
-        spec, cluster, policy, cost_model, context=context, memory=memory, ring_peers=config.ring_peers,
+        spec, cluster, policy, cost_model, context=context, memory=memory,
         queue=config.queue and balanced, slices=config.slices if balanced else 1,
     )  # fmt: skip
 

@@ -149,7 +149,6 @@ def other_policies(planner: Planner, lengths: Sequence[int | Tree]) -> dict[str,
                 planner.cost_model,
                 context=planner.context,
                 memory=planner.memory,
-                ring_peers=planner.ring_peers,
                 queue=planner.queue and policy == "balanced",
                 slices=planner.slices if policy == "balanced" else 1,
             )

@@ -4,7 +4,6 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <deque>
 #include <limits>
 #include <numeric>
 #include <string>
@@ -121,30 +120,6 @@ class GroupSizes {
   double mean_load_ = 0;
 };
 
-// Item i is the largest one of values i to i + size - 1.
-std::vector<int> windowMaxima(const std::vector<int>& values, int size) {
-  std::vector<int> maxima;
-  std::deque<size_t> falling;  // places of values that no later one of the window exceeds
-  for (size_t i = 0; i < values.size(); ++i) {
-    while (!falling.empty() && values[falling.back()] <= values[i]) falling.pop_back();
-    falling.push_back(i);
-    if (falling.front() + size <= i) falling.pop_front();
-    if (i + 1 >= static_cast<size_t>(size)) maxima.push_back(values[falling.front()]);
-  }
-  return maxima;
-}
-
-// Neighbouring ranks, those with the fewest micro-batches; `counts`: of each rank, which this
-// raises.
-std::vector<int32_t> takeNeighbours(int size, std::vector<int>& counts) {
-  const std::vector<int> most = windowMaxima(counts, size);
-  const auto first = std::min_element(most.begin(), most.end()) - most.begin();
-  std::vector<int32_t> ranks(size);
-  std::iota(ranks.begin(), ranks.end(), static_cast<int32_t>(first));
-  std::fill_n(counts.begin() + first, size, most[first] + 1);
-  return ranks;
-}
-
 // When ranks become free, and the aligned places of one size by that time. Sequences come longest
 // first, so the size changes seldom.
 class AlignedRanks {
@@ -203,8 +178,9 @@ double secondsOf(const Problem& problem, const Dealt& dealt) {
   Load load;
   for (const int32_t sequence : dealt.sequences) load += problem.own(sequence);
   const Scope scope = cluster.scope(dealt.first, dealt.first + dealt.size - 1);
-  const double messages =
-      cluster.sharesLinks() ? crowding(ringOrder(dealt.first, dealt.size, cluster), cluster) : 1;
+  const double messages = cluster.sharesInterfaces()
+                              ? crowding(ringOrder(dealt.first, dealt.size, cluster), cluster)
+                              : 1;
   return cost.seconds(load, dealt.size, scope, messages) / cluster.slowest(dealt.first, dealt.size);
 }
 
@@ -283,47 +259,34 @@ Plan planNaive(const Problem& problem, double limit) {
       pieces.push_back({sequence, sizes.of(sequence)});
     }
   }
-  std::vector<int> counts(problem.ranks(), 0);
-  std::vector<std::vector<int32_t>> neighbours(pieces.size());
-  if (problem.cost().cluster().neighbours) {
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      if (pieces[i].size > 1) neighbours[i] = takeNeighbours(pieces[i].size, counts);
-    }
-  }
   std::vector<RoundQueue::Entry> entries;  // micro-batches and rank
-  for (int32_t rank = 0; rank < problem.ranks(); ++rank) entries.emplace_back(counts[rank], rank);
+  for (int32_t rank = 0; rank < problem.ranks(); ++rank) entries.emplace_back(0, rank);
   RoundQueue ranks(std::move(entries));
   LimitCheck check(problem, limit);
   std::vector<MicroBatch> batches;
   batches.reserve(pieces.size());
   // False where the plan is late.
-  const auto deal = [&](std::vector<int32_t> sequences, int size, std::vector<int32_t> taken) {
+  const auto deal = [&](std::vector<int32_t> sequences, int size) {
     MicroBatch& batch = batches.emplace_back();
     batch.sequences = std::move(sequences);
-    batch.ranks = std::move(taken);
-    if (batch.ranks.empty()) {
-      batch.ranks.reserve(size);
-      for (int i = 0; i < size; ++i) {  // no rank is next again before all others were
-        const auto [count, rank] = ranks.top();
-        batch.ranks.push_back(rank);
-        ranks.replaceTop({count + 1, rank});
-      }
-      std::sort(batch.ranks.begin(), batch.ranks.end());
+    batch.ranks.reserve(size);
+    for (int i = 0; i < size; ++i) {  // no rank is next again before all others were
+      const auto [count, rank] = ranks.top();
+      batch.ranks.push_back(rank);
+      ranks.replaceTop({count + 1, rank});
     }
+    std::sort(batch.ranks.begin(), batch.ranks.end());
     return !check.late(batch);
   };
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    const auto [sequence, size] = pieces[i];
-    if (!deal(problem.withRiders(sequence), size, std::move(neighbours[i]))) {
-      return check.latePlan();
-    }
+  for (const auto& [sequence, size] : pieces) {
+    if (!deal(problem.withRiders(sequence), size)) return check.latePlan();
   }
   std::vector<int32_t> short_ones;
   for (const int32_t sequence : problem.byLength()) {
     if (problem.lengths()[sequence] <= capacity) short_ones.push_back(sequence);
   }
   for (auto& bin : packBestFit(problem.lengths(), short_ones, capacity)) {
-    if (!deal(std::move(bin), 1, {})) return check.latePlan();
+    if (!deal(std::move(bin), 1)) return check.latePlan();
   }
   return finishWithRings(problem, std::move(batches), limit);
 }

@@ -139,15 +139,11 @@ constexpr Candidate<PlanSearch> kBlockCandidates[] = {
     {"blocks",
      [](const PlanSearch& search) {
        const Cluster& cluster = search.cluster();
-       const bool by_speed = !cluster.speeds.empty() && !cluster.neighbours;
-       return !search.best && !(by_speed && cluster.ranks > kLarge);
+       return !search.best && (cluster.speeds.empty() || cluster.ranks <= kLarge);
      },
      [](PlanSearch& search) { search.take(planBlocks(search.problem, search.lower_bound)); }},
     {"blocks by speed",
-     [](const PlanSearch& search) {
-       const Cluster& cluster = search.cluster();
-       return !search.atBound() && !cluster.speeds.empty() && !cluster.neighbours;
-     },
+     [](const PlanSearch& search) { return !search.atBound() && !search.cluster().speeds.empty(); },
      [](PlanSearch& search) { search.take(planBySpeed(search.problem, search.lower_bound)); }},
 };
 
@@ -163,9 +159,7 @@ constexpr Candidate<PlanSearch> kGapCandidates[] = {
 
 constexpr Candidate<PlanSearch> kImprovements[] = {
     {"local search",
-     [](const PlanSearch& search) {
-       return search.gap_left && !search.cluster().neighbours && search.small(kRefineLimit);
-     },
+     [](const PlanSearch& search) { return search.gap_left && search.small(kRefineLimit); },
      [](PlanSearch& search) {
        search.improve(
            [&](Plan plan) { return refine(search.problem, std::move(plan), search.lower_bound); });

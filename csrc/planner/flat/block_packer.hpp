@@ -180,7 +180,6 @@ class BlockPacker {
   // additional work plus time beyond the target; of all of them, or of those that are fast enough.
   // Returns when the job ends.
   double placeAnywhere(size_t index) {
-    if (cost_.cluster().neighbours) return joinNeighbours(index);
     const std::vector<SpeedLimit>& limits = speedLimits();
     JoinedBlocks best;
     double slowest = -1;
@@ -333,83 +332,6 @@ class BlockPacker {
     }
     placements_.push_back(std::move(placement));
     return end;
-  }
-
-  // placeAnywhere() for groups of neighbouring ranks: of all windows over them that begin or end
-  // where a block does, in steps of a fifth of their size, the one with the best score.
-  double joinNeighbours(size_t index) {
-    Job& job = jobs_[index];
-    findFastest(job);
-    std::vector<Block> blocks;
-    for (const Block& block : blocks_) blocks.push_back(block);
-    std::sort(blocks.begin(), blocks.end(),
-              [](const Block& a, const Block& b) { return a.first < b.first; });
-    Window best;
-    for (int size = job.min_size;; size = std::min(size + size / 5 + 1, job.fastest)) {
-      for (size_t i = 0; i < blocks.size(); ++i) {
-        best = std::min(best, windowAt(job, blocks, i, blocks[i].first, size));
-        const int first = blocks[i].first + blocks[i].count - size;
-        size_t from = i;
-        while (from > 0 && blocks[from].first > first) --from;
-        if (first >= 0) best = std::min(best, windowAt(job, blocks, from, first, size));
-      }
-      if (size >= job.fastest) break;
-    }
-    const int end = best.first + best.size;
-    for (auto it = blocks_.begin(); it != blocks_.end();) {
-      it = it->first < end && it->first + it->count > best.first ? erase(*it, it) : ++it;
-    }
-    for (const Block& block : blocks) {
-      const int block_end = block.first + block.count;
-      const int from = std::max(block.first, best.first);
-      const int to = std::min(block_end, end);
-      if (from >= to) continue;
-      insert({block.ready, block.first, from - block.first, block.speed});
-      insert({block.ready, to, block_end - to, block.speed});
-      if (best.start > block.ready) {
-        gaps_.push_back({block.ready, best.start, from, to - from, block.speed});
-      }
-    }
-    for (int first = best.first; first < end;) {  // neighbours of one speed
-      int next = first + 1;
-      while (next < end && speed(next) == speed(first)) ++next;
-      insert({best.end, first, next - first, speed(first)});
-      first = next;
-    }
-    placements_.push_back({static_cast<int32_t>(index), best.start, {best.first, best.size}, {}});
-    return best.end;
-  }
-
-  // Ranks that a job would take, and when.
-  struct Window {
-    double score = kNever;
-    double start = 0;
-    double end = 0;
-    int first = 0;
-    int size = 0;
-    bool operator<(const Window& other) const { return score < other.score; }
-  };
-
-  // The window from rank `first` on, which lies in block `from`; none if there are too few ranks.
-  Window windowAt(const Job& job, const std::vector<Block>& blocks, size_t from, int first,
-                  int size) const {
-    if (first + size > problem_.ranks()) return {};
-    Window window{0, 0, 0, first, size};
-    double ready_area = 0;
-    double slowest = 1;
-    for (size_t i = from; i < blocks.size() && blocks[i].first < first + size; ++i) {
-      const Block& block = blocks[i];
-      const int end = std::min(block.first + block.count, first + size);
-      ready_area += block.ready * (end - std::max(block.first, first));
-      window.start = std::max(window.start, block.ready);
-      slowest = std::min(slowest, block.speed);
-    }
-    const double time = cost_.secondsFrom(job.load, first, size) / slowest;
-    window.end = window.start + time;
-    const double idle = window.start * size - ready_area;
-    const double extra = size * time - job.min_size * job.min_size_s;
-    window.score = idle + extra + std::max(0.0, window.end - target_) * problem_.ranks();
-    return window;
   }
 
   void insert(Block block) {

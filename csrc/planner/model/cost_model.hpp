@@ -63,10 +63,6 @@ struct Cluster {
   int chunks = 1;      // stages of the model on each of these
   int nics = 0;        // network interfaces that the ranks of a node share; 0: each has its own
   bool split = false;  // backward passes leave the gradients of weights to passes of their own
-  int uplinks = 0;     // of a domain, which its ranks share; 0: each has its own
-  int ring_peers = 0;  // most ranks that a rank exchanges messages of rings with; 0: any number
-  // Groups are of neighbouring ranks only, and rings go there and back: at most four peers.
-  bool neighbours = false;
   // Most slices that a sequence may run in, one after the other in a pipeline; 1: none.
   int slices = 1;
   // By rank: a micro-batch takes 1 / speed times as long on a group whose slowest rank has it.
@@ -81,9 +77,6 @@ struct Cluster {
   double mostHeld() const noexcept {
     return chunks == 1 ? pipeline : pipeline + (pipeline - 1.0) / chunks;
   }
-
-  // Whether rings can get in each other's way.
-  bool sharesLinks() const noexcept { return sharesInterfaces() || uplinks > 0; }
 
   // What a group has in common whose lowest and highest rank are these.
   Scope scope(int first, int last) const noexcept {

@@ -57,7 +57,6 @@ std::vector<int32_t> ringOrder(std::vector<int32_t> ranks) { return thereAndBack
 
 std::vector<int32_t> ringOrder(std::vector<int32_t> ranks, const Cluster& cluster) {
   std::vector<int32_t> ring = thereAndBack(ranks);
-  if (cluster.neighbours) return ring;
   std::vector<int> sizes;
   if (cluster.ranks_per_domain > 0 && domainsOf(ranks, cluster.ranks_per_domain) > 2) {
     sizes.push_back(cluster.ranks_per_domain);
@@ -75,37 +74,20 @@ std::vector<int32_t> ringOrder(int first, int count, const Cluster& cluster) {
 }
 
 size_t numLinks(const Cluster& cluster) noexcept {
-  const bool shared = cluster.sharesInterfaces();
   const int nodes = (cluster.ranks + cluster.ranks_per_node - 1) / cluster.ranks_per_node;
-  const size_t interfaces = shared ? size_t{2} * nodes * cluster.nics : 0;
-  if (cluster.uplinks == 0) return interfaces;
-  const int domains = (cluster.ranks + cluster.ranks_per_domain - 1) / cluster.ranks_per_domain;
-  return interfaces + size_t{2} * domains;
-}
-
-double roomOf(int32_t link, const Cluster& cluster) noexcept {
-  const int nodes = (cluster.ranks + cluster.ranks_per_node - 1) / cluster.ranks_per_node;
-  const int interfaces = cluster.sharesInterfaces() ? 2 * nodes * cluster.nics : 0;
-  return link < interfaces ? 1 : cluster.uplinks;
+  return cluster.sharesInterfaces() ? size_t{2} * nodes * cluster.nics : 0;
 }
 
 std::vector<LinkUse> linksOf(const std::vector<int32_t>& ring, const Cluster& cluster) {
-  const bool shared = cluster.sharesInterfaces();
-  if (!shared && cluster.uplinks == 0) return {};
+  if (!cluster.sharesInterfaces()) return {};
   const int node = cluster.ranks_per_node;
-  const int domain = cluster.ranks_per_domain;
-  const int nodes = (cluster.ranks + node - 1) / node;
-  const int interfaces = shared ? 2 * nodes * cluster.nics : 0;
   std::vector<int32_t> used;
   const auto add = [&](int32_t from, int32_t to) {
     if (from / node == to / node) return;
     for (const int32_t rank : {from, to}) {
       const int way = rank == from ? 0 : 1;
       const int nic = static_cast<int>(static_cast<int64_t>(rank % node) * cluster.nics / node);
-      if (shared) used.push_back((rank / node * cluster.nics + nic) * 2 + way);
-      if (cluster.uplinks > 0 && from / domain != to / domain) {
-        used.push_back(interfaces + rank / domain * 2 + way);
-      }
+      used.push_back((rank / node * cluster.nics + nic) * 2 + way);
     }
   };
   for (size_t i = 0; i < ring.size(); ++i) add(ring[i], ring[i + 1 < ring.size() ? i + 1 : 0]);
@@ -119,10 +101,8 @@ std::vector<LinkUse> linksOf(const std::vector<int32_t>& ring, const Cluster& cl
 }
 
 double crowding(const std::vector<int32_t>& ring, const Cluster& cluster) {
-  double most = 1;
-  for (const LinkUse& use : linksOf(ring, cluster)) {
-    most = std::max(most, use.messages / roomOf(use.link, cluster));
-  }
+  int most = 1;
+  for (const LinkUse& use : linksOf(ring, cluster)) most = std::max(most, use.messages);
   return most;
 }
 

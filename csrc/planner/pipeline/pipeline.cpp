@@ -29,10 +29,7 @@ constexpr double kSmallGap = 0.02;
 double nearBound(const Cluster& cluster) { return cluster.ranks >= kLarge ? kSmallGap : 0; }
 
 constexpr Candidate<PlanSearch> kImprovements[] = {
-    {"local search",
-     [](const PlanSearch& search) {
-       return !search.cluster().neighbours && search.small(kRefineLimit);
-     },
+    {"local search", [](const PlanSearch& search) { return search.small(kRefineLimit); },
      [](PlanSearch& search) {
        search.improve(
            [&](Plan plan) { return refine(search.problem, std::move(plan), search.lower_bound); });

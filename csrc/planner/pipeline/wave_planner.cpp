@@ -431,7 +431,7 @@ void WavePlanner::addPasses(const Wave& wave) {
   for (const Wave::Wide& wide : wave.wide) {
     if (wide.job != Wave::kIdle) {
       batch.ranks = by_speed_.ranks(first, wide.size);
-      if (cost_.cluster().sharesLinks()) {  // else the order of a ring does not matter
+      if (cost_.cluster().sharesInterfaces()) {  // else the order of a ring does not matter
         batch.ranks = ringOrder(std::move(batch.ranks), cost_.cluster());
       }
       batch.sequences = problem_.withRiders(jobs_[wide.job].sequence);

@@ -46,7 +46,7 @@ Plan finishPlan(const Problem& problem, std::vector<MicroBatch> batches, double 
     plan.makespan = simulatedMakespan(problem, plan, limit);
   } else {
     plan.makespan = flat.makespan();
-    const double simulated = cluster.sharesLinks() ? simulatedMakespan(problem, plan) : 0;
+    const double simulated = cluster.sharesInterfaces() ? simulatedMakespan(problem, plan) : 0;
     // No shorter than in order but for rounding: longer where rings share links.
     if (simulated > plan.makespan * (1 + 1e-9)) plan.makespan = simulated;
   }

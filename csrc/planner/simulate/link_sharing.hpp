@@ -1,7 +1,7 @@
-// Rings of different micro-batches that use the same network interface of a node, or the same
-// uplink of a domain, at the same time: how much longer their messages take by that. A link is
-// shared max-min fairly: each message of a ring gets what it asks for, or an equal part if that is
-// less. Another ring counts for the share of its pass in which it passes messages on.
+// Rings of different micro-batches that use the same network interface of a node at the same time:
+// how much longer their messages take by that. A link is shared max-min fairly: each message of a
+// ring gets what it asks for, or an equal part if that is less. Another ring counts for the share
+// of its pass in which it passes messages on.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct Flow {
 class LinkSharing {
  public:
   LinkSharing(const Cluster& cluster, const std::vector<MicroBatch>& batches)
-      : cluster_(cluster), flows_(batches.size()), running_(numLinks(cluster)) {
+      : flows_(batches.size()), running_(numLinks(cluster)) {
     if (running_.empty()) return;
     uses_.reserve(batches.size());
     for (const MicroBatch& batch : batches) uses_.push_back(linksOf(batch.ranks, cluster));
@@ -59,8 +59,7 @@ class LinkSharing {
   double slowdown(int32_t batch) const {
     double most = 1;
     for (const LinkUse& use : uses_[batch]) {
-      const double room = roomOf(use.link, cluster_);
-      most = std::max({most, use.messages / room, 1 / fairShare(batch, use.link, room)});
+      most = std::max({most, 1.0 * use.messages, 1 / fairShare(batch, use.link)});
     }
     return most;
   }
@@ -71,9 +70,10 @@ class LinkSharing {
     double messages;
   };
 
-  // What each message of a running ring gets of a link with room for so many.
-  double fairShare(int32_t batch, int32_t link, double room) const {
+  // What each message of a running ring gets of a link.
+  double fairShare(int32_t batch, int32_t link) const {
     std::vector<Asked> asked;
+    double room = 1;
     double all = 0;
     double messages = 0;
     for (const int32_t other : running_[link]) {
@@ -101,7 +101,6 @@ class LinkSharing {
     return 0;
   }
 
-  const Cluster& cluster_;
   std::vector<std::vector<LinkUse>> uses_;  // by micro-batch; empty: links are not shared
   std::vector<Flow> flows_;
   std::vector<std::vector<int32_t>> running_;  // by link

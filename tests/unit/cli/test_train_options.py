@@ -193,7 +193,7 @@ CHANGED = TrainOptions(
     loader="threads", loaders=2, prefetch=3, context=2048, tokens_per_step=4096, seed=1, ranks=2, transport="shm",
     capacity=8192, pipeline=2, chunks=2, layers_per_stage="1,2,3,2",
     split_backward=True, tensor=2, expert=2, policy="naive", compare=("static",),
-    ring_peers=2, learn_costs=True, slices=4, queue=True, calibration=Path("COSTS"), offload=1 << 20,
+    learn_costs=True, slices=4, queue=True, calibration=Path("COSTS"), offload=1 << 20,
     model=Path("MODEL"),
     layers=8, hidden=64, heads=4, kv_heads=2, ffn=64, experts=4, top_k=1, router_aux_loss=0.5, router_z_loss=0.5,
     optimizer="Adam", optimizer_options=("betas=0.8,0.9",), init_from=Path("earlier"), keep_optimizer=True,
@@ -217,13 +217,13 @@ OTHERS: dict[str, tuple[object, ...]] = {
 
 
 @lru_cache
-def plans(policy: str, ring_peers: int | None, offload: bool, slow_rank: bool) -> list[object]:
+def plans(policy: str, offload: bool, slow_rank: bool) -> list[object]:
     """Who runs what in a few steps of a policy."""
     speeds = (1.0,) * 20 + (0.4 if slow_rank else 1.0,) * 4
     cluster = ClusterSpec(ranks=24, capacity=100, ranks_per_node=4, offload=offload, speeds=speeds)
     memory = MemoryModel(100, offloadable=0.9, copy_s=1e-6, host_tokens=1000) if offload else None
     costs = CostModel(1e-9, 1e-6, 1e-4, piece=1e-7, ring_step=1e-5, kv_intra=1e-6, kv_inter=8e-6, latency_inter=1e-5)
-    planner = Planner(None, cluster, policy, costs, context=700, memory=memory, ring_peers=ring_peers)
+    planner = Planner(None, cluster, policy, costs, context=700, memory=memory)
     draws = np.random.default_rng(1)
     steps = [draws.integers(1, longest + 1, 60).tolist() for longest in (150, 700, 700)]
     try:
@@ -244,11 +244,10 @@ def effects(options: TrainOptions) -> list[object]:
     held_out = job.held_out or options.eval_fraction
     policies = [policy for policy in config.policies if policy != "ddp"]
     planned, learned = (
-        [plans(policy, config.ring_peers, config.offload > 0, slow) for policy in policies]
-        for slow in (False, config.learn_costs)
+        [plans(policy, config.offload > 0, slow) for policy in policies] for slow in (False, config.learn_costs)
     )
     done: list[object] = [
-        replace(config, model=model, schedule=Schedule(), learn_costs=False, ring_peers=None, offload=0, eval_every=0),
+        replace(config, model=model, schedule=Schedule(), learn_costs=False, offload=0, eval_every=0),
         planned,
         learned,
         rates,

@@ -255,16 +255,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         times.append(StepPlan.load(plan).micro_batches[0].predicted_s)  # on three ranks of one domain
     assert times[0] > times[1]
     capsys.readouterr()
-    racks = ["--ranks-per-domain", "4", "--domain-bandwidth", "200"]
-    lengths.write_text("30000\n")  # takes eight ranks, of two domains
-    makespans = []
-    for more in ([], ["--uplinks", "2"], ["--uplinks", "1"]):
-        assert main([*step, *racks, *more, "--ring-peers", "2", "--policy", "static", "--out", str(plan)]) == 0
-        makespans.append(StepPlan.load(plan).makespan_s)
-    assert makespans[0] == makespans[1] == makespans[2]  # it is alone, and leaves each domain once
-    capsys.readouterr()
     for more, message in (
-        (["--uplinks", "2"], "uplinks is 2 and there are no domains"),
         (["--domain-bandwidth", "200"], "give --ranks-per-domain, too"),
         (["--ranks-per-domain", "4"], "give --domain-bandwidth"),
         (["--ranks-per-domain", "5", "--domain-bandwidth", "200"], "a multiple of ranks_per_node"),

@@ -222,19 +222,6 @@ def test_pipelines_have_slices_where_their_waves_end_earlier() -> None:
     assert {(True, True), (True, False)} <= set(chosen)
 
 
-@pytest.mark.parametrize("slices", [1, 8])
-def test_waves_of_a_plan_with_few_ring_peers_are_scheduled(slices: int) -> None:
-    """Rings are those of micro-batches: a wave is on all ranks of its groups, and is none."""
-    draw = random.Random(2)
-    lengths = [30_000] * 2 + [draw.randint(2000, 20_000) for _ in range(20)] + [draw.randint(100, 2000)] * 60
-    cluster = ClusterSpec(16, 8192, pipeline=4, expert=2, device="h100")
-    planner = Planner(MODELS["llama-7b"], cluster, ring_peers=3, slices=slices)
-    plan = planner.plan(lengths)
-    waves = plan_waves(plan, 2).plan
-    assert plan.table.most_peers() <= 3 < waves.table.most_peers()
-    assert len(planner.schedule(waves).passes) == 2 * 4 * len(waves.micro_batches)
-
-
 def test_longest_first_is_the_same_work() -> None:
     made = batches_of(((0,), 10), ((1,), 1000), ((0, 1), 500))
     in_order = sorted_for_waves(made)

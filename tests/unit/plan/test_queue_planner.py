@@ -111,7 +111,7 @@ STEPS = st.lists(st.integers(1, 3000) | st.integers(1, 100), min_size=1, max_siz
 @given(
     STEPS,
     st.integers(1, 9),
-    st.sampled_from(["plain", "speeds", "nics", "offload", "peers", "cores", "nodes"]),
+    st.sampled_from(["plain", "speeds", "nics", "offload", "cores", "nodes"]),
 )
 def test_steps_of_all_kinds_have_valid_plans(lengths: list[int], ranks: int, kind: str) -> None:
     options: dict[str, Any] = {}
@@ -122,8 +122,6 @@ def test_steps_of_all_kinds_have_valid_plans(lengths: list[int], ranks: int, kin
         cluster = replace(cluster, ranks_per_node=max(1, ranks // 2), nics=1 if kind == "nics" else None)
     elif kind == "cores":
         cluster = replace(cluster, cores=max(1, ranks - 1))
-    elif kind == "peers":
-        options["ring_peers"] = 4
     elif kind == "offload":
         options["memory"] = MemoryModel(3000 // ranks + 100, offloadable=0.7, copy_s=1e-7, host_tokens=1e6)
     cost = CostModel(1e-6, 1e-4, 1e-3, ring_step=1e-4, kv_inter=1e-5, latency_inter=1e-4)

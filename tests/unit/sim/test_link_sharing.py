@@ -1,4 +1,4 @@
-"""Rings that use the same network interface of a host, or the same uplink of a domain, at the same time."""
+"""Rings that use the same network interface of a host at the same time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, MicroBatch, Planner, SequenceInfo, StepPlan
-from hdpcomm.sim import reduction_seconds, simulate_step
+from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, MicroBatch, Planner, SequenceInfo, StepPlan
+from hdpcomm.sim import simulate_step
 
 COST = CostModel(
     1e-8,
@@ -37,19 +36,13 @@ class Oracle:
         self.uses = [self.links(ranks) for ranks, _ in batches]
 
     def links(self, ring: tuple[int, ...]) -> Counter[tuple[object, ...]]:
-        """Messages of a ring on each interface and uplink, out and in."""
-        node, domain, found = self.cluster.node_ranks, self.cluster.ranks_per_domain, Counter()
-        nics = self.cluster.nics
+        """Messages of a ring on each interface, out and in."""
+        node, nics, found = self.cluster.node_ranks, self.cluster.nics, Counter()
         for a, b in zip(ring, ring[1:] + ring[:1], strict=True):
             for rank, way in ((a, "out"), (b, "in")):
                 if nics is not None and nics < node and a // node != b // node:
-                    found["nic", rank // node, rank % node * nics // node, way] += 1
-                if self.cluster.uplinks is not None and domain and a // domain != b // domain:
-                    found["uplink", rank // domain, way] += 1
+                    found[rank // node, rank % node * nics // node, way] += 1
         return found
-
-    def room(self, link: tuple[object, ...]) -> int:
-        return 1 if link[0] == "nic" else self.cluster.uplinks or 0
 
     def parts(self, batch: int, backward: bool) -> tuple[float, float, float, float, int]:
         """Seconds of a pass but for waiting; of a ring step: compute, a message's bytes and latency; ring steps."""
@@ -72,7 +65,7 @@ class Oracle:
         """How busy a message keeps a link of its own, and for which share of the pass there are messages."""
         _, compute, sent, latency, steps = self.parts(batch, backward)
         step = max(compute, sent + latency)
-        alone = self.duration(batch, backward, max([1, *(n / self.room(link) for link, n in self.uses[batch].items())]))
+        alone = self.duration(batch, backward, max([1, *self.uses[batch].values()]))
         return (sent / step if step else 0.0), min(1.0, steps * step / alone)
 
     def slowdown(self, batch: int, running: dict[int, bool]) -> float:
@@ -83,13 +76,12 @@ class Oracle:
                 if other != batch and self.uses[other][link]:
                     demand, present = self.flow(other, backward)
                     asked.append((demand, present * self.uses[other][link]))
-            room = self.room(link)
             low, high = 0.0, 1.0
             for _ in range(80):
                 middle = 0.5 * (low + high)
-                fits = sum(n * min(demand, middle) for demand, n in asked) <= room
+                fits = sum(n * min(demand, middle) for demand, n in asked) <= 1
                 low, high = (middle, high) if fits else (low, middle)
-            worst = max(worst, own / room, 1 / high)
+            worst = max(worst, own, 1 / high)
         return worst
 
     def run(self) -> float:
@@ -136,7 +128,6 @@ def random_case(rng: random.Random) -> tuple[ClusterSpec, list[Batch]]:
         capacity=4000,
         ranks_per_node=node,
         ranks_per_domain=domain,
-        uplinks=rng.randint(1, 2) if domain else None,
         nics=rng.choice([None, 1, 2]),
     )
     batches = []
@@ -156,7 +147,7 @@ def test_a_step_takes_as_long_as_in_time_slices(seed: int) -> None:
     assert report.compute_s == pytest.approx(Oracle(COST, cluster, batches).run(), rel=1e-6)
     total = report.rank_busy.sum() / (cluster.ranks * report.step_s) + report.exposed_share + report.idle_share
     assert total == pytest.approx(1)
-    alone = Planner(None, replace(cluster, nics=None, uplinks=None), cost_model=COST, memory=MemoryModel(100_000))
+    alone = Planner(None, replace(cluster, nics=None), cost_model=COST, memory=MemoryModel(100_000))
     assert simulate_step(alone, made(cluster, batches)).compute_s <= report.compute_s * (1 + 1e-9)
 
 
@@ -179,17 +170,6 @@ def test_two_rings_over_one_interface_take_about_twice_as_long() -> None:
     assert two_rings(shared, hidden, groups) == two_rings(replace(shared, nics=2), hidden, groups)
 
 
-def test_rings_of_a_domain_share_its_uplink() -> None:
-    shared = ClusterSpec(ranks=8, capacity=4000, ranks_per_node=1, ranks_per_domain=4, uplinks=1)
-    groups = [(0, 4), (1, 5), (2, 6)]
-    times = [two_rings(replace(shared, uplinks=count), SLOW, groups) for count in (1, 2, 3, 4)]
-    assert times[0] == pytest.approx(3 * times[2], rel=0.05)
-    assert times[1] == pytest.approx(1.5 * times[2], rel=0.05)
-    assert times[2] == times[3] == two_rings(replace(shared, uplinks=None), SLOW, groups)
-    inside = [(0, 1), (2, 3), (4, 5)]  # these do not leave their domain
-    assert two_rings(shared, SLOW, inside) == two_rings(replace(shared, uplinks=None), SLOW, inside)
-
-
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_plans_count_it(seed: int) -> None:
@@ -205,21 +185,3 @@ def test_plans_count_it(seed: int) -> None:
         assert simulate_step(planner, plans[policy]).compute_s == pytest.approx(plans[policy].makespan_s)
         assert plans[policy].lower_bound_s <= plans[policy].makespan_s * (1 + 1e-9)
     assert plans["balanced"].makespan_s <= min(plan.makespan_s for plan in plans.values()) * (1 + 1e-9)
-
-
-def test_the_reduction_shares_the_uplinks() -> None:
-    device = replace(ClusterSpec(ranks=1).hardware, domain_bandwidth=46e9)
-    racks = ClusterSpec(ranks=64, capacity=8192, ranks_per_node=8, ranks_per_domain=32, device=device)
-    model = MODELS["llama-7b"]
-    own, one, many = (reduction_seconds(model, replace(racks, uplinks=count)) for count in (None, 4, 64))
-    assert many == own
-    between = 1 / 2 * model.params * 6 / device.inter_bandwidth
-    assert one - own == pytest.approx(between / 4 - between / 32)
-
-
-def test_uplinks_that_no_cluster_has() -> None:
-    for uplinks in (0, -1, 1.5, "2"):
-        with pytest.raises(InvalidUsage, match="uplinks"):
-            ClusterSpec(ranks=8, ranks_per_node=2, ranks_per_domain=4, uplinks=uplinks)  # type: ignore[arg-type]
-    with pytest.raises(InvalidUsage, match="uplinks is 2 and there are no domains"):
-        ClusterSpec(ranks=8, ranks_per_node=2, uplinks=2)
