@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -109,7 +110,8 @@ class State:
         model = {path[1]: value for path, value in self._live_model() if names is None or path[1] in names}
         tensors: Iterable[tuple[Path, Tensor]] = (((name,), value) for name, value in model.items())
         if not self._whole or any(isinstance(value, TensorPart) for value in model.values()):
-            tensors = _whole_tensors(model, self._mesh.comm)
+            here = [each for each in tensors if isinstance(each[1], Tensor)]  # as buffers with ZeRO-3
+            tensors = itertools.chain(here, _whole_tensors(model, self._mesh.comm))
         yield from ((path[0], value.detach()) for path, value in tensors)
 
     @torch.no_grad()

@@ -191,10 +191,10 @@ def test_the_command(tmp_path):
     command = ["train", "--model", str(tmp_path / "model"), "--data", str(text), "--tokenizer", "bytes"]
     command += ["--context", "64", "--tokens-per-step", "512", "--steps", "3", "--router-bias-rate", str(RATE)]
     found = []
-    for mesh in (["--ranks", "1"], ["--ranks", "2", "--pipeline", "2"]):
-        assert main([*command, *mesh, "--export", str(tmp_path / mesh[1])]) == 0
-        found += saved(tmp_path / mesh[1]).values()
-    assert torch.equal(*found)
+    for mesh in (["--ranks", "1"], ["--ranks", "2", "--pipeline", "2"], ["--zero", "3", "--ranks", "2"]):
+        assert main([*command, *mesh, "--export", str(tmp_path / "-".join(mesh))]) == 0
+        found += saved(tmp_path / "-".join(mesh)).values()
+    assert all(torch.equal(each, found[0]) for each in found)
     assert found[0].abs().max() >= 2 * RATE
     assert main(["train", "--router-bias-rate", "0.1", "--steps", "1"]) == 6
 
