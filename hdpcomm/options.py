@@ -275,6 +275,10 @@ class TrainingOptions:
         "training", 0.0, "by how much a step moves the biases by which routers of a --model choose, against the "
         "loads of their experts (DeepSeek-V3: 0.001)", share, metavar="RATE",
     )  # fmt: skip
+    mtp_weight: float = option(
+        "training", 0.0, "weight of the loss of multi-token prediction, by the layers for it of a --model, or new ones "
+        "(DeepSeek-V3: 0.3)", share, metavar="WEIGHT",
+    )  # fmt: skip
     fp8: str = option(
         "training", "none", "linear layers multiply in FP8, by torchao: with a scale for each token and row, or for "
         "each tensor", str, choices=("none", "rowwise", "tensorwise"),

@@ -16,9 +16,10 @@ from hdpcomm.attention import packing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
+from hdpcomm.models.mtp import add_mtp, depths_of_config, tensors_ahead
 from hdpcomm.models.recompute import set_recompute
 from hdpcomm.models.self_check import check_takes_tokens
-from hdpcomm.models.weights import making, weight_files
+from hdpcomm.models.weights import FolderWeights, NewWeights, making, weight_files
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -129,6 +130,7 @@ def from_pretrained(
     chunk_tokens: int | None = None,
     check: bool = True,
     lean: bool = True,
+    mtp_weight: float = 0.0,
 ) -> AdaptedCausalLM:
     """A causal LM of transformers, adapted: from a folder with its weights, or new from a configuration.
 
@@ -136,6 +138,8 @@ def from_pretrained(
         source: a folder as ``save_pretrained`` writes it; nothing is downloaded. Or a configuration object of
             transformers, which stays as it is: weights are drawn from ``seed``, alike on every rank.
         dtype: of the parameters. Default: as stored, or fp32 for a configuration.
+        mtp_weight: of the loss of multi-token prediction (:func:`hdpcomm.models.add_mtp`), by the folder's layers or
+            new ones, as many as ``num_nextn_predict_layers`` of the configuration says, or one; 0: none.
 
     The others are those of :func:`adapt`. Local; threads that load at the same time take turns. Raises InvalidUsage: no
     such folder, no model in it, no transformers, or what :func:`adapt` refuses.
@@ -166,8 +170,18 @@ def from_pretrained(
         except (OSError, ValueError) as error:
             raise InvalidUsage(f"{folder} does not hold a causal LM that transformers can load: {error}") from error
     model = model.to(device).train()
+    if mtp_weight:
+        add_mtp(model, depths_of_config(model.config), weight=mtp_weight)
     adapted = adapt(model, recompute=recompute, chunk_tokens=chunk_tokens, check=check, lean=lean)
     assert isinstance(adapted, AdaptedCausalLM)
+    ahead = set(map(id, tensors_ahead(model)))
+    if ahead and torch.device(device).type != "meta":
+        new = isinstance(source, PretrainedConfig)
+        weights = NewWeights(adapted, seed) if new else FolderWeights(Path(source), adapted, seed=seed)
+        with torch.no_grad():
+            for name, tensor in (*adapted.named_parameters(), *adapted.named_buffers()):
+                if id(tensor) in ahead:
+                    tensor.copy_(weights.whole(name))
     return adapted
 
 

@@ -18,6 +18,7 @@ from hdpcomm.models.heads import NEXT_TOKEN, TOKEN, LayeredModel, head_of
 from hdpcomm.models.huggingface import decoder_of, set_attention
 from hdpcomm.models.lean_layers import put_lean, take_lean_off
 from hdpcomm.models.moe import router_loss
+from hdpcomm.models.mtp import MultiToken, decoders_ahead
 from hdpcomm.models.recompute import refuse_reentrant
 from hdpcomm.models.routes import number_routers
 from hdpcomm.models.self_check import check_logits
@@ -88,6 +89,7 @@ class AdaptedCausalLM(LayeredModel):
             self._scale, self._softcap = _logit_maths(config)
             self._router = _Router.of(causal_lm, config)
             self.routes_shape = number_routers(causal_lm)
+            self.mtp = MultiToken.of(causal_lm)
             if check:
                 check_logits(self)
         except Exception:
@@ -116,25 +118,44 @@ class AdaptedCausalLM(LayeredModel):
         """Output of the decoder for tokens, or for hidden states in the place of their embeddings: ``[tokens,
         width]``; and for :meth:`added_losses` each router's logits ``[tokens, experts]``. Blocks of tensor ranks.
         Collective over ``comm``."""
+        hidden, logits = self._decode(decoder_of(self.causal_lm), x, positions, cu_seqlens, comm)
+        if self._router is not None and self._router.coefficient and self.training and torch.is_grad_enabled():
+            refuse_reentrant(self.model, "the router's logits for its auxiliary loss")
+        return hidden, logits
+
+    def loss_ahead(
+        self, hidden: Tensor, ahead: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator | None
+    ) -> Tensor:
+        """A zero whose gradient is that of the weighted losses of multi-token prediction; ``hidden``: of
+        :meth:`run_layers`, ``ahead``: as of :meth:`forward`. Collective over ``comm``."""
+        assert self.mtp is not None, "a model without layers ahead has no such loss"
+        count, losses = positions.shape[0], []
+        for decoder, (tokens, labels) in zip(decoders_ahead(self.causal_lm), ahead, strict=True):
+            embedded = self.embedding(tokens[None] if count else tokens.new_zeros(1, 1))[0]
+            x = torch.cat((embedded if count else embedded[:0], hidden), -1)
+            hidden, _ = self._decode(decoder, x, positions, cu_seqlens, comm)
+            losses.append(self.finish(hidden, count, labels))
+        return self.mtp.loss(losses, ahead[:, 1])
+
+    def _decode(
+        self, decoder: Any, x: Tensor, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(output, routers' logits) of a decoder."""
         count = positions.shape[0]
         kept = slice(None) if count else slice(0)
         if count == 0:  # layers of transformers want a token
             positions = positions.new_zeros(1)
             x = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
-        options: dict[str, Any] = {} if self._router is None else {"output_router_logits": True}
+        routed = self._router is not None and decoder.config.output_router_logits
+        options: dict[str, Any] = {"output_router_logits": True} if routed else {}
         if positions.is_meta:  # without a mask transformers would look at the positions, which have no values there
             options["attention_mask"] = torch.ones(1, positions.shape[0], dtype=torch.bool, device="cpu")
         options["inputs_embeds" if x.is_floating_point() else "input_ids"] = x[None]
         filled = max(1, count) if self.tensor is None else self.tensor.rows(max(1, count))
         own = count if self.tensor is None else self.tensor.tokens_here(count)
         with packing(comm, cu_seqlens, padded=count == 0, token_rows=None if own == filled else own):
-            out = decoder_of(self.causal_lm)(position_ids=positions[None], use_cache=False, **options)
-        hidden: Tensor = out.last_hidden_state[0, kept]
-        if self._router is None:
-            return hidden, []
-        if self._router.coefficient and self.training and torch.is_grad_enabled():
-            refuse_reentrant(self.model, "the router's logits for its auxiliary loss")
-        return hidden, [logits[kept] for logits in out.router_logits]
+            out = decoder(position_ids=positions[None], use_cache=False, **options)
+        return out.last_hidden_state[0, kept], [logits[kept] for logits in out.router_logits] if routed else []
 
     def finish(
         self,

@@ -17,6 +17,7 @@ import torch
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.llama import LlamaConfig
+from hdpcomm.models.mtp import add_mtp, as_saved_ahead
 from hdpcomm.models.weights import by_tensor, making
 
 __all__ = ["as_saved", "by_layer", "check_export", "export_llama", "new_folder", "write_folder"]
@@ -108,6 +109,7 @@ def write_folder(
     folder: Path,
     *,
     beside: Callable[[Path], None] | None = None,
+    depths: int = 0,
 ) -> None:
     """Writes a causal LM of transformers as its ``save_pretrained`` does, a layer in memory at a time. Local.
 
@@ -117,6 +119,7 @@ def write_folder(
             asked for.
         folder: there whole or not at all; must not exist, or be empty.
         beside: writes what else is to be in the folder.
+        depths: of multi-token prediction (:func:`hdpcomm.models.add_mtp`).
 
     Raises: InvalidUsage: a tensor is missing, or has another shape.
     """
@@ -124,6 +127,9 @@ def write_folder(
 
     with making, torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
+        if depths:
+            add_mtp(model, depths)
+            model.config.get_text_config().num_nextn_predict_layers = depths
     missing = model.state_dict()
     first_name = {name: names[0] for names, _ in by_tensor(model) for name in names}
     with new_folder(folder) as partial:
@@ -141,7 +147,7 @@ def write_folder(
             saved = {name: tensor for name, tensor in layer.items() if first_name.get(name) == name and name in missing}
             for name in layer:
                 missing.pop(name, None)
-            files.add(as_saved(model, saved))
+            files.add(as_saved_ahead(model, as_saved(model, saved)))
         left = sorted(name for name in missing if first_name[name] in missing)
         if left:
             raise InvalidUsage(f"the weights have no {left[0]}; give those of a model of this configuration")

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
     from hdpcomm.models.expert_group import ExpertGroup
+    from hdpcomm.models.mtp import MultiToken
     from hdpcomm.models.routes import RoutesShape
     from hdpcomm.models.tensor_group import TensorGroup
 
@@ -65,6 +66,8 @@ class LayeredModel(nn.Module):
     """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
     routes_shape: RoutesShape | None = None
     """The shape of the routes of all its layers; ``None``: it has no router that is known."""
+    mtp: MultiToken | None = None
+    """Layers that predict tokens further ahead; see :func:`hdpcomm.models.add_mtp`."""
 
     def forward(
         self: Any,
@@ -76,6 +79,7 @@ class LayeredModel(nn.Module):
         labels: Tensor | None = None,
         label_rows: Tensor | None = None,
         label_weights: Tensor | LabelLoss | None = None,
+        ahead: Tensor | None = None,
     ) -> Any:
         """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
 
@@ -91,9 +95,14 @@ class LayeredModel(nn.Module):
             label_rows: int64, for each label its token's row; a token of a tree may have several. ``None``: one each.
             label_weights: float32, for each label the factor of its loss, or what their losses are
                 (:class:`hdpcomm.kernels.LabelLoss`); ``None``: 1.
+            ahead: int64 ``[depths, 2, tokens]``, the tokens and labels 1, 2, ... places later in their sequences, for
+                multi-token prediction: backward passes get its gradient, too.
         """
-        hidden, added = self.run_layers(tokens, positions=positions, cu_seqlens=cu_seqlens, comm=comm)
+        places: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens, "comm": comm}
+        hidden, added = self.run_layers(tokens, **places)
         out = self.finish(hidden, positions.shape[0], labels, label_rows, label_weights)
+        if ahead is not None:
+            out = out + self.loss_ahead(hidden, ahead, **places)
         if labels is None or not self.has_added_losses:
             return out
         return self.joined(out, self.added_losses(added, labels, cu_seqlens, comm))

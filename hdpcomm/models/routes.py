@@ -21,6 +21,7 @@ from hdpcomm.attention.pack_context import current_routes, find_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import to_device
 from hdpcomm.models.moe import MixtureOfExperts, expert_blocks, holds_experts
+from hdpcomm.models.mtp import is_ahead
 from hdpcomm.offload.layers import find_layers
 
 __all__ = ["KeptRoutes", "RoutedBlock", "RoutesShape", "ShardRoutes", "TakenRoutes", "number_routers"]
@@ -149,13 +150,14 @@ def number_routers(model: nn.Module) -> RoutesShape | None:
     """
     if not (names := _blocks(model)):
         return None
-    layers = {id(module): number for number, layer in enumerate(find_layers(model)) for module in layer.modules()}
+    own = [layer for layer in find_layers(model) if not is_ahead(layer)]
+    layers = {id(module): number for number, layer in enumerate(own) for module in layer.modules()}
     blocks = [block for name, block in model.named_modules() if name in names and id(block) in layers]
     sizes = [_sizes(block, model) for block in blocks]
     if not blocks or None in sizes or len(set(sizes)) > 1:
         return None
     top_k, experts = sizes[0]  # type: ignore[misc]
-    shape = RoutesShape(len(blocks), len(find_layers(model)), top_k, experts)
+    shape = RoutesShape(len(blocks), len(own), top_k, experts)
     for number, block in enumerate(blocks):
         place = _Place(number, layers[id(block)], shape)
         if isinstance(block, MixtureOfExperts):

@@ -27,6 +27,7 @@ from hdpcomm.files import open_regular, read_text
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
 from hdpcomm.models.llama import Llama, initial_value, seed_of
 from hdpcomm.models.lora_names import base_name, first_value, is_adapter
+from hdpcomm.models.mtp import model_name, tensors_ahead
 
 __all__ = ["FolderWeights", "NewWeights", "Weights", "by_tensor", "making", "own_pages", "weight_files"]
 
@@ -152,7 +153,10 @@ class FolderWeights:
         self._sources = _sources(self._causal_lm, self._files)
         self._names: dict[str, str] = {}
         computed = {id(b) for b in _buffers_not_saved(self._causal_lm)}
-        for names, tensor in by_tensor(self._causal_lm):
+        ahead, known = set(map(id, tensors_ahead(self._causal_lm))), list(by_tensor(self._causal_lm))
+        if not any(id(tensor) in ahead and not self._sources.keys().isdisjoint(names) for names, tensor in known):
+            computed |= ahead  # the folder has no such layers: they are new
+        for names, tensor in known:
             found = next((name for name in names if name in self._sources), None)
             if found is not None:
                 self._names.update(dict.fromkeys(names, found))
@@ -321,7 +325,7 @@ def _sources(causal_lm: Any, files: _Files) -> dict[str, _Source]:
         loading = importlib.import_module("transformers.core_model_loading")
         mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(causal_lm)
     except (ImportError, AttributeError):  # before release 5, where names are the same on both sides
-        return {name: _Read(files, name) for name in files.names() if name in known}
+        return {name: _Read(files, key) for key in files.names() if (name := model_name(causal_lm, key)) in known}
     renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
     converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -329,9 +333,10 @@ def _sources(causal_lm: Any, files: _Files) -> dict[str, _Source]:
     conversions: dict[str, _Conversion] = {}
     prefix = causal_lm.base_model_prefix
     for key in sorted(files.names(), key=loading.dot_natural_key):
-        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, known)
-        if name not in known and key in known:
-            name, pattern = key, None
+        own = model_name(causal_lm, key)
+        name, pattern = loading.rename_source_key(own, renamings, converters, prefix, known)
+        if name not in known and own in known:
+            name, pattern = own, None
         if name not in known:
             continue
         if pattern is None:

@@ -221,6 +221,11 @@ def _refuse(model: AdaptedCausalLM) -> None:
     config = model.causal_lm.config.get_text_config()
     if model.gives_values:
         raise InvalidUsage(f"{_name(model)} is a classifier, which stages of a pipeline do not know; {_WITHOUT}")
+    if model.mtp is not None:
+        raise InvalidUsage(
+            f"{_name(model)} has layers for multi-token prediction (add_mtp), which need the embedding of tokens "
+            f"behind the last layer, and the first stage has it; {_WITHOUT}"
+        )
     if model.has_added_losses:
         raise InvalidUsage(
             f"{_name(model)} adds its routers' auxiliary loss (config.output_router_logits), which multiplies means "

@@ -30,8 +30,8 @@ _ROWS = ("out", "o_proj", "dense", "down_proj", "output_linear", "fc2", "c_proj"
 give the result, whose inputs are."""
 _HALVES = ("gate_up_proj", "input_linear")
 """Projections to the gate and to what it multiplies, one half each."""
-_WHOLE = ("f_a_proj", "g_a_proj")
-"""Projections of KDA to what all heads use."""
+_WHOLE = ("f_a_proj", "g_a_proj", "eh_proj")
+"""Projections of KDA to what all heads use, and those of multi-token prediction, between layers."""
 
 
 @dataclass(frozen=True, slots=True)

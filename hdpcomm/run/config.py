@@ -203,7 +203,7 @@ class RunConfig(TrainingOptions):
             )
 
     def _add_lora(self) -> None:
-        """The model gets its adapters, and its routers the rate of their biases."""
+        """The model gets its adapters, its routers the rate of their biases, and its losses further ahead a weight."""
         lora = None if self.lora is None else LoraOptions.parse(self.lora)
         if isinstance(self.model, FolderModel):
             object.__setattr__(self, "model", replace(self.model, lora=lora))
@@ -216,6 +216,13 @@ class RunConfig(TrainingOptions):
                     "which count tokens; leave out either"
                 )
             object.__setattr__(self, "model", replace(self.model, router_bias_rate=self.router_bias_rate))
+        if self.mtp_weight:
+            if not isinstance(self.model, FolderModel) or lora is not None or self.compile:
+                raise InvalidUsage(
+                    "mtp_weight is for the folder of a model (--model) whose weights are all trained, without --lora "
+                    "and --compile; leave out either"
+                )
+            object.__setattr__(self, "model", replace(self.model, mtp_weight=self.mtp_weight))
 
     def _check_mesh(self) -> None:
         for name in ("pipeline", "chunks", "tensor", "expert"):

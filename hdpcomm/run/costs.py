@@ -25,7 +25,7 @@ from hdpcomm.plan import Calibration, ClusterSpec, CostModel, CostSample, Memory
 from hdpcomm.plan.stage_cut import mean_work
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.memory import PROFILE_TOKENS, free_models
-from hdpcomm.run.model import check_model, fewest_layers, model_facts, model_spec, new_part
+from hdpcomm.run.model import FolderModel, check_model, fewest_layers, model_facts, model_spec, new_part
 from hdpcomm.run.pipelines import device_recompute, recompute_by_device
 from hdpcomm.train.step.data_parallel import WholeSequencePlanner
 
@@ -130,6 +130,8 @@ def measure_costs(
         costs = replace(costs, fixed=costs.fixed + _sharing_s(comm, config, mesh))
     if split:
         costs = replace(costs, weights=weights_put_off(config, weights_share(samples, costs)))
+    if isinstance(config.model, FolderModel) and config.model.mtp_weight:  # each depth is a layer more
+        costs = costs.at_work(*(1.0 + config.model.depths / layers,) * 3)
     if config.pipeline > 1:
         costs, memory = _of_mean_stage(config, costs, memory)
     if comm.rank == 0:

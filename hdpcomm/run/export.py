@@ -49,7 +49,8 @@ def export_model(
         write_adapters(whole, given, folder, base=model.folder)
         return
     renamed = ((name.removeprefix("model."), tensor) for name, tensor in given)
-    write_folder(read_config(model.folder), renamed, folder, beside=partial(_copy_beside, model.folder))
+    depths = model.depths if model.mtp_weight else 0
+    write_folder(read_config(model.folder), renamed, folder, beside=partial(_copy_beside, model.folder), depths=depths)
 
 
 def _copy_beside(source: Path, folder: Path) -> None:

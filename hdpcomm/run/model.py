@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, Weights, balance_routers, from_pretrained, set_recompute
 from hdpcomm.models.adapt import check_config
 from hdpcomm.models.lora import add_lora
+from hdpcomm.models.mtp import depths_of_config
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.options import LoraOptions
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
@@ -54,6 +55,8 @@ class FolderModel:
         digest: of the folder's ``config.json``, as far as it shapes the model.
         lora: adapters that are trained in place of the model, which stays as it is; ``None``: the model is trained.
         router_bias_rate: see :func:`hdpcomm.models.balance_routers`; 0: biases stay as they are.
+        mtp_weight: see :func:`hdpcomm.models.add_mtp`; 0: no multi-token prediction.
+        depths: of multi-token prediction, with a weight.
     """
 
     folder: Path
@@ -64,6 +67,8 @@ class FolderModel:
     digest: str
     lora: LoraOptions | None = None
     router_bias_rate: float = 0.0
+    mtp_weight: float = 0.0
+    depths: int = 1
 
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -112,6 +117,7 @@ def folder_model(folder: Path) -> FolderModel:
         vocabulary=int(text.vocab_size),
         weights=any(any(folder.glob(name)) for name in _WEIGHTS),
         digest=digest,
+        depths=depths_of_config(config),
     )
 
 
@@ -167,7 +173,8 @@ def model_facts(model: LlamaConfig | FolderModel) -> dict[str, Any]:
     """Facts of the model for checkpoints, compared when a run goes on."""
     if isinstance(model, FolderModel):
         lora = {} if model.lora is None else {"lora": str(model.lora)}
-        return {"architecture": model.architecture, "config": model.digest, **lora}
+        ahead = {"mtp_depths": model.depths} if model.mtp_weight else {}
+        return {"architecture": model.architecture, "config": model.digest, **lora, **ahead}
     facts = asdict(model)
     if not model.experts:  # as before there were any
         for name in ("experts", "top_k", "router_aux_loss", "router_z_loss"):
@@ -219,7 +226,8 @@ def model_on_meta(model: LlamaConfig | FolderModel) -> nn.Module:
     cut = model.layers < config.get_text_config().num_hidden_layers  # to be measured; maybe without routers
     config = _first_layers(config, model.layers) if cut else config
     with torch.device("meta"):
-        made = from_pretrained(config, dtype=torch.float32, device="meta", check=False)
+        weight = 0.0 if cut else model.mtp_weight
+        made = from_pretrained(config, dtype=torch.float32, device="meta", check=False, mtp_weight=weight)
         if model.router_bias_rate and not cut:
             balance_routers(made, model.router_bias_rate)
         return made if model.lora is None else add_lora(made, model.lora, check=False)
@@ -229,7 +237,8 @@ def fewest_layers(model: LlamaConfig | FolderModel) -> int:
     """How many first layers there have to be so that one of each kind is among them. Local."""
     if isinstance(model, LlamaConfig):
         return 1
-    return int(_few_layers(read_config(model.folder), model_on_meta(model)).get_text_config().num_hidden_layers)
+    whole = model_on_meta(replace(model, mtp_weight=0.0))
+    return int(_few_layers(read_config(model.folder), whole).get_text_config().num_hidden_layers)
 
 
 def check_model(model: LlamaConfig | FolderModel, mesh: Mesh, *, seed: int, stages: bool = False) -> None:
@@ -243,9 +252,9 @@ def check_model(model: LlamaConfig | FolderModel, mesh: Mesh, *, seed: int, stag
     """
     if isinstance(model, LlamaConfig):
         return
-    whole = model_on_meta(model)
-    if stages:
-        split_model(whole, len(find_layers(whole)))  # for what is refused by its configuration
+    if stages:  # for what is refused by its configuration
+        split_model(model_on_meta(model), model.layers)
+    whole = model_on_meta(replace(model, mtp_weight=0.0))
     config = _few_layers(read_config(model.folder), whole, more=int(stages))
     few = from_pretrained(config, dtype=torch.float32, device=mesh.comm.device, seed=seed)
     if model.lora is not None:

@@ -37,6 +37,10 @@ FAMILIES = {
         "v_head_dim": 6, "head_dim": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
     }),
+    "glm4-moe": ("Glm4Moe", {
+        "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    }),
     # Many index heads, as in real models: with few of them scores of 0 are common, of which torch.topk takes any.
     "deepseek-v32": ("DeepseekV32", {
         "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,

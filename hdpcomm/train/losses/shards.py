@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hdpcomm.attention import BalancedPack, Pack, as_pack
 from hdpcomm.attention.pack_context import routing
@@ -86,6 +87,7 @@ class PackedShard:
         mass: scalar, what this shard adds to the number by which the losses of a batch are divided; ``None``: its
             labels.
         routes: what routers ask for the experts of its tokens; see :mod:`hdpcomm.models.routes`.
+        ahead: int64 ``[depths, 2, local tokens]``, tokens and labels further ahead for multi-token prediction.
     """
 
     tokens: Tensor
@@ -96,6 +98,14 @@ class PackedShard:
     label_weights: Tensor | LabelLoss | None = None
     mass: Tensor | None = None
     routes: TakenRoutes | ShardRoutes | None = None
+    ahead: Tensor | None = None
+
+    def with_none_ahead(self, depths: int) -> PackedShard:
+        """For a pass whose tokens, if there are any, have no labels ahead either."""
+        if not depths:
+            return self
+        none = torch.stack((torch.zeros_like(self.tokens), torch.full_like(self.tokens, IGNORE)))
+        return replace(self, ahead=none.expand(depths, *none.shape))
 
     def routing(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context of a forward pass of this shard through a model, or a stage of one. Raises InvalidUsage for routes
@@ -137,22 +147,31 @@ def pack_shard(
     comm: Communicator,
     device: torch.device,
     limit: tuple[float, float] = (0.0, 0.0),
+    depths: int = 0,
 ) -> PackedShard:
     """Fetches a micro-batch's sequences, makes labels, packs them and takes this rank's shard. Local.
 
     Args:
         comm: the communicator over the micro-batch's ranks.
         limit: of the plan (:attr:`StepPlan.limit`).
+        depths: of multi-token prediction.
 
     Raises:
         InvalidUsage: ``fetch`` gave something else than a sequence of the planned length.
     """
     lengths = {sequence.id: sequence.length for sequence in micro_batch.sequences}
-    return sequences_shard(pack_of(lengths.values(), comm.size, limit), lengths, fetch, comm=comm, device=device)
+    pack = pack_of(lengths.values(), comm.size, limit)
+    return sequences_shard(pack, lengths, fetch, comm=comm, device=device, depths=depths)
 
 
 def sequences_shard(
-    cu_seqlens: Tensor | Pack, lengths: Mapping[int, int], fetch: Fetch, *, comm: Communicator, device: torch.device
+    cu_seqlens: Tensor | Pack,
+    lengths: Mapping[int, int],
+    fetch: Fetch,
+    *,
+    comm: Communicator,
+    device: torch.device,
+    depths: int = 0,
 ) -> PackedShard:
     """This rank's shard of plain sequences, or of a slice of one. Local.
 
@@ -162,20 +181,34 @@ def sequences_shard(
     rank, size, routes = comm.rank, comm.size, None
     pack, places = as_pack(cu_seqlens), list(lengths)
     if isinstance(fetch, FetchParts) and (size > 1 or pack.keeps):  # no other token is read
-        reads = [(places[i], start, stop) for i, start, stop in pack.reads(rank, size)]
-        parts = [checked(fetch.part(*read), read[0], read[2] - read[1]) for read in reads]
-        none = torch.zeros(0, dtype=torch.int64)
-        tokens, labels = (torch.cat([none, *(part[i] for part in parts)]) for i in (0, 1))
+        columns = [torch.zeros(2 + 2 * depths, 0, dtype=torch.int64)]
+        for i, start, stop in pack.reads(rank, size):
+            last = min(stop + depths, lengths[places[i]])
+            part = checked(fetch.part(places[i], start, last), places[i], last - start)
+            columns.append(_columns_ahead(*part, stop - start, depths))
+        tokens, labels, *ahead = torch.cat(columns, 1)
     else:
         fetched = {place: fetch(place) for place in places}
         whole = [checked(fetched[place], place, length) for place, length in lengths.items()]
         mine = pack.places(rank, size)
-        tokens, labels = (torch.cat(each)[mine] for each in zip(*whole, strict=True))
+        columns = [_columns_ahead(*each, len(each[0]), depths) for each in whole]
+        tokens, labels, *ahead = torch.cat(columns, 1)[:, mine]
         routes = shard_routes(
             [routes_of(fetched[place], place, length) for place, length in lengths.items()], mine, device
         )
     positions = pack.positions(rank, size, device)
-    return PackedShard(to_device(tokens, device), to_device(labels, device), positions, cu_seqlens, routes=routes)
+    further = to_device(torch.stack(ahead).view(depths, 2, -1), device) if depths else None
+    return PackedShard(
+        to_device(tokens, device), to_device(labels, device), positions, cu_seqlens, routes=routes, ahead=further
+    )
+
+
+def _columns_ahead(tokens: Tensor, labels: Tensor, count: int, depths: int) -> Tensor:
+    """The first ``count`` tokens of a sequence and their labels, and those 1 to ``depths`` places later: int64 ``[2 +
+    2 depths, count]``. Behind the end there are tokens 0, and no labels."""
+    more = (0, count + depths - len(tokens))
+    tokens, labels = F.pad(tokens, more), F.pad(labels, more, value=IGNORE)
+    return torch.stack([x[place : place + count] for place in range(depths + 1) for x in (tokens, labels)])
 
 
 def routes_of(fetched: Any, sequence: int, tokens: int) -> Tensor | None:
@@ -261,6 +294,7 @@ def micro_batch_loss(
     with packed.routing(model):
         if loss is None and getattr(model, "takes_labels" if plain else "takes_label_rows", False):
             more = {} if plain else {"label_rows": rows, "label_weights": weights}
+            more |= {} if packed.ahead is None else {"ahead": packed.ahead}
             total: Tensor = model(packed.tokens, **places, labels=packed.labels, **more)
             return total
         logits = model(packed.tokens, **places)

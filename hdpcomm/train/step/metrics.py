@@ -191,6 +191,7 @@ class StepMetrics:
         expert_tokens_mean, expert_tokens_max: tokens that went to an expert of a layer, and to the busiest one of all
             layers; 0 without experts.
         expert_tokens_dropped: tokens that a router has sent to an expert and that it has not got, of the worst layer.
+        mtp_loss: mean over all labels further ahead and depths of multi-token prediction, in nats; 0 without it.
         queued: of the micro-batches, those that were bound to no rank (:attr:`hdpcomm.plan.StepPlan.queued`).
         moved: of these, those that ran on another rank than the one on which they would have run if all had gone as
             predicted.
@@ -217,6 +218,7 @@ class StepMetrics:
     expert_tokens_mean: float = 0.0
     expert_tokens_max: int = 0
     expert_tokens_dropped: int = 0
+    mtp_loss: float = 0.0
     queued: int = 0
     moved: int = 0
     sequences_on_ranks: Mapping[int, int] = field(default_factory=dict)

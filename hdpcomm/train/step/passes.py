@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hdpcomm.attention import SlicedSequence
 from hdpcomm.attention import positions as positions_of
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import HostNumbers
 from hdpcomm.models.compiled import refuse_compiled
 from hdpcomm.models.moe import refuse_trees
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from hdpcomm.attention import SequenceSlice
     from hdpcomm.comm import Communicator, Work
     from hdpcomm.comm.mesh import Mesh
+    from hdpcomm.models.mtp import MultiToken
     from hdpcomm.offload import ActivationOffload
     from hdpcomm.parallel.stages import Stage
     from hdpcomm.plan import MicroBatch, PlannedStep, Planner, StepPlan
@@ -176,6 +178,13 @@ class Passes:
         # All tensor ranks have the total.
         return running.total if self.mesh.tensor_rank == 0 else torch.zeros_like(running.total)
 
+    def take_ahead(self) -> Tensor:
+        """(losses, labels) of multi-token prediction of this rank's passes since the last call, fp64 ``[2]``; all
+        tensor ranks have the same, of which the first one counts."""
+        mtp: MultiToken | None = getattr(self.chunks[0], "mtp", None)
+        sums = torch.zeros(2, dtype=torch.float64) if mtp is None else mtp.take_sums()
+        return sums if self.mesh.tensor_rank == 0 else torch.zeros_like(sums)
+
     def program(self, plan: StepPlan, *, training: bool) -> StepProgram:
         """This rank's program of a plan; of a pipeline, of the last that was prepared. Local."""
         mesh = self.mesh
@@ -230,6 +239,10 @@ class _Run:
         self._added_losses = self._staged and passes.loss is None and self.chunks[0].has_added_losses
         if self._added_losses:  # now, on all stages
             refuse_trees(holds_trees(range(len(step.planned.lengths)), step.planned.lengths))
+        mtp: MultiToken | None = None if step.gradients is None else getattr(self.chunks[0], "mtp", None)
+        self._depths = 0 if mtp is None else mtp.depths
+        if self._depths:  # now, on all ranks
+            self._refuse_ahead()
         self._packs: dict[int, PackedShard] = {}
         """By number in the program, until the last pass of the micro-batch."""
         self._slices = step.planned.plan.slices
@@ -429,7 +442,7 @@ class _Run:
     def _shard(self, batch: MicroBatch | None, number: int, stage: int) -> PackedShard:
         """The shard of a micro-batch for one forward pass."""
         if batch is None:
-            return self.passes.shard_without_tokens()
+            return self.passes.shard_without_tokens().with_none_ahead(self._depths)
         if number < 0:  # of the queue: it runs once
             return self._packed(batch, None)
         pack, planned = self._pack(number), self._planned(batch)
@@ -441,7 +454,7 @@ class _Run:
         if found is None:
             batch = self._batches[number]
             if batch is None:
-                return self.passes.shard_without_tokens()
+                return self.passes.shard_without_tokens().with_none_ahead(self._depths)
             planned = self._planned(batch)
             first = self.mesh.stage if self._staged else 0
             part = None if planned is None else self._slice(planned, batch, first)
@@ -466,8 +479,18 @@ class _Run:
         if trees:
             return tree_shard(places, part, lengths, plan.fragments, step.fetch, **where)
         if planned is not None and part is not None:
-            return sequences_shard(part, {planned.sequence: planned.bounds[-1]}, step.fetch, **where)
-        return pack_shard(batch, step.fetch, limit=plan.limit, **where)
+            sequence = {planned.sequence: planned.bounds[-1]}
+            return sequences_shard(part, sequence, step.fetch, depths=self._depths, **where)
+        return pack_shard(batch, step.fetch, limit=plan.limit, depths=self._depths, **where)
+
+    def _refuse_ahead(self) -> None:
+        lengths = self.step.planned.lengths
+        if holds_trees(range(len(lengths)), lengths) or self.step.terms is not None or self.passes.loss is not None:
+            raise InvalidUsage(
+                "the model has layers for multi-token prediction, which train by the model's own loss on sequences: a "
+                "tree has several tokens at a place further ahead, and another loss= no labels; give neither, or a "
+                "model without add_mtp()"
+            )
 
 
 def _loss_and_labels(loss: Tensor, packed: PackedShard) -> Tensor:

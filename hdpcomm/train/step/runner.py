@@ -52,6 +52,7 @@ class Runner:
         layout: where the parameters are in the whole model.
         counts_rows: whether layers of any stage count the rows of their experts.
         ran: the plan of the last passes as they ran: micro-batches of its queue with the ranks that have taken them.
+        ahead: (losses, labels) of multi-token prediction in the last passes, of all ranks.
 
     Raises: InvalidUsage: of :class:`hdpcomm.train.zero.masters.Masters`.
     """
@@ -71,6 +72,7 @@ class Runner:
         self.masters: Masters | None = None
         self.gradients = gradients
         self.ran: StepPlan | None = None
+        self.ahead = (0.0, 0.0)
         self._mesh, self.optimizer, self._within = mesh, optimizer, within
         self._device = next(self.model.parameters()).device
         self._same_start()
@@ -255,11 +257,12 @@ class Runner:
             if inputs.ends:
                 self.gradients.start()
             self.synchronize()
-            told = torch.cat((loss, torch.tensor([float(len(self._buffers.changed()))])))
+            told = torch.cat((loss, torch.tensor([float(len(self._buffers.changed()))]), self.passes.take_ahead()))
             told[:2] += 0.0 if known is None else known
             comm.all_reduce(told)  # also the point at which ranks that had less to do wait for the others
             self.ran = self.passes.executed_plan(plan)
-        total, labels, changed = told.tolist()
+        total, labels, changed, *ahead = told.tolist()
+        self.ahead = (ahead[0], ahead[1])
         if changed and comm.size > 1:
             self._buffers.refuse(comm)
         return total, labels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -379,6 +380,8 @@ class Trainer:
         idle = sum(span.idle_s for span in self.timeline.spans)
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
+        if runner.ahead[1]:
+            metrics = replace(metrics, mtp_loss=runner.ahead[0] / runner.ahead[1])
         if runner.counts_rows:
             metrics = add_expert_load(metrics, runner.expert_rows(), self.mesh)
         return offloading.add_to(metrics, self.comm)
