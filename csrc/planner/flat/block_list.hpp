@@ -17,8 +17,7 @@ struct Block {
   double ready = 0;
   int first = 0;
   int count = 0;
-  double speed = 1;    // of all of its ranks
-  uint32_t order = 0;  // of its insertion
+  double speed = 1;  // of all of its ranks
 };
 
 // Sorted by ready time, equal ones in the order of their insertion. A change makes iterators
@@ -127,22 +126,6 @@ class BlockList {
     place = block;
     chunk.widest = std::max(chunk.widest, block.count);
     return true;
-  }
-
-  // The place of a block that is there.
-  Iterator find(const Block& block) const {
-    const auto before = [](const Block& a, const Block& b) {
-      return a.ready != b.ready ? a.ready < b.ready : a.order < b.order;
-    };
-    const auto chunk = std::partition_point(chunks_.begin(), chunks_.end(),
-                                            [&](const std::unique_ptr<Chunk>& each) {
-                                              return before(each->items[each->count - 1], block);
-                                            });
-    const auto which = static_cast<size_t>(chunk - chunks_.begin());
-    const Block* const begin = chunks_[which]->items;
-    const Block* const place =
-        std::lower_bound(begin, begin + chunks_[which]->count, block, before);
-    return {this, which, static_cast<int>(place - begin)};
   }
 
   // Goes on, or back, to the next block of at least `ranks` ranks. False if there is none before

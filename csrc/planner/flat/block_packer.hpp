@@ -3,8 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <utility>
@@ -42,7 +40,7 @@ class BlockPacker {
       Job& job = jobs_[next];
       if (job.min_size == 1 && job.min_size_s <= short_limit_s) break;
       if (placeInBlock(next)) continue;
-      if (placeAnywhere(next) >= limit) return limit;
+      if (join(next, bestJoin(next)) >= limit) return limit;
     }
     if (filler_.leastEnd(next, gaps_, blocks_) >= limit) return limit;
     return filler_.place(next, gaps_, blocks_, limit);
@@ -71,9 +69,6 @@ class BlockPacker {
   // One block for all neighbouring ranks of equal speed, free from the start.
   void makeBlocks() {
     blocks_.clear();
-    inserted_ = 0;
-    if (!cost_.cluster().speeds.empty()) by_speed_.resize(speedLimits().size());
-    for (BlockList& blocks : by_speed_) blocks.clear();
     for (int rank = 0; rank < problem_.ranks();) {
       int end = rank + 1;
       while (end < problem_.ranks() && speed(end) == speed(rank)) ++end;
@@ -164,50 +159,29 @@ class BlockPacker {
     const Block after{block.ready, first + size, block.first + block.count - first - size,
                       block.speed};
     if (before.count > 0) {
-      replace(block, at, before);
+      replace(at, before);
       insert(after);
     } else if (after.count > 0) {
-      replace(block, at, after);
+      replace(at, after);
     } else {
-      erase(block, at);
+      blocks_.erase(at);
     }
     insert({end, first, size, block.speed});
     placements_.push_back({static_cast<int32_t>(index), block.ready, {first, size}, {}});
     return true;
   }
 
-  // No block has room: joins the blocks that become free first, as many as minimise idle time plus
-  // additional work plus time beyond the target; of all of them, or of those that are fast enough.
-  // Returns when the job ends.
-  double placeAnywhere(size_t index) {
-    const std::vector<SpeedLimit>& limits = speedLimits();
-    JoinedBlocks best;
-    double slowest = -1;
-    for (size_t i = limits.size(); i-- > 0 && limits[i].ranks >= jobs_[index].min_size;) {
-      if (slowest >= limits[i].speed) continue;  // the same blocks as for the limit before
-      const double limit = std::nextafter(best.score, kNever);  // of equal ones the highest limit
-      const JoinedBlocks found = bestJoin(index, limits[i].speed, limit);
-      if (found.score <= best.score) best = found;
-      slowest = found.slowest;
-    }
-    return join(index, best);
-  }
-
-  // The blocks of at least a speed that a job would take, from the one that is free first on.
+  // The blocks that a job would take, from the one that is free first on.
   struct JoinedBlocks {
-    double score = std::numeric_limits<double>::infinity();
-    double least_speed = 0;
+    double score = kNever;
     size_t blocks = 0;
     int size = 0;
-    double slowest = 1;  // of all blocks that were looked at
   };
 
-  // None, with this score, where all have one that is not below `score_limit`.
-  JoinedBlocks bestJoin(size_t index, double least_speed, double score_limit) {
+  // As many as minimise idle time plus additional work plus time beyond the target.
+  JoinedBlocks bestJoin(size_t index) {
     Job& job = jobs_[index];
     JoinedBlocks best;
-    best.score = score_limit;
-    best.least_speed = least_speed;
     int count = 0;
     int next_count = job.min_size;
     double ready_area = 0;
@@ -230,8 +204,8 @@ class BlockPacker {
       return idle + std::min(work_in_time / slowest, on_fewest) * (1 - 1e-9) - least_work;
     };
     double checked = -1;  // ready times up to here
-    for (FastBlocks fast(*this, least_speed); fast.next(); ++looked_) {
-      const Block& block = fast.block();
+    for (const Block& block : blocks_) {
+      ++looked_;
       if (block.ready > checked) {
         if (leastScore(block.ready) > best.score) break;
         checked = block.ready;
@@ -257,7 +231,7 @@ class BlockPacker {
         const double extra = candidate * time - least_work;
         const double late = std::max(0.0, start + time - target_) * problem_.ranks();
         const double score = idle + extra + late;
-        if (score < best.score) best = {score, least_speed, blocks, candidate};
+        if (score < best.score) best = {score, blocks, candidate};
       };
       const int first = size > 0 ? size : widest;
       const double seconds =
@@ -268,33 +242,17 @@ class BlockPacker {
       if (size > 0) work_in_time = size * seconds;
       checked = -1;  // the least score has risen
     }
-    best.slowest = slowest;
     return best;
   }
 
-  // A least speed that is worth a try, and how many ranks have it.
-  struct SpeedLimit {
-    double speed;
-    int ranks;
-  };
-  const std::vector<SpeedLimit>& speedLimits() {
-    if (!speed_limits_.empty()) return speed_limits_;
-    const Cluster& cluster = cost_.cluster();
-    for (const double limit : cluster.speedLimits()) {
-      int ranks = 0;
-      for (int rank = 0; rank < cluster.ranks; ++rank) ranks += cluster.speed(rank) >= limit;
-      speed_limits_.push_back({limit, ranks});
-    }
-    return speed_limits_;
-  }
-
+  // No block has room: joins some. Returns when the job ends.
   double join(size_t index, const JoinedBlocks& joined) {
     std::vector<Block>& used = used_;
     used.clear();
-    for (FastBlocks fast(*this, joined.least_speed); used.size() < joined.blocks && fast.next();) {
-      used.push_back(fast.block());
+    for (size_t i = 0; i < joined.blocks; ++i) {
+      used.push_back(*blocks_.begin());
+      blocks_.erase(blocks_.begin());
     }
-    for (const Block& block : used) erase(block, blocks_.find(block));
     const double start = used.back().ready;
     Placement placement{static_cast<int32_t>(index), start, {}, {}};
     std::vector<Block>& members = members_;
@@ -334,96 +292,17 @@ class BlockPacker {
     return end;
   }
 
-  void insert(Block block) {
+  void insert(const Block& block) {
     if (block.count == 0) return;
-    block.order = ++inserted_;
     blocks_.insert(block);
-    if (!by_speed_.empty()) by_speed_[speedClass(block.speed)].insert(block);
   }
 
   // A part of the block that is free at the same time takes its place.
-  void replace(const Block& block, BlockList::Iterator at, Block part) {
-    part.order = inserted_ + 1;
-    if (!blocks_.replace(at, part)) {
-      erase(block, at);
-      insert(part);
-      return;
-    }
-    ++inserted_;
-    if (by_speed_.empty()) return;
-    BlockList& own = by_speed_[speedClass(block.speed)];
-    own.replace(own.find(block), part);  // there, too, none that is free at the same time follows
+  void replace(BlockList::Iterator at, const Block& part) {
+    if (blocks_.replace(at, part)) return;
+    blocks_.erase(at);
+    insert(part);
   }
-
-  // Returns the place of the next block of all.
-  BlockList::Iterator erase(Block block, BlockList::Iterator at) {
-    if (!by_speed_.empty()) {
-      BlockList& own = by_speed_[speedClass(block.speed)];
-      own.erase(own.find(block));
-    }
-    return blocks_.erase(at);
-  }
-
-  // Place in by_speed_ of blocks of this speed.
-  size_t speedClass(double speed) const {
-    size_t found = 0;
-    while (speed < speed_limits_[found].speed) ++found;
-    return found;
-  }
-
-  // Blocks of at least a speed, of speedLimits(), in the order of all blocks.
-  class FastBlocks {
-   public:
-    FastBlocks(const BlockPacker& packer, double least_speed) {
-      if (packer.by_speed_.empty() || least_speed <= 0) {
-        add(packer.blocks_);
-        return;
-      }
-      for (size_t i = 0; packer.speed_limits_[i].speed >= least_speed; ++i)
-        add(packer.by_speed_[i]);
-    }
-
-    // False after the last one.
-    bool next() {
-      if (block_ != nullptr) {
-        Part& part = parts_[at_];
-        if (++part.next == part.list->end()) {
-          part = parts_[--count_];
-        } else {
-          part.first = &*part.next;
-        }
-      }
-      if (count_ == 0) return false;
-      at_ = 0;
-      block_ = parts_[0].first;
-      for (size_t i = 1; i < count_; ++i) {
-        const Block& other = *parts_[i].first;
-        if (other.ready > block_->ready) continue;
-        if (other.ready == block_->ready && other.order > block_->order) continue;
-        at_ = i;
-        block_ = &other;
-      }
-      return true;
-    }
-
-    const Block& block() const { return *block_; }
-
-   private:
-    struct Part {
-      const BlockList* list;
-      const Block* first;        // the next one
-      BlockList::Iterator next;  // its place
-    };
-    void add(const BlockList& list) {
-      const BlockList::Iterator first = list.begin();
-      if (!(first == list.end())) parts_[count_++] = {&list, &*first, first};
-    }
-
-    std::array<Part, Cluster::kMostSpeedLimits> parts_;
-    size_t count_ = 0;
-    size_t at_ = 0;  // of the block
-    const Block* block_ = nullptr;
-  };
 
   const Problem& problem_;
   const CostModel& cost_;
@@ -433,9 +312,6 @@ class BlockPacker {
   bool fill_ = false;
   bool could_fill_ = false;
   BlockList blocks_;
-  // Where speeds differ: the same blocks by speed, those between two of the least speeds.
-  std::vector<BlockList> by_speed_;
-  uint32_t inserted_ = 0;
   int64_t looked_ = 0;
   std::vector<Placement> placements_;
   std::vector<Gap> gaps_;
@@ -450,7 +326,6 @@ class BlockPacker {
   Fewest fewest_;
   Job last_fastest_;
   std::vector<Block> used_, members_;  // of join()
-  std::vector<SpeedLimit> speed_limits_;
 };
 
 }  // namespace hdpcomm::planner
