@@ -246,7 +246,6 @@ void bindPlanner(py::module_& module) {
       py::arg("cost"), py::arg("lengths"), py::arg("squares") = std::vector<double>());
   module.def("simulate", &simulateToDict, py::arg("cost"), py::arg("table"), py::arg("squares"),
              py::arg("slices") = std::vector<std::tuple<size_t, int64_t, int64_t, bool>>());
-  bindPlannerTable(module);
 }
 
 }  // namespace hdpcomm

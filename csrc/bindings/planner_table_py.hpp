@@ -33,23 +33,18 @@ class TableView {
   // Throws InvalidUsage for arrays of other types or lengths.
   explicit TableView(const pybind11::tuple& arrays);
 
-  size_t size() const noexcept { return index_.size(); }
-  int64_t index(size_t row) const noexcept { return index_[row]; }
+  size_t size() const noexcept { return rows_; }
   double offloadRatio(size_t row) const noexcept { return offload_ratio_[row]; }
-  double predictedS(size_t row) const noexcept { return predicted_s_[row]; }
   // These throw InvalidUsage for bounds that fall or lie outside.
   std::span<const int32_t> ranks(size_t row) const;
-  std::span<const int64_t> ids(size_t row) const;
   std::span<const int64_t> lengths(size_t row) const;
 
  private:
-  std::span<const int64_t> index_, rank_bounds_, sequence_bounds_, ids_, lengths_;
+  size_t rows_ = 0;
+  std::span<const int64_t> rank_bounds_, sequence_bounds_, lengths_;
   std::span<const int32_t> ranks_;
-  std::span<const double> offload_ratio_, predicted_s_;
+  std::span<const double> offload_ratio_;
   pybind11::tuple owner_;  // keeps the memory
 };
-
-// Called by bindPlanner().
-void bindPlannerTable(pybind11::module_& module);
 
 }  // namespace hdpcomm

@@ -4,8 +4,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hdpcomm.plan.micro_batch import MicroBatch, SequenceFragment, SequenceInfo
-
 class CostModel:
     def __init__(self, values: Mapping[str, Any]) -> None: ...
     def seconds(self, lengths: Sequence[int], size: int, one_node: bool, one_domain: bool = False) -> float: ...
@@ -25,17 +23,6 @@ def solve(
     next_id: int = 0,
     trees: Sequence[tuple[int, Sequence[int], Sequence[int]]] = (),
 ) -> tuple[Columns, float, float, float, int, int, str]: ...
-def make_batches(
-    table: Columns,
-    first: int,
-    last: int,
-    batch_class: type[MicroBatch],
-    sequence_class: type[SequenceInfo],
-) -> tuple[MicroBatch, ...]: ...
-def make_fragments(
-    slices: npt.NDArray[np.int64], fragment_class: type[SequenceFragment]
-) -> tuple[SequenceFragment, ...]: ...
-def hashed_text(table: Columns) -> bytes: ...
 def lower_bound(cost: CostModel, lengths: Sequence[int], squares: Sequence[float] = ()) -> float: ...
 def simulate(
     cost: CostModel,

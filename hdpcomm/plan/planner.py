@@ -8,7 +8,7 @@ import importlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise, product, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -446,7 +446,9 @@ class Planner:
             cost, jobs.tokens, *options, squares=jobs.squares, ids=jobs.ids, queue=queue, next_id=next_id, trees=trees
         )
         *columns, slices = found[0]
-        return _Solved(PlanTable(*columns), *found[1:], slices=core.make_fragments(slices, SequenceFragment))
+        return _Solved(
+            PlanTable(*columns), *found[1:], slices=tuple(starmap(SequenceFragment, slices.reshape(-1, 3).tolist()))
+        )
 
     def schedule(self, plan: StepPlan) -> PipelineSchedule:
         """The order in which the stages of all ranks run the passes of a plan; ranks that plan alike get the same one.

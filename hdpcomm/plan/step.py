@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hdpcomm._core import planner as core
 from hdpcomm.arguments import check_whole, ranks_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text, write_whole
@@ -26,7 +25,7 @@ from hdpcomm.plan.plan_checks import (
     check_values,
     slices_of,
 )
-from hdpcomm.plan.table import PlanTable
+from hdpcomm.plan.table import COLUMNS, PlanTable
 from hdpcomm.plan.tree import Tree, TreeFragment
 
 if TYPE_CHECKING:
@@ -214,8 +213,10 @@ class StepPlan:
         """SHA-256 over all that is executed; ranks compare it before a step starts."""
         found: str | None = self._cache.get("hash")
         if found is None:
-            digest = hashlib.sha256(f"{self.policy},{self.num_ranks}".encode())
-            digest.update(core.hashed_text(self.table.columns()))
+            digest = hashlib.sha256(f"{self.policy},{self.num_ranks},{len(self.table)}".encode())
+            for name in COLUMNS:
+                if name != "predicted_s":
+                    digest.update(getattr(self.table, name))
             if self.limited:
                 digest.update(f"limit {self.limit}\n".encode())
             if self.queued:
@@ -302,7 +303,7 @@ class StepPlan:
             "idle_share": self.idle_share,
             "made_by": self.made_by,
             **{name: getattr(self, name) for name in rare},
-            "hash": self.hash,
+            "sha256": self.hash,
             "fragments": [asdict(each) for each in self.fragments],
             "micro_batches": self.table.to_dicts(),
         }
@@ -329,9 +330,9 @@ class StepPlan:
             ) from error
         check_values(plan.table, {name: getattr(plan, name) for name in _VALUES})
         plan.validate()
-        if "hash" in data and data["hash"] != plan.hash:
+        if "sha256" in data and data["sha256"] != plan.hash:  # files from before that have a hash of another kind
             raise InvalidUsage(
-                f"the plan's hash is {plan.hash[:16]} and the file says {str(data['hash'])[:16]}: it was changed"
+                f"the plan's hash is {plan.hash[:16]} and the file says {str(data['sha256'])[:16]}: it was changed"
             )
         return plan
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.micro_batch import MicroBatch, SequenceInfo
 
@@ -28,6 +27,10 @@ COLUMNS: dict[str, type[np.generic]] = {
     "predicted_s": np.float64,
 }
 """The columns of a table, in order, and the type of each."""
+
+
+def _sizes(bounds: Sequence[int]) -> Iterator[int]:
+    return map(operator.sub, bounds[1:], bounds)
 
 
 def _bounds(counts: Iterable[int]) -> NDArray[np.int64]:
@@ -122,7 +125,20 @@ class PlanTable:
 
     def micro_batches(self, first: int = 0, last: int | None = None) -> tuple[MicroBatch, ...]:
         """Rows ``first`` to ``last - 1`` (default: all) as objects."""
-        return core.make_batches(self.columns(), first, len(self) if last is None else last, MicroBatch, SequenceInfo)
+        until = len(self) if last is None else last
+        rank_bounds, sequence_bounds = (
+            each[first : until + 1].tolist() for each in (self.rank_bounds, self.sequence_bounds)
+        )
+        ranks = iter(self.ranks[rank_bounds[0] : rank_bounds[-1]].tolist())
+        own = slice(sequence_bounds[0], sequence_bounds[-1])
+        sequences = map(SequenceInfo, self.ids[own].tolist(), self.lengths[own].tolist())
+        numbers = (each[first:until].tolist() for each in (self.index, self.offload_ratio, self.predicted_s))
+        return tuple(
+            MicroBatch(index, tuple(islice(ranks, group)), tuple(islice(sequences, count)), offload_ratio, predicted_s)
+            for index, offload_ratio, predicted_s, group, count in zip(
+                *numbers, _sizes(rank_bounds), _sizes(sequence_bounds), strict=True
+            )
+        )
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The micro-batches as plain Python objects, those of a plan's JSON form."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import os
 import pickle
+import struct
 import threading
 from dataclasses import fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from hypothesis import strategies as st
 
 from hdpcomm._core import planner as core
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import MicroBatch, PlanTable, SequenceInfo, StepPlan
+from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, MicroBatch, PlanTable, SequenceInfo, StepPlan
+from hdpcomm.plan.cost import core_cost
 from tests.harness.plan_cases import CASES, large_plan, no_objects, random_plan
 
 
@@ -46,11 +50,21 @@ def of_objects(plan: StepPlan) -> StepPlan:
 
 
 def hash_of_objects(plan: StepPlan) -> str:
-    """What ranks of releases before arrays compare."""
-    digest = hashlib.sha256(f"{plan.policy},{plan.num_ranks}".encode())
-    for batch in plan.micro_batches:
-        sequences = [(sequence.id, sequence.length) for sequence in batch.sequences]
-        digest.update(f"{batch.index};{batch.ranks};{sequences};{batch.offload_ratio!r}\n".encode())
+    """SHA-256 of the numbers of all micro-batches, column by column."""
+    batches = plan.micro_batches
+    groups, packs = [batch.ranks for batch in batches], [batch.sequences for batch in batches]
+    sequences = [each for pack in packs for each in pack]
+    digest = hashlib.sha256(f"{plan.policy},{plan.num_ranks},{len(batches)}".encode())
+    for code, column in (
+        ("q", [batch.index for batch in batches]),
+        ("q", [0, *accumulate(map(len, groups))]),
+        ("i", [rank for group in groups for rank in group]),
+        ("q", [0, *accumulate(map(len, packs))]),
+        ("q", [each.id for each in sequences]),
+        ("q", [each.length for each in sequences]),
+        ("d", [batch.offload_ratio for batch in batches]),
+    ):
+        digest.update(struct.pack(f"<{len(column)}{code}", *column))
     for fragment in plan.fragments:
         digest.update(f"{fragment.tree};{fragment.segments};{fragment.repeated}\n".encode())
     return digest.hexdigest()
@@ -89,6 +103,8 @@ def test_a_plan_of_arrays_is_the_one_of_objects(seed: int) -> None:
     assert replace(plan, policy="x") != plan
     again = StepPlan.from_json(by_hand.to_json())
     assert again == by_hand
+    with_another_hash = {key: value for key, value in by_hand.to_dict().items() if key != "sha256"} | {"hash": "0" * 64}
+    assert StepPlan.from_json(json.dumps(with_another_hash)) == by_hand
     assert all(
         type(number) is int
         for batch in again.micro_batches
@@ -169,6 +185,8 @@ def test_arrays_that_do_not_belong_together(changed: dict[str, Any], message: st
 
 def test_the_core_reads_nothing_outside_of_its_arrays() -> None:
     columns = list(PlanTable.of([MicroBatch(0, (0, 1), (SequenceInfo(0, 5),), 0.0, 1.0)]).columns())
+    cost = core_cost(CostModel(1e-9, 1e-6), MemoryModel(100), ClusterSpec(2, capacity=100))
+    squares = np.array([25.0])
     wrong: list[tuple[int, Any, str]] = [
         (1, np.array([0, 9]), "row 0 of a plan's table lies at 0 to 9 of 2 entries"),
         (1, np.array([-5, 2]), "lies at -5 to 2"),
@@ -180,16 +198,11 @@ def test_the_core_reads_nothing_outside_of_its_arrays() -> None:
     ]
     for place, array, message in wrong:
         damaged = (*columns[:place], array, *columns[place + 1 :])
-        for call in (
-            lambda: core.make_batches(damaged, 0, 1, MicroBatch, SequenceInfo),  # noqa: B023
-            lambda: core.hashed_text(damaged),  # noqa: B023
-        ):
-            with pytest.raises(InvalidUsage, match=message):
-                call()
+        with pytest.raises(InvalidUsage, match=message):
+            core.simulate(cost, damaged, squares)
     with pytest.raises(InvalidUsage, match="has 3 columns, expected 8"):
-        core.hashed_text(tuple(columns[:3]))
-    with pytest.raises(InvalidUsage, match="rows 0 to 2 of a plan's table were asked for, it has 1"):
-        core.make_batches(tuple(columns), 0, 2, MicroBatch, SequenceInfo)
+        core.simulate(cost, tuple(columns[:3]), squares)
+    assert len(core.simulate(cost, tuple(columns), squares)["which"]) == 2
 
 
 def test_ranks_that_a_cluster_does_not_have() -> None:

@@ -68,7 +68,7 @@ def test_plans_that_no_queue_can_be_of_are_refused(changes: dict[str, int], told
     with pytest.raises(InvalidUsage, match=told):
         wrong.validate()
     with pytest.raises(InvalidUsage, match=told):
-        StepPlan.from_json(json.dumps(plan().to_dict() | changes | {"hash": wrong.hash}))
+        StepPlan.from_json(json.dumps(plan().to_dict() | changes | {"sha256": wrong.hash}))
 
 
 def test_offload_and_a_queue_exclude_each_other() -> None:

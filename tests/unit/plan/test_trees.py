@@ -108,7 +108,7 @@ def test_validation_of_fragments():
     with pytest.raises(InvalidUsage, match="has a fragment of tree 0, which is not among the 1 given items"):
         plan.validate([6500])
     data = plan.to_dict()
-    data.pop("hash")
+    data.pop("sha256")
     data["fragments"][0]["repeated"] = [True, False]
     with pytest.raises(InvalidUsage, match="fragments of tree 0 do not train each of its segments once"):
         StepPlan.from_json(json.dumps(data)).validate([tree])
