@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 from common import Row, Rows, main, row
+from copy_rates import copy_rates
 
-from hdpcomm.offload import measure_copies
 from hdpcomm.offload.pool import host_memory
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # at the end: this folder has no offload.py
@@ -87,7 +87,7 @@ def fitting(tokens: int, most: int) -> int:
 
 
 def copy_rows() -> list[Row]:
-    rates = measure_copies(shared_pool(), COPY_BYTES)
+    rates = copy_rates(shared_pool(), COPY_BYTES)
     return [
         row("pinned cudaMemcpyAsync, D2H", rates.plain_d2h / 1e9, "GB/s"),
         row("pinned cudaMemcpyAsync, H2D", rates.plain_h2d / 1e9, "GB/s"),

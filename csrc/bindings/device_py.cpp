@@ -17,15 +17,8 @@ namespace {
 
 using Release = py::call_guard<GilRelease>;
 
-// Waits for an event or a stream.
-template <typename Awaited>
-void synchronize(DeviceApi& device, uintptr_t awaited, double timeout_s) {
-  atSite([&](Site site) { device.synchronize(Awaited{awaited}, timeout_s, checkSignals, site); });
-}
-
 void bindMemory(py::class_<DeviceApi, std::shared_ptr<DeviceApi>>& device) {
-  device.def("allocate_pinned", deviceCallAt<size_t>(&DeviceApi::allocatePinned), py::arg("bytes"))
-      .def("free_pinned", deviceCallAt<void*>(&DeviceApi::freePinned), py::arg("memory"))
+  device
       .def("annotate_read", deviceCallAt<const void*, size_t>(&DeviceApi::annotateRead),
            py::arg("data"), py::arg("bytes"))
       .def("annotate_write", deviceCallAt<void*, size_t>(&DeviceApi::annotateWrite),
@@ -34,20 +27,21 @@ void bindMemory(py::class_<DeviceApi, std::shared_ptr<DeviceApi>>& device) {
            py::arg("data"), py::arg("bytes"));
 }
 
-void bindStreams(py::class_<DeviceApi, std::shared_ptr<DeviceApi>>& device) {
-  device.def("create_stream", deviceCall(&DeviceApi::createStream), py::arg("priority") = 0)
-      .def("destroy_stream", deviceCall(&DeviceApi::destroyStream), py::arg("stream"))
-      .def("create_event", deviceCall(&DeviceApi::createEvent))
+void bindEvents(py::class_<DeviceApi, std::shared_ptr<DeviceApi>>& device) {
+  device.def("create_event", deviceCall(&DeviceApi::createEvent))
       .def("destroy_event", deviceCall(&DeviceApi::destroyEvent), py::arg("event"))
       .def("record", deviceCallAt<Event, Stream>(&DeviceApi::record), py::arg("event"),
            py::arg("stream"))
       .def("wait", deviceCallAt<Stream, Event>(&DeviceApi::wait), py::arg("stream"),
            py::arg("event"))
       .def("query", deviceCall(&DeviceApi::query), py::arg("event"))
-      .def("synchronize_event", &synchronize<Event>, py::arg("event"), py::arg("timeout") = 60.0)
-      .def("synchronize_stream", &synchronize<Stream>, py::arg("stream"), py::arg("timeout") = 60.0)
-      .def("copy", deviceCallAt<void*, const void*, size_t, Stream>(&DeviceApi::copy),
-           py::arg("dst"), py::arg("src"), py::kw_only(), py::arg("bytes"), py::arg("stream"));
+      .def(
+          "synchronize_event",
+          [](DeviceApi& own, uintptr_t event, double timeout_s) {
+            atSite(
+                [&](Site site) { own.synchronize(Event{event}, timeout_s, checkSignals, site); });
+          },
+          py::arg("event"), py::arg("timeout") = 60.0);
 }
 
 }  // namespace
@@ -83,7 +77,7 @@ void bindDevice(py::module_& module) {
       .def_property_readonly("is_sim", &DeviceApi::isSim)
       .def_property_readonly("ordinal", &DeviceApi::ordinal);
   bindMemory(device);
-  bindStreams(device);
+  bindEvents(device);
   bindDeviceMemory(module);
   module.def("open_sim", &openSimDevice, py::arg("ordinal"), Release());
   module.def("open_cuda", &openCudaDevice, py::arg("ordinal"), Release());

@@ -134,6 +134,18 @@ void addDeviceMethods() {
   addMethod("can_access_peer", &DeviceApi::canAccessPeer, py::arg("ordinal"), Unlocked());
   addMethod("allocate", deviceCallAt<size_t>(&DeviceApi::allocate), py::arg("bytes"));
   addMethod("free", deviceCallAt<void*>(&DeviceApi::free), py::arg("memory"));
+  addMethod("allocate_pinned", deviceCallAt<size_t>(&DeviceApi::allocatePinned), py::arg("bytes"));
+  addMethod("free_pinned", deviceCallAt<void*>(&DeviceApi::freePinned), py::arg("memory"));
+  addMethod("create_stream", deviceCall(&DeviceApi::createStream), py::arg("priority") = 0);
+  addMethod("destroy_stream", deviceCall(&DeviceApi::destroyStream), py::arg("stream"));
+  addMethod(
+      "synchronize_stream",
+      [](DeviceApi& device, uintptr_t stream, double timeout_s) {
+        atSite([&](Site site) { device.synchronize(Stream{stream}, timeout_s, {}, site); });
+      },
+      py::arg("stream"), py::arg("timeout") = 60.0);
+  addMethod("copy", deviceCallAt<void*, const void*, size_t, Stream>(&DeviceApi::copy),
+            py::arg("dst"), py::arg("src"), py::kw_only(), py::arg("bytes"), py::arg("stream"));
   addMethod("register_pinned", deviceCall(&DeviceApi::registerPinned), py::arg("memory"),
             py::arg("bytes"));
   addMethod("unregister_pinned", deviceCall(&DeviceApi::unregisterPinned), py::arg("memory"));

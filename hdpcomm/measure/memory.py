@@ -451,15 +451,15 @@ def profile_activations(
     moved = (offload.stats().stored_bytes - before) / tokens
     model.zero_grad(set_to_none=True)
     pool = offload.pool.stats().capacity
-    rates = measure_copies(offload.pool, min(8 << 20, pool // 4))
-    shared = torch.tensor([line.fixed, line.token, moved, rates.both_d2h, rates.both_h2d], dtype=torch.float64)
+    rate = measure_copies(offload.pool, min(8 << 20, pool // 4))
+    shared = torch.tensor([line.fixed, line.token, moved, rate], dtype=torch.float64)
     comm.all_reduce(shared)
-    fixed, token, moved, d2h, h2d = (shared / comm.size).tolist()
+    fixed, token, moved, rate = (shared / comm.size).tolist()
     moved = min(moved, 0.999 * token)
     return MemoryModel(
         capacity,
         offloadable=moved / token,
-        copy_s=moved / min(d2h, h2d),
+        copy_s=moved / rate,
         host_tokens=pool / token,
         token_bytes=token,
         state_bytes=max(0.0, fixed),

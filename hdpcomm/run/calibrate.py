@@ -23,7 +23,7 @@ from hdpcomm.measure.costs import profile_samples
 from hdpcomm.measure.timing import call_s, slowest_s
 from hdpcomm.measure.topology import Topology, measure_topology
 from hdpcomm.models import NewWeights
-from hdpcomm.offload import CopyRates, PinnedPool, measure_copies, rank_pool
+from hdpcomm.offload import PinnedPool, measure_copies, rank_pool
 from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, MemoryModel, ModelSpec
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import calibration_facts, measure_offload
@@ -137,11 +137,11 @@ def _device(
 ) -> DeviceSpec:
     """The device with the rates that were measured, means over the ranks. Collective."""
     pool = PinnedPool(8 * _COPY_BYTES, device=comm.device)
-    rates: CopyRates = measure_copies(pool, _COPY_BYTES)
+    copied = measure_copies(pool, _COPY_BYTES)
     peak = _matmul_flops(comm.device, config.parameter_dtype)
-    shared = torch.tensor([rates.both_d2h, rates.both_h2d, peak, float(_device_bytes(comm))], dtype=torch.float64)
+    shared = torch.tensor([copied, peak, float(_device_bytes(comm))], dtype=torch.float64)
     comm.all_reduce(shared)
-    d2h, h2d, peak, memory = (shared / comm.size).tolist()
+    copied, peak, memory = (shared / comm.size).tolist()
     near = topology.intra or topology.inter
     far = topology.inter or topology.intra
 
@@ -155,13 +155,13 @@ def _device(
         peak_flops=peak,
         short_piece=cost.piece / cost.attention if cost.attention else 0.0,
         memory_bytes=memory,
-        hbm_bandwidth=min(d2h, h2d),
-        intra_bandwidth=near.bandwidth if near else d2h,
-        inter_bandwidth=far.bandwidth if far else d2h,
+        hbm_bandwidth=copied,
+        intra_bandwidth=near.bandwidth if near else copied,
+        inter_bandwidth=far.bandwidth if far else copied,
         intra_latency_s=near.latency_s if near else 0.0,
         inter_latency_s=far.latency_s if far else 0.0,
-        d2h_bandwidth=d2h,
-        h2d_bandwidth=h2d,
+        d2h_bandwidth=copied,
+        h2d_bandwidth=copied,
         host_bytes=float(config.offload),
         step_overhead_s=cost.ring_step / (2 * config.model.layers),
         domain_bandwidth=topology.domain.bandwidth if topology.domain else None,

@@ -119,6 +119,5 @@ def test_memory_and_pool_do_not_grow_in_20_steps() -> None:
 
 def test_rates_of_copies() -> None:
     pool = PinnedPool(256 << 20, device="cuda")
-    rates = measure_copies(pool, 64 << 20)
-    assert min(rates.d2h, rates.h2d, rates.both_d2h, rates.both_h2d, rates.plain_d2h, rates.plain_h2d) > 0
+    assert 1e9 < measure_copies(pool, 64 << 20) < 1e12
     assert pool.stats().in_use == 0

@@ -138,8 +138,7 @@ def test_a_trainer_without_a_way_to_host_memory_refuses_such_plans() -> None:
 
 def test_rates_of_copies() -> None:
     pool = PinnedPool(1 << 20, device="cpu")
-    rates = measure_copies(pool, 65536, iterations=2)
-    assert min(rates.d2h, rates.h2d, rates.both_d2h, rates.both_h2d, rates.plain_d2h, rates.fresh_d2h) > 0
+    assert measure_copies(pool, 65536, iterations=2) > 0
     assert pool.stats().in_use == 0
     with pytest.raises(InvalidUsage, match="three blocks"):
         measure_copies(pool, 1 << 19)
