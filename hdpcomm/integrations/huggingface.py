@@ -35,10 +35,12 @@ from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbMode
 from hdpcomm.integrations.huggingface_losses import ModelLabels, TokenMetrics, add_noise, token_loss
 from hdpcomm.integrations.huggingface_options import (
     check_options,
+    check_replay,
     compile_options,
     is_trainer_of,
     mesh_sizes,
     mesh_text,
+    scores_old,
 )
 from hdpcomm.integrations.huggingface_zero import least_zero, without_fsdp
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses, Sequences, gather_sequences
@@ -99,6 +101,9 @@ class HybridDataParallel(PartsInFolders):
             fp32 masters: as of :class:`hdpcomm.train.Trainer`. ``fsdp`` of TrainingArguments says the same;
             ``zero="auto"``, with ``capacity``, is the least stage that the devices, or the hosts, have memory for.
         optimizer_offload: of :class:`hdpcomm.train.Trainer`, too.
+        router_replay: of TRL's GRPOTrainer: tokens take the experts that they took in the pass for their old
+            log-probabilities (``"R2"``), which is planned then, or those that ``rollout_func`` gives as
+            ``routed_experts`` (``"R3"``), for each row ``[tokens, layers, top_k]`` (:mod:`hdpcomm.models.routes`).
         fp8: ``"rowwise"`` or ``"tensorwise"`` of :func:`hdpcomm.models.use_float8`; not with tensor ranks.
         mesh: ``{"tensor": 2, "expert": 2}``, or one of them: how many ranks share the layers, or their experts, once
             training begins (:class:`hdpcomm.Mesh`). Then evaluation gives the loss alone, and :meth:`save_model` saves
@@ -126,6 +131,11 @@ class HybridDataParallel(PartsInFolders):
         **kwargs: Any,
     ) -> None:
         optimizer_offload, self._fp8 = kwargs.pop("optimizer_offload", False), kwargs.pop("fp8", None)
+        self._replay: str | None = kwargs.pop("router_replay", None)
+        self._routes: list[Any] | None = None
+        """Experts of the tokens of each row that was generated last."""
+        self._scores_old = False
+        """The next pass of the model is that of the old log-probabilities."""
         self._comm: Communicator | None = None
         auto = zero == "auto"
         check_whole("Trainer", "zero", 0 if auto else zero, least=0, most=3)
@@ -166,6 +176,8 @@ class HybridDataParallel(PartsInFolders):
         self._loss: ComputedLoss | None = None
         self._of_log_probs = check_options(this, self._kept, self._cut)
         """The loss is one of TRL's, made of log-probabilities."""
+        if self._replay is not None:
+            check_replay(this, self._replay)
         self._attention = this.model.config._attn_implementation
         if self._source is not None:
             self._source.prepare(this.model, self._mesh(), this.args.seed)
@@ -355,7 +367,7 @@ class HybridDataParallel(PartsInFolders):
         stand_in = (
             ScoreModel(self._made[0], self._labels.padding)
             if self._labels.of == SEQUENCE
-            else LogProbModel(self._made[0], float(getattr(this, "temperature", 1.0)))
+            else self._log_prob_model(inputs.get(_ROUTES))
         )
         with self.original_attention():  # a reference may be the same model without its adapters
             loss: Tensor = super().compute_loss(stand_in, inputs, *args, **kwargs)  # type: ignore[misc]
@@ -363,6 +375,38 @@ class HybridDataParallel(PartsInFolders):
             this._metrics["train"].pop(name, None)
         self._loss = ComputedLoss(loss, loss.detach().clone().requires_grad_(), stand_in.calls)
         return self._loss.leaf
+
+    def _log_prob_model(self, routes: list[Any] | None, *, keeps: bool = False) -> LogProbModel:
+        assert self._made is not None
+        temperature = float(getattr(self, "temperature", 1.0))
+        return LogProbModel(self._made[0], temperature, routes=routes, keeps=keeps)
+
+    # --- routes of TRL's GRPOTrainer ---------------------------------------------------------------------------------
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
+        if self._replay == "R3" and not self._evaluates:
+            self._routes = next((x.pop(_ROUTES, None) for x in generated if isinstance(x, dict)), None)
+            if self._routes is None or len(self._routes) != len(generated[1]):
+                raise InvalidUsage(
+                    f"router_replay='R3' and the rollout gave {_ROUTES} of {len(self._routes or ())} rows of "
+                    f"{len(generated[1])}; let rollout_func give them for each (of vLLM: enable_return_routed_experts)"
+                )
+        return generated
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self._routes, self._scores_old = None, self._replay is not None and not self._evaluates and scores_old(self)
+        scored = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        return scored if self._routes is None else {**scored, _ROUTES: self._routes}
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        scores_old, self._scores_old = self._scores_old, False
+        if scores_old:
+            model = self._log_prob_model(self._routes, keeps=self._replay == "R2")
+        found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]
+        if scores_old and self._replay == "R2":
+            self._routes = model.kept
+        return found
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """As in the base, with the attention that the model came with: some trainers generate here."""
@@ -510,5 +554,7 @@ class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
 
+_ROUTES = "routed_experts"
+"""Name of rows' routes in rollouts and batches of TRL."""
 _ONLY_LOGGED = ("logits/chosen", "logits/rejected", "mean_token_accuracy")
 """Metrics of TRL that need logits."""

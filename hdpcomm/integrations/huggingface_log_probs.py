@@ -8,8 +8,8 @@ compute their losses, whatever these are, from ``log_probs`` and ``entropy`` of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.models.heads import SEQUENCE
 from hdpcomm.train.losses.loss import IGNORE
+from hdpcomm.train.losses.shards import routes_of
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -63,10 +64,20 @@ class LogProbModel:
 
     Args:
         temperature: divides the logits.
+        routes: the experts that the tokens of each row take, ``[tokens, layers, top_k]``, the last one's left out or
+            not; ``None``: as routers choose.
+        keeps: whether the experts that tokens took are kept.
+
+    Attributes:
+        kept: by row of all calls, ``[tokens, layers with routers, top_k]``.
     """
 
-    def __init__(self, passes: RowPasses, temperature: float) -> None:
-        self._passes, self._temperature = passes, temperature
+    def __init__(
+        self, passes: RowPasses, temperature: float, *, routes: Sequence[Any] | None = None, keeps: bool = False
+    ) -> None:
+        self._passes, self._temperature, self._keeps = passes, temperature, keeps
+        self._routes = None if routes is None else iter(routes)
+        self.kept: list[Tensor] = []
         self.calls: list[ScoredRows] = []
         """Calls by whose results the loss may have gradients."""
 
@@ -85,7 +96,13 @@ class LogProbModel:
         )
 
     def _scored(self, own: Sequences, **asked: Any) -> ScoredRows:
-        scored = self._passes.score(own, **asked)
+        if self._routes is not None:
+            given = enumerate(zip(own.lengths, self._routes, strict=False))  # the rows of other calls follow
+            rows = [routes_of({"routes": row}, i, length) for i, (length, row) in given]
+            own = replace(own, routes=torch.cat([row.to(torch.int16) for row in rows if row is not None]))
+        scored = self._passes.score(own, **asked, routes=self._keeps)
+        if scored.routes is not None:
+            self.kept += torch.split(scored.routes.to(torch.int16), own.lengths)
         if scored.values.requires_grad:
             self.calls.append(scored)
         return scored

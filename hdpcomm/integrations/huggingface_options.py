@@ -11,7 +11,10 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.train.step.settings import StepSettings
 
-__all__ = ["REFUSED", "check_options", "compile_options", "is_trainer_of", "mesh_sizes", "mesh_text"]
+__all__ = [
+    "REFUSED", "check_options", "check_replay", "compile_options", "is_trainer_of", "mesh_sizes", "mesh_text",
+    "scores_old",
+]  # fmt: skip
 
 Reasons = Mapping[str, Mapping[str, str]]
 
@@ -69,6 +72,26 @@ def check_options(trainer: Any, kept: StepSettings, cut: Mapping[str, int]) -> b
         advice = _ADVICE.get(name.partition("=")[0], _LEAVE)
         raise InvalidUsage(f"Trainer: {name} is not supported with plans; {advice}")
     return of_log_probs
+
+
+def scores_old(trainer: Any) -> bool:
+    """Whether TRL's GRPOTrainer asks for the log-probabilities of the policy that has sampled, before it trains."""
+    args = trainer.args
+    apart = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations)
+    return bool(apart or (trainer.use_vllm and trainer.vllm_importance_sampling_correction))
+
+
+def check_replay(trainer: Any, replay: str) -> None:
+    """Raises InvalidUsage where routes cannot be replayed."""
+    if replay not in ("R2", "R3") or not is_trainer_of(trainer, "grpo"):
+        raise InvalidUsage(f"Trainer: router_replay={replay!r}; expected 'R2' or 'R3', with TRL's GRPOTrainer")
+    if replay == "R3" and trainer.rollout_func is None:
+        raise InvalidUsage("Trainer: router_replay='R3' takes routed_experts of rollout_func; give one, or 'R2'")
+    if replay == "R2" and not scores_old(trainer):
+        raise InvalidUsage(
+            "Trainer: router_replay='R2', and each optimizer step trains on samples of its own policy, so that no pass "
+            "before it has routes; leave it out, or give more num_iterations or steps_per_generation"
+        )
 
 
 def _plans(kind: type) -> bool:
