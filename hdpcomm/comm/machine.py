@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
@@ -14,7 +12,7 @@ from hdpcomm.comm.device.nccl_library import load
 from hdpcomm.comm.launchers import local_place
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Machine", "joining_on", "machine"]
+__all__ = ["Machine", "machine"]
 
 
 # A pair of ranks has streams that wait for each other's, and streams that share one of the device's queues wait for
@@ -79,13 +77,3 @@ _machine: ContextVar[Machine] = ContextVar("hdpcomm machine", default=Machine())
 def machine() -> Machine:
     """The machine that ranks of this thread join on."""
     return _machine.get()
-
-
-@contextlib.contextmanager
-def joining_on(other: Machine) -> Iterator[None]:
-    """Worlds that this thread joins inside ask another machine."""
-    token = _machine.set(other)
-    try:
-        yield
-    finally:
-        _machine.reset(token)

@@ -17,7 +17,6 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm import _core
-from hdpcomm.comm.machine import joining_on
 from hdpcomm.testing import run_threads, spawn
 from tests.harness.fakes import FakeMachine
 from tests.harness.fault_cases import (
@@ -39,6 +38,7 @@ from tests.harness.fault_cases import (
     until_it_fails,
     wait_for,
 )
+from tests.harness.machines import joining_on
 from tests.harness.native import _testing
 
 

@@ -13,10 +13,10 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm import _core
-from hdpcomm.comm.machine import joining_on
 from tests.faults.test_device_errors import arenas
 from tests.harness.fakes import FakeMachine
 from tests.harness.fault_cases import LONG_S, caught, still_works, until
+from tests.harness.machines import joining_on
 from tests.harness.native import _testing
 
 COUNT = 100_000

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hdpcomm import _core, testing
-from hdpcomm.comm.machine import Machine, joining_on
+from hdpcomm.comm.machine import Machine
 from hdpcomm.testing import device_check
+from tests.harness.machines import joining_on
 from tests.harness.native import _testing
 from tests.harness.patience import PATIENCE
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm.comm.bootstrap import close_all
-from hdpcomm.comm.machine import Machine, joining_on
+from hdpcomm.comm.machine import Machine
+from tests.harness.machines import joining_on
 from tests.harness.warm_python import Python, run_python
 
 REPOSITORY = Path(__file__).parents[3]

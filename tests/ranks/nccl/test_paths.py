@@ -14,10 +14,11 @@ import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm.costs import cost_names
 from hdpcomm.comm.device.communicator import DeviceCommunicator
-from hdpcomm.comm.machine import Machine, joining_on
+from hdpcomm.comm.machine import Machine
 from hdpcomm.testing import spawn
 from tests.harness.attention_oracle import GRADS, Case
 from tests.harness.fakes import run_threads
+from tests.harness.machines import joining_on
 from tests.harness.native import _testing
 from tests.harness.random_mix import random_mix
 from tests.harness.worlds import small_slots
