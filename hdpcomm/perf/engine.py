@@ -23,45 +23,26 @@ def measure_side(
 
     ``case``: ``None`` on a rank that is not among ``members``, which only waits. All ranks return the same Side.
     """
-    times: list[float] = [math.nan] * config.iters
-    wrong = 0
+    own = [math.nan] * (2 + config.iters)  # wrong elements, bytes of column size(B), and the times
     if case is None:
         world.barrier()
     else:
         bound = operation.bind(case)
         bound.fill()
         times = _timed(bound, config, world.barrier)
-        wrong = _checked(bound, config.check)
-    rows = _all_gathered(world, [float(wrong), *times])
+        own = [float(_checked(bound, config.check)), float(case.shape.total * case.kind.bytes), *times]
+    rows = _all_gathered(world, own)
     mine = [rows[rank] for rank in members]
-    calls = operation.operations_per_call(len(members))
-    scale = 1e6 / (calls * config.agg)
-    per_rank = [[seconds * scale for seconds in row[1:]] for row in mine]
-    time_us = average([sum(row) / len(row) for row in per_rank], config.average)
-    stats = IterationStats.of(per_rank, config.per_iter_skip) if config.per_iter else None
-    return _side(operation, case, world, members, time_us, [int(row[0]) for row in mine], config, stats)
-
-
-def _side(
-    operation: Operation,
-    case: Case | None,
-    world: Any,
-    members: tuple[int, ...],
-    time_us: float,
-    wrong: list[int],
-    config: PerfConfig,
-    stats: IterationStats | None,
-) -> Side:
-    algbw = 0.0
-    if case is not None and time_us > 0:
-        algbw = case.shape.total * case.kind.bytes / time_us / 1e3
-    algbw = _all_gathered(world, [algbw])[members[0]][0]
+    scale = 1e6 / (operation.operations_per_call(len(members)) * config.agg)
+    per_rank = [[seconds * scale for seconds in times] for _, _, *times in mine]
+    time_us = average([sum(times) / len(times) for times in per_rank], config.average)
+    algbw = mine[0][1] / time_us / 1e3 if time_us > 0 else 0.0
     return Side(
         time_us=time_us,
         algbw=algbw,
         busbw=algbw * operation.bus_factor(len(members)),
-        wrong=sum(wrong) if config.check else None,
-        stats=stats,
+        wrong=sum(int(row[0]) for row in mine) if config.check else None,
+        stats=IterationStats.of(per_rank, config.per_iter_skip) if config.per_iter else None,
     )
 
 

@@ -138,6 +138,7 @@ class Operation(ABC):
     in_place: ClassVar[bool] = True  # whether there is an in-place form
     asynchronous: ClassVar[bool] = True
     core_name: ClassVar[str | None] = None  # in Communicator.algorithms(); None: there is no choice
+    moves: ClassVar[int] = 0  # how often each rank moves the parts of all others; 0: each buffer once, as a whole
     note: ClassVar[str] = ""  # printed in the header, if a column has a special meaning
 
     def shape(self, elements: int, ranks: int) -> Shape:
@@ -147,8 +148,7 @@ class Operation(ABC):
 
     def bus_factor(self, ranks: int) -> float:
         """busbw / algbw, as in nccl-tests' PERFORMANCE.md."""
-        del ranks
-        return 1.0
+        return self.moves * (ranks - 1) / ranks if self.moves else 1.0
 
     def operations_per_call(self, ranks: int) -> int:
         """Number of operations in a call, by which its time is divided for column time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,8 +33,7 @@ class IterationStats:
         slowest = [max(column) for column in zip(*times_us, strict=True)]
         ordered = sorted(slowest[skip:])
         number = len(ordered)
-        mean = sum(ordered) / number
-        deviation = math.sqrt(sum((t - mean) ** 2 for t in ordered) / number)
+        mean, deviation = statistics.fmean(ordered), statistics.pstdev(ordered)
 
         def percentile(percent: int) -> float:
             return float(ordered[min(number - 1, -(-number * percent // 100) - 1)])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from hdpcomm.perf.data import ElementType, element_type
 from hdpcomm.perf.engine import check_modes, measure_side
 from hdpcomm.perf.operation import Case, Operation, Shape
 from hdpcomm.perf.ops import operation
-from hdpcomm.perf.results import Device, Report, Row, Side
+from hdpcomm.perf.results import Device, Report, Row
 
 __all__ = ["Point", "check", "now", "points", "run_rank"]
 
@@ -42,21 +44,6 @@ class Point:
     def size(self) -> int:
         """Column size(B)."""
         return self.shape.total * self.kind.bytes
-
-    def row(self, config: PerfConfig, sides: Mapping[bool, Side]) -> Row:
-        """The row; ``sides``: out of place (``False``) and in place (``True``), if there is such a form."""
-        return Row(
-            op=config.op,
-            ranks=self.ranks,
-            size=self.size,
-            count=self.shape.count,
-            type=self.kind.name,
-            redop=self.redop,
-            root=self.root,
-            out_of_place=sides.get(False),
-            in_place=sides.get(True),
-            iterations=config.iters,
-        )
 
 
 def check(config: PerfConfig, ranks: int) -> None:
@@ -124,43 +111,22 @@ def run_rank(
     the run joins a new world and leaves it at the end.
     """
     torch.set_num_threads(1)
-    notify = emit or _silent
     resident = _resident_bytes()
-    if world is not None:
-        _run_cycles(world, config, report, notify, resident)
-    else:
-        with init(transport=config.transport, timeout=config.timeout) as own:
-            _run_cycles(own, config, report, notify, resident)
+    with init(transport=config.transport, timeout=config.timeout) if world is None else nullcontext(world) as ranks:
+        joined = _resident_bytes()
+        notify = emit if emit is not None and ranks.rank == 0 else lambda *_: None
+        report.transport, report.devices = ranks.transport, _devices(ranks, config)
+        notify("start", report)
+        for _ in range(config.cycles) if config.cycles else itertools.count():
+            for point in points(config, ranks.size):
+                report.rows.append(_measure(ranks, config, point))
+                notify("row", report.rows[-1])
+            notify("cycle", report)
+        if config.memory:
+            report.memory_bytes = _memory(ranks, joined - resident, _resident_bytes() - joined)
+        ranks.barrier()
     report.end_time = now()
     return report
-
-
-def _run_cycles(
-    world: Communicator, config: PerfConfig, report: Report, notify: Callable[[str, Any], None], resident: int
-) -> None:
-    """Runs the sweep ``config.cycles`` times. ``resident``: bytes of this process before it joined."""
-    joined = _resident_bytes()
-    report.transport = world.transport
-    report.devices = _devices(world, config)
-    if world.rank:
-        notify = _silent
-    notify("start", report)
-    cycle = 0
-    while config.cycles == 0 or cycle < config.cycles:
-        for point in points(config, world.size):
-            row = _measure(world, config, point)
-            report.rows.append(row)
-            notify("row", row)
-        cycle += 1
-        notify("cycle", report)
-    if config.memory:
-        report.memory_bytes = _memory(world, joined - resident, _resident_bytes() - joined)
-    world.barrier()
-
-
-def _silent(event: str, value: Any) -> None:
-    """The listener of a rank that reports nothing."""
-    del event, value
 
 
 def _measure(world: Communicator, config: PerfConfig, point: Point) -> Row:
@@ -183,7 +149,18 @@ def _measure(world: Communicator, config: PerfConfig, point: Point) -> Row:
                 in_place=in_place,
             )
         sides[in_place] = measure_side(world, op, case, config, point.ranks)
-    return point.row(config, sides)
+    return Row(
+        op=config.op,
+        ranks=point.ranks,
+        size=point.size,
+        count=point.shape.count,
+        type=point.kind.name,
+        redop=point.redop,
+        root=point.root,
+        out_of_place=sides.get(False),
+        in_place=sides.get(True),
+        iterations=config.iters,
+    )
 
 
 def now() -> str:

@@ -23,22 +23,16 @@ def _own_part(shared: torch.Tensor, case: Case, part: int) -> torch.Tensor:
     return shared[case.comm.rank * part : (case.comm.rank + 1) * part]
 
 
-def _gathered(case: Case) -> torch.Tensor:
-    return torch.cat([values(case.kind, rank, case.shape.send) for rank in range(case.comm.size)])
-
-
 class AllGather(Operation):
     """size(B) is the gathered whole, count the part of a rank. In place: the input is the rank's part of the output."""
 
     name = "all_gather"
     core_name: ClassVar[str | None] = "all_gather"
+    moves: ClassVar[int] = 1
 
     def shape(self, elements: int, ranks: int) -> Shape:
         part = blocks(elements, ranks)
         return Shape(part, part, part * ranks, part * ranks)
-
-    def bus_factor(self, ranks: int) -> float:
-        return 1.0 if self.rooted else (ranks - 1) / ranks
 
     def in_place_views(self, shared: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         return _own_part(shared, case, case.shape.send), shared
@@ -47,7 +41,7 @@ class AllGather(Operation):
         return bind_call(case.comm.all_gather, out, x, algorithm=case.algorithm, async_op=async_op)
 
     def expected(self, case: Case) -> torch.Tensor | None:
-        return _gathered(case)
+        return torch.cat([values(case.kind, rank, case.shape.send) for rank in range(case.comm.size)])
 
 
 class Gather(AllGather):
@@ -56,13 +50,14 @@ class Gather(AllGather):
     name = "gather"
     core_name = "gather"
     rooted = True
+    moves = 0
 
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
         target = out if case.comm.rank == case.root else None
         return bind_call(case.comm.gather, target, x, case.root, algorithm=case.algorithm, async_op=async_op)
 
     def expected(self, case: Case) -> torch.Tensor | None:
-        return _gathered(case) if case.comm.rank == case.root else None
+        return super().expected(case) if case.comm.rank == case.root else None
 
 
 class Hypercube(AllGather):
@@ -105,14 +100,12 @@ class ReduceScatter(Operation):
 
     name = "reduce_scatter"
     core_name = "reduce_scatter"
+    moves: ClassVar[int] = 1
     reduces = True
 
     def shape(self, elements: int, ranks: int) -> Shape:
         part = blocks(elements, ranks)
         return Shape(part, part * ranks, part, part * ranks)
-
-    def bus_factor(self, ranks: int) -> float:
-        return 1.0 if self.rooted else (ranks - 1) / ranks
 
     def in_place_views(self, shared: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         return shared, _own_part(shared, case, case.shape.recv)
@@ -132,6 +125,7 @@ class Scatter(ReduceScatter):
     core_name = "scatter"
     reduces = False
     rooted = True
+    moves = 0
 
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
         source = x if case.comm.rank == case.root else None
@@ -149,10 +143,8 @@ class AllReduce(Operation):
 
     name = "all_reduce"
     core_name = "all_reduce"
+    moves: ClassVar[int] = 2
     reduces = True
-
-    def bus_factor(self, ranks: int) -> float:
-        return 2 * (ranks - 1) / ranks
 
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
         function = case.comm.all_reduce if case.in_place else functools.partial(case.comm.all_reduce, out=out)
@@ -162,20 +154,20 @@ class AllReduce(Operation):
         return reduced(case.kind, case.redop, case.comm.size, case.shape.recv)
 
 
-class Reduce(Operation):
+class Reduce(AllReduce):
     """As all_reduce, for the root."""
 
     name = "reduce"
     core_name = "reduce"
-    reduces = True
     rooted = True
+    moves = 0
 
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
         function = case.comm.reduce if case.in_place else functools.partial(case.comm.reduce, out=out)
         return bind_call(function, x, case.root, case.redop, algorithm=case.algorithm, async_op=async_op)
 
     def expected(self, case: Case) -> torch.Tensor | None:
-        return reduced(case.kind, case.redop, case.comm.size, case.shape.recv) if case.comm.rank == case.root else None
+        return super().expected(case) if case.comm.rank == case.root else None
 
 
 class Broadcast(Operation):
@@ -209,14 +201,12 @@ class AllToAll(Operation):
 
     name = "alltoall"
     core_name = "all_to_all"
+    moves = 1
     in_place = False
 
     def shape(self, elements: int, ranks: int) -> Shape:
         part = blocks(elements, ranks)
         return Shape(part, part * ranks, part * ranks, part * ranks)
-
-    def bus_factor(self, ranks: int) -> float:
-        return (ranks - 1) / ranks
 
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
         return bind_call(case.comm.all_to_all, out, x, algorithm=case.algorithm, async_op=async_op)
@@ -241,6 +231,7 @@ class AllToAllV(Operation):
 
     name = "alltoallv"
     core_name = "all_to_all"
+    moves = 1  # as nccl-tests counts, although nothing stays on the rank
     in_place = False
     note = "a rank sends d times as much to the rank d further as to the next one, and nothing to itself"
 
@@ -248,9 +239,6 @@ class AllToAllV(Operation):
         count = blocks(elements, ranks)
         total = sum(parts(count, ranks))
         return Shape(count, total, total, total)
-
-    def bus_factor(self, ranks: int) -> float:
-        return (ranks - 1) / ranks  # as nccl-tests counts, although nothing stays on the rank
 
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
         to, come = _splits(case)
