@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,9 +126,7 @@ class CurrentPack:
         if self._recomputation is not None:
             self._recomputation.again.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._recomputation is not None:
             self._recomputation.again.__exit__()
         _current.pack, _current.routes = self._before.pop()

@@ -6,8 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hdpcomm.arguments import ranks_text, size_text
 from hdpcomm.cli.output import new_table, stdout_console
@@ -61,10 +60,8 @@ class Progress:
         self._bar.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.__exit__(kind, error, trace)
+    def __exit__(self, *failure: Any) -> None:
+        self._bar.__exit__(*failure)
 
     def step(self, policy: str, metrics: StepMetrics, costs: Mapping[str, float]) -> None:
         """Shows a finished step."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -99,11 +98,9 @@ class MemoryMeter:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         if self._mode is not None:
-            self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            self._mode.__exit__(*failure)  # type: ignore[no-untyped-call]
             self.peak, self._mode = self._mode.peak, None
         else:
             self.peak = torch.cuda.max_memory_allocated(self._device) - self._before

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -152,7 +151,5 @@ class RunFiles:
     def __enter__(self) -> RunFiles:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *failure: Any) -> None:
+        self._stack.__exit__(*failure)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hdpcomm.errors import Error
@@ -55,9 +54,7 @@ class JsonLines:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

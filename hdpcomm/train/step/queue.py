@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -111,8 +110,6 @@ class StepQueue:
     def __enter__(self) -> StepQueue:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._counter is not None:
             self._counter.close()
