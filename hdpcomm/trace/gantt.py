@@ -10,12 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan import Planner, StepPlan
+from hdpcomm.plan import MicroBatch, Planner, StepPlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["plot_plans"]
+
+_Pass = tuple[MicroBatch, NDArray[np.int64], float, float, bool]
+"""(micro-batch, its rows, begin, end, whether it is a forward pass)"""
 
 _IDLE = "#c9c9c9"
 _OCTAVES = 9  # most octaves of length on the colour scale
@@ -37,33 +40,30 @@ def _columns(start: float, end: float, width: float) -> slice:
     return slice(first, max(round(end / width * _COLUMNS), first + 1))
 
 
-def _raster(plan: StepPlan, end: float) -> NDArray[np.float64]:
-    """log2 of the longest sequence that each rank runs at each time; NaN where it is idle."""
-    image = np.full((plan.num_ranks, _COLUMNS), np.nan)
-    runs = sorted(zip(plan.micro_batches, plan.timeline(), strict=True), key=lambda run: -run[0].predicted_s)
-    for batch, start in runs:  # short ones last, so that they stay visible
-        image[np.asarray(batch.ranks), _columns(start, start + batch.predicted_s, end)] = np.log2(
-            plan.longest_of(batch)
-        )
-    return image
+def _passes(plan: StepPlan, planner: Planner | None) -> list[_Pass]:
+    """All that runs, longest first; of pipelines each pass by the simulated schedule, with a row for each device."""
+    if planner is None or planner.cluster.pipeline == 1:
+        timed = zip(plan.micro_batches, plan.timeline(), strict=True)
+        passes = [(batch, np.asarray(batch.ranks), start, start + batch.predicted_s, False) for batch, start in timed]
+    else:
+        devices, found = planner.cluster.pipeline, planner.simulate(plan)
+        passes = []
+        for (which, stage, backward), alone, times in zip(found["which"], found["alone"], found["times"], strict=True):
+            batch = plan.micro_batches[which]
+            rows = np.asarray(batch.ranks if alone < 0 else [alone]) * devices + stage % devices
+            passes.append((batch, rows, *times, not backward))
+    return sorted(passes, key=lambda each: each[2] - each[3])
 
 
-def _pipeline_raster(plan: StepPlan, planner: Planner, end: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """As :func:`_raster`, a row for each device of each rank's pipeline, by the simulated schedule; and whether it is
-    a forward pass."""
-    devices = planner.cluster.pipeline
-    found = planner.simulate(plan)
-    image = np.full((plan.num_ranks * devices, _COLUMNS), np.nan)
+def _raster(plan: StepPlan, planner: Planner | None, end: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """log2 of the longest sequence that each row runs at each time, NaN where it is idle; and whether it is a forward
+    pass of a pipeline."""
+    image = np.full((plan.num_ranks * (1 if planner is None else planner.cluster.pipeline), _COLUMNS), np.nan)
     forward = np.zeros(image.shape, dtype=np.bool_)
-    spans, times = found["which"], found["times"]
-    for place in np.argsort(times[:, 0] - times[:, 1], kind="stable"):
-        which, stage, backward = spans[place]
-        batch = plan.micro_batches[which]
-        alone = found["alone"][place]
-        rows = np.asarray(batch.ranks if alone < 0 else [alone]) * devices + stage % devices
-        columns = _columns(times[place, 0], times[place, 1], end)
+    for batch, rows, start, stop, is_forward in _passes(plan, planner):  # short ones last, so that they stay visible
+        columns = _columns(start, stop, end)
         image[rows, columns] = np.log2(plan.longest_of(batch))
-        forward[rows, columns] = not backward
+        forward[rows, columns] = is_forward
     return image, forward
 
 
@@ -93,44 +93,28 @@ def _mark_groups(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, fl
             axes.text(centre, middle, text, ha="center", va="center", fontsize=7, color=shade)
 
 
-def _draw_plan(axes: Axes, plan: StepPlan, end: float, limits: tuple[float, float], colours: Any) -> None:
-    axes.imshow(
-        _raster(plan, end),
-        extent=(0.0, end, plan.num_ranks - 0.5, -0.5),
-        aspect="auto",
-        interpolation="nearest",
-        cmap=colours,
-        vmin=limits[0],
-        vmax=limits[1],
-    )
-    _mark_groups(axes, plan, end, limits)
-    _describe(axes, plan, end, [])
-
-
-def _draw_pipelines(
-    axes: Axes, plan: StepPlan, planner: Planner, end: float, limits: tuple[float, float], colours: Any
+def _draw_plan(
+    axes: Axes, plan: StepPlan, planner: Planner | None, end: float, limits: tuple[float, float], colours: Any
 ) -> None:
-    """A row for each device, those of a rank's pipeline under each other."""
+    """A row for each rank, or for each device of its pipeline, these under each other."""
     from matplotlib.colors import Normalize
     from matplotlib.patches import Patch
 
-    image, forward = _pipeline_raster(plan, planner, end)
+    image, forward = _raster(plan, planner, end)
     shades = colours(np.ma.masked_invalid(Normalize(*limits)(image)))
     shades[forward, :3] += _FORWARD_TINT * (1 - shades[forward, :3])
     extent = (0.0, end, plan.num_ranks - 0.5, -0.5)
     axes.imshow(shades, extent=extent, aspect="auto", interpolation="nearest")
-    if plan.num_ranks <= _FEW_RANKS:
-        for rank in range(1, plan.num_ranks):
-            axes.axhline(rank - 0.5, color="white", linewidth=1.0)
-    middle = np.array(colours(0.5)[:3])
-    passes = [
-        Patch(color=tuple(middle + _FORWARD_TINT * (1 - middle)), label="forward"),
-        Patch(color=tuple(middle), label="backward"),
-    ]
-    _describe(axes, plan, end, passes)
-
-
-def _describe(axes: Axes, plan: StepPlan, end: float, legend: list[Any]) -> None:
+    legend: list[Any] = []
+    if len(image) == plan.num_ranks:
+        _mark_groups(axes, plan, end, limits)
+    else:
+        if plan.num_ranks <= _FEW_RANKS:
+            for rank in range(1, plan.num_ranks):
+                axes.axhline(rank - 0.5, color="white", linewidth=1.0)
+        middle = np.array(colours(0.5)[:3])
+        legend.append(Patch(color=tuple(middle + _FORWARD_TINT * (1 - middle)), label="forward"))
+        legend.append(Patch(color=tuple(middle), label="backward"))
     if plan.num_ranks <= 16:
         axes.set_yticks(range(plan.num_ranks))
     bound = axes.axvline(plan.lower_bound_s, color="crimson", linewidth=1.2, linestyle="--", label="lower bound")
@@ -199,11 +183,7 @@ def plot_plans(plans: Sequence[StepPlan], path: str | Path, planners: Sequence[P
     panels: list[Axes] = []
     for column, plan in enumerate(plans):
         axes = figure.add_subplot(grid[0, column], sharey=panels[0] if panels else None)
-        planner = planners[column] if planners else None
-        if planner is not None and planner.cluster.pipeline > 1:
-            _draw_pipelines(axes, plan, planner, end, limits, colours)
-        else:
-            _draw_plan(axes, plan, end, limits, colours)
+        _draw_plan(axes, plan, planners[column] if planners else None, end, limits, colours)
         panels.append(axes)
     stages = planners[0].cluster.pipeline if planners else 1
     panels[0].set_ylabel("rank" if stages == 1 else f"rank, each a pipeline of {stages} devices")

@@ -52,13 +52,10 @@ def curves(by_policy: Mapping[str, Rows], evaluations: Mapping[str, Rows]) -> st
             steps, predicted, color=colour, linestyle=":", label=f"{policy}, predicted (without the optimizer)"
         )
     for each, title in zip(axes, ("loss (nats a token)", "tokens/s", "gradient norm", "seconds a step"), strict=True):
-        each.set_title(title, loc="left", fontsize=10)
-        each.set_xlabel("step", fontsize=8)
+        _style(each, x="step", title=title)
         each.xaxis.get_major_locator().set_params(integer=True)
         each.legend(fontsize=7, frameon=False)
-        each.tick_params(labelsize=8)
         each.margins(x=0.02)
-        each.spines[["top", "right"]].set_visible(False)
     for each in axes[1:]:
         each.set_ylim(bottom=0)
     return _svg(figure)
@@ -89,15 +86,11 @@ def step_gantt(row: Mapping[str, Any]) -> str:
                 _bar(measured, rank, start, stop, colour, "", end)
     titles = ("as planned: number of the micro-batch (its sequences)", "as measured")
     for axes, title in zip((planned, measured), titles, strict=True):
-        axes.set_title(title, loc="left", fontsize=10)
+        _style(axes, x="seconds since the ranks agreed on the plan" if axes is measured else "", y="rank", title=title)
         axes.set_ylim(ranks - 0.5, -0.5)
-        axes.set_ylabel("rank", fontsize=8)
-        axes.tick_params(labelsize=8)
         if ranks <= 16:
             axes.set_yticks(range(ranks))
-        axes.spines[["top", "right"]].set_visible(False)
     measured.set_xlim(0, end * 1.01)
-    measured.set_xlabel("seconds since the ranks agreed on the plan", fontsize=8)
     _gantt_legend(measured, shade)
     return _svg(figure)
 
@@ -154,11 +147,8 @@ def lengths(octaves: Rows) -> str:
     axes.bar(places - 0.2, 100 * sequences / sequences.sum(), width=0.4, color="#a0aec0", label="of the sequences")
     axes.bar(places + 0.2, 100 * tokens / tokens.sum(), width=0.4, color="#2b6cb0", label="of the tokens")
     axes.set_xticks(places, [f"{row['from']:,}" for row in octaves], fontsize=8)
-    axes.set_xlabel("length, from (tokens)", fontsize=8)
-    axes.set_ylabel("share in %", fontsize=8)
-    axes.tick_params(labelsize=8)
+    _style(axes, x="length, from (tokens)", y="share in %")
     axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
     return _svg(figure)
 
 
@@ -176,10 +166,8 @@ def time_shares(by_policy: Mapping[str, Mapping[str, float]]) -> str:
             left += seconds
     axes.set_yticks(range(len(by_policy)), list(by_policy), fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds of a step, mean over steps and ranks", fontsize=8)
-    axes.tick_params(labelsize=8)
+    _style(axes, x="seconds of a step, mean over steps and ranks")
     axes.legend(fontsize=7, ncols=6, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.35))
-    axes.spines[["top", "right"]].set_visible(False)
     return _svg(figure)
 
 
@@ -187,6 +175,15 @@ def _figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def _style(axes: Axes, *, x: str = "", y: str = "", title: str = "") -> None:
+    """Names the axes in small letters, and leaves out the lines that no value stands at."""
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _svg(figure: Figure) -> str:

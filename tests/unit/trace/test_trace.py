@@ -14,7 +14,7 @@ from hdpcomm.plan import MODELS, ClusterSpec, Planner
 from hdpcomm.plan.distributions import sample_lengths
 from hdpcomm.sim import simulate_stream
 from hdpcomm.trace import plot_plans, write_plan_trace, write_stream_trace
-from hdpcomm.trace.gantt import _pipeline_raster
+from hdpcomm.trace.gantt import _raster
 
 CLUSTER = ClusterSpec(ranks=8, capacity=8192, ranks_per_node=4)
 LENGTHS = sample_lengths("lognormal:7:1.5", tokens=2**17, context=2**15, seed=1)
@@ -32,7 +32,7 @@ def test_pipelines_have_a_row_for_each_device(tmp_path: Path, chunks: int) -> No
     cluster = ClusterSpec(ranks=3, capacity=8192, pipeline=2, chunks=chunks)
     planner = Planner(MODELS["llama-7b"], cluster)
     plan = planner.plan([20_000, 4000, 3000, 1])
-    image, forward = _pipeline_raster(plan, planner, plan.makespan_s)
+    image, forward = _raster(plan, planner, plan.makespan_s)
     assert image.shape == forward.shape == (6, 560)
     busy = ~np.isnan(image)
     assert not forward[~busy].any()
