@@ -42,7 +42,7 @@ from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, PlanAhead, PlannedStep, Planner
 from hdpcomm.train import StepMetrics, Trainer
 from hdpcomm.train.losses.shards import Fetch, micro_batch_loss, no_tokens, pack_shard
-from hdpcomm.train.step.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
+from hdpcomm.train.step.data_parallel import DataParallelTrainer, WholeSequencePlanner, torch_group
 from hdpcomm.train.step.metrics import PHASES, Timeline
 
 MODEL = LlamaConfig(layers=4, hidden=32, heads=2, kv_heads=1, ffn=96)
@@ -140,7 +140,7 @@ def compared(corpus: Corpus, steps: int, tokens: int) -> list[Row]:
     torch.set_num_threads(1)
     with ExitStack() as stack:
         comm = stack.enter_context(hdp.init())
-        stack.enter_context(gloo_group(comm))
+        stack.enter_context(torch_group(comm))
         cost = profile_cost_model(Llama(MODEL), comm, longest=2048)
         longest = int(corpus.lengths.max())
         cluster = ClusterSpec(ranks=comm.size, capacity=-(-longest // comm.size), cores=shared_cores(comm))
@@ -221,7 +221,7 @@ def torch_context_parallel() -> str:
     from torch.distributed.tensor.experimental import context_parallel
 
     torch.set_num_threads(1)
-    with hdp.init() as comm, gloo_group(comm):
+    with hdp.init() as comm, torch_group(comm):
         mesh = init_device_mesh("cpu", (comm.size,))
         q, k, v = (torch.randn(1, 2, 64 * comm.size, 16, requires_grad=True) for _ in range(3))
         try:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.errors import Error
 
-__all__ = ["allow_sockets", "listening_address", "own_address"]
+__all__ = ["allow_sockets", "interface_of", "listening_address", "own_address"]
 
 _OTHER_FILES = 64  # that a rank may open beside its connections, before its own limit counts
 _SIOCGIFADDR = 0x8915
@@ -76,9 +76,8 @@ def listening_address(store: Any) -> str:
     if not names:
         return own_address(store)
     name = names.split(",")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
+    if found := _address_of(name):
+        return found
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, _, interface = line.split()
@@ -88,3 +87,16 @@ def listening_address(store: Any) -> str:
         f"the interface {name!r} of GLOO_SOCKET_IFNAME has no address here; name one of "
         f"{', '.join(sorted(each for _, each in socket.if_nameindex()))}"
     )
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has this IPv4 address; ``None`` if none has. Local."""
+    return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
+
+
+def _address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface; ``None`` if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return None

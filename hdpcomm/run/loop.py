@@ -51,7 +51,7 @@ from hdpcomm.run.resuming import (
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
 from hdpcomm.run.stopping import StopRequest
 from hdpcomm.train import StepMetrics, Trainer
-from hdpcomm.train.step.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
+from hdpcomm.train.step.data_parallel import DataParallelTrainer, WholeSequencePlanner, torch_group
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -264,7 +264,7 @@ class _Run:
         if isinstance(planner, WholeSequencePlanner):
             mesh = mesh_of(comm, config)
             (model,) = trained_part(config, mesh, self.weights)
-            stack.enter_context(gloo_group(comm))
+            stack.enter_context(torch_group(comm))
             optimizer = new_optimizer(config, model, mesh)
             return DataParallelTrainer(model, optimizer, planner, comm, max_grad_norm=config.max_grad_norm)
         return new_trainer(comm, config, planner, self.costs.pool, self.weights)

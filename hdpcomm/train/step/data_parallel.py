@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -17,9 +19,11 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from hdpcomm.comm.addresses import interface_of, own_address
 from hdpcomm.comm.bootstrap import open_store
 from hdpcomm.comm.mesh import Mesh
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.comm.topology import nodes_of
+from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.parallel.program import WHOLE, Action, StepProgram
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan, Tree
 from hdpcomm.plan.pipeline_schedule import Pass
@@ -34,7 +38,7 @@ from hdpcomm.train.zero.gradients import Gradients
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["DataParallelTrainer", "DistributedPasses", "WholeSequencePlanner", "gloo_group"]
+__all__ = ["DataParallelTrainer", "DistributedPasses", "WholeSequencePlanner", "torch_group"]
 
 _STORE_TIMEOUT_S = 60.0
 _groups = itertools.count()
@@ -89,16 +93,32 @@ class WholeSequencePlanner(Planner):
 
 
 @contextlib.contextmanager
-def gloo_group(comm: Communicator) -> Iterator[None]:
-    """Context in which torch.distributed is initialised with gloo over the ranks of ``comm``, which are all ranks of
-    the job. Collective over it, at both ends."""
-    store = PrefixStore(f"gloo group {next(_groups)}", open_store(comm.rank, _STORE_TIMEOUT_S))
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+def torch_group(comm: Communicator, backend: str = "gloo", timeout: float | None = None) -> Iterator[None]:
+    """Context in which torch.distributed is initialised over the ranks of ``comm``, which are all ranks of the job.
+    Collective over it, at both ends.
+
+    gloo on several hosts listens where those can reach this one, also if its own name has no address.
+
+    Args:
+        timeout: seconds of an operation of the group; default: torch's.
+    """
+    store = PrefixStore(f"torch group {next(_groups)}", open_store(comm.rank, _STORE_TIMEOUT_S))
+    interface = interface_of(own_address(store)) if len(set(nodes_of(comm))) > 1 else None
+    chosen = interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ
+    if chosen:
+        os.environ["GLOO_SOCKET_IFNAME"] = str(interface)
+    limit = None if timeout is None else timedelta(seconds=timeout)
     try:
-        yield
+        dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=limit)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(Error):  # which the caller has met, or will
+                comm.barrier()  # rank 0 may serve the store
+            dist.destroy_process_group()
     finally:
-        comm.barrier()  # rank 0 may serve the store
-        dist.destroy_process_group()
+        if chosen:
+            del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 class _Wrapped(DistributedDataParallel):
@@ -178,7 +198,7 @@ class DistributedPasses(Passes):
 
 class DataParallelTrainer(Trainer):
     """A trainer whose passes and gradients are those of DDP: the same model, loss, clipping and optimizer, on plans of
-    a :class:`WholeSequencePlanner`. Made inside of :func:`gloo_group`. Collective over ``comm``, which counts tokens
+    a :class:`WholeSequencePlanner`. Made inside of :func:`torch_group`. Collective over ``comm``, which counts tokens
     and times, and by torch over the same ranks."""
 
     def make_runner(self, optimizer: torch.optim.Optimizer, _: StepSettings) -> Runner:

@@ -14,7 +14,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.train import Trainer
-from hdpcomm.train.step.data_parallel import DataParallelTrainer, WholeSequencePlanner, gloo_group
+from hdpcomm.train.step.data_parallel import DataParallelTrainer, WholeSequencePlanner, torch_group
 
 CONFIG = LlamaConfig(vocabulary=31, layers=2, hidden=16, heads=2, kv_heads=1, ffn=24)
 COST = CostModel(1e-6, 1e-5)
@@ -32,7 +32,7 @@ def losses_of_both(lengths):
         return [step.loss for step in steps], steps[-1]
 
     ours = losses(lambda model, optimizer: Trainer(model, optimizer, Planner(None, cluster, "naive", COST), comm))
-    with gloo_group(comm):
+    with torch_group(comm):
         planner = WholeSequencePlanner(cluster, COST)
         ddp = losses(lambda model, optimizer: DataParallelTrainer(model, optimizer, planner, comm))
     return ours, ddp
@@ -57,7 +57,7 @@ def idle_of_one_that_waits(lengths):
     if comm.rank == 0:
         model.register_forward_hook(lambda *_: time.sleep(0.3))
     planner = WholeSequencePlanner(ClusterSpec(comm.size, capacity=40), COST)
-    with gloo_group(comm):
+    with torch_group(comm):
         trainer = DataParallelTrainer(model, torch.optim.SGD(model.parameters()), planner, comm)
         for _ in range(2):
             trainer.step(lengths, lambda i: torch.arange(lengths[i]))
@@ -73,7 +73,7 @@ def test_waiting_for_the_gradients_of_others_is_idle(ranks):
 
 def refusal_of_a_sharded_model():
     comm = hdp.init()
-    with gloo_group(comm):
+    with torch_group(comm):
         model = fully_shard(Llama(CONFIG), mesh=init_device_mesh("cpu", (comm.size,)))
         planner = Planner(None, ClusterSpec(comm.size, capacity=40), cost_model=COST)
         with pytest.raises(InvalidUsage, match=r"sharded already .* zero=3"):
