@@ -130,14 +130,6 @@ def whole(text: str) -> int:
     return 0 if str(text) == "0" else count(text)
 
 
-def slower(text: str) -> float:
-    """argparse type: how many times slower, 1.5 or more, or 0."""
-    value = float(str(text)) if re.fullmatch(r"\d+(\.\d+)?", str(text)) else -1.0
-    if value != 0 and value < 1.5:
-        raise BadOption(f"{text!r} is neither 0 nor a number of at least 1.5")
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
     """Options of LoRA, as ``--lora`` has them: ``r=16,alpha=32,targets=q_proj+v_proj``.
@@ -303,10 +295,6 @@ class TrainingOptions:
     skip_bad_steps: int = option(
         "training", 0, "steps of the run that may be left out as their loss or gradient is no finite number; one more "
         "ends it, saved", whole, metavar="N",
-    )  # fmt: skip
-    evict_slower: float = option(
-        "saving", 0.0, "with --elastic: a rank that takes more than so many times as long as others for its work, 3 "
-        "steps in a row, leaves the run; 0: none does", slower, metavar="TIMES",
     )  # fmt: skip
     eval_every: int = option(
         "evaluation", 0, "steps between two evaluations on held-out text; 0: only at the end", whole, metavar="N"

@@ -177,7 +177,6 @@ _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
         lambda o: o.eval_data or o.eval_fraction,
         "without held-out text; give --eval-data or --eval-fraction",
     ),
-    ("evict_slower", lambda o: o.elastic, "without --elastic, by which the others go on; give that, or leave it out"),
     ("fp8_exclude", lambda o: o.fp8 != "none", "without --fp8, which it is for; give both"),
     ("keep_optimizer", lambda o: o.init_from, "without --init-from; name the run whose optimizer it is"),
     ("save_every resume elastic keep", lambda o: o.out, "without --out; name the folder of the run"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
     from hdpcomm.train import Trainer
 
-__all__ = ["PlanLearning", "SlowRanks", "StepTimes", "rank_speeds", "rank_times", "slowest_rank", "times_of"]
-
-_SLOW_STEPS = 3
-"""One or two are a pause of the machine."""
+__all__ = ["PlanLearning", "rank_speeds", "rank_times", "slowest_rank", "times_of"]
 
 
 def times_of(spans: Sequence[Span], plan: StepPlan, rank: int) -> list[float]:
@@ -93,49 +90,6 @@ def rank_speeds(plan: StepPlan, times: Sequence[RankTimes], cost_model: CostMode
 def slowest_rank(speeds: Mapping[int, float]) -> tuple[int, float]:
     """The slowest rank and its speed; without any, rank 0 at full speed."""
     return min(speeds.items(), key=lambda each: (each[1], each[0]), default=(0, 1.0))
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Times of a step on all ranks.
-
-    Attributes:
-        ranks: of the plan.
-        speeds: of those, see :func:`rank_speeds`.
-        compute_s: of each device, by its position in the communicator.
-    """
-
-    ranks: list[RankTimes]
-    speeds: dict[int, float]
-    compute_s: Tensor
-
-
-class SlowRanks:
-    """Finds ranks that are slower than the others in several steps one after the other. Local; as every rank gives the
-    same times, every rank finds the same.
-
-    Args:
-        times: how much longer than the others a rank takes for its work.
-        positions: of a mesh (:attr:`hdpcomm.Mesh.positions`); default: each rank is one device.
-    """
-
-    def __init__(self, times: float, positions: Tensor | None = None) -> None:
-        self._times, self._positions = times, positions
-        self._steps: dict[int, int] = {}
-
-    def add(self, times: StepTimes) -> list[int]:
-        """Takes in a step; the positions of devices that should leave, if any: those of an HDP rank that computed at
-        least half as long as its longest. Its other stages only waited for them, and tensor ranks cannot be told apart.
-        """
-        for rank, speed in times.speeds.items():
-            self._steps[rank] = self._steps.get(rank, 0) + 1 if speed * self._times < 1 else 0
-        slow = [rank for rank, steps in self._steps.items() if steps >= _SLOW_STEPS]
-        if not slow:
-            return []
-        rank = min(slow, key=lambda each: (times.speeds.get(each, 1.0), each))
-        own = torch.tensor([rank]) if self._positions is None else self._positions[:, rank].flatten()
-        took = times.compute_s[own]
-        return sorted(own[took >= took.max() / 2].tolist())
 
 
 class PlanLearning:

@@ -15,7 +15,7 @@ from hdpcomm.arguments import ranks_text
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import from_rank
-from hdpcomm.errors import Aborted, CommTimeout, Error, InvalidUsage, Mismatch, PeerLost
+from hdpcomm.errors import Aborted, CommTimeout, InvalidUsage, Mismatch, PeerLost
 from hdpcomm.log import LOG
 from hdpcomm.run.checkpoints import newest_checkpoint
 from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
@@ -23,7 +23,7 @@ from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["Elastic", "TooSlow", "active_ranks", "run_with_survivors"]
+__all__ = ["Elastic", "active_ranks", "run_with_survivors"]
 
 T = TypeVar("T")
 _OVER, _LOAD = range(2)
@@ -32,25 +32,7 @@ _FOR_EVER_S = 1e7
 """Seconds that a spare rank waits for the run: deaths end the wait, and so do ranks that begin again."""
 
 
-class TooSlow(Error):
-    """Raised by all ranks of an attempt between two steps: some of them hold up the others and have to leave.
-
-    Attributes:
-        unlike: these, as global ranks.
-    """
-
-    def __init__(self, ranks: Sequence[int], times: float, rank: int) -> None:
-        named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        super().__init__(
-            f"{named} took more than {times:g} times as long for the work of a step as others, several steps in a row "
-            "(--evict-slower); look at what else runs on that host, at its clock rates and its memory",
-            rank=rank,
-        )
-        self.unlike = tuple(ranks)
-
-
 _LOST = (Aborted, CommTimeout, PeerLost)
-_LEAVE = (Mismatch, TooSlow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +99,7 @@ class Elastic:
 
         try:
             return run_with_survivors(comm, once, change)
-        except _LEAVE as error:
+        except Mismatch as error:
             if error.rank not in error.unlike:
                 raise
             LOG.error(f"rank {error.rank} leaves the run: {error}")
@@ -160,7 +142,7 @@ def run_with_survivors(
     Raises:
         InvalidUsage: ``comm`` has devices, whose operations end with the first error.
         CommTimeout: a rank that lives has not come to the others within the communicator's timeout.
-        Mismatch, TooSlow: on the ranks that are not like most (``unlike``), which leave; the others go on.
+        Mismatch: on the ranks that are not like most (``unlike``), which leave; the others go on.
         What ``attempt`` raises if no rank has died, or if it is no error of communication.
     """
     if isinstance(comm, DeviceCommunicator):
@@ -174,10 +156,10 @@ def run_with_survivors(
             if what:
                 on_change(comm, what)
             return attempt(comm)
-        except (*_LOST, *_LEAVE) as error:
+        except (*_LOST, Mismatch) as error:
             failure = error.with_traceback(None)  # whose frames hold the model
             failure.__cause__ = failure.__context__ = None
-            if isinstance(failure, _LEAVE) and comm.global_rank in (failure.unlike or [comm.global_rank]):
+            if isinstance(failure, Mismatch) and comm.global_rank in (failure.unlike or [comm.global_rank]):
                 raise failure from None
         living = comm.shrink()
         if living.size == comm.size:
@@ -212,7 +194,7 @@ def _lead_spares(living: Communicator, spares: Sequence[int]) -> Iterator[None]:
     """On the first active rank, around the run: at its end spares are told that it is over, unless ranks have died."""
     try:
         yield
-    except (*_LOST, *_LEAVE):
+    except (*_LOST, Mismatch):
         raise
     except BaseException:
         _tell(living, spares, _OVER)

@@ -18,7 +18,7 @@ from hdpcomm.data import Corpus, DocumentStream
 from hdpcomm.data.agree import from_rank, raise_together
 from hdpcomm.errors import Error, InvalidUsage, NotFinite
 from hdpcomm.log import LOG
-from hdpcomm.measure.step_times import PlanLearning, SlowRanks
+from hdpcomm.measure.step_times import PlanLearning
 from hdpcomm.plan import PlanAhead, PlannedStep, Planner
 from hdpcomm.run.batches import Batches, LoadedBatches, Loading
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
@@ -29,7 +29,6 @@ from hdpcomm.run.costs import (
     measure_costs,
     same_mesh,
 )
-from hdpcomm.run.elastic import TooSlow
 from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.export import export_model
 from hdpcomm.run.first_weights import FirstWeights, keep_optimizer
@@ -38,7 +37,7 @@ from hdpcomm.run.memory import free_models, within_memory
 from hdpcomm.run.model import model_spec
 from hdpcomm.run.optimizers import is_for_matrices, new_optimizer
 from hdpcomm.run.options import RunResult, Saving, Watching
-from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
+from hdpcomm.run.peer_saves import KeptCheckpoint
 from hdpcomm.run.pipelines import mesh_of, new_trainer, trained_part
 from hdpcomm.run.resuming import (
     agreed_checkpoint,
@@ -99,11 +98,6 @@ def train(
     comm = by_host(comm, domains_of(comm))
     config = replace(config, lr=config.highest_lr)
     check_limits(corpus, config, ranks=comm.size)
-    if config.evict_slower and (saving is None or saving.peers is None):
-        raise InvalidUsage(
-            f"evict_slower is {config.evict_slower}, and this run has no copies in other ranks' memory, without which "
-            "it ends with a rank that leaves: give saving=Saving(..., peers=PeerSaves(...)), or leave it out"
-        )
     if held_out is not None:
         check_limits(held_out, config, ranks=comm.size)
     with ExitStack() as stack:
@@ -212,13 +206,6 @@ class _Run:
         self.spec = model_spec(config.model)
         self.stalled = dict.fromkeys(planners, 0.0)
         self.learning = self._learning(found) if config.learn_costs else {}
-        self.slow = {
-            policy: SlowRanks(config.evict_slower, trainer.mesh.positions if config.on_mesh else None)
-            for policy, trainer in self.trainers.items()
-            if config.evict_slower
-        }
-        self.leave: list[int] = []
-        """Positions of ranks that have to go after this step."""
 
     def accept(self) -> None:
         """Tells what the plans are made from: nothing speaks against the run, which may write from here on."""
@@ -302,8 +289,6 @@ class _Run:
                 self._save()
             if self.config.eval_every and self.done % self.config.eval_every == 0:
                 self._evaluate()
-            if self.saving is not None and self.saving.peers is not None and self.done < self.config.steps:
-                self._leave_slow_ranks(self.saving.peers)
         self._save_last()
         if not self.stopped_by and self.done > self.first_step:
             self._evaluate()
@@ -333,10 +318,8 @@ class _Run:
             mesh=trainer.mesh if self.config.on_mesh else None,
             loader_stall_s=None if loader is None else loader.waited(step, taken - planned.waited_s, taken),
         )  # fmt: skip
-        if policy in self.slow:
-            self.leave = self.slow[policy].add(times) or self.leave
         if policy in self.learning:
-            self.learning[policy].add(ran, times.ranks)
+            self.learning[policy].add(ran, times)
             costs["slowest_rank"], costs["slowest_speed"] = self.learning[policy].slowest()
         if watching.on_step is not None:
             watching.on_step(policy, metrics, costs)
@@ -412,13 +395,6 @@ class _Run:
         """Copies the state of now to where another rank finds it."""
         if self.saving is not None and self.saving.peers is not None:
             self.saving.peers.take(self.comm, self.done, self.trainers, self._facts())
-
-    def _leave_slow_ranks(self, peers: PeerSaves) -> None:
-        """Ends this attempt where ranks have to leave. Raises: TooSlow, on all ranks."""
-        if self.leave:
-            peers.finish()
-            ranks = [self.comm.ranks[position] for position in self.leave]
-            raise TooSlow(ranks, self.config.evict_slower, self.comm.global_rank)
 
     def _facts(self) -> dict[str, Any]:
         """Facts beside the tensors of a checkpoint."""
@@ -496,8 +472,6 @@ def _checkpoint_folder(
 def _end_of_saving(folder: CheckpointFolder, error: object, *_: object) -> None:
     if error is None:
         folder.wait()
-    elif error is TooSlow:
-        _warn_of_disk(folder)
     else:
         folder.give_up()
         with suppress(OSError):  # of a run that was refused nothing stays

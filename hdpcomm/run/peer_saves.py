@@ -113,10 +113,6 @@ class PeerSaves:
         if not first:  # that one is in the memory of all its keepers
             self._copies = {self._attempt: copies}
 
-    def finish(self) -> None:
-        """Until what has been taken is in the memory of all its keepers. Local. Raises: PeerLost, Aborted."""
-        self._copies[self._attempt].finish()
-
     def newest(self, living: Communicator) -> KeptCheckpoint | None:
         """The newest state that the living ranks hold together. Collective over ``living``. Raises: PeerLost."""
         attempts = {each for own in gather_json(living, list(self._copies)) for each in own}

@@ -12,14 +12,14 @@ import torch
 
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.measure.step_times import StepTimes, rank_speeds, rank_times, slowest_rank, times_of
+from hdpcomm.measure.step_times import rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.plan import CostModel, Planner, StepPlan, Tree
 from hdpcomm.run.flops import device_peak_flops
 from hdpcomm.train.step.metrics import Span
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Mesh
-    from hdpcomm.plan import ModelSpec
+    from hdpcomm.plan import ModelSpec, RankTimes
     from hdpcomm.train.step.passes import Passes
 
 __all__ = ["memory_bytes", "other_policies", "planned_rows", "step_costs", "timeline_row"]
@@ -37,7 +37,7 @@ def step_costs(
     passes: Passes,
     mesh: Mesh | None = None,
     loader_stall_s: float | None = None,
-) -> tuple[dict[str, float], StepTimes]:
+) -> tuple[dict[str, float], list[RankTimes]]:
     """Figures of a step beside those of StepMetrics, and what it took on each rank; equal on all ranks. Collective over
     ``comm``: one all-gather.
 
@@ -82,7 +82,6 @@ def step_costs(
     rows = everything[:, : len(own)]
     figures = everything[:, len(own) :]
     ranks = rank_times(figures, plan, None if mesh is None else mesh.positions)
-    times = StepTimes(ranks, rank_speeds(plan, ranks, cost_model), figures[:, : (figures.shape[1] - 1) // 2].sum(1))
     exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, processor, _ = rows.sum(0).tolist()
     size = comm.size
     costs = {
@@ -105,12 +104,12 @@ def step_costs(
         costs["stage_bytes"] = between
         costs |= {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "expert": mesh.expert}
     if plan.policy != "ddp":  # whose ranks have other sequences, so what the costs are wrong by would be a rank's speed
-        costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(times.speeds)
+        costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(rank_speeds(plan, ranks, cost_model))
     peak = device_peak_flops(comm.device)
     if spec is not None and peak is not None and seconds:
         lengths = plan.sequences()[0].astype(float)
         costs["mfu"] = spec.training_flops(lengths.sum(), (lengths**2).sum()) / (seconds * size * peak)
-    return costs, times
+    return costs, ranks
 
 
 def memory_bytes(device: torch.device) -> int:

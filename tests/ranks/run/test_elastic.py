@@ -209,38 +209,6 @@ def test_a_rank_whose_memory_is_broken_leaves(
     assert max(abs(loss - exact[step]) for step, loss in rows) < 5e-5
 
 
-SLOW = "torch.nn.modules.module.register_module_forward_hook(lambda *_: time.sleep(0.03))"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options", "left"),
-    [(3, [], "2 ranks"), (4, ["--pipeline", "2", "--zero", "1"], r"2 ranks \(1 spare\)")],
-    ids=["hdp", "pipeline"],
-)
-def test_a_slow_rank_leaves_where_that_is_asked_for(
-    data: str,
-    tmp_path: Path,
-    undisturbed: Callable[[bool], list[float]],
-    ranks: int,
-    options: list[str],
-    left: str,
-) -> None:
-    """No step is done again; the other stage of its pipeline, which only waited, becomes a spare."""
-    out = tmp_path / "run"
-    told = started_by_hand(data, out, ranks, SLOW, "--evict-slower", "4", *options)
-    assert "rank 1 leaves the run: rank 1 took more than 4 times as long for the work of a step as others" in told[1][1]
-    assert re.search(f"rank 1 died or left\nhdpcomm: going on with {left} from step-", told[0][1]), told
-    rows, exact = losses(out), undisturbed(False)
-    assert [step for step, _ in rows] == list(range(STEPS))
-    assert max(abs(loss - exact[step]) for step, loss in rows) < 5e-5
-
-
-def test_a_slow_rank_stays_by_default(data: str, tmp_path: Path) -> None:
-    told = started_by_hand(data, tmp_path / "run", 3, SLOW)
-    assert "leaves" not in told[1][1]
-    assert not TOLD.findall(told[0][1])
-
-
 _FULL = """
 import sys
 from pathlib import Path

@@ -258,8 +258,3 @@ class TestMixtures:
     ) -> None:
         assert main([*command[: -len(files)], *changed(files), "--ranks", "1", "--steps", "1"]) != 0
         assert reason in " ".join(capfd.readouterr().err.split())
-
-
-def test_ranks_are_not_sent_away_from_a_run_that_ends_with_them(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidUsage, match="this run has no copies in other ranks' memory"):
-        run_of(data, 2, out=tmp_path, evict_slower=3.0)

@@ -14,7 +14,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.comm import mesh
 from hdpcomm.data import open_corpus
-from hdpcomm.measure.step_times import SlowRanks, StepTimes, rank_speeds, rank_times, slowest_rank, times_of
+from hdpcomm.measure.step_times import rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.models import LlamaConfig
 from hdpcomm.plan import CostModel, CostSample, MicroBatch, RankTimes, SequenceFragment, SequenceInfo, StepPlan
 from hdpcomm.run import RunConfig, RunFiles, Saving, Watching, open_checkpoint, read_metrics, step_record, train
@@ -241,23 +241,3 @@ def test_slices_make_no_rank_slow() -> None:
     plan = StepPlan("by hand", 2, (*whole, *slices), 1.0, 1.0, 0.0, 0.0, fragments)
     times = [RankTimes((1.0,), (0.0,)), RankTimes((1.0, 40.0, 60.0), (0.0,) * 3)]
     assert rank_speeds(plan, times, CostModel(1e-3, 1e-3)) == pytest.approx({0: 1.0, 1: 1.0})
-
-
-def test_who_is_slow_for_three_steps_should_leave() -> None:
-    even, seconds = {0: 1.0, 1: 1.0, 2: 1.0}, torch.tensor([1.0, 1.0, 9.0])
-    slow = SlowRanks(4.0)
-
-    def found_by(*steps: dict[int, float]) -> list[list[int]]:
-        return [slow.add(StepTimes([], speeds, seconds)) for speeds in steps]
-
-    assert found_by(even | {2: 0.2}, even | {2: 0.24}, even | {2: 0.3}) == [[]] * 3
-    found = found_by(even | {2: 0.2}, {0: 1.0, 1: 1.0}, even | {2: 0.2}, even | {2: 0.1})
-    assert found == [[], [], [], [2]], "a step without work for it neither counts nor forgives"
-    assert found_by({0: 1.0}) == [[2]], "and one step more without work changes nothing"
-
-
-def test_of_a_slow_hdp_rank_those_leave_that_the_others_wait_for() -> None:
-    positions = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])  # [stage, HDP rank, tensor rank]
-    seconds = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 8.9])
-    slow = SlowRanks(4.0, positions)
-    assert [slow.add(StepTimes([], {0: 1.0, 1: 0.1}, seconds)) for _ in range(3)] == [[], [], [6, 7]]

@@ -201,7 +201,7 @@ CHANGED = TrainOptions(
     steps=7, lr=1e-3, schedule="wsd", warmup=3, decay=0.5, min_lr=0.5, weight_decay=0.5, dtype="bf16", zero=1,
     optimizer_offload=True, recompute="full", compile=True, fp8="rowwise", fp8_exclude=("out",),
     router_bias_rate=0.001, mtp_weight=0.3, memory=1 << 30,
-    max_grad_norm=2.0, check_replicas=7, skip_bad_steps=2, evict_slower=3.0, eval_every=2, eval_data=("DOCS",),
+    max_grad_norm=2.0, check_replicas=7, skip_bad_steps=2, eval_every=2, eval_data=("DOCS",),
     eval_fraction=0.5, out=Path("run"), save_every=2, keep=5, resume="auto", elastic=True,
     export=Path("exported"),
     trace=Path("t.json"), trackers="tensorboard", json=Path("j.json"), dry_run=True,
