@@ -28,8 +28,10 @@ __all__ = [
     "open_own",
     "open_regular",
     "read_text",
+    "sync_folder",
     "user_folder",
     "write_own",
+    "write_synced",
     "write_whole",
 ]
 
@@ -152,6 +154,23 @@ def write_whole(path: Path, *parts: bytes | memoryview) -> None:
         _write_whole(path, parts)
     except OSError as error:
         raise type(error)(error.errno, error.strerror, str(path)) from error
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes a text that is on the disk then. Raises: OSError."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Until the names in a folder are on the disk. Raises: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_own(path: Path, text: str) -> None:

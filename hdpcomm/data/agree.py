@@ -52,18 +52,19 @@ def raise_together(comm: Communicator | None, error: Error | None, *, order: int
     raise InvalidUsage(text[1:]) if text.startswith("u") else Error(text[1:])
 
 
-def on_rank_0(comm: Communicator | None, fn: Callable[[], str]) -> str:
-    """Result of rank 0's ``fn()``, on every rank; it is called there only. Collective. Raises what it raises."""
+def on_rank_0(comm: Communicator | None, fn: Callable[[], T]) -> T:
+    """Result of rank 0's ``fn()``, made of what JSON has, on every rank; it is called there only. Collective. Raises
+    what it raises."""
     text, error = "", cast("Error | None", None)
     if comm is None or comm.rank == 0:
         try:
-            text = fn()
+            text = json.dumps(fn())
         except OSError as failure:
             error = file_error(failure, "the data")
         except InvalidUsage as failure:
             error = failure
     raise_together(comm, error)
-    return from_rank(comm, text)
+    return cast("T", json.loads(from_rank(comm, text)))
 
 
 def gather_json(comm: Communicator, own: Any) -> list[Any]:

@@ -129,12 +129,11 @@ def _make_partial(final: Path) -> str:
     return str(partial)
 
 
-def _publish(partial: Path, final: Path, parts: int, facts: dict[str, object]) -> str:
+def _publish(partial: Path, final: Path, parts: int, facts: dict[str, object]) -> int:
     for part in range(parts):
         if not (partial / f"rows-{part}.npz").exists():
             raise InvalidUsage(f"{final}: rank {part} wrote to another file system; give a folder that all ranks see")
-    documents = publish(partial, final, parts=parts, facts=facts)
-    return str(documents)
+    return publish(partial, final, parts=parts, facts=facts)
 
 
 def _round(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import InvalidUsage, first_line
 
 __all__ = ["ByteEncoder", "Encoder", "FolderEncoder", "assistant_spans", "encoder_of", "has_tokenizer", "plain_chat"]
 
@@ -84,8 +84,7 @@ class FolderEncoder:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers and tokenizers raise many kinds, down to bare Exception
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise InvalidUsage(f"{folder} holds no tokenizer that transformers can load: {reason}") from None
+            raise InvalidUsage(f"{folder} holds no tokenizer that transformers can load: {first_line(error)}") from None
         self.name = folder.resolve().name
         self.fingerprint = _fingerprint(folder)
         self.vocabulary = len(self._tokenizer)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from hdpcomm.data.corpus import Corpus, TextPieces, corpus_of
 from hdpcomm.data.encoders import ByteEncoder, Encoder
 from hdpcomm.data.records import (
     Fields,
-    Unit,
     check_paths,
     describe_units,
     input_files,
@@ -84,7 +82,7 @@ def open_corpus(
     for weight in weights:
         check_number("open_corpus()", "weights", weight, above=0)
     encoder, fields = encoder or ByteEncoder(), Fields(text_field, messages_field)
-    found = json.loads(on_rank_0(comm, lambda: json.dumps(_look(paths, encoder, fields, cache or cache_folder()))))
+    found = on_rank_0(comm, lambda: _look(paths, encoder, fields, cache or cache_folder()))
     sources = [_open(each, encoder, fields, comm, on_progress) for each in found]
     corpus = corpus_of(name or ", ".join(map(str, paths)), sources, context=context)
     return replace(corpus, weights=tuple(map(float, weights)))
@@ -122,35 +120,24 @@ def build_data(
     """
     encoder, fields = encoder or ByteEncoder(), Fields(text_field, messages_field)
 
-    def look() -> str:
+    def look() -> list[list[Any]]:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InvalidUsage(f"{out} is there already; give another folder, or delete it")
         check_paths(paths)
-        return json.dumps(describe_units(_units([file for path in paths for file in input_files(Path(path))])))
+        return _units([file for path in paths for file in input_files(Path(path))])
 
-    units = units_from(json.loads(on_rank_0(comm, look)))
-    store = build_store(units, encoder, out, comm=comm, fields=fields, on_progress=on_progress)
+    units = on_rank_0(comm, look)
+    store = build_store(units_from(units), encoder, out, comm=comm, fields=fields, on_progress=on_progress)
     _refuse_empty(store, ", ".join(map(str, paths)))
     return store
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Kind of data behind a path: ``text``, ``store`` or ``build``."""
-
-    kind: str
-    name: str
-    store: str = ""
-    files: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = ()
-    units: tuple[list[Any], ...] = ()
-
-
 def _look(paths: Sequence[str | Path], encoder: Encoder, fields: Fields, cache: Path) -> list[dict[str, Any]]:
-    return [asdict(_look_at(Path(path), encoder, fields, cache)) for path in paths]
+    return [{"name": str(path), **_look_at(Path(path), encoder, fields, cache)} for path in paths]
 
 
-def _look_at(path: Path, encoder: Encoder, fields: Fields, cache: Path) -> _Found:
+def _look_at(path: Path, encoder: Encoder, fields: Fields, cache: Path) -> dict[str, Any]:
+    """Kind of data behind a path, ``text``, ``store`` or ``build``, and where it is."""
     if is_store(path):
         store = open_store(path)
         if store.encoder != encoder.fingerprint:
@@ -159,43 +146,35 @@ def _look_at(path: Path, encoder: Encoder, fields: Fields, cache: Path) -> _Foun
                 "with this tokenizer (hdpcomm data build --tokenizer), or give the other one"
             )
         _refuse_empty(store, str(path))
-        return _Found("store", str(path), store=str(path))
+        return {"kind": "store", "store": str(path)}
     files = input_files(path)
     if isinstance(encoder, ByteEncoder) and all(map(is_text, files)):
-        return _Found(
-            "text", str(path), files=tuple(map(str, files)), sizes=tuple(file.stat().st_size for file in files)
-        )
+        return {"kind": "text", "files": [[str(file), file.stat().st_size] for file in files]}
     kept = cache / store_key(files, encoder, fields)
     LOG.debug(f"{path}: its tokens are kept in {kept}")
     if kept.exists():
         try:
             open_store(kept)
-            return _Found("store", str(path), store=str(kept))
+            return {"kind": "store", "store": str(kept)}
         except InvalidUsage as error:
             LOG.warning(f"{error}; it is built again now")
-    return _Found("build", str(path), store=str(kept), units=tuple(describe_units(_units(files))))
+    return {"kind": "build", "store": str(kept), "units": _units(files)}
 
 
 def _open(
     found: dict[str, Any], encoder: Encoder, fields: Fields, comm: Communicator | None, on_progress: Progress | None
 ) -> TextPieces | TokenStore:
     if found["kind"] == "text":
-        files = tuple(map(Path, found["files"]))
-        pieces = [(file, 0, size) for file, size in enumerate(found["sizes"])]
+        pieces = [(number, 0, size) for number, (_, size) in enumerate(found["files"])]
+        files = tuple(Path(name) for name, _ in found["files"])
         return TextPieces(files, np.array(pieces, dtype=np.int64).reshape(-1, 3))
+    final, store, error = Path(found["store"]), None, None
     if found["kind"] == "build":
-        store: TokenStore | None = build_store(
-            units_from(found["units"]),
-            encoder,
-            Path(found["store"]),
-            comm=comm,
-            fields=fields,
-            on_progress=on_progress,
-        )
+        units = units_from(found["units"])
+        store = build_store(units, encoder, final, comm=comm, fields=fields, on_progress=on_progress)
     else:
-        store, error = None, None
         try:
-            store = open_published(Path(found["store"]))
+            store = open_published(final)
         except InvalidUsage as failure:  # rank 0 has opened it: this rank sees another file system
             error = failure
         raise_together(comm, error)
@@ -212,5 +191,5 @@ def _refuse_empty(store: TokenStore, name: str) -> None:
         )
 
 
-def _units(files: Sequence[Path]) -> list[Unit]:
-    return [unit for file in files for unit in units_of(file)]
+def _units(files: Sequence[Path]) -> list[list[Any]]:
+    return describe_units([unit for file in files for unit in units_of(file)])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import InvalidUsage, first_line
 from hdpcomm.files import read_text
 
 __all__ = [
@@ -229,20 +229,20 @@ def _content(record: Mapping[str, Any], where: object, fields: Fields, kind: str
                 "expected"
             )
         return messages
-    names = ", ".join(repr(name) for name in list(record)[:8]) or "none"
-    raise InvalidUsage(
-        f"{where}: there is no {kind} {fields.text!r} or {fields.messages!r} ({kind}s: {names}); choose one with "
-        "--text-field or --messages-field"
-    )
+    raise _missing(list(record), where, fields, kind)
 
 
 def _column(names: Sequence[str], path: Path, fields: Fields) -> str:
     for name in (fields.text, fields.messages):
         if name in names:
             return name
+    raise _missing(names, path, fields, "column")
+
+
+def _missing(names: Sequence[str], where: object, fields: Fields, kind: str) -> InvalidUsage:
     listed = ", ".join(repr(name) for name in names[:8]) or "none"
-    raise InvalidUsage(
-        f"{path}: there is no column {fields.text!r} or {fields.messages!r} (columns: {listed}); choose one with "
+    return InvalidUsage(
+        f"{where}: there is no {kind} {fields.text!r} or {fields.messages!r} ({kind}s: {listed}); choose one with "
         "--text-field or --messages-field"
     )
 
@@ -252,8 +252,9 @@ def _parquet(path: Path) -> Any:
     try:
         return parquet.ParquetFile(path)
     except Exception as error:  # pyarrow has many, some of them of OSError and ValueError
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InvalidUsage(f"{path}: no Parquet file, or a damaged one ({reason}); give another file") from None
+        raise InvalidUsage(
+            f"{path}: no Parquet file, or a damaged one ({first_line(error)}); give another file"
+        ) from None
 
 
 def _dataset(path: Path) -> Any:
@@ -261,8 +262,9 @@ def _dataset(path: Path) -> Any:
     try:
         return datasets.load_from_disk(str(path))
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InvalidUsage(f"{path}: this dataset cannot be opened ({reason}); save it again by save_to_disk") from None
+        raise InvalidUsage(
+            f"{path}: this dataset cannot be opened ({first_line(error)}); save it again by save_to_disk"
+        ) from None
 
 
 def _library(name: str, path: Path) -> Any:

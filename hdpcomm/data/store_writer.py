@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdpcomm.data.token_store import BLOCK_BYTES, CHECKSUM, FORMAT, KIND, META, TABLES, token_dtype
-from hdpcomm.files import fingerprint, json_checksum
+from hdpcomm.files import fingerprint, json_checksum, sync_folder, write_synced
 
 __all__ = ["PartWriter", "partial_of", "publish"]
 
@@ -123,10 +123,7 @@ def publish(partial: Path, final: Path, *, parts: int, facts: dict[str, Any]) ->
     np.save(partial / "checksums.npy", np.concatenate(sums) if sums else np.zeros(0, dtype=np.uint32))
     tables_on_disk = {name: fingerprint(partial / name) for name in TABLES}
     meta = {"kind": KIND, "format": FORMAT, **facts, "tables": tables_on_disk, "parts": sizes}
-    with (partial / META).open("w") as file:
-        json.dump(meta | {CHECKSUM: json_checksum(meta)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(partial / META, json.dumps(meta | {CHECKSUM: json_checksum(meta)}, indent=1))
     _rename(partial, final)
     return len(documents)
 
@@ -144,8 +141,4 @@ def _rename(partial: Path, final: Path) -> None:
                 raise
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(final.parent)

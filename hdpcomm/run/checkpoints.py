@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import threading
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.errors import Error, InvalidUsage, first_line
-from hdpcomm.files import fingerprint, json_checksum, read_text
+from hdpcomm.files import fingerprint, json_checksum, read_text, sync_folder, write_synced
 from hdpcomm.log import LOG
 from hdpcomm.train.state.tensor_part import TensorPart
 
@@ -184,7 +183,7 @@ class CheckpointFolder:
                 join_files(unfinished, parts)
             files[METADATA] = fingerprint(unfinished / METADATA)
             noted = {"format": FORMAT, "step": step, **facts, "files": files}
-            _write_synced(unfinished / _META, json.dumps(noted | {_CHECKSUM: json_checksum(noted)}, indent=1))
+            write_synced(unfinished / _META, json.dumps(noted | {_CHECKSUM: json_checksum(noted)}, indent=1))
             self._publish(unfinished, self.path / f"step-{step}")
             LOG.debug(f"wrote {self.path / f'step-{step}'}")
             for old in self.steps()[self.keep :]:
@@ -207,7 +206,7 @@ class CheckpointFolder:
         try:
             write_tensors(part, state, rank=self._rank)
             text = json.dumps({path.name: fingerprint(path) for path in part.glob("*.distcp")})
-            _write_synced(part / f".{_META}", text)
+            write_synced(part / f".{_META}", text)
             (part / f".{_META}").rename(part / _META)  # now it is whole
         except BaseException as failure:
             self._failure = failure
@@ -249,11 +248,7 @@ class CheckpointFolder:
             shutil.rmtree(aside, ignore_errors=True)
         else:
             unfinished.rename(final)
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(self.path)
 
 
 def newest_checkpoint(
@@ -345,13 +340,6 @@ def _bytes_in(folder: Path) -> int:
         for path in folder.iterdir():
             total += path.stat().st_size
     return total
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _own_parts(value: Mapping[str, Any], copy: bool) -> dict[str, Any]:

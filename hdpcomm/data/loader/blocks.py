@@ -47,7 +47,7 @@ def _made_folder(parent: Path, stream: DocumentStream, comm: Communicator | None
     facts = json.dumps([stream.facts, sorted(stream.files.items())])
     folder = parent / f"{_PREFIX}{hashlib.sha256(facts.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
-    def make() -> str:
+    def make() -> list[str]:
         session = uuid.uuid4().hex[:8]
         try:
             for left in parent.glob(f"{_PREFIX}*"):
@@ -62,9 +62,9 @@ def _made_folder(parent: Path, stream: DocumentStream, comm: Communicator | None
                 f"{parent}: no folder can be made there ({error.strerror}); give one that this user may write to "
                 "(--data-cache), on a file system that all hosts share"
             ) from None
-        return json.dumps([str(folder), session])
+        return [str(folder), session]
 
-    path, session = json.loads(on_rank_0(comm, make))
+    path, session = on_rank_0(comm, make)
     folder, error = Path(path), None
     if not (folder / f"{session}.run").exists():
         error = InvalidUsage(

@@ -140,7 +140,7 @@ def open_stream(
     check_whole("open_stream()", "block_bytes", block_bytes, least=1)
     check_whole("open_stream()", "shuffled", shuffled, least=1)
     check_paths(paths)
-    found = json.loads(on_rank_0(comm, lambda: json.dumps(_look([Path(path) for path in paths], block_bytes))))
+    found = on_rank_0(comm, lambda: _look([Path(path) for path in paths], block_bytes))
     return DocumentStream(
         name=", ".join(map(str, paths)),
         context=context,
