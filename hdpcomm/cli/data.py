@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,33 +49,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     check.set_defaults(func=_check)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """The arguments of :func:`run_rank`."""
+def run_rank(tokenizer: Path | None, job: Mapping[str, Any]) -> str:
+    """Builds this rank's part; what was built, in words. Collective over the world.
 
-    paths: tuple[Path, ...]
-    out: Path
-    tokenizer: Path | None
-    text_field: str
-    messages_field: str
-
-
-def run_rank(job: _Job) -> str:
-    """Builds this rank's part; what was built, in words. Collective over the world."""
+    job: arguments of :func:`hdpcomm.data.build_data`.
+    """
     from hdpcomm.comm import init
     from hdpcomm.data import build_data, encoder_of
 
-    encoder = encoder_of(job.tokenizer)
+    encoder = encoder_of(tokenizer)
     with init() as comm, data_progress(comm.rank == 0) as on_progress:
-        store = build_data(
-            job.paths,
-            job.out,
-            encoder=encoder,
-            text_field=job.text_field,
-            messages_field=job.messages_field,
-            comm=comm,
-            on_progress=on_progress,
-        )
+        store = build_data(**job, encoder=encoder, comm=comm, on_progress=on_progress)
     return (
         f"{store.path}: {len(store):,} documents, {int(store.lengths.sum()):,} tokens of {store.encoder_name}, longest "
         f"{int(store.lengths.max()):,}"
@@ -123,20 +106,14 @@ class DataProgress:
 
 
 def _build(options: argparse.Namespace) -> int:
-    job = _Job(
-        paths=tuple(options.paths),
-        out=options.out,
-        tokenizer=options.tokenizer,
-        text_field=options.text_field,
-        messages_field=options.messages_field,
-    )
+    job = {name: getattr(options, name) for name in ("paths", "out", "text_field", "messages_field")}
     rank, ranks = ranks_here(options.ranks, default=1)
     if rank is None and ranks > 1:
         from hdpcomm.comm.launch import run_ranks
 
-        told = run_ranks(run_rank, ranks, job)[0]
+        told = run_ranks(run_rank, ranks, options.tokenizer, job)[0]
     else:
-        told = run_rank(job)
+        told = run_rank(options.tokenizer, job)
     if not rank:
         print(told)
     return 0

@@ -163,9 +163,8 @@ def _print(
         f"each for a step of {sum(lengths):,} tokens with sequences of up to {max(lengths):,}"
     )
     unit, size = ("GB", 1e9) if config.memory >= 1e9 else ("MB", 1e6)
-    table = new_table(f"{unit} on the fullest device (predicted), and the step (simulated)")
-    for name in ("tensor", "zero", "recomp.", *_PARTS.values(), "s/step", "tokens/s", ""):
-        table.add_column(name, justify="right")
+    title = f"{unit} on the fullest device (predicted), and the step (simulated)"
+    table = new_table(title, "tensor", "zero", "recomp.", *_PARTS.values(), "s/step", "tokens/s", "")
     for each in settings:
         row = _row(each, sum(lengths))
         sizes = [f"{row[name] / size:,.1f}" for name in _PARTS]

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,9 +105,12 @@ def stdout_console() -> Console:
     return console if console.is_terminal else Console(file=sys.stdout, highlight=False, width=100)
 
 
-def new_table(title: str) -> Table:
-    """A table without columns."""
+def new_table(title: str, *names: str, left: Sequence[str] = ()) -> Table:
+    """A table without rows; ``left``: the columns that are no numbers."""
     from rich import box
     from rich.table import Table
 
-    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table

@@ -139,9 +139,9 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
     )
     _print_devices(console, config, found)
     count = len(found.reports[config.policies[0]])
-    steps = new_table(f"the first {count} steps, simulated with the costs measured here")
-    for name in ("policy", "seconds/step", "tokens/s", "micro-batches", "longest on", "idle", "exposed"):
-        steps.add_column(name, justify="left" if name == "policy" else "right")
+    title = f"the first {count} steps, simulated with the costs measured here"
+    names = ("policy", "seconds/step", "tokens/s", "micro-batches", "longest on", "idle", "exposed")
+    steps = new_table(title, *names, left=("policy",))
     for policy, reports in found.reports.items():
         seconds = sum(report.step_s for report in reports)
         groups = [len(batch.ranks) for report in reports for batch in report.plan.micro_batches]
@@ -160,9 +160,8 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
     hours = ", ".join(f"{total / rate / 3600:,.3g} hours under {policy}" for policy, rate in rates.items())
     console.print(f"{total:,} tokens, in {config.steps:,} steps, take {hours}")
     for policy, ranks in found.memory.items():
-        table = new_table(f"memory of a rank ({policy}; {size_text(found.token_bytes)} of activations a token)")
-        for name in ("rank", "tokens at once", "states", "activations", "together"):
-            table.add_column(name, justify="right")
+        title = f"memory of a rank ({policy}; {size_text(found.token_bytes)} of activations a token)"
+        table = new_table(title, "rank", "tokens at once", "states", "activations", "together")
         for rank, memory in enumerate(ranks):
             both = memory.states + memory.activations
             row = (f"{memory.tokens:,}", *map(size_text, (memory.states, memory.activations, both)))
@@ -177,10 +176,9 @@ def _tokens_per_s(reports: Sequence[StepReport]) -> float:
 def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
     """The memory of a full device by its parts."""
     devices = "device" if len(found.devices) == 1 else "device of each pipeline stage"
-    table = new_table(f"memory of a {devices} with {config.capacity:,} tokens at once")
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "together")
-    for name in ("stage", "recomputed", *parts):
-        table.add_column(name, justify="right")
+    title = f"memory of a {devices} with {config.capacity:,} tokens at once"
+    table = new_table(title, "stage", "recomputed", *parts)
     for stage, (memory, recompute) in enumerate(zip(found.devices, found.recompute, strict=True)):
         optimizer = memory.states - memory.weights - memory.gradients
         logits = min(memory.chunk, config.capacity) * memory.logits
@@ -190,7 +188,7 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
         sizes = (memory.weights, memory.gradients, optimizer, activations, logits, together)
         table.add_row(str(stage), str(recompute), *map(size_text, sizes))
     console.print(table)
-    beside, table = found.beside, new_table("beside it, of each rank")
+    beside = found.beside
     columns = {
         "offload pool (pinned)": beside.pool,
         "messages (shared by the host)": beside.shared,
@@ -200,8 +198,7 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
         columns["optimizer (pinned)"] = host
     if beside.copies:
         columns["copies (--elastic)"] = beside.copies
-    for name in columns:
-        table.add_column(name, justify="right")
+    table = new_table("beside it, of each rank", *columns)
     table.add_row(*map(size_text, columns.values()))
     console.print(table)
 
@@ -222,10 +219,8 @@ def _memory_text(config: RunConfig, result: RunResult) -> str:
 
 
 def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
-    table = new_table(f"policy {policy}")
     names = ("step", "loss", "tokens", "tokens/s", "longest", "on ranks", "micro-batches", "sent", "idle")
-    for name in names:
-        table.add_column(name, justify="right")
+    table = new_table(f"policy {policy}", *names)
     shown = steps if len(steps) <= _MOST_ROWS else [*steps[: _MOST_ROWS // 2], None, *steps[-_MOST_ROWS // 2 :]]
     for step in shown:
         if step is None:
@@ -246,9 +241,9 @@ def _steps_table(policy: str, steps: list[StepMetrics]) -> Table:
 
 
 def _policies_table(result: RunResult) -> Table:
-    table = new_table("the same batches" if len(result.steps) > 1 else "the whole run")
-    for name in ("", "loss first", "last", "tokens/s", "s/step", "sequences on ranks", "sent/step", "idle"):
-        table.add_column(name, justify="left" if name in ("", "sequences on ranks") else "right")
+    names = ("", "loss first", "last", "tokens/s", "s/step", "sequences on ranks", "sent/step", "idle")
+    title = "the same batches" if len(result.steps) > 1 else "the whole run"
+    table = new_table(title, *names, left=("", "sequences on ranks"))
     for policy, steps in result.steps.items():
         total = totals(steps)
         table.add_row(
