@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hdpcomm.attention.backends.base import Problem, Three
+from hdpcomm.attention.backends.base import Problem, Score, Three
 from hdpcomm.attention.backends.dense import DenseBackend, cut, lower
 from hdpcomm.attention.tiles import Tile
 
@@ -61,18 +61,18 @@ class CpuBackend(DenseBackend):
     def backward_tiles(self, tiles: Sequence[Tile]) -> Iterator[Tile]:
         return (block for whole in tiles for part in lower(whole) for block in cut(part, _BACKWARD_BLOCK))
 
-    def call_forward(self, qkv: Three, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    def call_forward(self, qkv: Three, tile: Tile, score: Score) -> tuple[Tensor, Tensor]:
         causal, mask = _masking(tile, qkv[0].dtype)
         out_and_lse: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *qkv, 0.0, causal, attn_mask=mask, scale=scale
+            *qkv, 0.0, causal, attn_mask=mask, scale=score.scale
         )
         return out_and_lse
 
     def call_backward(
-        self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tile: Tile, scale: float
+        self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tile: Tile, score: Score
     ) -> Sequence[Tensor]:
         causal, mask = _masking(tile, dout.dtype)
         grads: Sequence[Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, *qkv, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+            dout, *qkv, out, lse, 0.0, causal, attn_mask=mask, scale=score.scale
         )
         return grads

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hdpcomm.attention.backends.base import Problem, Score, Three, refuses_tensors
-from hdpcomm.attention.backends.dense import DenseBackend
+from hdpcomm.attention.backends.dense import DenseBackend, repeated_heads
 from hdpcomm.attention.backends.varlen import Batch, VarlenBackend
 from hdpcomm.attention.tiles import Tile
 
@@ -89,25 +89,18 @@ class EfficientBackend(DenseBackend):
             return "it has no sliding window"
         return _refusal(problem, (*_HALF, torch.float32), (5, 0), 65536)
 
-    @staticmethod
-    def _repeated(qkv: Three) -> Three:
-        """Repeats the heads of k and v, since the operator has no grouped heads."""
-        q, k, v = qkv
-        times = q.shape[1] // k.shape[1]
-        return q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-
-    def call_forward(self, qkv: Three, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    def call_forward(self, qkv: Three, tile: Tile, score: Score) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            *self._repeated(qkv), None, True, 0.0, not tile.full, scale=scale
+            *repeated_heads(qkv), None, True, 0.0, not tile.full, scale=score.scale
         )
         return out, lse[..., : out.shape[2]]
 
-    def call_backward(self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tile: Tile, scale: float) -> Three:
+    def call_backward(self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tile: Tile, score: Score) -> Three:
         padded = torch.nn.functional.pad(lse.contiguous(), (0, -lse.shape[-1] % 32), value=torch.inf)
         seed = torch.zeros((), dtype=torch.int64, device=dout.device)
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            dout, *self._repeated(qkv), None, out, padded, seed, seed, 0.0, [True, True, True, False], not tile.full,
-            scale=scale,
+            dout, *repeated_heads(qkv), None, out, padded, seed, seed, 0.0, [True, True, True, False], not tile.full,
+            scale=score.scale,
         )  # fmt: skip
         heads = qkv[1].shape[1]
         return dq, dk.unflatten(1, (heads, -1)).sum(2), dv.unflatten(1, (heads, -1)).sum(2)
@@ -129,17 +122,17 @@ class CudnnBackend(DenseBackend):
             return "it is called with one head_dim for all"
         return _refusal(problem, _HALF, (8, 0), 128)
 
-    def call_forward(self, qkv: Three, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    def call_forward(self, qkv: Three, tile: Tile, score: Score) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *qkv, None, True, 0.0, not tile.full, False, scale=scale
+            *qkv, None, True, 0.0, not tile.full, False, scale=score.scale
         )
         return out, lse.reshape(out.shape[:3])
 
-    def call_backward(self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tile: Tile, scale: float) -> Three:
+    def call_backward(self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tile: Tile, score: Score) -> Three:
         seed = torch.zeros((), dtype=torch.int64, device=dout.device)
         parts: Three = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             dout, *qkv, out, lse.contiguous().unsqueeze(-1), seed, seed, None, None, None, out.shape[2],
-            qkv[1].shape[2], 0.0, not tile.full, scale=scale,
+            qkv[1].shape[2], 0.0, not tile.full, scale=score.scale,
         )  # fmt: skip
         return parts
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hdpcomm.attention.backends.base import Accumulator, Backend, Grads, Score, Three
 from hdpcomm.attention.tiles import Tile
 
-__all__ = ["DenseBackend", "cut", "equal_runs", "lower"]
+__all__ = ["DenseBackend", "cut", "equal_runs", "lower", "repeated_heads"]
 
 _MASK_ROWS = 256
 """Queries of a banded tile that share one mask; a mask takes rows x (rows + band) values."""
@@ -66,19 +66,16 @@ def equal_runs(tiles: Iterable[Tile]) -> Iterator[tuple[Tile, int]]:
     """Tiles in their order, as (the first, how many): equal ones, each of which begins where the one before ends."""
     first, count = None, 0
     for tile in tiles:
-        if first is not None and tile.visible is None and tile == _moved(first, count):
-            count += 1
-            continue
         if first is not None:
+            q, k = count * first.num_q, count * first.num_k
+            moved = Tile(first.q_start + q, first.q_stop + q, first.k_start + k, first.k_stop + k, *first[4:])
+            if tile.visible is None and tile == moved:
+                count += 1
+                continue
             yield first, count
         first, count = tile, 1
     if first is not None:
         yield first, count
-
-
-def _moved(tile: Tile, times: int) -> Tile:
-    q, k = times * tile.num_q, times * tile.num_k
-    return Tile(tile.q_start + q, tile.q_stop + q, tile.k_start + k, tile.k_stop + k, *tile[4:])
 
 
 def batched(x: Tensor, start: int, stop: int, count: int) -> Tensor:
@@ -86,36 +83,47 @@ def batched(x: Tensor, start: int, stop: int, count: int) -> Tensor:
     return x[start : start + count * (stop - start)].view(count, stop - start, *x.shape[1:]).transpose(1, 2)
 
 
-def _unbatched(x: Tensor) -> Tensor:
-    """[count, heads, rows, ...] as [tokens, heads, ...]; a view where a kernel wrote it in this order."""
-    return x.transpose(1, 2).flatten(0, 1)
+def _unbatched(x: Tensor, widest: torch.dtype) -> Tensor:
+    """[count, heads, rows, ...] as [tokens, heads, ...], in a type not above that of sums; a view where a kernel wrote
+    it so."""
+    flat = x.transpose(1, 2).flatten(0, 1)
+    return flat.to(widest) if x.dtype.itemsize > widest.itemsize else flat
+
+
+def repeated_heads(qkv: Three) -> Three:
+    """Repeats the heads of k and v for operators that have no grouped heads."""
+    q, k, v = qkv
+    times = q.shape[1] // k.shape[1]
+    return q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
 
 
 class DenseBackend(Backend):
     """Takes tiles one by one, in shapes that kernels have."""
 
     @abstractmethod
-    def call_forward(self, qkv: Three, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    def call_forward(self, qkv: Three, tile: Tile, score: Score) -> tuple[Tensor, Tensor]:
         """(out [tiles, heads, rows, dim], lse [tiles, heads, rows]) of tiles like this one."""
 
     @abstractmethod
     def call_backward(
-        self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tile: Tile, scale: float
+        self, dout: Tensor, qkv: Three, out: Tensor, lse: Tensor, tile: Tile, score: Score
     ) -> Sequence[Tensor]:
         """(dq, dk, dv), shaped like ``qkv``; the lse is a view of [tokens, heads]."""
 
+    def call_tiles(self, tiles: Sequence[Tile]) -> Iterator[Tile]:
+        """The tiles of forward calls."""
+        return (part for whole in tiles for part in lower(whole))
+
     def backward_tiles(self, tiles: Sequence[Tile]) -> Iterator[Tile]:
         """The tiles of backward calls."""
-        return (part for whole in tiles for part in lower(whole))
+        return self.call_tiles(tiles)
 
     def forward(self, qkv: Three, tiles: Sequence[Tile], score: Score, result: Accumulator) -> None:
         q, k, v = qkv
-        for tile, count in equal_runs(part for whole in tiles for part in lower(whole)):
+        for tile, count in equal_runs(self.call_tiles(tiles)):
             rows, keys = (tile.q_start, tile.q_stop, count), (tile.k_start, tile.k_stop, count)
-            out_and_lse = self.call_forward(
-                (batched(q, *rows), batched(k, *keys), batched(v, *keys)), tile, score.scale
-            )
-            block, lse = _unbatched(out_and_lse[0]).contiguous(), _unbatched(out_and_lse[1])
+            out, lse = self.call_forward((batched(q, *rows), batched(k, *keys), batched(v, *keys)), tile, score)
+            block, lse = _unbatched(out, result.dtype).contiguous(), _unbatched(lse, result.dtype)
             if tile.visible is not None and (blind := torch.from_numpy(~tile.visible.pairs.any(axis=1))).any():
                 lse = lse.masked_fill(blind[:, None], -torch.inf)
                 block.masked_fill_(blind[:, None, None], 0.0)
@@ -132,10 +140,10 @@ class DenseBackend(Backend):
                 row_lse = row_lse.masked_fill(row_lse == -torch.inf, 0.0)
             parts = self.call_backward(
                 batched(dout, *rows), (batched(q, *rows), batched(k, *keys), batched(v, *keys)), batched(out, *rows),
-                row_lse, tile, score.scale,
+                row_lse, tile, score,
             )  # fmt: skip
             for grad, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
-                grad.add(_unbatched(part), _rows_of(*where))
+                grad.add(_unbatched(part, grad.dtype), _rows_of(*where))
 
 
 def _rows_of(start: int, stop: int, count: int) -> slice:
