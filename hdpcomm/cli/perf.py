@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,49 +65,25 @@ def _config(options: argparse.Namespace) -> PerfConfig:
     from hdpcomm.perf.data import ALL
     from hdpcomm.perf.ops import operation
 
+    known = {each.name for each in fields(PerfConfig)}
+    given = {name: value for name, value in vars(options).items() if name in known}
     op = operation(options.op)
-    if options.redop is not None and not op.reduces:
-        raise InvalidUsage(f"-o {','.join(options.redop)}: {op.name} does not reduce; leave -o out")
-    if hasattr(options, "root") and not op.rooted:
+    redops = given.get("redops")
+    if redops is not None and not op.reduces:
+        raise InvalidUsage(f"-o {','.join(redops)}: {op.name} does not reduce; leave -o out")
+    if "roots" in given and not op.rooted:
         raise InvalidUsage(f"-r: {op.name} has no root; leave -r out")
-    redops = REDOPS if options.redop == ("all",) else options.redop or ("sum",)
+    given["redops"] = redops = REDOPS if redops == ("all",) else redops or ("sum",)
     for redop in redops:
         if redop == "mulsum":
             raise NotImplementedError("-o mulsum: sums scaled by each rank; give one of: " + ", ".join(REDOPS))
         if redop not in REDOPS:
             raise InvalidUsage(f"-o {redop}: unknown; give one of: {', '.join(REDOPS)}, all")
-    largest = options.maxbytes
-    if largest is None:
-        largest = max(32 << 20, options.minbytes)
-    return PerfConfig(
-        op=options.op,
-        min_bytes=options.minbytes,
-        max_bytes=largest,
-        step_bytes=1 << 20 if options.stepbytes is None else options.stepbytes,
-        step_factor=1 if options.stepfactor is None else options.stepfactor,
-        iters=options.iters,
-        warmup=options.warmup_iters,
-        agg=options.agg_iters,
-        cycles=options.run_cycles,
-        check=options.check,
-        dtypes=ALL if options.datatype == ("all",) else options.datatype,
-        redops=redops,
-        roots=getattr(options, "root", (0,)),
-        blocking=options.blocking,
-        timeout=options.timeout,
-        cpu_time=options.report_cputime,
-        average=options.average,
-        memory=options.memory,
-        unalign=options.unalign,
-        register=options.local_register,
-        per_iter=options.per_iter_timing,
-        per_iter_skip=options.per_iter_skip,
-        timestamps=options.report_timestamps,
-        subsets=tuple(options.subset or ()),
-        algorithm=options.algorithm,
-        transport=options.transport,
-        args=tuple(sys.argv),
-    )
+    given.setdefault("max_bytes", max(32 << 20, given.get("min_bytes", 0)))
+    given["subsets"] = tuple(given.get("subsets", ()))
+    if given.get("dtypes") == ("all",):
+        given["dtypes"] = ALL
+    return PerfConfig(**given, args=tuple(sys.argv))
 
 
 def _measure(options: argparse.Namespace) -> int:

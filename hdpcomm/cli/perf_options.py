@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from hdpcomm.cli.output import TRANSPORTS
@@ -81,74 +82,40 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def add_nccl_options(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    """Those that are given stay in the namespace, by the names of the fields of ``PerfConfig``, which has defaults."""
+    add = partial(group.add_argument, default=argparse.SUPPRESS)
     one = _only("1", "a rank is one process with one device here, and --ranks N starts N of them")
     add("-t", "--nthreads", type=one, metavar="1", help="threads of a process: only 1")
     add("-g", "--ngpus", type=one, metavar="1", help="devices of a thread: only 1")
-    add("-b", "--minbytes", type=num_bytes, default="32M", metavar="SIZE", help="first size (default 32M)")
-    add("-e", "--maxbytes", type=num_bytes, metavar="SIZE", help="last size (default 32M, or -b if that is larger)")
-    step = group.add_mutually_exclusive_group()
-    step.add_argument(
-        "-i", "--stepbytes", type=num_bytes, metavar="SIZE", help="add to reach the next size (default 1M)"
-    )
-    step.add_argument("-f", "--stepfactor", type=_whole, metavar="N", help="multiply to reach the next size")
-    add("-n", "--iters", type=count, default=20, metavar="N", help="iterations of a size (default %(default)s)")
-    add(
-        "-w",
-        "--warmup_iters",
-        type=_whole,
-        default=1,
-        metavar="N",
-        help="untimed iterations first (default %(default)s)",
-    )
-    add(
-        "-m",
-        "--agg_iters",
-        type=count,
-        default=1,
-        metavar="N",
-        help="operations started together (default %(default)s)",
-    )
-    add("-N", "--run_cycles", type=_whole, default=1, metavar="N", help="repeat the sweep; 0: for ever (default 1)")
-    add("-c", "--check", type=_whole, default=1, metavar="N", help="checks of the data of a size (default 1; 0: none)")
-    add("-o", "--op", dest="redop", type=_names, metavar="OP", help="sum, prod, min, max, avg, a list, or all")
-    add(
-        "-d",
-        "--datatype",
-        type=_names,
-        default=("float",),
-        metavar="TYPE",
-        help="float, half, int32, ..., a list, or all",
-    )
-    add("-r", "--root", type=_roots, default=argparse.SUPPRESS, metavar="RANK", help="root, or all (default 0)")
-    add(
-        "-z", "--blocking", type=_whole, default=0, metavar="0..3", help="1: barrier after each; 2, 3: start, then wait"
-    )
-    add("-T", "--timeout", type=positive, metavar="S", help="seconds that an operation may take")
-    add("-C", "--report_cputime", type=_switch, default=False, metavar="0/1", help="time of starting an operation only")
-    add("-a", "--average", type=_whole, default=1, metavar="0..3", help="time of rank 0, mean, min or max (default 1)")
-    add("-M", "--memory", type=_switch, nargs="?", const=True, default=False, metavar="0/1", help="report memory used")
-    add("-u", "--unalign", type=_whole, default=0, metavar="N", help="index of the first element (default 0)")
-    add(
-        "-R",
-        "--local_register",
-        type=_switch,
-        default=False,
-        metavar="0/1",
-        help="1: allocate buffers of hdpcomm by comm.empty(), which is fastest for messages",
-    )
-    add(
-        "-I", "--per_iter_timing", type=_switch, nargs="?", const=True, default=False, metavar="0/1", help="percentiles"
-    )
-    add(
-        "-K",
-        "--per_iter_skip",
-        type=_whole,
-        default=0,
-        metavar="N",
-        help="leave the first N iterations out of the percentiles (default 0)",
-    )
-    add("-S", "--report_timestamps", type=_switch, default=False, metavar="0/1", help="the time at the end of a row")
+    for short, long, name, kind, metavar, text in (
+        ("-b", "--minbytes", "min_bytes", num_bytes, "SIZE", "first size (default 32M)"),
+        ("-e", "--maxbytes", "max_bytes", num_bytes, "SIZE", "last size (default 32M, or -b if that is larger)"),
+        ("-n", "--iters", "iters", count, "N", "iterations of a size (default 20)"),
+        ("-w", "--warmup_iters", "warmup", _whole, "N", "untimed iterations first (default 1)"),
+        ("-m", "--agg_iters", "agg", count, "N", "operations started together (default 1)"),
+        ("-N", "--run_cycles", "cycles", _whole, "N", "repeat the sweep; 0: for ever (default 1)"),
+        ("-c", "--check", "check", _whole, "N", "checks of the data of a size (default 1; 0: none)"),
+        ("-o", "--op", "redops", _names, "OP", "sum, prod, min, max, avg, a list, or all"),
+        ("-d", "--datatype", "dtypes", _names, "TYPE", "float, half, int32, ..., a list, or all"),
+        ("-r", "--root", "roots", _roots, "RANK", "root, or all (default 0)"),
+        ("-z", "--blocking", "blocking", _whole, "0..3", "1: barrier after each; 2, 3: start, then wait"),
+        ("-T", "--timeout", "timeout", positive, "S", "seconds that an operation may take"),
+        ("-C", "--report_cputime", "cpu_time", _switch, "0/1", "time of starting an operation only"),
+        ("-a", "--average", "average", _whole, "0..3", "time of rank 0, mean, min or max (default 1)"),
+        ("-u", "--unalign", "unalign", _whole, "N", "index of the first element (default 0)"),
+        ("-R", "--local_register", "register", _switch, "0/1", "1: allocate buffers of hdpcomm by comm.empty(), "
+         "which is fastest for messages"),
+        ("-K", "--per_iter_skip", "per_iter_skip", _whole, "N", "leave the first N iterations out of the percentiles "
+         "(default 0)"),
+        ("-S", "--report_timestamps", "timestamps", _switch, "0/1", "the time at the end of a row"),
+    ):  # fmt: skip
+        add(short, long, dest=name, type=kind, metavar=metavar, help=text)
+    step = partial(group.add_mutually_exclusive_group().add_argument, default=argparse.SUPPRESS)
+    step("-i", "--stepbytes", dest="step_bytes", type=num_bytes, metavar="SIZE", help="add for the next (default 1M)")
+    step("-f", "--stepfactor", dest="step_factor", type=_whole, metavar="N", help="multiply to reach the next size")
+    switch = partial(add, type=_switch, nargs="?", const=True, metavar="0/1")
+    switch("-M", "--memory", help="report memory used")
+    switch("-I", "--per_iter_timing", dest="per_iter", help="percentiles")
     for short, long, why in (
         ("-p", "--parallel_init", "ranks are processes, which always join at the same time"),
         ("-y", "--stream_null", "operations run on streams of hdpcomm's own"),
@@ -159,7 +126,7 @@ def add_nccl_options(group: argparse._ArgumentGroup) -> None:
     ):
         add(short, long, type=_only("0", why), metavar="0", help=f"only 0: {why}")
     add(
-        "-J", "--json", "--output_file", dest="output_file", type=Path, metavar="FILE",
+        "-J", "--json", "--output_file", dest="output_file", type=Path, default=None, metavar="FILE",
         help="write JSON (version 3 of nccl-tests' format)",
     )  # fmt: skip
 
@@ -168,11 +135,8 @@ def add_own_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--ranks", type=count, metavar="N", help="start N ranks here (default 2; under a launcher: its ranks)")
     add(
-        "--subset",
-        type=_ranks_list,
-        action="append",
-        metavar="0,3,1",
+        "--subset", dest="subsets", type=_ranks_list, action="append", default=argparse.SUPPRESS, metavar="0,3,1",
         help="only these ranks, in this order; repeatable",
-    )
+    )  # fmt: skip
     add("--algorithm", default="auto", metavar="NAME", help="(default %(default)s)")
     add("--transport", choices=TRANSPORTS, default="auto", help="(default %(default)s)")

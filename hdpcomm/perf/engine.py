@@ -13,7 +13,7 @@ from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.operation import Bound, Case, Operation
 from hdpcomm.perf.results import IterationStats, Side, average
 
-__all__ = ["check_modes", "measure_side"]
+__all__ = ["measure_side"]
 
 
 def measure_side(
@@ -27,7 +27,7 @@ def measure_side(
     if case is None:
         world.barrier()
     else:
-        bound = operation.bind(case)
+        bound = Bound(operation, case)
         bound.fill()
         times = _timed(bound, config, world.barrier)
         own = [float(_checked(bound, config.check)), float(case.shape.total * case.kind.bytes), *times]
@@ -119,13 +119,3 @@ def _checked(bound: Bound, rounds: int) -> int:
         bound.case.comm.barrier()
         wrong += bound.wrong()
     return wrong
-
-
-def check_modes(operation: Operation, config: PerfConfig) -> str | None:
-    """Why the operation cannot be measured with the given flags; ``None``: it can."""
-    if operation.asynchronous:
-        return None
-    for flag, given in (("-m", config.agg > 1), ("-C", config.cpu_time), ("-z", config.blocking > 1)):
-        if given:
-            return f"{flag} needs an operation that can be started and waited for later; {operation.name} waits inside"
-    return None

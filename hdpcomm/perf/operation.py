@@ -10,7 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from hdpcomm import _core
+from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.data import ElementType, contribution, values
 
 __all__ = ["Bound", "Case", "Operation", "Shape", "Storage"]
@@ -174,18 +177,24 @@ class Operation(ABC):
     def expected(self, case: Case) -> torch.Tensor | None:
         """The content that this rank's ``out`` must have; ``None``: it has no output."""
 
-    def bind(self, case: Case) -> Bound:
-        """Creates the buffers and calls for a row."""
-        return Bound(self, case)
-
-    def check_algorithm(self, algorithm: str, known: tuple[str, ...]) -> None:
-        """Raises InvalidUsage for an algorithm that the operation does not have."""
-        if algorithm == "auto":
+    def check(self, config: PerfConfig) -> None:
+        """Raises InvalidUsage for flags with which the operation cannot be measured."""
+        for flag, given in (("-m", config.agg > 1), ("-C", config.cpu_time), ("-z", config.blocking > 1)):
+            if given and not self.asynchronous:
+                raise InvalidUsage(
+                    f"{flag} needs an operation that can be started and waited for later; {self.name} waits inside"
+                )
+        if config.algorithm == "auto":
             return
         if self.core_name is None:
-            raise InvalidUsage(f"--algorithm {algorithm}: {self.name} has no algorithms to choose from; leave it out")
-        if algorithm not in known:
-            raise InvalidUsage(f"--algorithm {algorithm}: {self.name} has: auto, {', '.join(known)}")
+            raise InvalidUsage(
+                f"--algorithm {config.algorithm}: {self.name} has no algorithms to choose from; leave it out"
+            )
+        known = Communicator.algorithms(self.core_name)
+        if config.transport in ("cuda", "cuda+nccl", "sim"):
+            known += tuple(_core.comm.peer_readers_of(_core.comm.OPS[self.core_name]))
+        if config.algorithm not in known:
+            raise InvalidUsage(f"--algorithm {config.algorithm}: {self.name} has: auto, {', '.join(known)}")
 
 
 def bind_call(

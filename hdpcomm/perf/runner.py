@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
-from hdpcomm import _core
 from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.launchers import local_place
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.data import ElementType, element_type
-from hdpcomm.perf.engine import check_modes, measure_side
+from hdpcomm.perf.engine import measure_side
 from hdpcomm.perf.operation import Case, Operation, Shape
 from hdpcomm.perf.ops import operation
 from hdpcomm.perf.results import Device, Report, Row
@@ -49,13 +48,7 @@ class Point:
 def check(config: PerfConfig, ranks: int) -> None:
     """Raises InvalidUsage (NotImplementedError for 8-bit floats) if ``ranks`` ranks cannot measure ``config``."""
     op = operation(config.op)
-    reason = check_modes(op, config)
-    if reason:
-        raise InvalidUsage(reason)
-    known = Communicator.algorithms(op.core_name) if op.core_name else ()
-    if op.core_name and config.transport in ("cuda", "cuda+nccl", "sim"):
-        known += tuple(_core.comm.peer_readers_of(_core.comm.OPS[op.core_name]))
-    op.check_algorithm(config.algorithm, known)
+    op.check(config)
     for subset in config.subsets:
         bad = [rank for rank in subset if not 0 <= rank < ranks]
         if bad or len(set(subset)) != len(subset) or not subset:
