@@ -6,6 +6,7 @@ All functions are local. On CUDA tensors they enqueue on the current stream; on 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +92,17 @@ def _row_layout(tensor: Tensor) -> tuple[int, int]:
     return row.numel() * tensor.element_size(), tensor.stride(0) * tensor.element_size()
 
 
+def _move(kernel: Any, dst: Tensor, src: Tensor, rows: Rows, last: int) -> None:
+    """Launches a kernel that takes rows of ``src`` to ``dst``; ``last``: its last argument."""
+    if rows.total == 0:
+        return
+    (row_bytes, dst_stride), (_, src_stride) = _row_layout(dst), _row_layout(src)
+    launch(
+        kernel, dst, dst.data_ptr(), src.data_ptr(), dst_stride, src_stride, row_bytes, rows.address(dst.device),
+        len(rows), rows.total, last,
+    )  # fmt: skip
+
+
 @untraced
 def copy_rows(dst: Tensor, src: Tensor, rows: Rows, *, positions: Tensor | None = None) -> None:
     """``dst[d : d + n] = src[s : s + n]`` for every segment; rows contiguous, any stride between them.
@@ -98,25 +110,13 @@ def copy_rows(dst: Tensor, src: Tensor, rows: Rows, *, positions: Tensor | None 
     ``positions``: int64, contiguous, one for each row of ``dst``: receives the row's position in its sequence (for
     RoPE), in the same launch.
     """
-    if rows.total == 0:
-        return
-    (row_bytes, dst_stride), (_, src_stride) = _row_layout(dst), _row_layout(src)
-    launch(
-        _core.copy_rows, dst, dst.data_ptr(), src.data_ptr(), dst_stride, src_stride, row_bytes,
-        rows.address(dst.device), len(rows), rows.total, 0 if positions is None else positions.data_ptr(),
-    )  # fmt: skip
+    _move(_core.copy_rows, dst, src, rows, 0 if positions is None else positions.data_ptr())
 
 
 @untraced
 def add_rows(dst: Tensor, src: Tensor, rows: Rows) -> None:
     """``dst[d : d + n] += src[s : s + n]`` for every segment; float32 or float64, no row of ``dst`` twice."""
-    if rows.total == 0:
-        return
-    (row_bytes, dst_stride), (_, src_stride) = _row_layout(dst), _row_layout(src)
-    launch(
-        _core.add_rows, dst, dst.data_ptr(), src.data_ptr(), dst_stride, src_stride, row_bytes,
-        rows.address(dst.device), len(rows), rows.total, dtype_code(dst, _FLOATS),
-    )  # fmt: skip
+    _move(_core.add_rows, dst, src, rows, dtype_code(dst, _FLOATS))
 
 
 @untraced

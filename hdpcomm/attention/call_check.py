@@ -31,12 +31,6 @@ _TEXT = 512
 _RECORD = 1 + _DIGEST + 2 + _TEXT
 
 
-def _record(failed: bool, facts: str, text: str) -> bytes:
-    note = text.encode()[:_TEXT]
-    digest = hashlib.sha256(facts.encode()).digest()
-    return bytes([failed]) + digest + len(note).to_bytes(2, "little") + note.ljust(_TEXT, b"\0")
-
-
 def agree(comm: Communicator, op: str, *, error: Error | None, facts: str, summary: str, device: torch.device) -> None:
     """Returns if no rank failed and ``facts`` are the same text on all ranks. Collective over ``comm`` (one
     all-gather).
@@ -48,9 +42,9 @@ def agree(comm: Communicator, op: str, *, error: Error | None, facts: str, summa
         if error is not None:
             raise error
         return
-    mine = torch.frombuffer(
-        bytearray(_record(error is not None, facts, summary if error is None else str(error))), dtype=torch.uint8
-    ).to(device)
+    note = (summary if error is None else str(error)).encode()[:_TEXT]
+    record = bytearray([error is not None]) + hashlib.sha256(facts.encode()).digest() + len(note).to_bytes(2, "little")
+    mine = torch.frombuffer(record + note.ljust(_TEXT, b"\0"), dtype=torch.uint8).to(device)
     everyone = torch.empty(comm.size * _RECORD, dtype=torch.uint8, device=device)
     comm.all_gather(everyone, mine)
     if error is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hdpcomm.attention.backends.base import Accumulator, Backend, Score
+from hdpcomm.attention.backends.base import Backend, Score
 from hdpcomm.attention.gather import gather_backward, gather_forward, gather_plan
 from hdpcomm.attention.heads import HeadGroup, grouped_layout, head_shares, token_shares
 from hdpcomm.attention.layout import Layout
@@ -116,13 +116,6 @@ class _HeadExchange:
         return dq, (dlatent, share)
 
 
-def _add_sinks(result: Accumulator, sinks: Tensor) -> None:
-    """Adds one more key per head, with the given score and the value 0."""
-    with_sink = torch.logaddexp(result.lse, sinks.to(result.lse.dtype))
-    result.widen().mul_(torch.exp(result.lse - with_sink)[..., None])
-    result.lse.copy_(with_sink)
-
-
 def _payload(call: Call, kv: _Pair) -> Payload:
     if call.latent is None:
         return Payload(*kv)
@@ -144,7 +137,9 @@ def forward(q: Tensor, kv: _Pair, sinks: Tensor | None, call: Call) -> tuple[Ten
     run = gather_forward if call.gather else ring_forward
     result = run(q, _payload(call, kv), route)
     if sinks is not None:
-        _add_sinks(result, sinks)
+        with_sink = torch.logaddexp(result.lse, sinks.to(result.lse.dtype))  # one more key per head, of the value 0
+        result.widen().mul_(torch.exp(result.lse - with_sink)[..., None])
+        result.lse.copy_(with_sink)
     out, lse = result.out.to(q.dtype), result.lse
     saved = [q, *kv, out, lse]
     if exchange is not None:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -176,26 +176,17 @@ class SequenceLayout(Layout):
     """[sequences, 2N + 1]: first token, inside its sequence, of each piece; the last column holds the lengths."""
     limit: tuple[float, float]
     """``key_limit`` and ``limited`` of a :class:`BalancedPack`; (0, 0): none."""
+    tree: ClassVar[Tree | None] = None
+    """No sequence sees another."""
+    slice_bounds: ClassVar[tuple[int, ...]] = ()
+    """Slices are of trees, which may be single sequences."""
+    number: ClassVar[int] = 0
+    first_token: ClassVar[int] = 0
 
     @property
     def lengths(self) -> Int64:
         """[sequences]"""
         return self.bounds[:, -1]
-
-    @property
-    def tree(self) -> Tree | None:
-        """``None``: no sequence sees another."""
-        return None
-
-    @property
-    def slice_bounds(self) -> tuple[int, ...]:
-        """Slices are of trees, which may be single sequences."""
-        return ()
-
-    @property
-    def number(self) -> int:
-        """See :attr:`slice_bounds`."""
-        return 0
 
     @property
     def firsts(self) -> Int64:
@@ -213,11 +204,6 @@ class SequenceLayout(Layout):
         before = np.arange(self.tokens) - 1
         before[self.firsts[self.lengths > 0]] = -1
         return before
-
-    @property
-    def first_token(self) -> int:
-        """Row 0 is the first token of all."""
-        return 0
 
     @property
     def facts(self) -> tuple[str, str]:

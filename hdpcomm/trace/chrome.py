@@ -11,7 +11,7 @@ from hdpcomm.plan import ClusterSpec, MicroBatch, StepPlan
 from hdpcomm.plan.step import format_ranks
 from hdpcomm.sim import StepReport
 
-__all__ = ["plan_events", "span", "step_events", "write_events", "write_plan_trace", "write_stream_trace"]
+__all__ = ["named", "plan_events", "span", "step_events", "write_events", "write_plan_trace", "write_stream_trace"]
 
 _PLANNER = 0  # process id of the planner's track; nodes follow
 
@@ -31,19 +31,21 @@ def _describe(batch: MicroBatch) -> tuple[str, dict[str, Any]]:
 
 
 def _names(cluster: ClusterSpec) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": _PLANNER, "args": {"name": "planner"}},
-    ]
+    events = [named("planner", _PLANNER)]
     for rank in range(cluster.ranks):
         node = rank // cluster.node_ranks
         if rank % cluster.node_ranks == 0:
-            name = {"name": f"node {node}"}
-            events.append({"ph": "M", "name": "process_name", "pid": node + 1, "args": name})
+            events.append(named(f"node {node}", node + 1))
         for stage in range(cluster.pipeline):
             label = f"rank {rank}" if cluster.pipeline == 1 else f"rank {rank} stage {stage}"
-            thread = rank * cluster.pipeline + stage
-            events.append({"ph": "M", "name": "thread_name", "pid": node + 1, "tid": thread, "args": {"name": label}})
+            events.append(named(label, node + 1, rank * cluster.pipeline + stage))
     return events
+
+
+def named(name: str, pid: int, tid: int | None = None) -> dict[str, Any]:
+    """Trace event that gives a process its name, or one of its threads."""
+    kind, place = ("process_name", {}) if tid is None else ("thread_name", {"tid": tid})
+    return {"ph": "M", "name": kind, "pid": pid, **place, "args": {"name": name}}
 
 
 def span(name: str, start: float, end: float, pid: int, tid: int, arguments: Mapping[str, Any]) -> dict[str, Any]:

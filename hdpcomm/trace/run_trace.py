@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hdpcomm.trace.chrome import span, write_events
+from hdpcomm.trace.chrome import named, span, write_events
 
 __all__ = ["TraceFile", "timeline_events"]
 
 _PLANNED, _MEASURED = 0, 1
-_THREADS = {_PLANNED: "planned", _MEASURED: "measured"}
 
 
 def timeline_events(row: Mapping[str, Any], *, offset_s: float = 0.0) -> list[dict[str, Any]]:
@@ -68,7 +67,5 @@ class TraceFile:
             return
         names: list[dict[str, Any]] = []
         for rank in range(self._ranks):
-            names.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-            for thread, label in _THREADS.items():
-                names.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": label}})
+            names += [named(f"rank {rank}", rank), named("planned", rank, _PLANNED), named("measured", rank, _MEASURED)]
         write_events(self._path, names + self._events)

@@ -48,18 +48,19 @@ class Group(ABC):
     of the maps that the forward summed up.
     """
 
-    def __init__(self, parts: tuple[PartRuns, ...], inputs: Inputs) -> None:
+    def __init__(
+        self, parts: tuple[PartRuns, ...], inputs: Inputs, initial: Tensor | None, ends: tuple[int | None, int | None]
+    ) -> None:
+        """``initial``: the states that this direction starts with in a slice, [states of the rank, heads, dk, dv];
+        ``ends``: the parts that stand for these and for the final ones."""
         self._parts, self._inputs = parts, inputs
+        self._initial, self._ends = None if initial is None else initial.contiguous(), ends
         self._scans: dict[int, Scan | ForestScan] = {}
         dk = inputs.q.shape[2]
         self.transition_shape = (dk, dk) if inputs.beta is not None else (1 if inputs.g.ndim == 2 else dk, 1)
         """Rows and columns: of a matrix, or of a factor of rows."""
-        self.initial: Tensor | None = None
-        """The states that this direction starts with in a slice; [states of the rank, heads, dk, dv]."""
         self.final: Tensor | None = None
         """Final states."""
-        self.ends: tuple[int | None, int | None] = (None, None)
-        """The parts that stand for these."""
         self.states: list[Tensor | None] = [None] * len(parts)
         self.transitions: list[Tensor | None] = [None] * len(parts)
 
@@ -86,10 +87,10 @@ class Group(ABC):
     def run(self, place: int, state: Tensor) -> Tensor:
         """Takes a part's runs from ``state``; returns the states after them."""
         self.prepare(place)
-        if place == self.ends[0] and self.initial is not None:
-            state = self.initial
+        if place == self._ends[0] and self._initial is not None:
+            state = self._initial
         after = self._run(place, state)
-        if place == self.ends[1]:
+        if self._initial is not None and place == self._ends[1]:
             self.final = after
         return after
 

@@ -62,9 +62,9 @@ def _parts_of(plan: StatePlan, rank: int, dk: int) -> tuple[PartRuns, ...]:
 
 
 class _Forward(Group):
-    def __init__(self, parts: tuple[PartRuns, ...], inputs: Inputs, out: Tensor) -> None:
+    def __init__(self, out: Tensor, *begin: Any) -> None:
         """``out``: receives the output of these heads."""
-        super().__init__(parts, inputs)
+        super().__init__(*begin)
         self._out = out
 
     def _run(self, place: int, state: Tensor) -> Tensor:
@@ -81,9 +81,9 @@ class _Forward(Group):
 
 
 class _Backward(Group):
-    def __init__(self, parts: tuple[PartRuns, ...], inputs: Inputs, dout: Tensor, grads: Inputs) -> None:
+    def __init__(self, dout: Tensor, grads: Inputs, *begin: Any) -> None:
         """``dout``: the gradient of the output of these heads; ``grads``: receives those of the inputs."""
-        super().__init__(parts, inputs)
+        super().__init__(*begin)
         self._dout, self._grads = dout, grads
 
     def _make(self, place: int) -> Scan | ForestScan:
@@ -107,15 +107,6 @@ class _Backward(Group):
         return transition, scan.backward_bias(self.zeros(count))
 
 
-def _start(
-    passes: Sequence[Group], heads: Sequence[slice], initial: Tensor | None, ends: tuple[int | None, int | None]
-) -> None:
-    """Sets what each group starts with in a slice, and the parts that stand for that and for what it ends with."""
-    if initial is not None:
-        for group, chosen in zip(passes, heads, strict=True):
-            group.initial, group.ends = initial[:, chosen].contiguous(), ends
-
-
 def _ended(passes: Sequence[Group], initial: Tensor | None) -> Tensor | None:
     """Final states of the groups, [states of the rank, ...]; None of whole sequences."""
     if initial is None:
@@ -128,8 +119,10 @@ def _run_forward(inputs: Inputs, call: LinearCall, initial: Tensor | None) -> tu
     """The output, and the passes with the states that their runs began with. Collective over the call's ranks."""
     parts, heads = call.parts(inputs.q.shape[2]), call.groups(inputs)
     out = inputs.v.new_empty(inputs.v.shape)
-    passes = [_Forward(parts, inputs.heads(each), out[:, each]) for each in heads]
-    _start(passes, heads, initial, call.ends)
+    passes = [
+        _Forward(out[:, each], parts, inputs.heads(each), None if initial is None else initial[:, each], call.ends)
+        for each in heads
+    ]
     travel(passes, call.comm, call.exchange, call.plan, backward=False)
     return out, passes
 
@@ -144,11 +137,11 @@ def _run_backward(
     grads = Inputs(new(inputs.q), new(inputs.k), new(inputs.v), new(inputs.g), None if beta is None else new(beta))
     passes = []
     for i, chosen in enumerate(heads):
-        group = _Backward(parts, inputs.heads(chosen), dout[:, chosen], grads.heads(chosen))
+        begin = None if dfinal is None else dfinal[:, chosen]
+        group = _Backward(dout[:, chosen], grads.heads(chosen), parts, inputs.heads(chosen), begin, call.ends[::-1])
         own = kept[2 * len(parts) * i : 2 * len(parts) * (i + 1)]
         group.states, group.transitions = list(own[: len(parts)]), list(own[len(parts) :])
         passes.append(group)
-    _start(passes, heads, dfinal, call.ends[::-1])
     travel(passes, call.comm, call.exchange, call.plan, backward=True)
     return grads, _ended(passes, dfinal)
 
