@@ -203,7 +203,13 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
             "nodes: give a number of ranks that divides the others"
         )
     model, cluster, cost, memory = _described(options) if options.calibration is None else _calibrated(options)
-    queued, sliced = _queued(options, policies), _sliced(options, policies)
+    balanced = [policy for policy in policies if policy in ("balanced", "pipeline")]
+    for option, asked in (("slices", options.slices > 1), ("queue", options.queue)):
+        if asked and not balanced:
+            raise InvalidUsage(
+                f"--{option} was given with the policies {', '.join(policies)}, and only plans of balanced have "
+                f"{'them' if option == 'slices' else 'one'}: give balanced, too, or leave it out"
+            )
 
     def planner(policy: str, context: int) -> Planner:
         return Planner(
@@ -213,8 +219,8 @@ def make_planners(options: argparse.Namespace, policies: Sequence[str]) -> list[
             cost,
             context=context,
             memory=memory,
-            queue=policy in queued,
-            slices=sliced.get(policy, 1),
+            queue=options.queue and policy in balanced,
+            slices=options.slices if policy in balanced else 1,
         )
 
     if options.context is None and not options.lengths:
@@ -282,28 +288,6 @@ def _check_size(options: argparse.Namespace, model: ModelSpec, cluster: ClusterS
             f"{cluster.hardware.name} can hold, even with all layers recomputed and nothing else in its memory; give "
             "less"
         )
-
-
-def _sliced(options: argparse.Namespace, policies: Sequence[str]) -> dict[str, int]:
-    """The most slices of a sequence in the plans of policies that have any."""
-    found = {policy: options.slices for policy in policies if policy in ("balanced", "pipeline") and options.slices > 1}
-    if options.slices > 1 and not found:
-        raise InvalidUsage(
-            f"--slices was given with the policies {', '.join(policies)}, and only plans of balanced have them: give "
-            "balanced, too, or leave it out"
-        )
-    return found
-
-
-def _queued(options: argparse.Namespace, policies: Sequence[str]) -> list[str]:
-    """The policies whose plans have a queue."""
-    found = [policy for policy in policies if policy in ("balanced", "pipeline")] if options.queue else []
-    if options.queue and not found:
-        raise InvalidUsage(
-            f"--queue was given with the policies {', '.join(policies)}, and only plans of balanced have one: give "
-            "balanced, too, or leave it out"
-        )
-    return found
 
 
 def _with_domains(options: argparse.Namespace, cluster: ClusterSpec) -> ClusterSpec:

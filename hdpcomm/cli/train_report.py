@@ -182,7 +182,7 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
     for stage, (memory, recompute) in enumerate(zip(found.devices, found.recompute, strict=True)):
         optimizer = memory.states - memory.weights - memory.gradients
         logits = min(memory.chunk, config.capacity) * memory.logits
-        ratio = 1.0 if config.offload else 0.0
+        ratio = config.offload_ratio
         together = memory.peak_bytes(config.capacity, recompute, ratio)
         activations = memory.activation_bytes(config.capacity, recompute, ratio)
         sizes = (memory.weights, memory.gradients, optimizer, activations, logits, together)
@@ -205,7 +205,7 @@ def _print_devices(console: Console, config: RunConfig, found: DryRun) -> None:
 
 def _memory_text(config: RunConfig, result: RunResult) -> str:
     """The choice of the memory model; of a pipeline, on the device that is fullest."""
-    ratio = 1.0 if config.offload else 0.0
+    ratio = config.offload_ratio
     by_device = recompute_by_device(replace(config, recompute=result.recompute, memory=0))
     taken, states = max(
         (memory.peak_bytes(config.capacity, recompute, ratio), memory.states)
@@ -294,21 +294,19 @@ def _verdict(policy: str, rival: str, result: RunResult) -> str:
 
 def to_json(corpus: CorpusSummary, config: RunConfig, result: RunResult) -> dict[str, object]:
     """The content of ``--json``: the first policy at the top level, the others under ``comparison``."""
-    first, *others = config.policies
-    content: dict[str, object] = {
-        "policy": first,
+    first, *others = (
+        {
+            "policy": policy,
+            "steps": [asdict(step) for step in result.steps[policy]],
+            "totals": totals(result.steps[policy]).to_dict(),
+        }
+        for policy in config.policies
+    )
+    return {
+        **first,
         "ranks": result.ranks,
         "transport": result.transport,
-        "steps": [asdict(step) for step in result.steps[first]],
-        "totals": totals(result.steps[first]).to_dict(),
-        "comparison": [
-            {
-                "policy": policy,
-                "steps": [asdict(step) for step in result.steps[policy]],
-                "totals": totals(result.steps[policy]).to_dict(),
-            }
-            for policy in others
-        ],
+        "comparison": others,
         "model": {**model_facts(config.model), "parameters": result.parameters},
         "evaluations": {policy: [asdict(each) for each in found] for policy, found in result.evaluations.items()},
         "config": {
@@ -329,4 +327,3 @@ def to_json(corpus: CorpusSummary, config: RunConfig, result: RunResult) -> dict
             "cut_documents": corpus.cut_documents,
         },
     }
-    return content

@@ -140,7 +140,8 @@ def check_paths(paths: Any) -> None:
 def records(unit: Unit, fields: Fields) -> Iterator[tuple[object, str | bytes | list[Any]]]:
     """(where, text or messages) of each document of a unit; ``where`` names its place in messages. Local."""
     if unit.kind == "text":
-        yield str(unit.path), _read(unit.path, 0, unit.stop)
+        with unit.path.open("rb") as file:
+            yield str(unit.path), file.read(unit.stop)
     elif unit.kind == "jsonl":
         for offset, line in _lines(unit):
             if line.strip():
@@ -189,12 +190,6 @@ def _lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
         while offset < unit.stop and (line := file.readline()):
             yield offset, line
             offset += len(line)
-
-
-def _read(path: Path, start: int, stop: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(stop - start)
 
 
 def json_record(line: bytes, where: object, field: str) -> Mapping[str, Any]:

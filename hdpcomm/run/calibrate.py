@@ -7,7 +7,7 @@ import platform
 from dataclasses import replace
 from datetime import date
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,7 @@ from hdpcomm.plan import Calibration, ClusterSpec, CostModel, DeviceSpec, Memory
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import calibration_facts, measure_offload
 from hdpcomm.run.memory import measure_memory
-from hdpcomm.run.model import check_model, model_spec, new_part
+from hdpcomm.run.model import check_model, new_part
 from hdpcomm.run.optimizers import elementwise_optimizer
 from hdpcomm.run.pipelines import device_recompute
 from hdpcomm.sim import optimizer_seconds, reduction_seconds
@@ -76,7 +76,7 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
     )
     cost = CostModel.fit(samples)
     reduction_s, optimizer_s = _reduction_and_update_s(comm, config, model)
-    spec = _spec(config)
+    spec = config.spec
     cluster = ClusterSpec(
         ranks=comm.size,
         ranks_per_node=node_block(comm),
@@ -100,11 +100,6 @@ def calibrate(world: Communicator, config: RunConfig) -> Calibration:
     memory = _memory(comm, config, model)
     cluster = replace(cluster, device=device)
     return Calibration(cost, cluster, memory, spec, facts, reduction_s, optimizer_s, samples)
-
-
-def _spec(config: RunConfig) -> ModelSpec | None:
-    spec = model_spec(config.model)
-    return None if spec is None else replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
 
 
 def _reduction_and_update_s(comm: Communicator, config: RunConfig, model: torch.nn.Module) -> tuple[float, float]:
@@ -178,19 +173,12 @@ def _as_measured(
     found = replace(cluster, device=device)
     if cluster.ranks > 1 and reduction_s > 0:
         factor = reduction_seconds(spec, found) / reduction_s
-        if device.domain_bandwidth is not None and device.domain_latency_s is not None:
-            device = replace(
-                device,
-                domain_bandwidth=device.domain_bandwidth * factor,
-                domain_latency_s=device.domain_latency_s / factor,
-            )
-        device = replace(
-            device,
-            intra_bandwidth=device.intra_bandwidth * factor,
-            inter_bandwidth=device.inter_bandwidth * factor,
-            intra_latency_s=device.intra_latency_s / factor,
-            inter_latency_s=device.inter_latency_s / factor,
-        )
+        links: dict[str, Any] = {}
+        for link in ("intra", "inter", "domain"):
+            if (bandwidth := getattr(device, f"{link}_bandwidth")) is not None:
+                links[f"{link}_bandwidth"] = bandwidth * factor
+                links[f"{link}_latency_s"] = getattr(device, f"{link}_latency_s") / factor
+        device = replace(device, **links)
     return replace(device, hbm_bandwidth=device.hbm_bandwidth * optimizer_seconds(spec, found) / optimizer_s)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.options import LoraOptions, TrainingOptions
 from hdpcomm.parallel.tensor_plans import check_sizes
-from hdpcomm.plan import POLICIES, Calibration
+from hdpcomm.plan import POLICIES, Calibration, ModelSpec
 from hdpcomm.plan.stage_cut import check_cut, stage_work
 from hdpcomm.run.model import FolderModel, cut_model, model_spec
 from hdpcomm.run.optimizers import check_optimizer
@@ -95,6 +96,22 @@ class RunConfig(TrainingOptions):
     def dtype_with_masters(self) -> torch.dtype | None:
         """``dtype`` of the trainer: ``None`` where the parameters are updated as they are."""
         return None if self.dtype == "fp32" else _DTYPES[self.dtype]
+
+    @property
+    def spec(self) -> ModelSpec | None:
+        """The planner's description of the model in this element type; ``None`` for one that is no plain decoder."""
+        spec = model_spec(self.model)
+        return None if spec is None else replace(spec, dtype_bytes=self.parameter_dtype.itemsize)
+
+    @property
+    def offload_ratio(self) -> float:
+        """The share of activations that may leave the device."""
+        return 1.0 if self.offload else 0.0
+
+    @property
+    def mesh_sizes(self) -> dict[str, Any]:
+        """Arguments of :class:`hdpcomm.Mesh` that say how ranks share a model."""
+        return {"pipeline": self.pipeline, "tensor": self.tensor, "expert": self.expert}
 
     @property
     def on_mesh(self) -> bool:

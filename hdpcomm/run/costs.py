@@ -192,18 +192,9 @@ def _calibrated(
     comm: Communicator, config: RunConfig, calibration: Calibration, capacity: int, pool: PinnedPool | None
 ) -> Costs:
     check_calibration(calibration, config, ranks=comm.size, ranks_per_node=node_block(comm))
-    memory = replace(
-        calibration.memory,
-        capacity=capacity,
-        host_tokens=config.offload / (calibration.memory.token_bytes or 1.0),
-    )
-    return Costs(
-        calibration.cost_model,
-        capacity,
-        memory if pool else None,
-        pool,
-        calibration.cluster.nics,
-    )
+    host_tokens = config.offload / (calibration.memory.token_bytes or 1.0)
+    memory = replace(calibration.memory, capacity=capacity, host_tokens=host_tokens) if pool else None
+    return Costs(calibration.cost_model, capacity, memory, pool, calibration.cluster.nics)
 
 
 def calibration_facts(config: RunConfig) -> dict[str, Any]:
@@ -246,7 +237,7 @@ def make_planner(
     comm: Communicator, corpus: Corpus | DocumentStream, config: RunConfig, costs: Costs, policy: str
 ) -> Planner:
     """The planner of a policy. Collective over ``comm``: ranks that share processors tell each other."""
-    mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
+    mesh = Mesh(comm, **config.mesh_sizes)
     cluster = replace(
         mesh.cluster(
             capacity=costs.capacity,
@@ -258,8 +249,7 @@ def make_planner(
         stage_work=config.stage_work,
     )
     memory, slices = costs.memory, config.slices if policy == "balanced" else 1
-    if slices > 1 and (spec := model_spec(config.model)) is not None:
-        spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
+    if slices > 1 and (spec := config.spec) is not None:
         known, recompute = memory or MemoryModel(costs.capacity), max(recompute_by_device(config))
         memory = known.with_kept(spec, cluster, recompute=recompute)
     planner = planner_of(config, cluster, policy, costs.cost_model, memory, context=corpus.longest)

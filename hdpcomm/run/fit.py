@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from hdpcomm.comm import Mesh
 from hdpcomm.comm.absent import AbsentRanks
@@ -17,7 +17,6 @@ from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import planner_of
 from hdpcomm.run.dry_run import token_bytes
 from hdpcomm.run.memory import fit_recompute, memory_beside, predict_memory
-from hdpcomm.run.model import model_spec
 from hdpcomm.run.pipelines import recompute_by_device
 from hdpcomm.sim import simulate_step
 
@@ -63,7 +62,7 @@ def _cluster(config: RunConfig, ranks: int, device: str) -> ClusterSpec:
 
     Raises: InvalidUsage: they cannot be such a mesh, cannot be cut so, or the kind is not known.
     """
-    sizes: dict[str, Any] = {"pipeline": config.pipeline, "tensor": config.tensor, "expert": config.expert}
+    sizes = config.mesh_sizes
     cluster = ClusterSpec(
         ranks=Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes).hdp,
         capacity=config.capacity,
@@ -90,10 +89,9 @@ def _planner(config: RunConfig, cluster: ClusterSpec, devices: Sequence[StepMemo
         devices: memory of a step on each device of a pipeline.
         context: the longest sequence.
     """
-    spec = model_spec(config.model)
+    spec = config.spec
     if spec is None:
         return None
-    spec = replace(spec, dtype_bytes=config.parameter_dtype.itemsize)
     recompute = recompute_by_device(config)
     share = max(count / memory.layers for count, memory in zip(recompute, devices, strict=True))
     head = 2 * spec.hidden * spec.vocab / spec.linear_flops_per_token
@@ -145,7 +143,7 @@ def fit_settings(
 
 
 def _setting(config: RunConfig, devices: Sequence[StepMemory], beside: int, limit: float) -> Setting:
-    ratio = 1.0 if config.offload else 0.0
+    ratio = config.offload_ratio
     _, full, count = max(
         (each.peak_bytes(config.capacity, count, ratio), place, count)
         for place, (each, count) in enumerate(zip(devices, recompute_by_device(config), strict=True))

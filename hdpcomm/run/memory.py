@@ -149,7 +149,7 @@ def fit_zero(
         memory = predict_memory(tried, ranks, ranks_per_node, memory)
         if config.recompute != "auto":
             needed = max(
-                each.peak_bytes(config.capacity, count, 1.0 if config.offload else 0.0)
+                each.peak_bytes(config.capacity, count, config.offload_ratio)
                 for each, count in zip(memory, recompute_by_device(tried), strict=True)
             )
             if needed <= config.memory:
@@ -181,7 +181,7 @@ def fit_recompute(config: RunConfig, memory: Sequence[StepMemory]) -> tuple[RunC
 
     Raises: InvalidUsage if the capacity does not fit whatever is recomputed.
     """
-    limit, ratio = config.memory, 1.0 if config.offload else 0.0
+    limit, ratio = config.memory, config.offload_ratio
     fewest = [each.fewest_recomputed(limit, config.capacity, ratio) for each in memory]
     fitting = [each.capacity(limit, recompute) for each, recompute in zip(memory, fewest, strict=True)]
     recompute = fewest[0] if config.pipeline == 1 else _by_stage(fewest, config)
@@ -203,7 +203,7 @@ def measure_memory(comm: Communicator, config: RunConfig) -> tuple[StepMemory, .
     is recomputed: the most among the ranks that have the same layers; equal on every rank. Collective.
 
     With ``zero=3``, where a rank may have no room for the whole model, it is predicted (:func:`predict_memory`)."""
-    mesh = Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert)
+    mesh = Mesh(comm, **config.mesh_sizes)
     owners = owners_on_host(mesh) if config.zero in (2, 3) else mesh.hdp
     if config.zero == 3:
         return predict_memory(config, comm.size, owners)
@@ -234,15 +234,14 @@ def predict_memory(
 
     Raises: InvalidUsage: the ranks cannot be such a mesh.
     """
-    sizes = {"pipeline": config.pipeline, "tensor": config.tensor, "expert": config.expert}
-    hdp = Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **sizes).hdp
+    hdp = Mesh(cast("Communicator", AbsentRanks(ranks)), placement=range(ranks), **config.mesh_sizes).hdp
     fewer = min(hdp, -(-_RING // config.expert) * config.expert)
     rows: dict[Hashable, dict[str, Any]] = {}
     found = []
     for device in range(config.pipeline):
         ends = device == 0, device == config.pipeline - 1, _kinds_of_device(config, device)
         absent = AbsentRanks(config.pipeline * fewer * config.tensor, device * fewer * config.tensor)
-        mesh = Mesh(cast("Communicator", absent), placement=range(absent.size), **sizes)
+        mesh = Mesh(cast("Communicator", absent), placement=range(absent.size), **config.mesh_sizes)
         if ends not in rows:
             owners, before = min(hdp, ranks_per_node or hdp), known[device] if known else None
             rows[ends] = asdict(_profiled(config, mesh, None, Replicas(hdp, owners), known=before))

@@ -28,7 +28,7 @@ __all__ = ["device_recompute", "mesh_of", "new_trainer", "recompute_by_device", 
 def mesh_of(comm: Communicator, config: RunConfig) -> Mesh:
     """The mesh of a run: without pipelines, tensor and expert ranks, those of ``comm`` in their order. Local."""
     placement = None if config.on_mesh else range(comm.size)
-    return Mesh(comm, pipeline=config.pipeline, tensor=config.tensor, expert=config.expert, placement=placement)
+    return Mesh(comm, **config.mesh_sizes, placement=placement)
 
 
 def new_trainer(
