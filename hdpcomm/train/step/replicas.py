@@ -56,13 +56,7 @@ def check_replicas(
     bits = [_bits(tensor) for tensor in tensors.values()]
     sums = torch.stack(bits).tolist() if bits else []
     names = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
-    own = torch.frombuffer(bytearray(_digest(told) + _digest(names) + _digest(sums)), dtype=torch.uint8)
-    everyone = torch.empty(comm.size, own.numel(), dtype=torch.uint8)
-    comm.all_gather(everyone, own)
-    updates, kinds, weights = (
-        [bytes(row.tolist()) for row in everyone[:, place : place + _DIGEST]]
-        for place in range(0, own.numel(), _DIGEST)
-    )
+    updates, kinds, weights = _gathered(comm, [_digest(repr(each).encode()) for each in (told, names, sums)])
     if len(set(updates)) > 1:
         raise_unlike(comm, updates, "the optimizer's settings", f"here {told}")
     if len(set(kinds)) > 1:
@@ -189,8 +183,16 @@ def _bits(tensor: Tensor) -> Tensor:
     return whole.view(_BITS[whole.element_size()]).sum(dtype=torch.int64)
 
 
-def _digest(facts: object) -> bytes:
-    return hashlib.sha256(repr(facts).encode()).digest()[:_DIGEST]
+def _digest(facts: bytes) -> bytes:
+    return hashlib.sha256(facts).digest()[:_DIGEST]
+
+
+def _gathered(comm: Communicator, digests: Sequence[bytes]) -> list[list[bytes]]:
+    """Each of these digests, of all ranks. Collective over ``comm``."""
+    own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
+    everyone = torch.empty(comm.size, len(digests), _DIGEST, dtype=torch.uint8)
+    comm.all_gather(everyone, own)
+    return [[bytes(each.tolist()) for each in column] for column in everyone.unbind(1)]
 
 
 def check_same_plan(
@@ -202,7 +204,7 @@ def check_same_plan(
     alike: Sequence[Sequence[int]] | None = None,
     order: bytes = b"",
 ) -> bool:
-    """Compares hashes of the plan and of the optimizer's settings of all ranks. Collective over ``comm``; 64 bytes a
+    """Compares hashes of the plan and of the optimizer's settings of all ranks. Collective over ``comm``; 48 bytes a
     rank in one message. Returns whether ``order`` is the same on all ranks of each stage, too.
 
     Args:
@@ -216,15 +218,11 @@ def check_same_plan(
     """
     if comm.size == 1:
         return True
-    digest = bytes.fromhex(plan.hash) if not more else hashlib.sha256(bytes.fromhex(plan.hash) + more).digest()
-    digest += hashlib.sha256(settings.encode()).digest()[:16] + hashlib.sha256(order).digest()[:16]
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    hashes = torch.empty(comm.size, mine.numel(), dtype=torch.uint8)
-    comm.all_gather(hashes, mine)
-    rows = [bytes(row.tolist()) for row in hashes]
+    own = bytes.fromhex(plan.hash)[:_DIGEST] if not more else _digest(bytes.fromhex(plan.hash) + more)
+    plans, updates, orders = _gathered(comm, [own, _digest(settings.encode()), _digest(order)])
     groups: dict[str, list[int]] = {}
-    for position, row in enumerate(rows):
-        groups.setdefault(row[:32].hex(), []).append(comm.ranks[position])
+    for rank, each in zip(comm.ranks, plans, strict=True):
+        groups.setdefault(each.hex(), []).append(rank)
     if len(groups) > 1:
         told = "; ".join(
             f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {key[:12]}"
@@ -239,6 +237,6 @@ def check_same_plan(
         )
     stages = alike or [range(comm.size)]
     for places in stages:
-        if len({rows[place][32:48] for place in places}) > 1:
-            raise_unlike(comm, [rows[p][32:48] for p in places], "the optimizer's settings", f"here {settings}", places)
-    return all(len({rows[place][48:] for place in places}) == 1 for places in stages)
+        if len({updates[place] for place in places}) > 1:
+            raise_unlike(comm, [updates[p] for p in places], "the optimizer's settings", f"here {settings}", places)
+    return all(len({orders[place] for place in places}) == 1 for places in stages)
