@@ -82,7 +82,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def add_nccl_options(group: argparse._ArgumentGroup) -> None:
-    """Those that are given stay in the namespace, by the names of the fields of ``PerfConfig``, which has defaults."""
+    """Options that are given get into the namespace by the names of the fields of ``PerfConfig``."""
     add = partial(group.add_argument, default=argparse.SUPPRESS)
     one = _only("1", "a rank is one process with one device here, and --ranks N starts N of them")
     add("-t", "--nthreads", type=one, metavar="1", help="threads of a process: only 1")
