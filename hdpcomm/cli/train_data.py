@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.options import BadOption, positive
@@ -51,13 +51,7 @@ class TrainData:
 
         if self.loading is not None:
             return True
-        return self._library() or is_indexed(
-            self.paths,
-            text_field=self.text_field,
-            messages_field=self.messages_field,
-            encoder=self.encoder(),
-            cache=self.cache,
-        )
+        return self._library() or is_indexed(self.paths, **self._reading(), cache=self.cache)
 
     def open(
         self, comm: Communicator | None = None, on_progress: Callable[[int, int], None] | None = None
@@ -68,14 +62,7 @@ class TrainData:
 
         if self.loading is None:
             return self.open_indexed(comm, on_progress)
-        return open_stream(
-            self.paths,
-            context=self.context,
-            text_field=self.text_field,
-            messages_field=self.messages_field,
-            encoder=self.encoder(),
-            comm=comm,
-        )
+        return open_stream(self.paths, **self._reading(), context=self.context, comm=comm)
 
     def open_indexed(
         self, comm: Communicator | None = None, on_progress: Callable[[int, int], None] | None = None
@@ -85,17 +72,12 @@ class TrainData:
 
         if self._library():
             return standard_library(context=self.context, whole_every=8)
-        return open_corpus(
-            self.paths,
-            context=self.context,
-            weights=self.weights,
-            text_field=self.text_field,
-            messages_field=self.messages_field,
-            encoder=self.encoder(),
-            cache=self.cache,
-            comm=comm,
-            on_progress=on_progress,
-        )
+        places: dict[str, Any] = {"cache": self.cache, "comm": comm, "on_progress": on_progress}
+        return open_corpus(self.paths, **self._reading(), context=self.context, weights=self.weights, **places)
+
+    def _reading(self) -> dict[str, Any]:
+        """How documents become tokens."""
+        return {"text_field": self.text_field, "messages_field": self.messages_field, "encoder": self.encoder()}
 
     def _library(self) -> bool:
         return not self.paths and self.tokenizer is None

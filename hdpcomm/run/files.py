@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -79,30 +79,22 @@ class RunFiles:
         config: what the run was told, for trackers.
     """
 
-    def __init__(
-        self,
-        out: Path | None,
-        *,
-        trackers: str = "none",
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._out = out
+    def __init__(self, out: Path | None, *, trackers: str = "none", config: Mapping[str, Any] | None = None) -> None:
+        self._out, self._stack = out, ExitStack()
+        self._lines: dict[str, Any] = {}
+        self._open_trackers: Callable[[], list[Tracker]] = list
         if out is not None:
             tracker_names(trackers)  # before anything is made
-        self._stack = ExitStack()
-        if out is not None:
             self._stack.enter_context(locked_folder(out))
-        self._lines: dict[str, Any] = {}
-        if out is not None:
             kinds = {"metrics": MetricsLog, "evaluations": JsonLines, "timeline": JsonLines}
             for name, kind in kinds.items():
                 self._lines[name] = self._stack.enter_context(kind(out / f"{name}.jsonl", own=True))
-        self._open_trackers = partial(open_trackers, trackers, out, dict(config or {})) if out is not None else list
+            self._open_trackers = partial(open_trackers, trackers, out, dict(config or {}))
 
     @cached_property
     def _trackers(self) -> list[Tracker]:
         """Opened by the first that is told to them: a run that is refused writes nothing."""
-        trackers: list[Tracker] = self._open_trackers()
+        trackers = self._open_trackers()
         for tracker in trackers:
             self._stack.callback(tracker.close)
         return trackers
