@@ -111,7 +111,7 @@ def on_rank(arguments: dict[str, Any]) -> dict[str, Any] | None:
         if world.rank:
             return None
         return {
-            "racks": [list(hosts) for hosts in topology.domains],
+            "domain_of_rank": topology.domain_of_rank,
             "bytes_per_s": {"within": topology.domain.bandwidth, "between": topology.inter.bandwidth},
             "costs": {"aware": json.loads(aware.to_json()), "blind": json.loads(blind.to_json())},
             "seconds": seconds,

@@ -104,7 +104,7 @@ def on_rank(arguments: dict[str, Any]) -> dict[str, Any] | None:
         if comm.rank:
             return None
         return {
-            "hosts": [list(host.ranks) for host in topology.hosts],
+            "hosts": [list(ranks) for ranks in topology.hosts],
             "link_bytes_per_s": topology.inter.bandwidth if topology.inter else None,
             "costs": {"aware": json.loads(aware.to_json()), "blind": json.loads(blind.to_json())},
             "seconds": seconds,

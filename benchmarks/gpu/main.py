@@ -70,7 +70,7 @@ def of_processes(part: Part) -> Part:
 
 
 def calibration() -> Part:
-    command = ("-m", "hdpcomm.cli.main", "doctor", "--topology", "--costs", "{out}/costs.json")
+    command = ("-m", "hdpcomm.cli.main", "acceptance", "--only", "links", "--costs", "{out}/costs.json")
     return of_processes(Part("calibrate", (sys.executable, *command, "--transport", "cuda", "--ranks", "2"), 40))
 
 

@@ -6,7 +6,7 @@
 
 namespace hdpcomm {
 
-// Costs of steps, messages and reductions on one transport. `hdpcomm doctor --topology --costs`
+// Costs of steps, messages and reductions on one transport. `hdpcomm acceptance --costs`
 // measures them; the defaults are for shared memory.
 struct TransportCosts {
   double alpha_s = 0.6e-6;            // a step that waits for another rank

@@ -24,7 +24,7 @@ struct PeerReadCosts {
   double read_s_per_byte = 2.8e-12;  // a byte that a kernel moves from or to a peer
 };
 
-// Costs of collectives on a transport of device memory. `hdpcomm doctor --topology --costs`
+// Costs of collectives on a transport of device memory. `hdpcomm acceptance --costs`
 // measures them; the defaults are derived for H100 SXM, not measured:
 //   1 us    an operation enqueued on a stream: short kernels follow each other 0.9 us slower than
 //           they run (NVIDIA, "Getting Started with CUDA Graphs": 2.9 and 3.8 us)

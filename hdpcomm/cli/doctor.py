@@ -7,13 +7,11 @@ import ctypes
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hdpcomm.cli.doctor_settings import environment, settings_lines, unknown_variables
-from hdpcomm.cli.doctor_topology import add_topology_options, show_topology
 from hdpcomm.cli.output import check_writable, write_json
 from hdpcomm.errors import InvalidUsage
 
@@ -42,7 +40,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
     parser.add_argument("--all", action="store_true", help="show every environment variable that hdpcomm reads")
-    add_topology_options(parser)
     parser.set_defaults(func=_doctor)
 
 
@@ -148,57 +145,11 @@ def _transports() -> list[Check]:
                 "in the seccomp profile of the container",
             )
         )
-    failure = _read_from_sibling()
-    if failure is None:
-        rows.append(Check("transports", "process_vm_readv", "ok", "big messages between processes take one copy"))
-    else:
-        rows.append(
-            Check(
-                "transports", "process_vm_readv", "off", f"{failure}; big messages go through shared memory in chunks"
-            )
-        )
     return rows
-
-
-_READER = """
-import ctypes, sys
-libc = ctypes.CDLL(None, use_errno=True)
-class Block(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
-target = ctypes.create_string_buffer(8)
-here, there = Block(ctypes.addressof(target), 8), Block(int(sys.argv[2]), 8)
-libc.process_vm_readv.restype = ctypes.c_ssize_t
-got = libc.process_vm_readv(int(sys.argv[1]), ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-print(target.raw.decode() if got == 8 else ctypes.get_errno())
-"""
-
-
-def _read_from_sibling() -> str | None:
-    """Lets a new process read 8 bytes of this one, as ranks do; what went wrong, or None."""
-    libc = ctypes.CDLL(None)
-    source = ctypes.create_string_buffer(b"hdpcomm!", 8)
-    pr_set_ptracer, any_process = 0x59616D61, ctypes.c_ulong(-1)
-    # A rank allows its peers the same. Fails where there is no Yama; then it is not needed.
-    libc.prctl(pr_set_ptracer, any_process, 0, 0, 0)
-    try:
-        arguments = [sys.executable, "-S", "-c", _READER, str(os.getpid()), str(ctypes.addressof(source))]
-        answer = subprocess.run(arguments, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"could not be tried ({error})"
-    finally:
-        libc.prctl(pr_set_ptracer, ctypes.c_ulong(0), 0, 0, 0)
-    if answer == "hdpcomm!":
-        return None
-    return f"not allowed here ({os.strerror(int(answer))})" if answer.isdigit() else f"gave {answer!r}"
 
 
 def _doctor(options: argparse.Namespace) -> int:
     check_writable(options.json)
-    if options.topology:
-        return show_topology(options)
-    if options.ranks is not None or options.costs is not None:
-        name = "--ranks" if options.costs is None else "--costs"
-        raise InvalidUsage(f"{name} without --topology: only the measured report has ranks and costs; add --topology")
     rows = checks()
     variables, unknown = environment(), unknown_variables()
     topic = ""

@@ -1,4 +1,4 @@
-"""The measured costs by which ``algorithm="auto"`` chooses; ``hdpcomm doctor --topology --costs`` writes them."""
+"""The measured costs by which ``algorithm="auto"`` chooses; ``hdpcomm acceptance --costs`` writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hdpcomm.plan.presets import link_costs as nccl_link_costs
 
 __all__ = ["cost_names", "costs_path", "link_costs", "load_costs", "save_costs"]
 
-_ADVICE = "measure costs by hdpcomm doctor --topology --costs"
+_ADVICE = "measure costs by hdpcomm acceptance --only links --costs"
 _DEFAULTS = _core.collective.DEFAULT_COSTS
 _DEVICE = _core.collective.DEVICE_COSTS
 _NCCL_INSIDE, _NCCL_BETWEEN = nccl_link_costs(DEVICES["h100"])

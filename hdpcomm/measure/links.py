@@ -18,7 +18,7 @@ from hdpcomm import kernels
 from hdpcomm.comm.costs import cost_names
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.measure.timing import call_s
+from hdpcomm.measure.timing import call_s, repeated_s
 from hdpcomm.plan.fit import fit_coefficients
 
 __all__ = ["fit", "fit_reads", "measure", "measure_world"]
@@ -116,13 +116,8 @@ def _steps_s(comm: Any, call: Callable[[], object], num_bytes: int) -> float:
         steps = min(steps, 60)
     for _ in range(2):
         call()
-
-    def run() -> None:
-        for _ in range(steps):
-            call()
-
     call_s(comm.device, call)
-    return call_s(comm.device, run) / steps
+    return repeated_s(comm.device, call, steps)
 
 
 def _step_s(pair: Any, size: int, messages: int) -> float:

@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["call_s", "slowest_s"]
+__all__ = ["call_s", "repeated_s", "slowest_s"]
 
 
 def call_s(device: torch.device, call: Callable[[], object]) -> float:
@@ -22,6 +22,16 @@ def call_s(device: torch.device, call: Callable[[], object]) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started
+
+
+def repeated_s(device: torch.device, call: Callable[[], object], count: int) -> float:
+    """Seconds of one of ``count`` calls without a pause. Local."""
+
+    def run() -> None:
+        for _ in range(count):
+            call()
+
+    return call_s(device, run) / count
 
 
 def slowest_s(comm: Communicator, call: Callable[[], object], repeats: int = 5) -> float:

@@ -1,44 +1,26 @@
-"""The topology of a world: its hosts, their devices and links, and what messages cost inside and between hosts."""
+"""The topology of a world: its hosts and domains, and costs of messages inside and between them."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
+import itertools
 import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.topology import domains_of, nodes_of
-from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.timing import call_s
 
-__all__ = ["Host", "LinkCost", "Topology", "host_facts", "measure_topology"]
+__all__ = ["LinkCost", "Topology", "host_facts", "measure_topology", "pair_costs"]
 
 _PAIRS = 3  # as many are measured inside and between hosts
 _LARGE_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """One host of the world.
-
-    Attributes:
-        ranks: global ranks on it.
-        gpus: names of its GPUs.
-        links: network interfaces with their speed in Gbit/s (0: unknown), by sysfs: ``("eth0", 25.0)``.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    cores: int
-    gpus: tuple[str, ...]
-    links: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +44,26 @@ class Topology:
     """The hosts of a world, and message costs inside (``intra``) and between hosts; ``None`` where no such pair is.
 
     Attributes:
+        hosts: the ranks of each.
         inter: between hosts, of different domains where there are any.
-        domains: hosts that are near each other, by their place in ``hosts``, as ``HDPCOMM_DOMAIN`` says. Empty where
-            all hosts are alike.
-        domain: between hosts of one domain.
         nics: network interfaces that the ranks of a host share: how much more all of them send to the next host at
             once than one alone does. ``None`` where each rank has its own, and where no two ranks share a host.
+        domain_of_rank: by global rank, a number for those that are near each other, as ``HDPCOMM_DOMAIN`` says;
+            ``None`` where all hosts are alike.
+        domain: between hosts of one domain.
     """
 
     transport: str
-    hosts: tuple[Host, ...]
+    hosts: tuple[tuple[int, ...], ...]
     intra: LinkCost | None
     inter: LinkCost | None
     nics: int | None = None
-    domains: tuple[tuple[int, ...], ...] = ()
+    domain_of_rank: list[int] | None = None
     domain: LinkCost | None = None
 
-    @property
-    def domain_of_rank(self) -> list[int] | None:
-        """By global rank, the place of its domain in ``domains``; ``None`` where there are none."""
-        if not self.domains:
-            return None
-        found = {rank: k for k, hosts in enumerate(self.domains) for host in hosts for rank in self.hosts[host].ranks}
-        return [found[rank] for rank in range(self.ranks)]
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return sum(len(host.ranks) for host in self.hosts)
-
-
-def host_facts() -> dict[str, object]:
-    """This host's name, cores, GPUs and network interfaces; what is not there is left out. Local."""
+def host_facts() -> dict[str, Any]:
+    """This host's name, and its network interfaces with their speed in Gbit/s by sysfs (0: unknown). Local."""
     links = []
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate")):
         links.append([port.parts[-4], float(port.read_text().split()[0])])
@@ -102,8 +72,7 @@ def host_facts() -> dict[str, object]:
             continue
         speed = _read(interface / "speed")
         links.append([interface.name, max(0.0, float(speed) / 1000) if speed.lstrip("-").isdigit() else 0.0])
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"name": platform.node(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus, "links": links[:32]}
+    return {"name": platform.node(), "links": links[:32]}
 
 
 def _read(path: Path) -> str:
@@ -120,35 +89,21 @@ def measure_topology(comm: Communicator) -> Topology:
     """
     if comm.ranks != tuple(range(comm._core.world.size)):
         raise InvalidUsage(f"measure_topology() got the ranks {comm.ranks}; give what init() returned")
-    node_of_rank = nodes_of(comm)
-    described = gather_json(comm, host_facts())
-    hosts = []
-    for node in sorted(set(node_of_rank)):
-        ranks = tuple(rank for rank, where in enumerate(node_of_rank) if where == node)
-        fact = described[ranks[0]]
-        links = tuple((str(name), float(speed)) for name, speed in fact["links"])
-        hosts.append(Host(fact["name"], ranks, fact["cores"], tuple(fact["gpus"]), links))
-    pairs = [(a, b) for a in range(comm.size) for b in range(a + 1, comm.size)]
-    intra = [pair for pair in pairs if node_of_rank[pair[0]] == node_of_rank[pair[1]]]
-    apart = [pair for pair in pairs if node_of_rank[pair[0]] != node_of_rank[pair[1]]]
-    nics = _shared_links(comm, [host.ranks for host in hosts])
-    domains = _find_domains(comm, hosts)
-    found = Topology(comm.transport, tuple(hosts), _measure(comm, intra), None, nics, domains)
-    where = found.domain_of_rank
-    near = [pair for pair in apart if where is not None and where[pair[0]] == where[pair[1]]]
-    far = [pair for pair in apart if where is None or where[pair[0]] != where[pair[1]]]
-    return dataclasses.replace(found, inter=_measure(comm, far), domain=_measure(comm, near))
+    nodes = nodes_of(comm)
+    hosts = tuple(tuple(rank for rank in comm.ranks if nodes[rank] == node) for node in sorted(set(nodes)))
+    nics, where = _shared_links(comm, hosts), _domains(comm, hosts)
+    pairs = list(itertools.combinations(comm.ranks, 2))
+    intra = _measure(comm, [(a, b) for a, b in pairs if nodes[a] == nodes[b]])
+    apart = [(a, b) for a, b in pairs if nodes[a] != nodes[b]]
+    near = [(a, b) for a, b in apart if where is not None and where[a] == where[b]]
+    far = _measure(comm, [pair for pair in apart if pair not in near])
+    return Topology(comm.transport, hosts, intra, far, nics, where, _measure(comm, near))
 
 
-def _find_domains(comm: Communicator, hosts: list[Host]) -> tuple[tuple[int, ...], ...]:
-    """See :attr:`Topology.domains`. Collective over ``comm``."""
+def _domains(comm: Communicator, hosts: Sequence[tuple[int, ...]]) -> list[int] | None:
+    """See :attr:`Topology.domain_of_rank`. Collective over ``comm``."""
     named = domains_of(comm)
-    if named is None:
-        return ()
-    groups: dict[int, list[int]] = {}
-    for place, host in enumerate(hosts):
-        groups.setdefault(named[host.ranks[0]], []).append(place)
-    return tuple(map(tuple, groups.values())) if 1 < len(groups) < len(hosts) else ()
+    return named if named is not None and 1 < len(set(named)) < len(hosts) else None
 
 
 def _shared_links(comm: Communicator, groups: Sequence[tuple[int, ...]]) -> int | None:
@@ -175,20 +130,27 @@ def _shared_links(comm: Communicator, groups: Sequence[tuple[int, ...]]) -> int 
     return links if links < local else None
 
 
-def _measure(comm: Communicator, pairs: list[tuple[int, int]]) -> LinkCost | None:
+def _measure(comm: Communicator, pairs: Sequence[tuple[int, int]]) -> LinkCost | None:
     if not pairs:
         return None
-    chosen = pairs[:: max(1, len(pairs) // _PAIRS)][:_PAIRS]
-    figures = []
-    for a, b in chosen:
+    figures = pair_costs(comm, pairs[:: max(1, len(pairs) // _PAIRS)][:_PAIRS]).values()
+    latency, bandwidth = (statistics.median(column) for column in zip(*figures, strict=True))
+    return LinkCost(len(figures), latency, bandwidth)
+
+
+def pair_costs(comm: Communicator, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[float, float]]:
+    """Seconds of a message of 8 bytes one way, and bytes/s of one of 16 MiB, of each pair, one after the other.
+    Collective."""
+    found = {}
+    for a, b in pairs:
         comm.barrier()
         mine = torch.zeros(2, dtype=torch.float64)
         if comm.rank in (a, b):
             mine[:] = torch.tensor(_ping_pong(comm, b if comm.rank == a else a, first=comm.rank == a))
         comm.broadcast(mine, a)
-        figures.append(mine.tolist())
-    latency, bandwidth = (statistics.median(column) for column in zip(*figures, strict=True))
-    return LinkCost(len(chosen), latency, bandwidth)
+        latency, bandwidth = mine.tolist()
+        found[a, b] = latency, bandwidth
+    return found
 
 
 def _ping_pong(comm: Communicator, peer: int, *, first: bool) -> tuple[float, float]:

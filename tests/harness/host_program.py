@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 
 import hdpcomm as hdp
+from hdpcomm.acceptance import collectives as collective_checks
+from hdpcomm.acceptance.devices import check_links
+from hdpcomm.acceptance.steps import check_recovery
 from hdpcomm.comm import bootstrap, topology
 from hdpcomm.measure.topology import measure_topology
 from hdpcomm.torch_backend import communicator
@@ -190,6 +193,19 @@ def reshard(folder: Path) -> None:
         write(folder, f"reshard{world.rank}", (right, moving.bytes_sent, moving.bytes_between_hosts, wire))
 
 
+def acceptance(folder: Path) -> None:
+    """Rows of the links, and of collectives beside gloo's."""
+    collective_checks._BUDGET_S = 0.2
+    with hdp.init(timeout=60) as world:
+        write(folder, f"rows{world.rank}", [*check_links(world), *collective_checks.check_collectives(world)])
+
+
+def recovery(folder: Path) -> None:
+    """The row of a job that loses a rank."""
+    with hdp.init(timeout=60) as world:
+        write(folder, f"rows{world.rank}", check_recovery(world))
+
+
 def run(comm: hdp.Communicator, op: str, count: int) -> None:
     """One collective of ``count`` float32 in the whole buffer, checked."""
     n = comm.size
@@ -223,7 +239,7 @@ def main() -> int:
     """The one rank of torchrun's environment, or all of HOST_RANKS as forks: torch is imported once."""
     torch.set_num_threads(1)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(50, exit=True)
+    faulthandler.dump_traceback_later(170, exit=True)
     program = globals()[sys.argv[1]]
     folder = Path(sys.argv[2])
     if "HOST_RANKS" not in os.environ:

@@ -21,7 +21,7 @@ def test_report_and_json_say_the_same(tmp_path, capsys):
     assert report["healthy"] is True
     names = {(row["topic"], row["name"]) for row in report["checks"]}
     assert {("versions", "torch"), ("core", "hdpcomm._core"), ("core", "CUDA code"), ("cuda", "driver")} <= names
-    assert {("transports", "memfd"), ("transports", "process_vm_readv")} <= names
+    assert ("transports", "memfd") in names
     for row in report["checks"]:
         assert row["state"] in ("ok", "off", "bad")
         assert f"{row['name']:<18}{row['detail']}" in told
@@ -104,36 +104,24 @@ def test_a_missing_core_is_bad(monkeypatch):
 
 
 def test_what_the_system_forbids(monkeypatch, capsys):
-    """Messages can do without process_vm_readv; the ranks of a host cannot do without memfd_create."""
+    """The ranks of a host cannot do without memfd_create."""
 
     def forbidden(*_, **__):
         raise PermissionError(1, os.strerror(1))
 
-    monkeypatch.setattr("subprocess.run", forbidden)
-    assert main(["doctor"]) == 0
     monkeypatch.setattr(os, "memfd_create", forbidden)
     assert main(["doctor"]) == 1
     assert "bad memfd             memfd_create is not allowed (Operation not permitted); " in capsys.readouterr().out
     rows = {row.name: row for row in doctor.checks()}
-    for name, state in (("memfd", "bad"), ("process_vm_readv", "off")):
-        assert rows[name].state == state
-        assert "not permitted" in rows[name].detail.lower()
+    assert rows["memfd"].state == "bad"
     assert "allow the call" in rows["memfd"].detail
 
 
-@pytest.mark.parametrize("command", [["doctor", "--topology"], ["perf", "all_reduce"], ["train"]])
+@pytest.mark.parametrize("command", [["acceptance"], ["perf", "all_reduce"], ["train"]])
 def test_a_launcher_with_another_number_of_ranks(command, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main([*command, "--ranks", "2"]) == 6
     told = capsys.readouterr()
     assert "--ranks 2 was given, but the launcher started 3 ranks; leave --ranks out or make them equal" in told.err
-    assert told.out == ""
-
-
-@pytest.mark.parametrize(("option", "value"), [("--ranks", "2"), ("--costs", "costs.json")])
-def test_options_of_the_topology_alone_are_refused(option, value, capsys):
-    assert main(["doctor", option, value]) == 6
-    told = capsys.readouterr()
-    assert f"{option} without --topology" in told.err
     assert told.out == ""

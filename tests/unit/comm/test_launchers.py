@@ -144,7 +144,7 @@ SHELLS = {
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize(
     "command",
-    [["train", "--ranks", "4"], ["perf", "all_reduce", "--ranks", "4"], ["doctor", "--topology", "--ranks", "4"]],
+    [["train", "--ranks", "4"], ["perf", "all_reduce", "--ranks", "4"], ["acceptance", "--ranks", "4"]],
 )
 def test_commands_start_ranks_in_an_interactive_shell(
     monkeypatch: pytest.MonkeyPatch,

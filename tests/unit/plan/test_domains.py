@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdpcomm.cli.doctor_topology import _lines
 from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.measure.topology import Host, LinkCost, Topology
 from hdpcomm.plan import (
     DEVICES,
     MODELS,
@@ -278,17 +276,3 @@ def test_domains_that_no_cluster_has() -> None:
             CostModel(1e-9, 1e-6, **{name: -1.0})
     with pytest.raises(InvalidUsage, match="domain_bandwidth"):
         replace(DEVICES["h100"], domain_bandwidth=0.0)
-
-
-def test_doctor_tells_the_domains() -> None:
-    hosts = tuple(Host(name, (rank,), 8, (), ()) for rank, name in enumerate("abcd"))
-    inside, far = LinkCost(3, 1e-5, 5e9), LinkCost(3, 2e-4, 1e9)
-    topology = Topology("torch", hosts, None, far, None, ((0, 2), (1, 3)), inside)
-    told = _lines(topology)
-    assert "  domains of hosts that are near each other: a, c; b, d" in told
-    assert any(line.startswith("  inside a domain ") and "5.00 GB/s" in line for line in told)
-    assert any(line.startswith("  between domains ") and "1.00 GB/s" in line for line in told)
-    assert topology.domain_of_rank == [0, 1, 0, 1]
-    alone = replace(topology, domains=(), domain=None)
-    assert any(line.startswith("  between hosts ") for line in _lines(alone))
-    assert alone.domain_of_rank is None
