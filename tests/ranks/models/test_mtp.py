@@ -202,7 +202,7 @@ def test_slices(ranks, depth, read):
 @pytest.mark.parametrize(
     "options",
     [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"recompute": "full"}, {"recompute": 1, "zero": 3}, {"read": Parts()}],
-    ids=str,
+    ids=["zero 1", "zero 2", "zero 3", "recompute", "recompute and zero", "parts"],
 )
 def test_what_a_step_can(options):
     check(2, lambda: planner_of(2), 2, **options)
