@@ -55,7 +55,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("simulate --capacity -1", "-1"),
     ("simulate --pipeline x", "'x'"),
     ("perf all_mess", "'all_mess'"),
-    ("perf", "no operation"),
+    ("perf", "required: OP"),
     ("perf all_reduce -b 8q", "'8q'"),
     ("perf all_reduce -b -8", "-8"),
     ("perf all_reduce -b 8M -e 4M", "8"),

@@ -214,12 +214,12 @@ import sys
 from pathlib import Path
 from hdpcomm.cli.main import main
 from hdpcomm.run import checkpoints
-write = checkpoints._write_synced
+write = checkpoints.write_synced
 def full(path, text):
     if {where} and any(part in str(path) for part in ("step-4.", "step-8.")):
         raise OSError(28, "No space left on device")
     write(path, text)
-checkpoints._write_synced = full
+checkpoints.write_synced = full
 sys.exit(main(sys.argv[1:]))
 """
 
