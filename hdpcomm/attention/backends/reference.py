@@ -17,7 +17,7 @@ from hdpcomm.attention.tiles import Tile
 
 __all__ = ["ReferenceBackend"]
 
-_BLOCK = 512
+_BLOCK = 2048
 
 
 def _scores(q: Tensor, k: Tensor, tile: Tile, score: Score) -> Tensor:

@@ -110,6 +110,7 @@ def test_less_memory_recomputes_more_and_cuts_more(monkeypatch: pytest.MonkeyPat
     assert all(each.step_s is not None and each.step_s > best.step_s for each in tight[:2] if each.fits)
 
 
+@pytest.mark.timeout(180)
 def test_latent_attention_needs_no_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", minversion="5.23")
     from tests.harness.families import model_of
