@@ -164,7 +164,8 @@ class ShapeSearch {
   bool above(double share) const { return best_.makespan >= share * bound_; }
   bool alike() const { return problem_.cost().cluster().speeds.empty(); }
 
-  void attemptEqual() { attempt({count_}); }
+  void attemptEqual() { attempt({count_, 0, 0}); }
+  void attemptSlopes() { attempt({count_, stages_, stages_}); }
 
   void attemptRamps() {
     Shape shape{count_};
@@ -188,8 +189,7 @@ class ShapeSearch {
       if (stages_ * top >= best_.makespan) break;
       for (const int count : {few ? 8 : 4, few ? 16 : 14}) {
         for (const int beside : {few ? 2 : 0, few ? 5 : 4}) {
-          Shape shape{count};
-          shape.ramps = 1;
+          Shape shape{count, stages_, stages_};
           shape.top = top;
           shape.beside = beside;
           shape.own = own;
@@ -209,10 +209,13 @@ class ShapeSearch {
       for (const double slack : {0.01, 0.025, 0.06, 0.09}) {
         change([&](Shape& shape) { shape.slack = slack; });
       }
+      if (!by_levels_) {  // each attempt is a whole simulation
+        changeUp();
+        break;
+      }
       for (const double ramps : {0.0, 0.6, 0.8, 1.0, 1.2}) {
         change([&](Shape& shape) { shape.ramps = ramps; });
       }
-      if (!by_levels_) break;  // each attempt is a whole simulation
       change([&](Shape& shape) { shape.spread = !shape.spread; });
       for (const double full : {0.0, 0.7, 0.85, 0.93}) {
         change([&](Shape& shape) { shape.full = full; });
@@ -244,12 +247,15 @@ class ShapeSearch {
       attempt(shape);
     }
     for (const int count : {8, 12, 16, 20, 26}) {
-      Shape shape{count};
+      Shape shape{count, stages_, stages_};
       shape.nodes = true;
-      for (const double ramps : {0.6, 1.0}) {
-        shape.ramps = ramps;
-        attempt(shape);
-      }
+      attempt(shape);
+      shape.growth = 1.2;
+      attempt(shape);
+      shape.growth = 1.5;
+      shape.up = shape.down = 0;
+      shape.ramps = 1;
+      attempt(shape);
     }
   }
 
@@ -296,6 +302,8 @@ class ShapeSearch {
   // soon as that is certain.
   double makespanOf(Shape shape, double most, double limit) {
     if (done() || shape.waves < 1 || shape.waves > PipelineRamps::kMost) return kForever;
+    shape.up = std::min(shape.up, shape.waves / 3);
+    shape.down = std::min(shape.down, shape.waves / 3);
     const Shape key = shape.withoutUnused();
     if (std::find(tried_.begin(), tried_.end(), key) != tried_.end()) return kForever;
     tried_.push_back(key);
@@ -319,6 +327,15 @@ class ShapeSearch {
   double makespanOfDealt(double limit) {
     return by_levels_ ? makespanByLevels(problem_, waves_.passes(), limit)
                       : finishPlan(problem_, waves_.plan(), limit).makespan;
+  }
+
+  void changeUp() {
+    for (const int up : {0, 1, 2 * stages_}) {
+      change([&](Shape& shape) {
+        shape.up = up;
+        shape.down = std::min(up, stages_);
+      });
+    }
   }
 
   template <typename Change>
@@ -391,6 +408,8 @@ constexpr auto kInNodes = [](const ShapeSearch& search) {
 constexpr Shapes kNumbered[] = {
     {"equal waves", [](const ShapeSearch& search) { return search.count() <= 4; },
      [](ShapeSearch& search) { search.attemptEqual(); }},
+    {"slopes", [](const ShapeSearch& search) { return search.count() > 2; },
+     [](ShapeSearch& search) { search.attemptSlopes(); }},
     {"ramps", [](const ShapeSearch& search) { return search.count() > 2; },
      [](ShapeSearch& search) { search.attemptRamps(); }},
 };

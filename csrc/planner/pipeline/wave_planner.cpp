@@ -16,9 +16,21 @@
 namespace hdpcomm::planner {
 namespace {
 
+constexpr double kLast = 0.45;  // height of the last wave of a slope over that of the highest ones
+
 std::vector<double> relativeHeights(const Shape& shape, const PipelineRamps& ramps) {
-  std::vector<double> heights = ramps.heights(shape.waves, shape.later);
-  for (double& height : heights) height = std::pow(height, shape.ramps);
+  std::vector<double> heights;
+  if (shape.ramps > 0) {
+    heights = ramps.heights(shape.waves, shape.later);
+    for (double& height : heights) height = std::pow(height, shape.ramps);
+    std::sort(heights.begin(), heights.end(), std::greater<>());
+    return heights;
+  }
+  for (int i = 1; i <= shape.up; ++i) heights.push_back(std::pow(shape.growth, -i));
+  for (int i = 1; i <= shape.down; ++i) {
+    heights.push_back(1 - (1 - kLast) * i / shape.down);
+  }
+  while (static_cast<int>(heights.size()) < shape.waves) heights.push_back(1);
   std::sort(heights.begin(), heights.end(), std::greater<>());
   return heights;
 }

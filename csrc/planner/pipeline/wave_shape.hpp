@@ -23,7 +23,10 @@ struct Shape {
   static constexpr double kSlack = 0.04;
 
   int waves = 1;
-  double ramps = 0;       // heights are those of PipelineRamps to the power of this,
+  int up = 0;             // waves that are lower than the highest ones at the start,
+  int down = 0;           // and at the end
+  double growth = 1.5;    // of those at the start, from one to the next
+  double ramps = 0;       // instead: the heights of PipelineRamps, to the power of this,
   int later = 0;          // with the highest one so many places later
   double slack = kSlack;  // of the heights over their work
   double full = 0;  // least part of a wave that a sequence takes on several ranks, if it need not
@@ -41,7 +44,12 @@ struct Shape {
   // Equal for shapes that make the same waves.
   Shape withoutUnused() const {
     Shape used = *this;
-    if (ramps <= 0) used.later = 0;
+    if (ramps > 0) {
+      used.up = used.down = 0;
+      used.growth = 0;
+    } else {
+      used.later = 0;
+    }
     if (top <= 0) used.beside = used.own = 0;
     return used;
   }
