@@ -94,8 +94,7 @@ def _measured(comm: Communicator, group: dist.ProcessGroup, name: str) -> tuple[
     slowest = torch.zeros(1, dtype=torch.float64)
     for bound in both:
         bound.fill()
-        for _ in range(2):  # the first one makes connections
-            slowest += call_s(comm.device, bound.run)
+        slowest += sum(call_s(comm.device, bound.run) for _ in range(2))  # the first one makes connections
     comm.all_reduce(slowest, "max")
     turns = 2 * _BUDGET_S / float(slowest)
     calls, rounds = (max(1, min(5, round(turns / share))) for share in (5, 25))
@@ -105,11 +104,8 @@ def _measured(comm: Communicator, group: dist.ProcessGroup, name: str) -> tuple[
             comm.barrier()
             best[place] = min(best[place], repeated_s(comm.device, bound.run, calls))
     ours = both[0]
-    ours.fill()
-    ours.synchronize()
-    comm.barrier()
-    ours.run()
-    ours.synchronize()
+    for step in (ours.fill, ours.synchronize, comm.barrier, ours.run, ours.synchronize):
+        step()
     return best[0], best[1], ours.wrong()
 
 

@@ -91,8 +91,7 @@ def _beside_messages(comm: Communicator, a: torch.Tensor, b: torch.Tensor, alone
     together_s = min(call_s(comm.device, both) for _ in range(_REPEATS))
     found = gather_json(comm, [together_s, max(products * alone_s, message_s)])
     seconds, limit = max(found)
-    known = limit if comm.device.type == "cuda" else None
-    note = "messages take cores of the device"
+    known, note = limit if comm.device.type == "cuda" else None, "messages take cores of the device"
     return rated("devices", "products beside messages", seconds, known, "s", _TOGETHER, note)
 
 
@@ -102,13 +101,10 @@ def check_copies(comm: Communicator) -> list[Row]:
     nodes = nodes_of(comm)
     first = nodes.index(nodes[comm.rank])
     pool = PinnedPool(8 * _COPY_BYTES, device=comm.device)
-    own = measure_copies(pool, _COPY_BYTES) if comm.rank == first else 0.0
-    alone = max(gather_json(comm, own))
+    alone = max(gather_json(comm, measure_copies(pool, _COPY_BYTES) if comm.rank == first else 0.0))
     together = gather_json(comm, measure_copies(pool, _COPY_BYTES))
-    spec = known_device(comm.device)
-    limit = alone if comm.device.type == "cuda" else None
-    if spec is not None:
-        limit = min(spec.d2h_bandwidth, spec.h2d_bandwidth)
+    spec, found = known_device(comm.device), alone if comm.device.type == "cuda" else None
+    limit = min(spec.d2h_bandwidth, spec.h2d_bandwidth) if spec else found
     slowest, rank = min((rate, rank) for rank, rate in enumerate(together))
     note = f"rank {rank} is the slowest: bind ranks to the memory nearest their device"
     return [rated("devices", "copies to host memory", slowest, limit, "GB/s", _TOGETHER, note)]

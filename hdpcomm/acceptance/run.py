@@ -64,25 +64,25 @@ def accept(settings: Settings) -> Report:
         report.rows.append(Row("meeting", "all ranks", BROKEN, note=first_line(error)))
         return report
     with comm:
-        took = time.monotonic() - started
-        report.rows.append(Row("meeting", f"{ranks_text(comm.size)}, {comm.transport}", GOOD, f"{took:.3g} s"))
+        took = f"{time.monotonic() - started:.3g} s"
+        report.rows.append(Row("meeting", f"{ranks_text(comm.size)}, {comm.transport}", GOOD, took))
         broken, crowded = False, shared_cores(comm) is not None
         for section, check in _checks(settings):
+            name = check.__name__.removeprefix("check_")
             try:
                 in_time = from_rank(comm, str(time.monotonic() - started)) if not broken else "0"
                 if broken or float(in_time) > settings.limit_s:
                     why = "as an error came before" if broken else f"the {settings.limit_s:g} s were over"
-                    report.rows.append(Row(section, check.__name__.removeprefix("check_"), NOT_TRIED, note=why))
+                    report.rows.append(Row(section, name, NOT_TRIED, note=why))
                     continue
                 rows = check(comm)
                 report.rows += [_in_doubt(row) for row in rows] if crowded else rows
             except Exception as error:  # of torch or the system as well: the report goes on
                 LOG.debug("acceptance: %s", section, exc_info=error)
                 broken = True
-                name = check.__name__.removeprefix("check_")
                 report.rows.append(Row(section, name, BROKEN, note=first_line(error)))
-                world = comm._core.world
-                living = [rank for rank in range(comm.size) if rank == comm.rank or not world.has_left(rank)]
+                left = comm._core.world.has_left
+                living = [rank for rank in range(comm.size) if rank == comm.rank or not left(rank)]
                 report.speaks = comm.rank == living[0]
         if not broken:
             report.costs = measure_world(comm) if settings.costs else {}

@@ -1,6 +1,6 @@
-"""A process of the job that loses a rank: ``python -m hdpcomm.acceptance.victim FOLDER STEP``.
+"""A process of the job that loses a rank: ``python -m hdpcomm.acceptance.victim FOLDER``.
 
-The last rank kills itself after that step; the others train to the end and say how long that held them up.
+The last rank kills itself after the fourth step; the others train to the end and say how long that held them up.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from hdpcomm.run import RunResult
     from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
-_STEPS = 8
+_STEPS, _KILLED_AT = 8, 3
 
 
-def _main(folder: Path, killed_at: int) -> None:
+def _main(folder: Path) -> None:
     torch.set_num_threads(1)
     model = LlamaConfig(layers=1, hidden=32, heads=2, kv_heads=1, ffn=64)
     ends: list[tuple[int, float]] = []
@@ -43,7 +43,7 @@ def _main(folder: Path, killed_at: int) -> None:
         def on_step(policy: str, metrics: StepMetrics, costs: Mapping[str, float]) -> None:
             del policy, costs
             ends.append((metrics.step, time.perf_counter()))
-            if last and metrics.step == killed_at:
+            if last and metrics.step == _KILLED_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def attempt(living: Communicator, resume: str | KeptCheckpoint | None, peers: PeerSaves) -> RunResult:
@@ -59,4 +59,4 @@ def _main(folder: Path, killed_at: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]))
+    _main(Path(sys.argv[1]))

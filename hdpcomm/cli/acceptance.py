@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from dataclasses import asdict
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from hdpcomm.cli.output import TRANSPORTS, check_writable, new_table, ranks_here, stdout_console, write_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.files import read_text
 from hdpcomm.options import count, positive
 
 if TYPE_CHECKING:
@@ -48,9 +46,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="train this model in place of a small one")
     parser.add_argument(
-        "--capacity", type=count, metavar="TOKENS", help="tokens that a rank holds at once, of --model (default 4096)"
-    )
-    parser.add_argument(
         "--limit", type=positive, default=600.0, metavar="SECONDS", help="begin no check later (default %(default)g)"
     )
     parser.add_argument("--only", nargs="+", metavar="SECTION", default=(), help="try these: links, devices, ...")
@@ -67,13 +62,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _acceptance(options: argparse.Namespace) -> int:
     from hdpcomm.acceptance import accept
-    from hdpcomm.comm.costs import costs_path, save_costs
+    from hdpcomm.comm.costs import costs_path, known_costs, save_costs
     from hdpcomm.comm.launch import RankPool
 
     settings = _settings(options)
     path = Path(options.costs) if options.costs else costs_path()
     if settings.costs:
-        _check_costs(path)
+        known_costs(path)
         os.environ.pop("HDPCOMM_COSTS", None)  # else init() would look for the file that is written here
     rank, ranks = ranks_here(options.ranks, default=2)
     if rank is not None:
@@ -99,12 +94,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     from hdpcomm.acceptance import SECTIONS, Settings
     from hdpcomm.run import RunConfig, folder_model, model_path
 
-    config = None
-    if options.model:
-        model = folder_model(model_path(options.model))
-        config = RunConfig(model=model, capacity=options.capacity or 4096)
-    elif options.capacity:
-        raise InvalidUsage("--capacity was given without --model, whose tokens it counts; leave it out, or give both")
+    config = RunConfig(model=folder_model(model_path(options.model))) if options.model else None
     if not options.folder.is_dir():
         raise InvalidUsage(f"--folder {options.folder}: is no folder; give one that exists on every host")
     if unknown := sorted({*options.only} - {*SECTIONS}):
@@ -119,24 +109,8 @@ def _cost_text(key: str, seconds: float) -> str:
     return f"{name} {seconds * 1e9:.4f} ns/byte" if key.endswith("_per_byte") else f"{name} {seconds * 1e6:.2f} us"
 
 
-def _check_costs(path: Path) -> None:
-    """Raises InvalidUsage for a file that cannot be written, or that exists and does not hold costs."""
-    if path.parent.is_dir():
-        check_writable(path)
-    if not path.is_file():
-        return
-    try:
-        known = json.loads(read_text(path))
-    except (OSError, ValueError) as error:
-        raise InvalidUsage(f"{path}: is no file of --costs ({error}); give another file or remove it") from error
-    if not isinstance(known, dict):
-        raise InvalidUsage(f"{path}: is no file of --costs; give another file or remove it")
-
-
 def _print(report: Report) -> None:
-    table = new_table("acceptance")
-    for name in ("", "", "measured", "limit", "ratio", "judged"):
-        table.add_column(name, justify="right" if name in ("measured", "limit", "ratio") else "left")
+    table = new_table("acceptance", "", "", "measured", "limit", "ratio", "judged", left=("", "judged"))
     section = ""
     for row in report.rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"

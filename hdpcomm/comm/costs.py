@@ -12,7 +12,7 @@ from hdpcomm.files import read_text, user_folder, write_whole
 from hdpcomm.plan.presets import DEVICES
 from hdpcomm.plan.presets import link_costs as nccl_link_costs
 
-__all__ = ["cost_names", "costs_path", "link_costs", "load_costs", "save_costs"]
+__all__ = ["cost_names", "costs_path", "known_costs", "link_costs", "load_costs", "save_costs"]
 
 _ADVICE = "measure costs by hdpcomm acceptance --only links --costs"
 _DEFAULTS = _core.collective.DEFAULT_COSTS
@@ -84,6 +84,14 @@ def load_costs(transport: str) -> dict[str, float]:
     return costs
 
 
+def known_costs(path: Path) -> dict[str, dict[str, float]]:
+    """The costs of all transports in a file, none without one. Raises: InvalidUsage: it holds something else."""
+    try:
+        return {**json.loads(read_text(path))} if path.exists() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidUsage(f"{path}: holds no costs ({error}); give another file or remove it") from error
+
+
 def save_costs(transport: str, costs: dict[str, float], path: Path | None = None) -> Path:
     """Stores the costs of a transport beside those of the others; returns the file."""
     path = costs_path() if path is None else path
@@ -92,7 +100,7 @@ def save_costs(transport: str, costs: dict[str, float], path: Path | None = None
     if unknown:
         raise InvalidUsage(f"costs {sorted(unknown)} are unknown; known are: {', '.join(known)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    everything = json.loads(read_text(path)) if path.exists() else {}
+    everything = known_costs(path)
     everything[transport] = everything.get(transport, {}) | costs  # what was not measured now stays
     write_whole(path, json.dumps(everything, indent=1).encode())
     return path

@@ -233,7 +233,7 @@ def test_costs_keep_those_of_other_transports(
     for text in ("{", "[]"):
         path.write_text(text)
         assert main([*command, str(path)]) == 6
-        assert "is no file of --costs" in capsys.readouterr().err
+        assert "holds no costs" in capsys.readouterr().err
 
 
 def test_sections_that_are_asked_for_and_their_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,7 +251,6 @@ def test_sections_that_are_asked_for_and_their_costs(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--capacity", "64"], "--capacity was given without --model"),
         (["--folder", "/no/such/place"], "--folder /no/such/place: is no folder"),
         (["--model", "/no/such/place"], "/no/such/place"),
         (["--ranks", "0"], "below 1"),
