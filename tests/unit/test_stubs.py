@@ -119,9 +119,22 @@ def signature_of(name: str, value: Any) -> Signature | None:
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
+def declared_in(name: str) -> Names:
+    """The names of a stub. hdpcomm.testing._native gives methods to the core's Device; its stub has them in a class
+    that is there for the types alone."""
+    found = declared(ast.parse(STUBS[name].read_text()).body)
+    if name == "hdpcomm.testing._native":
+        return {each: signature for each, signature in found.items() if not each.startswith("TestedDevice")}
+    if name == "hdpcomm._core.device":
+        of_tests = declared(ast.parse(STUBS["hdpcomm.testing._native"].read_text()).body)
+        tested = {each: signature for each, signature in of_tests.items() if each.startswith("TestedDevice.")}
+        found |= {each.replace("TestedDevice", "Device"): signature for each, signature in tested.items()}
+    return found
+
+
 @pytest.mark.parametrize("name", STUBS)
 def test_stub_and_module_say_the_same(name: str) -> None:
-    in_stub = declared(ast.parse(STUBS[name].read_text()).body)
+    in_stub = declared_in(name)
     in_module = compiled(importlib.import_module(name))
     assert sorted(in_stub) == sorted(in_module)
     for each, signature in in_module.items():
