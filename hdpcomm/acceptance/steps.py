@@ -25,6 +25,7 @@ from hdpcomm.comm.secret import new_secret
 from hdpcomm.comm.topology import cores_of_rank
 from hdpcomm.data.agree import from_rank, gather_json
 from hdpcomm.data.corpus import standard_library
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.timing import slowest_s
 from hdpcomm.models import LlamaConfig
 from hdpcomm.run import RunConfig, train
@@ -127,7 +128,7 @@ def _meeting_place() -> dict[str, str]:
     """Where the processes of the job meet: on rank 0's host, as the ranks themselves do."""
     try:
         address = master()[0]
-    except Exception:  # ranks that were started without a launcher of several hosts
+    except InvalidUsage:  # ranks that were started without a launcher of several hosts
         address = "127.0.0.1"
     with closing(socket.socket()) as free:
         free.bind(("", 0))

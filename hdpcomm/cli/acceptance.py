@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
+_LAST_CHECK_S = 300.0
 _COLORS = {"good": "green", "look here": "yellow", "broken": "bold red", "not tried": "dim"}
 
 
@@ -65,6 +66,7 @@ def _acceptance(options: argparse.Namespace) -> int:
     from hdpcomm.comm.costs import costs_path, known_costs, save_costs
     from hdpcomm.comm.launch import RankPool
 
+    check_writable(options.json)
     settings = _settings(options)
     path = Path(options.costs) if options.costs else costs_path()
     if settings.costs:
@@ -75,10 +77,10 @@ def _acceptance(options: argparse.Namespace) -> int:
         report: Report = accept(settings)
     else:
         with RankPool(ranks) as pool:
-            report = next(each for each in pool.run(accept, settings, survivors=True) if each is not None)
+            reports = pool.run(accept, settings, survivors=True, timeout=settings.limit_s + _LAST_CHECK_S)
+            report = next(each for each in reports if each is not None)
         report.speaks = True
     if report.speaks:
-        check_writable(options.json)
         _print(report)
         if options.json:
             write_json(options.json, {"healthy": report.healthy, "rows": [asdict(row) for row in report.rows]})

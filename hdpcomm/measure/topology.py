@@ -96,7 +96,7 @@ def measure_topology(comm: Communicator) -> Topology:
     intra = _measure(comm, [(a, b) for a, b in pairs if nodes[a] == nodes[b]])
     apart = [(a, b) for a, b in pairs if nodes[a] != nodes[b]]
     near = [(a, b) for a, b in apart if where is not None and where[a] == where[b]]
-    far = _measure(comm, [pair for pair in apart if pair not in near])
+    far = _measure(comm, [(a, b) for a, b in apart if where is None or where[a] != where[b]])
     return Topology(comm.transport, hosts, intra, far, nics, where, _measure(comm, near))
 
 

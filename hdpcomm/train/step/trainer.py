@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -380,8 +379,6 @@ class Trainer:
         idle = sum(span.idle_s for span in self.timeline.spans)
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
-        if runner.ahead[1]:
-            metrics = replace(metrics, mtp_loss=runner.ahead[0] / runner.ahead[1])
         if runner.counts_rows:
             metrics = add_expert_load(metrics, runner.expert_rows(), self.mesh)
         return offloading.add_to(metrics, self.comm)
@@ -589,6 +586,7 @@ class Trainer:
             bytes_sent=int(bytes_sent),
             idle_share=min(1.0, idle / seconds),
             grad_norm=grad_norm,
+            mtp_loss=self.runner.ahead[0] / max(1.0, self.runner.ahead[1]),
             longest=longest,
             longest_ranks=longest_ranks,
             micro_batches=len(plan.table),
