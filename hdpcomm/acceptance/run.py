@@ -27,6 +27,7 @@ __all__ = ["SECTIONS", "Settings", "accept"]
 SECTIONS = ("versions", "hosts", "links", "devices", "collectives", "steps", "recovery")
 
 Check = Callable[[Communicator], list[Row]]
+_AGREE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +82,19 @@ def accept(settings: Settings) -> Report:
                 LOG.debug("acceptance: %s", section, exc_info=error)
                 broken = True
                 report.rows.append(Row(section, name, BROKEN, note=first_line(error)))
-                left = comm._core.world.has_left
-                living = [rank for rank in range(comm.size) if rank == comm.rank or not left(rank)]
-                report.speaks = comm.rank == living[0]
+                report.speaks = comm.rank == _first_living(comm)
         if not broken:
             report.costs = measure_world(comm) if settings.costs else {}
             report.speaks = comm.rank == 0
     return report
+
+
+def _first_living(comm: Communicator) -> int:
+    """Agreed by all that live: one that leaves in good order must not look dead to those that are slower."""
+    try:
+        return comm.shrink(_AGREE_S).ranks[0]
+    except Error:  # a rank that lives did not come
+        return min({*comm.ranks} - {*comm.lost()})
 
 
 def _in_doubt(row: Row) -> Row:
