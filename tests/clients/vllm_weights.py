@@ -146,10 +146,10 @@ def main():
     for kind in ("dense", "experts"):
         with tempfile.TemporaryDirectory() as folder:
             path = f"{folder}/line"
-            workers = [context.Process(target=worker, args=(rank, path, kind)) for rank in range(WORKERS)]
+            workers = [context.Process(target=worker, args=(rank, path, kind), daemon=True) for rank in range(WORKERS)]
             for each in workers:
                 each.start()
-            until = time.monotonic() + 120
+            until = time.monotonic() + 300
             while not all(Path(f"{path}-{rank}").exists() for rank in range(WORKERS)):
                 assert time.monotonic() < until, "the workers did not start"
                 time.sleep(0.1)
