@@ -72,7 +72,7 @@ py::dict packBlocks(const CostModel& cost, std::vector<int64_t> lengths, double 
   std::vector<planner::Job> jobs = planner::makeJobs(problem);
   planner::BlockPacker packer(problem, jobs);
   py::dict found;
-  found["makespan"] = packer.run(target, false);
+  found["makespan"] = packer.run(target);
   found["looked"] = packer.looked();
   return found;
 }

@@ -53,14 +53,10 @@ Plan planBlocks(const Problem& problem, double lower_bound) {
   const auto attempt = [&](double target) {
     if (std::find(tried.begin(), tried.end(), target) != tried.end()) return;
     tried.push_back(target);
-    for (const bool fill : {false, true}) {
-      if (best <= lower_bound * kGoodEnough[0]) return;
-      if (fill && !packer.couldFill()) return;
-      const double makespan = packer.run(target, fill, best);
-      if (makespan >= best) continue;
-      best = makespan;
-      packer.take(packing);
-    }
+    const double makespan = packer.run(target, best);
+    if (makespan >= best) return;
+    best = makespan;
+    packer.take(packing);
   };
   attempt(lower_bound * (1 + 1e-6));
   for (const double good_enough : kGoodEnough) {

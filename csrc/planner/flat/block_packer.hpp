@@ -23,14 +23,10 @@ class BlockPacker {
   BlockPacker(const Problem& problem, std::vector<Job>& jobs)
       : problem_(problem), cost_(problem.cost()), jobs_(jobs), filler_(cost_, jobs) {}
 
-  // Places all jobs and returns the makespan. With `fill`, a job that would take more than half of
-  // its block takes all of it: jobs that are too wide to run side by side then follow each other
-  // without a gap. A run that cannot end before `limit` is given up: it returns a time that is not
-  // below it.
-  double run(double target, bool fill, double limit = std::numeric_limits<double>::infinity()) {
+  // Places all jobs and returns the makespan. A run that cannot end before `limit` is given up: it
+  // returns a time that is not below it.
+  double run(double target, double limit = std::numeric_limits<double>::infinity()) {
     target_ = target;
-    fill_ = fill;
-    could_fill_ = false;
     placements_.clear();
     gaps_.clear();
     makeBlocks();
@@ -45,9 +41,6 @@ class BlockPacker {
     if (filler_.leastEnd(next, gaps_, blocks_) >= limit) return limit;
     return filler_.place(next, gaps_, blocks_, limit);
   }
-
-  // Whether `fill` mattered in the last run. If not, that run is the same one with and without.
-  bool couldFill() const { return could_fill_; }
 
   // Blocks that all runs have looked at, to join some of them.
   int64_t looked() const { return looked_; }
@@ -145,13 +138,6 @@ class BlockPacker {
   bool placeAt(size_t index, BlockList::Iterator at, int size) {
     Job& job = jobs_[index];
     const Block block = *at;
-    if (job.min_size > 1 && size < block.count && block.count < 2 * size) {
-      findFastest(job);
-      if (block.count <= job.fastest) {
-        could_fill_ = true;
-        if (fill_) size = block.count;
-      }
-    }
     const int first = position(block, size);
     const double end = block.ready + cost_.secondsFrom(job.load, first, size) / block.speed;
     if (end > target_ * (1 + 1e-9)) return false;
@@ -309,8 +295,6 @@ class BlockPacker {
   std::vector<Job>& jobs_;
   ShortFiller filler_;
   double target_ = 0;
-  bool fill_ = false;
-  bool could_fill_ = false;
   BlockList blocks_;
   int64_t looked_ = 0;
   std::vector<Placement> placements_;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -22,7 +21,6 @@ namespace {
 constexpr double kLongShare = 0.2;  // of the bound; sequences that take longer run in waves
 constexpr int kMaxWaveJobs = 8192;  // with more of them, blocks leave little over
 constexpr int kMaxWaveTrials = 16;
-constexpr int kMaxFewer = 3;  // waves of fewer sequences after those on the smallest sizes
 
 // Packs the sequences of a step in waves that follow each other.
 class WavePacker {
@@ -41,7 +39,7 @@ class WavePacker {
     size_t next = 0;
     for (const int count : counts) {
       int first = 0;
-      const std::vector<int>& sizes = sizesOfWave(next, count);
+      const std::vector<int> sizes = sizesOfWave(next, count);
       for (int i = 0; i < count; ++i) {
         const int size = sizes[i];
         const size_t job = next + i;
@@ -68,13 +66,7 @@ class WavePacker {
 
  private:
   // Sizes of `count` jobs from `next` on that run side by side, with the least longest time.
-  const std::vector<int>& sizesOfWave(size_t next, int count) {
-    std::vector<int>& sizes = wave_sizes_[{next, count}];
-    if (sizes.empty()) sizes = findSizes(next, count);
-    return sizes;
-  }
-
-  std::vector<int> findSizes(size_t next, int count) const {
+  std::vector<int> sizesOfWave(size_t next, int count) const {
     std::vector<int> sizes(count);  // the smallest ones, which the caller knows to fit
     double low = 0;
     double high = 0;
@@ -140,7 +132,6 @@ class WavePacker {
   ShortFiller filler_;
   std::vector<Placement> placements_;
   std::vector<Gap> gaps_;
-  std::map<std::pair<size_t, int>, std::vector<int>> wave_sizes_;  // of sizesOfWave()
 };
 
 // How many of the jobs from `next` up to `count` run in each of `waves` waves of about equal
@@ -174,31 +165,15 @@ std::optional<Plan> planWaves(const Problem& problem, double lower_bound, double
   if (count == 0 || count > kMaxWaveJobs) return {};
   double best = limit;
   Packing packing;
-  const auto attempt = [&](const std::vector<int>& counts) {
-    const double makespan = packer.runWaves(counts, best);
-    if (makespan >= best) return;
-    best = makespan;
-    packing = packer.take();
-  };
-  int fewest = static_cast<int>(waveCounts(problem, jobs, 0, count, 1).size());
+  const int fewest = static_cast<int>(waveCounts(problem, jobs, 0, count, 1).size());
   for (int tried = 0, waves = fewest; tried < kMaxWaveTrials && waves <= count; ++tried) {
     const std::vector<int> counts = waveCounts(problem, jobs, 0, count, waves);
-    attempt(counts);
-    waves = std::max(waves, static_cast<int>(counts.size())) + 1 + tried / 8;
-  }
-  // Waves on the smallest sizes, then one or some of fewer sequences.
-  std::vector<int> full = waveCounts(problem, jobs, 0, count, 1);
-  int left = full.back();
-  for (int dropped = 0; dropped < kMaxFewer && full.size() > 1; ++dropped) {
-    full.pop_back();
-    for (int waves = 1; waves <= kMaxFewer && waves <= left; ++waves) {
-      std::vector<int> counts = full;
-      for (const int each : waveCounts(problem, jobs, count - left, count, waves)) {
-        counts.push_back(each);
-      }
-      attempt(counts);
+    const double makespan = packer.runWaves(counts, best);
+    if (makespan < best) {
+      best = makespan;
+      packing = packer.take();
     }
-    left += full.back();
+    waves = std::max(waves, static_cast<int>(counts.size())) + 1 + tried / 8;
   }
   if (best == limit) return {};
   return finishPlan(problem, collectPlaced(problem, jobs, packing));
