@@ -16,6 +16,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.state.layout import Placement, plain_name
 from hdpcomm.train.state.tensor_part import TensorPart, box_slices
 from hdpcomm.train.zero.matrix_owners import MatrixOwners
+from hdpcomm.train.zero.pulled_weights import names_only
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -202,7 +203,9 @@ class State:
         cut = {} if self._masters is None else {id(each.parameter): each for each in self._masters.parts()}
         names = self._model.named_parameters(remove_duplicate=False) if cut else ()
         cut_names = {plain_name(name): cut[id(p)] for name, p in names if id(p) in cut}
-        for name, value in get_model_state_dict(self._model).items():
+        with names_only():  # of those that are cut
+            state = get_model_state_dict(self._model)
+        for name, value in state.items():
             placement = self._layout.by_name.get(name)
             if placement is not None and name in cut_names:
                 yield ("model", placement.name), self._range(placement, cut_names[name])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from hdpcomm.train.zero.side_work import SideWork
     from hdpcomm.train.zero.units import Unit, Units
 
-__all__ = ["PulledWeights", "has_part", "set_part", "without_values"]
+__all__ = ["PulledWeights", "has_part", "names_only", "set_part", "without_values"]
 
 
 class PulledWeights:
@@ -29,7 +30,8 @@ class PulledWeights:
     in no layer, as long as the passes of a step last. The backward pass finds the last layer of the forward pass still
     there, and the next forward pass the first one.
 
-    Outside of that a parameter has its shape and no values: what reads it gets NaN, and what writes into it an error.
+    Outside of that a parameter has its shape and no values: what reads it gets NaN, what writes into it an error, and
+    ``state_dict()`` is refused.
 
     Args:
         units: the layers, and the units of parameters.
@@ -63,6 +65,8 @@ class PulledWeights:
         self._coming: dict[int, tuple[Unit, Callable[[], object]]] = {}
         self._open = False
         units.listen(self._on_layer_entered)
+        for module in (each for chunk in units.chunks for each in chunk.modules()):
+            module.register_state_dict_post_hook(_refuse_no_values)
 
     def own(self, bucket: Bucket) -> Tensor:
         """This rank's part of a bucket, as others pull it; a view."""
@@ -153,6 +157,30 @@ def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device |
     """A tensor of a shape without the memory for it: each element is the same NaN. Local."""
     value = float("nan") if dtype.is_floating_point else 0
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+_names_only: ContextVar[bool] = ContextVar("names_only", default=False)
+
+
+@contextmanager
+def names_only() -> Iterator[None]:
+    """Context in which ``state_dict()`` of a model is not refused, as its values are not used. Local."""
+    token = _names_only.set(True)
+    try:
+        yield
+    finally:
+        _names_only.reset(token)
+
+
+def _refuse_no_values(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook of ``state_dict()``, after it: a file of its values would hold NaN. Not with ``keep_vars=True``."""
+    for name in () if _names_only.get() else module._parameters:
+        value = state.get(prefix + name)
+        if value is not None and not isinstance(value, nn.Parameter) and value.numel() > 1 and not any(value.stride()):
+            raise InvalidUsage(
+                f"{prefix}{name} has no values between steps, since zero=3 keeps a part of it on each rank: save with "
+                "all ranks by the trainer, save_model() of transformers' or whole_tensors() of hdpcomm's"
+            )
 
 
 def set_part(parameter: Tensor, start: int, values: Tensor) -> None:

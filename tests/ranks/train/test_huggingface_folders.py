@@ -79,6 +79,8 @@ def trains(model: str, out: str, zero: int, way: str) -> tuple[list[float], floa
         trainer.train(resume_from_checkpoint=f"{out}/checkpoint-2" if way == "resumed" else None)
         if zero == 3 and way != "evaluated":  # values come with passes
             assert all(p.isnan().all() for p in trainer.model.parameters())
+            with pytest.raises(InvalidUsage, match="no values between steps, since zero=3"):
+                trainer.model.save_pretrained(f"{out}/not")
         trainer.save_model(f"{out}/{way}")
         return [row["loss"] for row in trainer.state.log_history if "loss" in row], evaluated, sum(read)
     finally:

@@ -333,6 +333,11 @@ def test_a_parameter_has_no_values_between_steps():
         assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == kept
         with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
             model.norm.weight.mul_(2)
+        for part in (model, model.norm):
+            with pytest.raises(InvalidUsage, match=r"norm\.weight|weight has no values between steps, since zero=3"):
+                part.state_dict()
+        assert model.state_dict(keep_vars=True)["norm.weight"] is model.norm.weight
+        assert trainer.state_dict()["model"]
         own = sum(each.values.numel() for each in trainer.runner.masters.parts())
         return kept, own, sum(p.numel() for p in model.parameters())
 
