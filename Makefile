@@ -16,7 +16,7 @@ export CMAKE_ARGS
 # The core is compiled while pip waits for the network and the disk, and while the linters run.
 MAKEFLAGS += -j2
 
-.PHONY: train test test-rest test-all unit times lint format docs build clients wheels asan tsan fuzz clean
+.PHONY: train test test-rest test-all unit times lint format docs build clients wheels release asan tsan fuzz clean
 
 train: $(if $(wildcard $(DEVELOPER)),$(DEVELOPER),$(USER))
 	rm -rf build/first-run
@@ -62,6 +62,10 @@ format: $(VENV)/.packages-for-tests
 # The site, into build/site; its pictures come from tools/draw_docs.py.
 docs: $(DEVELOPER)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# Checks, distributions, the site beside those of earlier versions, and a tag; pushes nothing: tools/release.py.
+release: $(DEVELOPER)
+	PYTHONS="$(PYTHONS)" MAKEFLAGS= $(BIN)/python tools/release.py
 
 build: $(DEVELOPER)
 

@@ -71,7 +71,7 @@ def commands_page() -> str:
 
     parser = build_parser()
     parts = ["# Commands\n\nAs `hdpcomm COMMAND --help` prints them.\n", _usage("hdpcomm", parser)]
-    parts += [_usage(f"hdpcomm {name}", each) for name, each in _commands(parser)]
+    parts += [_usage(f"hdpcomm {name}", each) for name, each in commands_of(parser)]
     return "\n".join(parts)
 
 
@@ -91,13 +91,14 @@ def options_page() -> str:
     return "\n".join(lines)
 
 
-def _commands(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.ArgumentParser]]:
+def commands_of(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.ArgumentParser]]:
+    """The commands below a parser, with their names from there on."""
     found: list[tuple[str, argparse.ArgumentParser]] = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, command in action.choices.items():
                 found.append((name, command))
-                found += [(f"{name} {below}", each) for below, each in _commands(command)]
+                found += [(f"{name} {below}", each) for below, each in commands_of(command)]
     return found
 
 
