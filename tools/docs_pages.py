@@ -58,6 +58,20 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Files beside docs/ are not on the site: a link to one there becomes its path."""
+    folder = (TOP / "docs" / page.file.src_uri).parent
+
+    def as_path(match: re.Match[str]) -> str:
+        path = (folder / match[2]).resolve()
+        if TOP / "docs" in path.parents or not path.exists():
+            return match[0]
+        place = path.relative_to(TOP).as_posix()
+        return f"{match[1]}" if place in match[1] else f"{match[1]} (`{place}`)"
+
+    return re.sub(r"(?<!!)\[([^]\[]+)\]\((\.\./[^)#\s]+)\)", as_path, markdown)
+
+
 def on_page_content(content: str, **_: Any) -> str:
     """Docstrings mark names as Sphinx does, :meth:`wait`, which Markdown does not know."""
     return re.sub(r":(?:class|func|meth|mod|attr|data|exc):(?=<code>)", "", content).replace(

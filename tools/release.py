@@ -92,11 +92,10 @@ def build_packages(_version: str) -> None:
 
 def build_site(version: str) -> None:
     """As a commit on the branch `site`, beside the sites of earlier versions; `latest` leads to this one."""
-    mike = [sys.executable, "-m", "mike"]
-    branch = ["--branch", "site"]
-    own = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(TOP)}
-    subprocess.run([*mike, "deploy", *branch, "--update-aliases", version, "latest"], cwd=TOP, check=True, env=own)
-    subprocess.run([*mike, "set-default", *branch, "latest"], cwd=TOP, check=True, env=own)
+    bin = Path(sys.executable).parent
+    own = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(TOP), "PATH": f"{bin}:{os.environ['PATH']}"}
+    for words in (["deploy", "--update-aliases", version, "latest"], ["set-default", "latest"]):
+        subprocess.run([str(bin / "mike"), *words, "--branch", "site"], cwd=TOP, check=True, env=own)
 
 
 def make_tag(version: str) -> None:

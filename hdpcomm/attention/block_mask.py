@@ -43,7 +43,7 @@ class BlockMask(Pack):
         InvalidUsage: a size below 1, or positions of another shape. What ``mask_mod`` does wrong is found by the first
             call that uses the mask.
 
-    Example:
+    Examples:
         >>> prefix = BlockMask(lambda b, h, q, kv: (kv <= q) | (kv < 100), 4096)  # the first 100 tokens see each other
     """
 

@@ -99,7 +99,7 @@ def indexed_attention(
 
     The indexer gets no gradient from it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hdpcomm.attention import indexed_attention
         >>> q, k, v = torch.randn(3, 5, 2, 8)

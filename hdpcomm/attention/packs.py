@@ -217,7 +217,7 @@ class BalancedPack(Sequences):
 
     Raises: InvalidUsage.
 
-    Example:
+    Examples:
         >>> pack = BalancedPack([0, 4096], key_limit=1024)
         >>> [int(shard(torch.arange(1, 4097), pack, rank=r, size=2).clamp(max=1024).sum()) for r in range(2)]
         [1835102, 1835426]

@@ -56,7 +56,7 @@ class SlicedSequence:
         InvalidUsage: bounds that do not rise from 0, or that do not end with the tokens of the tree; what is no tree or
             no offload; a ratio out of range.
 
-    Example:
+    Examples:
         >>> sliced = SlicedSequence([0, 4096, 7000, 9000])
         >>> len(sliced), sliced.slice(1).length
         (3, 2904)

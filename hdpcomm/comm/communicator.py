@@ -144,7 +144,7 @@ class Communicator:
 
         Raises: InvalidUsage for a size that no tensor has, another kind of dtype, or a closed communicator.
 
-        Example:
+        Examples:
             >>> import torch, hdpcomm as hdp
             >>> with hdp.init() as comm:
             ...     comm.empty(2, 3, dtype=torch.float64).shape
@@ -185,7 +185,7 @@ class Communicator:
 
         Raises: InvalidUsage for another name, a limit that is no number above 0, or a closed communicator.
 
-        Example:
+        Examples:
             >>> import hdpcomm as hdp
             >>> with hdp.init() as comm, comm.busy("reads data", limit_s=600):
             ...     pass

@@ -27,7 +27,7 @@ class SharedCounter:
     an owner that holds the interpreter's lock delays them. When the owner dies, the ranks of its host go on counting
     until an operation tells them of the death; the ranks of other hosts get PeerLost.
 
-    Example:
+    Examples:
         >>> import hdpcomm as hdp
         >>> with hdp.init() as comm, comm.counter() as counter:
         ...     first, second = counter.fetch_add(), counter.fetch_add(5)

@@ -49,7 +49,7 @@ class Mesh:
 
     Source: ByteScale, arXiv 2502.21231, section 5.1 (d_hdp * d_tp * d_pp = N).
 
-    Example:
+    Examples:
         >>> import hdpcomm as hdp
         >>> with hdp.init() as comm:
         ...     mesh = hdp.Mesh(comm)

@@ -185,7 +185,7 @@ def plain_chat(messages: Sequence[Message]) -> tuple[str, list[Span]]:
 
     Returns (text, spans of characters that the assistant wrote, with the end that it has to write, too).
 
-    Example:
+    Examples:
         >>> plain_chat([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}])
         ('<|user|>\\nhi\\n<|end|>\\n<|assistant|>\\nyes\\n<|end|>\\n', [(34, 46)])
     """

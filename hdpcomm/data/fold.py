@@ -54,7 +54,7 @@ def fold(
     Raises:
         InvalidUsage: an empty trajectory, negative tokens, or weights that do not fit.
 
-    Example:
+    Examples:
         >>> [folded] = fold([[5, 6, 7, 8], [5, 6, 9]])
         >>> folded.tree, folded.tokens.tolist(), folded.weights.tolist()
         (Tree(parents=[-1, 0, 0], lengths=[2, 2, 1]), [5, 6, 7, 8, 9], [2.0, 2.0, 1.0, 1.0, 1.0])

@@ -70,7 +70,7 @@ def open_corpus(
         InvalidUsage: a path that does not exist, an empty or binary file, a folder with no text, a record that is wrong
             (``file:line``) or has no such field, a damaged store, tokens of another tokenizer.
 
-    Example:
+    Examples:
         >>> corpus = open_corpus([Path(__file__).parent], context=4096)
         >>> len(corpus.read(0)) - int(corpus.lengths[0])
         0

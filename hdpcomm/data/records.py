@@ -342,7 +342,7 @@ def text_files(
 def block_starts(source: bytes) -> list[int]:
     """Where the blocks of a program's text begin: a blank line or a smaller indentation ends one.
 
-    Example:
+    Examples:
         >>> block_starts(b"def f(x):\\n    y = x\\n    if y:\\n        g()\\n    return y\\n\\nf(1)\\n")
         [0, 42, 56]
     """

@@ -64,7 +64,7 @@ class BatchSampler:
         InvalidUsage: no sequences, a length below 1, a sequence that no batch can hold, a weight that is not above 0,
             or one of a source without sequences.
 
-    Example:
+    Examples:
         >>> sampler = BatchSampler([3, 1, 2], tokens=3, seed=0)
         >>> sorted(sampler.batch(0).ids + sampler.batch(1).ids)
         [0, 1, 2]

@@ -540,7 +540,7 @@ class HybridDataParallel(PartsInFolders):
 class Trainer(HybridDataParallel, transformers.Trainer):  # type: ignore[misc]
     """``transformers.Trainer`` that plans; see :class:`HybridDataParallel`.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(model=model, args=args, train_dataset=dataset)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
     """

@@ -89,7 +89,7 @@ def adapt(
             attention nor a known linear layer (gated delta rule, KDA, Mamba-2), prompt tuning, models that take images,
             video or sound, a model that fails the check.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import nn
         >>> bag = adapt(nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32)))

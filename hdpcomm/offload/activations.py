@@ -201,7 +201,7 @@ class ActivationOffload:
     Raises:
         InvalidUsage: no layers are found, or an argument is out of range.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         >>> offload = ActivationOffload(PinnedPool(1 << 20, device="cpu"), layers, min_bytes=1)

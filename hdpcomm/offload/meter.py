@@ -68,7 +68,7 @@ class MemoryMeter:
     On CUDA this is the caching allocator's count. On the CPU, whose memory stands for a simulated device's, every
     storage that this thread's operations allocate is counted while it lives (each operation takes some 10 us more).
 
-    Example:
+    Examples:
         >>> with MemoryMeter("cpu") as meter:
         ...     x = torch.ones(1000)
         ...     del x

@@ -214,7 +214,7 @@ class PinnedPool:
         InvalidUsage: the size is below 1 or does not fit into host memory (says what fits).
         DeviceError: there is no such device, or it cannot lock the memory.
 
-    Example:
+    Examples:
         >>> pool = PinnedPool(1 << 20, device="cpu")
         >>> pool.stats().capacity
         1048576

@@ -50,7 +50,7 @@ class PlanAhead:
         planner: may be replaced between steps: the plan that begins when the next step is taken is made by it, and so
             are those after it. Ranks that replace theirs between the same steps make the same plans.
 
-    Example:
+    Examples:
         >>> from hdpcomm.plan import ClusterSpec, CostModel
         >>> planner = Planner(None, ClusterSpec(ranks=2, capacity=100), cost_model=CostModel(1e-9, 1e-6))
         >>> with PlanAhead(planner, [[150, 20], [90]]) as steps:

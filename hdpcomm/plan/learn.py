@@ -93,7 +93,7 @@ class CostLearner:
         cost_model: what is thought so far.
         cluster: the ranks. Those that share processors (``cores``) get no speeds: they take time from each other.
 
-    Example:
+    Examples:
         >>> from hdpcomm.plan import Planner
         >>> cluster = ClusterSpec(ranks=2, capacity=100)
         >>> learner = CostLearner(CostModel(1e-6, 1e-3), cluster)

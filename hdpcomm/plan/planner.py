@@ -71,7 +71,7 @@ class Planner:
             pipeline where a sequence fits the ranks no other way: each slice but the last then runs forward twice. For
             ``balanced``.
 
-    Example:
+    Examples:
         >>> planner = Planner(None, ClusterSpec(ranks=4, capacity=1024), cost_model=CostModel(1e-9, 1e-6))
         >>> plan = planner.plan([3000, 200, 900])
         >>> [len(plan.for_rank(rank)) > 0 for rank in range(4)]
@@ -175,7 +175,7 @@ class Planner:
 
         Raises: InvalidUsage: a mesh with pipelines, of which no rank has a whole model to run; slices without ``spec``.
 
-        Example:
+        Examples:
             >>> import hdpcomm as hdp
             >>> model = hdp.models.Llama(hdp.models.LlamaConfig(layers=1, hidden=16, ffn=32))
             >>> with hdp.init() as comm:

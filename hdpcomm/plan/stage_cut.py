@@ -79,7 +79,7 @@ def stage_layers(model: ModelSpec, pipeline: int, chunks: int = 1) -> tuple[int,
     """Layers of each stage of a model, ``chunks`` on each device of a pipeline: stages of as equal FLOPs as can be,
     head included, for sequences of 4,096 tokens (:func:`cut_layers`).
 
-    Example:
+    Examples:
         >>> from hdpcomm.plan import MODELS
         >>> stage_layers(MODELS["llama-7b"], 5)
         (6, 6, 7, 7, 6)

@@ -41,7 +41,7 @@ class Tree:
     Raises:
         InvalidUsage: a circle, a child before its parent, another order, a length below 1.
 
-    Example:
+    Examples:
         >>> tree = Tree([-1, 0, 0], [4096, 512, 300])  # a prompt with two answers
         >>> tree.num_tokens, tree.num_trajectories, tree.starts.tolist()
         (4908, 2, [0, 4096, 4096])
@@ -181,7 +181,7 @@ def trees_of_prompts(lengths: Sequence[int], prompts: Sequence[tuple[Hashable, i
     Raises:
         InvalidUsage: a prompt of no tokens or longer than its sequence, or of several lengths.
 
-    Example:
+    Examples:
         >>> [shared] = trees_of_prompts([12, 15, 9], [("a", 10), ("a", 10), ("b", 5)])
         >>> shared.tree, shared.trajectories
         (Tree(parents=[-1, 0, 0], lengths=[10, 2, 5]), (0, 1))

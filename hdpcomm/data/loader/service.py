@@ -50,7 +50,7 @@ class LoaderService:
     Raises:
         InvalidUsage: a sequence may be longer than ``tokens``; ranks that do not share ``folder``.
 
-    Example:
+    Examples:
         >>> stream = open_stream([__file__], context=4096)
         >>> with LoaderService(stream, tokens=4096) as loader:
         ...     batch = loader.batch(0)

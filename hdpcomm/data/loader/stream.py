@@ -132,7 +132,7 @@ def open_stream(
     Raises:
         InvalidUsage: a path that does not exist, an empty or binary file, a folder without text, a folder of tokens.
 
-    Example:
+    Examples:
         >>> open_stream([__file__], context=4096).longest
         4096
     """

@@ -152,7 +152,7 @@ def rollout(prompt: Any, answer: Any, **columns: Any) -> dict[str, Tensor]:
 
     Raises: InvalidUsage for an empty prompt, or columns that do not fit the answer.
 
-    Example:
+    Examples:
         >>> rollout([5, 6], [7, 8], advantages=0.5, old_log_probs=[-1.0, -2.0])["old_log_probs"].tolist()
         [0.0, -1.0, -2.0, 0.0]
     """

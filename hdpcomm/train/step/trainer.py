@@ -112,7 +112,7 @@ class Trainer:
         InvalidUsage: the planner is for another mesh, the model is not cut for this one, or has nothing to train.
         Mismatch: the ranks have made different meshes or models.
 
-    Example:
+    Examples:
         >>> import hdpcomm as hdp
         >>> from hdpcomm.models import Llama, LlamaConfig
         >>> from hdpcomm.plan import ClusterSpec, Planner
