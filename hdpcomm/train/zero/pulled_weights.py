@@ -66,7 +66,7 @@ class PulledWeights:
         self._open = False
         units.listen(self._on_layer_entered)
         for module in (each for chunk in units.chunks for each in chunk.modules()):
-            module.register_state_dict_post_hook(_refuse_no_values)
+            module.register_state_dict_post_hook(_refuse_no_values)  # type: ignore[no-untyped-call]
 
     def own(self, bucket: Bucket) -> Tensor:
         """This rank's part of a bucket, as others pull it; a view."""
