@@ -142,11 +142,10 @@ class Pack(ABC):
         spans = self.layout(size).own_spans(rank)
         return [(segment, span.start, span.stop) for segment, own in spans.items() for span in own]
 
-    def tokens_by_sequence(self, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        """[sequences]: tokens of each sequence, and how many of them a rank holds. Raises InvalidUsage for a tree or a
+    def first_tokens(self) -> Int64:
+        """[sequences, or segments of a tree]: the first token of each, among :meth:`places`. Raises InvalidUsage for a
         mask."""
-        pack = self.sequences()
-        return torch.from_numpy(np.diff(pack.cu_seqlens)), torch.from_numpy(np.diff(pack.layout(size).local_cu(rank)))
+        return self.sequences().cu_seqlens[:-1]
 
     def keep(self, *new: Tensor, rank: int, size: int) -> tuple[tuple[Tensor, ...], Kept | None]:
         """``new``, what a layer made of this rank's rows, ``[T_local, ...]``, and in a slice with what was kept of the
@@ -239,6 +238,9 @@ class TreePack(Pack):
     @property
     def longest(self) -> int:
         return self.tree.depth
+
+    def first_tokens(self) -> Int64:
+        return self.tree.rows
 
     def layout(self, size: int) -> TreeLayout:
         check_size(size)

@@ -22,6 +22,7 @@ from hdpcomm.arguments import check_number, check_type
 from hdpcomm.attention.kv_store import KVStore, SliceRows
 from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.packs import Kept, Pack, Run, check_size
+from hdpcomm.attention.tiles import Int64
 from hdpcomm.attention.tree_layout import TreeLayout, seen_keys, slice_layouts
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import to_device
@@ -173,8 +174,8 @@ class SequenceSlice(Pack):
     def layouts(self, size: int, keys: Pack | None = None) -> tuple[Layout, Layout]:
         return super().layouts(size, keys) if keys is not None else self.token_layouts(size)
 
-    def tokens_by_sequence(self, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        return torch.tensor(self.sequence.bounds[-1:]), torch.tensor([self.layout(size).rows(rank)])
+    def first_tokens(self) -> Int64:
+        return self.sequence.tree.rows
 
     def keep(self, *new: Tensor, rank: int, size: int) -> tuple[tuple[Tensor, ...], Kept]:
         queries, keys = self._up_to_end(size, self.number)

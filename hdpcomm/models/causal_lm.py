@@ -181,6 +181,11 @@ class AdaptedCausalLM(LayeredModel):
         return self._router is not None and self._router.coefficient > 0
 
     @property
+    def shared_experts(self) -> int:
+        """Experts of a layer, where the routers' loss multiplies sums over all layers; 0: none does."""
+        return self._router.experts if self._router is not None and self.has_added_losses else 0
+
+    @property
     def gives_values(self) -> bool:
         """Whether it is a classifier, whose outputs are not logits of tokens."""
         return self.labels_of != NEXT_TOKEN
@@ -196,15 +201,19 @@ class AdaptedCausalLM(LayeredModel):
         labels: Tensor,
         cu_seqlens: CuSeqlens,
         comm: Communicator | None,
+        **stages: Any,
     ) -> Tensor:
-        """The routers' loss, from the outputs of :meth:`run_layers`; see :func:`hdpcomm.models.moe.router_loss`.
-        Collective over ``comm``."""
+        """The routers' loss, from the outputs of :meth:`run_layers`; see :func:`hdpcomm.models.moe.router_loss`, also
+        for ``stages``, which say what comes from others. Collective over ``comm``."""
         assert self._router is not None, "a model without a router adds no loss"
+        router = self._router
         if self.tensor is not None:
             router_logits = [self.tensor.gather(x, labels.shape[0], partial=False) for x in router_logits]
-        return self._router.coefficient * router_loss(
-            router_logits, labels != IGNORE, top_k=self._router.top_k, cu_seqlens=cu_seqlens, comm=comm
-        )
+        found = router_loss(
+            router_logits, labels != IGNORE, top_k=router.top_k, experts=router.experts, cu_seqlens=cu_seqlens,
+            comm=comm, **stages,
+        )  # fmt: skip
+        return router.coefficient * found if stages.get("ends", True) else found
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self.last_layer
@@ -258,19 +267,21 @@ class _Router:
 
     coefficient: float
     top_k: int
+    experts: int
 
     @staticmethod
     def of(causal_lm: Any, config: Any) -> _Router | None:
         """None: there is none, or it is switched off."""
         if not getattr(config, "output_router_logits", False):
             return None
-        found = [getattr(causal_lm, name, None) for name in ("router_aux_loss_coef", "num_experts_per_tok")]
+        found = [getattr(causal_lm, x, None) for x in ("router_aux_loss_coef", "num_experts_per_tok", "num_experts")]
         if None in found:
             raise InvalidUsage(
                 f"config.output_router_logits asks for an auxiliary loss, and {type(causal_lm).__name__} does not tell "
-                "router_aux_loss_coef and num_experts_per_tok; set output_router_logits to False to train without"
+                "router_aux_loss_coef, num_experts_per_tok and num_experts; set output_router_logits to False to train "
+                "without"
             )
-        return _Router(float(found[0] or 0.0), int(found[1] or 0))
+        return _Router(float(found[0] or 0.0), int(found[1] or 0), int(found[2] or 0))
 
 
 def _is_plain_linear(head: nn.Module) -> bool:

@@ -109,4 +109,4 @@ class LayeredModel(nn.Module):
 
     def joined(self, out: Tensor, added: Tensor) -> Any:
         """The loss with those that layers add."""
-        return out + added
+        return out + added.to(out.dtype)

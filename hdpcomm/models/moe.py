@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -157,8 +158,9 @@ def router_losses(
     total = router_logits[0].new_zeros((), dtype=torch.promote_types(router_logits[0].dtype, torch.float32))
     if aux:
         total = total + aux / layers * router_loss(
-            router_logits, trained, top_k=top_k, cu_seqlens=cu_seqlens, comm=comm, by_layer=True
-        )
+            router_logits, trained, top_k=top_k, experts=router_logits[0].shape[-1], cu_seqlens=cu_seqlens, comm=comm,
+            by_layer=True,
+        )  # fmt: skip
     if z:
         squares = [logits.to(total.dtype).logsumexp(-1).square() for logits in router_logits]
         total = total + z / layers * (torch.stack(squares).sum(0) * trained).sum()
@@ -170,9 +172,12 @@ def router_loss(
     trained: Tensor,
     *,
     top_k: int,
+    experts: int,
     cu_seqlens: CuSeqlens,
     comm: Communicator | None,
     by_layer: bool = False,
+    before: Tensor | None = None,
+    ends: bool = True,
 ) -> Tensor:
     """This rank's share of the sum over all trained tokens of their sequence's loss; differentiable.
 
@@ -187,48 +192,53 @@ def router_loss(
         comm: the ranks that share the pack. Collective over it: one all-reduce of ``experts`` numbers and
             one a sequence, ``by_layer`` for each layer; none where a slice runs again.
         by_layer: the sum over the layers of the losses of each alone, in place of that of their common means.
+        before: result of the stage before.
+        ends: whether no stage follows. Else the result are sums of this stage's layers and those before, fp64
+            ``[2, sequences, experts]``: p_e of this rank, differentiable, and f_e. Local then.
 
     Raises: InvalidUsage for a tree or a slice of one.
     """
     pack = as_pack(cu_seqlens)
     refuse_trees(pack.branched)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    device, experts = router_logits[0].device, router_logits[0].shape[-1]
-    lengths, counts = pack.tokens_by_sequence(rank, size)
-    # On the host, where the counts are: a device would tell it the size of the result, and it would wait.
-    sequence = to_device(torch.repeat_interleave(torch.arange(len(lengths)), counts), device)
-    wide = torch.promote_types(router_logits[0].dtype, torch.float32)
+    firsts, device = pack.first_tokens(), trained.device
+    sequence = torch.from_numpy(np.searchsorted(firsts, pack.places(rank, size).numpy(), side="right") - 1)
+    sequence = to_device(sequence, device)
     groups = [[logits] for logits in router_logits] if by_layer else [router_logits]
-    stats = torch.zeros(len(lengths), 1 + len(groups) * experts, dtype=torch.float64, device=device)
-    stats[:, 0].index_add_(0, sequence, trained.double())
-    probabilities = []
-    for place, group in enumerate(groups):
-        sums = torch.zeros(len(lengths), experts, dtype=wide, device=device)
-        for logits in group:
-            weights = logits.to(wide).softmax(-1)
-            sums = sums.index_add(0, sequence, weights)
-            chosen = weights.detach().topk(top_k, dim=-1).indices + 1 + place * experts
-            cells = (sequence[:, None] * stats.shape[1] + chosen).flatten()
-            stats.view(-1).index_add_(0, cells, stats.new_ones(chosen.numel()))
-        probabilities.append(sums)
-    rows = to_device(lengths, device) * len(groups[0])
-    mine = torch.cat(probabilities, dim=1)
+    sums = [_sums(group, sequence, len(firsts), experts, top_k) for group in groups]
+    both = torch.cat(sums, dim=2) if before is None else sums[0] + before
+    if not ends:
+        return both
+    labels = torch.zeros(len(firsts), dtype=both.dtype, device=device).index_add_(0, sequence, trained.double())
+    stats = torch.cat((labels[:, None], both[1].detach()), dim=1)
     if pack.keeps:
-        loss: Tensor = _SliceLoss.apply(mine, stats, rows, experts, pack, comm)  # type: ignore[no-untyped-call]
+        loss: Tensor = _SliceLoss.apply(both[0], stats, experts, top_k, pack, comm)  # type: ignore[no-untyped-call]
         return loss
     if comm is not None and size > 1:
         comm.all_reduce(stats)
-    return (_slopes(stats, rows, experts).to(wide) * mine).sum()
+    return (_slopes(stats, experts, top_k) * both[0]).sum()
 
 
-def _slopes(stats: Tensor, rows: Tensor, experts: int) -> Tensor:
+def _sums(router_logits: Sequence[Tensor], sequence: Tensor, sequences: int, experts: int, top_k: int) -> Tensor:
+    """Probabilities and choices of local tokens, fp64 ``[2, sequences, experts]``; ``sequence``: of each token."""
+    total = torch.zeros(2, sequences, experts, dtype=torch.float64, device=sequence.device)
+    for logits in router_logits:
+        weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        best = weights.detach().topk(top_k, dim=-1).indices
+        both = torch.stack((weights, torch.zeros_like(weights).scatter_(1, best, 1.0)))
+        total = total + both.new_zeros(total.shape).index_add(1, sequence, both)
+    return total
+
+
+def _slopes(stats: Tensor, experts: int, top_k: int) -> Tensor:
     """Derivatives of the losses of sequences by the sums of probabilities, fp64 ``[sequences, groups x experts]``.
 
     Args:
         stats: of each sequence its labels, and how often each expert was chosen, in each group of layers.
-        rows: ``[sequences]``, tokens times layers of a group.
     """
-    return experts * stats[:, 1:] * (stats[:, :1] / rows.double()[:, None].square())
+    labels, counts = stats[:, :1], stats[:, 1:]
+    rows = counts.sum(1, keepdim=True) / (counts.shape[1] // experts * top_k)  # tokens times layers of a group
+    return experts * counts * (labels / rows.clamp(min=1).square())
 
 
 class _Counted:
@@ -239,7 +249,7 @@ class _Counted:
         self.stats: list[Tensor | None] = [None] * slices
         self.sums: list[Tensor | None] = [None] * slices
 
-    def slopes(self, rows: Tensor, experts: int) -> Tensor:
+    def slopes(self, experts: int, top_k: int) -> Tensor:
         """Gradients by the whole sequence.
 
         Raises: InvalidUsage: a slice has not run.
@@ -250,7 +260,7 @@ class _Counted:
                 f"the routers' auxiliary loss is a mean over a sequence, and {len(known)} of its {len(self.stats)} "
                 "slices have run: run the forward passes of all slices before the first backward pass"
             )
-        return _slopes(torch.stack(known).sum(0), rows, experts)
+        return _slopes(torch.stack(known).sum(0), experts, top_k)
 
 
 class _SliceLoss(torch.autograd.Function):
@@ -261,24 +271,23 @@ class _SliceLoss(torch.autograd.Function):
         ctx: Any,
         sums: Tensor,
         stats: Tensor,
-        rows: Tensor,
         experts: int,
+        top_k: int,
         part: SequenceSlice,
         comm: Communicator | None,
     ) -> Tensor:
         counted, number = part.sequence.store.entry(part.forward_pass, _Counted), part.number
-        ctx.counted, ctx.rows, ctx.experts = counted, rows, experts
+        ctx.counted, ctx.slopes_of = counted, (experts, top_k)
         if counted.stats[number] is None:
             if comm is not None and comm.size > 1:
                 comm.all_reduce(stats)
             counted.stats[number], counted.sums[number] = stats, sums.detach()
         if number < len(part.sequence) - 1:
             return sums.new_zeros(())
-        slopes = counted.slopes(rows, experts)
-        return (slopes.to(sums.dtype) * torch.stack([each for each in counted.sums if each is not None]).sum(0)).sum()
+        slopes = counted.slopes(experts, top_k)
+        return (slopes * torch.stack([each for each in counted.sums if each is not None]).sum(0)).sum()
 
     @staticmethod
     @without_second_derivative
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        slopes = ctx.counted.slopes(ctx.rows, ctx.experts).to(upstream[0].dtype)
-        return upstream[0] * slopes, None, None, None, None, None
+        return upstream[0] * ctx.counted.slopes(*ctx.slopes_of), None, None, None, None, None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.attention.packs import as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama
 from hdpcomm.models.heads import LayeredModel
@@ -117,19 +118,31 @@ class Stage(LayeredModel):
         """Hidden states for the next stage; on the last one, what the model makes of them."""
         return self.model.finish(hidden, *labels) if self.last else hidden
 
-    def added_losses(self, *inputs: Any) -> Tensor:
-        """Losses of this stage's layers."""
-        return self.model.added_losses(*inputs)
+    @property
+    def shared_experts(self) -> int:
+        """Experts of a layer, where a loss of routers multiplies sums over the layers of all stages; else 0."""
+        return 0 if isinstance(self.model, Llama) else self.model.shared_experts
+
+    def router_sums(self, cu_seqlens: CuSeqlens) -> Tensor:
+        """An uninitialised tensor for such sums over this stage's layers and those before, or its gradient: fp64
+        ``[2, sequences, experts]``. Local."""
+        sequences = len(as_pack(cu_seqlens).first_tokens())
+        return self.boundary(0).new_empty(2, sequences, self.shared_experts, dtype=torch.float64)
+
+    def added_losses(self, added: Any, *places: Any) -> Tensor:
+        """Losses of this stage's layers, or what the next one needs for those of all (:meth:`router_sums`)."""
+        router_logits, before = added
+        stages = {"before": before, "ends": self.last} if self.shared_experts else {}
+        return self.model.added_losses(router_logits, *places, **stages)
 
     def joined(self, out: Tensor, added: Tensor) -> Any:
         """The loss with those that layers add; of a stage that is not the last, both."""
         return super().joined(out, added) if self.last else (out, added)
 
-    def run_layers(
-        self, x: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
-    ) -> tuple[Tensor, Any]:
+    def run_layers(self, x: Any, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator) -> tuple[Tensor, Any]:
         """Runs the layers on hidden states, whatever the model does to them before its first and after its last
-        layer: that is for the first and the last stage."""
+        layer: that is for the first and the last stage. ``x`` may be (hidden states, :meth:`router_sums`)."""
+        x, sums = x if isinstance(x, tuple) else (x, None)
         before, after = self._edges
         there: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens, "comm": comm}
         if before is None:
@@ -138,14 +151,14 @@ class Stage(LayeredModel):
             with before.giving(x):
                 hidden, added = self.model.run_layers(x.new_zeros(()).expand(x.shape), **there)
         if after is None:
-            return hidden, added
+            return hidden, (added, sums)
         hidden = after.take()[: self._rows(positions.shape[0])]
         if hidden.dtype != (wanted := self.boundary(0).dtype):
             raise InvalidUsage(
                 f"{_name(self.model)} has hidden states of {hidden.dtype} and weights of {wanted}; stages exchange the "
                 "type of their weights: set residual_in_fp32=False in its configuration, or train it without pipelines"
             )
-        return hidden, added
+        return hidden, (added, sums)
 
     def _rows(self, tokens: int) -> int:
         """Rows of the hidden states that are on this rank."""
@@ -173,8 +186,7 @@ def split_model(
 
     Raises:
         InvalidUsage: the stages do not divide the layers, or ``layers`` does not sum up to them; layers need more of
-            each other than hidden states (shared keys, shared weights), or routers have a loss over all layers; the
-            check failed.
+            each other than hidden states (shared keys, shared weights); the check failed.
     """
     if not isinstance(model, (Llama, AdaptedCausalLM)):
         raise InvalidUsage(
@@ -225,12 +237,6 @@ def _refuse(model: AdaptedCausalLM) -> None:
         raise InvalidUsage(
             f"{_name(model)} has layers for multi-token prediction (add_mtp), which need the embedding of tokens "
             f"behind the last layer, and the first stage has it; {_WITHOUT}"
-        )
-    if model.has_added_losses:
-        raise InvalidUsage(
-            f"{_name(model)} adds its routers' auxiliary loss (config.output_router_logits), which multiplies means "
-            "over the layers of all stages, so no stage can compute its gradient alone; set output_router_logits to "
-            f"False in the model's configuration, or {_WITHOUT}"
         )
     if shared := getattr(config, "num_kv_shared_layers", 0):
         raise InvalidUsage(

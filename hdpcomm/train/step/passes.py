@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["Passes", "StepInputs"]
 
 Loss = Callable[..., Tensor]
+_Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +222,10 @@ class Passes:
 class _Run:
     """One step on one device.
 
-    Between stages activations and their gradients go as they are, ``[local tokens, hidden]``, by messages whose sizes
-    both sides know from the plan. Sends do not wait; a receive is posted as soon as the order of the program allows it
-    and is waited for by the pass that needs it.
+    Between stages activations and their gradients go as they are, ``[local tokens, hidden]``, and beside them sums of
+    routers where a loss multiplies those over all layers, by messages whose sizes both sides know from the plan. Sends
+    do not wait; a receive is posted as soon as the order of the program allows it and is waited for by the pass that
+    needs it.
     """
 
     def __init__(self, passes: Passes, step: StepInputs, program: StepProgram) -> None:
@@ -239,6 +241,8 @@ class _Run:
         self._added_losses = self._staged and passes.loss is None and self.chunks[0].has_added_losses
         if self._added_losses:  # now, on all stages
             refuse_trees(holds_trees(range(len(step.planned.lengths)), step.planned.lengths))
+        self._shares_sums = self._added_losses and self.chunks[0].shared_experts > 0
+        """Whether sums of routers go with hidden states from stage to stage."""
         mtp: MultiToken | None = None if step.gradients is None else getattr(self.chunks[0], "mtp", None)
         self._depths = 0 if mtp is None else mtp.depths
         if self._depths:  # now, on all ranks
@@ -251,12 +255,12 @@ class _Run:
         self._random: dict[int, list[Tensor]] = {}
         """By number: the states of torch's generators before a slice ran for the first time: dropout and noise of
         routers must be the same when it runs again."""
-        self._open: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
-        """By micro-batch and stage: input and output of the forward pass, and its routers' losses, until its backward
+        self._open: dict[tuple[int, int], tuple[_Tensors, _Tensors, Tensor | None]] = {}
+        """By micro-batch and stage: inputs and outputs of the forward pass, and its routers' losses, until its backward
         pass has run."""
-        self._given: dict[Pass, Tensor] = {}
+        self._given: dict[Pass, _Tensors] = {}
         """Outputs of passes for a stage on the same device."""
-        self._received: dict[Pass, tuple[Tensor, Work]] = {}
+        self._received: dict[Pass, tuple[_Tensors, Work]] = {}
         self._sends: list[Work] = []
 
     def run(self) -> None:
@@ -272,13 +276,17 @@ class _Run:
             elif action.kind == RUN:
                 self._run(done, last=place == count)
             elif action.kind == RECEIVE:
-                buffer = self.chunks[0].boundary(self._pack(done.micro_batch).positions.numel())
-                self._received[done] = buffer, pipeline.exchange(recvs=[(buffer, action.peer)], async_op=True)
+                pack, stage = self._pack(done.micro_batch), self.chunks[0]
+                buffers: _Tensors = (stage.boundary(pack.positions.numel()),)
+                if self._shares_sums:
+                    buffers += (stage.router_sums(pack.cu_seqlens),)
+                work = pipeline.exchange(recvs=[(x, action.peer) for x in buffers], async_op=True)
+                self._received[done] = buffers, work
             elif action.kind == SEND:
                 self._sends = [work for work in self._sends if not _ended(work)]
                 given = self._given.pop(done)
-                self.bytes_sent += given.numel() * given.element_size()
-                self._sends.append(pipeline.exchange([(given, action.peer)], async_op=True))
+                self.bytes_sent += sum(x.nbytes for x in given)
+                self._sends.append(pipeline.exchange([(x, action.peer) for x in given], async_op=True))
             else:
                 queue = cast(StepQueue, self.passes.queue)
                 for taken in queue:
@@ -366,7 +374,10 @@ class _Run:
     def _forward(self, done: Pass) -> None:
         batch, chunk = self._batches[done.micro_batch], self._chunk(done.stage)
         pack, comm = self._shard(batch, done.micro_batch, done.stage), self._group(batch)
-        x = pack.tokens if chunk.first else self._take(replace(done, stage=done.stage - 1)).requires_grad_()
+        inputs: _Tensors = (pack.tokens,)
+        if not chunk.first:
+            inputs = tuple(x.requires_grad_() for x in self._take(replace(done, stage=done.stage - 1)))
+        x: Any = inputs if len(inputs) > 1 else inputs[0]
         y: Any
         with nullcontext() if batch is None else self.step.offload_context(batch.offload_ratio, pack.positions.numel()):
             if chunk.last:
@@ -375,47 +386,49 @@ class _Run:
                 labels = pack.labels if self._added_losses else None
                 with pack.routing(chunk):
                     y = chunk(x, positions=pack.positions, cu_seqlens=pack.cu_seqlens, comm=comm, labels=labels)
-        y, losses = y if isinstance(y, tuple) else (y, None)
+        losses, outputs = None, y if isinstance(y, tuple) else (y,)
+        if len(outputs) > 1 and not self._shares_sums:
+            losses, outputs = outputs[1], outputs[:1]
         if torch.is_grad_enabled():
-            self._open[done.micro_batch, done.stage] = x, y, losses
+            self._open[done.micro_batch, done.stage] = inputs, outputs, losses
         if losses is not None:
             self._add(None, torch.stack((losses.detach().double(), losses.new_zeros((), dtype=torch.float64))))
         if chunk.last:
             self._add(batch, _loss_and_labels(y, pack))
         else:
-            self._given[done] = y.detach().contiguous()
+            self._given[done] = tuple(x.detach().contiguous() for x in outputs)
         planned = self._planned(batch)
         if planned is not None and planned.last and not torch.is_grad_enabled():
             del self._sliced[planned.sequence, done.stage]  # no backward pass needs it
 
     def _backward(self, done: Pass) -> None:
         chunk = self._chunk(done.stage)
-        x, y, losses = self._open.pop((done.micro_batch, done.stage))
+        inputs, outputs, losses = self._open.pop((done.micro_batch, done.stage))
         if chunk.last:
-            (y * self.step.scale).backward()  # type: ignore[no-untyped-call]
+            (outputs[0] * self.step.scale).backward()  # type: ignore[no-untyped-call]
         else:
-            gradient = self._take(replace(done, stage=done.stage + 1))
-            roots = {y: gradient} if losses is None else {y: gradient, losses: torch.full_like(losses, self.step.scale)}
+            roots = dict(zip(outputs, self._take(replace(done, stage=done.stage + 1)), strict=True))
+            roots |= {} if losses is None else {losses: torch.full_like(losses, self.step.scale)}
             roots = {root: upstream for root, upstream in roots.items() if root.requires_grad}
             if roots:  # not where all of the first stage is frozen
                 torch.autograd.backward(list(roots), list(roots.values()))
         if self.step.gradients is not None:
             self.step.gradients.end_pass()
         if not chunk.first:
-            self._given[done] = cast(Tensor, x.grad).contiguous()
+            self._given[done] = tuple(cast(Tensor, x.grad).contiguous() for x in inputs)
         if not any(index == done.micro_batch for index, _ in self._open):
             self._packs.pop(done.micro_batch, None)
         planned = self._planned(self._batches[done.micro_batch])
         if planned is not None and planned.number == 0:
             del self._sliced[planned.sequence, done.stage]
 
-    def _take(self, needed: Pass) -> Tensor:
-        """Output of a pass for this device, when it is there."""
+    def _take(self, needed: Pass) -> _Tensors:
+        """Outputs of a pass for this device, when they are there."""
         if needed in self._given:  # by another stage on this device
             return self._given.pop(needed)
-        buffer, work = self._received.pop(needed)
+        buffers, work = self._received.pop(needed)
         work.wait()
-        return buffer
+        return buffers
 
     def _chunk(self, stage: int) -> Stage:
         return self.chunks[stage // self.mesh.pipeline]

@@ -402,10 +402,16 @@ def test_the_command_trains_a_folder_model_in_stages(data, tmp_path, monkeypatch
     assert "4 layers cannot be cut into 5 stages, of which each has one at least; give 1 to 4 stages" in told
 
 
-def test_a_folder_model_that_cannot_be_cut(data, tmp_path):
-    model = folder_of("Mixtral", tmp_path / "model", output_router_logits=True)
-    with pytest.raises(InvalidUsage, match="set output_router_logits to False"):
-        run_of(data, 2, model=model, pipeline=2)
+def test_the_routers_loss_of_a_folder_model(data, tmp_path):
+    """Stages on two devices, whose memory is measured first, train and evaluate as one process does."""
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = folder_of("Mixtral", tmp_path / "model", **options)
+    plain = run_of(data, 1, held_out=True, model=model, steps=2)
+    options = {"pipeline": 2, "chunks": 2, "recompute": "auto", "memory": 6_000_000}
+    results = run_of(data, 2, held_out=True, model=model, steps=2, **options)
+    assert losses(results) == pytest.approx(losses(plain), rel=1e-4)
+    found, wanted = (r[0].evaluations["balanced"][0].loss for r in (results, plain))
+    assert found == pytest.approx(wanted, rel=1e-4)
 
 
 def test_configurations_that_cannot_be():
