@@ -142,10 +142,10 @@ class Pack(ABC):
         spans = self.layout(size).own_spans(rank)
         return [(segment, span.start, span.stop) for segment, own in spans.items() for span in own]
 
-    def first_tokens(self) -> Int64:
-        """[sequences, or segments of a tree]: the first token of each, among :meth:`places`. Raises InvalidUsage for a
-        mask."""
-        return self.sequences().cu_seqlens[:-1]
+    def segments(self) -> tuple[Int64, Int64 | None]:
+        """[sequences, or segments of a tree]: the first token of each, among :meth:`places`; and of a tree one past the
+        last descendant of each. Raises InvalidUsage for a mask."""
+        return self.sequences().cu_seqlens[:-1], None
 
     def keep(self, *new: Tensor, rank: int, size: int) -> tuple[tuple[Tensor, ...], Kept | None]:
         """``new``, what a layer made of this rank's rows, ``[T_local, ...]``, and in a slice with what was kept of the
@@ -239,8 +239,8 @@ class TreePack(Pack):
     def longest(self) -> int:
         return self.tree.depth
 
-    def first_tokens(self) -> Int64:
-        return self.tree.rows
+    def segments(self) -> tuple[Int64, Int64 | None]:
+        return self.tree.rows, self.tree.ends
 
     def layout(self, size: int) -> TreeLayout:
         check_size(size)

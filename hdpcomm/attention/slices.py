@@ -174,8 +174,8 @@ class SequenceSlice(Pack):
     def layouts(self, size: int, keys: Pack | None = None) -> tuple[Layout, Layout]:
         return super().layouts(size, keys) if keys is not None else self.token_layouts(size)
 
-    def first_tokens(self) -> Int64:
-        return self.sequence.tree.rows
+    def segments(self) -> tuple[Int64, Int64 | None]:
+        return self.sequence.tree.rows, self.sequence.tree.ends if self.branched else None
 
     def keep(self, *new: Tensor, rank: int, size: int) -> tuple[tuple[Tensor, ...], Kept]:
         queries, keys = self._up_to_end(size, self.number)

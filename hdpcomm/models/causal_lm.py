@@ -17,7 +17,7 @@ from hdpcomm.kernels import IGNORE, LabelLoss, LossOptions, linear_cross_entropy
 from hdpcomm.models.heads import NEXT_TOKEN, TOKEN, LayeredModel, head_of
 from hdpcomm.models.huggingface import decoder_of, set_attention
 from hdpcomm.models.lean_layers import put_lean, take_lean_off
-from hdpcomm.models.moe import router_loss
+from hdpcomm.models.moe import RouterWeights, router_loss
 from hdpcomm.models.mtp import MultiToken, decoders_ahead
 from hdpcomm.models.recompute import refuse_reentrant
 from hdpcomm.models.routes import number_routers
@@ -181,11 +181,6 @@ class AdaptedCausalLM(LayeredModel):
         return self._router is not None and self._router.coefficient > 0
 
     @property
-    def shared_experts(self) -> int:
-        """Experts of a layer, where the routers' loss multiplies sums over all layers; 0: none does."""
-        return self._router.experts if self._router is not None and self.has_added_losses else 0
-
-    @property
     def gives_values(self) -> bool:
         """Whether it is a classifier, whose outputs are not logits of tokens."""
         return self.labels_of != NEXT_TOKEN
@@ -198,7 +193,7 @@ class AdaptedCausalLM(LayeredModel):
     def added_losses(
         self,
         router_logits: Sequence[Tensor],
-        labels: Tensor,
+        weights: RouterWeights,
         cu_seqlens: CuSeqlens,
         comm: Communicator | None,
         **stages: Any,
@@ -206,14 +201,13 @@ class AdaptedCausalLM(LayeredModel):
         """The routers' loss, from the outputs of :meth:`run_layers`; see :func:`hdpcomm.models.moe.router_loss`, also
         for ``stages``, which say what comes from others. Collective over ``comm``."""
         assert self._router is not None, "a model without a router adds no loss"
-        router = self._router
+        router, experts = self._router, self.causal_lm.num_experts
         if self.tensor is not None:
-            router_logits = [self.tensor.gather(x, labels.shape[0], partial=False) for x in router_logits]
+            router_logits = [self.tensor.gather(x, len(weights.tokens), partial=False) for x in router_logits]
         found = router_loss(
-            router_logits, labels != IGNORE, top_k=router.top_k, experts=router.experts, cu_seqlens=cu_seqlens,
-            comm=comm, **stages,
-        )  # fmt: skip
-        return router.coefficient * found if stages.get("ends", True) else found
+            router_logits, weights, top_k=router.top_k, experts=experts, cu_seqlens=cu_seqlens, comm=comm, **stages
+        )
+        return router.coefficient * found if stages.get("last", True) else found
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self.last_layer
@@ -267,7 +261,6 @@ class _Router:
 
     coefficient: float
     top_k: int
-    experts: int
 
     @staticmethod
     def of(causal_lm: Any, config: Any) -> _Router | None:
@@ -281,7 +274,7 @@ class _Router:
                 "router_aux_loss_coef, num_experts_per_tok and num_experts; set output_router_logits to False to train "
                 "without"
             )
-        return _Router(float(found[0] or 0.0), int(found[1] or 0), int(found[2] or 0))
+        return _Router(float(found[0] or 0.0), int(found[1] or 0))
 
 
 def _is_plain_linear(head: nn.Module) -> bool:

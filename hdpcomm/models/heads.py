@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels import IGNORE
+from hdpcomm.models.moe import RouterWeights
+
 if TYPE_CHECKING:
     from hdpcomm.attention.packs import CuSeqlens
     from hdpcomm.comm import Communicator
@@ -80,14 +84,14 @@ class LayeredModel(nn.Module):
         label_rows: Tensor | None = None,
         label_weights: Tensor | LabelLoss | None = None,
         ahead: Tensor | None = None,
+        router_weights: RouterWeights | None = None,
     ) -> Any:
         """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
 
         Args:
             tokens: ``[tokens]`` int64, this rank's shard of the pack; may be empty.
             positions: ``[tokens]`` int64, the place of each token inside its own sequence.
-            cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree, not
-                with a router's auxiliary loss.
+            cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree.
             comm: the ranks that share the pack. Collective over all of them, in forward and in backward.
             labels: ``[tokens]`` int64, -100 for a token without a loss. The logits then exist for a chunk of tokens at
                 a time (:func:`hdpcomm.kernels.linear_cross_entropy`). With a router's auxiliary loss each labelled
@@ -97,6 +101,7 @@ class LayeredModel(nn.Module):
                 (:class:`hdpcomm.kernels.LabelLoss`); ``None``: 1.
             ahead: int64 ``[depths, 2, tokens]``, the tokens and labels 1, 2, ... places later in their sequences, for
                 multi-token prediction: backward passes get its gradient, too.
+            router_weights: by how much losses of routers count; ``None``: once for each label of plain sequences.
         """
         places: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens, "comm": comm}
         hidden, added = self.run_layers(tokens, **places)
@@ -105,7 +110,11 @@ class LayeredModel(nn.Module):
             out = out + self.loss_ahead(hidden, ahead, **places)
         if labels is None or not self.has_added_losses:
             return out
-        return self.joined(out, self.added_losses(added, labels, cu_seqlens, comm))
+        if router_weights is None:
+            if label_rows is not None:
+                raise InvalidUsage("label_rows were given, and routers add losses: give router_weights, too")
+            router_weights = RouterWeights((labels != IGNORE).double())
+        return self.joined(out, self.added_losses(added, router_weights, cu_seqlens, comm))
 
     def joined(self, out: Tensor, added: Tensor) -> Any:
         """The loss with those that layers add."""

@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention import packed_attention, packing
 from hdpcomm.attention.packs import CuSeqlens
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import IGNORE, LabelLoss, linear_cross_entropy
+from hdpcomm.kernels import LabelLoss, linear_cross_entropy
 from hdpcomm.models.heads import LayeredModel
 from hdpcomm.models.lean import gated, rms_norm, rotate
-from hdpcomm.models.moe import MixtureOfExperts, router_losses
+from hdpcomm.models.moe import MixtureOfExperts, RouterWeights, router_loss
 from hdpcomm.models.routes import number_routers
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class LlamaConfig:
 
     With ``experts`` every block has so many feed-forward layers of width ``ffn``, of which each token goes through the
     ``top_k`` that its router chooses (Mixtral). ``router_aux_loss`` and ``router_z_loss`` are the factors of the losses
-    that :func:`hdpcomm.models.moe.router_losses` adds for each trained token. 0 experts: one layer for all tokens.
+    that :meth:`Llama.added_losses` adds for each trained token. 0 experts: one layer for all tokens.
     """
 
     vocabulary: int = 256
@@ -294,17 +294,26 @@ class Llama(LayeredModel):
         return self.config.has_added_losses
 
     def added_losses(
-        self, router_logits: Sequence[Tensor], labels: Tensor, cu_seqlens: CuSeqlens, comm: Communicator
-    ) -> Tensor:
-        """Losses of the routers of this stage's layers; see :func:`hdpcomm.models.moe.router_losses`.
-        Collective over ``comm``."""
-        config = self.config
+        self, router_logits: Sequence[Tensor], weights: RouterWeights, cu_seqlens: CuSeqlens, comm: Communicator,
+        *, before: Tensor | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        """``before``, and losses of the routers of this stage's layers, each a mean over those of the whole model:
+        ``router_aux_loss`` times the load-balancing loss of a label's sequence (:func:`hdpcomm.models.moe.router_loss`)
+        and ``router_z_loss`` times the squared log-sum-exp of its token's logits (ST-MoE, arXiv 2202.08906, equation
+        5). Collective over ``comm`` unless ``router_aux_loss`` is 0."""
+        config, total = self.config, weights.tokens.new_zeros(()) if before is None else before
         if self.tensor is not None:
-            router_logits = [self.tensor.gather(x, labels.shape[0], partial=False) for x in router_logits]
-        return router_losses(
-            router_logits, labels != IGNORE, aux=config.router_aux_loss, z=config.router_z_loss, top_k=config.top_k,
-            layers=config.layers, cu_seqlens=cu_seqlens, comm=comm,
-        )  # fmt: skip
+            router_logits = [self.tensor.gather(x, len(weights.tokens), partial=False) for x in router_logits]
+        if config.router_aux_loss:
+            total = total + config.router_aux_loss / config.layers * router_loss(
+                router_logits, weights, top_k=config.top_k, experts=config.experts, cu_seqlens=cu_seqlens, comm=comm,
+                by_layer=True,
+            )  # fmt: skip
+        if config.router_z_loss:
+            wide = torch.promote_types(router_logits[0].dtype, torch.float32)
+            squares = torch.stack([logits.to(wide).logsumexp(-1).square() for logits in router_logits]).sum(0)
+            total = total + config.router_z_loss / config.layers * (squares * weights.tokens).sum()
+        return total
 
     @property
     def last_layer(self) -> nn.Linear:

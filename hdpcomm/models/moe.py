@@ -4,7 +4,8 @@ of routers.
 Switch Transformer's loss (Fedus et al., arXiv 2101.03961, equations 4 to 6) is a product of two means over tokens, so
 it does not add up over micro-batches: its value would depend on the plan. Here the means are those of each sequence,
 whoever holds it, and every trained token adds its own sequence's loss; so the sum over ranks and micro-batches is the
-same for every plan, and for a batch of one sequence it is transformers' own loss.
+same for every plan, and for a batch of one sequence it is transformers' own loss. A token of a tree counts in each
+sequence that it is part of, and a loss that weighs sequences by their labels weighs these losses alike.
 
 A sequence in slices has one loss, too. Its derivative by a token's probabilities takes the counts of all slices, so it
 is worked out in backward passes, which begin when all forward passes have ended.
@@ -13,9 +14,11 @@ is worked out in backward passes, which begin when all forward passes have ended
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +34,9 @@ from hdpcomm.models.lean import gate_halves
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["MixtureOfExperts", "expert_blocks", "holds_experts", "refuse_trees", "router_loss", "router_losses"]
+__all__ = [
+    "MixtureOfExperts", "RouterWeights", "expert_blocks", "holds_experts", "path_sums", "router_loss",
+]  # fmt: skip
 
 
 class MixtureOfExperts(nn.Module):
@@ -119,57 +124,36 @@ def expert_blocks(model: nn.Module) -> set[str]:
     return {name.rpartition(".")[0] for name, module in model.named_modules() if holds_experts(module)}
 
 
-def refuse_trees(given: bool) -> None:
-    """Raises InvalidUsage if trees, or slices of some, were given, for which routers' losses have no meaning. Local."""
-    if given:
-        raise InvalidUsage(
-            "the losses of routers are means over sequences, and a tree was given, whose tokens belong to several: set "
-            "router_aux_loss and router_z_loss of LlamaConfig to 0, or output_router_logits=False in the configuration "
-            "of a model of transformers; or train on plain sequences"
-        )
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterWeights:
+    """By how much the losses of routers count in a shard.
+
+    Attributes:
+        tokens: fp64 ``[local tokens]``, labels of each token, each as often as the loss counts it.
+        sequences: of a tree, fp64 ``[segments]``, labels of the sequences that end with each segment, on one rank and
+            in one slice; ``None``: of plain sequences, the sums of their tokens'.
+    """
+
+    tokens: Tensor
+    sequences: Tensor | None = None
 
 
-def router_losses(
-    router_logits: Sequence[Tensor],
-    trained: Tensor,
-    *,
-    aux: float,
-    z: float,
-    top_k: int,
-    layers: int,
-    cu_seqlens: CuSeqlens,
-    comm: Communicator,
-) -> Tensor:
-    """This rank's share of the sum over all trained tokens of their routers' losses; differentiable.
-
-    Both are means over the model's layers: ``aux`` times the load-balancing loss of the token's sequence in each
-    (:func:`hdpcomm.models.moe.router_loss`), and ``z`` times the squared log-sum-exp of the token's logits
-    (ST-MoE, arXiv 2202.08906, equation 5). Collective over ``comm`` unless ``aux`` is 0.
+def path_sums(x: Tensor, ends: npt.NDArray[np.int64] | None) -> Tensor:
+    """For each segment of a tree, the sum of ``x: [..., segments, n]`` over the way from the root to it. Local.
 
     Args:
-        router_logits: of each layer that is here ``[local tokens, experts]``.
-        trained: ``[local tokens]`` bool, tokens that have a label.
-        layers: of the whole model; stages of a pipeline have some of them each, and their losses add up.
-
-    Raises: InvalidUsage for a tree, unless both factors are 0.
+        ends: of the tree (:attr:`hdpcomm.plan.Tree.ends`); ``None``: plain sequences, each its own way.
     """
-    if aux or z:
-        refuse_trees(as_pack(cu_seqlens).branched)
-    total = router_logits[0].new_zeros((), dtype=torch.promote_types(router_logits[0].dtype, torch.float32))
-    if aux:
-        total = total + aux / layers * router_loss(
-            router_logits, trained, top_k=top_k, experts=router_logits[0].shape[-1], cu_seqlens=cu_seqlens, comm=comm,
-            by_layer=True,
-        )  # fmt: skip
-    if z:
-        squares = [logits.to(total.dtype).logsumexp(-1).square() for logits in router_logits]
-        total = total + z / layers * (torch.stack(squares).sum(0) * trained).sum()
-    return total
+    if ends is None:
+        return x
+    left = x.new_zeros(*x.shape[:-2], len(ends) + 1, x.shape[-1])
+    left = left.index_add(-2, to_device(torch.tensor(ends), x.device), x)
+    return (x - left[..., :-1, :]).cumsum(-2)
 
 
 def router_loss(
     router_logits: Sequence[Tensor],
-    trained: Tensor,
+    weights: RouterWeights,
     *,
     top_k: int,
     experts: int,
@@ -177,7 +161,7 @@ def router_loss(
     comm: Communicator | None,
     by_layer: bool = False,
     before: Tensor | None = None,
-    ends: bool = True,
+    last: bool = True,
 ) -> Tensor:
     """This rank's share of the sum over all trained tokens of their sequence's loss; differentiable.
 
@@ -187,107 +171,91 @@ def router_loss(
 
     Args:
         router_logits: of each layer ``[local tokens, experts]``.
-        trained: ``[local tokens]`` bool, tokens that have a label.
-        cu_seqlens: of the whole pack, which must be no tree; or a slice.
+        cu_seqlens: of the whole pack, or a slice.
         comm: the ranks that share the pack. Collective over it: one all-reduce of ``experts`` numbers and
             one a sequence, ``by_layer`` for each layer; none where a slice runs again.
         by_layer: the sum over the layers of the losses of each alone, in place of that of their common means.
         before: result of the stage before.
-        ends: whether no stage follows. Else the result are sums of this stage's layers and those before, fp64
-            ``[2, sequences, experts]``: p_e of this rank, differentiable, and f_e. Local then.
+        last: whether no stage follows. Else the result are sums of this stage's layers and those before, fp64
+            ``[2, sequences, experts]``: p_e of this rank, differentiable, and f_e; of a tree for each segment. Local
+            then.
 
-    Raises: InvalidUsage for a tree or a slice of one.
+    Raises: InvalidUsage for a mask.
     """
     pack = as_pack(cu_seqlens)
-    refuse_trees(pack.branched)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    firsts, device = pack.first_tokens(), trained.device
+    (firsts, ends), device = pack.segments(), weights.tokens.device
     sequence = torch.from_numpy(np.searchsorted(firsts, pack.places(rank, size).numpy(), side="right") - 1)
     sequence = to_device(sequence, device)
     groups = [[logits] for logits in router_logits] if by_layer else [router_logits]
     sums = [_sums(group, sequence, len(firsts), experts, top_k) for group in groups]
     both = torch.cat(sums, dim=2) if before is None else sums[0] + before
-    if not ends:
+    if not last:
         return both
-    labels = torch.zeros(len(firsts), dtype=both.dtype, device=device).index_add_(0, sequence, trained.double())
+    both, labels = path_sums(both, ends), weights.sequences
+    if labels is None:
+        labels = torch.zeros(len(firsts), dtype=both.dtype, device=device).index_add_(0, sequence, weights.tokens)
     stats = torch.cat((labels[:, None], both[1].detach()), dim=1)
-    if pack.keeps:
-        loss: Tensor = _SliceLoss.apply(both[0], stats, experts, top_k, pack, comm)  # type: ignore[no-untyped-call]
-        return loss
+
+    def slopes_of(stats: Tensor) -> Tensor:
+        rows = stats[:, 1:].sum(1, keepdim=True) / (len(sums) * top_k)  # tokens times layers of a group
+        return experts * stats[:, 1:] * (stats[:, :1] / rows.clamp(min=1).square())
+
+    if isinstance(pack, SequenceSlice):
+        return _slice_loss(both[0], stats, slopes_of, pack, comm)
     if comm is not None and size > 1:
         comm.all_reduce(stats)
-    return (_slopes(stats, experts, top_k) * both[0]).sum()
+    return (slopes_of(stats) * both[0]).sum()
 
 
 def _sums(router_logits: Sequence[Tensor], sequence: Tensor, sequences: int, experts: int, top_k: int) -> Tensor:
     """Probabilities and choices of local tokens, fp64 ``[2, sequences, experts]``; ``sequence``: of each token."""
-    total = torch.zeros(2, sequences, experts, dtype=torch.float64, device=sequence.device)
+    total = counts = torch.zeros(sequences, experts, dtype=torch.float64, device=sequence.device)
     for logits in router_logits:
         weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         best = weights.detach().topk(top_k, dim=-1).indices
-        both = torch.stack((weights, torch.zeros_like(weights).scatter_(1, best, 1.0)))
-        total = total + both.new_zeros(total.shape).index_add(1, sequence, both)
-    return total
+        zero = weights.new_zeros(total.shape)
+        total = total + zero.index_add(0, sequence, weights)
+        counts = counts + zero.index_add(0, sequence, torch.zeros_like(weights).scatter_(1, best, 1.0))
+    return torch.stack((total, counts))
 
 
-def _slopes(stats: Tensor, experts: int, top_k: int) -> Tensor:
-    """Derivatives of the losses of sequences by the sums of probabilities, fp64 ``[sequences, groups x experts]``.
-
-    Args:
-        stats: of each sequence its labels, and how often each expert was chosen, in each group of layers.
-    """
-    labels, counts = stats[:, :1], stats[:, 1:]
-    rows = counts.sum(1, keepdim=True) / (counts.shape[1] // experts * top_k)  # tokens times layers of a group
-    return experts * counts * (labels / rows.clamp(min=1).square())
-
-
-class _Counted:
-    """Statistics of the slices of a sequence for a loss of routers: counts of all ranks, and sums of probabilities
-    of this one."""
-
-    def __init__(self, slices: int) -> None:
-        self.stats: list[Tensor | None] = [None] * slices
-        self.sums: list[Tensor | None] = [None] * slices
-
-    def slopes(self, experts: int, top_k: int) -> Tensor:
-        """Gradients by the whole sequence.
-
-        Raises: InvalidUsage: a slice has not run.
-        """
-        known = [each for each in self.stats if each is not None]
-        if len(known) < len(self.stats):
-            raise InvalidUsage(
-                f"the routers' auxiliary loss is a mean over a sequence, and {len(known)} of its {len(self.stats)} "
-                "slices have run: run the forward passes of all slices before the first backward pass"
-            )
-        return _slopes(torch.stack(known).sum(0), experts, top_k)
-
-
-class _SliceLoss(torch.autograd.Function):
+def _slice_loss(
+    sums: Tensor, stats: Tensor, slopes_of: Callable[[Tensor], Tensor], part: SequenceSlice, comm: Communicator | None
+) -> Tensor:
     """From the sums of probabilities of a slice: the loss of the sequence if it is the last one, else 0."""
+    count, number = len(part.sequence), part.number
+    known = part.sequence.store.entry(part.forward_pass, lambda _: dict[int, tuple[Tensor, Tensor]]())
+    """By slice: counts of all ranks, and sums of probabilities of this one."""
+    if number not in known:
+        if comm is not None and comm.size > 1:
+            comm.all_reduce(stats)
+        known[number] = stats, sums.detach()
+
+    def slopes() -> Tensor:
+        if len(known) < count:
+            raise InvalidUsage(
+                f"the routers' auxiliary loss is a mean over a sequence, and {len(known)} of its {count} slices have "
+                "run: run the forward passes of all slices before the first backward pass"
+            )
+        return slopes_of(torch.stack([stats for stats, _ in known.values()]).sum(0))
+
+    value = sums.new_zeros(())
+    if number == count - 1:
+        value = (slopes() * torch.stack([each for _, each in known.values()]).sum(0)).sum()
+    loss: Tensor = _LaterSlopes.apply(sums, value, slopes)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LaterSlopes(torch.autograd.Function):
+    """``value``, whose derivative by ``sums`` is what ``slopes()`` gives in the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        sums: Tensor,
-        stats: Tensor,
-        experts: int,
-        top_k: int,
-        part: SequenceSlice,
-        comm: Communicator | None,
-    ) -> Tensor:
-        counted, number = part.sequence.store.entry(part.forward_pass, _Counted), part.number
-        ctx.counted, ctx.slopes_of = counted, (experts, top_k)
-        if counted.stats[number] is None:
-            if comm is not None and comm.size > 1:
-                comm.all_reduce(stats)
-            counted.stats[number], counted.sums[number] = stats, sums.detach()
-        if number < len(part.sequence) - 1:
-            return sums.new_zeros(())
-        slopes = counted.slopes(experts, top_k)
-        return (slopes * torch.stack([each for each in counted.sums if each is not None]).sum(0)).sum()
+    def forward(ctx: Any, sums: Tensor, value: Tensor, slopes: Callable[[], Tensor]) -> Tensor:  # noqa: ARG004
+        ctx.slopes = slopes
+        return value.clone()
 
     @staticmethod
     @without_second_derivative
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        return upstream[0] * ctx.counted.slopes(*ctx.slopes_of), None, None, None, None, None
+        return upstream[0] * ctx.slopes(), None, None

@@ -55,19 +55,16 @@ class DeviceStages(nn.Module):
     ) -> Tensor:
         """The loss of ``tokens: [local tokens]``. Collective over ``comm``, and the ranks that share layers."""
         x: Any = tokens
-        total = labels.new_zeros((), dtype=torch.float32)
         where: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens, "comm": comm}
         for stage in self.stages:
             if not stage.first and x is tokens:
                 x = self._given(stage, tokens.shape[0])
             if stage.last:
                 stage.chunk_tokens = self.chunk_tokens
-            made = stage(x, **where, labels=labels if stage.last or stage.has_added_losses else None)
-            if isinstance(made, tuple) and not stage.shared_experts:
-                total, made = total + made[1], made[0]
-            x = made
-        out: Tensor = x[0] if isinstance(x, tuple) else x
-        return total + (out if self.stages[-1].last else (out * out.detach()).sum())
+            x = stage(x, **where, labels=labels if stage.last or stage.has_added_losses else None)
+        x, carried = x if isinstance(x, tuple) else (x, None)
+        total: Tensor = x if self.stages[-1].last else (x * x.detach()).sum()
+        return total if carried is None else total + carried.sum()
 
     def _given(self, stage: Stage, tokens: int) -> Tensor:
         """Rows that differ, since routers send equal ones to the same experts."""

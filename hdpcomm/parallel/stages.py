@@ -118,22 +118,17 @@ class Stage(LayeredModel):
         """Hidden states for the next stage; on the last one, what the model makes of them."""
         return self.model.finish(hidden, *labels) if self.last else hidden
 
-    @property
-    def shared_experts(self) -> int:
-        """Experts of a layer, where a loss of routers multiplies sums over the layers of all stages; else 0."""
-        return 0 if isinstance(self.model, Llama) else self.model.shared_experts
-
-    def router_sums(self, cu_seqlens: CuSeqlens) -> Tensor:
-        """An uninitialised tensor for such sums over this stage's layers and those before, or its gradient: fp64
-        ``[2, sequences, experts]``. Local."""
-        sequences = len(as_pack(cu_seqlens).first_tokens())
-        return self.boundary(0).new_empty(2, sequences, self.shared_experts, dtype=torch.float64)
+    def carried(self, cu_seqlens: CuSeqlens) -> Tensor:
+        """An uninitialised tensor for what routers give the next stage, or its gradient, fp64: their losses so far, or
+        where a loss multiplies sums over all layers, the sums ``[2, sequences, experts]`` so far. Local."""
+        shape: tuple[int, ...] = ()
+        if isinstance(self.model, AdaptedCausalLM):
+            shape = 2, len(as_pack(cu_seqlens).segments()[0]), self.model.causal_lm.num_experts
+        return self.boundary(0).new_empty(shape, dtype=torch.float64)
 
     def added_losses(self, added: Any, *places: Any) -> Tensor:
-        """Losses of this stage's layers, or what the next one needs for those of all (:meth:`router_sums`)."""
-        router_logits, before = added
-        stages = {"before": before, "ends": self.last} if self.shared_experts else {}
-        return self.model.added_losses(router_logits, *places, **stages)
+        """Losses of this stage's layers and those before, or what the next one needs for them (:meth:`carried`)."""
+        return self.model.added_losses(added[0], *places, before=added[1], last=self.last)
 
     def joined(self, out: Tensor, added: Tensor) -> Any:
         """The loss with those that layers add; of a stage that is not the last, both."""
@@ -141,8 +136,8 @@ class Stage(LayeredModel):
 
     def run_layers(self, x: Any, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator) -> tuple[Tensor, Any]:
         """Runs the layers on hidden states, whatever the model does to them before its first and after its last
-        layer: that is for the first and the last stage. ``x`` may be (hidden states, :meth:`router_sums`)."""
-        x, sums = x if isinstance(x, tuple) else (x, None)
+        layer: that is for the first and the last stage. ``x`` may be (hidden states, :meth:`carried`)."""
+        x, carried = x if isinstance(x, tuple) else (x, None)
         before, after = self._edges
         there: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens, "comm": comm}
         if before is None:
@@ -151,14 +146,14 @@ class Stage(LayeredModel):
             with before.giving(x):
                 hidden, added = self.model.run_layers(x.new_zeros(()).expand(x.shape), **there)
         if after is None:
-            return hidden, (added, sums)
+            return hidden, (added, carried)
         hidden = after.take()[: self._rows(positions.shape[0])]
         if hidden.dtype != (wanted := self.boundary(0).dtype):
             raise InvalidUsage(
                 f"{_name(self.model)} has hidden states of {hidden.dtype} and weights of {wanted}; stages exchange the "
                 "type of their weights: set residual_in_fp32=False in its configuration, or train it without pipelines"
             )
-        return hidden, (added, sums)
+        return hidden, (added, carried)
 
     def _rows(self, tokens: int) -> int:
         """Rows of the hidden states that are on this rank."""

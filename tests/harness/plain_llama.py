@@ -64,7 +64,7 @@ def sequence_loss(weights, config, tokens):
     logits, routers = sequence_logits(weights, config, tokens)
     right = logits[:-1].gather(1, tokens[1:, None]).squeeze(1)
     loss = (logits[:-1].logsumexp(-1) - right).sum()
-    return loss + _router_losses(routers, config) if config.experts else loss
+    return loss + router_losses(routers, config, range(len(tokens) - 1)) if config.experts else loss
 
 
 def _experts(weights, config, name, h, best):
@@ -81,14 +81,14 @@ def _experts(weights, config, name, h, best):
     return mixed, scores
 
 
-def _router_losses(routers, config):
-    """The routers' auxiliary losses of one sequence, all of whose tokens but the last have a label."""
-    labels, balance = len(routers[0]) - 1, 0.0
+def router_losses(routers, config, where):
+    """The routers' auxiliary losses of one sequence, of whose tokens those at ``where`` have a label."""
+    labels, balance = len(where), 0.0
     for scores in routers:
         best = scores.sort(descending=True).indices[:, : config.top_k]
         frequency = torch.stack([(best == expert).sum().to(scores.dtype) for expert in range(config.experts)])
         balance += config.experts * (frequency / len(scores) * scores.softmax(-1).mean(0)).sum() / len(routers)
-    squares = sum(scores[:-1].logsumexp(-1).square().sum() for scores in routers) / len(routers)
+    squares = sum(scores[list(where)].logsumexp(-1).square().sum() for scores in routers) / len(routers)
     return config.router_aux_loss * labels * balance + config.router_z_loss * squares
 
 

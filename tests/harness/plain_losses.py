@@ -6,7 +6,7 @@ import torch
 
 from hdpcomm.train.losses import dapo, dpo, dr_grpo, grpo, gspo, ppo, sft, simpo
 from hdpcomm.train.losses.loss import IGNORE
-from tests.harness.plain_llama import sequence_logits
+from tests.harness.plain_llama import router_losses, sequence_logits
 
 __all__ = ["PLAIN", "batch_loss", "log_probs_of"]
 
@@ -125,7 +125,7 @@ def batch_loss(model, rollouts, name):
     """Loss of a batch and its gradients by parameter name; ``rollouts``: dictionaries as ``fetch`` gives them."""
     loss, plain = PLAIN[name]
     weights = {key: p.detach().clone().requires_grad_() for key, p in model.named_parameters()}
-    policies, columns = [], []
+    policies, columns, routers = [], [], []
     for each in rollouts:
         own, routes = dict(each), each.get("routes")
         own.pop("routes", None)
@@ -135,6 +135,13 @@ def batch_loss(model, rollouts, name):
         length = len(each["tokens"])
         own = {key: torch.as_tensor(x).expand(length)[where].double() for key, x in own.items()}
         columns.append({**own, "entropies": entropies})
+        if model.config.has_added_losses:
+            routers.append(router_losses(sequence_logits(weights, model.config, tokens)[1], model.config, where))
     total = plain(policies, columns)
+    if routers:  # divided as the labels' own losses are
+        counts = [len(policy) for policy in policies]
+        factors = {"tokens": [len(counts) / sum(counts)] * len(counts), "sequences": [1 / max(1, n) for n in counts]}
+        factors = factors.get(loss.per) or [1 / loss.per] * len(counts)
+        total = total + sum(a * b for a, b in zip(factors, routers, strict=True)) / len(counts)
     total.backward()
     return total.item(), {key: weight.grad for key, weight in weights.items()}

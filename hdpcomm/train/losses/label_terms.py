@@ -26,7 +26,15 @@ from hdpcomm.models.routes import KeptRoutes
 from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.losses.functions import COMPUTED, GroupLoss, TokenLoss
 from hdpcomm.train.losses.loss import IGNORE
-from hdpcomm.train.losses.shards import Fetch, LabelledTokens, PackedShard, checked, labelled_shard, routes_of
+from hdpcomm.train.losses.shards import (
+    WEIGHTS,
+    Fetch,
+    LabelledTokens,
+    PackedShard,
+    checked,
+    labelled_shard,
+    routes_of,
+)
 
 if TYPE_CHECKING:
     from hdpcomm.attention import Pack
@@ -78,7 +86,6 @@ class Batch:
             )
         self.lengths = [int(length) for length in lengths]  # type: ignore[arg-type]
         self.offsets = [0, *itertools.accumulate(self.lengths)]
-        self._bounds = torch.tensor(self.offsets)
         taken: set[int] = set()
         for tree in trees:
             for i, last in zip(tree.trajectories, tree.last_segments, strict=True):
@@ -97,15 +104,11 @@ class Batch:
         self.sources: list[int | TrajectoryTree] = [*trees, *(i for i in range(len(self.lengths)) if i not in taken)]
         self.items = [self.lengths[each] if isinstance(each, int) else each.tree for each in self.sources]
 
-    def sequences_of(self, entries: Tensor) -> Tensor:
-        """The numbers of the sequences that entries belong to."""
-        return torch.searchsorted(self._bounds, entries, right=True) - 1
-
 
 def shares_prefixes(parts: Iterable[object]) -> bool:
-    """Whether models, or stages of one, may compute the shared prefixes of a loss of log-probabilities once: the losses
-    of routers know no trees, nor does attention with chunks. Local."""
-    return all(not getattr(part, "has_added_losses", False) and getattr(part, "takes_trees", True) for part in parts)
+    """Whether models, or stages of one, may compute the shared prefixes of a loss of log-probabilities once: attention
+    with chunks knows no trees. Local."""
+    return all(getattr(part, "takes_trees", True) for part in parts)
 
 
 def shorter_plan(
@@ -148,6 +151,7 @@ class LabelTerms:
         batch: the plan's items must be its items.
         make: gives the loss of a shard's labels.
         columns: names that ``fetch`` must give.
+        factor: of the losses, also those of routers, of each label of a sequence with so many.
         mass: what a sequence with so many labels adds to the number by which the sum of losses is divided.
         needs_columns: whether ``make`` reads columns.
         routes: keeps those of plain sequences.
@@ -159,12 +163,13 @@ class LabelTerms:
         make: Callable[[_Labels], LabelLoss],
         *,
         columns: Sequence[str] = (),
+        factor: Callable[[int], float] = lambda _: 1.0,
         mass: Callable[[int], float] = lambda _: 0.0,
         needs_columns: bool = False,
         routes: KeptRoutes | None = None,
     ) -> None:
         self._batch, self._make, self._names, self._routes = batch, make, columns, routes
-        self._mass, self._needs_columns = mass, needs_columns
+        self._factor, self._mass, self._needs_columns = factor, mass, needs_columns
         self._given: tuple[int, list[str]] | None = None
         """The first sequence that was read, and its columns."""
 
@@ -186,15 +191,14 @@ class LabelTerms:
                 number by which losses are divided comes with the first slice.
         """
         parts = [self._labelled(place, plan.fragments, fetch) for place in places]
-        counts = {i: labels for part in parts for i, labels in part.counts.items()}
         shard, columns = labelled_shard(parts, pack, plan.limit, comm=comm, device=device)
         begins = comm.rank == 0 and (pack is None or pack.begins)
-        mass = math.fsum(self._mass(each) for each in counts.values()) if begins else 0.0
+        mass = math.fsum(part.mass for part in parts) if begins else 0.0
         entries = columns.pop(_ENTRIES)
         if self._routes is not None:
             shard = replace(shard, routes=self._routes.of(entries, cast("TakenRoutes | None", shard.routes)))
         columns = {name: to_device(column, device) for name, column in columns.items()}
-        own = _Labels(shard.labels, entries, columns, self._batch.sequences_of(entries), counts)
+        own = _Labels(shard.labels, entries, columns.pop(WEIGHTS), columns)
         return replace(
             shard, label_weights=self._make(own), mass=torch.full((), mass, dtype=torch.float64, device=device)
         )
@@ -208,8 +212,9 @@ class LabelTerms:
         source = self._batch.sources[item if fragment is None else fragment.tree]
         if isinstance(source, int):
             tokens, columns, routes = self._read(source, fetch)
-            labels = int((columns[_LABELS] != IGNORE).sum())
-            return LabelledTokens(tokens, None, torch.arange(len(tokens)), columns, {source: labels}, routes)
+            length, labels = len(tokens), int((columns[_LABELS] != IGNORE).sum())
+            own = columns[WEIGHTS].sum()[None]
+            return LabelledTokens(tokens, None, torch.arange(length), columns, own, self._mass(labels), routes)
         tree = source.tree
         here = np.arange(tree.num_tokens)
         trains = set(range(len(tree)))
@@ -220,7 +225,8 @@ class LabelTerms:
             trains = {each for each, twice in zip(fragment.segments, fragment.repeated, strict=True) if not twice}
             tree = tree.part(fragment.segments)
         tokens = torch.full((tree.num_tokens,), -1)
-        rows, parts, counts, every = [], [], {}, None
+        every, rows, parts, mass = None, [], [], 0.0
+        sequences = torch.zeros(len(tree), dtype=torch.float64)
         for i, last in zip(source.trajectories, source.last_segments, strict=True):
             if last not in trains:
                 continue  # a fragment has it that ends there
@@ -239,13 +245,15 @@ class LabelTerms:
             labelled = columns[_LABELS] != IGNORE
             rows.append(places[labelled])
             parts.append({name: column[labelled] for name, column in columns.items()})
-            counts[i] = len(rows[-1])
+            mass += self._mass(len(rows[-1]))
+            sequences[last if fragment is None else fragment.segments.index(last)] += columns[WEIGHTS].sum()
         return LabelledTokens(
             tokens,
             tree,
             torch.cat(rows),
             {name: torch.cat([each[name] for each in parts]) for name in parts[0]},
-            counts,
+            sequences,
+            mass,
             every,
         )
 
@@ -263,6 +271,8 @@ class LabelTerms:
                 "the same ones for all sequences"
             )
         columns |= {_LABELS: labels.cpu(), _ENTRIES: torch.arange(length) + self._batch.offsets[i]}
+        labelled = (columns[_LABELS] != IGNORE).double()
+        columns[WEIGHTS] = labelled * self._factor(int(labelled.sum()))
         return tokens.cpu(), columns, routes
 
 
@@ -272,21 +282,14 @@ class _Labels:
 
     Attributes:
         labels, columns: on the model's device.
-        entries, places: of each label and of its sequence in the global batch, on the CPU.
-        counts: labels of each sequence that was read.
+        entries: of each label in the global batch, on the CPU.
+        factors: of each label's loss, fp64; 0 without a label.
     """
 
     labels: Tensor
     entries: Tensor
+    factors: Tensor
     columns: Mapping[str, Tensor]
-    places: Tensor
-    counts: Mapping[int, int]
-
-    def factors(self, factor: Callable[[int], float]) -> Tensor:
-        """``factor(labels of its sequence)`` of each label, fp64 on the model's device."""
-        numbers, which = self.places.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        table = torch.tensor([factor(self.counts[i]) for i in numbers.tolist()], dtype=torch.float64)
-        return table[which].to(self.labels.device)
 
 
 def token_terms(loss: TokenLoss, batch: Batch) -> LabelTerms:
@@ -295,7 +298,7 @@ def token_terms(loss: TokenLoss, batch: Batch) -> LabelTerms:
     def make(labels: _Labels) -> LabelLoss:
         return LabelLoss(_OwnLoss(loss, labels), loss.temperature, loss.entropy)
 
-    return LabelTerms(batch, make, columns=loss.columns, mass=loss.mass, needs_columns=True)
+    return LabelTerms(batch, make, columns=loss.columns, factor=loss.factor, mass=loss.mass, needs_columns=True)
 
 
 def kept_terms(kept: KeptLogProbs, batch: Batch) -> LabelTerms:
@@ -338,7 +341,7 @@ class _OwnLoss:
 
     def __init__(self, loss: TokenLoss, labels: _Labels) -> None:
         self._function, self._labelled, self._columns = loss.function, labels.labels != IGNORE, labels.columns
-        self._factors = labels.factors(loss.factor)
+        self._factors = labels.factors
 
     def __call__(
         self, log_probs: Tensor, entropies: Tensor | None, part: slice

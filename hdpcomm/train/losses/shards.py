@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -17,6 +17,7 @@ from hdpcomm.attention import BalancedPack, Pack, as_pack
 from hdpcomm.attention.pack_context import routing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import to_device
+from hdpcomm.models.moe import RouterWeights, path_sums
 from hdpcomm.models.routes import ShardRoutes, TakenRoutes
 from hdpcomm.plan.tree import Tree, join_trees
 from hdpcomm.train.losses.loss import IGNORE, next_token_labels, summed_loss
@@ -45,6 +46,7 @@ __all__ = [
     "sequences_shard",
     "tree_shard",
     "vocabulary_of",
+    "WEIGHTS",
 ]
 
 Fetch = Callable[[int], "Tensor | tuple[Tensor, Tensor] | Mapping[str, Any]"]
@@ -68,6 +70,9 @@ class FetchParts(Protocol):
         """(tokens, labels) ``[stop - start]`` of a part of it; the label of the last token is still the next one."""
 
 
+WEIGHTS = "routes"
+"""Name of a column, which no column of a user has: how often the loss counts each label."""
+
 _ENOUGH = 8
 """Labels that equal their tokens by chance are fewer than these."""
 
@@ -88,6 +93,7 @@ class PackedShard:
             labels.
         routes: what routers ask for the experts of its tokens; see :mod:`hdpcomm.models.routes`.
         ahead: int64 ``[depths, 2, local tokens]``, tokens and labels further ahead for multi-token prediction.
+        router_weights: by how much losses of routers count; ``None``: once for each label of plain sequences.
     """
 
     tokens: Tensor
@@ -99,6 +105,7 @@ class PackedShard:
     mass: Tensor | None = None
     routes: TakenRoutes | ShardRoutes | None = None
     ahead: Tensor | None = None
+    router_weights: RouterWeights | None = None
 
     def with_none_ahead(self, depths: int) -> PackedShard:
         """For a pass whose tokens, if there are any, have no labels ahead either."""
@@ -293,8 +300,10 @@ def micro_batch_loss(
     plain = rows is None and weights is None
     with packed.routing(model):
         if loss is None and getattr(model, "takes_labels" if plain else "takes_label_rows", False):
-            more = {} if plain else {"label_rows": rows, "label_weights": weights}
+            more: dict[str, Any] = {} if plain else {"label_rows": rows, "label_weights": weights}
             more |= {} if packed.ahead is None else {"ahead": packed.ahead}
+            if getattr(model, "has_added_losses", False) and packed.router_weights is not None:
+                more["router_weights"] = packed.router_weights
             total: Tensor = model(packed.tokens, **places, labels=packed.labels, **more)
             return total
         logits = model(packed.tokens, **places)
@@ -316,7 +325,9 @@ class LabelledTokens:
         tree: ``None``: a plain sequence.
         rows: for each label the token that it comes after.
         columns: by label.
-        counts: labels of each sequence of the batch that is here, where a loss asks for them.
+        sequences: fp64 ``[segments]``, labels of the sequences that end with each segment, each as often as the loss
+            counts it.
+        mass: what its sequences add to the number by which a loss that asks for it is divided.
         routes: of its tokens.
     """
 
@@ -324,7 +335,8 @@ class LabelledTokens:
     tree: Tree | None
     rows: Tensor
     columns: Mapping[str, Tensor]
-    counts: Mapping[int, int] = field(default_factory=dict)
+    sequences: Tensor
+    mass: float = 0.0
     routes: Tensor | None = None
 
 
@@ -336,7 +348,8 @@ def labelled_shard(
     comm: Communicator,
     device: torch.device,
 ) -> tuple[PackedShard, dict[str, Tensor]]:
-    """This rank's shard, whose labels are the column "labels", and the other columns of its labels, on the CPU. Local.
+    """This rank's shard, whose labels are the column "labels", and the other columns of its labels, on the CPU; one is
+    :data:`WEIGHTS`. Local.
 
     Plain sequences have a label for each token, in their order.
 
@@ -363,9 +376,17 @@ def labelled_shard(
         here = rows >= 0
         rows = to_device(rows[here], device)
     columns = {name: column[here] for name, column in columns.items()}
+    own, sequences = to_device(columns[WEIGHTS].double(), device), None
+    if rows is not None:
+        own = torch.zeros(len(mine), dtype=own.dtype, device=device).index_add_(0, rows, own)
+    if pack.branched:
+        sequences = to_device(torch.cat([part.sequences for part in parts]) * (rank == 0 and pack.begins), device)
     labels, positions = to_device(columns.pop("labels"), device), pack.positions(rank, size, device)
     routes = shard_routes([part.routes for part in parts], mine, device)
-    return PackedShard(to_device(tokens[mine], device), labels, positions, cu_seqlens, rows, routes=routes), columns
+    return PackedShard(
+        to_device(tokens[mine], device), labels, positions, cu_seqlens, rows, routes=routes,
+        router_weights=RouterWeights(own, sequences),
+    ), columns  # fmt: skip
 
 
 def tree_shard(
@@ -390,7 +411,7 @@ def tree_shard(
     """
     parts = [_labelled(i, items, fragments, fetch) for i in places]
     shard, columns = labelled_shard(parts, pack, (0.0, 0.0), comm=comm, device=device)
-    return replace(shard, label_weights=to_device(columns["weights"], device))
+    return replace(shard, label_weights=to_device(columns[WEIGHTS], device))
 
 
 def _labelled(
@@ -402,21 +423,34 @@ def _labelled(
         fetched = fetch(i)
         tokens, labels = checked(fetched, i, item)
         rows = (labels != IGNORE).nonzero()[:, 0]
-        columns = {"labels": labels[rows], "weights": torch.ones(len(rows))}
-        return LabelledTokens(tokens, None, rows, columns, routes=routes_of(fetched, i, item))
+        columns = {"labels": labels[rows], WEIGHTS: torch.ones(len(rows))}
+        own = torch.tensor([len(rows)], dtype=torch.float64)
+        return LabelledTokens(tokens, None, rows, columns, own, routes=routes_of(fetched, i, item))
     fetched = fetch(i if fragment is None else fragment.tree)
     tokens, weights = _checked_tree(fetched, i, item)
     tree, routes = item, routes_of(fetched, i, item.num_tokens)
+    sequences = _leaf_weights(item, weights)
     if fragment is not None:
         tree = item.part(fragment.segments)
         chosen = torch.from_numpy(item.token_places(fragment.segments))
         repeated = torch.from_numpy(np.repeat(fragment.repeated, tree.lengths))
         tokens, weights = tokens[chosen], weights[chosen].masked_fill(repeated, 0.0)
+        sequences = sequences[list(fragment.segments)]
         routes = None if routes is None else routes[chosen]
     previous = torch.from_numpy(tree.previous.copy())
     trained = ((previous >= 0) & (weights != 0)).nonzero()[:, 0]
-    columns = {"labels": tokens[trained], "weights": weights[trained]}
-    return LabelledTokens(tokens, tree, previous[trained], columns, routes=routes)
+    columns = {"labels": tokens[trained], WEIGHTS: weights[trained]}
+    return LabelledTokens(tokens, tree, previous[trained], columns, sequences, routes=routes)
+
+
+def _leaf_weights(tree: Tree, weights: Tensor) -> Tensor:
+    """Weights of the labels of the trajectories that end with each segment, which are leaves: those with a token share
+    its weight evenly. fp64 ``[segments]``."""
+    segment = torch.from_numpy(np.repeat(np.arange(len(tree)), tree.lengths))
+    sums = torch.zeros(len(tree), dtype=torch.float64)
+    sums.index_add_(0, segment, weights.double().masked_fill(torch.from_numpy(tree.previous < 0), 0.0))
+    shared = path_sums((sums / torch.from_numpy(tree.trajectories.copy()))[:, None], tree.ends)[:, 0]
+    return shared.masked_fill(torch.from_numpy(tree.ends != np.arange(len(tree)) + 1), 0.0)
 
 
 def _checked_tree(fetched: Any, i: int, tree: Tree) -> tuple[Tensor, Tensor]:

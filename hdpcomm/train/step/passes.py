@@ -17,7 +17,6 @@ from hdpcomm.attention import positions as positions_of
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import HostNumbers
 from hdpcomm.models.compiled import refuse_compiled
-from hdpcomm.models.moe import refuse_trees
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.parallel.program import KEEP, RECEIVE, RUN, SEND, WHOLE, StepProgram, pipeline_program, plan_program
 from hdpcomm.plan.waves import PlannedWaves, plan_waves
@@ -222,10 +221,9 @@ class Passes:
 class _Run:
     """One step on one device.
 
-    Between stages activations and their gradients go as they are, ``[local tokens, hidden]``, and beside them sums of
-    routers where a loss multiplies those over all layers, by messages whose sizes both sides know from the plan. Sends
-    do not wait; a receive is posted as soon as the order of the program allows it and is waited for by the pass that
-    needs it.
+    Between stages activations and their gradients go as they are, ``[local tokens, hidden]``, and beside them what
+    routers add to the loss, by messages whose sizes both sides know from the plan. Sends do not wait; a receive is
+    posted as soon as the order of the program allows it and is waited for by the pass that needs it.
     """
 
     def __init__(self, passes: Passes, step: StepInputs, program: StepProgram) -> None:
@@ -239,10 +237,6 @@ class _Run:
         self._batches: Mapping[int, MicroBatch | None] = program.batches
         self._staged = passes.planner is not None
         self._added_losses = self._staged and passes.loss is None and self.chunks[0].has_added_losses
-        if self._added_losses:  # now, on all stages
-            refuse_trees(holds_trees(range(len(step.planned.lengths)), step.planned.lengths))
-        self._shares_sums = self._added_losses and self.chunks[0].shared_experts > 0
-        """Whether sums of routers go with hidden states from stage to stage."""
         mtp: MultiToken | None = None if step.gradients is None else getattr(self.chunks[0], "mtp", None)
         self._depths = 0 if mtp is None else mtp.depths
         if self._depths:  # now, on all ranks
@@ -255,9 +249,8 @@ class _Run:
         self._random: dict[int, list[Tensor]] = {}
         """By number: the states of torch's generators before a slice ran for the first time: dropout and noise of
         routers must be the same when it runs again."""
-        self._open: dict[tuple[int, int], tuple[_Tensors, _Tensors, Tensor | None]] = {}
-        """By micro-batch and stage: inputs and outputs of the forward pass, and its routers' losses, until its backward
-        pass has run."""
+        self._open: dict[tuple[int, int], tuple[_Tensors, _Tensors]] = {}
+        """By micro-batch and stage: inputs and outputs of the forward pass, until its backward pass has run."""
         self._given: dict[Pass, _Tensors] = {}
         """Outputs of passes for a stage on the same device."""
         self._received: dict[Pass, tuple[_Tensors, Work]] = {}
@@ -278,8 +271,8 @@ class _Run:
             elif action.kind == RECEIVE:
                 pack, stage = self._pack(done.micro_batch), self.chunks[0]
                 buffers: _Tensors = (stage.boundary(pack.positions.numel()),)
-                if self._shares_sums:
-                    buffers += (stage.router_sums(pack.cu_seqlens),)
+                if self._added_losses:
+                    buffers += (stage.carried(pack.cu_seqlens),)
                 work = pipeline.exchange(recvs=[(x, action.peer) for x in buffers], async_op=True)
                 self._received[done] = buffers, work
             elif action.kind == SEND:
@@ -380,19 +373,14 @@ class _Run:
         x: Any = inputs if len(inputs) > 1 else inputs[0]
         y: Any
         with nullcontext() if batch is None else self.step.offload_context(batch.offload_ratio, pack.positions.numel()):
-            if chunk.last:
+            if chunk.last or self._added_losses:
                 y = micro_batch_loss(chunk, replace(pack, tokens=x), comm, self.passes.loss)
             else:
-                labels = pack.labels if self._added_losses else None
                 with pack.routing(chunk):
-                    y = chunk(x, positions=pack.positions, cu_seqlens=pack.cu_seqlens, comm=comm, labels=labels)
-        losses, outputs = None, y if isinstance(y, tuple) else (y,)
-        if len(outputs) > 1 and not self._shares_sums:
-            losses, outputs = outputs[1], outputs[:1]
+                    y = chunk(x, positions=pack.positions, cu_seqlens=pack.cu_seqlens, comm=comm)
+        outputs = y if isinstance(y, tuple) else (y,)
         if torch.is_grad_enabled():
-            self._open[done.micro_batch, done.stage] = inputs, outputs, losses
-        if losses is not None:
-            self._add(None, torch.stack((losses.detach().double(), losses.new_zeros((), dtype=torch.float64))))
+            self._open[done.micro_batch, done.stage] = inputs, outputs
         if chunk.last:
             self._add(batch, _loss_and_labels(y, pack))
         else:
@@ -403,12 +391,11 @@ class _Run:
 
     def _backward(self, done: Pass) -> None:
         chunk = self._chunk(done.stage)
-        inputs, outputs, losses = self._open.pop((done.micro_batch, done.stage))
+        inputs, outputs = self._open.pop((done.micro_batch, done.stage))
         if chunk.last:
             (outputs[0] * self.step.scale).backward()  # type: ignore[no-untyped-call]
         else:
             roots = dict(zip(outputs, self._take(replace(done, stage=done.stage + 1)), strict=True))
-            roots |= {} if losses is None else {losses: torch.full_like(losses, self.step.scale)}
             roots = {root: upstream for root, upstream in roots.items() if root.requires_grad}
             if roots:  # not where all of the first stage is frozen
                 torch.autograd.backward(list(roots), list(roots.values()))

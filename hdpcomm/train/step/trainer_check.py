@@ -208,14 +208,14 @@ def check_log_prob_loss(loss: Any, model: nn.Module, stages: Sequence[Stage]) ->
             "the loss is one of outputs (temperature=None), and the model's are logits of tokens; give adapt() a "
             "classifier or a critic, as AutoModelForTokenClassification with num_labels=1"
         )
-    by_tokens = isinstance(loss, TokenLoss) and loss.per == "tokens"
-    if not by_tokens and any(getattr(each, "has_added_losses", False) for each in parts):
-        raise InvalidUsage(
-            "the model's routers add a loss for each label, and the trainer's loss is divided by something else than "
-            'the labels; train without (output_router_logits=False), or with a TokenLoss per="tokens"'
-        )
     if not isinstance(loss, GroupLoss):
         return
+    if any(getattr(each, "has_added_losses", False) for each in parts):
+        raise InvalidUsage(
+            "the model's routers add a loss for each label, and the trainer's loss is a GroupLoss, which is divided by "
+            "counts of groups; train without (output_router_logits=False, or router_aux_loss and router_z_loss of "
+            "LlamaConfig 0), or with a TokenLoss"
+        )
     if (
         any(is_random(stage, None if stage.first else stage.boundary(CHECKED_TOKENS)) for stage in stages)
         if stages

@@ -10,8 +10,8 @@ from torch import nn
 
 import hdpcomm as hdp
 from hdpcomm.data import fold
-from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import adapt
+from hdpcomm.parallel import split_model
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, SequenceFragment
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
@@ -138,15 +138,64 @@ def test_whatever_mla_sends(send, wanted, monkeypatch):
     assert chosen
 
 
-def test_a_routers_loss_is_refused_on_trees():
-    folded, models = fold(*rollouts()), [adapt(model_of("qwen3-next"), check=False) for _ in range(2)]
+def routed_alone(family):
+    """(loss, gradients) of trajectories with transformers' loss of routers, each by itself; all labels count once."""
+    model, total = model_of(family), 0.0
+    labels = sum(len(tokens) - 1 for tokens in rollouts()[0])
+    for tokens in rollouts()[0]:
+        ids = torch.tensor(tokens)[None]
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss * (len(tokens) - 1) / labels
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def plans_of_routed(folded):
+    """By name: on 1 to 3 ranks, cut, in slices, in stages."""
+    big = max(range(len(folded)), key=lambda i: folded[i].tree.num_tokens)
+    tree = folded[big].tree
+    bounds = [0, 20, 21, *tree.rows[2:].tolist(), tree.num_tokens - 1, tree.num_tokens]
+    rest = [((0,), (i,)) for i in range(len(folded)) if i != big]
+    sliced = [*(((1, 0), SequenceFragment(big, a, b)) for a, b in pairwise(bounds)), *rest]
+    cut = Planner(None, ClusterSpec(2, 84), "balanced", CostModel(1e-9, 1e-6, ring_step=10.0))
+    assert cut.plan([f.tree for f in folded]).fragments
+    return {
+        **{f"{n} ranks": Planner(None, ClusterSpec(n, -(-130 // n)), "static", COST) for n in (1, 2, 3)},
+        "cut": cut,
+        "slices": FixedPlanner(2, 1, sliced),
+        "stages": Planner(None, ClusterSpec(2, 65, pipeline=2), "balanced", COST),
+        "slices in stages": FixedPlanner(2, 2, sliced),
+    }
+
+
+@pytest.mark.parametrize("plan", ["1 ranks", "2 ranks", "3 ranks", "cut", "slices", "stages", "slices in stages"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-next"])
+def test_routers_losses_are_those_of_separate_trajectories(family, plan):
+    folded = fold(rollouts()[0])
+    planner = plans_of_routed(folded)[plan]
+    stages, size = planner.cluster.pipeline, planner.cluster.ranks * planner.cluster.pipeline
+    models = [adapt(model_of(family), check=False) for _ in range(size)]
 
     def rank():
+        torch.set_num_threads(1)
         with hdp.init() as comm:
-            model = models[comm.rank]
-            planner = Planner(None, ClusterSpec(2, 65), "static", COST)
-            trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), planner, comm)
-            with pytest.raises(InvalidUsage, match="losses of routers are means over sequences, and a tree was given"):
-                trainer.step([f.tree for f in folded], lambda i: (folded[i].tokens, folded[i].weights))
+            mesh = hdp.Mesh(comm, pipeline=stages)
+            parts = split_model(models[comm.rank], stages, check=False)[mesh.stage :: stages] if stages > 1 else []
+            held = nn.ModuleList(parts or [models[comm.rank]])
+            optimizer = torch.optim.SGD(held.parameters(), lr=0.0)
+            trainer = Trainer(parts or held[0], optimizer, planner, mesh, max_grad_norm=None)
+            loss = trainer.step([f.tree for f in folded], lambda i: (folded[i].tokens, folded[i].weights)).loss
+            told = trainer.evaluate([f.tree for f in folded], lambda i: (folded[i].tokens, folded[i].weights))
+            comm.all_reduce(told)
+            assert float(told[0] / told[1]) == pytest.approx(loss, rel=1e-6)
+            names = lambda part, name: part.name_in_model(name) if parts else name
+            return loss, {names(part, n): p.grad for part in held for n, p in part.named_parameters()}
 
-    run_threads(rank, 2, timeout=60.0)
+    loss, gradients = routed_alone(family)
+    results = run_threads(rank, size, timeout=60.0)
+    for found, own in results:
+        assert found == pytest.approx(loss, rel=1e-5)
+        for name, gradient in own.items():
+            want = gradients[name.removeprefix("model.")]
+            assert float((gradient - want).norm()) <= 1e-5 * float(want.norm()) + 1e-9, name
+    assert {name for _, own in results for name in own} == {f"model.{name}" for name in gradients}

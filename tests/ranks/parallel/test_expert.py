@@ -236,12 +236,13 @@ def test_costs_are_measured_with_the_experts_where_they_are(ranks, expert):
     assert 0 <= costs.experts <= costs.linear
 
 
-def test_trees_without_router_losses():
+def test_trees():
+    """Losses of routers are those of the trajectories, also of plain sequences beside trees; see test_sliced_trees."""
     tree = Tree(parents=(-1, 0, 0), lengths=(9, 12, 7))
     lengths = (tree, 25)
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(62, (28,), generator=generator), torch.randint(62, (25,), generator=generator)]
-    config = dataclasses.replace(CONFIG, layers=1, router_aux_loss=0.0, router_z_loss=0.0)
+    config = dataclasses.replace(CONFIG, layers=1)
 
     def rank(expert):
         with hdp.init() as comm:
@@ -250,12 +251,12 @@ def test_trees_without_router_losses():
             done = trainer.step(lengths, lambda i: tokens[i])
             total = trainer.evaluate(lengths, lambda i: tokens[i])
             comm.all_reduce(total)
-            with_losses = dataclasses.replace(config, router_z_loss=1.0)
-            trainer = trainer_of(comm, planner, with_losses, torch.float64, 1)
-            with pytest.raises(InvalidUsage, match="losses of routers are means over sequences, and a tree"):
-                trainer.step(lengths[:1], lambda i: tokens[i])
             return done.loss, done.grad_norm, float(total[0] / total[1])
 
+    whole = Llama(config, seed=SEED, dtype=torch.float64)
+    tree, alone = tokens
+    want = batch_gradients(whole, [torch.cat((tree[:9], tree[9:21])), torch.cat((tree[:9], tree[21:])), alone])[0]
+    assert run_threads(rank, 1, 1)[0][::2] == pytest.approx((want, want), rel=1e-10)
     want = run_threads(rank, 1, 1)[0]
     for found in run_threads(rank, 2, 2):
         assert found == pytest.approx(want, rel=1e-10)
@@ -314,12 +315,14 @@ def make(comm, *, model=None, mesh=None):
     return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), planner, mesh)
 
 
-def trees_in_pipelines(comm):
-    mesh = Mesh(comm, pipeline=2)
-    stage = split_model(Llama(dataclasses.replace(CONFIG, layers=2)), 2)[mesh.stage]
-    planner = Planner(None, ClusterSpec(1, 100, pipeline=2), cost_model=COST)
-    trainer = Trainer(stage, torch.optim.SGD(stage.parameters(), lr=0.1), planner, mesh)
-    trainer.step([Tree(parents=(-1, 0, 0), lengths=(9, 12, 7))], lambda _: torch.arange(28))
+def tree_without_weights(comm):
+    """In a loop of one's own."""
+    places = {
+        "positions": torch.tensor([0, 1, 1]),
+        "cu_seqlens": Tree((-1, 0, 0), (1, 1, 1)),
+        "comm": comm.subset([comm.rank]),
+    }
+    Llama(CONFIG)(torch.arange(3), **places, labels=torch.tensor([1, 2]), label_rows=torch.tensor([0, 0]))
 
 
 def twice(comm):
@@ -339,7 +342,7 @@ def twice(comm):
             lambda comm: expert_parallel(Llama(dataclasses.replace(CONFIG, experts=0)), Mesh(comm, expert=2)),
             "Llama has no layer with experts",
         ),
-        (trees_in_pipelines, "losses of routers are means over sequences, and a tree"),
+        (tree_without_weights, "label_rows were given, and routers add losses: give router_weights, too"),
         (twice, "have been cut by expert_parallel() already"),
         (lambda comm: make(comm, model=Llama(CONFIG)), "are on the ranks [], and the expert ranks of the mesh are [0"),
         (

@@ -154,6 +154,25 @@ def test_with_experts_on_other_ranks(shape, name):
     check(shape, name)
 
 
+BALANCED = dataclasses.replace(EXPERTS, router_aux_loss=0.3, router_z_loss=0.05)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(Shape(ranks, config=BALANCED) for ranks in (1, 2, 3)),
+        Shape(2, pipeline=2, config=BALANCED),
+        Shape(1, pipeline=2, tensor=2, config=BALANCED),
+        Shape(2, pipeline=2, expert=2, config=BALANCED, split=True),
+    ],
+    ids=["1", "2", "3", "hdp 2 pp 2", "pp 2 tp 2", "pp 2 ep 2"],
+)
+@pytest.mark.parametrize("name", ["ppo", "grpo", "dr_grpo"])
+def test_losses_of_routers(shape, name):
+    """Each label adds those of its own sequence, by the factor that its own loss has."""
+    check(shape, name)
+
+
 def test_a_queue_gives_sequences_to_whoever_is_free():
     def rank():
         torch.set_num_threads(1)
@@ -368,9 +387,8 @@ def test_layers_that_drop_out_and_routers_with_losses_are_refused():
 
     with pytest.raises(InvalidUsage, match="two forward passes of the model in training mode differ"):
         one_rank(dpo(), model=lambda: Dropping(DENSE, dtype=torch.float64))
-    balanced = LlamaConfig(**{**dataclasses.asdict(EXPERTS), "router_aux_loss": 0.1})
-    with pytest.raises(InvalidUsage, match="routers add a loss for each label"):
-        one_rank(grpo(), model=lambda: Llama(balanced, dtype=torch.float64))
+    with pytest.raises(InvalidUsage, match="routers add a loss for each label, and the trainer's loss is a GroupLoss"):
+        one_rank(dpo(), model=lambda: Llama(BALANCED, dtype=torch.float64))
 
 
 def test_trees_are_refused():
@@ -413,18 +431,21 @@ def cheap_fixed(ranks, capacity, **cluster):
 
 
 @pytest.mark.parametrize(("ranks", "capacity"), [(1, 200), (1, 60), (2, 40), (3, 30), (4, 16)])
-@pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])
-def test_prompts_are_computed_once(name, ranks, capacity):
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("grpo", DENSE), ("gspo", DENSE), ("ppo", DENSE), ("grpo", BALANCED), ("ppo", BALANCED), ("dr_grpo", BALANCED)],
+)
+def test_prompts_are_computed_once(name, config, ranks, capacity):
     made, prompts = answers()
     lengths = [len(each["tokens"]) for each in made]
     trees = trees_of_prompts(lengths, prompts)
     assert len(trees) == 2
-    loss, gradients = batch_loss(Llama(DENSE, seed=SEED, dtype=torch.float64), made, name)
+    loss, gradients = batch_loss(Llama(config, seed=SEED, dtype=torch.float64), made, name)
 
     def rank():
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            model = Llama(DENSE, seed=SEED, dtype=torch.float64)
+            model = Llama(config, seed=SEED, dtype=torch.float64)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             planner = cheap_fixed(ranks, capacity)
             trainer = Trainer(model, optimizer, planner, comm, max_grad_norm=None, loss=PLAIN[name][0])
@@ -434,8 +455,8 @@ def test_prompts_are_computed_once(name, ranks, capacity):
             comm.all_reduce(told)
             return metrics, {key: p.grad for key, p in model.named_parameters()}, scored, told
 
-    weights = dict(Llama(DENSE, seed=SEED, dtype=torch.float64).named_parameters())
-    plain = [log_probs_of(weights, DENSE, each["tokens"], each["labels"], PLAIN[name][0].temperature) for each in made]
+    weights = dict(Llama(config, seed=SEED, dtype=torch.float64).named_parameters())
+    plain = [log_probs_of(weights, config, each["tokens"], each["labels"], PLAIN[name][0].temperature) for each in made]
     for metrics, found, scored, told in run_threads(rank, ranks):
         assert metrics.tokens < sum(lengths), "no tree ran"
         assert metrics.loss == pytest.approx(loss, rel=1e-10)
@@ -446,18 +467,25 @@ def test_prompts_are_computed_once(name, ranks, capacity):
             assert int((mine != 0).sum()) == len(where)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_prompts_are_computed_once_in_pipelines(zero):
+@pytest.mark.parametrize(
+    ("name", "shape", "zero"),
+    [
+        ("gspo", SHAPES["hdp 2 pp 2"], 0),
+        ("gspo", SHAPES["hdp 2 pp 2"], 3),
+        ("grpo", Shape(2, pipeline=2, config=BALANCED), 0),
+        ("ppo", Shape(2, pipeline=2, expert=2, config=BALANCED), 1),
+    ],
+    ids=["zero 0", "zero 3", "routers", "experts"],
+)
+def test_prompts_are_computed_once_in_pipelines(name, shape, zero):
     made, prompts = answers()
     lengths = [len(each["tokens"]) for each in made]
-    loss, gradients = batch_loss(Llama(DENSE, seed=SEED, dtype=torch.float64), made, "gspo")
+    loss, gradients = batch_loss(Llama(shape.config, seed=SEED, dtype=torch.float64), made, name)
 
     def rank():
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            trainer = trainer_of(
-                comm, SHAPES["hdp 2 pp 2"], optimizer=descend, norm=None, capacity=80, loss=PLAIN["gspo"][0], zero=zero
-            )
+            trainer = trainer_of(comm, shape, optimizer=descend, norm=None, capacity=80, loss=PLAIN[name][0], zero=zero)
             before = {key: x.clone() for key, x in trainer.state_dict()["model"].items()}
             metrics = trainer.step(lengths, made.__getitem__, trees=trees_of_prompts(lengths, prompts))
             after = trainer.state_dict()["model"]
@@ -469,7 +497,8 @@ def test_prompts_are_computed_once_in_pipelines(zero):
         same(found, gradients)
 
 
-def test_branches_of_agents_by_their_tokens():
+@pytest.mark.parametrize("config", [DENSE, BALANCED], ids=["dense", "routers"])
+def test_branches_of_agents_by_their_tokens(config):
     """Turns that branch twice, labels in shared turns too: each trajectory counts by itself."""
     lists = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [1, 2, 8, 9, 1, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8], [5, 6]]
     made = [
@@ -479,12 +508,12 @@ def test_branches_of_agents_by_their_tokens():
     lengths = [len(tokens) for tokens in lists]
     for each in made:
         each["labels"] = torch.cat((each["tokens"][1:], torch.tensor([IGNORE])))
-    loss, gradients = batch_loss(Llama(DENSE, seed=SEED, dtype=torch.float64), made, "grpo")
+    loss, gradients = batch_loss(Llama(config, seed=SEED, dtype=torch.float64), made, "grpo")
 
     def rank():
         torch.set_num_threads(1)
         with hdp.init() as comm:
-            model = Llama(DENSE, seed=SEED, dtype=torch.float64)
+            model = Llama(config, seed=SEED, dtype=torch.float64)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             trainer = Trainer(model, optimizer, cheap_fixed(2, 16), comm, max_grad_norm=None, loss=grpo(0.15))
             metrics = trainer.step(lengths, made.__getitem__, trees=fold(lists))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from hdpcomm.plan import POLICIES, ClusterSpec, CostModel, Planner, SequenceFrag
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from tests.harness.pipelines import FixedPlanner
-from tests.harness.plain_llama import sequence_loss
+from tests.harness.plain_llama import router_losses, sequence_logits, sequence_loss
 
 CONFIG = LlamaConfig(vocabulary=38, layers=2, hidden=32, heads=4, kv_heads=2, ffn=48)
 COST = CostModel(attention=1e-6, linear=1e-5, fixed=1e-4, ring_step=1e-4)
@@ -114,6 +116,43 @@ def test_trees_that_are_cut(ranks):
     )
     compare(results, *wanted(torch.float64), 1e-10)
     assert results[0][2].tokens > sum(tree.num_tokens for tree in items)
+
+
+@pytest.mark.parametrize("plan", ["whole", "cut", "slices"])
+def test_losses_of_routers_share_the_weight_of_a_token_evenly(plan):
+    """Also where trajectories give a token other weights, or one ends inside of another."""
+    config = replace(CONFIG, experts=4, router_aux_loss=0.3, router_z_loss=0.05)
+    balance, squares = replace(config, router_z_loss=0.0), replace(config, router_aux_loss=0.0)
+    folded = fold(*rollouts())
+    items = [f.tree for f in folded]
+    model = Llama(config, seed=3, dtype=torch.float64)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    total = torch.zeros((), dtype=torch.float64)
+    for f in folded:
+        shares = f.weights.double() / torch.from_numpy(np.repeat(f.tree.trajectories, f.tree.lengths))
+        for leaf in (f.tree.trajectories == 1).nonzero()[0].tolist():
+            if f.tree.ends[leaf] != leaf + 1:
+                continue
+            places = torch.from_numpy(f.tree.token_places(f.tree.path(leaf)))
+            tokens, own = f.tokens[places], shares[places]
+            logits, routers = sequence_logits(weights, config, tokens)
+            total = total + (own[1:] * nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="none")).sum()
+            total = total + own[1:].sum() * router_losses(routers, balance, [0])
+            for place, share in enumerate(own[1:]):
+                total = total + share * router_losses(routers, squares, [place])
+    loss = total / sum(float(f.weights.double()[f.tree.previous >= 0].sum()) for f in folded)
+    loss.backward()
+    planner = Planner(None, ClusterSpec(2, 90), "balanced", COST)
+    if plan == "cut":
+        planner = Planner(None, ClusterSpec(2, 100), "balanced", CostModel(1e-9, 1e-6, ring_step=10.0))
+        assert len(planner.plan(items).fragments) > 1
+    if plan == "slices":
+        planner = FixedPlanner(2, 1, in_slices(2, items))
+    results = step(
+        lambda: Llama(config, seed=3, dtype=torch.float64), planner, items,
+        lambda i: (folded[i].tokens, folded[i].weights),
+    )  # fmt: skip
+    compare(results, loss.item(), {name: leaf.grad for name, leaf in weights.items()}, 1e-10)
 
 
 def in_slices(ranks, trees):
