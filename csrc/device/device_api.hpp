@@ -210,10 +210,9 @@ class DeviceApi {
   virtual void loadKernels() {}
 
   // --- the host beside the streams --------------------------------------------------------------
-  // Release store and acquire load of a flag in pinned memory, or of any flag of a SimDevice.
+  // Release store of a flag in pinned memory, or of any flag of a SimDevice.
   virtual void storeFlag(uint32_t* flag, uint32_t value,
                          Site site = std::source_location::current()) = 0;
-  virtual uint32_t loadFlag(const uint32_t* flag, Site site = std::source_location::current()) = 0;
   // Tells SimDevice's check mode what the host does itself; no-ops elsewhere. The calling thread
   // reads or writes, now, memory that streams use too (CPU maths on a tensor of a SimDevice, the
   // bytes of a pinned buffer):

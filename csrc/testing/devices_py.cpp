@@ -180,7 +180,6 @@ void addDeviceMethods() {
             py::arg("stream"), py::arg("flag"), py::arg("value"));
   addMethod("store_flag", deviceCallAt<uint32_t*, uint32_t>(&DeviceApi::storeFlag), py::arg("flag"),
             py::arg("value"));
-  addMethod("load_flag", deviceCallAt<const uint32_t*>(&DeviceApi::loadFlag), py::arg("flag"));
 }
 
 void bindTestDevice(py::module_& module) {

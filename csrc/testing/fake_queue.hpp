@@ -51,7 +51,6 @@ class FakeQueue final : public DeviceApi {
   void writeValue(Stream, uint32_t*, uint32_t, Site) override { refuse(); }
   void waitValue(Stream, uint32_t*, uint32_t, Site) override { refuse(); }
   void storeFlag(uint32_t*, uint32_t, Site) override { refuse(); }
-  uint32_t loadFlag(const uint32_t*, Site) override { refuse(); }
   void annotateRead(const void*, size_t, Site) override {}
   void annotateWrite(void*, size_t, Site) override {}
   void annotateFree(const void*, size_t, Site) override {}

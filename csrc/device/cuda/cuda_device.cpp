@@ -269,12 +269,6 @@ void CudaDevice::storeFlag(uint32_t* flag, uint32_t value, Site) {
   std::atomic_ref<uint32_t>(*flag).store(value, std::memory_order_release);
 }
 
-uint32_t CudaDevice::loadFlag(const uint32_t* flag, Site) {
-  device::checkFlag("loadFlag", flag);
-  // Acquire: pairs with the fence of writeValue.
-  return std::atomic_ref<uint32_t>(*const_cast<uint32_t*>(flag)).load(std::memory_order_acquire);
-}
-
 std::shared_ptr<DeviceApi> openDevice(const char* library, int ordinal) {
   return std::make_shared<CudaDevice>(Driver::open(library), ordinal);
 }

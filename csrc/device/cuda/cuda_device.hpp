@@ -58,7 +58,6 @@ class CudaDevice final : public DeviceApi {
   void loadKernels() override;
 
   void storeFlag(uint32_t* flag, uint32_t value, Site) override;
-  uint32_t loadFlag(const uint32_t* flag, Site) override;
 
  private:
   class Guard;  // makes the context current, and restores the previous one

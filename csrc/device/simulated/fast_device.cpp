@@ -115,11 +115,6 @@ void FastDevice::storeFlag(uint32_t* flag, uint32_t value, Site) {
   storeWord(flag, value);
 }
 
-uint32_t FastDevice::loadFlag(const uint32_t* flag, Site) {
-  checkFlag("loadFlag", flag);
-  return loadWord(flag);
-}
-
 }  // namespace simulated
 
 std::shared_ptr<DeviceApi> openSimDevice(int ordinal) {

@@ -41,7 +41,6 @@ class FastDevice : public StreamDevice<std::shared_ptr<FastStream>, Point> {
                    Site site) override;
 
   void storeFlag(uint32_t* flag, uint32_t value, Site site) override;
-  uint32_t loadFlag(const uint32_t* flag, Site site) override;
 
  protected:
   void submit(Op op, Stream stream) override;

@@ -94,11 +94,6 @@ void CheckedDevice::storeFlag(uint32_t* flag, uint32_t value, Site site) {
   session_->storeFlag(flag, value, site);
 }
 
-uint32_t CheckedDevice::loadFlag(const uint32_t* flag, Site site) {
-  checkFlag("loadFlag", flag);
-  return session_->loadFlag(flag, site);
-}
-
 void CheckedDevice::annotateRead(const void* data, size_t bytes, Site site) {
   session_->touched(NodeKind::kHostRead, data, bytes, site);
 }

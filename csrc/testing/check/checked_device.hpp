@@ -40,7 +40,6 @@ class CheckedDevice final : public StreamDevice<int, RecordMark> {
                    Site site) override;
 
   void storeFlag(uint32_t* flag, uint32_t value, Site site) override;
-  uint32_t loadFlag(const uint32_t* flag, Site site) override;
   void annotateRead(const void* data, size_t bytes, Site site) override;
   void annotateWrite(void* data, size_t bytes, Site site) override;
   void annotateFree(const void* data, size_t bytes, Site site) override;

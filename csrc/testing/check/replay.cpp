@@ -39,8 +39,6 @@ const char* nodeName(NodeKind kind) {
       return "annotateFree";
     case NodeKind::kStoreFlag:
       return "storeFlag";
-    case NodeKind::kLoadFlag:
-      return "loadFlag";
     case NodeKind::kRelease:
       return "annotateRelease";
     case NodeKind::kAcquire:
@@ -116,8 +114,6 @@ bool Replay::enabled(NodeId id) {
       return replayed(awaited(node));
     case NodeKind::kWaitValue:
       return reached(flagValue(node.flag.flag), node.flag.value);
-    case NodeKind::kLoadFlag:
-      return replayed(node.target);
     case NodeKind::kAcquire:
       return node.record == kNoNode || releasesBefore(node.record) != nullptr;
     default:
@@ -202,9 +198,6 @@ void Replay::step(NodeId id) {
       case NodeKind::kWaitValue:
         acquire(node.entity, writeSeenBy(id));
         break;
-      case NodeKind::kLoadFlag:  // the host acts on the value that it read, so on that write only
-        if (node.target != kNoNode && !ignored(at(node.target))) acquire(node.entity, node.target);
-        break;
       case NodeKind::kAcquire:
         if (node.record != kNoNode) acquire(node.entity, *releasesBefore(node.record));
         break;
@@ -224,9 +217,7 @@ void Replay::step(NodeId id) {
 void Replay::findUnwritten(NodeId id) {
   const Node& node = at(id);
   std::vector<MemoryRange> reads = node.reads;
-  if (node.kind == NodeKind::kWaitValue || node.kind == NodeKind::kLoadFlag) {
-    reads.push_back({node.flag.flag, sizeof(uint32_t)});
-  }
+  if (node.kind == NodeKind::kWaitValue) reads.push_back({node.flag.flag, sizeof(uint32_t)});
   for (const MemoryRange& range : reads) {
     for (const Shadow::Bytes& bytes : shadow_.unwritten(range, id)) {
       unwritten_reads_.push_back({id, bytes});
@@ -249,7 +240,6 @@ void Replay::access(NodeId id) {
     case NodeKind::kStoreFlag:
       return touch(id, {node.flag.flag, sizeof(uint32_t)}, AccessKind::kFlagWrite);
     case NodeKind::kWaitValue:
-    case NodeKind::kLoadFlag:
       return touch(id, {node.flag.flag, sizeof(uint32_t)}, AccessKind::kFlagRead);
     default:
       for (const MemoryRange& range : node.reads) touch(id, range, AccessKind::kRead);

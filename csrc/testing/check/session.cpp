@@ -128,7 +128,6 @@ void Session::noteOverwrittenFlags(NodeId id) {
     for (; flag != trace_.flags.end(); ++flag) {
       if (reinterpret_cast<const std::byte*>(flag->first) >= begin + range.bytes) break;
       node.overwritten.emplace_back(flag->first, loadWord(flag->first));
-      writers_[flag->first] = id;
     }
   }
 }
@@ -290,27 +289,9 @@ void Session::storeFlag(uint32_t* flag, uint32_t value, Site site) {
   node.kind = NodeKind::kStoreFlag;
   node.site = site;
   node.flag = {flag, value};
-  writers_[flag] = appendHost(std::move(node));
+  appendHost(std::move(node));
   storeWord(flag, value);
   changed_.notify_all();
-}
-
-uint32_t Session::loadFlag(const uint32_t* flag, Site site) {
-  const std::lock_guard lock(mutex_);
-  checkRunning();
-  addFlag(flag);
-  for (int i = static_cast<int>(random_() % 4); i > 0 && stepFor(kNoNode); --i) {
-  }
-  Node node;
-  node.kind = NodeKind::kLoadFlag;
-  node.site = site;
-  node.flag = {const_cast<uint32_t*>(flag), loadWord(flag)};
-  const uint32_t value = node.flag.value;
-  if (const auto writer = writers_.find(flag); writer != writers_.end()) {
-    node.target = writer->second;
-  }
-  appendHost(std::move(node));
-  return value;
 }
 
 void Session::ordered(NodeKind kind, uint64_t key) {

@@ -50,7 +50,6 @@ class Session {
   void keepMapped(std::vector<Mapping> mappings);
   void touched(NodeKind kind, const void* data, size_t bytes, Site site);
   void storeFlag(uint32_t* flag, uint32_t value, Site site);
-  uint32_t loadFlag(const uint32_t* flag, Site site);
   void ordered(NodeKind kind, uint64_t key);
 
   void checkEnded();
@@ -114,8 +113,7 @@ class Session {
   std::map<int, int> hosts_of_ranks_;
   std::set<int> ranks_;  // host entities of the ranks that have entered and not left
   std::vector<Waiter*> waiters_;
-  std::map<const uint32_t*, NodeId> writers_;  // by flag: its last write
-  std::map<uint64_t, NodeId> releases_;        // by key: its last release
+  std::map<uint64_t, NodeId> releases_;  // by key: its last release
   uint64_t steps_ = 0;
   std::vector<Mapping> freed_;  // blocks stay mapped until the end, so that no address is reused
 };

@@ -104,7 +104,6 @@ void Session::step(int stream) {
   ++steps_;
   const Node& node = at(id);
   if (node.kind == NodeKind::kWriteValue) {
-    writers_[node.flag.flag] = id;
     storeWord(node.flag.flag, node.flag.value);
   } else if (const auto op = ops_.find(id); op != ops_.end()) {
     if (node.kind == NodeKind::kCopy && op->second.bytes > 0 && !copyPiece(state, op->second)) {

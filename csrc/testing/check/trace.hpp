@@ -37,7 +37,6 @@ enum class NodeKind : uint8_t {
   kHostWrite,
   kHostFree,
   kStoreFlag,
-  kLoadFlag,
   kRelease,
   kAcquire,
 };
@@ -55,9 +54,9 @@ struct Node {
   // kRecord: the previous record of the same event. kWaitEvent, and synchronize and query of an
   // event: the record that it refers to. kRelease, kAcquire: the previous release of the same key.
   NodeId record = kNoNode;
-  // Synchronize of a stream: the stream's last node. kLoadFlag: the write whose value it read.
+  // Synchronize of a stream: the stream's last node.
   NodeId target = kNoNode;
-  FlagValue flag;  // flag operations; kLoadFlag: the value that was read
+  FlagValue flag;  // flag operations
   std::vector<MemoryRange> reads;
   std::vector<MemoryRange> writes;  // kAllocate, kFree, kHostFree: the memory
   // Flags that a plain write has overwritten, with their values after it.
