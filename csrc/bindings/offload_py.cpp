@@ -138,8 +138,7 @@ void bindOffload(py::module_& module) {
            }),
            py::arg("device"), py::arg("bytes"), py::kw_only(), py::arg("numa_node") = -1,
            py::arg("chunk_bytes") = offload::PoolOptions{}.chunk_bytes, py::arg("threads") = 0)
-      .def("stats", &poolStats)
-      .def("reset_peak", &PinnedPool::resetPeak);
+      .def("stats", &poolStats);
   py::class_<PooledCopy>(module, "PooledCopy")
       .def("finish_store", &PooledCopy::finishStore, py::kw_only(), py::arg("compute"))
       .def("load", &PooledCopy::load, py::arg("target"), py::kw_only(), py::arg("compute"),

@@ -211,9 +211,4 @@ PoolStats PinnedPool::stats() const {
   return stats;
 }
 
-void PinnedPool::resetPeak() {
-  const std::lock_guard lock(mutex_);
-  stats_.peak_in_use = stats_.in_use;
-}
-
 }  // namespace hdpcomm::offload

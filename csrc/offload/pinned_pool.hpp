@@ -27,7 +27,7 @@ struct PoolStats {
   size_t in_use = 0;        // bytes of allocated blocks
   size_t retiring = 0;      // bytes of released blocks whose last copy may still run
   size_t largest_free = 0;  // largest range that is neither
-  size_t peak_in_use = 0;   // since construction or resetPeak
+  size_t peak_in_use = 0;   // since construction
   uint64_t allocations = 0;
   uint64_t stream_waits = 0;  // times that a stream had to wait until a block was free
   uint64_t refusals = 0;      // times that nothing fitted, even after all copies
@@ -55,7 +55,6 @@ class PinnedPool {
   void release(std::byte* block, Fence last_use);
 
   PoolStats stats() const;
-  void resetPeak();
   const DevicePtr& device() const noexcept { return device_; }
 
  private:

@@ -177,7 +177,7 @@ class PoolStats:
         in_use: bytes in blocks that hold activations.
         retiring: bytes in freed blocks whose last copy may still run.
         largest_free: size of the largest free block.
-        peak_in_use: the most that was in use since the start, or since :meth:`PinnedPool.reset_peak`.
+        peak_in_use: the most that was in use since the start.
         allocations: number of blocks allocated so far.
         stream_waits: how often a copy waited, on the device, for a block's last copy.
         refusals: how often no free block was large enough.
@@ -237,10 +237,6 @@ class PinnedPool:
         """The state of the pool now."""
         found = self.core.stats()
         return PoolStats(**found)
-
-    def reset_peak(self) -> None:
-        """Sets ``peak_in_use`` to what is in use now."""
-        self.core.reset_peak()
 
 
 def rank_pool(comm: Communicator, size: int, device: torch.device | None = None) -> PinnedPool | None:
