@@ -89,19 +89,6 @@ def call_of(op: str, comm: Any, row: dict[str, Any], in_place: bool) -> Callable
         to = [sizes[(peer - comm.rank) % comm.size] for peer in range(comm.size)]
         come = [sizes[(comm.rank - peer) % comm.size] for peer in range(comm.size)]
         return lambda: comm.Alltoallv([x, to], [out, come])
-    if op == "hypercube":
-
-        def double() -> None:
-            if not in_place:
-                out[comm.rank * part : (comm.rank + 1) * part] = x
-            bit = 1
-            while bit < comm.size:
-                peer = comm.rank ^ bit
-                mine, theirs = (comm.rank & -bit) * part, (peer & -bit) * part
-                comm.Sendrecv(out[mine : mine + bit * part], peer, 0, out[theirs : theirs + bit * part], peer, 0)
-                bit *= 2
-
-        return double
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if op == "sendrecv":
         return lambda: comm.Sendrecv(x, after, 0, out, before, 0)

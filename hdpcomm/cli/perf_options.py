@@ -23,7 +23,6 @@ OPS = (
     ("alltoall", "every rank sends a part to every rank"),
     ("alltoallv", "the same with unequal parts"),
     ("sendrecv", "every rank sends to the next one"),
-    ("hypercube", "an all-gather by pairwise exchanges"),
     ("ring", "keys and values go round the ring, as in ring attention"),
 )
 

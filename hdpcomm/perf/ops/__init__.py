@@ -10,7 +10,7 @@ OPERATIONS: dict[str, Operation] = {
     kind.name: kind()
     for kind in (
         *(plain.AllGather, plain.AllReduce, plain.ReduceScatter, plain.Broadcast, plain.Reduce, plain.Gather),
-        *(plain.Scatter, plain.AllToAll, plain.AllToAllV, plain.SendRecv, plain.Hypercube, plain.Ring),
+        *(plain.Scatter, plain.AllToAll, plain.AllToAllV, plain.SendRecv, plain.Ring),
     )
 }
 

@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from hdpcomm.errors import InvalidUsage
 from hdpcomm.perf.data import reduced, values
 from hdpcomm.perf.operation import Case, Operation, Shape, bind_call, blocks
 
 __all__ = [
-    *("AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Gather", "Hypercube"),
-    *("Reduce", "ReduceScatter", "Ring", "Scatter", "SendRecv", "parts"),
+    *("AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Gather", "Reduce"),
+    *("ReduceScatter", "Ring", "Scatter", "SendRecv", "parts"),
 ]
 
 
@@ -58,41 +57,6 @@ class Gather(AllGather):
 
     def expected(self, case: Case) -> torch.Tensor | None:
         return super().expected(case) if case.comm.rank == case.root else None
-
-
-class Hypercube(AllGather):
-    """An all-gather by exchanges with the ranks whose numbers differ in one bit, as in nccl-tests. Each is waited for
-    before the next one, which doubles the bytes. The ranks are a power of two."""
-
-    name = "hypercube"
-    core_name = None
-    asynchronous = False
-
-    def shape(self, elements: int, ranks: int) -> Shape:
-        if ranks & (ranks - 1):
-            raise InvalidUsage(f"hypercube: there are {ranks} ranks; give a power of two, or use all_gather")
-        return super().shape(elements, ranks)
-
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
-        del async_op
-        comm, part = case.comm, case.shape.send
-        steps = []
-        bit = 1
-        while bit < comm.size:
-            peer = comm.rank ^ bit
-            mine, theirs = comm.rank & -bit, peer & -bit  # the blocks that both have gathered so far
-            steps.append(
-                ([(out[mine * part : (mine + bit) * part], peer)], [(out[theirs * part : (theirs + bit) * part], peer)])
-            )
-            bit *= 2
-
-        def gather() -> None:
-            if not case.in_place:
-                _own_part(out, case, part).copy_(x)
-            for send, recv in steps:
-                comm.exchange(send, recv)
-
-        return gather
 
 
 class ReduceScatter(Operation):

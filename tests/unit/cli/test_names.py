@@ -61,7 +61,6 @@ def test_nothing_is_suggested_for_what_is_far(arguments: list[str], capsys: pyte
         ("all_to_all", "alltoall"),
         ("alltoallv_perf", "alltoallv"),
         ("send-recv", "sendrecv"),
-        ("hypercube_perf", "hypercube"),
     ],
 )
 def test_spellings_of_operations(spelling: str, name: str) -> None:
