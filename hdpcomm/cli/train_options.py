@@ -134,7 +134,7 @@ class TrainOptions(TrainingOptions):
     dry_run: bool = option(
         "output",
         False,
-        "plan and simulate a few steps of the run that the other options describe, print the memory of each rank, and "
+        "plan and simulate a few steps of the run that the other options describe, print the memory of a device, and "
         "train nothing",
         action="store_true",
     )

@@ -131,7 +131,7 @@ def model_text(config: RunConfig) -> str:
 
 
 def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> None:
-    """Prints on stdout what the first steps would take, and the memory of each rank."""
+    """Prints on stdout what the first steps would take, and the memory of a full device."""
     console = stdout_console()
     console.print(corpus.text)
     console.print(
@@ -159,14 +159,6 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
     rates = {policy: _tokens_per_s(reports) for policy, reports in found.reports.items()}
     hours = ", ".join(f"{total / rate / 3600:,.3g} hours under {policy}" for policy, rate in rates.items())
     console.print(f"{total:,} tokens, in {config.steps:,} steps, take {hours}")
-    for policy, ranks in found.memory.items():
-        title = f"memory of a rank ({policy}; {size_text(found.token_bytes)} of activations a token)"
-        table = new_table(title, "rank", "tokens at once", "states", "activations", "together")
-        for rank, memory in enumerate(ranks):
-            both = memory.states + memory.activations
-            row = (f"{memory.tokens:,}", *map(size_text, (memory.states, memory.activations, both)))
-            table.add_row(str(rank), *row)
-        console.print(table)
 
 
 def _tokens_per_s(reports: Sequence[StepReport]) -> float:

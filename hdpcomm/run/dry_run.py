@@ -1,9 +1,9 @@
-"""A run without training: what the first steps would take, and the memory of each rank."""
+"""A run without training: what the first steps would take, and the memory of a full device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
@@ -35,24 +35,10 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import PinnedPool
 
-__all__ = ["DryRun", "RankMemory", "dry_run", "token_bytes"]
+__all__ = ["DryRun", "dry_run"]
 
 STEPS = 4
 _SHORT, _SHORT_STEPS = 8, 3
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Predicted most bytes of a rank over the planned steps; of a pipeline, on the device that is fullest.
-
-    Attributes:
-        states: parameters, gradients, master weights and the optimizer.
-        activations: the most that a pass over the tokens that the rank holds at a time adds.
-    """
-
-    tokens: int
-    states: float
-    activations: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +47,6 @@ class DryRun:
 
     Attributes:
         reports: by policy, the simulated steps.
-        memory: by policy, by rank.
-        token_bytes: activations of a token, as measured.
         devices: what a step takes on each device of a pipeline, or on each rank where there is none.
         recompute: layers that each of them recomputes.
         beside: what each rank takes beside that, for offload and messages.
@@ -70,9 +54,7 @@ class DryRun:
 
     ranks: int
     parameters: int
-    token_bytes: float
     reports: dict[str, list[StepReport]]
-    memory: dict[str, list[RankMemory]]
     devices: tuple[StepMemory, ...]
     recompute: tuple[int, ...]
     beside: MemoryBeside
@@ -97,21 +79,14 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig, *, elastic: b
     recompute = recompute_by_device(config)
     sampler = batch_sampler(corpus, config)
     batches = [sampler.batch(step).lengths for step in range(min(STEPS, config.steps))]
-    reports: dict[str, list[StepReport]] = {}
-    memory: dict[str, list[RankMemory]] = {}
-    for policy, planner in planners.items():
-        reports[policy] = [simulate_step(planner, lengths).followed_by(after_s) for lengths in batches]
-        most = [
-            max(float(report.rank_peak_tokens[rank]) for report in reports[policy])
-            for rank in range(planner.cluster.ranks)
-        ]
-        memory[policy] = [rank_memory(tokens, config.capacity, devices, recompute) for tokens in most]
+    reports = {
+        policy: [simulate_step(planner, lengths).followed_by(after_s) for lengths in batches]
+        for policy, planner in planners.items()
+    }
     return DryRun(
         ranks=comm.size,
         parameters=sum(p.numel() for p in model_on_meta(config.model).parameters()),
-        token_bytes=max(token_bytes(devices, recompute)),
         reports=reports,
-        memory=memory,
         devices=devices,
         recompute=tuple(recompute),
         beside=beside,
@@ -137,29 +112,3 @@ def _after_passes_s(
         comm.all_reduce(passes, "max")
         found.append(metrics.seconds - metrics.plan_wait_s - float(passes))
     return max(0.0, median(found[1:]))
-
-
-def token_bytes(devices: Sequence[StepMemory], recompute: Sequence[int]) -> list[float]:
-    """Activations of a token on each device."""
-    return [each.line(count).token for each, count in zip(devices, recompute, strict=True)]
-
-
-def rank_memory(tokens: float, capacity: int, devices: Sequence[StepMemory], recompute: Sequence[int]) -> RankMemory:
-    """Memory of the fullest device of a rank. Local.
-
-    Args:
-        tokens: the most that the first device holds at once, of all micro-batches in flight.
-        capacity: the most of one micro-batch.
-        devices, recompute: of each device, what it takes and how many layers it recomputes.
-    """
-    found = []
-    one = min(tokens, float(capacity))
-    for memory, count in zip(devices, recompute, strict=True):
-        held = tokens * memory.in_flight / devices[0].in_flight
-        here = replace(
-            memory,
-            in_flight=max(1.0, held / one if one else 1.0),
-            owing=memory.owing * tokens / devices[0].in_flight / one if one else 0.0,
-        )
-        found.append(RankMemory(round(held), memory.states, here.activation_bytes(one, count)))
-    return max(found, key=lambda each: each.states + each.activations)

@@ -15,7 +15,6 @@ from hdpcomm.plan.memory import StepMemory
 from hdpcomm.plan.presets import NODE_DEVICES, device_in
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import planner_of
-from hdpcomm.run.dry_run import token_bytes
 from hdpcomm.run.memory import fit_recompute, memory_beside, predict_memory
 from hdpcomm.run.pipelines import recompute_by_device
 from hdpcomm.sim import simulate_step
@@ -96,7 +95,8 @@ def _planner(config: RunConfig, cluster: ClusterSpec, devices: Sequence[StepMemo
     share = max(count / memory.layers for count, memory in zip(recompute, devices, strict=True))
     head = 2 * spec.hidden * spec.vocab / spec.linear_flops_per_token
     costs = CostModel.analytic(spec, cluster).with_recompute(share, head)
-    memory = MemoryModel.of(spec, cluster).with_kept(spec, cluster, min(token_bytes(devices, recompute)))
+    token_bytes = min(memory.line(count).token for memory, count in zip(devices, recompute, strict=True))
+    memory = MemoryModel.of(spec, cluster).with_kept(spec, cluster, token_bytes)
     return planner_of(config, cluster, config.policies[0], costs, memory, context=context, spec=spec)
 
 
