@@ -31,7 +31,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "loss of a rank, each beside its limit, and judges it: good, look here or broken (docs/acceptance.md). Starts "
         "the ranks on this machine; under torchrun, srun or mpirun it joins the given world. Exit code 1 if something "
         "is broken.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--ranks", type=count, metavar="N", help="start N ranks here (default 2; under a launcher: its ranks)"

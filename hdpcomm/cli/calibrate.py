@@ -32,7 +32,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "activations, copies to host memory, the gradients' reduction and the optimizer. plan, simulate and train take "
         "the file as --calibration. Starts the ranks on this machine; under torchrun, srun or mpirun it joins the "
         "given world.",
-        allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file to write")
     parser.add_argument(

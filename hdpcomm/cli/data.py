@@ -24,14 +24,13 @@ in place. Several processes share the work; under torchrun, srun or mpirun the r
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Registers the command."""
-    parser = subparsers.add_parser("data", help="turn text into memory maps of tokens", allow_abbrev=False)
+    parser = subparsers.add_parser("data", help="turn text into memory maps of tokens")
     kinds = parser.add_subparsers(title="what to do", metavar="WHAT", required=True, parser_class=type(parser))
     build = kinds.add_parser(
         "build",
         help="turn files into tokens",
         description=_BUILD,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
     )
     build.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, folders, Hugging Face datasets")
     build.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the tokens go; must be new")
@@ -44,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     build.add_argument("--ranks", type=count, default=None, metavar="N", help="processes that share the work (1)")
     build.set_defaults(func=_build)
-    check = kinds.add_parser("check", help="read all tokens of a folder and check them", allow_abbrev=False)
+    check = kinds.add_parser("check", help="read all tokens of a folder and check them")
     check.add_argument("path", type=Path, metavar="FOLDER", help="folder of hdpcomm data build")
     check.set_defaults(func=_check)
 

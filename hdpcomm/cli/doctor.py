@@ -36,7 +36,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Prints versions, how the core was built, whether a CUDA driver is there, which CPU transports "
         "work, and the environment variables that differ from their defaults. Exit code 1 if something is missing that "
         "it needs, or a variable has a value that is refused.",
-        allow_abbrev=False,
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
     parser.add_argument("--all", action="store_true", help="show every environment variable that hdpcomm reads")

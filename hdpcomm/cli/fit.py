@@ -44,7 +44,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Predicts memory and time of a training step for each stage of ZeRO and number of tensor ranks, "
         "with as few layers recomputed as fit, and names the setting to take. Nothing is allocated, so the devices "
         "need not be here, and a config.json is enough of a model.",
-        allow_abbrev=False,
     )
     add_options(parser, only=_OPTIONS)
     where = parser.add_argument_group("devices and lengths")

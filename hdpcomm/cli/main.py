@@ -54,10 +54,10 @@ _EPILOG = """exit codes:
 
 class _Parser(argparse.ArgumentParser):
     """Exits with 6 for a bad option, since argparse's own exit code, 2, means a device here. Suggests near names.
-    Every command has the options of messages."""
+    Every command has the options of messages, and takes no beginnings of options for them."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
+        super().__init__(*given, **(more | {"allow_abbrev": False}))
         messages = self.add_mutually_exclusive_group()
         for name, level, help in (
             ("--quiet", logging.WARNING, "show only warnings and errors, no progress"),
@@ -114,7 +114,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Hybrid data parallelism for training on batches that mix very short and very long sequences.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hdpcomm {__version__}")
     shtab.add_argument_to(

@@ -43,7 +43,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         + "\n".join(f"  {name:<15} {meaning}" for name, meaning in OPS),
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     names = [name for name, _ in OPS]
     parser.add_argument("op", metavar="OP", type=operation_name, choices=names, help="one of the above")

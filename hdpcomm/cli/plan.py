@@ -407,7 +407,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="plan one step and show which ranks run which sequences",
         description="Plans one training step: how many ranks each sequence takes, which ones, and in which order.",
-        allow_abbrev=False,
     )
     add_step_options(parser)
     parser.add_argument(

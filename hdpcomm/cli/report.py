@@ -17,7 +17,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="show a training run as one HTML page",
         description="Writes RUN/report.html: curves, a step as planned and as measured, the lengths, where the time "
         "went, policies side by side. It needs no other file, and a run that is still going on can be looked at, too.",
-        allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of hdpcomm train --out")
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="where the page goes (RUN/report.html)")

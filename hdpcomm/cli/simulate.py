@@ -128,7 +128,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="run planned steps on a simulated cluster",
         description="Simulates training steps under one or several policies; the speed-up is over the last one. "
         "'waits' is the time that steps after the first wait for their plan.",
-        allow_abbrev=False,
     )
     add_step_options(parser)
     parser.add_argument(

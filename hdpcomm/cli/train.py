@@ -48,7 +48,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "train",
         help="train a model on text over dynamic communicators",
         description=DESCRIPTION,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file with options, named as here with _ for -"
