@@ -118,6 +118,8 @@ def _check_selected(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, rows: int, 
     tokens = len(owner)
     if chosen.ndim != 2 or chosen.shape[0] != q.shape[0] or chosen.dtype != torch.int64:
         raise InvalidUsage(f"expected chosen [{q.shape[0]} tokens, k], int64; got {tuple(chosen.shape)} {chosen.dtype}")
+    if chosen.is_meta:  # has no numbers
+        return
     if chosen.numel() and not -1 <= int(chosen.min()) <= int(chosen.max()) < tokens:
         raise InvalidUsage(
             f"chosen has numbers from {int(chosen.min())} to {int(chosen.max())}; the pack has {tokens} tokens"
@@ -139,7 +141,8 @@ class _Selected(torch.autograd.Function):
         comm: Communicator | None,
         scale: float,
     ) -> Tensor:
-        needed = needed_tokens(torch.unique(chosen[chosen >= 0]), layout, comm)
+        tokens = places_of(layout).owner.add(1).nonzero()[:, 0] if chosen.is_meta else torch.unique(chosen[chosen >= 0])
+        needed = needed_tokens(tokens, layout, comm)
         places = needed.numbers.to(chosen.device)[chosen]
         own = k.flatten(1) if v is None else torch.cat((k.flatten(1), v.flatten(1)), dim=1)
         like = k.shape[1:], None if v is None else v.shape[1:], v_dim
@@ -181,6 +184,8 @@ def _blocks(places: Tensor, row: int) -> Iterator[slice]:
     step = max(1, _GATHERED // max(1, places.shape[1] * row))
     for start in range(0, places.shape[0], step):
         yield slice(start, min(start + step, places.shape[0]))
+        if places.is_meta:  # the others take no more memory
+            break
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -205,18 +205,25 @@ def index_top_k(
     own = places.tokens[rank].to(index_q.device)
     for source, keys in _round_the_ring(own_keys, comm, [len(each) for each in k_places.tokens]):
         theirs = k_places.tokens[source].to(index_q.device)
-        for mine, others in places.pairs(rank, k_places, source):
-            for first in range(mine.start, mine.stop, _BLOCK):
-                queries = slice(first, min(first + _BLOCK, mine.stop))
-                for start in range(others.start, others.stop, _BLOCK):
-                    block = slice(start, min(start + _BLOCK, others.stop))
-                    if theirs[start] > own[queries.stop - 1]:  # rows of a sequence rise
-                        break
-                    scores = _scores(index_q[queries].to(wide), keys[block].to(wide), weights[queries].to(wide))
-                    scores.masked_fill_(theirs[block] > own[queries, None], -torch.inf)
-                    best.keep(queries, scores, theirs[block])
+        blocks = _blocks_seen(places, k_places, rank, source)
+        for queries, block in itertools.islice(blocks, 1) if index_q.is_meta else blocks:  # there all take as much
+            scores = _scores(index_q[queries].to(wide), keys[block].to(wide), weights[queries].to(wide))
+            scores.masked_fill_(theirs[block] > own[queries, None], -torch.inf)
+            best.keep(queries, scores, theirs[block])
     chosen = best.tokens().sort(dim=1).values
     return chosen.masked_fill_(chosen == _NONE, -1)
+
+
+def _blocks_seen(places: Places, k_places: Places, rank: int, source: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks of rows of ``rank``, and of keys on ``source`` of which they see some."""
+    own, theirs = places.tokens[rank], k_places.tokens[source]
+    for mine, others in places.pairs(rank, k_places, source):
+        for first in range(mine.start, mine.stop, _BLOCK):
+            last = min(first + _BLOCK, mine.stop)
+            for start in range(others.start, others.stop, _BLOCK):
+                if theirs[start] > own[last - 1]:  # rows of a sequence rise
+                    break
+                yield slice(first, last), slice(start, min(start + _BLOCK, others.stop))
 
 
 def _scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:

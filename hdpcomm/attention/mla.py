@@ -145,8 +145,8 @@ def mla_attention(
         layouts[0].check_attended()
         heads, rope_dim = q.shape[1], k_rope.shape[1]
         latent_problem = Problem(
-            device=q.device.type, dtype=q.dtype, heads=heads, kv_heads=heads, head_dim=q.shape[2], v_head_dim=v_dim,
-            masked=layouts[0].masked, latent_dim=c_kv.shape[1] + rope_dim,
+            device="cpu" if q.is_meta else q.device.type, dtype=q.dtype, heads=heads, kv_heads=heads,
+            head_dim=q.shape[2], v_head_dim=v_dim, masked=layouts[0].masked, latent_dim=c_kv.shape[1] + rope_dim,
         )  # fmt: skip
         chosen = known.send
         if chosen == "auto" and pack.continues:

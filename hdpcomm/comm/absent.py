@@ -69,8 +69,17 @@ class AbsentRanks:
             x *= self.size
         return ENDED
 
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, _: Any = None, in_splits: Sequence[int] = (), **__: Any
+    ) -> Work:
+        """Fills all parts with what this rank has for itself."""
+        if not out.is_meta:
+            own = torch.split(x, list(in_splits) or x.numel() // self.size)[self.rank]
+            out.view(self.size, -1).copy_(own.expand(self.size, -1))
+        return ENDED
+
     send = recv = exchange = barrier = _arrived
-    reduce_scatter = all_to_all = broadcast = reduce = gather = scatter = _arrived
+    reduce_scatter = broadcast = reduce = gather = scatter = _arrived
 
     def landing_zone(self, x: Any) -> None:
         """``None``: buffers of rings are counted as tensors."""
