@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hdpcomm.comm.topology import domain_block, node_block
 from hdpcomm.errors import InvalidUsage
@@ -248,4 +249,18 @@ def _forward_backward(
             loss = micro_batch_loss(model, packed, group)
         loss.backward()  # type: ignore[no-untyped-call]
 
-    return call_s(packed.tokens.device, run)
+    weight = next(model.parameters())
+    groups = weight.is_meta and weight.dtype != torch.bfloat16
+    with _MetaGroups() if groups else nullcontext():  # type: ignore[no-untyped-call]
+        return call_s(packed.tokens.device, run)
+
+
+class _MetaGroups(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Products of groups on the meta device, where torch has those of bfloat16 only."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **(kwargs or {}))
+        a, b, ends = args[:3]
+        groups = ends.shape if a.dim() == b.dim() == 2 else ()
+        return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
