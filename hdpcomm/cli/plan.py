@@ -260,7 +260,7 @@ def _described(options: argparse.Namespace) -> _Described:
 def _stage_work(options: argparse.Namespace, model: ModelSpec) -> tuple[tuple[float, float, float], ...] | None:
     """Work of each stage of the model."""
     from hdpcomm.plan import stage_layers, stage_work
-    from hdpcomm.plan.stage_cut import check_cut
+    from hdpcomm.plan.stage_cut import parse_cut
 
     if options.pipeline == 1:
         if options.layers_per_stage:
@@ -268,9 +268,7 @@ def _stage_work(options: argparse.Namespace, model: ModelSpec) -> tuple[tuple[fl
         return None
     if not options.layers_per_stage:
         return stage_work(model, stage_layers(model, options.pipeline, options.chunks))
-    counts = [int(each) for each in options.layers_per_stage.split(",")]
-    check_cut(counts, model.layers, options.pipeline * options.chunks)
-    return stage_work(model, counts)
+    return stage_work(model, parse_cut(options.layers_per_stage, model.layers, options.pipeline * options.chunks))
 
 
 def _check_size(options: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> None:

@@ -12,7 +12,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.memory import most_in_flight
 from hdpcomm.plan.specs import ModelSpec
 
-__all__ = ["by_layer", "check_cut", "cut_layers", "mean_work", "stage_layers", "stage_work"]
+__all__ = ["by_layer", "check_cut", "cut_layers", "mean_work", "parse_cut", "stage_layers", "stage_work"]
 
 _TOKENS = 4096
 """Length of a typical sequence."""
@@ -64,6 +64,13 @@ def check_cut(counts: Sequence[int], layers: int, stages: int) -> None:
             f"layers of the stages are {list(counts)} for {stages} stages of a model with {layers} layers; give one "
             "number of at least 1 for each stage, with that sum"
         )
+
+
+def parse_cut(text: str, layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, given like ``4,5,5,4``. Raises InvalidUsage as :func:`check_cut`."""
+    counts = tuple(int(each) if each.strip().isdecimal() else 0 for each in text.split(","))
+    check_cut(counts, layers, stages)
+    return counts
 
 
 def by_layer(model: ModelSpec) -> list[ModelSpec]:

@@ -14,7 +14,7 @@ from hdpcomm.models import LlamaConfig
 from hdpcomm.options import LoraOptions, TrainingOptions
 from hdpcomm.parallel.tensor_plans import check_sizes
 from hdpcomm.plan import POLICIES, Calibration, ModelSpec
-from hdpcomm.plan.stage_cut import check_cut, stage_work
+from hdpcomm.plan.stage_cut import check_cut, parse_cut, stage_work
 from hdpcomm.run.model import FolderModel, cut_model, model_spec
 from hdpcomm.run.optimizers import check_optimizer
 from hdpcomm.train.step.trainer_check import check_order
@@ -124,7 +124,7 @@ class RunConfig(TrainingOptions):
         if self.pipeline == 1:
             return (self.model.layers,)
         if self.layers_per_stage is not None:
-            return tuple(int(each) for each in self.layers_per_stage.split(","))
+            return parse_cut(self.layers_per_stage, self.model.layers, self.pipeline * self.chunks)
         return cut_model(self.model, self.pipeline, self.chunks)
 
     @property
