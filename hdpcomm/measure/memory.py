@@ -19,7 +19,7 @@ from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.recompute import recomputed_layers, set_recompute
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload import ActivationOffload, MemoryMeter, measure_copies
-from hdpcomm.offload.layers import AbsentLayer, find_layers
+from hdpcomm.offload.layers import AbsentLayer, find_layers, layer_kind
 from hdpcomm.plan.memory import Line, MemoryModel, StepMemory
 from hdpcomm.train.step.settings import WHOLE, StepSettings
 from hdpcomm.train.zero.gradients import trained_parameters, wide_type
@@ -36,6 +36,8 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 _DOUBLINGS = 6
 _CHANGE = 4e-3  # of bytes a token, from some tokens to twice as many
 _EXPERTS_CHANGE = 0.05
+_LONG = 2048
+"""Tokens from which blocks of kernels come and go, which change bytes a token on meta as well."""
 _CHUNK = 16
 """Tokens whose logits exist at a time in the passes, so that they are not the most of them."""
 _CHUNK_ON_META, _CHUNKS_ON_META = 64, 64
@@ -45,7 +47,7 @@ _SEQUENCE = 256
 _SEQUENCE_ON_META = 8192
 """There long sequences take no more time than short ones."""
 _FEW = 3
-"""Layers of a list that are enough where all are alike and nothing is allocated."""
+"""Layers of a list that are enough where nothing is allocated, if each kind is among them."""
 _GRADIENTS_ON_THEIR_WAY = 2
 """Layers whose gradients are not with their owners yet, with ZeRO-2: one that a pass makes, one that is added."""
 _SAMPLE = 4096
@@ -106,20 +108,24 @@ def profile_memory(
     if tokens < 8:
         raise InvalidUsage(f"tokens is {tokens}; at least 8 are needed to see how memory grows")
     layers = find_layers(model)
-    some = _some_of(model, layers) if next(model.parameters()).is_meta else []
-    with _only(model, layers, some) if some else nullcontext():
+    some = _some_of(model, layers) if next(model.parameters()).is_meta else list(layers)
+    with _only(model, layers, some):
         passes = _measured_passes(model, comm, tokens, everyone or comm, split_backward=split_backward)
-    more = len(layers) - len(some) if some else 0
     kept, backward, recomputed, layer, layer_input, owed = passes
+    more = (len(layers) - len(some)) * layer
+    if more and (others := _kept_by_kind(model, comm, tokens, layers, some)):
+        each = [others.get(layer_kind(one), layer) for one in layers]
+        more = sum(size for one, size in zip(layers, each, strict=True) if one not in some)
+        layer = sum(each) / len(layers)
     logits, chunk, _ = _logits(model)
     found = StepMemory(
         layers=len(layers),
         states=0.0,
         layer=layer,
         layer_input=layer_input,
-        forward=replace(kept, token=kept.token + more * layer),
-        backward=replace(backward, token=backward.token + more * layer),
-        recomputed=replace(recomputed, token=recomputed.token + more * layer_input),
+        forward=replace(kept, token=kept.token + more),
+        backward=replace(backward, token=backward.token + more),
+        recomputed=replace(recomputed, token=recomputed.token + (len(layers) - len(some)) * layer_input),
         logits=logits,
         chunk=chunk,
         owed=owed,
@@ -162,7 +168,7 @@ def _measured_passes(
     inputs: list[int] = []
     before_that: Tensor | None = None
     # How many rows come to the experts of a rank is never quite the same.
-    change = _EXPERTS_CHANGE if isinstance(getattr(model, "expert", None), ExpertGroup) else _CHANGE
+    shared = any(isinstance(getattr(each, "expert", None), ExpertGroup) for each in model.modules())
     hook = layers[0].register_forward_pre_hook(
         lambda _, args, kwargs: inputs.append(_largest(args, kwargs)), with_kwargs=True
     )
@@ -193,8 +199,10 @@ def _measured_passes(
             layer = lines[few[-2]][0].token - lines[few[-1]][0].token + layer_input
             working = recomputed.token - (len(layers) - 1) * layer_input - layer
             slopes = torch.tensor([kept.token, backward.token, recomputed.token])
+            change = _EXPERTS_CHANGE if shared or (meta and tokens >= _LONG) else _CHANGE
             steady = before_that is not None and torch.allclose(slopes, before_that, rtol=change)
-            steady = steady and working > 0 and backward.token > len(layers) * layer + working / 2
+            held = min(kept.token, len(layers) * layer)
+            steady = steady and working > 0 and backward.token > held + working / 2
             if _all_agree(everyone, steady):
                 break
             tokens, before_that = 2 * tokens, slopes  # what does not grow with the tokens was the most
@@ -223,13 +231,29 @@ def _chunk(tokens: int, *, meta: bool) -> int:
 
 
 def _some_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """A few layers of each list of them, where all are alike; none: where they are not, or are few anyway."""
-    kinds = {str([(type(each).__name__, [tuple(p.shape) for p in each.parameters()]) for each in layer.modules()])
-             for layer in layers}  # fmt: skip
-    lists = [own for _, own in _lists(model, layers)]
-    chosen = {id(layer) for own in lists if len(own) < len(layers) for layer in own[:_FEW]}
-    chosen = chosen or {id(layer) for layer in layers[:_FEW]}
-    return [layer for layer in layers if id(layer) in chosen] if len(kinds) == 1 and len(chosen) < len(layers) else []
+    """The first layers of each list of them, up to one of each kind."""
+    lists = [own for _, own in _lists(model, layers) if len(own) < len(layers)] or [list(layers)]
+    chosen = set()
+    for own in lists:
+        kinds = [layer_kind(each) for each in own]
+        chosen.update(own[: max(_FEW, *(kinds.index(kind) + 1 for kind in kinds))])
+    return [layer for layer in layers if layer in chosen]
+
+
+def _kept_by_kind(
+    model: nn.Module, comm: Communicator, tokens: int, layers: Sequence[nn.Module], some: Sequence[nn.Module]
+) -> dict[str, float]:
+    """Bytes a token that layers keep which are of another kind than the first one: with the first of that kind as the
+    last layer, less those without it."""
+    found: dict[str, float] = {}
+    for place, layer in enumerate(some):
+        if place and (kind := layer_kind(layer)) not in (layer_kind(some[0]), *found):
+            kept = []
+            for count in (place, place + 1):
+                with _only(model, layers, some[:count]):
+                    kept.append(_peaks(model, comm, tokens, None)[0])
+            found[kind] = (kept[1] - kept[0]) / tokens
+    return found
 
 
 def _lists(model: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[nn.ModuleList, list[nn.Module]]]:

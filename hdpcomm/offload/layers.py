@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["AbsentLayer", "find_layers", "is_compiled_whole", "layer_list", "parameter_storages"]
+__all__ = ["AbsentLayer", "find_layers", "is_compiled_whole", "layer_kind", "layer_list", "parameter_storages"]
 
 
 class AbsentLayer(nn.Module):
@@ -67,6 +67,12 @@ def layer_list(model: nn.Module) -> nn.ModuleList:
         )
     sizes = [sum(parameter.numel() for parameter in found.parameters()) for found in lists]
     return lists[sizes.index(max(sizes))]
+
+
+def layer_kind(layer: nn.Module) -> str:
+    """Equal for layers with the same modules and parameters of the same sizes."""
+    modules = [type(module).__name__ for module in layer.modules()]
+    return str((modules, [(name, tuple(p.shape)) for name, p in layer.named_parameters()]))
 
 
 def is_compiled_whole(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from hdpcomm.models import Llama, LlamaConfig, Weights, balance_routers, from_pr
 from hdpcomm.models.adapt import check_config
 from hdpcomm.models.lora import add_lora
 from hdpcomm.models.mtp import depths_of_config
-from hdpcomm.offload.layers import find_layers
+from hdpcomm.offload.layers import find_layers, layer_kind
 from hdpcomm.options import LoraOptions
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.plan import ModelSpec, stage_layers
@@ -266,7 +266,7 @@ def check_model(model: LlamaConfig | FolderModel, mesh: Mesh, *, seed: int, stag
 
 def _few_layers(config: Any, whole: nn.Module, *, more: int = 0) -> Any:
     """The configuration with the fewest first layers among which there is one of each kind, and so many more."""
-    kinds = [_kind(layer) for layer in find_layers(whole)]
+    kinds = [layer_kind(layer) for layer in find_layers(whole)]
     text = config.get_text_config()
     listed = [value for value in vars(text).values() if isinstance(value, list) and len(value) == len(kinds)]
     if len(kinds) != text.num_hidden_layers:  # it counts in a way of its own
@@ -284,8 +284,3 @@ def _first_layers(config: Any, layers: int) -> Any:
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     return config
-
-
-def _kind(layer: nn.Module) -> str:
-    modules = [type(module).__name__ for module in layer.modules()]
-    return str((modules, [(name, tuple(p.shape)) for name, p in layer.named_parameters()]))

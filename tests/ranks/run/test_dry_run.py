@@ -104,6 +104,53 @@ def test_models_of_transformers(tmp_path: Path, mesh: dict[str, int], lora: str 
             assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
 
+LATENT = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 5,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}  # fmt: skip
+SEVERAL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "latents": ("DeepseekV3", LATENT | {"first_k_dense_replace": 1}),
+    "chosen keys": (
+        "DeepseekV32",
+        LATENT
+        | {"mlp_layer_types": ["dense", *4 * ["sparse"]], "index_topk": 8, "index_n_heads": 4, "index_head_dim": 32},
+    ),
+    "linear": (
+        "Qwen3Next",
+        {
+            "vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+            "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 6, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "layer_types": [*2 * ["linear_attention"], "full_attention", *3 * ["linear_attention"]],
+        },
+    ),
+}  # fmt: skip
+"""Names of transformers' configuration classes and sizes, whose layers differ: a few of each kind are measured."""
+
+
+@pytest.mark.parametrize("kind", SEVERAL_KINDS)
+def test_layers_of_several_kinds(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    name, sizes = SEVERAL_KINDS[kind]
+    made = getattr(transformers, f"{name}Config")(**sizes, architectures=[f"{name}ForCausalLM"])
+    made.save_pretrained(tmp_path)
+    config = RunConfig(model=folder_model(tmp_path), capacity=256, tokens_per_step=1024)
+
+    def rank() -> Any:
+        with hdp.init() as comm:
+            return measure_memory(comm, config)
+
+    (measured,), (predicted,) = run_threads(rank, 1, timeout=300.0)[0], predict_memory(config, 1)
+    assert predicted.states == measured.states
+    assert predicted.forward.token == pytest.approx(measured.forward.token, rel=0.03)
+    for recompute in (0, predicted.layers):
+        both = [each.activation_bytes(4096, recompute) for each in (predicted, measured)]
+        assert both[0] == pytest.approx(both[1], rel=0.15)
+
+
 def test_a_model_that_no_machine_here_could_hold() -> None:
     model = {
         "vocabulary": 128256, "layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672,
@@ -221,6 +268,10 @@ def test_absent_ranks() -> None:
     assert (part.rank, part.size, part.ranks) == (1, 2, (5, 4))
     assert comm.subset([0, 1]) is None
     comm.all_reduce(comm.empty(3), async_op=True).wait()
+    counts, ragged = torch.empty(6), torch.empty(12)
+    comm.all_to_all(counts, torch.arange(6.0))
+    comm.all_to_all(ragged, torch.arange(7.0), 6 * [2], [1, 1, 1, 1, 2, 1])
+    assert (counts.tolist(), ragged.tolist()) == (6 * [4.0], 6 * [4.0, 5.0])
     with pytest.raises(InvalidUsage, match="rank is 6 of 6 ranks"):
         AbsentRanks(6, 6)
 
