@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hdpcomm.plan import ClusterSpec, Planner
     from hdpcomm.train import Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 add_core(__path__, __version__)
 
 # Loaded on first use: planning and the command line do without torch, whose import takes seconds.
