@@ -1,4 +1,4 @@
-"""Losses of log-probabilities with models of transformers: beside their own logits on each sequence alone, float32."""
+"""Losses of log-probabilities with models of transformers: beside their own logits on each sequence alone."""
 
 from __future__ import annotations
 
@@ -107,15 +107,18 @@ def step(model, name, comm, *, trees=(), recompute=0):
     return metrics, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
-def same(found, wanted):
+def same(found, wanted, rounded=None):
+    """``rounded``: what transformers' own code in float32 gives, whose error is allowed on top."""
     for key, gradient in wanted.items():
-        assert (found[key] - gradient).norm() <= 1e-5 * (1e-2 + gradient.norm()), key
+        error = 0.0 if rounded is None else (rounded[key] - gradient).norm()
+        assert (found[key] - gradient).norm() <= 1e-5 * (1e-2 + gradient.norm()) + error, key
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize(("name", "recompute"), [("grpo", 0), ("dpo", 1), ("gspo", 1)])
 def test_gradients_are_those_of_transformers_own_logits(family, name, recompute):
-    loss, gradients = alone(copy.deepcopy(drawn(family)), name)
+    loss, gradients = alone(copy.deepcopy(drawn(family)).double(), name)
+    rounded = alone(copy.deepcopy(drawn(family)), name)[1]
     trees = trees_of_prompts(LENGTHS, [(a, a) for a, _ in SIZES])
 
     def rank():
@@ -125,7 +128,7 @@ def test_gradients_are_those_of_transformers_own_logits(family, name, recompute)
 
     for metrics, found in run_threads(rank, 2):
         assert metrics.loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
-        same(found, gradients)
+        same(found, gradients, rounded)
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("q_proj", "lm_head")], ids=["layers", "layers and head"])
