@@ -18,7 +18,7 @@ from hdpcomm.models.tensor_group import Block, TensorShard
 from hdpcomm.parallel.agreement import same_logits
 from hdpcomm.parallel.stages import Stage
 
-__all__ = ["expert_parallel"]
+__all__ = ["expert_parallel", "layers_with_experts"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -52,7 +52,7 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
     if getattr(model, "expert", None) is not None:
         raise InvalidUsage("the experts of this model have been cut by expert_parallel() already; give it once")
     group = ExpertGroup(mesh.expert_comm)
-    layers = _layers(model, mesh.expert)
+    layers = layers_with_experts(model, mesh.expert)
     what = f"{type(model).__name__} with its experts on {mesh.expert} ranks"
     with same_logits(model, group.comm, what, check=check):
         for place, layer, parameters in layers:
@@ -68,8 +68,11 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
     return model
 
 
-def _layers(model: nn.Module, size: int) -> list[tuple[str, Any, dict[str, nn.Parameter]]]:
-    """The modules with experts: name, module, and by name the parameters whose first dimension is the experts'."""
+def layers_with_experts(model: nn.Module, size: int) -> list[tuple[str, Any, dict[str, nn.Parameter]]]:
+    """The modules with experts: name, module, and by name the parameters whose first dimension is the experts'. Local.
+
+    Raises: InvalidUsage: there is none in a model that is whole, or ``size`` ranks cannot share them.
+    """
     whole = _whole(model)
     if isinstance(whole, Llama):
         found: list[tuple[str, Any, dict[str, nn.Parameter]]] = [

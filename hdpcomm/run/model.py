@@ -24,6 +24,7 @@ from hdpcomm.models.mtp import depths_of_config
 from hdpcomm.offload.layers import find_layers, layer_kind
 from hdpcomm.options import LoraOptions
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
+from hdpcomm.parallel.expert import layers_with_experts
 from hdpcomm.plan import ModelSpec, stage_layers
 from hdpcomm.run.flops import spec_of
 from hdpcomm.train import materialize
@@ -204,6 +205,8 @@ def new_part(
     """
     whole = model_on_meta(model)
     values = None if weights is None else weights(whole)
+    if mesh.expert > 1:
+        layers_with_experts(whole, mesh.expert)  # a stage may have none
     if mesh.pipeline > 1:
         own = slice(mesh.stage, None, mesh.pipeline)
         parts: list[nn.Module] = list(split_model(whole, len(layers), layers=layers)[own])

@@ -121,3 +121,15 @@ def test_latent_attention_needs_no_devices(tmp_path: Path, capsys: pytest.Captur
     given = ["--model", str(tmp_path), "--ranks", "2", "--context", "1K", "--tensor", "1", "--zero", "1"]
     assert main(["fit", *given]) == 0
     assert "take hdpcomm train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mesh", [["--expert", "2"], ["--pipeline", "2", "--expert", "2"]], ids=["whole", "stages"])
+def test_experts_that_no_run_would_share(mesh: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.Llama4TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4, interleave_moe_layer_step=2,
+        pad_token_id=0,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    assert main(["fit", "--model", str(tmp_path), "--ranks", "4", "--tensor", "1", "--context", "4K", *mesh]) == 6
+    assert "Llama4ForCausalLM has no layer with experts that can be shared" in capsys.readouterr().err
