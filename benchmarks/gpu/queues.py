@@ -7,6 +7,7 @@ a copy from host memory before it; the write where every other stream has a high
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 
@@ -37,7 +38,7 @@ def held_up(device: _native.TestedDevice, kind: str, waiting: int, priority: int
             device.copy(a, b if kind == "copy" else host, bytes=COPY_BYTES, stream=others[i])
         device.write_value(others[i], flags + 4 * i, 1)
     time.sleep(PATIENCE_S)
-    found = [i for i in given if device.load_flag(flags + 4 * i) == 0]
+    found = [i for i in given if ctypes.c_uint32.from_address(flags + 4 * i).value == 0]
     device.store_flag(flags + 4 * (STREAMS + 1), 1)
     for stream in others:
         device.synchronize_stream(stream)
