@@ -86,11 +86,11 @@ ROWS: tuple[tuple[str, int, dict[str, int]], ...] = (
     ("gpt-oss-120b", 64, {"pipeline": 4, "expert": 8}),
     ("minimax-text-01", 256, {"pipeline": 8, "expert": 8}),
     ("minimax-m2", 256, {"pipeline": 8, "expert": 8}),
-    ("nemotron-h-56b", 64, {"pipeline": 8}),
+    ("nemotron-h-56b", 64, {"pipeline": 8, "tensor": 2}),
     ("llama-4-maverick", 256, {"pipeline": 8, "expert": 16}),
 )
 """Model, devices, and the mesh; layers are cut into stages of about equal work."""
-COMMON = ["--device", "h100", "--context", "32K", "--tokens-per-step", "4M", "--zero", "1", "--tensor", "1"]
+COMMON = ["--device", "h100", "--context", "32K", "--tokens-per-step", "4M", "--zero", "1"]
 PARTS = ("weights", "gradients", "optimizer", "activations")
 
 
@@ -109,7 +109,7 @@ def run_row(name: str, ranks: int, mesh: dict[str, int], limit_s: float) -> dict
         if (missing := write_config(name, Path(folder))) is not None:
             return row | {"message": missing}
         table = Path(folder) / "fit.json"
-        sizes = [text for size, count in mesh.items() for text in (f"--{size}", str(count))]
+        sizes = [text for size, count in ({"tensor": 1} | mesh).items() for text in (f"--{size}", str(count))]
         command = [sys.executable, "-m", "hdpcomm", "fit", "--model", folder, "--ranks", str(ranks), *sizes, *COMMON]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         try:

@@ -39,7 +39,7 @@ def gap(rows: Iterable[dict[str, Any]]) -> str:
 def gaps() -> Cells:
     """Gaps with the costs of H100, by stages and lengths."""
     rows = [row for row in result("planner_families")["rows"] if row["cost"] == "h100"]
-    sizes = (32, 256, 1024, 4096)
+    sizes = (256, 4096)
     table = [["stages", "lengths", *(f"{size:,} ranks" for size in sizes), "best of others"]]
     for stages, lengths in dict.fromkeys((row["stages"], row["lengths"]) for row in rows):
         chosen = [row for row in rows if (row["stages"], row["lengths"]) == (stages, lengths)]
@@ -61,8 +61,8 @@ def gaps_by_cost() -> Cells:
 def unseen() -> Cells:
     """Gap and planning time of one step each."""
     rows = {tuple(name.split(" | ")): row for name, row in result("planner_unseen")["rows"].items()}
-    columns = [(stages, ranks) for stages in ("1", "4", "4, 16 slices") for ranks in ("1024", "16384")]
-    table = [["lengths", *(f"{stages}: {int(ranks):,}" for stages, ranks in columns)]]
+    columns = [(stages, "16384") for stages in ("1", "4", "4, 16 slices")]
+    table = [["lengths, stages", *(stages for stages, _ in columns)]]
     known = {row["lengths"] for row in result("planner_families")["rows"]}
     for lengths in dict.fromkeys(name[1] for name in rows if name[1] not in known):
         cells = [rows[stages, lengths, ranks] for stages, ranks in columns]
@@ -72,7 +72,7 @@ def unseen() -> Cells:
 
 def planning_ms() -> Cells:
     """Mean and worst planning time, by costs and lengths."""
-    sizes = (256, 1024, 4096, 16384)
+    sizes = (256, 4096, 16384)
     table = [["cost, lengths", *(f"{size:,} ranks" for size in sizes)]]
     for name, rows in result("planner")["tables"].items():
         times = {row["ranks"]: f"{1e3 * row['mean_s']:.1f} ({1e3 * row['worst_s']:.1f})" for row in rows}
@@ -86,7 +86,7 @@ def planning_time() -> Cells:
     rows = result("planning_time")["rows"]
     lengths = list(dict.fromkeys(row["lengths"] for row in rows))
     table = [["ranks", *lengths]]
-    for ranks, kind in dict.fromkeys((row["ranks"], row["kind"]) for row in rows):
+    for ranks, kind in dict.fromkeys((row["ranks"], row["kind"]) for row in rows if row["kind"] != "8 stages"):
         chosen = {row["lengths"]: row for row in rows if (row["ranks"], row["kind"]) == (ranks, kind)}
         cells = [
             f"{chosen[name]['seconds']:.2f} s, {percent(chosen[name]['makespan_s'] / chosen[name]['bound_s'])}"
@@ -133,9 +133,9 @@ def shared_nics() -> Cells:
 def closed_loop() -> Cells:
     """Steps over their bound while costs are learned."""
     rows = {(row["case"], row["ranks"], row["step"]): row for row in result("closed_loop")["rows"]}
-    table = [["case, 256 ranks", "step 0", "step 1", "step 5", "step 5 without learning"]]
+    table = [["case, 256 ranks", "step 0", "step 5", "step 5 without learning"]]
     for case in dict.fromkeys(case for case, ranks, _ in rows if ranks == 256):
-        steps = [rows[case, 256, step] for step in (0, 1, 5)]
+        steps = [rows[case, 256, step] for step in (0, 5)]
         cells = [f"{row['over_bound']:.3f} ({row['worst_over_bound']:.3f})" for row in steps]
         table.append([case, *cells, f"{steps[-1]['not_learning_over_bound']:.3f}"])
     return table
@@ -195,7 +195,7 @@ def training() -> Cells:
 def zero_bubble() -> Cells:
     """Gain of split backward passes over 1F1B, and the most that its order could gain."""
     table = [["model", "HDP ranks", "PP", "byted", "at most", "github", "at most"]]
-    for row in result("zero_bubble")["rows"]:
+    for row in (row for row in result("zero_bubble")["rows"] if row["ranks"] not in (1, 64)):
         gains = [row[lengths][kind]["mean"] for lengths in ("byted", "github") for kind in ("runs", "most")]
         table.append([row["model"], str(row["ranks"]), str(row["pipeline"]), *(f"{gain:.1%}" for gain in gains)])
     return table
@@ -258,6 +258,21 @@ def lean_layers() -> Cells:
     return table
 
 
+def fit_sweep() -> Cells:
+    """Published models: memory of the fullest device, what is most of it, and the step; or what the command says."""
+    table = [["model", "H100s", "mesh", "GB", "most of it", "s/step", "CPU s"]]
+    for row in result("fit_sweep")["rows"]:
+        mesh = " x ".join(f"{name} {size}" for name, size in row["mesh"].items())
+        cells, cpu_s = [row["model"], f"{row['ranks']:,}", mesh], f"{row['cpu_s']:.0f}" if "cpu_s" in row else ""
+        if "limit" in row:
+            memory = f"{row['together'] / 1e9:.1f}" + ("" if row["fits"] else " (no)")
+            seconds = f"{row['step_s']:.1f}" if row["step_s"] else ""
+            table.append([*cells, memory, f"{row['limit']} {row[row['limit']] / 1e9:.1f}", seconds, cpu_s])
+        else:
+            table.append([*cells, "", re.split("[;:,]", row["message"])[0], "", cpu_s])
+    return table
+
+
 TABLES: dict[str, Callable[[], Cells]] = {
     make.__name__: make
     for make in (
@@ -280,6 +295,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
         lean_layers,
         chosen_keys,
         paper_pipelines,
+        fit_sweep,
     )
 }
 
