@@ -264,9 +264,12 @@ def _join_all(joining: Joining, transport: str) -> tuple[_core.comm.World, bool]
         joining = dataclasses.replace(joining, pids=tuple(near))
         places = [identities.index(identity) for identity in identities]
         world, hosts = _JOINS.get(transport, _join_shm)(joining, places)
-        # Rank 0's costs are everybody's, so that all choose the same algorithms.
-        names = cost_names(world.transport)
-        inside, between = joining.from_rank_0("costs", lambda: [load_costs(name) for name in names])
+        try:  # rank 0's costs are everybody's, so that all choose the same algorithms
+            names = cost_names(world.transport)
+            inside, between = joining.from_rank_0("costs", lambda: [load_costs(name) for name in names])
+        except BaseException as error:  # those that have joined learn why this rank has not
+            world.close(f"{type(error).__name__}: {error}")
+            raise
     with joining.reading("costs"):
         world.set_costs(**inside)
         _set_nodes(world, hosts, between)

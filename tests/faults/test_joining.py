@@ -31,7 +31,8 @@ from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.joining import Joining, wait_for_all
 from hdpcomm.comm.secret import Secret
 from hdpcomm.comm.torch_store import SignedStore
-from hdpcomm.testing import spawn
+from hdpcomm.errors import PeerLost
+from hdpcomm.testing import RankPool, spawn
 
 OURS = Secret("the secret of this job")
 LONG_S = 60.0
@@ -325,3 +326,30 @@ def test_a_late_call_of_torch_leaves_the_exit_code() -> None:
             [sys.executable, "-c", LATE], env={**os.environ, **places}, capture_output=True, text=True
         )
     assert (done.returncode, done.stdout) == (5, "told\n"), done.stderr
+
+
+def gone_after_its_world_was_made() -> str:
+    if os.environ["RANK"] == "1":
+
+        def told(joining: Joining, key: str, make: Callable[[], Any]) -> Any:
+            if key == "costs":
+                raise PeerLost("rank 7 died while the ranks joined", rank=1, peer=7)
+            return from_rank_0(joining, key, make)
+
+        from_rank_0 = Joining.from_rank_0
+        Joining.from_rank_0 = told  # type: ignore[method-assign]
+    try:
+        with hdp.init() as comm:
+            comm.all_reduce(torch.ones(1))
+    except PeerLost as error:
+        return str(error)
+    finally:
+        if os.environ["RANK"] == "1":
+            Joining.from_rank_0 = from_rank_0  # type: ignore[method-assign]
+    return ""
+
+
+def test_those_that_have_joined_hear_why_another_one_has_not() -> None:
+    with RankPool(2) as pool:
+        for told in pool.run(gone_after_its_world_was_made, timeout=60):
+            assert "rank 7 died while the ranks joined" in told
