@@ -160,7 +160,7 @@ def ranks(_pools: dict[int, RankPool]) -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture
 def nothing_left_in_shm() -> Iterator[None]:
-    """What the test puts into /dev/shm is gone after it; what a test beside it has there goes when that one ends.
+    """Checks that the test leaves nothing in /dev/shm; files of a test beside it go when that one ends.
 
     Semaphores of multiprocessing are not ours: progress bars in the shared ranks of other tests keep theirs.
     """

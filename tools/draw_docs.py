@@ -94,7 +94,7 @@ def trees() -> None:
 
 
 def take_run(folder: Path) -> None:
-    """What the figures of a report need of a run."""
+    """Writes those figures of a run that the pictures of a report need."""
     from hdpcomm.run import read_lines, read_metrics
 
     metrics = read_metrics(folder / "metrics.jsonl")

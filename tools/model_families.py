@@ -36,7 +36,7 @@ from typing import Any
 
 LENGTHS = (29, 1, 50, 12, 3)
 WINDOW = 8
-"""What windows and chunks are set to: each is shorter than the longest sequences by far."""
+"""Size of windows and chunks: far shorter than the longest sequences."""
 LAYERS = 8
 """Most layers of a model; as few as show each kind of layer once."""
 EXACT = 1e-4
@@ -188,7 +188,7 @@ def as_it_came(config: Any, dtype: str, draw: int = DRAWS[0]) -> Found:
 
 
 def by_adapt(config: Any, dtype: str, ranks: int, draw: int = DRAWS[0]) -> Found:
-    """The same on several ranks."""
+    """Loss and gradients as :func:`adapt` gives them on several ranks."""
     import torch
 
     import hdpcomm as hdp

@@ -1,4 +1,4 @@
-"""What programs and scripts may rely on: public names with their parameters, and the options of the commands.
+"""The public interface: names with their parameters, and the options of the commands.
 
     python tools/public_names.py            prints what has gone since the release in tools/public_names.json
     python tools/public_names.py --write    writes the present ones there, as those of this version
@@ -29,7 +29,7 @@ Names = dict[str, Any]
 
 
 def present() -> Names:
-    """Those of this tree."""
+    """Public names and options of this tree."""
     modules = ["hdpcomm", *(f"hdpcomm.{room}" for room in docs_pages.ROOMS), "hdpcomm.integrations.huggingface"]
     names = {}
     for module in map(importlib.import_module, modules):
@@ -45,7 +45,7 @@ def present() -> Names:
 
 
 def gone(before: Names, now: Names) -> list[str]:
-    """What ``before`` has and ``now`` has not: ``name``, ``name(parameter=)``, ``command`` and ``command --option``."""
+    """Names in ``before`` that ``now`` lacks: ``name``, ``name(parameter=)``, ``command`` and ``command --option``."""
     found = []
     for kind, form in (("names", "{}({}=)"), ("commands", "{} {}")):
         for name, parts in before[kind].items():

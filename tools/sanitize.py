@@ -133,7 +133,7 @@ def report_undefined_behavior(folder: Path) -> None:
 
 
 def environment(kind: str, folder: Path) -> dict[str, str]:
-    """That of the tests: the sanitizer's library comes first in each process that they start."""
+    """Environment of the tests: the sanitizer's library comes first in each process that they start."""
     common = f"log_path={folder / 'report'}"
     suppressions = Path(__file__).with_name("sanitizer_thread.supp")
     return {

@@ -17,7 +17,7 @@ NOTEBOOKS = sorted((TOP / "examples" / "notebooks").glob("*.ipynb"))
 
 
 def texts(book: Any) -> list[str]:
-    """What each cell has printed, without figures."""
+    """Standard output of each cell, without figures."""
     printed = [
         "".join(output.get("text", "") for output in cell.outputs if output.get("name") == "stdout")
         for cell in book.cells
