@@ -29,10 +29,10 @@ from hdpcomm.options import TrainingOptions
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.launch import RankPool
-    from hdpcomm.data import Corpus, CorpusSummary, DocumentStream
+    from hdpcomm.data import Corpus, CorpusSummary
     from hdpcomm.models import LlamaConfig
     from hdpcomm.plan import Calibration
-    from hdpcomm.run import DryRun, FolderModel, Loading, RunConfig, RunResult
+    from hdpcomm.run import DryRun, FolderModel, RunConfig, RunResult
     from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
 __all__ = ["add_parser", "job_of", "run_rank"]
@@ -161,9 +161,8 @@ def job_of(options: TrainOptions, ranks: int) -> _Job:
         )
     if options.policy in options.compare:
         raise InvalidUsage(f"--compare {options.policy} is the policy of the run itself; give another one")
-    _check_loader(options)
     _check_saving(options)
-    data = train_data(options, options.data, _loading(options))
+    data = train_data(options, options.data)
     shared = {each.name: getattr(options, each.name) for each in fields(TrainingOptions)}
     config = RunConfig(
         model=_model(options, data),
@@ -188,26 +187,6 @@ def parameter_type(options: TrainOptions) -> str:
         return options.dtype
     wide = "ddp" in (options.policy, *options.compare) or is_for_matrices(options)
     return "bf16" if uses_gpus(options.transport) and not wide else "fp32"
-
-
-def _check_loader(options: TrainOptions) -> None:
-    if options.loader == "index":
-        return
-    given = f"--loader {options.loader} makes the tokens while the run trains"
-    if not options.data:
-        raise InvalidUsage(f"{given} and no --data was given; name the files, or leave out --loader")
-    if options.dry_run:
-        raise InvalidUsage(f"{given}, and --dry-run plans with all lengths before; leave out either")
-    if options.eval_fraction is not None:
-        raise InvalidUsage(f"{given}, and --eval-fraction needs all documents before; give --eval-data")
-
-
-def _loading(options: TrainOptions) -> Loading | None:
-    from hdpcomm.run import Loading
-
-    if options.loader == "index":
-        return None
-    return Loading(options.loaders, options.prefetch, options.data_cache)
 
 
 def _model(options: TrainOptions, data: TrainData) -> LlamaConfig | FolderModel:
@@ -280,15 +259,12 @@ def _run(
 
     from hdpcomm.cli.data import data_progress
     from hdpcomm.comm.topology import cores_of_rank
-    from hdpcomm.data import DocumentStream
     from hdpcomm.run import dry_run
 
     torch.set_num_threads(cores_of_rank(comm))
     with data_progress(comm.rank == 0) as on_progress:
         corpus = job.data.open(comm, on_progress)
-        held_out = None if job.held_out is None else job.held_out.open_indexed(comm, on_progress)
-    if isinstance(corpus, DocumentStream):
-        return _trained(comm, job, corpus, held_out, resume, peers), corpus.summary()
+        held_out = None if job.held_out is None else job.held_out.open(comm, on_progress)
     if job.options.eval_fraction is not None:
         corpus, held_out = corpus.split(job.options.eval_fraction, seed=job.config.seed)
     if job.options.dry_run:
@@ -299,7 +275,7 @@ def _run(
 def _trained(
     comm: Communicator,
     job: _Job,
-    corpus: Corpus | DocumentStream,
+    corpus: Corpus,
     held_out: Corpus | None,
     resume: str | KeptCheckpoint | None,
     peers: PeerSaves | None,
@@ -318,9 +294,8 @@ def _trained(
     watching = Watching(timelines=out is not None, trace=options.trace is not None)
 
     def train_with(watching: Watching) -> RunResult:
-        given, loading = (comm, corpus, job.config), job.data.loading
         return train(
-            *given, saving=saving, held_out=held_out, watching=watching, loading=loading, export=options.export
+            comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching, export=options.export
         )
 
     files: RunFiles | None = None

@@ -13,8 +13,7 @@ from hdpcomm.options import BadOption, positive
 if TYPE_CHECKING:
     from hdpcomm.cli.train_options import TrainOptions
     from hdpcomm.comm import Communicator
-    from hdpcomm.data import Corpus, DocumentStream, Encoder
-    from hdpcomm.run import Loading
+    from hdpcomm.data import Corpus, Encoder
 
 __all__ = ["TrainData", "train_data"]
 
@@ -27,7 +26,6 @@ class TrainData:
         paths: empty: Python's standard library.
         weights: of the tokens of each path in a mixture; empty: each sequence once an epoch.
         tokenizer: folder of a model; ``None``: bytes.
-        loading: ``None``: the tokens are made, once, before the run.
     """
 
     paths: tuple[str, ...]
@@ -36,7 +34,6 @@ class TrainData:
     messages_field: str = "messages"
     tokenizer: Path | None = None
     cache: Path | None = None
-    loading: Loading | None = None
     weights: tuple[float, ...] = ()
 
     def encoder(self) -> Encoder:
@@ -49,25 +46,11 @@ class TrainData:
         """Whether :meth:`open` has nothing to build. Raises: InvalidUsage for what cannot be read."""
         from hdpcomm.data import is_indexed
 
-        if self.loading is not None:
-            return True
         return self._library() or is_indexed(self.paths, **self._reading(), cache=self.cache)
 
-    def open(
-        self, comm: Communicator | None = None, on_progress: Callable[[int, int], None] | None = None
-    ) -> Corpus | DocumentStream:
-        """The corpus, or the stream of a loader. Collective over ``comm``, if there is one. Raises: InvalidUsage, see
-        ``open_corpus`` and ``open_stream``."""
-        from hdpcomm.data import open_stream
-
-        if self.loading is None:
-            return self.open_indexed(comm, on_progress)
-        return open_stream(self.paths, **self._reading(), context=self.context, comm=comm)
-
-    def open_indexed(
-        self, comm: Communicator | None = None, on_progress: Callable[[int, int], None] | None = None
-    ) -> Corpus:
-        """The corpus, whose tokens are made now if they are not there. As :meth:`open`."""
+    def open(self, comm: Communicator | None = None, on_progress: Callable[[int, int], None] | None = None) -> Corpus:
+        """The corpus, whose tokens are made now if they are not there. Collective over ``comm``, if there is one.
+        Raises: InvalidUsage, see ``open_corpus``."""
         from hdpcomm.data import open_corpus, standard_library
 
         if self._library():
@@ -83,7 +66,7 @@ class TrainData:
         return not self.paths and self.tokenizer is None
 
 
-def train_data(options: TrainOptions, paths: tuple[str, ...], loading: Loading | None = None) -> TrainData:
+def train_data(options: TrainOptions, paths: tuple[str, ...]) -> TrainData:
     """The data at ``paths``, read as the options say: with the model's own tokenizer, if it has one."""
     tokenizer = None if options.tokenizer in (None, "bytes") else Path(str(options.tokenizer))
     if options.tokenizer is None and options.model is not None:
@@ -91,11 +74,6 @@ def train_data(options: TrainOptions, paths: tuple[str, ...], loading: Loading |
 
         tokenizer = options.model if has_tokenizer(options.model) else None
     plain, weights = _weighted(paths)
-    if weights and loading is not None:
-        raise InvalidUsage(
-            f"--loader {options.loader} makes tokens in the order of the documents, and --data has weights, whose "
-            "order needs all lengths before; leave out either"
-        )
     return TrainData(
         paths=plain,
         weights=weights,
@@ -104,7 +82,6 @@ def train_data(options: TrainOptions, paths: tuple[str, ...], loading: Loading |
         messages_field=options.messages_field,
         tokenizer=tokenizer,
         cache=options.data_cache,
-        loading=loading,
     )
 
 

@@ -42,14 +42,6 @@ class TrainOptions(TrainingOptions):
     data_cache: Path | None = option(
         "data", None, "folder for tokens that are made once (hdpcomm/data in the user's cache)", Path, metavar="FOLDER"
     )
-    loader: str = option(
-        "data", "index", "index: all tokens are made before the first step, once, and kept in the cache; threads: "
-        "they are made while the run trains, by threads of the ranks", str, choices=("index", "threads"),
-    )  # fmt: skip
-    loaders: int = option("data", 1, "threads of each rank that make tokens, with --loader threads", count, metavar="N")
-    prefetch: int = option(
-        "data", 2, "steps that the loader makes ready ahead, with --loader threads", count, metavar="STEPS"
-    )
     context: int = option(
         "data", 4096, "longest sequence; longer documents are cut into pieces", count, metavar="TOKENS"
     )
@@ -147,7 +139,6 @@ def _policies(options: TrainOptions) -> set[str]:
 _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
     ("text_field messages_field", lambda o: o.data or o.eval_data, "without --data; name the files, or leave it out"),
     ("data_cache", lambda o: o.data or o.eval_data or o.tokenizer, "without --data; name the files, or leave it out"),
-    ("loaders prefetch", lambda o: o.loader != "index", "without a loader; give --loader threads, too"),
     (
         "layers hidden heads kv_heads ffn experts top_k router_aux_loss router_z_loss",
         lambda o: o.model is None,

@@ -3,7 +3,6 @@
 from hdpcomm.data.corpus import BatchReader, Corpus, CorpusSummary, standard_library
 from hdpcomm.data.encoders import ByteEncoder, Encoder, FolderEncoder, encoder_of, has_tokenizer
 from hdpcomm.data.fold import FoldedTree, fold
-from hdpcomm.data.loader import DocumentStream, LoadedBatch, LoaderService, StepReader, open_stream
 from hdpcomm.data.opening import build_data, is_indexed, open_corpus
 from hdpcomm.data.sampler import BatchSampler, GlobalBatch
 from hdpcomm.data.token_store import TokenStore, is_store, open_store
@@ -13,15 +12,11 @@ __all__ = [
     "BatchSampler",
     "ByteEncoder",
     "Corpus",
-    "DocumentStream",
     "CorpusSummary",
     "Encoder",
     "FoldedTree",
     "FolderEncoder",
     "GlobalBatch",
-    "LoadedBatch",
-    "LoaderService",
-    "StepReader",
     "TokenStore",
     "build_data",
     "encoder_of",
@@ -31,6 +26,5 @@ __all__ = [
     "is_store",
     "open_corpus",
     "open_store",
-    "open_stream",
     "standard_library",
 ]

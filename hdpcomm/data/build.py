@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,27 +23,16 @@ from hdpcomm.data.encoders import Encoder
 from hdpcomm.data.records import Fields, Unit, records
 from hdpcomm.data.store_writer import PartWriter, partial_of, publish
 from hdpcomm.data.token_store import TokenStore, open_store
-from hdpcomm.errors import Aborted, Error, InvalidUsage
+from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.files import user_folder
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = [
-    "STALE_S",
-    "Document",
-    "build_store",
-    "cache_folder",
-    "documents_of",
-    "encoder_facts",
-    "open_published",
-    "store_key",
-]
-
-Document: TypeAlias = "tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]"
+__all__ = ["build_store", "cache_folder", "open_published", "store_key"]
 
 _ROUND_S = 0.5  # between two looks at how far the other ranks are
-STALE_S = 86400.0  # after which what a killed process left is removed
+_STALE_S = 86400.0  # after which what a killed process left is removed
 
 
 def cache_folder() -> Path:
@@ -93,7 +82,7 @@ def build_store(
             pass
         error = worker.failure
         raise_together(comm, error[1] if error else None, order=error[0] if error else 0)
-        on_rank_0(comm, lambda: _publish(partial, final, size, encoder_facts(encoder)))
+        on_rank_0(comm, lambda: _publish(partial, final, size, encoder))
     except BaseException:
         worker.stopped.set()
         worker.join()
@@ -117,7 +106,7 @@ def _make_partial(final: Path) -> str:
         final.parent.mkdir(parents=True, exist_ok=True)
         for left in final.parent.glob(f".{final.name}.*.partial"):
             with contextlib.suppress(OSError):
-                if time.time() - left.stat().st_mtime > STALE_S:
+                if time.time() - left.stat().st_mtime > _STALE_S:
                     shutil.rmtree(left, ignore_errors=True)
         partial = partial_of(final, uuid.uuid4().hex[:8])
         partial.mkdir()
@@ -129,10 +118,11 @@ def _make_partial(final: Path) -> str:
     return str(partial)
 
 
-def _publish(partial: Path, final: Path, parts: int, facts: dict[str, object]) -> int:
+def _publish(partial: Path, final: Path, parts: int, encoder: Encoder) -> int:
     for part in range(parts):
         if not (partial / f"rows-{part}.npz").exists():
             raise InvalidUsage(f"{final}: rank {part} wrote to another file system; give a folder that all ranks see")
+    facts = {"encoder": encoder.fingerprint, "encoder_name": encoder.name, "vocabulary": encoder.vocabulary}
     return publish(partial, final, parts=parts, facts=facts)
 
 
@@ -172,12 +162,12 @@ class _Worker(threading.Thread):
         try:
             writer = PartWriter(self._folder, self._rank, vocabulary=self._encoder.vocabulary)
             for place, unit in self._units:
-                for tokens, counted in documents_of(unit, self._encoder, self._fields, self.stopped):
+                for tokens, counted in self._documents(unit):
+                    if self.stopped.is_set():  # another rank has failed
+                        return
                     writer.add(place, tokens, counted)
                 self.done += unit.size
             writer.close()
-        except Aborted:  # another rank has failed
-            return
         except InvalidUsage as error:
             self.failure = place, error
         except OSError as error:
@@ -186,23 +176,12 @@ class _Worker(threading.Thread):
         except Exception as error:
             self.failure = place, Error(f"{self._units[0][1].path}: {type(error).__name__}: {error}")
 
-
-def documents_of(unit: Unit, encoder: Encoder, fields: Fields, stop: threading.Event) -> Iterator[Document]:
-    """(tokens, which of them count for the loss) of documents with a token, and of conversations with an answer. Local.
-
-    Raises: Aborted: ``stop`` was set; no further document is begun. InvalidUsage: a record is wrong (``file:line``).
-    """
-    for where, content in records(unit, fields):
-        if stop.is_set():
-            raise Aborted("it was stopped while documents were read")
-        if isinstance(content, list):
-            tokens, counted = encoder.chat(content, where)
-            if counted[1:].any():
-                yield tokens, counted
-        elif len(tokens := encoder.text(content)):
-            yield tokens, None
-
-
-def encoder_facts(encoder: Encoder) -> dict[str, object]:
-    """Facts of an encoder, as a store of its tokens notes them."""
-    return {"encoder": encoder.fingerprint, "encoder_name": encoder.name, "vocabulary": encoder.vocabulary}
+    def _documents(self, unit: Unit) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]]:
+        """(tokens, which of them count for the loss) of documents with a token, and of conversations with an answer."""
+        for where, content in records(unit, self._fields):
+            if isinstance(content, list):
+                tokens, counted = self._encoder.chat(content, where)
+                if counted[1:].any():
+                    yield tokens, counted
+            elif len(tokens := self._encoder.text(content)):
+                yield tokens, None

@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from hdpcomm.data.corpus import Corpus, TextPieces
-from hdpcomm.data.loader.stream import DocumentStream
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import open_regular
 
@@ -20,17 +19,14 @@ _SAMPLE_BYTES = 4096
 
 
 @lru_cache(maxsize=2)
-def content_digest(data: Corpus | DocumentStream) -> str:
+def content_digest(corpus: Corpus) -> str:
     """A digest of the sizes of files and :data:`_SAMPLES` samples, evenly spaced over all of them; for a store of
     tokens of the checksums of all its blocks. Local; made once for each corpus.
 
     Raises: InvalidUsage if a file cannot be read.
     """
     digest = hashlib.sha256()
-    if isinstance(data, DocumentStream):
-        _add_files(digest, sorted({Path(unit.path) for block in data.blocks for unit in block}))
-        return digest.hexdigest()[:16]
-    for source in data.sources:
+    for source in corpus.sources:
         if isinstance(source, TextPieces):
             _add_files(digest, source.files)
         else:

@@ -232,15 +232,14 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class CorpusSummary:
-    """Figures of a corpus, in numbers and, as :meth:`Corpus.describe`, in a line of text. The numbers are
-    ``None`` for documents that become tokens while the run trains."""
+    """Figures of a corpus, in numbers and, as :meth:`Corpus.describe`, in a line of text."""
 
     name: str
     context: int
-    documents: int | None
-    sequences: int | None
-    tokens: int | None
-    cut_documents: int | None
+    documents: int
+    sequences: int
+    tokens: int
+    cut_documents: int
     text: str
 
 

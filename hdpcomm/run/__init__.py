@@ -1,6 +1,5 @@
 """Training runs: configuration, checkpoints, metrics; everything that makes steps a run."""
 
-from hdpcomm.run.batches import Loading
 from hdpcomm.run.calibrate import calibrate
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder, open_checkpoint
 from hdpcomm.run.config import RunConfig, Schedule, learning_rate
@@ -20,7 +19,6 @@ __all__ = [
     "DryRun",
     "Evaluation",
     "FolderModel",
-    "Loading",
     "MetricsLog",
     "RunConfig",
     "RunFiles",

@@ -12,7 +12,7 @@ import torch
 
 from hdpcomm.comm import Mesh
 from hdpcomm.comm.topology import domains_of, node_block
-from hdpcomm.data import Corpus, DocumentStream
+from hdpcomm.data import Corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
 from hdpcomm.measure.costs import profile_samples, weights_share
@@ -233,9 +233,7 @@ def check_calibration(calibration: Calibration, config: RunConfig, *, ranks: int
     calibration.with_ranks(ranks, ranks_per_node)
 
 
-def make_planner(
-    comm: Communicator, corpus: Corpus | DocumentStream, config: RunConfig, costs: Costs, policy: str
-) -> Planner:
+def make_planner(comm: Communicator, corpus: Corpus, config: RunConfig, costs: Costs, policy: str) -> Planner:
     """The planner of a policy. Collective over ``comm``: ranks that share processors tell each other."""
     mesh = Mesh(comm, **config.mesh_sizes)
     cluster = replace(

@@ -16,10 +16,9 @@ from hdpcomm.data import Corpus
 from hdpcomm.models import NewWeights
 from hdpcomm.plan import Planner
 from hdpcomm.plan.memory import StepMemory
-from hdpcomm.run.batches import batch_sampler
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import make_planner, measure_costs
-from hdpcomm.run.limits import check_limits
+from hdpcomm.run.limits import batch_sampler, check_limits
 from hdpcomm.run.memory import (
     MemoryBeside,
     free_models,
@@ -70,7 +69,7 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig, *, elastic: b
     check_limits(corpus, config, ranks=comm.size)
     config, capacity, found = within_memory(comm, config)
     devices = found or measure_memory(comm, config)
-    costs = measure_costs(comm, config, longest=int(corpus.lengths.max()), capacity=capacity)
+    costs = measure_costs(comm, config, longest=corpus.longest, capacity=capacity)
     planners = {policy: make_planner(comm, corpus, config, costs, policy) for policy in config.policies}
     after_s = _after_passes_s(comm, config, planners, costs.pool)
     _, on_host = local_place(comm.rank, comm.size)

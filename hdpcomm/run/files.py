@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hdpcomm.data import Corpus, DocumentStream
+from hdpcomm.data import Corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import open_own, write_own
 from hdpcomm.plan import Calibration
@@ -99,10 +99,9 @@ class RunFiles:
             self._stack.callback(tracker.close)
         return trackers
 
-    def started(self, corpus: Corpus | DocumentStream) -> None:
-        """Notes the lengths of the corpus, if they are known, in ``lengths.json``: by octave, how many sequences and
-        tokens."""
-        if self._out is None or isinstance(corpus, DocumentStream):
+    def started(self, corpus: Corpus) -> None:
+        """Notes the lengths of the corpus in ``lengths.json``: by octave, how many sequences and tokens."""
+        if self._out is None:
             return
         octaves = np.floor(np.log2(corpus.lengths)).astype(np.int64)
         rows = [

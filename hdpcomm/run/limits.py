@@ -1,18 +1,21 @@
-"""Whether a run's sequences fit its batches, its ranks and its model."""
+"""The batches of a run, and whether its sequences fit them, its ranks and its model."""
 
 from __future__ import annotations
 
 from hdpcomm.arguments import ranks_text
-from hdpcomm.data import Corpus, DocumentStream
-from hdpcomm.data.loader import check_budget
+from hdpcomm.data import BatchSampler, Corpus
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.run.batches import batch_sampler
 from hdpcomm.run.config import RunConfig
 
-__all__ = ["check_limits"]
+__all__ = ["batch_sampler", "check_limits"]
 
 
-def check_limits(corpus: Corpus | DocumentStream, config: RunConfig, *, ranks: int) -> None:
+def batch_sampler(corpus: Corpus, config: RunConfig) -> BatchSampler:
+    """The batches of a run on a corpus. Local. Raises: InvalidUsage if a sequence fits none."""
+    return corpus.sampler(tokens=config.tokens_per_step, seed=config.seed)
+
+
+def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
     """Raises InvalidUsage if a sequence fits no batch, or not all ranks together; says which limit to raise. Local."""
     devices = config.pipeline * config.tensor
     if ranks % devices:
@@ -40,7 +43,4 @@ def check_limits(corpus: Corpus | DocumentStream, config: RunConfig, *, ranks: i
             f"the data has tokens up to {corpus.vocabulary - 1:,} ({corpus.encoder_name}), and the model has a "
             f"vocabulary of {config.model.vocabulary:,}; give the tokenizer that belongs to the model"
         )
-    if isinstance(corpus, DocumentStream):
-        check_budget(corpus, config.tokens_per_step)
-    else:
-        batch_sampler(corpus, config)
+    batch_sampler(corpus, config)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.comm.topology import by_host, domains_of
-from hdpcomm.data import Corpus, DocumentStream
+from hdpcomm.data import BatchReader, Corpus
 from hdpcomm.data.agree import from_rank, raise_together
 from hdpcomm.errors import Error, InvalidUsage, NotFinite
 from hdpcomm.log import LOG
 from hdpcomm.measure.step_times import PlanLearning
 from hdpcomm.plan import PlanAhead, PlannedStep, Planner
-from hdpcomm.run.batches import Batches, LoadedBatches, Loading
 from hdpcomm.run.checkpoints import Checkpoint, CheckpointFolder
 from hdpcomm.run.config import RunConfig, learning_rate
 from hdpcomm.run.costs import (
@@ -32,7 +31,7 @@ from hdpcomm.run.costs import (
 from hdpcomm.run.evaluation import Evaluation, evaluate
 from hdpcomm.run.export import export_model
 from hdpcomm.run.first_weights import FirstWeights, keep_optimizer
-from hdpcomm.run.limits import check_limits
+from hdpcomm.run.limits import batch_sampler, check_limits
 from hdpcomm.run.memory import free_models, within_memory
 from hdpcomm.run.model import model_spec
 from hdpcomm.run.optimizers import is_for_matrices, new_optimizer
@@ -64,13 +63,12 @@ _WATCHED_STEPS = 10  # steps of a whole run of which the timeline is kept
 
 def train(
     comm: Communicator,
-    corpus: Corpus | DocumentStream,
+    corpus: Corpus,
     config: RunConfig,
     *,
     saving: Saving | None = None,
     held_out: Corpus | None = None,
     watching: Watching | None = None,
-    loading: Loading | None = None,
     export: Path | None = None,
 ) -> RunResult:
     """Trains up to ``config.steps`` steps with each policy. Collective over ``comm``: equal arguments on every rank,
@@ -85,8 +83,7 @@ def train(
     runs are the same to the bit.
 
     Args:
-        corpus: every rank reads only the tokens of its own shards. A :class:`hdpcomm.data.DocumentStream` becomes
-            tokens meanwhile, as ``loading`` says.
+        corpus: every rank reads only the tokens of its own shards.
         held_out: text for evaluation, every ``config.eval_every`` steps and at the end.
         export: a folder in which rank 0 writes the first policy's model at the end, a layer in memory at a time
             (:func:`export_model`).
@@ -102,8 +99,7 @@ def train(
         check_limits(held_out, config, ranks=comm.size)
     with ExitStack() as stack:
         stopping = stack.enter_context(StopRequest()) if saving is not None else None
-        options = saving, held_out, watching or Watching(), loading or Loading()
-        run = _begun(comm, corpus, config, *options, stack)
+        run = _begun(comm, corpus, config, saving, held_out, watching or Watching(), stack)
         run.accept()
         run.advance(stopping)
         if export is not None:
@@ -113,12 +109,11 @@ def train(
 
 def _begun(
     comm: Communicator,
-    corpus: Corpus | DocumentStream,
+    corpus: Corpus,
     config: RunConfig,
     saving: Saving | None,
     held_out: Corpus | None,
     watching: Watching,
-    loading: Loading,
     stack: ExitStack,
 ) -> _Run:
     """A run with the state of the newest checkpoint that fits, which shows when models and optimizers are there."""
@@ -132,7 +127,7 @@ def _begun(
         if found is not None:
             check_same_run(found, corpus, config)
         with ExitStack() as attempt:
-            run = _Run(comm, corpus, config, saving, found, held_out, watching, loading, attempt)
+            run = _Run(comm, corpus, config, saving, found, held_out, watching, attempt)
             try:
                 run.load()
             except InvalidUsage as error:
@@ -160,13 +155,12 @@ class _Run:
     def __init__(
         self,
         comm: Communicator,
-        corpus: Corpus | DocumentStream,
+        corpus: Corpus,
         config: RunConfig,
         saving: Saving | None,
         found: Checkpoint | KeptCheckpoint | None,
         held_out: Corpus | None,
         watching: Watching,
-        loading: Loading,
         stack: ExitStack,
     ) -> None:
         self.comm, self.corpus, self.config = comm, corpus, config
@@ -188,17 +182,11 @@ class _Run:
         self.costs = measure_costs(comm, config, longest=corpus.longest, capacity=capacity, found=found)
         free_models()  # that were measured
         planners = {policy: make_planner(comm, corpus, config, self.costs, policy) for policy in config.policies}
-        self.batches = self._batches(loading, found)
-        loader = self.batches.loader
-        if loader is not None:
-            stack.callback(loader.close)
+        self.batches = batch_sampler(corpus, config)
         # From here on, so that the first step's plan is made while the models are.
         self.plans = {
-            policy: stack.enter_context(PlanAhead(planner, self.batches.lengths()))
-            for policy, planner in planners.items()
+            policy: stack.enter_context(PlanAhead(planner, self._lengths())) for policy, planner in planners.items()
         }
-        if loader is not None:
-            stack.callback(loader.stop)  # first of all, since the threads of the plans may wait for tokens
         self.trainers = {policy: self._trainer(planner, stack) for policy, planner in planners.items()}
         self.steps: dict[str, list[StepMetrics]] = {policy: [] for policy in planners}
         self.evaluations: dict[str, list[Evaluation]] = {policy: [] for policy in planners}
@@ -233,18 +221,10 @@ class _Run:
             for group, decay in zip(groups, decays, strict=True):
                 group["weight_decay"] = decay  # as this run is told, whatever the saved one was
 
-    def _batches(self, loading: Loading, found: Checkpoint | KeptCheckpoint | None) -> Batches:
-        corpus, config = self.corpus, self.config
-        if isinstance(corpus, Corpus):
-            return Batches(corpus, config, first_step=self.first_step)
-        return LoadedBatches(
-            self.comm,
-            corpus,
-            config,
-            loading,
-            first_step=self.first_step,
-            state=None if found is None else found.facts.get("loader"),
-        )
+    def _lengths(self) -> Iterator[Sequence[int]]:
+        """Lengths of each step's sequences, for the thread of a policy's plans, which has a sampler of its own."""
+        sampler = batch_sampler(self.corpus, self.config)
+        return (sampler.batch(step).lengths for step in range(self.first_step, self.config.steps))
 
     def _trainer(self, planner: Planner, stack: ExitStack) -> Trainer:
         config, comm = self.config, self.comm
@@ -278,8 +258,6 @@ class _Run:
             for policy in self.trainers:
                 self._step(policy, step)
             self.done = step + 1
-            if self.batches.loader is not None:
-                self.batches.loader.done(self.done)
             self._keep()
             if stopping is not None and (number := stopping.agreed(self.comm)):
                 self.stopped_by = number
@@ -294,14 +272,13 @@ class _Run:
             self._evaluate()
 
     def _step(self, policy: str, step: int) -> None:
-        trainer, watching, loader = self.trainers[policy], self.watching, self.batches.loader
+        trainer, watching = self.trainers[policy], self.watching
         for group in trainer.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
         with self.comm.busy("waits for the plan of a step, and for its data"):
             planned = next(self.plans[policy])
-        taken = time.perf_counter()
         try:
-            metrics = trainer.step(planned, self.batches.fetch(step))
+            metrics = trainer.step(planned, BatchReader(self.corpus, self.batches.batch(step).ids))
         except NotFinite as error:
             trainer.check_replicas()  # it may be one rank whose memory is broken
             self._leave_out(policy, step, error)
@@ -316,7 +293,6 @@ class _Run:
             trainer.timeline.spans, ran, self.comm, seconds=metrics.seconds, spec=self.spec,
             stall_s=stall_s, cost_model=trainer.planner.cost_model, passes=trainer.runner.passes,
             mesh=trainer.mesh if self.config.on_mesh else None,
-            loader_stall_s=None if loader is None else loader.waited(step, taken - planned.waited_s, taken),
         )  # fmt: skip
         if policy in self.learning:
             self.learning[policy].add(ran, times)
@@ -329,7 +305,8 @@ class _Run:
     def _leave_out(self, policy: str, step: int, error: NotFinite) -> None:
         """The policy's step was not taken. Raises: Error, if there were too many; the run is saved before."""
         self.left_out[policy].append(step)
-        names = self.batches.names(step, error.sequences)
+        ids = self.batches.batch(step).ids
+        names = [self.corpus.place_of(ids[number]) for number in error.sequences or range(len(ids))]
         what = error.args[0].partition(": ")[2]  # the terminal counts steps from 1
         told = f"step {step + 1}: {what}; of {', '.join(names[:_NAMED])}{', ...' * (len(names) > _NAMED)}"
         trainer = self.trainers[policy]
@@ -406,7 +383,6 @@ class _Run:
             "cost_model": asdict(self.costs.cost_model),
             "memory_model": None if memory is None else asdict(memory),
             "nics": self.costs.nics,
-            "loader": None if self.batches.loader is None else self.batches.loader.state(self.done),
             "learned": {policy: learning.to_dict() for policy, learning in self.learning.items()},
         }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.arguments import check_whole
-from hdpcomm.data import Corpus, DocumentStream
+from hdpcomm.data import Corpus
 from hdpcomm.data.agree import gather_json, on_rank_0
 from hdpcomm.data.content import content_digest
 from hdpcomm.errors import InvalidUsage, Mismatch
@@ -124,7 +124,7 @@ def saved_config(found: Checkpoint | KeptCheckpoint) -> Mapping[str, Any]:
     return {"offload": config["offload_bytes"], **config} if "offload_bytes" in config else config  # its old name
 
 
-def check_same_run(found: Checkpoint | KeptCheckpoint, corpus: Corpus | DocumentStream, config: RunConfig) -> None:
+def check_same_run(found: Checkpoint | KeptCheckpoint, corpus: Corpus, config: RunConfig) -> None:
     """Checks that the checkpoint's step means the same batches and the same model as here.
 
     Raises: InvalidUsage with what was saved and what is wanted.
@@ -143,13 +143,11 @@ def check_same_run(found: Checkpoint | KeptCheckpoint, corpus: Corpus | Document
     if saved_on != data:
         raise InvalidUsage(
             f"{found.path} was saved on other data ({saved_on}) than this run's ({data}); give the same --data, "
-            "--tokenizer and --context (and --loader), or start anew with another --out"
+            "--tokenizer and --context, or start anew with another --out"
         )
 
 
-def check_same_data(
-    comm: Communicator, corpus: Corpus | DocumentStream, found: Checkpoint | KeptCheckpoint | None
-) -> None:
+def check_same_data(comm: Communicator, corpus: Corpus, found: Checkpoint | KeptCheckpoint | None) -> None:
     """Compares digests of the data on all ranks with the checkpoint's, or else with rank 0's. Collective.
 
     Raises: Mismatch, on all ranks, with those that read others (``unlike``).
@@ -182,10 +180,8 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def data_facts(corpus: Corpus | DocumentStream) -> dict[str, Any]:
+def data_facts(corpus: Corpus) -> dict[str, Any]:
     """Facts of the data for checkpoints: enough to see that its batches are the same."""
-    if isinstance(corpus, DocumentStream):
-        return corpus.facts | {"content": content_digest(corpus)}
     digest = hashlib.sha256(corpus.sequences.tobytes()).hexdigest()[:16]
     facts = {"sequences": len(corpus), "tokens": corpus.num_tokens, "context": corpus.context, "places": digest}
     facts["content"] = content_digest(corpus)

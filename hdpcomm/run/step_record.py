@@ -36,7 +36,6 @@ def step_costs(
     cost_model: CostModel,
     passes: Passes,
     mesh: Mesh | None = None,
-    loader_stall_s: float | None = None,
 ) -> tuple[dict[str, float], list[RankTimes]]:
     """Figures of a step beside those of StepMetrics, and what it took on each rank; equal on all ranks. Collective over
     ``comm``: one all-gather.
@@ -49,7 +48,6 @@ def step_costs(
     ``stage_bytes``: between the stages of pipelines, and ``pipeline``, ``tensor``, ``expert``, only on a ``mesh``;
     ``measured_s``: until the last rank had done its micro-batches, which is what ``predicted_s`` promises;
     ``passes_processor_s``: processor time of all ranks together up to there (on a GPU that of launches);
-    ``loader_stall_s``: seconds that a rank waited for the loader service, if there is one;
     ``slowest_rank``, ``slowest_speed``: see :func:`hdpcomm.measure.step_times.slowest_rank`; on a mesh the HDP rank;
     not of DDP.
     """
@@ -74,11 +72,9 @@ def step_costs(
     own = [exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, passes.bytes_sent, processor]
     own.append(memory_bytes(comm.device))
     told = times_of(spans, plan, comm.rank if mesh is None else mesh.hdp_rank)
-    loaded = [] if loader_stall_s is None else [loader_stall_s]
-    sent = torch.tensor([*loaded, *own, *told], dtype=torch.float64)
+    sent = torch.tensor([*own, *told], dtype=torch.float64)
     everything = sent.new_empty(comm.size, len(sent))
     comm.all_gather(everything, sent)
-    load_rows, everything = everything[:, : len(loaded)], everything[:, len(loaded) :]
     rows = everything[:, : len(own)]
     figures = everything[:, len(own) :]
     ranks = rank_times(figures, plan, None if mesh is None else mesh.positions)
@@ -98,8 +94,6 @@ def step_costs(
         "measured_s": float(everything[:, -1].max()),
         "passes_processor_s": processor,
     }
-    if loader_stall_s is not None:
-        costs["loader_stall_s"] = load_rows[:, 0].mean().item()
     if mesh is not None:
         costs["stage_bytes"] = between
         costs |= {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "expert": mesh.expert}

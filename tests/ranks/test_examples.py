@@ -76,16 +76,6 @@ def test_tensor_parallel(started):
     assert "micro-batches on 1 HDP ranks" in told
 
 
-def test_loader_service(started, tmp_path):
-    for i in range(12):
-        (tmp_path / f"{i}.txt").write_text(f"{i} texts to learn; " * (20 * i + 1))
-    words = [tmp_path, "--steps", "4", "--tokens", "2500", "--context", "600"]
-    told = started("loader_service.py", *words)
-    assert len(losses(told)) == 4
-    assert losses(told)[-1] < losses(told)[0]
-    assert "step 4 would go on with {" in told
-
-
 def test_lora(started, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, LlamaConfig

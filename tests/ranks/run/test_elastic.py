@@ -243,24 +243,6 @@ def test_a_disk_that_is_full_for_a_while(data: str, tmp_path: Path, where: str, 
     assert [step for step, _ in losses(out)] == list(range(12))
 
 
-def test_tokens_that_are_made_meanwhile_go_on_in_their_order(data: str, tmp_path: Path) -> None:
-    """Threads of the ranks make them, and those of the one that dies are made by the others."""
-    found = []
-    for name, options in (("alone", ["--ranks", "1"]), ("three", ["--ranks", "3", "--elastic"])):
-        out = tmp_path / name
-        process = Python(command(data, out, "--loader", "threads", *options, steps=STEPS))
-        if name == "three":
-            wait_for_steps(process, out, 4)
-            ranks_of(process, 3)[1].kill()
-        _, errors = process.communicate(timeout=200)
-        assert process.returncode == 0, errors
-        found.append(losses(out))
-    assert [count for count, _ in TOLD.findall(errors)] == ["2"]
-    exact = dict(found[0])
-    assert sorted({step for step, _ in found[1]}) == list(range(STEPS))
-    assert max(abs(loss - exact[step]) for step, loss in found[1]) < 5e-5
-
-
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_rank_and_its_keeper_that_die_together_cost_more(data: str, tmp_path: Path, saves: bool) -> None:
     """Two ranks have parts of the optimizer that nobody else has; the other one goes on from the disk, and says so."""

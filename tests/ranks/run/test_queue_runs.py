@@ -13,11 +13,11 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.cli.train_report import _queue_text
 from hdpcomm.comm import mesh
-from hdpcomm.data import open_corpus, open_stream
+from hdpcomm.data import open_corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.plan import CostModel, CostSample
-from hdpcomm.run import Loading, RunConfig, RunFiles, Saving, Watching, read_metrics, train
+from hdpcomm.run import RunConfig, RunFiles, Saving, Watching, read_metrics, train
 from hdpcomm.run import costs as run_costs
 from hdpcomm.testing import run_threads
 from hdpcomm.trace.run_report import run_report
@@ -43,9 +43,7 @@ def cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_costs, "profile_samples", lambda *_, **__: samples)
 
 
-def rows(
-    data: str, out: Path, *, ranks: int = 2, loader: bool = False, resume: str | None = None, **options: Any
-) -> list[dict[str, Any]]:
+def rows(data: str, out: Path, *, ranks: int = 2, resume: str | None = None, **options: Any) -> list[dict[str, Any]]:
     """What rank 0 is told of each step."""
     values = {"model": CONFIG, "steps": 6, "capacity": 300, "tokens_per_step": 1500, "queue": True} | options
     config = RunConfig(**values)
@@ -60,12 +58,8 @@ def rows(
 
         with hdp.init() as comm:
             saving = Saving(out / "checkpoints", every=3, resume=resume)
-            watching, loading = Watching(on_step=on_step), None
-            corpus: Any = open_corpus([data], context=300)
-            if loader:
-                corpus = open_stream([data], context=300, block_bytes=900, shuffled=3, comm=comm)
-                loading = Loading(loaders=1, folder=out / "spool")
-            train(comm, corpus, config, saving=saving, watching=watching, loading=loading)
+            corpus = open_corpus([data], context=300)
+            train(comm, corpus, config, saving=saving, watching=Watching(on_step=on_step))
         return told
 
     return run_threads(rank, ranks, timeout=100.0)[0]  # type: ignore[no-any-return]
@@ -98,13 +92,6 @@ def test_a_run_goes_on_with_and_without_a_queue(data: str, tmp_path: Path) -> No
         rest = rows(data, tmp_path / str(number), queue=queue, resume=first_half)
         assert len(rest) == 3
         assert [row["loss"] for row in whole[3:]] == losses(rest)
-
-
-def test_ranks_that_take_from_the_queue_get_tokens_of_the_loader(data: str, tmp_path: Path) -> None:
-    one = rows(data, tmp_path / "one", ranks=1, loader=True, queue=False, tokens_per_step=3000)
-    two = rows(data, tmp_path / "two", loader=True, tokens_per_step=3000)
-    assert sum(row["queued"] for row in two) > 0
-    assert [row["loss"] for row in two] == losses(one)
 
 
 def test_the_report_tells_who_took_what(data: str, tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ HF_MODEL |= {"num_attention_heads": 2, "architectures": ["LlamaForCausalLM"]}
 
 CHANGED = TrainOptions(
     data=("DOCS",), text_field="body", messages_field="chat", tokenizer="bytes", data_cache=Path("cache"),
-    loader="threads", loaders=2, prefetch=3, context=2048, tokens_per_step=4096, seed=1, ranks=2, transport="shm",
+    context=2048, tokens_per_step=4096, seed=1, ranks=2, transport="shm",
     capacity=8192, pipeline=2, chunks=2, layers_per_stage="1,2,3,2",
     split_backward=True, tensor=2, expert=2, policy="naive", compare=("static",),
     learn_costs=True, slices=4, queue=True, calibration=Path("COSTS"), offload=1 << 20,
