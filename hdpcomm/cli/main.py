@@ -45,7 +45,6 @@ _EPILOG = """exit codes:
   2  a device or its driver
   3  a rank died, gave up, or disagreed with the others (PeerLost, Aborted, Mismatch)
   4  an operation did not end in time (CommTimeout)
-  5  not implemented (perf)
   6  bad usage: an option, a path or a value
   7  wrong data (perf)
   130, 143  ended by Ctrl-C or SIGTERM (train --out: saved)

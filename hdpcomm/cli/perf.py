@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from hdpcomm.cli.output import check_writable, ranks_here, write_json
 from hdpcomm.cli.perf_options import OPS, add_nccl_options, add_own_options, operation_name
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.log import LOG
 
 if TYPE_CHECKING:
     from hdpcomm.perf.config import PerfConfig
@@ -19,11 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-NOT_IMPLEMENTED = 5
 WRONG_DATA = 7
 
 _EPILOG = """sizes are bytes, with K, M, G for binary units. Exit codes: 0 all right, 1 an internal error, 2 a device,
-3 a rank died or disagreed, 4 a timeout, 5 not implemented, 6 bad usage, 7 wrong data.
+3 a rank died or disagreed, 4 a timeout, 6 bad usage, 7 wrong data.
 
 examples:
   hdpcomm perf all_reduce --ranks 4 -b 8 -e 64M -f 2
@@ -48,15 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("op", metavar="OP", type=operation_name, choices=names, help="one of the above")
     add_nccl_options(parser.add_argument_group("as in nccl-tests"))
     add_own_options(parser.add_argument_group("of hdpcomm"))
-    parser.set_defaults(func=_perf)
-
-
-def _perf(options: argparse.Namespace) -> int:
-    try:
-        return _measure(options)
-    except NotImplementedError as error:
-        LOG.error(f"not implemented: {error}")
-        return NOT_IMPLEMENTED
+    parser.set_defaults(func=_measure)
 
 
 def _config(options: argparse.Namespace) -> PerfConfig:
@@ -74,8 +64,6 @@ def _config(options: argparse.Namespace) -> PerfConfig:
         raise InvalidUsage(f"-r: {op.name} has no root; leave -r out")
     given["redops"] = redops = REDOPS if redops == ("all",) else redops or ("sum",)
     for redop in redops:
-        if redop == "mulsum":
-            raise NotImplementedError("-o mulsum: sums scaled by each rank; give one of: " + ", ".join(REDOPS))
         if redop not in REDOPS:
             raise InvalidUsage(f"-o {redop}: unknown; give one of: {', '.join(REDOPS)}, all")
     given.setdefault("max_bytes", max(32 << 20, given.get("min_bytes", 0)))

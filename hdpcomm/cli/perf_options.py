@@ -43,9 +43,28 @@ def _switch(text: str) -> bool:
     return text == "1"
 
 
-def _only(value: str, why: str) -> Callable[[str], str]:
-    """An option of nccl-tests of which one value is possible here."""
+_WAITED = "each operation is waited for before the next"
+_ONLY = (
+    ("-t", "--nthreads", "1", "a rank is one process with one device here, and --ranks N starts N of them"),
+    ("-g", "--ngpus", "1", "a rank is one process with one device here, and --ranks N starts N of them"),
+    ("-m", "--agg_iters", "1", _WAITED),
+    ("-z", "--blocking", "0", _WAITED),
+    ("-C", "--report_cputime", "0", _WAITED),
+    ("-G", "--cudagraph", "0", "each iteration is started by itself; docs/device.md shows operations in a CUDA graph"),
+    ("-a", "--average", "1", "a time is the mean of the ranks"),
+    ("-K", "--per_iter_skip", "0", "-w runs iterations that do not count"),
+    ("-M", "--memory", "0", "hdpcomm fit tells what ranks take"),
+    ("-S", "--report_timestamps", "0", "the file of -J has the times of begin and end"),
+    ("-p", "--parallel_init", "0", "ranks are processes, which always join at the same time"),
+    ("-y", "--stream_null", "0", "operations run on streams of hdpcomm's own"),
+    ("-x", "--cta_policy", "0", "no operation holds thread blocks while it waits"),
+    ("-D", "--device_implementation", "0", "choose by --transport and --algorithm"),
+    ("-V", "--device_cta_count", "0", "choose by --transport and --algorithm"),
+)
+"""Options of nccl-tests of which one value is possible here, its default there, and why."""
 
+
+def _only(value: str, why: str) -> Callable[[str], str]:
     def check(text: str) -> str:
         if text != value:
             raise argparse.ArgumentTypeError(f"{text!r}: {why}; give {value}, or leave it out")
@@ -83,47 +102,31 @@ def _names(text: str) -> tuple[str, ...]:
 def add_nccl_options(group: argparse._ArgumentGroup) -> None:
     """Options that are given get into the namespace by the names of the fields of ``PerfConfig``."""
     add = partial(group.add_argument, default=argparse.SUPPRESS)
-    one = _only("1", "a rank is one process with one device here, and --ranks N starts N of them")
-    add("-t", "--nthreads", type=one, metavar="1", help="threads of a process: only 1")
-    add("-g", "--ngpus", type=one, metavar="1", help="devices of a thread: only 1")
     for short, long, name, kind, metavar, text in (
         ("-b", "--minbytes", "min_bytes", num_bytes, "SIZE", "first size (default 32M)"),
         ("-e", "--maxbytes", "max_bytes", num_bytes, "SIZE", "last size (default 32M, or -b if that is larger)"),
         ("-n", "--iters", "iters", count, "N", "iterations of a size (default 20)"),
         ("-w", "--warmup_iters", "warmup", _whole, "N", "untimed iterations first (default 1)"),
-        ("-m", "--agg_iters", "agg", count, "N", "operations started together (default 1)"),
         ("-N", "--run_cycles", "cycles", _whole, "N", "repeat the sweep; 0: for ever (default 1)"),
         ("-c", "--check", "check", _whole, "N", "checks of the data of a size (default 1; 0: none)"),
         ("-o", "--op", "redops", _names, "OP", "sum, prod, min, max, avg, a list, or all"),
         ("-d", "--datatype", "dtypes", _names, "TYPE", "float, half, int32, ..., a list, or all"),
         ("-r", "--root", "roots", _roots, "RANK", "root, or all (default 0)"),
-        ("-z", "--blocking", "blocking", _whole, "0..3", "1: barrier after each; 2, 3: start, then wait"),
         ("-T", "--timeout", "timeout", positive, "S", "seconds that an operation may take"),
-        ("-C", "--report_cputime", "cpu_time", _switch, "0/1", "time of starting an operation only"),
-        ("-a", "--average", "average", _whole, "0..3", "time of rank 0, mean, min or max (default 1)"),
         ("-u", "--unalign", "unalign", _whole, "N", "index of the first element (default 0)"),
         ("-R", "--local_register", "register", _switch, "0/1", "1: allocate buffers of hdpcomm by comm.empty(), "
          "which is fastest for messages"),
-        ("-K", "--per_iter_skip", "per_iter_skip", _whole, "N", "leave the first N iterations out of the percentiles "
-         "(default 0)"),
-        ("-S", "--report_timestamps", "timestamps", _switch, "0/1", "the time at the end of a row"),
     ):  # fmt: skip
         add(short, long, dest=name, type=kind, metavar=metavar, help=text)
     step = partial(group.add_mutually_exclusive_group().add_argument, default=argparse.SUPPRESS)
     step("-i", "--stepbytes", dest="step_bytes", type=num_bytes, metavar="SIZE", help="add for the next (default 1M)")
     step("-f", "--stepfactor", dest="step_factor", type=_whole, metavar="N", help="multiply to reach the next size")
-    switch = partial(add, type=_switch, nargs="?", const=True, metavar="0/1")
-    switch("-M", "--memory", help="report memory used")
-    switch("-I", "--per_iter_timing", dest="per_iter", help="percentiles")
-    for short, long, why in (
-        ("-p", "--parallel_init", "ranks are processes, which always join at the same time"),
-        ("-y", "--stream_null", "operations run on streams of hdpcomm's own"),
-        ("-G", "--cudagraph", "each iteration is started by itself; docs/device.md shows operations in a CUDA graph"),
-        ("-x", "--cta_policy", "no operation holds thread blocks while it waits"),
-        ("-D", "--device_implementation", "choose by --transport and --algorithm"),
-        ("-V", "--device_cta_count", "choose by --transport and --algorithm"),
-    ):
-        add(short, long, type=_only("0", why), metavar="0", help=f"only 0: {why}")
+    add(
+        "-I", "--per_iter_timing", dest="per_iter", type=_switch, nargs="?", const=True, metavar="0/1",
+        help="percentiles",
+    )  # fmt: skip
+    for short, long, value, why in _ONLY:
+        add(short, long, dest="ignored", type=_only(value, why), metavar=value, help=f"only {value}: {why}")
     add(
         "-J", "--json", "--output_file", dest="output_file", type=Path, default=None, metavar="FILE",
         help="write JSON (version 3 of nccl-tests' format)",

@@ -56,13 +56,11 @@ ALL = tuple(_BY_NAME)
 
 
 def element_type(name: str) -> ElementType:
-    """The type called ``name``. Raises NotImplementedError for the 8-bit floats, InvalidUsage for an unknown name."""
+    """The type called ``name``. Raises: InvalidUsage for an unknown name."""
     kind = _BY_NAME.get(_ALIASES.get(name, name))
-    if kind is not None:
-        return kind
-    if name in ("f8e4m3", "f8e5m2", "fp8_e4m3", "fp8_e5m2"):
-        raise NotImplementedError(f"-d {name}: the library does not reduce 8-bit floats; give one of: {', '.join(ALL)}")
-    raise InvalidUsage(f"-d {name}: unknown element type; give one of: {', '.join(ALL)}, all")
+    if kind is None:
+        raise InvalidUsage(f"-d {name}: unknown element type; give one of: {', '.join(ALL)}, all")
+    return kind
 
 
 _PERIOD = 4093

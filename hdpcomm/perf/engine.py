@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.operation import Bound, Case, Operation
-from hdpcomm.perf.results import IterationStats, Side, average
+from hdpcomm.perf.results import IterationStats, Side
 
 __all__ = ["measure_side"]
 
@@ -33,16 +34,16 @@ def measure_side(
         own = [float(_checked(bound, config.check)), float(case.shape.total * case.kind.bytes), *times]
     rows = _all_gathered(world, own)
     mine = [rows[rank] for rank in members]
-    scale = 1e6 / (operation.operations_per_call(len(members)) * config.agg)
+    scale = 1e6 / operation.operations_per_call(len(members))
     per_rank = [[seconds * scale for seconds in times] for _, _, *times in mine]
-    time_us = average([sum(times) / len(times) for times in per_rank], config.average)
+    time_us = statistics.fmean(sum(times) / len(times) for times in per_rank)
     algbw = mine[0][1] / time_us / 1e3 if time_us > 0 else 0.0
     return Side(
         time_us=time_us,
         algbw=algbw,
         busbw=algbw * operation.bus_factor(len(members)),
         wrong=sum(int(row[0]) for row in mine) if config.check else None,
-        stats=IterationStats.of(per_rank, config.per_iter_skip) if config.per_iter else None,
+        stats=IterationStats.of(per_rank) if config.per_iter else None,
     )
 
 
@@ -55,22 +56,14 @@ def _all_gathered(world: Any, row: list[float]) -> list[list[float]]:
 
 
 def _timed(bound: Bound, config: PerfConfig, barrier: Callable[[], Any]) -> list[float]:
-    """Seconds of each iteration; without -I and -C their mean, repeated."""
-    run = _iteration(bound, config)
+    """Seconds of each iteration; without -I their mean, repeated."""
+    run = bound.run
     for _ in range(config.warmup):
         run()
     clock = time.perf_counter
     bound.synchronize()
     barrier()
     times = []
-    if config.cpu_time:
-        assert bound.start is not None
-        for _ in range(config.iters):
-            started = clock()
-            work = bound.start()
-            times.append(clock() - started)
-            work.wait()
-        return times
     if config.per_iter:
         for _ in range(config.iters):
             started = clock()
@@ -83,28 +76,6 @@ def _timed(bound: Bound, config: PerfConfig, barrier: Callable[[], Any]) -> list
         run()
     bound.synchronize()
     return [(clock() - started) / config.iters] * config.iters
-
-
-def _iteration(bound: Bound, config: PerfConfig) -> Callable[[], Any]:
-    """The function of one iteration, which depends on -m and -z."""
-    start, run = bound.start, bound.run
-    if config.agg > 1 and start is not None:
-
-        def aggregated() -> None:
-            for work in [start() for _ in range(config.agg)]:
-                work.wait()
-
-        return aggregated
-    if config.blocking == 1:
-
-        def with_barrier() -> None:
-            run()
-            bound.case.comm.barrier()
-
-        return with_barrier
-    if config.blocking and start is not None:
-        return lambda: start().wait()
-    return run
 
 
 def _checked(bound: Bound, rounds: int) -> int:

@@ -79,10 +79,7 @@ class Storage:
 
 
 class Bound:
-    """An operation bound to its buffers, which can be called repeatedly.
-
-    ``run`` runs it once; ``start`` starts it and returns its Work, or is ``None`` for an operation that waits inside.
-    """
+    """An operation bound to its buffers; ``run`` runs it once, and can be called repeatedly."""
 
     def __init__(self, operation: Operation, case: Case) -> None:
         self.operation, self.case = operation, case
@@ -94,10 +91,7 @@ class Bound:
         else:
             self.storages = [Storage(case, n) for n in (shape.send, shape.recv)]
             self.x, self.out = (storage.data for storage in self.storages)
-        self.run: Callable[[], Any] = operation.call(case, self.x, self.out, async_op=False)
-        self.start: Callable[[], Any] | None = None
-        if operation.asynchronous:
-            self.start = operation.call(case, self.x, self.out, async_op=True)
+        self.run: Callable[[], Any] = operation.call(case, self.x, self.out)
 
     def synchronize(self) -> None:
         """Waits until the device has finished all that was enqueued."""
@@ -139,7 +133,6 @@ class Operation(ABC):
     reduces: ClassVar[bool] = False
     rooted: ClassVar[bool] = False
     in_place: ClassVar[bool] = True  # whether there is an in-place form
-    asynchronous: ClassVar[bool] = True
     core_name: ClassVar[str | None] = None  # in Communicator.algorithms(); None: there is no choice
     moves: ClassVar[int] = 0  # how often each rank moves the parts of all others; 0: each buffer once, as a whole
     note: ClassVar[str] = ""  # printed in the header, if a column has a special meaning
@@ -163,8 +156,8 @@ class Operation(ABC):
         return shared[: case.shape.send], shared[: case.shape.recv]
 
     @abstractmethod
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
-        """A function that runs the operation once (``async_op``: starts it and returns its Work)."""
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
+        """A function that runs the operation once."""
 
     def given(self, case: Case) -> torch.Tensor | None:
         """The content of this rank's ``x``; ``None``: it has no input."""
@@ -178,12 +171,7 @@ class Operation(ABC):
         """The content that this rank's ``out`` must have; ``None``: it has no output."""
 
     def check(self, config: PerfConfig) -> None:
-        """Raises InvalidUsage for flags with which the operation cannot be measured."""
-        for flag, given in (("-m", config.agg > 1), ("-C", config.cpu_time), ("-z", config.blocking > 1)):
-            if given and not self.asynchronous:
-                raise InvalidUsage(
-                    f"{flag} needs an operation that can be started and waited for later; {self.name} waits inside"
-                )
+        """Raises InvalidUsage for an algorithm that the operation does not have."""
         if config.algorithm == "auto":
             return
         if self.core_name is None:
@@ -197,16 +185,9 @@ class Operation(ABC):
             raise InvalidUsage(f"--algorithm {config.algorithm}: {self.name} has: auto, {', '.join(known)}")
 
 
-def bind_call(
-    function: Callable[..., Any], *args: Any, algorithm: str = "auto", async_op: bool = False
-) -> Callable[[], Any]:
-    """``function(*args)`` as a call without arguments; options that have their default are left out."""
-    options: dict[str, Any] = {}
-    if algorithm != "auto":
-        options["algorithm"] = algorithm
-    if async_op:
-        options["async_op"] = True
-    return functools.partial(function, *args, **options)
+def bind_call(function: Callable[..., Any], *args: Any, algorithm: str = "auto") -> Callable[[], Any]:
+    """``function(*args)`` as a call without arguments; the default algorithm is not named, since others have none."""
+    return functools.partial(function, *args, **({} if algorithm == "auto" else {"algorithm": algorithm}))
 
 
 def blocks(elements: int, ranks: int) -> int:

@@ -20,7 +20,7 @@ def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:
     """The -J file: the keys of nccl-tests' version 3; truth values are the strings "true" and "false" as there."""
     c = config
     step = {"step_factor": c.step_factor} if c.step_factor > 1 else {"step_bytes": c.step_bytes}
-    document: dict[str, Any] = {
+    return {
         "version": JSON_VERSION,
         "start_time": report.start_time,
         "args": list(c.args),
@@ -35,12 +35,12 @@ def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:
             **step,
             "warmup_iters": c.warmup,
             "iterations": c.iters,
-            "aggregated_iterations": c.agg,
+            "aggregated_iterations": 1,
             "validation": c.check,
             "graph": 0,
-            "blocking_collectives": _bool_text(bool(c.blocking)),
+            "blocking_collectives": _bool_text(False),
             "per_iter_timing": _bool_text(c.per_iter),
-            "per_iter_skip": c.per_iter_skip,
+            "per_iter_skip": 0,
             "parallel_init": _bool_text(False),
             "unalign": c.unalign,
             "local_register": int(c.register),
@@ -49,15 +49,12 @@ def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:
             "subsets": [list(subset) for subset in c.subsets],
             "devices": [asdict(device) for device in report.devices],
         },
-        "results": [_result(row, c) for row in report.rows],
+        "results": [_result(row) for row in report.rows],
         "out_of_bounds": {"count": report.wrong, "okay": _bool_text(report.wrong == 0)},
         "average_bus_bandwidth": {"bandwidth": report.bus_bandwidth, "okay": "unchecked"},
         "errors": list(report.errors),
         "end_time": report.end_time,
     }
-    if report.memory_bytes:
-        document["memory_bytes"] = dict(report.memory_bytes)
-    return document
 
 
 def recorded(environment: Mapping[str, str]) -> list[str]:
@@ -70,7 +67,7 @@ def _bool_text(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _result(row: Row, config: PerfConfig) -> dict[str, Any]:
+def _result(row: Row) -> dict[str, Any]:
     result: dict[str, Any] = {
         "size": row.size,
         "count": row.count,
@@ -79,7 +76,7 @@ def _result(row: Row, config: PerfConfig) -> dict[str, Any]:
         "root": str(row.root),
     }
     for name, side in (("out_of_place", row.out_of_place), ("in_place", row.in_place)):
-        result[name] = None if side is None else _side(side, config)
+        result[name] = None if side is None else _side(side)
         if side is not None and side.stats is not None:
             result[f"{name}_per_iter"] = asdict(side.stats)
     return result | {
@@ -90,9 +87,9 @@ def _result(row: Row, config: PerfConfig) -> dict[str, Any]:
     }
 
 
-def _side(side: Side, config: PerfConfig) -> dict[str, Any]:
+def _side(side: Side) -> dict[str, Any]:
     return {
-        "cpu_time" if config.cpu_time else "time": side.time_us,  # with -C that of starting an operation
+        "time": side.time_us,
         "alg_bw": side.algbw,
         "bus_bw": side.busbw,
         "nwrong": side.wrong,

@@ -6,14 +6,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Device", "IterationStats", "Report", "Row", "Side", "average"]
+__all__ = ["Device", "IterationStats", "Report", "Row", "Side"]
 
 
 @dataclass(frozen=True, slots=True)
 class IterationStats:
     """Microseconds of the iterations (``-I``), of the slowest rank in each; percentiles by the nearest-rank method."""
 
-    skipped_iterations: int  # the first ones, which only times_us and per_process_max_times_us have
     min_us: float
     max_us: float
     avg_us: float
@@ -26,10 +25,10 @@ class IterationStats:
     per_process_max_times_us: tuple[tuple[float, ...], ...]
 
     @staticmethod
-    def of(times_us: Sequence[Sequence[float]], skip: int = 0) -> IterationStats:
-        """``times_us[rank][iteration]``; ``skip``: the first iterations that do not count."""
+    def of(times_us: Sequence[Sequence[float]]) -> IterationStats:
+        """``times_us[rank][iteration]``."""
         slowest = [max(column) for column in zip(*times_us, strict=True)]
-        ordered = sorted(slowest[skip:])
+        ordered = sorted(slowest)
         number = len(ordered)
         mean, deviation = statistics.fmean(ordered), statistics.pstdev(ordered)
 
@@ -37,7 +36,6 @@ class IterationStats:
             return float(ordered[min(number - 1, -(-number * percent // 100) - 1)])
 
         return IterationStats(
-            skipped_iterations=skip,
             min_us=ordered[0],
             max_us=ordered[-1],
             avg_us=mean,
@@ -105,7 +103,6 @@ class Report:
     devices: list[Device] = field(default_factory=list)
     transport: str = ""
     rows: list[Row] = field(default_factory=list)
-    memory_bytes: dict[str, int] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
     @property
@@ -118,9 +115,3 @@ class Report:
         """The mean of all busbw columns, GB/s."""
         values = [side.busbw for row in self.rows for _, side in row.sides()]
         return sum(values) / len(values) if values else 0.0
-
-
-def average(times: Sequence[float], way: int) -> float:
-    """The time of a row from one time for each rank, by the way that ``-a`` selects."""
-    chosen = (times[0], sum(times) / len(times), min(times), max(times))[way]
-    return float(chosen)

@@ -46,7 +46,7 @@ class Point:
 
 
 def check(config: PerfConfig, ranks: int) -> None:
-    """Raises InvalidUsage (NotImplementedError for 8-bit floats) if ``ranks`` ranks cannot measure ``config``."""
+    """Raises InvalidUsage if ``ranks`` ranks cannot measure ``config``."""
     op = operation(config.op)
     op.check(config)
     for subset in config.subsets:
@@ -104,9 +104,7 @@ def run_rank(
     the run joins a new world and leaves it at the end.
     """
     torch.set_num_threads(1)
-    resident = _resident_bytes()
     with init(transport=config.transport, timeout=config.timeout) if world is None else nullcontext(world) as ranks:
-        joined = _resident_bytes()
         notify = emit if emit is not None and ranks.rank == 0 else lambda *_: None
         report.transport, report.devices = ranks.transport, _devices(ranks, config)
         notify("start", report)
@@ -115,8 +113,6 @@ def run_rank(
                 report.rows.append(_measure(ranks, config, point))
                 notify("row", report.rows[-1])
             notify("cycle", report)
-        if config.memory:
-            report.memory_bytes = _memory(ranks, joined - resident, _resident_bytes() - joined)
         ranks.barrier()
     report.end_time = now()
     return report
@@ -183,17 +179,3 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
-def _memory(world: Communicator, joining: int, running: int) -> dict[str, int]:
-    """The largest growth of a rank, in bytes."""
-    grown = torch.tensor([max(0, joining), max(0, running)], dtype=torch.int64)
-    world.all_reduce(grown, "max")
-    return {"INIT": int(grown[0]), "RUN": int(grown[1])}

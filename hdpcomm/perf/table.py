@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from typing import TextIO
 
 from hdpcomm import __version__
-from hdpcomm.perf.config import AVERAGES, PerfConfig
+from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.ops import operation
 from hdpcomm.perf.results import IterationStats, Report, Row, Side
 
@@ -41,17 +40,12 @@ class TableWriter:
         step, way = (c.step_factor, "factor") if c.step_factor > 1 else (c.step_bytes, "bytes")
         self._line(
             f"# nThread 1 nGpus 1 minBytes {c.min_bytes} maxBytes {c.max_bytes} step: {step}({way}) "
-            f"warmup iters: {c.warmup} iters: {c.iters} agg iters: {c.agg} validation: {c.check} graph: 0 "
+            f"warmup iters: {c.warmup} iters: {c.iters} agg iters: 1 validation: {c.check} graph: 0 "
             f"unalign: {c.unalign} register: {int(c.register)}"
         )
-        self._line(f"# transport: {report.transport} algorithm: {c.algorithm} time: {AVERAGES[c.average]}")
-        if c.blocking == 1:
-            self._line("# Blocking Enabled: wait for completion and barrier after each collective ")
-        elif c.blocking:
-            self._line("# Blocking Enabled: wait for completion after each collective (no barrier) ")
+        self._line(f"# transport: {report.transport} algorithm: {c.algorithm} time: mean of the ranks")
         if c.per_iter:
-            skipped = f"; summary skips first {c.per_iter_skip} iterations" if c.per_iter_skip else ""
-            self._line(f"# Per-Iteration Report: host timing; i_* uses max over process rows{skipped} ")
+            self._line("# Per-Iteration Report: host timing; i_* uses max over process rows ")
         note = operation(c.op).note
         if note:
             self._line(f"# {note}")
@@ -65,11 +59,10 @@ class TableWriter:
         self._columns()
 
     def _columns(self) -> None:
-        time = "cputime" if self._config.cpu_time else "time"
         left = f"# {'':>10}  {'':>12}  {'':>8}  {'':>6}  {'':>6}"
         names = f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
         units = f"# {'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
-        side = f"  {time:>7}  {'algbw':>6}  {'busbw':>6}  {'#wrong':>6}"
+        side = f"  {'time':>7}  {'algbw':>6}  {'busbw':>6}  {'#wrong':>6}"
         unit = f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':>6}"
         title = ("out-of-place", "in-place")
         if self._config.per_iter:
@@ -78,17 +71,13 @@ class TableWriter:
             title = ("out-of-place (+ per-iteration)", "in-place (+ per-iteration)")
         self._line("#")
         self._line(left + "".join(f"{text:^{len(side)}}" for text in title))
-        stamp = ("timestamp", "%Y-%m-%d %H:%M:%S") if self._config.timestamps else ("", "")
-        self._line(names + side + side + (f"  {stamp[0]:>19}" if stamp[0] else ""))
-        self._line(units + unit + unit + (f"  {stamp[1]:>19}" if stamp[1] else ""))
+        self._line(names + side + side)
+        self._line(units + unit + unit)
 
     def row(self, row: Row) -> None:
         """Writes a row."""
         text = f"{row.size:12d}  {row.count:12d}  {row.type:>8}  {row.redop:>6}  {row.root:6d}"
-        text += self._side(row.out_of_place) + self._side(row.in_place)
-        if self._config.timestamps:
-            text += datetime.datetime.now().strftime("  %Y-%m-%d %H:%M:%S")
-        self._line(text)
+        self._line(text + self._side(row.out_of_place) + self._side(row.in_place))
 
     def _side(self, side: Side | None) -> str:
         if side is None:
@@ -106,16 +95,5 @@ class TableWriter:
         wrong = report.wrong
         self._line(f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}")
         self._line(f"# {'Avg bus bandwidth':<20} : {report.bus_bandwidth:g} ")
-        if report.memory_bytes:
-            parts = [f"{name} {_amount(value)}" for name, value in report.memory_bytes.items()]
-            parts.append(f"Total {_amount(sum(report.memory_bytes.values()))}")
-            self._line(f"# {'Host memory usage':<20} : {' | '.join(parts)}")
         self._line("#")
         self._line(f"# Collective test concluded: {self._config.op}")
-
-
-def _amount(value: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value} B"

@@ -36,8 +36,8 @@ class AllGather(Operation):
     def in_place_views(self, shared: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         return _own_part(shared, case, case.shape.send), shared
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
-        return bind_call(case.comm.all_gather, out, x, algorithm=case.algorithm, async_op=async_op)
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
+        return bind_call(case.comm.all_gather, out, x, algorithm=case.algorithm)
 
     def expected(self, case: Case) -> torch.Tensor | None:
         return torch.cat([values(case.kind, rank, case.shape.send) for rank in range(case.comm.size)])
@@ -51,9 +51,9 @@ class Gather(AllGather):
     rooted = True
     moves = 0
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         target = out if case.comm.rank == case.root else None
-        return bind_call(case.comm.gather, target, x, case.root, algorithm=case.algorithm, async_op=async_op)
+        return bind_call(case.comm.gather, target, x, case.root, algorithm=case.algorithm)
 
     def expected(self, case: Case) -> torch.Tensor | None:
         return super().expected(case) if case.comm.rank == case.root else None
@@ -74,8 +74,8 @@ class ReduceScatter(Operation):
     def in_place_views(self, shared: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         return shared, _own_part(shared, case, case.shape.recv)
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
-        return bind_call(case.comm.reduce_scatter, out, x, case.redop, algorithm=case.algorithm, async_op=async_op)
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
+        return bind_call(case.comm.reduce_scatter, out, x, case.redop, algorithm=case.algorithm)
 
     def expected(self, case: Case) -> torch.Tensor | None:
         first = case.comm.rank * case.shape.recv
@@ -91,9 +91,9 @@ class Scatter(ReduceScatter):
     rooted = True
     moves = 0
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         source = x if case.comm.rank == case.root else None
-        return bind_call(case.comm.scatter, out, source, case.root, algorithm=case.algorithm, async_op=async_op)
+        return bind_call(case.comm.scatter, out, source, case.root, algorithm=case.algorithm)
 
     def given(self, case: Case) -> torch.Tensor | None:
         return super().given(case) if case.comm.rank == case.root else None
@@ -110,9 +110,9 @@ class AllReduce(Operation):
     moves: ClassVar[int] = 2
     reduces = True
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         function = case.comm.all_reduce if case.in_place else functools.partial(case.comm.all_reduce, out=out)
-        return bind_call(function, x, case.redop, algorithm=case.algorithm, async_op=async_op)
+        return bind_call(function, x, case.redop, algorithm=case.algorithm)
 
     def expected(self, case: Case) -> torch.Tensor | None:
         return reduced(case.kind, case.redop, case.comm.size, case.shape.recv)
@@ -126,9 +126,9 @@ class Reduce(AllReduce):
     rooted = True
     moves = 0
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         function = case.comm.reduce if case.in_place else functools.partial(case.comm.reduce, out=out)
-        return bind_call(function, x, case.root, case.redop, algorithm=case.algorithm, async_op=async_op)
+        return bind_call(function, x, case.root, case.redop, algorithm=case.algorithm)
 
     def expected(self, case: Case) -> torch.Tensor | None:
         return super().expected(case) if case.comm.rank == case.root else None
@@ -142,8 +142,8 @@ class Broadcast(Operation):
     rooted = True
     note = "broadcast works in place; out-of-place includes the root's copy into the buffer"
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
-        broadcast = bind_call(case.comm.broadcast, out, case.root, algorithm=case.algorithm, async_op=async_op)
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
+        broadcast = bind_call(case.comm.broadcast, out, case.root, algorithm=case.algorithm)
         if case.in_place or case.comm.rank != case.root:
             return broadcast
 
@@ -172,8 +172,8 @@ class AllToAll(Operation):
         part = blocks(elements, ranks)
         return Shape(part, part * ranks, part * ranks, part * ranks)
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
-        return bind_call(case.comm.all_to_all, out, x, algorithm=case.algorithm, async_op=async_op)
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
+        return bind_call(case.comm.all_to_all, out, x, algorithm=case.algorithm)
 
     def expected(self, case: Case) -> torch.Tensor | None:
         part, first = case.shape.count, case.comm.rank * case.shape.count
@@ -204,9 +204,9 @@ class AllToAllV(Operation):
         total = sum(parts(count, ranks))
         return Shape(count, total, total, total)
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         to, come = _splits(case)
-        return bind_call(case.comm.all_to_all, out, x, come, to, algorithm=case.algorithm, async_op=async_op)
+        return bind_call(case.comm.all_to_all, out, x, come, to, algorithm=case.algorithm)
 
     def expected(self, case: Case) -> torch.Tensor | None:
         size, rank = case.comm.size, case.comm.rank
@@ -232,9 +232,9 @@ class SendRecv(Operation):
     name = "sendrecv"
     in_place = False
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         after, before = (case.comm.rank + 1) % case.comm.size, (case.comm.rank - 1) % case.comm.size
-        return bind_call(case.comm.exchange, [(x, after)], [(out, before)], async_op=async_op)
+        return bind_call(case.comm.exchange, [(x, after)], [(out, before)])
 
     def expected(self, case: Case) -> torch.Tensor | None:
         return values(case.kind, (case.comm.rank - 1) % case.comm.size, case.shape.recv)
@@ -246,7 +246,6 @@ class Ring(Operation):
 
     name = "ring"
     in_place = False
-    asynchronous = False
     note = "time is of one ring step; a rotation is size - 1 of them; size(B) is K and V of one rank"
 
     def shape(self, elements: int, ranks: int) -> Shape:
@@ -257,8 +256,7 @@ class Ring(Operation):
     def operations_per_call(self, ranks: int) -> int:
         return max(1, ranks - 1)
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor, *, async_op: bool) -> Callable[[], Any]:
-        del async_op
+    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         comm, steps, half = case.comm, case.comm.size - 1, case.shape.count // 2
         after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         spare = torch.empty_like(out)

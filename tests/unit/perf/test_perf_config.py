@@ -17,7 +17,7 @@ from hdpcomm.perf.data import ALL, contribution, element_type, reduced, values
 from hdpcomm.perf.ops import OPERATIONS, operation
 from hdpcomm.perf.ops.collectives import parts
 from hdpcomm.perf.records import recorded
-from hdpcomm.perf.results import IterationStats, average
+from hdpcomm.perf.results import IterationStats
 from hdpcomm.perf.runner import check, points
 from hdpcomm.perf.table import fixed
 
@@ -49,10 +49,6 @@ def test_sweep_multiplies_or_adds() -> None:
         ({"min_bytes": 0, "step_factor": 2}, "stays 0"),
         ({"iters": 0}, "-n 0"),
         ({"warmup": -1}, "-w -1"),
-        ({"blocking": 4}, "-z 4"),
-        ({"average": 4}, "-a 4"),
-        ({"cpu_time": True, "agg": 2}, "-C"),
-        ({"agg": 2, "blocking": 1}, "leave one out"),
     ],
 )
 def test_flags_that_contradict(changes: dict[str, Any], message: str) -> None:
@@ -63,7 +59,6 @@ def test_flags_that_contradict(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (PerfConfig("ring", agg=2), "waits inside"),
         (PerfConfig("all_reduce", algorithm="pigeon"), "all_reduce has: auto, "),
         (PerfConfig("sendrecv", algorithm="ring"), "no algorithms"),
         (PerfConfig("all_reduce", subsets=((0, 4),)), r"distinct ranks in 0\.\.3"),
@@ -78,11 +73,6 @@ def test_flags_that_contradict(changes: dict[str, Any], message: str) -> None:
 def test_what_cannot_be_measured(config: PerfConfig, message: str) -> None:
     with pytest.raises(InvalidUsage, match=message):
         check(config, 4)
-
-
-def test_eight_bit_floats_are_not_implemented() -> None:
-    with pytest.raises(NotImplementedError, match="f8e4m3"):
-        check(PerfConfig("all_reduce", dtypes=("f8e4m3",)), 2)
 
 
 @pytest.mark.parametrize(
@@ -104,27 +94,6 @@ def test_eight_bit_floats_are_not_implemented() -> None:
 def test_bus_factors_of_four_ranks(op: str, factor: float) -> None:
     assert operation(op).bus_factor(4) == factor
     assert set(OPERATIONS) >= {op}
-
-
-def test_skipped_iterations_leave_the_statistics_only() -> None:
-    times = [[90.0, 2.0, 4.0], [1.0, 3.0, 1.0]]
-    stats = IterationStats.of(times, 1)
-    assert (stats.skipped_iterations, stats.min_us, stats.max_us, stats.avg_us, stats.p50_us) == (1, 3.0, 4.0, 3.5, 4.0)
-    assert stats.times_us == (90.0, 3.0, 4.0)
-    assert IterationStats.of(times).max_us == 90.0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"per_iter_skip": 2}, "give -I, too"),
-        ({"per_iter_skip": 20, "per_iter": True}, "give 0 to 19"),
-        ({"per_iter_skip": -1, "per_iter": True}, "give 0 to 19"),
-    ],
-)
-def test_skips_that_leave_nothing(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidUsage, match=message):
-        PerfConfig("all_reduce", **options)
 
 
 @given(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 10_000), st.integers(1, 9))
@@ -203,10 +172,6 @@ def test_statistics_take_the_slowest_rank_of_each_iteration() -> None:
     assert stats.cv_pct == pytest.approx(100 * math.sqrt(1.25) / 3.5)
     hundred = IterationStats.of([[float(k) for k in range(1, 101)]])
     assert (hundred.p95_us, hundred.p99_us) == (95.0, 99.0)
-
-
-def test_averages() -> None:
-    assert [average([2.0, 1.0, 6.0], way) for way in range(4)] == [2.0, 3.0, 1.0, 6.0]
 
 
 @pytest.mark.parametrize(
