@@ -11,23 +11,28 @@ from hdpcomm.plan import ClusterSpec, MicroBatch, StepPlan
 from hdpcomm.plan.step import format_ranks
 from hdpcomm.sim import StepReport
 
-__all__ = ["named", "plan_events", "span", "step_events", "write_events", "write_plan_trace", "write_stream_trace"]
+__all__ = ["batch_name", "named", "span", "write_events", "write_plan_trace", "write_stream_trace"]
 
 _PLANNER = 0  # process id of the planner's track; nodes follow
 
 
+def batch_name(index: int, lengths: Sequence[int], ranks: int) -> str:
+    """A micro-batch of sequences of these lengths on so many ranks, for its spans."""
+    packed = f" + {len(lengths) - 1}" if len(lengths) > 1 else ""
+    return f"#{index} {max(lengths):,}{packed} on {ranks}"
+
+
 def _describe(batch: MicroBatch) -> tuple[str, dict[str, Any]]:
-    longest = max(sequence.length for sequence in batch.sequences)
-    packed = f" + {len(batch.sequences) - 1}" if len(batch.sequences) > 1 else ""
+    lengths = [sequence.length for sequence in batch.sequences]
     arguments = {
         "index": batch.index,
         "tokens": batch.tokens,
-        "sequences": len(batch.sequences),
-        "longest": longest,
+        "sequences": len(lengths),
+        "longest": max(lengths),
         "ranks": format_ranks(batch.ranks),
         "offload_ratio": batch.offload_ratio,
     }
-    return f"#{batch.index} {longest:,}{packed} on {len(batch.ranks)}", arguments
+    return batch_name(batch.index, lengths, len(batch.ranks)), arguments
 
 
 def _names(cluster: ClusterSpec) -> list[dict[str, Any]]:
@@ -54,18 +59,7 @@ def span(name: str, start: float, end: float, pid: int, tid: int, arguments: Map
     return event | {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
 
 
-def plan_events(plan: StepPlan, cluster: ClusterSpec, *, offset_s: float = 0.0) -> list[dict[str, Any]]:
-    """Trace events of a plan's predicted timeline: one span for each rank of each micro-batch."""
-    events = []
-    for batch, start in zip(plan.micro_batches, plan.timeline(), strict=True):
-        name, arguments = _describe(batch)
-        for rank in batch.ranks:
-            begin, end = offset_s + start, offset_s + start + batch.predicted_s
-            events.append(span(name, begin, end, rank // cluster.node_ranks + 1, rank * cluster.pipeline, arguments))
-    return events
-
-
-def step_events(report: StepReport, cluster: ClusterSpec, *, offset_s: float = 0.0) -> list[dict[str, Any]]:
+def _step_events(report: StepReport, cluster: ClusterSpec, offset_s: float) -> list[dict[str, Any]]:
     """Trace events of a simulated step: one span for each rank of each pass, and the reduction of the gradients."""
     events = []
     described = [_describe(batch) for batch in report.plan.micro_batches]
@@ -94,7 +88,13 @@ def write_events(path: str | Path, events: list[dict[str, Any]]) -> None:
 
 def write_plan_trace(path: str | Path, plan: StepPlan, cluster: ClusterSpec) -> None:
     """Writes the trace of a plan's predicted timeline: a process for each node, a thread for each rank."""
-    write_events(path, _names(cluster) + plan_events(plan, cluster))
+    events = _names(cluster)
+    for batch, start in zip(plan.micro_batches, plan.timeline(), strict=True):
+        name, arguments = _describe(batch)
+        for rank in batch.ranks:
+            place = rank // cluster.node_ranks + 1, rank * cluster.pipeline
+            events.append(span(name, start, start + batch.predicted_s, *place, arguments))
+    write_events(path, events)
 
 
 def write_stream_trace(
@@ -108,6 +108,6 @@ def write_stream_trace(
         name = {"waited_s": waited, "sequences": sum(len(b.sequences) for b in report.plan.micro_batches)}
         events.append(span(f"plan step {number}", begun, begun + planned, _PLANNER, 0, name))
         begun = now + waited
-        events.extend(step_events(report, cluster, offset_s=begun))
+        events.extend(_step_events(report, cluster, begun))
         now = begun + report.step_s
     write_events(path, events)

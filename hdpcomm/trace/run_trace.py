@@ -6,23 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hdpcomm.trace.chrome import named, span, write_events
+from hdpcomm.trace.chrome import batch_name, named, span, write_events
 
-__all__ = ["TraceFile", "timeline_events"]
+__all__ = ["TraceFile"]
 
 _PLANNED, _MEASURED = 0, 1
 
 
-def timeline_events(row: Mapping[str, Any], *, offset_s: float = 0.0) -> list[dict[str, Any]]:
-    """Trace events of one line of ``timeline.jsonl`` (:func:`hdpcomm.run.step_record.timeline_row`).
-
-    Each rank has a thread of the plan, and one of what it did.
-
-    Args:
-        offset_s: where the step begins in the trace.
-    """
+def _events(row: Mapping[str, Any], offset_s: float) -> list[dict[str, Any]]:
+    """Trace events of one line of ``timeline.jsonl`` (:func:`hdpcomm.run.step_record.timeline_row`), which begins at
+    ``offset_s`` in the trace. Each rank has a thread of the plan, and one of what it did."""
     events: list[dict[str, Any]] = []
-    names = {batch["index"]: _name(batch) for batch in row["planned"]}
+    names = {
+        batch["index"]: batch_name(batch["index"], batch["lengths"], len(batch["ranks"])) for batch in row["planned"]
+    }
     for batch in row["planned"]:
         for rank in batch["ranks"]:
             start, end = offset_s + batch["start_s"], offset_s + batch["end_s"]
@@ -33,11 +30,6 @@ def timeline_events(row: Mapping[str, Any], *, offset_s: float = 0.0) -> list[di
             about = {"phase": each["phase"], "waited_s": each["wait_s"], "bytes_sent": each["bytes_sent"]}
             events.append(span(name, offset_s + each["start_s"], offset_s + each["end_s"], rank, _MEASURED, about))
     return events
-
-
-def _name(batch: Mapping[str, Any]) -> str:
-    packed = f" + {len(batch['lengths']) - 1}" if len(batch["lengths"]) > 1 else ""
-    return f"#{batch['index']} {max(batch['lengths']):,}{packed} on {len(batch['ranks'])}"
 
 
 class TraceFile:
@@ -54,7 +46,7 @@ class TraceFile:
         if self._path is None:
             return
         title = {"ph": "i", "s": "g", "name": f"step {row['step']} ({row['policy']})", "pid": 0, "tid": _MEASURED}
-        self._events += [title | {"ts": round(1e6 * self._now, 3)}, *timeline_events(row, offset_s=self._now)]
+        self._events += [title | {"ts": round(1e6 * self._now, 3)}, *_events(row, self._now)]
         self._ranks = max(self._ranks, int(row["ranks"]))
         ends = [span["end_s"] for rank in row["measured"] for span in rank["spans"]]
         self._now += 1.05 * max([row["seconds"], *ends, *(batch["end_s"] for batch in row["planned"])])
