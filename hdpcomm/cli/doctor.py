@@ -32,10 +32,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Registers the command."""
     parser = subparsers.add_parser(
         "doctor",
-        help="what this machine offers: versions, CUDA, transports, settings",
-        description="Prints versions, how the core was built, whether a CUDA driver is there, which CPU transports "
-        "work, and the environment variables that differ from their defaults. Exit code 1 if something is missing that "
-        "it needs, or a variable has a value that is refused.",
+        help="what this machine offers: versions, CUDA, settings",
+        description="Prints versions, how the core was built, whether a CUDA driver is there, and the environment "
+        "variables that differ from their defaults. Exit code 1 if something is missing that it needs, or a variable "
+        "has a value that is refused.",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON too")
     parser.add_argument("--all", action="store_true", help="show every environment variable that hdpcomm reads")
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def checks() -> list[Check]:
     """Every check, in the order of the report; never raises for what is missing."""
-    return [*_versions(), *_core(), *_cuda(), *_nccl(), *_transports()]
+    return [*_versions(), *_core(), *_cuda(), *_nccl()]
 
 
 def _versions() -> list[Check]:
@@ -125,26 +125,6 @@ def _nccl() -> list[Check]:
     except InvalidUsage as error:
         there, text = False, f"not looked for: {error}"
     return [Check("cuda", "nccl", "ok" if there else "off", text)]
-
-
-def _transports() -> list[Check]:
-    rows = []
-    try:
-        handle = os.memfd_create("hdpcomm-doctor")
-        os.ftruncate(handle, 4096)
-        os.close(handle)
-        rows.append(Check("transports", "memfd", "ok", "shared memory without a name in the file system"))
-    except OSError as error:
-        rows.append(
-            Check(
-                "transports",
-                "memfd",
-                "bad",
-                f"memfd_create is not allowed ({error.strerror}); ranks of one host meet in its memory: allow the call "
-                "in the seccomp profile of the container",
-            )
-        )
-    return rows
 
 
 def _doctor(options: argparse.Namespace) -> int:

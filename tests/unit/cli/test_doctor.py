@@ -21,7 +21,6 @@ def test_report_and_json_say_the_same(tmp_path, capsys):
     assert report["healthy"] is True
     names = {(row["topic"], row["name"]) for row in report["checks"]}
     assert {("versions", "torch"), ("core", "hdpcomm._core"), ("core", "CUDA code"), ("cuda", "driver")} <= names
-    assert ("transports", "memfd") in names
     for row in report["checks"]:
         assert row["state"] in ("ok", "off", "bad")
         assert f"{row['name']:<18}{row['detail']}" in told
@@ -101,20 +100,6 @@ def test_a_missing_core_is_bad(monkeypatch):
     assert rows["hdpcomm._core"].state == "bad"
     assert "install hdpcomm again" in rows["hdpcomm._core"].detail
     assert doctor.environment() == doctor.unknown_variables() == []
-
-
-def test_what_the_system_forbids(monkeypatch, capsys):
-    """The ranks of a host cannot do without memfd_create."""
-
-    def forbidden(*_, **__):
-        raise PermissionError(1, os.strerror(1))
-
-    monkeypatch.setattr(os, "memfd_create", forbidden)
-    assert main(["doctor"]) == 1
-    assert "bad memfd             memfd_create is not allowed (Operation not permitted); " in capsys.readouterr().out
-    rows = {row.name: row for row in doctor.checks()}
-    assert rows["memfd"].state == "bad"
-    assert "allow the call" in rows["memfd"].detail
 
 
 @pytest.mark.parametrize("command", [["acceptance"], ["perf", "all_reduce"], ["train"]])
