@@ -26,8 +26,6 @@ from hdpcomm.files import fingerprint, json_checksum, open_regular, read_text
 __all__ = ["BLOCK_BYTES", "FORMAT", "META", "TokenStore", "is_store", "open_store", "token_dtype"]
 
 FORMAT = 2
-WITHOUT_CHECKSUM = 1
-"""The format before, which is read, too."""
 CHECKSUM = "sha256"
 META = "meta.json"
 BLOCK_BYTES = 1 << 18
@@ -146,11 +144,11 @@ def open_store(path: Path) -> TokenStore:
     if meta.get("kind") != KIND:
         raise InvalidUsage(f"{path}: holds no tokens of hdpcomm; make a store with hdpcomm data build")
     checksum = meta.pop(CHECKSUM, None)
-    if meta.get("format") not in (WITHOUT_CHECKSUM, FORMAT) or isinstance(meta["format"], bool):
+    if meta.get("format") != FORMAT:
         raise InvalidUsage(
             f"{path}: has format {meta.get('format')}, and this hdpcomm reads format {FORMAT}; build it again"
         )
-    if checksum != (None if meta["format"] == WITHOUT_CHECKSUM else json_checksum(meta)):
+    if checksum != json_checksum(meta):
         raise _damaged(path, f"{META} does not have the checksum that it names")
     try:
         return _open(path, meta)

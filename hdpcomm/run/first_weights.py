@@ -115,8 +115,7 @@ def keep_optimizer(found: Checkpoint, trainer: Trainer, name: str) -> None:
     Raises: InvalidUsage: that had another optimizer.
     """
     saved = saved_config(found)
-    before = saved.get("optimizer", "AdamW")
-    if before != name:
+    if (before := saved["optimizer"]) != name:
         raise InvalidUsage(
             f"--keep-optimizer: {found.path} was saved with the optimizer {before}, and this run has {name}; give "
             f"--optimizer {before}, or leave out --keep-optimizer"

@@ -35,10 +35,8 @@ __all__ = [
     "saved_config",
 ]
 
-_SAME = ("model", "policies", "tokens_per_step", "seed", "offload", "dtype")
+_SAME = ("model", "policies", "tokens_per_step", "seed", "offload", "dtype", "optimizer", "optimizer_options")
 """Options that a run which goes on must have as before."""
-_DEFAULTS: Mapping[str, Any] = {"optimizer": "AdamW", "optimizer_options": []}
-"""More of these, with their values in older checkpoints, which note none."""
 
 
 def agreed_checkpoint(
@@ -119,9 +117,7 @@ def _warn(damaged: list[str]) -> None:
 def saved_config(found: Checkpoint | KeptCheckpoint) -> Mapping[str, Any]:
     """The configuration that a checkpoint notes; empty if it notes none."""
     config = found.facts.get("config")
-    if not isinstance(config, Mapping):
-        return {}
-    return {"offload": config["offload_bytes"], **config} if "offload_bytes" in config else config  # its old name
+    return config if isinstance(config, Mapping) else {}
 
 
 def check_same_run(found: Checkpoint | KeptCheckpoint, corpus: Corpus, config: RunConfig) -> None:
@@ -130,16 +126,13 @@ def check_same_run(found: Checkpoint | KeptCheckpoint, corpus: Corpus, config: R
     Raises: InvalidUsage with what was saved and what is wanted.
     """
     then, now = saved_config(found), config_facts(config)
-    for name in (*_SAME, *_DEFAULTS):
-        was, wanted = then.get(name, _DEFAULTS.get(name)), now[name]
-        if was != wanted:
+    for name in _SAME:
+        if then[name] != now[name]:
             raise InvalidUsage(
-                f"{found.path} was saved with {name}={was}, and this run has {wanted}; give the same, or start anew "
-                "with another --out"
+                f"{found.path} was saved with {name}={then[name]}, and this run has {now[name]}; give the same, or "
+                "start anew with another --out"
             )
     saved_on, data = found.facts.get("data"), data_facts(corpus)
-    if isinstance(saved_on, Mapping) and "content" not in saved_on:  # of an older checkpoint
-        saved_on = {**saved_on, "content": data["content"]}
     if saved_on != data:
         raise InvalidUsage(
             f"{found.path} was saved on other data ({saved_on}) than this run's ({data}); give the same --data, "
