@@ -14,13 +14,12 @@ from hdpcomm.data.agree import gather_json
 from hdpcomm.measure.timing import call_s, repeated_s
 from hdpcomm.measure.topology import host_facts, pair_costs
 from hdpcomm.offload import PinnedPool, measure_copies
-from hdpcomm.plan.presets import DEVICES
-from hdpcomm.plan.specs import DeviceSpec
+from hdpcomm.run.flops import known_device
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["BUSBW", "check_copies", "check_links", "check_products", "known_device"]
+__all__ = ["BUSBW", "check_copies", "check_links", "check_products"]
 
 BUSBW = Rule(0.8, 0.5)
 """A link that has lost more than a fifth of what others of its kind reach is set up wrongly, or has lost a lane."""
@@ -34,14 +33,6 @@ _MOST_RANKS = 8
 """Up to so many, each two ranks are measured; of more, neighbours on hosts, and neighbouring hosts."""
 _REPEATS, _SAMPLE_S = 7, 0.05
 _COPY_BYTES = 4 << 20
-
-
-def known_device(device: torch.device) -> DeviceSpec | None:
-    """The data sheet of a GPU, by its name; ``None`` of others, and of CPUs."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device).lower()
-    return next((spec for key, spec in DEVICES.items() if key in name), None)
 
 
 def check_products(comm: Communicator) -> list[Row]:

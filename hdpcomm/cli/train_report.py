@@ -311,11 +311,5 @@ def to_json(corpus: CorpusSummary, config: RunConfig, result: RunResult) -> dict
             "max_grad_norm": config.max_grad_norm,
             "offload_bytes": config.offload,
         },
-        "data": {
-            "name": corpus.name,
-            "documents": corpus.documents,
-            "sequences": corpus.sequences,
-            "tokens": corpus.tokens,
-            "cut_documents": corpus.cut_documents,
-        },
+        "data": {name: value for name, value in asdict(corpus).items() if name not in ("context", "text")},
     }

@@ -13,10 +13,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hdpcomm._core.offload import CopyEngine
-from hdpcomm.arguments import check_number, check_type, check_whole
+from hdpcomm.arguments import check_number, check_type, check_whole, size_text
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.offload.layers import find_layers, parameter_storages
-from hdpcomm.offload.pool import PinnedPool, PoolStats, bytes_text
+from hdpcomm.offload.pool import PinnedPool, PoolStats
 from hdpcomm.offload.records import Lane, ResidentTensor, StorageRecord, StoredTensor
 
 __all__ = ["SMALLEST_OFFLOAD", "ActivationOffload", "OffloadStats"]
@@ -301,8 +301,8 @@ class ActivationOffload:
             return
         pool = self.pool.stats()
         raise InvalidUsage(
-            f"the pinned pool is full: {bytes_text(size)} are needed for {what}, {bytes_text(pool.in_use)} of "
-            f"{bytes_text(pool.capacity)} are in use and the largest free piece has {bytes_text(pool.largest_free)}; "
+            f"the pinned pool is full: {size_text(size)} are needed for {what}, {size_text(pool.in_use)} of "
+            f"{size_text(pool.capacity)} are in use and the largest free piece has {size_text(pool.largest_free)}; "
             'make the pool larger, lower the ratio, or give when_full="keep"'
         )
 

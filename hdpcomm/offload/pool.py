@@ -11,7 +11,7 @@ import torch
 from hdpcomm._core import device as devices
 from hdpcomm._core import offload as core
 from hdpcomm._core.device import Device
-from hdpcomm.arguments import check_whole
+from hdpcomm.arguments import check_whole, size_text
 from hdpcomm.comm.launchers import local_place
 from hdpcomm.errors import DeviceError, InvalidUsage
 
@@ -22,7 +22,6 @@ __all__ = [
     "HostMemory",
     "PinnedPool",
     "PoolStats",
-    "bytes_text",
     "check_fits",
     "compute_stream",
     "host_memory",
@@ -111,22 +110,13 @@ def check_fits(bytes: int, *, sharers: int = 1, memory: HostMemory | None = None
         return
     limit = "no cgroup limit"
     if memory.limit_left is not None:
-        limit = f"{bytes_text(memory.limit_left)} left under the cgroup's limit"
+        limit = f"{size_text(memory.limit_left)} left under the cgroup's limit"
     shared = f" for each of {sharers} ranks on this host" if sharers > 1 else ""
     raise InvalidUsage(
-        f"a pinned pool of {bytes_text(bytes)}{shared} does not fit: {bytes_text(memory.available)} of host memory "
-        f"are available, {limit}, and a twentieth stays free. What fits: {bytes_text(memory.lockable // sharers)} "
+        f"a pinned pool of {size_text(bytes)}{shared} does not fit: {size_text(memory.available)} of host memory "
+        f"are available, {limit}, and a twentieth stays free. What fits: {size_text(memory.lockable // sharers)} "
         f"a rank ({memory.lockable // sharers} bytes)"
     )
-
-
-def bytes_text(count: float) -> str:
-    """Bytes as text, in binary units: ``1.5 GiB``."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def _limit_left(base: Path) -> int | None:

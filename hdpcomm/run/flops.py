@@ -1,4 +1,4 @@
-"""The planner's description of a model, and the peak of the devices that we know."""
+"""The planner's description of a model, and of the devices that we know."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
-from hdpcomm.plan import DEVICES, ModelSpec, model_from_config
+from hdpcomm.plan import DEVICES, DeviceSpec, ModelSpec, model_from_config
 
-__all__ = ["device_peak_flops", "spec_of"]
+__all__ = ["known_device", "spec_of"]
 
 
-def device_peak_flops(device: torch.device) -> float | None:
-    """The data sheet's bf16 peak of a GPU that the planner has a preset of; ``None`` for others and for CPUs. Local."""
+def known_device(device: torch.device) -> DeviceSpec | None:
+    """The data sheet of a GPU that the planner has a preset of; ``None`` for others and for CPUs. Local."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device).lower()
-    return next((spec.peak_flops for preset, spec in DEVICES.items() if preset in name), None)
+    return next((spec for preset, spec in DEVICES.items() if preset in name), None)
 
 
 def spec_of(config: Any) -> ModelSpec | None:

@@ -14,7 +14,7 @@ from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.step_times import rank_speeds, rank_times, slowest_rank, times_of
 from hdpcomm.plan import CostModel, Planner, StepPlan, Tree
-from hdpcomm.run.flops import device_peak_flops
+from hdpcomm.run.flops import known_device
 from hdpcomm.train.step.metrics import Span
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ def step_costs(
         costs |= {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "expert": mesh.expert}
     if plan.policy != "ddp":  # whose ranks have other sequences, so what the costs are wrong by would be a rank's speed
         costs["slowest_rank"], costs["slowest_speed"] = slowest_rank(rank_speeds(plan, ranks, cost_model))
-    peak = device_peak_flops(comm.device)
-    if spec is not None and peak is not None and seconds:
+    device = known_device(comm.device)
+    if spec is not None and device is not None and seconds:
         lengths = plan.sequences()[0].astype(float)
-        costs["mfu"] = spec.training_flops(lengths.sum(), (lengths**2).sum()) / (seconds * size * peak)
+        costs["mfu"] = spec.training_flops(lengths.sum(), (lengths**2).sum()) / (seconds * size * device.peak_flops)
     return costs, ranks
 
 

@@ -263,7 +263,7 @@ def test_a_full_pool_says_so_and_the_next_step_works() -> None:
     case = Reference()
     offload = case.offload(size=128 << 10)
     expected = gradients(case.model, case.loss)
-    with pytest.raises(InvalidUsage, match=r"pinned pool is full: .* layer \d of 5 at ratio 1\.000, .* of 128\.0 KiB"):
+    with pytest.raises(InvalidUsage, match=r"pinned pool is full: .* layer \d of 5 at ratio 1\.000, .* of 131\.1 kB"):
         gradients(case.model, under(offload, 1.0, case.loss))
     assert_idle(offload)
     assert_same(gradients(case.model, under(offload, 0.05, case.loss)), expected)

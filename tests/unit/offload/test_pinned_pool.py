@@ -212,9 +212,9 @@ def test_blocks_never_overlap_and_all_comes_back(steps: list[tuple[int, bool, in
 def test_too_little_host_memory_says_what_fits() -> None:
     memory = HostMemory(available=100 << 30, limit_left=20 << 30)
     check_fits(19 << 30, memory=memory)
-    with pytest.raises(InvalidUsage, match=r"pool of 10\.0 GiB for each of 2 ranks .* 100\.0 GiB .* 20\.0 GiB left"):
+    with pytest.raises(InvalidUsage, match=r"pool of 10\.7 GB for each of 2 ranks .* 107\.4 GB .* 21\.5 GB left"):
         check_fits(10 << 30, sharers=2, memory=memory)
-    with pytest.raises(InvalidUsage, match=r"no cgroup limit.* What fits: 95\.0 GiB a rank \(102005473280 bytes\)"):
+    with pytest.raises(InvalidUsage, match=r"no cgroup limit.* What fits: 102\.0 GB a rank \(102005473280 bytes\)"):
         check_fits(96 << 30, memory=HostMemory(100 << 30, None))
     with pytest.raises(InvalidUsage, match="What fits"):
         PinnedPool(1 << 60, device="cpu")
