@@ -6,6 +6,7 @@ from hdpcomm.models.causal_lm import AdaptedCausalLM
 from hdpcomm.models.compiled import compile_layers
 from hdpcomm.models.float8 import use_float8
 from hdpcomm.models.llama import Llama, LlamaConfig, apply_rope, rope_tables
+from hdpcomm.models.media import items_of
 from hdpcomm.models.mtp import add_mtp
 from hdpcomm.models.recompute import set_recompute
 from hdpcomm.models.weights import FolderWeights, NewWeights, Weights
@@ -24,6 +25,7 @@ __all__ = [
     "balance_routers",
     "compile_layers",
     "from_pretrained",
+    "items_of",
     "rope_tables",
     "set_recompute",
     "use_float8",

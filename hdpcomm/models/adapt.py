@@ -16,6 +16,7 @@ from hdpcomm.attention import packing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
+from hdpcomm.models.media import FAMILIES
 from hdpcomm.models.mtp import add_mtp, depths_of_config, tensors_ahead
 from hdpcomm.models.recompute import set_recompute
 from hdpcomm.models.self_check import check_takes_tokens
@@ -145,14 +146,15 @@ def from_pretrained(
     such folder, no model in it, no transformers, or what :func:`adapt` refuses.
     """
     try:
-        from transformers import AutoModelForCausalLM, PretrainedConfig
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
     except ImportError as error:
         raise InvalidUsage("transformers is needed; pip install 'hdpcomm[huggingface]'") from error
     if isinstance(source, PretrainedConfig):
         with making, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             # The model keeps its configuration and changes it: it gets one of its own.
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(source), dtype=dtype or torch.float32)
+            made = AutoModelForImageTextToText if source.model_type in FAMILIES else AutoModelForCausalLM
+            model = made.from_config(copy.deepcopy(source), dtype=dtype or torch.float32)
     else:
         folder = Path(source)
         if not (folder / "config.json").is_file():
@@ -160,11 +162,11 @@ def from_pretrained(
                 f"{folder} is no folder with a config.json; give the folder of a model (as save_pretrained writes it) "
                 "or a configuration object of transformers"
             )
-        check_config(folder)
+        kind = check_config(folder)
         weight_files(folder)
         try:
             with making:
-                model = AutoModelForCausalLM.from_pretrained(
+                model = (AutoModelForImageTextToText if kind in FAMILIES else AutoModelForCausalLM).from_pretrained(
                     folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False, weights_only=True
                 )
         except (OSError, ValueError) as error:
@@ -185,8 +187,9 @@ def from_pretrained(
     return adapted
 
 
-def check_config(folder: Path) -> None:
+def check_config(folder: Path) -> str:
     """Looks at a folder's ``config.json`` before transformers does, which loads kernels that it names, and runs them.
+    Returns: its ``model_type``.
 
     Raises: InvalidUsage.
     """
@@ -202,3 +205,4 @@ def check_config(folder: Path) -> None:
         for part in parts:
             if "/" in str(part.get(name, "")):
                 raise InvalidUsage(f"{path}: {name} is {part[name]!a}, which would load code; take it out")
+    return str(content.get("model_type"))

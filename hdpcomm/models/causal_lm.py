@@ -17,6 +17,7 @@ from hdpcomm.kernels import IGNORE, LabelLoss, LossOptions, linear_cross_entropy
 from hdpcomm.models.heads import NEXT_TOKEN, TOKEN, LayeredModel, head_of
 from hdpcomm.models.huggingface import decoder_of, set_attention
 from hdpcomm.models.lean_layers import put_lean, take_lean_off
+from hdpcomm.models.media import MediaEncoder, TokensWithItems
 from hdpcomm.models.moe import RouterWeights, router_loss
 from hdpcomm.models.mtp import MultiToken, decoders_ahead
 from hdpcomm.models.recompute import refuse_reentrant
@@ -90,6 +91,7 @@ class AdaptedCausalLM(LayeredModel):
             self._router = _Router.of(causal_lm, config)
             self.routes_shape = number_routers(causal_lm)
             self.mtp = MultiToken.of(causal_lm)
+            self.media = MediaEncoder.of(causal_lm)
             if check:
                 check_logits(self)
         except Exception:
@@ -113,7 +115,7 @@ class AdaptedCausalLM(LayeredModel):
         return head_of(self.causal_lm)[0]  # type: ignore[index]
 
     def run_layers(
-        self, x: Tensor, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator | None
+        self, x: Tensor | TokensWithItems, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator | None
     ) -> tuple[Tensor, list[Tensor]]:
         """Output of the decoder for tokens, or for hidden states in the place of their embeddings: ``[tokens,
         width]``; and for :meth:`added_losses` each router's logits ``[tokens, experts]``. Blocks of tensor ranks.
@@ -138,24 +140,44 @@ class AdaptedCausalLM(LayeredModel):
         return self.mtp.loss(losses, ahead[:, 1])
 
     def _decode(
-        self, decoder: Any, x: Tensor, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator | None
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, decoder: Any, x: Tensor | TokensWithItems, positions: Tensor, cu_seqlens: CuSeqlens,
+        comm: Communicator | None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """(output, routers' logits) of a decoder."""
+        options: dict[str, Any] = {}
+        coordinates, embedded = None, False
+        if isinstance(x, TokensWithItems):
+            coordinates, embedded = x.coordinates, x.embeddings is not None
+            x, options = self._embed_items(x)
         count = positions.shape[0]
         kept = slice(None) if count else slice(0)
         if count == 0:  # layers of transformers want a token
             positions = positions.new_zeros(1)
-            x = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
+            x = x if embedded else torch.cat((x, x.new_zeros(1, *x.shape[1:])))
         routed = self._router is not None and decoder.config.output_router_logits
-        options: dict[str, Any] = {"output_router_logits": True} if routed else {}
+        options |= {"output_router_logits": True} if routed else {}
         if positions.is_meta:  # without a mask transformers would look at the positions, which have no values there
             options["attention_mask"] = torch.ones(1, positions.shape[0], dtype=torch.bool, device="cpu")
         options["inputs_embeds" if x.is_floating_point() else "input_ids"] = x[None]
         filled = max(1, count) if self.tensor is None else self.tensor.rows(max(1, count))
         own = count if self.tensor is None else self.tensor.tokens_here(count)
         with packing(comm, cu_seqlens, padded=count == 0, token_rows=None if own == filled else own):
-            out = decoder(position_ids=positions[None], use_cache=False, **options)
+            places = positions[None] if coordinates is None or not count else coordinates[:, None]
+            out = decoder(position_ids=places, use_cache=False, **options)
         return out.last_hidden_state[0, kept], [logits[kept] for logits in out.router_logits] if routed else []
+
+    def _embed_items(self, x: TokensWithItems) -> tuple[Tensor, dict[str, Any]]:
+        """(embeddings of all tokens, and of one if there are none; what the decoder takes beside these)."""
+        if x.embeddings is None:
+            return x.tokens, {}
+        embedded = self.embedding((x.tokens if len(x.tokens) else x.tokens.new_zeros(1))[None])[0]
+        own, *deeper = torch.split(x.embeddings.to(embedded.dtype), embedded.shape[-1], -1)
+        options: dict[str, Any] = {}
+        if deeper and len(x.rows):
+            mask = torch.zeros(1, len(embedded), dtype=torch.bool, device=x.rows.device)
+            mask[0, x.rows] = True
+            options = {"visual_pos_masks": mask, "deepstack_visual_embeds": deeper}
+        return embedded.index_copy(0, x.rows, own), options
 
     def finish(
         self,

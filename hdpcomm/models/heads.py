@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
     from hdpcomm.models.expert_group import ExpertGroup
+    from hdpcomm.models.media import MediaEncoder
     from hdpcomm.models.mtp import MultiToken
     from hdpcomm.models.routes import RoutesShape
     from hdpcomm.models.tensor_group import TensorGroup
@@ -70,6 +71,8 @@ class LayeredModel(nn.Module):
     """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
     routes_shape: RoutesShape | None = None
     """The shape of the routes of all its layers; ``None``: it has no router that is known."""
+    media: MediaEncoder | None = None
+    """The encoder of images and videos; ``None``: it takes text alone."""
     mtp: MultiToken | None = None
     """Layers that predict tokens further ahead; see :func:`hdpcomm.models.add_mtp`."""
 
@@ -89,7 +92,8 @@ class LayeredModel(nn.Module):
         """Logits ``[tokens, vocabulary]`` of the local tokens; with ``labels`` the sum of their losses instead.
 
         Args:
-            tokens: ``[tokens]`` int64, this rank's shard of the pack; may be empty.
+            tokens: ``[tokens]`` int64, this rank's shard of the pack; may be empty. A model with ``media`` takes
+                :class:`hdpcomm.models.media.TokensWithItems`, too.
             positions: ``[tokens]`` int64, the place of each token inside its own sequence.
             cu_seqlens: ``[sequences + 1]`` int32, where the sequences of the whole pack begin and end; or its tree.
             comm: the ranks that share the pack. Collective over all of them, in forward and in backward.

@@ -26,6 +26,7 @@ from hdpcomm.models.indexers import (
     set_indexers,
     set_latent,
 )
+from hdpcomm.models.media import FAMILIES
 from hdpcomm.models.mixers import MIXER_TYPES, PACK_ARGUMENT, mixers_of, set_mixers
 from hdpcomm.models.recompute import carry_into_checkpoints
 
@@ -147,8 +148,11 @@ def _tempered(module: Any, query: torch.Tensor, pack: PackContext) -> torch.Tens
 
 
 def decoder_of(causal_lm: Any) -> Any:
-    """The part below the last layer; the model itself where it does not tell. Local."""
+    """The part below the last layer, without the encoders of images and videos; the model itself where it does not
+    tell. Local."""
     inner = getattr(causal_lm, "model", None)
+    if causal_lm.config.model_type in FAMILIES:
+        return causal_lm.base_model.language_model
     named = causal_lm.base_model is causal_lm and callable(getattr(inner, "get_input_embeddings", None))
     return inner if named else causal_lm.base_model
 
@@ -289,17 +293,18 @@ def set_attention(model: Any) -> Callable[[], None]:
             raise InvalidUsage(f"the model has {name}={value}: {what}; set model.config.{name} = 0 before it is made")
     _refuse_layers(config, model)
     _own_configuration(model)
-    before = model.config._attn_implementation
+    text = decoder_of(model) if model.config.model_type in FAMILIES else model  # an encoder keeps its attention
+    before = text.config._attn_implementation
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    model.set_attn_implementation(NAME)
+    text.set_attn_implementation(NAME)
     set_mixers(model)
     set_latent(model, NAME)
     set_indexers(model, _Mask)
     _keep_temperatures(model)
     carry_into_checkpoints(model)
     only_mixers = set(getattr(model.config, "layer_types", None) or ()) == {"linear_attention"}
-    if model.config._attn_implementation != NAME and not only_mixers:
+    if text.config._attn_implementation != NAME and not only_mixers:
         raise InvalidUsage(f"{type(model).__name__} does not let its attention be replaced (AttentionInterface)")
     longest = _longest_length(config)
     for part in {model, decoder_of(model)}:  # some causal LMs do not hand on to their decoder what they do not know
@@ -308,7 +313,7 @@ def set_attention(model: Any) -> Callable[[], None]:
 
     def undo() -> None:
         if before != NAME:
-            model.set_attn_implementation(before)
+            text.set_attn_implementation(before)
 
     return undo
 
@@ -325,10 +330,10 @@ def _own_configuration(model: Any) -> None:
 
 def _refuse_media(model: Any) -> None:
     media = [name for name in inspect.signature(model.forward).parameters if _MEDIA.search(name)]
-    if media:
+    if media and model.config.model_type not in FAMILIES:
         raise InvalidUsage(
-            f"{type(model).__name__} takes more than text ({', '.join(media)}), which packs do not carry; give the "
-            "causal LM of its text alone, if it has one"
+            f"{type(model).__name__} takes more than text ({', '.join(media)}); known are images and videos of "
+            f"{', '.join(FAMILIES)}: give the causal LM of its text alone, if it has one"
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hdpcomm.attention import packing, positions
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.models.heads import SEQUENCE, classified_token
+from hdpcomm.models.huggingface import decoder_of
 from hdpcomm.models.lean_layers import take_lean_off
 
 __all__ = [
@@ -239,13 +240,14 @@ def _packed(model: Any) -> Tensor:
 def _alone(model: Any) -> Tensor:
     """Each sequence by itself, in the attention that eager layers and masks define, by the model's own layers."""
     tokens, _ = _few_tokens(model)
-    ours, put_lean_back = model.config._attn_implementation, take_lean_off(model)
-    model.set_attn_implementation("eager")
+    text = decoder_of(model)
+    ours, put_lean_back = text.config._attn_implementation, take_lean_off(model)
+    text.set_attn_implementation("eager")
     try:
         with _evaluating(model), torch.no_grad():
             return torch.cat([_output(model, tokens[a:b]) for a, b in pairwise(_CU_SEQLENS)])
     finally:
-        model.set_attn_implementation(ours)
+        text.set_attn_implementation(ours)
         put_lean_back()
 
 

@@ -59,7 +59,10 @@ def layer_list(model: nn.Module) -> nn.ModuleList:
             "the model is compiled as a whole, so that its layers cannot be told apart; compile each layer "
             "(model.layers[i] = torch.compile(model.layers[i])) and give the model that holds them"
         )
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
+    encoder: Any = getattr(model, "media", None)  # of images, whose layers are no decoder's
+    others = set() if encoder is None else {id(module) for part in encoder.modules() for module in part.modules()}
+    found = [module for module in model.modules() if isinstance(module, nn.ModuleList) and id(module) not in others]
+    lists = [module for module in found if len(module) > 0]
     if not lists:
         raise InvalidUsage(
             f"{type(model).__name__} has no nn.ModuleList of layers; give the layers themselves, in the order of the "

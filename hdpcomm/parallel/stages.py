@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from hdpcomm.attention.packs import as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama
 from hdpcomm.models.heads import LayeredModel
+from hdpcomm.models.media import TokensWithItems
 from hdpcomm.models.self_check import check_stages
 from hdpcomm.models.weights import by_tensor
 from hdpcomm.offload.layers import AbsentLayer, layer_list
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hdpcomm.attention.packs import CuSeqlens
     from hdpcomm.comm import Communicator
     from hdpcomm.models.expert_group import ExpertGroup
+    from hdpcomm.models.media import MediaEncoder
     from hdpcomm.models.routes import RoutesShape
     from hdpcomm.models.tensor_group import TensorGroup
 
@@ -71,6 +73,8 @@ class Stage(LayeredModel):
     """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
     routes_shape: RoutesShape | None = _of_model("routes_shape")
     """The shape of the whole model's routes; see :mod:`hdpcomm.models.routes`."""
+    media: MediaEncoder | None = _of_model("media")
+    """The encoder of images and videos, whose weights all stages have."""
     chunk_tokens: int | None = _of_model("chunk_tokens")
     """Tokens in a chunk of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
     has_added_losses: bool = _of_model("has_added_losses")
@@ -106,6 +110,10 @@ class Stage(LayeredModel):
             return None
         return cast(nn.Parameter, (self.last_layer if self.last else self.embedding).weight)
 
+    def is_everywhere(self, tensor: Tensor) -> bool:
+        """Whether it is of the encoder of images and videos, which all stages have: each computes some."""
+        return self.media is not None and any(tensor is each for each in self.media.tensors())
+
     def boundary(self, tokens: int) -> Tensor:
         """An uninitialised tensor for what a stage gives the next one, or its gradient: ``[tokens, hidden]``, with
         tensor parallelism this rank's block of them. Local.
@@ -137,14 +145,18 @@ class Stage(LayeredModel):
     def run_layers(self, x: Any, *, positions: Tensor, cu_seqlens: CuSeqlens, comm: Communicator) -> tuple[Tensor, Any]:
         """Runs the layers on hidden states, whatever the model does to them before its first and after its last
         layer: that is for the first and the last stage. ``x`` may be (hidden states, :meth:`carried`)."""
+        items = x if isinstance(x, TokensWithItems) else None
+        x = x if items is None else items.tokens
         x, carried = x if isinstance(x, tuple) else (x, None)
         before, after = self._edges
+        model: Any = self.model
         there: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens, "comm": comm}
         if before is None:
-            hidden, added = self.model.run_layers(x, **there)
+            hidden, added = model.run_layers(items or x, **there)
         else:
             with before.giving(x):
-                hidden, added = self.model.run_layers(x.new_zeros(()).expand(x.shape), **there)
+                x = x.new_zeros(()).expand(x.shape)
+                hidden, added = model.run_layers(x if items is None else replace(items, tokens=x), **there)
         if after is None:
             return hidden, (added, carried)
         hidden = after.take()[: self._rows(positions.shape[0])]
@@ -197,6 +209,11 @@ def split_model(
         _refuse(model)
     anatomy = _anatomy(model)
     ranges = _ranges(len(anatomy.layers), stages, layers)
+    if model.media is not None and model.media.deepest > ranges[0].stop:
+        raise InvalidUsage(
+            f"the first {model.media.deepest} layers of {_name(model)} add features of its images, and the first stage "
+            f"has {ranges[0].stop} layers; give it more (layers=)"
+        )
     made = [Stage(model, anatomy, each) for each in ranges]
     if check and isinstance(model, AdaptedCausalLM) and stages > 1:
         check_stages(model, made)
@@ -313,8 +330,9 @@ def _cut(model: Llama | AdaptedCausalLM, anatomy: _Anatomy, layers: range) -> Ll
     for place, layer in enumerate(anatomy.layers):
         kind = {layers.start - 1: _LayerBefore, layers.stop: _LayerAfter}.get(place, AbsentLayer)
         put[id(layer)] = layer if place in layers else kind(layer)
+    encoders = () if model.media is None else tuple(model.media.modules())
     for part in anatomy.before:
-        put[id(part)] = part if first else AbsentPart(part)
+        put[id(part)] = part if first or part in encoders else AbsentPart(part)
     for part in anatomy.after:
         put[id(part)] = part if last else AbsentPart(part)
     if anatomy.tied_names is not None and last and not first:

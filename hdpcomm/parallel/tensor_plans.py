@@ -123,6 +123,8 @@ def _regions_of_transformers(model: AdaptedCausalLM, size: int) -> tuple[Region,
         inside = dict(region.module.named_modules())
         cut |= {id(inside[path.rpartition(".")[0]]) for path in region.cut.tensors}
         cut |= {id(module) for module in inside.values() if _has_latent(region.module)}
+    if model.media is not None:  # each rank has the whole encoder
+        cut |= {id(module) for part in model.media.modules() for module in part.modules()}
     for place, module in causal_lm.named_modules():
         matrices = any(p.dim() > 1 for p in module.parameters(recurse=False))
         if matrices and id(module) not in cut and place.rpartition(".")[2] not in _WHOLE:

@@ -4,6 +4,7 @@ from hdpcomm.plan.ahead import PlanAhead, PlannedStep
 from hdpcomm.plan.calibration import Calibration
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel, CostSample
+from hdpcomm.plan.items import Item
 from hdpcomm.plan.learn import CostLearner, RankTimes
 from hdpcomm.plan.memory import MemoryModel
 from hdpcomm.plan.model_config import ARCHITECTURES, load_model, model_from_config
@@ -28,6 +29,7 @@ __all__ = [
     "CostModel",
     "CostSample",
     "DeviceSpec",
+    "Item",
     "MemoryModel",
     "MicroBatch",
     "ModelSpec",

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TypeAlias
 
 from hdpcomm.arguments import check_has, check_whole
+from hdpcomm.plan.items import PlacedItems
 from hdpcomm.plan.planner import Planner
 from hdpcomm.plan.step import StepPlan
 from hdpcomm.plan.tree import Tree, tree_of
@@ -20,11 +21,13 @@ __all__ = ["PlanAhead", "PlannedStep"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A step that is ready to run: its lengths, its plan, and the seconds that the caller waited for the plan."""
+    """A step that is ready to run: its lengths, its plan, the seconds that the caller waited for the plan, and images
+    and videos of its sequences, if there are any."""
 
     lengths: tuple[int | Tree, ...]
     plan: StepPlan
     waited_s: float
+    items: PlacedItems | None = None
 
     def tree(self, number: int) -> Tree | None:
         """The tree that an id of the plan means, or the part of one; see :func:`hdpcomm.plan.tree.tree_of`."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss
 from hdpcomm.kernels.transfers import to_device
+from hdpcomm.models.media import MEDIA
 from hdpcomm.models.routes import KeptRoutes
 from hdpcomm.plan import PlannedStep, Tree
 from hdpcomm.train.losses.functions import COMPUTED, GroupLoss, TokenLoss
@@ -481,7 +482,7 @@ def _columns(fetched: Any, i: int, length: int, needed: Sequence[str]) -> dict[s
     given = fetched if isinstance(fetched, Mapping) else {}
     found = {}
     for name, value in given.items():
-        if name in ("tokens", "labels", "routes"):
+        if name in ("tokens", "labels", "routes", *MEDIA):
             continue
         column = value if isinstance(value, Tensor) else torch.as_tensor(value)
         if (column.dim() and column.shape != (length,)) or column.dtype.is_complex or name in COMPUTED:

@@ -17,6 +17,7 @@ from hdpcomm.attention import BalancedPack, Pack, as_pack
 from hdpcomm.attention.pack_context import routing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import to_device
+from hdpcomm.models.media import TokensWithItems
 from hdpcomm.models.moe import RouterWeights, path_sums
 from hdpcomm.models.routes import ShardRoutes, TakenRoutes
 from hdpcomm.plan.tree import Tree, join_trees
@@ -94,6 +95,7 @@ class PackedShard:
         routes: what routers ask for the experts of its tokens; see :mod:`hdpcomm.models.routes`.
         ahead: int64 ``[depths, 2, local tokens]``, tokens and labels further ahead for multi-token prediction.
         router_weights: by how much losses of routers count; ``None``: once for each label of plain sequences.
+        items: the tokens and the embeddings of images and videos among them; ``None``: there are none.
     """
 
     tokens: Tensor
@@ -106,6 +108,7 @@ class PackedShard:
     routes: TakenRoutes | ShardRoutes | None = None
     ahead: Tensor | None = None
     router_weights: RouterWeights | None = None
+    items: TokensWithItems | None = None
 
     def with_none_ahead(self, depths: int) -> PackedShard:
         """For a pass whose tokens, if there are any, have no labels ahead either."""
@@ -298,15 +301,16 @@ def micro_batch_loss(
     places = {"positions": packed.positions, "cu_seqlens": packed.cu_seqlens, "comm": comm}
     rows, weights = packed.label_rows, packed.label_weights
     plain = rows is None and weights is None
+    tokens = packed.tokens if packed.items is None else packed.items
     with packed.routing(model):
         if loss is None and getattr(model, "takes_labels" if plain else "takes_label_rows", False):
             more: dict[str, Any] = {} if plain else {"label_rows": rows, "label_weights": weights}
             more |= {} if packed.ahead is None else {"ahead": packed.ahead}
             if getattr(model, "has_added_losses", False) and packed.router_weights is not None:
                 more["router_weights"] = packed.router_weights
-            total: Tensor = model(packed.tokens, **places, labels=packed.labels, **more)
+            total: Tensor = model(tokens, **places, labels=packed.labels, **more)
             return total
-        logits = model(packed.tokens, **places)
+        logits = model(tokens, **places)
     if plain:
         return (loss or summed_loss)(logits, packed.labels)
     return (loss or summed_loss)(logits if rows is None else logits[rows], packed.labels, weights)

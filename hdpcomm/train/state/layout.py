@@ -30,7 +30,7 @@ class Holders:
     Attributes:
         replicas: the HDP ranks, which have gradients of other sequences.
         alike: the tensor ranks, which have parts of the same gradients; ``None``: this one alone.
-        ends: both ends of the pipeline, of which each has a copy of a tied weight, or ``None``.
+        ends: the stages that have copies, or ``None``: both ends of the pipeline, of a tied weight; all, of an encoder.
         counts: whether this rank is the one among ``alike`` and ``ends`` whose part counts in a norm.
         first: whether it is the first among ``alike``, which writes what the replicas have parts of.
         expert: the part is that of the experts on this rank.
@@ -67,10 +67,7 @@ class Placement:
     shard: TensorShard | None
     shared: tuple[tuple[int, int], ...]
     holders: Holders
-
-    @property
-    def copy(self) -> bool:
-        return self.name != self.trained
+    copy: bool
 
     @property
     def writes(self) -> bool:
@@ -115,7 +112,7 @@ def layout_of(model: nn.Module, mesh: Mesh) -> Layout:
     """
     several = isinstance(model, nn.ModuleList) and all(isinstance(each, Stage) for each in model)
     modules = {f"{place}.": each for place, each in enumerate(cast("Iterable[nn.Module]", model))} if several else {}
-    holders: dict[tuple[bool, int, bool, bool], Holders] = {}
+    holders: dict[tuple[bool, int, bool, int], Holders] = {}
     placements: dict[str, Placement] = {}
     for prefix, module in (modules or {"": model}).items():
         for name, tensor in _tensors(module):
@@ -151,7 +148,7 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _placement(
-    module: nn.Module, name: str, tensor: Tensor, mesh: Mesh, holders: dict[tuple[bool, int, bool, bool], Holders]
+    module: nn.Module, name: str, tensor: Tensor, mesh: Mesh, holders: dict[tuple[bool, int, bool, int], Holders]
 ) -> Placement:
     group: TensorGroup | None = getattr(module, "tensor", None)
     experts: Any = getattr(module, "expert", None)
@@ -162,7 +159,8 @@ def _placement(
         shard = experts.shards[name]
     stage = module if isinstance(module, Stage) else None
     tied = stage is not None and stage.tied is tensor
-    key = expert, max(ranks), min(ranks) < max(ranks), tied
+    copies = 2 if tied else mesh.pipeline if stage is not None and stage.is_everywhere(tensor) else 1
+    key = expert, max(ranks), min(ranks) < max(ranks), copies
     if key not in holders:
         holders[key] = _holders(mesh, *key)
     shape = list(tensor.shape)
@@ -175,7 +173,8 @@ def _placement(
     trained = whole
     if stage is not None and stage.tied_names is not None and tied:
         trained = stage.tied_names[1]  # under which an optimizer of the whole model has the state of both
-    return Placement(whole, trained, tuple(shape), shard, shared, holders[key])
+    copy = copies > 1 and mesh.stage > 0
+    return Placement(whole, trained, tuple(shape), shard, shared, holders[key], copy)
 
 
 def _shared(shard: TensorShard, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -187,13 +186,15 @@ def _shared(shard: TensorShard, shape: Sequence[int]) -> tuple[tuple[int, int], 
     return tuple(span for span, (*_, ranks) in spans if ranks > 1)
 
 
-def _holders(mesh: Mesh, expert: bool, each: int, mixed: bool, tied: bool) -> Holders:
+def _holders(mesh: Mesh, expert: bool, each: int, mixed: bool, copies: int) -> Holders:
+    """``copies``: stages that have it: this one, both ends or all."""
+    stages = [0, mesh.pipeline - 1] if copies == 2 else range(mesh.pipeline)
     first = mesh.tensor_rank // each * each
     return Holders(
         replicas=mesh.expert_replica_comm if expert else mesh.hdp_comm,
         alike=mesh.tensor_comm.subset(range(first, first + each)) if each > 1 else None,
-        ends=mesh.pipeline_comm.subset([0, mesh.pipeline - 1]) if tied else None,
-        counts=mesh.tensor_rank == first and not (tied and mesh.stage > 0),
+        ends=mesh.pipeline_comm.subset(stages) if copies > 1 else None,
+        counts=mesh.tensor_rank == first and not (copies > 1 and mesh.stage > 0),
         first=mesh.tensor_rank == first,
         expert=expert,
         mixed=mixed,

@@ -32,6 +32,7 @@ from hdpcomm.train.losses.shards import (
     sequences_shard,
     tree_shard,
 )
+from hdpcomm.train.step.items import StepItems, text_alone
 from hdpcomm.train.step.metrics import expert_loads, uncounted
 from hdpcomm.train.step.queue import StepQueue
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from hdpcomm.attention import SequenceSlice
     from hdpcomm.comm import Communicator, Work
     from hdpcomm.comm.mesh import Mesh
+    from hdpcomm.models.media import MediaEncoder
     from hdpcomm.models.mtp import MultiToken
     from hdpcomm.offload import ActivationOffload
     from hdpcomm.parallel.stages import Stage
@@ -170,13 +172,22 @@ class Passes:
         program = self.program(step.planned.plan, training=gradients is not None)
         if self.weights is not None:
             self.weights.forget()
-        context = nullcontext() if gradients is None else gradients.passes(program.backward_order)
+        context = nullcontext() if gradients is None else gradients.passes(lambda: self._backward_order(step, program))
         with torch.set_grad_enabled(gradients is not None), context:
             running = _Run(self, step, program)
             running.run()
+            if running.items is not None and gradients is not None:
+                gradients.begin_pass()
+                running.items.backward()
+                gradients.end_pass()
         self.bytes_sent = running.bytes_sent
         # All tensor ranks have the total.
         return running.total if self.mesh.tensor_rank == 0 else torch.zeros_like(running.total)
+
+    def _backward_order(self, step: StepInputs, program: StepProgram) -> Sequence[Sequence[int]]:
+        """The HDP ranks in the order in which their backward passes end, with those of encoders at last."""
+        order = program.backward_order()
+        return order if step.planned.items is None else [[*own, *range(self.mesh.hdp)] for own in order]
 
     def take_ahead(self) -> Tensor:
         """(losses, labels) of multi-token prediction of this rank's passes since the last call, fp64 ``[2]``; all
@@ -241,6 +252,13 @@ class _Run:
         self._depths = 0 if mtp is None else mtp.depths
         if self._depths:  # now, on all ranks
             self._refuse_ahead()
+        self.items: StepItems | None = None
+        media: MediaEncoder | None = getattr(self.chunks[0], "media", None)
+        self._fetch = step.fetch if media is None else text_alone(step.fetch)
+        if step.planned.items is not None:
+            assert media is not None  # checked
+            self.items = StepItems(media, step.planned, step.fetch, self.mesh, passes.device)
+            self._fetch = self.items.fetch
         self._packs: dict[int, PackedShard] = {}
         """By number in the program, until the last pass of the micro-batch."""
         self._slices = step.planned.plan.slices
@@ -330,7 +348,7 @@ class _Run:
         """``alone``: no other HDP rank takes part."""
         alone = alone and self.mesh.tensor == 1
         overlap = 0.0
-        if last and self.step.ends:
+        if last and self.step.ends and self.items is None:
             overlap = 1.0 if alone else self.program.overlap()
         gradients.begin_pass(chunk, overlap, alone)
 
@@ -371,10 +389,14 @@ class _Run:
         if not chunk.first:
             inputs = tuple(x.requires_grad_() for x in self._take(replace(done, stage=done.stage - 1)))
         x: Any = inputs if len(inputs) > 1 else inputs[0]
+        pack = replace(pack, tokens=x)
+        if pack.items is not None:
+            x = replace(pack.items, tokens=x, embeddings=pack.items.embeddings if chunk.first else None)
+            pack = replace(pack, items=x)
         y: Any
         with nullcontext() if batch is None else self.step.offload_context(batch.offload_ratio, pack.positions.numel()):
             if chunk.last or self._added_losses:
-                y = micro_batch_loss(chunk, replace(pack, tokens=x), comm, self.passes.loss)
+                y = micro_batch_loss(chunk, pack, comm, self.passes.loss)
             else:
                 with pack.routing(chunk):
                     y = chunk(x, positions=pack.positions, cu_seqlens=pack.cu_seqlens, comm=comm)
@@ -463,6 +485,10 @@ class _Run:
 
     def _packed(self, batch: MicroBatch, part: SequenceSlice | None) -> PackedShard:
         """This rank's shard of a micro-batch; ``part``: the slice that it is. Local."""
+        packed = self._packed_tokens(batch, part)
+        return packed if self.items is None else self.items.add_to(packed, batch)
+
+    def _packed_tokens(self, batch: MicroBatch, part: SequenceSlice | None) -> PackedShard:
         step, comm, device, plan = self.step, self._group(batch), self.passes.device, self.step.planned.plan
         where: dict[str, Any] = {"comm": comm, "device": device}
         lengths, planned = step.planned.lengths, self._planned(batch)
@@ -475,13 +501,13 @@ class _Run:
             positions = positions_of(pack, rank=comm.rank, size=comm.size, device=device)
             return PackedShard(positions, positions, positions, pack)
         if step.terms is not None:
-            return step.terms.shard(places, part, plan, step.fetch, **where)
+            return step.terms.shard(places, part, plan, self._fetch, **where)
         if trees:
-            return tree_shard(places, part, lengths, plan.fragments, step.fetch, **where)
+            return tree_shard(places, part, lengths, plan.fragments, self._fetch, **where)
         if planned is not None and part is not None:
             sequence = {planned.sequence: planned.bounds[-1]}
-            return sequences_shard(part, sequence, step.fetch, depths=self._depths, **where)
-        return pack_shard(batch, step.fetch, limit=plan.limit, depths=self._depths, **where)
+            return sequences_shard(part, sequence, self._fetch, depths=self._depths, **where)
+        return pack_shard(batch, self._fetch, limit=plan.limit, depths=self._depths, **where)
 
     def _refuse_ahead(self) -> None:
         lengths = self.step.planned.lengths

@@ -29,6 +29,7 @@ from hdpcomm.train.losses.label_terms import (
 )
 from hdpcomm.train.losses.shards import Fetch, declared, vocabulary_of
 from hdpcomm.train.state.layout import num_parameters, plain_name
+from hdpcomm.train.step.items import with_items
 from hdpcomm.train.step.metrics import OffloadedStep, StepMetrics, Timeline, add_expert_load
 from hdpcomm.train.step.passes import Passes, StepInputs
 from hdpcomm.train.step.replicas import check_replicas, settings_of
@@ -40,6 +41,9 @@ from hdpcomm.train.step.trainer_check import (
     check_model,
     check_trained_names,
     check_trainer,
+    check_trees,
+    mean_loss,
+    refuse_prefixes,
     trained_names,
 )
 from hdpcomm.train.zero.buckets import BUCKET_BYTES
@@ -49,7 +53,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.offload import ActivationOffload
     from hdpcomm.parallel.stages import Stage
-    from hdpcomm.plan import Planner, StepPlan, TrajectoryTree
+    from hdpcomm.plan import Item, Planner, StepPlan, TrajectoryTree
 
 __all__ = ["Trainer"]
 
@@ -156,11 +160,6 @@ class Trainer:
         self.max_grad_norm = max_grad_norm
         self.num_steps = 0
         check_log_prob_loss(loss, self.model, self.stages)
-        if offload is None and planner.memory.offloadable:
-            raise InvalidUsage(
-                "the planner counts on host memory (offload) and the trainer has no way there; give "
-                "offload=ActivationOffload(pool, model), or plan with ClusterSpec(offload=False)"
-            )
         self.offload = offload
         self.loss = loss
         own = weakref.ref(self)  # a trainer ends, and gives back its model, with its last user
@@ -189,6 +188,7 @@ class Trainer:
         *,
         groups: Sequence[Hashable] | None = None,
         trees: Sequence[TrajectoryTree] = (),
+        items: Sequence[Sequence[Item]] = (),
     ) -> StepMetrics:
         """One optimizer step on a global batch. Collective over ``comm``: equal ``lengths`` on every rank.
 
@@ -211,6 +211,9 @@ class Trainer:
             trees: of a loss of log-probabilities, which sequences share prefixes
                 (:func:`hdpcomm.plan.trees_of_prompts`, :func:`hdpcomm.data.fold`). Shared tokens are computed once
                 where the plan is shorter so; the loss stays that of each sequence.
+            items: of a model with images or videos, those of each sequence (:func:`hdpcomm.models.items_of`), the same
+                on all ranks. ``fetch`` then gives a dictionary with what they are made of; each is encoded once, by the
+                rank that is done with it first.
 
         Raises:
             InvalidUsage: a sequence does not fit the ranks' capacity, or no token of the batch has a label.
@@ -225,7 +228,7 @@ class Trainer:
         check_has("step()", "fetch", fetch, "__call__", "a function of a sequence's number")
         with self.comm.liveness_deadlines():
             try:
-                return self._step(lengths, self._declared(fetch), groups, trees)
+                return self._step(lengths, self._declared(fetch), groups, trees, items)
             except Aborted:
                 self.runner.drain()  # where it was a reduction that failed first, it has the reason
                 raise
@@ -237,6 +240,7 @@ class Trainer:
         *,
         groups: Sequence[Hashable] | None = None,
         trees: Sequence[TrajectoryTree] = (),
+        items: Sequence[Sequence[Item]] = (),
     ) -> Tensor:
         """(summed loss, labels) of the sequences whose last layers are on this rank, fp64 ``[2]``; nothing is trained.
 
@@ -245,9 +249,9 @@ class Trainer:
         """
         check_has("evaluate()", "fetch", fetch, "__call__", "a function of a sequence's number")
         with self.comm.liveness_deadlines():
-            planned, batch = self._plan_now(lengths, trees)
+            planned, batch = self._plan_now(lengths, trees, items)
             fetch = self._declared(fetch)
-            self._agree(planned.plan, groups)
+            self._agree(planned, groups)
             if isinstance(self.loss, GroupLoss):
                 assert batch is not None
                 return self._group_terms(planned, batch, fetch, groups)[1]
@@ -264,6 +268,7 @@ class Trainer:
         root: int | None = None,
         trees: Sequence[TrajectoryTree] = (),
         routes: list[Tensor] | None = None,
+        items: Sequence[Sequence[Item]] = (),
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """The log-probability of each label of a batch under the model as it is; forward passes only, under a plan.
 
@@ -274,6 +279,7 @@ class Trainer:
             entropy: whether to give the entropy of each token's distribution, too.
             temperature: divides the logits. Default: that of the trainer's loss, or 1.
             root: the rank of ``comm`` that gets the results, the others get empty lists. Default: all ranks.
+            items: as of :meth:`step`.
             routes: an empty list, of all ranks or none, that gets for each sequence the experts ``[length, layers with
                 routers, top_k]`` of its tokens, for ``fetch`` of a later :meth:`step`; ``trees`` are left alone then.
 
@@ -285,7 +291,7 @@ class Trainer:
         given = (own or 1.0) if temperature is None else temperature
         given = check_number("log_probs()", "temperature", given, above=0)
         shared = trees if routes is None else ()
-        found = self._results("log_probs()", lengths, fetch, shared, root, entropy, given, routes)
+        found = self._results("log_probs()", lengths, fetch, shared, root, entropy, given, routes, items)
         return found[0], found[1] if entropy else None
 
     def values(
@@ -328,13 +334,15 @@ class Trainer:
         entropy: bool = False,
         temperature: float | None = None,
         routes: list[Tensor] | None = None,
+        items: Sequence[Sequence[Item]] = (),
     ) -> list[list[Tensor]]:
         """Log-probabilities and entropies, or outputs, of each label of each sequence. Collective."""
         if root is not None:
             check_whole(call, "root", root, least=0, most=self.comm.size - 1)
         with self.comm.liveness_deadlines():
             planned, batch = self._plan_shorter(lengths, trees)
-            self._agree(planned.plan, more=(entropy, temperature, root, routes is not None))
+            planned = self._with_items(planned, items)
+            self._agree(planned, more=(entropy, temperature, root, routes is not None))
             kept = self._log_probs(planned, batch, self._declared(fetch), entropy, temperature, routes is not None)
             found = kept.sum(self.mesh, root)
             if routes is not None:
@@ -350,14 +358,15 @@ class Trainer:
         fetch: Fetch,
         groups: Sequence[Hashable] | None,
         trees: Sequence[TrajectoryTree],
+        items: Sequence[Sequence[Item]],
     ) -> StepMetrics:
         check_trained_names(self.model, self._trained)
         counts = self.comm.stats()
-        planned, batch = self._plan_now(lengths, trees)
+        planned, batch = self._plan_now(lengths, trees, items)
         started, processor = time.perf_counter() - planned.waited_s, time.process_time()
         plan, runner = planned.plan, self.runner
         runner.zero()
-        self._agree(plan, groups)
+        self._agree(planned, groups)
         terms, known = self._terms(planned, batch, fetch, groups)
         self.timeline.begin()
         scale = 1.0 / max(1, plan.tokens)
@@ -367,7 +376,7 @@ class Trainer:
         )
         total, labels = runner.train(inputs, known, offloading.meter)
         self.timeline.end("wait for others")
-        mean = self._mean(total, labels)
+        mean = mean_loss(total, labels)
         runner.reduce(1.0 / (scale * labels))
         grad_norm = runner.clip(self.max_grad_norm)
         check_finite(mean, grad_norm, plan, inputs.not_finite, self.mesh, self.num_steps)
@@ -518,7 +527,7 @@ class Trainer:
         """The plan of the last step as it ran: micro-batches of its queue with the ranks that have taken them."""
         return self.runner.ran
 
-    def _agree(self, plan: StepPlan, groups: Sequence[Hashable] | None = None, more: object = None) -> None:
+    def _agree(self, planned: PlannedStep, groups: Sequence[Hashable] | None = None, more: object = None) -> None:
         """Raises unless all ranks are about to run the same step. Collective."""
         if groups is not None and not isinstance(self.loss, GroupLoss):
             raise InvalidUsage("groups are of a GroupLoss, and the trainer's loss is none; leave them out")
@@ -526,22 +535,27 @@ class Trainer:
             self.max_grad_norm,
             name_of_loss(self.loss),
             None if groups is None else checked_groups(groups, len(groups)),
-            more,
+            more if planned.items is None else (more, planned.items.digest()),
         )
-        self.runner.agree(plan, settings_of(self.optimizer, told))
+        self.runner.agree(planned.plan, settings_of(self.optimizer, told))
 
     def _plan_now(
-        self, lengths: Sequence[int | Tree] | PlannedStep, trees: Sequence[TrajectoryTree]
+        self,
+        lengths: Sequence[int | Tree] | PlannedStep,
+        trees: Sequence[TrajectoryTree],
+        items: Sequence[Sequence[Item]],
     ) -> tuple[PlannedStep, Batch | None]:
         """The plan of a step, and its sequences if the loss is one of log-probabilities."""
+        batch = None
         if isinstance(self.loss, (TokenLoss, GroupLoss)):
-            return self._plan_shorter(lengths, trees)
-        if trees:
-            raise InvalidUsage(
-                "trees= are of a loss of log-probabilities, and the trainer has another one; give it "
-                "loss=hdpcomm.train.losses.sft(), or lengths that are trees"
-            )
-        return lengths if isinstance(lengths, PlannedStep) else self._planned(lengths), None
+            planned, batch = self._plan_shorter(lengths, trees)
+        else:
+            refuse_prefixes(trees)
+            planned = lengths if isinstance(lengths, PlannedStep) else self._planned(lengths)
+        return self._with_items(planned, items), batch
+
+    def _with_items(self, planned: PlannedStep, items: Sequence[Sequence[Item]]) -> PlannedStep:
+        return with_items(planned, items, (*self.stages, self.model)[0], self.planner, self.mesh)
 
     def _plan_shorter(
         self, lengths: Sequence[int | Tree] | PlannedStep, trees: Sequence[TrajectoryTree]
@@ -550,24 +564,10 @@ class Trainer:
         return shorter_plan(self._planned, lengths, trees, shares=shares_prefixes((*self.stages, self.model)))
 
     def _planned(self, lengths: Sequence[int | Tree]) -> PlannedStep:
-        takes_trees = all(getattr(part, "takes_trees", True) for part in (*self.stages, self.model))
-        if not takes_trees and any(isinstance(length, Tree) for length in lengths):
-            raise InvalidUsage(
-                "a tree was given, and the model has layers with chunks of attention, which know no trees; give its "
-                "sequences"
-            )
+        check_trees(lengths, (*self.stages, self.model))
         started = time.perf_counter()
         plan = self.planner.plan(lengths)
         return PlannedStep(tuple(lengths), plan, time.perf_counter() - started)
-
-    def _mean(self, total: float, labels: float) -> float:
-        if labels <= 0:
-            raise InvalidUsage(
-                "no token of this batch has a label (a sequence of one token has no next one), or the weights of trees "
-                f"do not sum up to more than 0 (the sum of labels and weights is {labels}); give longer sequences, "
-                "labels or other weights"
-            )
-        return total / labels
 
     def _metrics(self, planned: PlannedStep, own: Sequence[float], *, loss: float, grad_norm: float) -> StepMetrics:
         """``own``: this rank's seconds, idle seconds, bytes sent and seconds of processor time. Collective."""

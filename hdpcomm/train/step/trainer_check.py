@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +18,13 @@ from hdpcomm.models.self_check import CHECKED_TOKENS, is_random
 from hdpcomm.models.tensor_group import TensorGroup
 from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, check_same_trained, checked_stages
 from hdpcomm.parallel.stages import Stage
+from hdpcomm.plan import Tree
 from hdpcomm.train.losses import GroupLoss, TokenLoss
 from hdpcomm.train.zero.matrix_owners import MatrixOwners
 from hdpcomm.train.zero.pulled_weights import has_part
 
 if TYPE_CHECKING:
-    from hdpcomm.plan import Planner, StepPlan
+    from hdpcomm.plan import Planner, StepPlan, TrajectoryTree
     from hdpcomm.train.step.settings import StepSettings
 
 __all__ = [
@@ -33,6 +34,9 @@ __all__ = [
     "check_order",
     "check_trained_names",
     "check_trainer",
+    "check_trees",
+    "mean_loss",
+    "refuse_prefixes",
     "trained_names",
 ]
 
@@ -91,7 +95,13 @@ def check_trainer(
         raise InvalidUsage("LBFGS computes the loss several times a step, which a planned step does once; give another")
     parameters = [parameter for module in modules for parameter in module.parameters()]
     own = {id(parameter) for parameter in parameters}
-    strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    updated = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if len(set(updated)) < len(updated):
+        raise InvalidUsage(
+            "the optimizer has a parameter twice, as of stages that share an encoder, and would update it twice; give "
+            "each once (of several stages: nn.ModuleList(stages).parameters())"
+        )
+    strange = sum(key not in own for key in updated)
     if strange and any(p.requires_grad for p in parameters):  # else there is nothing to train, which is told
         raise InvalidUsage(
             f"{strange} parameters of the optimizer are none of the model's; make the optimizer from the parameters of "
@@ -101,6 +111,11 @@ def check_trainer(
         check_number("Trainer", "max_grad_norm", max_grad_norm, above=0)
     if loss is not None and not isinstance(loss, (TokenLoss, GroupLoss)):
         check_has("Trainer", "loss", loss, "__call__", "a function of (logits, labels)")
+    if offload is None and planner.memory.offloadable:
+        raise InvalidUsage(
+            "the planner counts on host memory (offload) and the trainer has no way there; give "
+            "offload=ActivationOffload(pool, model), or plan with ClusterSpec(offload=False)"
+        )
     if offload is not None:
         check_has("Trainer", "offload", offload, "micro_batch", "an ActivationOffload")
     if settings.dtype is not None:
@@ -247,3 +262,32 @@ def check_trained_names(model: nn.Module, before: frozenset[str]) -> None:
         f"parameters were {' and '.join(told)} after the trainer was made, which goes on with those of then; make a "
         "new optimizer and a new trainer after each change of requires_grad"
     )
+
+
+def check_trees(lengths: Sequence[int | Tree], parts: Iterable[nn.Module]) -> None:
+    """Raises InvalidUsage for a tree where the parts of a model do not take any. Local."""
+    if any(isinstance(length, Tree) for length in lengths) and not all(getattr(x, "takes_trees", True) for x in parts):
+        raise InvalidUsage(
+            "a tree was given, and the model has layers with chunks of attention, which know no trees; give its "
+            "sequences"
+        )
+
+
+def refuse_prefixes(trees: Sequence[TrajectoryTree]) -> None:
+    """Raises InvalidUsage for shared prefixes, where the loss is none of log-probabilities."""
+    if trees:
+        raise InvalidUsage(
+            "trees= are of a loss of log-probabilities, and the trainer has another one; give it "
+            "loss=hdpcomm.train.losses.sft(), or lengths that are trees"
+        )
+
+
+def mean_loss(total: float, labels: float) -> float:
+    """The loss of a step. Raises InvalidUsage: there is nothing to divide by."""
+    if labels <= 0:
+        raise InvalidUsage(
+            "no token of this batch has a label (a sequence of one token has no next one), or the weights of trees "
+            f"do not sum up to more than 0 (the sum of labels and weights is {labels}); give longer sequences, "
+            "labels or other weights"
+        )
+    return total / labels

@@ -1,0 +1,257 @@
+"""Images and videos of transformers' models: the encoder's part of a step, which no pack of tokens knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hdpcomm.errors import InvalidUsage
+from hdpcomm.plan.items import Item
+
+__all__ = ["FAMILIES", "MEDIA", "MediaEncoder", "TokensWithItems", "items_of"]
+
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = (*_QWEN, "llava")
+"""``config.model_type`` of models whose images and videos are known. Their encoders look at a frame at a time."""
+_KINDS = {
+    "image": ("pixel_values", "image_grid_thw", "image_token_id"),
+    "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
+}
+"""For each kind of item the names of its pixels, of its grids and of its token."""
+MEDIA = (*(name for names in _KINDS.values() for name in names[:2]), "second_per_grid_ts", "mm_token_type_ids")
+"""Names of the results of a processor for a sequence's images and videos: no columns of its tokens."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokensWithItems:
+    """A shard some of whose tokens stand for items: what a model takes in the place of its tokens.
+
+    Attributes:
+        tokens: int64 ``[local tokens]``.
+        rows: int64 ``[n]``, those that stand for items; with tensor ranks, of this one's block.
+        embeddings: ``[n, width]``, or ``[n, (1 + k) width]`` where k layers add features of the encoder; ``None``: a
+            later stage of a pipeline, whose ``tokens`` are hidden states.
+        coordinates: int64 ``[3, local tokens]``, positions by time, height and width; ``None``: the model has none.
+    """
+
+    tokens: Tensor
+    rows: Tensor
+    embeddings: Tensor | None
+    coordinates: Tensor | None
+
+
+class _Part(NamedTuple):
+    """An item as the encoder takes it: ``rows`` rows of its kind's pixels, from ``first`` on, and the rows and columns
+    of its grid."""
+
+    item: Item
+    kind: str
+    first: int
+    rows: int
+    grid: tuple[int, int]
+
+
+class MediaEncoder:
+    """The encoder of a model's images and videos.
+
+    Args:
+        causal_lm: of :data:`FAMILIES`.
+
+    Attributes:
+        width: of the embeddings of items, see :class:`TokensWithItems`.
+        deepest: the first layers of the language model, so many, add features of the encoder.
+    """
+
+    def __init__(self, causal_lm: Any) -> None:
+        self._model, config = causal_lm.base_model, causal_lm.config
+        self._config = config
+        self.deepest = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+        self.width = config.get_text_config().hidden_size * (1 + self.deepest)
+        # Now, as stages of a pipeline have parts of the model.
+        language = sum(p.numel() for p in self._model.language_model.parameters())
+        vision, own = config.vision_config, sum(p.numel() for p in self.parameters())
+        depth = getattr(vision, "depth", None) or vision.num_hidden_layers
+        width = getattr(vision, "embed_dim", None) or vision.hidden_size
+        self._work: tuple[float, float] = own / language, 2.0 * width * depth / language
+
+    @staticmethod
+    def of(causal_lm: Any) -> MediaEncoder | None:
+        """``None``: the model takes text alone."""
+        return MediaEncoder(causal_lm) if causal_lm.config.model_type in FAMILIES else None
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The parts of the model that are not its language model."""
+        return (part for part in self._model.children() if part is not self._model.language_model)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The weights."""
+        return (p for part in self.modules() for p in part.parameters())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Weights and buffers."""
+        yield from self.parameters()
+        yield from (buffer for part in self.modules() for buffer in part.buffers())
+
+    def share_of_tokens(self, patches: int) -> float:
+        """Work of encoding an item, in units of that of the language model's weights for a token."""
+        linear, squared = self._work
+        return patches * (linear + squared * patches)
+
+    def items(self, given: Mapping[str, Any]) -> list[Item]:
+        """The items of a sequence, by rising places. Local.
+
+        Args:
+            given: "tokens" int64 ``[length]`` and what the model's processor makes of the sequence's images and videos:
+                "pixel_values" and "image_grid_thw", "pixel_values_videos" and "video_grid_thw".
+
+        Raises: InvalidUsage: the tokens that stand for them do not match.
+        """
+        return [part.item for part in self._parts(given)]
+
+    def _parts(self, given: Mapping[str, Any]) -> list[_Part]:
+        found: list[_Part] = []
+        for kind, (pixels, _, token) in _KINDS.items():
+            number = getattr(self._config, token, None)
+            places = (given["tokens"] == number).nonzero()[:, 0] if number is not None else torch.zeros(0)
+            frames = list(self._frames(kind, given))
+            count = sum(tokens for *_, tokens in frames)
+            if len(places) != count:
+                raise InvalidUsage(
+                    f"a sequence has {len(places)} tokens that stand for its {kind}s ({token}), and {pixels} makes "
+                    f"{count} embeddings; give what the model's processor made of this sequence"
+                )
+            end = 0
+            for first, rows, grid, tokens in frames:
+                own = places[end : (end := end + tokens)]
+                start = int(own[0])
+                if int(own[-1]) - start + 1 != tokens:
+                    raise InvalidUsage(f"the {tokens} tokens of a {kind} from place {start} on are not in a row")
+                found.append(_Part(Item(start, tokens, grid[0] * grid[1]), kind, first, rows, grid))
+        return sorted(found, key=lambda part: part.item.start)
+
+    def _frames(self, kind: str, given: Mapping[str, Any]) -> Iterator[tuple[int, int, tuple[int, int], int]]:
+        """(first row of pixels, rows, (rows, columns) of patches, tokens) of each image or frame."""
+        pixels, grids, token = _KINDS[kind]
+        if given.get(pixels) is None:
+            return
+        vision = self._config.vision_config
+        if self._config.model_type not in _QWEN:
+            number, *_, height, width = given[pixels].shape
+            grid = height // vision.patch_size, width // vision.patch_size
+            tokens = int((given["tokens"] == getattr(self._config, token)).sum()) // max(1, number)
+            yield from ((place, 1, grid, tokens) for place in range(number))
+            return
+        first = 0
+        for frames, height, width in given[grids].tolist():
+            for _ in range(frames):
+                yield first, height * width, (height, width), height * width // vision.spatial_merge_size**2
+                first += height * width
+        if first != len(given[pixels]):
+            raise InvalidUsage(f"{grids} tells of {first} patches, and {pixels} has {len(given[pixels])}")
+
+    def split(self, batch: Mapping[str, Any], sequences: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """Deals the images and videos of a collator's batch out to its sequences, by their tokens. Local.
+
+        Raises: InvalidUsage: the tokens that stand for items do not match.
+        """
+        found: list[dict[str, Tensor]] = [{} for _ in sequences]
+        for kind, (pixels, grids, token) in _KINDS.items():
+            counts = [int((tokens == getattr(self._config, token, -1)).sum()) for tokens in sequences]
+            x = batch.get(pixels)
+            number = 0 if x is None else len(x)
+            if self._config.model_type in _QWEN:
+                rows = [] if x is None else batch[grids].prod(1).tolist()
+                tokens_of = [each // self._config.vision_config.spatial_merge_size**2 for each in rows]
+            else:
+                rows, tokens_of = [1] * number, [sum(counts) // max(1, number)] * number
+            place = row = 0
+            for own, count in zip(found, counts, strict=True):
+                last, end = place, row
+                while count > 0 and last < len(rows):
+                    count, end, last = count - tokens_of[last], end + rows[last], last + 1
+                if count:
+                    raise InvalidUsage(f"the {kind}s of a batch do not match the tokens that stand for them ({token})")
+                if last > place:
+                    own[pixels] = batch[pixels][row:end]
+                    for name in (grids, "second_per_grid_ts" if kind == "video" else grids):
+                        if batch.get(name) is not None:
+                            own[name] = torch.as_tensor(batch[name])[place:last]
+                place, row = last, end
+            if place != len(rows):
+                raise InvalidUsage(f"a batch has {len(rows)} {kind}s, and tokens of {place} ({token})")
+        return found
+
+    def encode(self, chosen: Sequence[tuple[Mapping[str, Any], Sequence[int]]], device: torch.device) -> Tensor:
+        """Embeddings ``[rows, width]`` of items, one after the other. Differentiable. Local.
+
+        Args:
+            chosen: of sequences as of :meth:`items`, the numbers of the items.
+        """
+        wanted = []
+        for given, numbers in chosen:
+            parts = self._parts(given)
+            wanted += [(given, parts[number]) for number in numbers]
+        order: list[int] = []
+        rows: list[Tensor] = []
+        for kind, (pixels, _, _) in _KINDS.items():
+            own = [place for place, (_, part) in enumerate(wanted) if part.kind == kind]
+            if own:
+                taken = [wanted[place] for place in own]
+                x = torch.cat([given[pixels][part.first : part.first + part.rows] for given, part in taken])
+                rows += self._features(kind, x.to(device), [part.grid for _, part in taken])
+                order += own
+        by_place = dict(zip(order, rows, strict=True))
+        return torch.cat([by_place[place] for place in range(len(wanted))])
+
+    def _features(self, kind: str, pixels: Tensor, grids: Sequence[tuple[int, int]]) -> list[Tensor]:
+        options: dict[str, Any] = {}
+        if self._config.model_type in _QWEN:
+            options[_KINDS[kind][1]] = torch.tensor([(1, *grid) for grid in grids], device=pixels.device)
+        else:
+            options["pixel_values"] = pixels.to(next(self.parameters()).dtype)
+            options["return_dict"] = True
+        if kind == "image":
+            options["pixel_values"] = options.get("pixel_values", pixels)
+            out = self._model.get_image_features(**options)
+        else:
+            out = self._model.get_video_features(pixel_values_videos=pixels, **options)
+        features = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+        return [torch.cat(each, -1) for each in zip(*features, strict=True)]
+
+    def coordinates(self, given: Mapping[str, Any]) -> Tensor | None:
+        """int64 ``[3, length]``, the positions of a sequence's tokens by time, height and width; ``None``: the model
+        counts tokens. Local."""
+        tokens = given["tokens"]
+        if self._config.model_type not in _QWEN:
+            return None
+        kinds = torch.zeros_like(tokens, dtype=torch.int32)
+        for number, (_, _, token) in enumerate(_KINDS.values(), 1):
+            kinds[tokens == getattr(self._config, token)] = number
+        if not kinds.any():
+            return torch.arange(len(tokens)).expand(3, -1)
+        grids = {name: given[name] for _, name, _ in _KINDS.values() if given.get(name) is not None}
+        if given.get("second_per_grid_ts") is not None:
+            grids["second_per_grid_ts"] = given["second_per_grid_ts"]
+        places, _ = self._model.get_rope_index(tokens[None], mm_token_type_ids=kinds[None], **grids)
+        found: Tensor = places[:, 0]
+        return found
+
+
+def items_of(model: Any, fetched: Mapping[str, Any]) -> list[Item]:
+    """The images and frames of a sequence, of what a plan is made beside its length. Local.
+
+    Args:
+        model: of :func:`hdpcomm.models.adapt`.
+        fetched: "tokens" int64 ``[length]`` and what the processor of the model makes of the sequence's images and
+            videos: "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw".
+
+    Raises: InvalidUsage: a model of text, or the tokens that stand for items do not match them.
+    """
+    encoder: MediaEncoder | None = getattr(model, "media", None)
+    if encoder is None:
+        raise InvalidUsage(f"{type(model).__name__} takes text alone; known are {', '.join(FAMILIES)}, by adapt()")
+    return encoder.items(fetched)
