@@ -45,7 +45,9 @@ from hdpcomm.integrations.huggingface_options import (
 from hdpcomm.integrations.huggingface_zero import least_zero, without_fsdp
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses, Sequences, gather_sequences
 from hdpcomm.models import adapt, compile_layers, use_float8
+from hdpcomm.models.causal_lm import inner_causal_lm
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of
+from hdpcomm.models.huggingface import decoder_of
 from hdpcomm.models.self_check import is_random
 from hdpcomm.plan import CostModel, PlannedStep
 from hdpcomm.run.flops import spec_of
@@ -178,7 +180,8 @@ class HybridDataParallel(PartsInFolders):
         """The loss is one of TRL's, made of log-probabilities."""
         if self._replay is not None:
             check_replay(this, self._replay)
-        self._attention = this.model.config._attn_implementation
+        inner = inner_causal_lm(this.model) or this.model  # which adapt() refuses
+        self._attention = decoder_of(inner).config._attn_implementation
         if self._source is not None:
             self._source.prepare(this.model, self._mesh(), this.args.seed)
         if getattr(this, "aux_loss_enabled", False):  # TRL weighs the routers' loss itself
@@ -192,7 +195,7 @@ class HybridDataParallel(PartsInFolders):
             raise InvalidUsage(f"Trainer: {mesh_text(self._cut)} with a classifier is not supported; leave it out")
         if self._source is None:
             self._check_random()
-        self._own_attention = cast(Any, self._adapted).causal_lm.config._attn_implementation
+        self._own_attention = decoder_of(cast(Any, self._adapted).causal_lm).config._attn_implementation
 
     def _set_loss(self) -> None:
         """The loss of a label, where it is no plain cross-entropy."""
@@ -341,7 +344,7 @@ class HybridDataParallel(PartsInFolders):
         batch, _ = gather_sequences(self._labels.sequences(inputs), self.comm)
         metrics = TokenMetrics() if self._keeps_metrics else None
         scale, terms = 1.0 / float(num_items_in_batch), self._labels.terms(batch, metrics)
-        share = self._train(passes.plan(batch.lengths), batch, scale=scale, ends=ends, terms=terms)
+        share = self._train(passes.plan(batch), batch, scale=scale, ends=ends, terms=terms)
         if metrics is not None:
             self._note(metrics, sum(batch.lengths))
         return share.to(cast(Any, self).args.device)
@@ -489,16 +492,16 @@ class HybridDataParallel(PartsInFolders):
 
     @contextlib.contextmanager
     def _with_attention(self, name: str) -> Iterator[None]:
-        causal_lm = cast(Any, self._adapted).causal_lm
-        before = causal_lm.config._attn_implementation
+        decoder = decoder_of(cast(Any, self._adapted).causal_lm)
+        before = decoder.config._attn_implementation
         if name == before:
             yield
             return
-        causal_lm.set_attn_implementation(name)
+        decoder.set_attn_implementation(name)
         try:
             yield
         finally:
-            causal_lm.set_attn_implementation(before)
+            decoder.set_attn_implementation(before)
 
     def _begin(self) -> tuple[RowPasses, bool]:
         """Before the passes of a batch: what runs them, and whether they end the step."""

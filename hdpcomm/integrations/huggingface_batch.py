@@ -16,6 +16,7 @@ from hdpcomm.attention.packs import as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, classified_token
+from hdpcomm.models.media import MEDIA, MediaEncoder
 from hdpcomm.train.losses.loss import IGNORE
 
 __all__ = ["CARRIED", "REFUSED", "WITHOUT_EFFECT", "check_keys", "sequences_of"]
@@ -55,11 +56,14 @@ REFUSED = {
         "cross_attention_states", "cross_attention_mask", "full_text_row_masked_out_mask",
     ): "states of an encoder; give a decoder and its tokens alone",
     (
-        "pixel_values", "pixel_values_videos", "image_pixel_values", "image_patches", "image_sizes",
+        "image_pixel_values", "image_patches", "image_sizes",
         "image_attention_mask", "image_position_ids", "video_position_ids", "num_frames_per_video",
         "interpolate_pos_encoding", "input_features", "input_features_mask", "audio_input_features",
-        "audio_embed_sizes", "audio_attention_mask", "mm_encoder_outputs", "mm_token_type_ids",
-    ): "images, videos or sound; train on text alone",
+        "audio_embed_sizes", "audio_attention_mask", "mm_encoder_outputs",
+    ): "images, videos or sound in a form that planned training does not know",
+    ("pixel_values", "pixel_values_videos", "mm_token_type_ids"): (
+        "images or videos, of a model whose images are not known; carried for those that docs/images.md names"
+    ),
     ("logits_to_keep", "ignore_index", "vocab_size"): "another loss than that of all labels that are not -100",
     ("output_router_logits",): "the auxiliary loss of routers; set it in the model's configuration",
     ("num_hashes",): "another attention than that of the model's configuration; set it there",
@@ -71,16 +75,21 @@ _REASONS = {name: reason for names, reason in REFUSED.items() for name in names}
 _UNKNOWN = "no key that planned training knows; leave it out in the collator, or use transformers.Trainer"
 
 
-def check_keys(batch: Mapping[str, Any]) -> None:
-    """Raises InvalidUsage for a key that planned training would drop. Local."""
+def check_keys(batch: Mapping[str, Any], *, media: bool = False) -> None:
+    """Raises InvalidUsage for a key that planned training would drop. Local.
+
+    Args:
+        media: the model takes images and videos.
+    """
     for name, value in batch.items():
-        if value is not None and name not in _ALLOWED:
+        if value is not None and name not in _ALLOWED and not (media and name in MEDIA):
             raise InvalidUsage(f"a batch has {name!r}: {_REASONS.get(name, _UNKNOWN)}")
 
 
 def sequences_of(
-    batch: Mapping[str, Any], labels_of: str = NEXT_TOKEN, *, padding: int | None = None, targets: int = 0
-) -> Sequences:
+    batch: Mapping[str, Any], labels_of: str = NEXT_TOKEN, *, padding: int | None = None, targets: int = 0,
+    media: MediaEncoder | None = None,
+) -> Sequences:  # fmt: skip
     """The sequences of a batch without padding. Local.
 
     Args:
@@ -90,10 +99,11 @@ def sequences_of(
         labels_of: to what labels belong, see :mod:`hdpcomm.models.heads`. Those of sequences are ``[rows]``.
         padding: the token that classifies no sequence.
         targets: of each sequence, ``labels`` are ``[rows, targets]`` then; 0: a label is the number of a class.
+        media: of a model with images and videos, which are those of the batch.
 
     Raises: InvalidUsage for other batches, and for keys that :mod:`hdpcomm.integrations.huggingface_batch` refuses.
     """
-    check_keys(batch)
+    check_keys(batch, media=media is not None)
     tokens, labels = batch.get("input_ids"), batch.get("labels")
     if not isinstance(tokens, Tensor) or not isinstance(labels, Tensor) or tokens.ndim != 2:
         raise InvalidUsage(
@@ -108,6 +118,8 @@ def sequences_of(
         raise InvalidUsage("a batch has no token; every rank needs at least one")
     starts = [*begins.nonzero()[:, 0].tolist(), len(begins)]
     own = Sequences([b - a for a, b in pairwise(starts)], tokens[seen].long(), labelled[seen].long())
+    if media is not None:
+        own = replace(own, media=media.split(batch, own.each()))
     return _classified(own, labels.cpu(), len(tokens), padding, targets) if labels_of == SEQUENCE else own
 
 

@@ -19,6 +19,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.models.heads import SEQUENCE
+from hdpcomm.models.media import MEDIA, MediaEncoder
 from hdpcomm.train.losses.loss import IGNORE
 from hdpcomm.train.losses.shards import routes_of
 
@@ -85,7 +86,7 @@ class LogProbModel:
         """An object with what TRL reads: ``log_probs``, ``entropy``, ``label_mask``; what it only logs is 0."""
         from trl.trainer.utils import FusedCausalLMOutput
 
-        own, where = _rows(arguments)
+        own, where = _rows(arguments, self._passes.media)
         scored = self._scored(own, temperature=self._temperature, entropy=True)
         device = arguments["input_ids"].device
         none = torch.zeros(where.shape, dtype=scored.values.dtype)
@@ -137,19 +138,19 @@ class ScoreModel(LogProbModel):
         return SequenceClassifierOutput(logits=scores[:, None].to(tokens.device))
 
 
-def _rows(arguments: Mapping[str, Any]) -> tuple[Sequences, Tensor]:
+def _rows(arguments: Mapping[str, Any], media: MediaEncoder | None) -> tuple[Sequences, Tensor]:
     """(the rows of a call as sequences, which labels ``[rows, tokens - 1]`` there are). Raises InvalidUsage."""
     given = {name for name, value in arguments.items() if value is not None and value is not False}
     tokens, mask, labels = (arguments.get(name) for name in ("input_ids", "attention_mask", "labels"))
     if (
         not arguments.get("fused_lm_head")
-        or given - _KEYS
+        or given - _KEYS - set(MEDIA if media is not None else ())
         or not all(isinstance(x, Tensor) and x.dim() == 2 for x in (tokens, mask, labels))
     ):
         raise InvalidUsage(
             f"the loss calls the model with {sorted(given)}; with plans it may ask for log-probabilities of padded "
-            "rows of text only (input_ids, attention_mask, labels and fused_lm_head, as TRL 1.16 does): leave out "
-            "images, padding_free and losses of logits"
+            "rows only (input_ids, attention_mask, labels and fused_lm_head, as TRL 1.16 does, and images of models "
+            "that take them): leave out padding_free and losses of logits"
         )
     assert isinstance(labels, Tensor)
     assert isinstance(mask, Tensor)
@@ -157,5 +158,6 @@ def _rows(arguments: Mapping[str, Any]) -> tuple[Sequences, Tensor]:
     labels = labels.cpu().masked_fill(~seen, IGNORE)
     first = seen.long().argmax(1)
     labels[torch.arange(len(labels)), first] = IGNORE  # nothing predicts a first token
-    own = sequences_of({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+    rows = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    own = sequences_of(rows | {name: arguments.get(name) for name in MEDIA}, media=media)
     return own, labels[:, 1:] != IGNORE

@@ -25,6 +25,7 @@ from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.kernels import LabelLoss
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE
+from hdpcomm.models.media import MediaEncoder
 from hdpcomm.train.losses import TokenLoss
 from hdpcomm.train.losses.label_terms import Batch, LabelTerms, token_terms
 from hdpcomm.train.losses.loss import IGNORE
@@ -271,6 +272,7 @@ class ModelLabels:
         self.dynamic = False
         self.of: str = adapted.labels_of
         self._config = adapted.causal_lm.config
+        self.media: MediaEncoder | None = adapted.media
 
     @property
     def padding(self) -> int | None:
@@ -282,7 +284,7 @@ class ModelLabels:
         """See :func:`hdpcomm.integrations.huggingface_batch.sequences_of`. Local. Chooses the problem of a classifier
         of sequences whose configuration names none, as transformers does."""
         if self.of != SEQUENCE:
-            return sequences_of(batch, self.of)
+            return sequences_of(batch, self.of, media=self.media)
         config, labels = self._config, batch.get("labels")
         if config.problem_type is None and isinstance(labels, Tensor):
             numbers = _CLASSES if labels.dtype in (torch.int64, torch.int32) else _SEVERAL

@@ -9,11 +9,11 @@ the same prompt, whichever ranks have them, are a tree, in which it is computed 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.integrations.row_media import RowMedia
 from hdpcomm.measure import measured_planner
+from hdpcomm.models.media import MediaEncoder
 from hdpcomm.offload import ActivationOffload, rank_pool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
 from hdpcomm.plan import CostModel, ModelSpec, PlannedStep, Planner, TrajectoryTree, Tree, trees_of_prompts
@@ -36,6 +38,7 @@ from hdpcomm.train.losses.label_terms import (
     shorter_plan,
 )
 from hdpcomm.train.losses.loss import IGNORE
+from hdpcomm.train.step.items import with_items
 from hdpcomm.train.step.passes import StepInputs
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ class Sequences:
         targets: floating point ``[sequences, outputs]`` of losses of outputs, which ``fetch`` gives as the columns "0",
             "1", ...; ``None``: there are none.
         routes: int16 ``[sum(lengths), layers, top_k]``, the experts that tokens take; ``None``: as routers choose.
+        media: images and videos of each; ``None``: a model of text.
         offsets: where each begins, and the last one ends.
     """
 
@@ -65,10 +69,15 @@ class Sequences:
     labels: Tensor
     targets: Tensor | None = None
     routes: Tensor | None = None
+    media: RowMedia | Sequence[Mapping[str, Tensor]] | None = None
     offsets: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offsets", [0, *accumulate(self.lengths)])
+
+    def each(self) -> list[Tensor]:
+        """The tokens of each sequence."""
+        return [self.tokens[a:b] for a, b in pairwise(self.offsets)]
 
     @property
     def num_labels(self) -> Tensor:
@@ -92,18 +101,21 @@ class Sequences:
         """(tokens, labels) of one sequence, or a dictionary of them, its targets and its routes."""
         part = slice(*self.offsets[place : place + 2])
         tokens, labels = self.tokens[part], self.labels[part]
-        if self.targets is None and self.routes is None:
+        if self.targets is None and self.routes is None and self.media is None:
             return tokens, labels
         targets: Iterable[Tensor] = () if self.targets is None else self.targets[place]
         more = {} if self.routes is None else {"routes": self.routes[part]}
+        more |= self.media.given[place] if isinstance(self.media, RowMedia) else {}
         return {"tokens": tokens, "labels": labels} | {str(k): each for k, each in enumerate(targets)} | more
 
 
 def gather_sequences(own: Sequences, comm: Communicator) -> tuple[Sequences, int]:
     """The sequences of all ranks, in their order, and the number of tokens before this rank's. Collective over
-    ``comm``: three all-gathers, 16 bytes a token, and one each of targets and routes if there are any."""
+    ``comm``: three all-gathers, 16 bytes a token, and one each of targets, routes and sizes of images if there are
+    any."""
+    media = None if own.media is None else RowMedia(cast("Sequence[Mapping[str, Tensor]]", own.media), comm)
     if comm.size == 1:
-        return own, 0
+        return replace(own, media=media), 0
     sizes = torch.empty(2 * comm.size, dtype=torch.int64)
     comm.all_gather(sizes, torch.tensor([len(own.lengths), len(own.tokens)]))
     counts, tokens = sizes.view(-1, 2).unbind(1)
@@ -117,7 +129,7 @@ def gather_sequences(own: Sequences, comm: Communicator) -> tuple[Sequences, int
     if routes is not None:
         every = _gather(routes.flatten(1).T.contiguous(), tokens.tolist(), most[1], comm)
         routes = every.T.reshape(-1, *routes.shape[1:])
-    return Sequences(lengths.tolist(), both[0], both[1], targets, routes), int(tokens[: comm.rank].sum())
+    return Sequences(lengths.tolist(), both[0], both[1], targets, routes, media), int(tokens[: comm.rank].sum())
 
 
 def _gather(rows: Tensor, counts: list[int], most: int, comm: Communicator) -> Tensor:
@@ -218,6 +230,7 @@ class RowPasses:
     ) -> None:
         self.comm, self.capacity, self.mesh = mesh.comm, plans.capacity, mesh
         self._plans, self._spec = plans, spec
+        self.media: MediaEncoder | None = getattr(model, "media", None)
         self._model, self._runner, self._settings, self._around = model, runner, settings, around
         self._like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         self._shares = shares_prefixes([model])
@@ -236,15 +249,24 @@ class RowPasses:
         """Costs that plans go by; ``None``: no batch has come whose costs are measured."""
         return self._plans.cost_model if self._planner is None else self._planner.cost_model
 
-    def plan(self, lengths: list[int]) -> PlannedStep:
-        """A plan for the rows of all ranks, on which they have agreed. Collective.
+    def plan(self, batch: Sequences) -> PlannedStep:
+        """A plan for the rows of all ranks, on which they have agreed; pixels are where they are encoded then.
+        Collective.
 
         Raises: Mismatch: of :func:`hdpcomm.train.step.replicas.check_same_plan`.
         """
-        return self._agreed(self._planned(lengths, lengths))
+        return self._agreed(self._planned(batch.lengths, batch.lengths), batch)
 
-    def _agreed(self, planned: PlannedStep) -> PlannedStep:
-        self._runner.agree(planned.plan, self._settings())
+    def _agreed(self, planned: PlannedStep, batch: Sequences) -> PlannedStep:
+        media, settings = batch.media, self._settings()
+        if isinstance(media, RowMedia) and any(items := media.items(cast(MediaEncoder, self.media), batch.each())):
+            assert self._planner is not None
+            planned = with_items(planned, items, self._model, self._planner, self.mesh)
+            assert planned.items is not None
+            settings += planned.items.digest()
+        self._runner.agree(planned.plan, settings)
+        if planned.items is not None:
+            cast(RowMedia, media).send_pixels(planned.items, self.mesh, self._like)
         return planned
 
     def _planned(self, items: Sequence[int | Tree], lengths: list[int]) -> PlannedStep:
@@ -276,13 +298,15 @@ class RowPasses:
         """
         batch, first = gather_sequences(own, self.comm)
         lengths = batch.lengths
-        if temperature is None:  # labels do not tell where prompts end
-            folded = fold([batch.tokens[a:b] for a, b in pairwise(batch.offsets)])
-            trees: Sequence[TrajectoryTree] = [tree for tree in folded if len(tree.trajectories) > 1]
+        if any(batch.media.given if isinstance(batch.media, RowMedia) else ()):
+            trees: Sequence[TrajectoryTree] = ()
+        elif temperature is None:  # labels do not tell where prompts end
+            folded = fold(batch.each())
+            trees = [tree for tree in folded if len(tree.trajectories) > 1]
         else:
             trees = () if routes else trees_of_prompts(lengths, batch.prompts())
         planned, labels = shorter_plan(lambda items: self._planned(items, lengths), lengths, trees, shares=self._shares)
-        self._agreed(planned)
+        planned = self._agreed(planned, batch)
         routed = self._model if routes else None
         kept = KeptLogProbs(labels, self._like, entropy=entropy, temperature=temperature, routed=routed)
         self._runner.forward(self._inputs(planned, batch, terms=kept_terms(kept, labels)))

@@ -1,0 +1,87 @@
+"""Images and videos of rows that each rank was given: the pixels go to the ranks that encode them, and to no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hdpcomm.data.agree import gather_json
+
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+    from hdpcomm.comm.mesh import Mesh
+    from hdpcomm.models.media import MediaEncoder
+    from hdpcomm.plan import Item
+    from hdpcomm.plan.items import PlacedItems
+
+__all__ = ["RowMedia"]
+
+
+class RowMedia:
+    """The images and videos in the sequences of all ranks, as the processor has made them: pixels without values but
+    for this rank's own, and those that :meth:`send_pixels` has brought.
+
+    Args:
+        own: of each of this rank's sequences, as of :meth:`hdpcomm.models.media.MediaEncoder.split`.
+
+    Collective over ``comm``: a message of the sizes of all.
+    """
+
+    def __init__(self, own: Sequence[Mapping[str, Tensor]], comm: Communicator) -> None:
+        told = gather_json(
+            comm,
+            [
+                {name: list(x.shape) if _is_pixels(name) else x.tolist() for name, x in each.items()}
+                for each in own
+            ],
+        )  # fmt: skip
+        self._rank = comm.rank
+        self._holder = [rank for rank, rows in enumerate(told) for _ in rows]
+        self.given: list[dict[str, Tensor]] = [
+            {name: torch.empty(x, device="meta") if _is_pixels(name) else torch.tensor(x) for name, x in row.items()}
+            for rows in told
+            for row in rows
+        ]
+        first = self._holder.index(comm.rank) if own else 0
+        self.given[first : first + len(own)] = map(dict, own)
+
+    def items(self, encoder: MediaEncoder, sequences: Sequence[Tensor]) -> list[list[Item]]:
+        """The items of each sequence, by its tokens. Local."""
+        pairs = zip(sequences, self.given, strict=True)
+        return [encoder.items({"tokens": tokens, **given}) for tokens, given in pairs]
+
+    def send_pixels(self, placed: PlacedItems, mesh: Mesh, like: Tensor) -> None:
+        """Sends each sequence's pixels, in the type of ``like``, to all ranks that encode some of its items. Collective
+        over the mesh."""
+        ranks = mesh.positions.flatten().tolist()
+        comm = cast("Communicator", mesh.comm.subset(ranks))
+        parts: dict[int, list[Tensor]] = {rank: [] for rank in range(comm.size)}
+        gets: list[list[tuple[int, str]]] = [[] for _ in range(comm.size)]
+        for place, given in enumerate(self.given):
+            holder = ranks.index(self._holder[place])
+            for name in filter(_is_pixels, given):
+                for encoder in np.unique(placed.device[placed.sequence == place]).tolist():
+                    if encoder == holder:
+                        continue
+                    if holder == comm.rank:
+                        parts[encoder].append(given[name].to(like).flatten())
+                    if encoder == comm.rank:
+                        gets[holder].append((place, name))
+        nothing = like.new_zeros(0)
+        out_counts = [sum(self.given[place][name].numel() for place, name in each) for each in gets]
+        out = like.new_empty(sum(out_counts))
+        x = torch.cat([nothing, *(part for each in parts.values() for part in each)])
+        comm.all_to_all(out, x, out_counts, [sum(part.numel() for part in each) for each in parts.values()])
+        first = 0
+        for place, name in (pair for each in gets for pair in each):
+            size = self.given[place][name].shape
+            self.given[place][name] = out[first : first + size.numel()].view(size)
+            first += size.numel()
+
+
+def _is_pixels(name: str) -> bool:
+    return name.startswith("pixel_values")
