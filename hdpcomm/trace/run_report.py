@@ -117,44 +117,29 @@ def _drawn(timelines: Mapping[str, Sequence[Row]]) -> dict[str, Row]:
     return {policy: row for policy, rows in timelines.items() for row in rows if row["step"] == best}
 
 
-def _long_steps_text(
-    policy: str, rival: str, ratios: Mapping[int, float], longest: Mapping[int, int], room: int
-) -> str:
-    """How much longer a rival takes in steps with a sequence that one rank does not hold, and in the others.
-
-    Args:
-        ratios: by step, the rival's time over the policy's.
-        longest: by step, tokens of its longest sequence.
-        room: tokens that a rank holds.
-    """
-    long, short = ([ratios[step] for step in ratios if (longest[step] > room) is above] for above in (True, False))
-    if not long:
-        return ""
-    text = (
-        f"In steps with a sequence of more than the {room:,} tokens that a rank holds {rival} took {median(long):.2f} "
-        f"times as long as {policy}"
-    )
-    return f"{text}, in the others {median(short):.2f} times (medians)." if short else f"{text} (median)."
-
-
 def _long_steps(run: Path, by_policy: Mapping[str, Sequence[Row]]) -> str:
-    """:func:`_long_steps_text` for each policy beside the first."""
+    """How much longer the policies beside the first take in steps with a sequence that one rank does not hold, and in
+    the others."""
     try:
         room = int(json.loads(read_text(run / "calibration.json"))["memory"]["capacity"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""  # of an older run
-    (policy, own), *rivals = ((policy, {row["step"]: row for row in rows}) for policy, rows in by_policy.items())
-    longest = {step: row.get("longest", 0) for step, row in own.items() if row["seconds"]}
-    return " ".join(
-        _long_steps_text(
-            policy,
-            rival,
-            {step: rows[step]["seconds"] / own[step]["seconds"] for step in longest if step in rows},
-            longest,
-            room,
-        )
-        for rival, rows in rivals
-    )
+    policy, *rivals = by_policy
+    own = {row["step"]: row for row in by_policy[policy] if row["seconds"]}
+    told = ""
+    for rival in rivals:
+        ratios: dict[bool, list[float]] = {True: [], False: []}
+        for row in by_policy[rival]:
+            if row["step"] in own:
+                same = own[row["step"]]
+                ratios[same.get("longest", 0) > room].append(row["seconds"] / same["seconds"])
+        if ratios[True]:
+            told += (
+                f"In steps with a sequence of more than the {room:,} tokens that a rank holds {rival} took "
+                f"{median(ratios[True]):.2f} times as long as {policy}"
+            )
+            told += f", in the others {median(ratios[False]):.2f} times (medians). " if ratios[False] else " (median). "
+    return told
 
 
 def _head(run: Path, by_policy: Mapping[str, Sequence[Row]]) -> str:
