@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hdpcomm.cli.output import ranks_here
+from hdpcomm.cli.output import new_bar, ranks_here
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
 from hdpcomm.options import count
@@ -65,43 +64,27 @@ def run_rank(tokenizer: Path | None, job: Mapping[str, Any]) -> str:
     )
 
 
-def data_progress(wanted: bool) -> AbstractContextManager[Callable[[int, int], None] | None]:
-    """A function for ``on_progress`` while it is entered; ``None`` unless wanted."""
-    return DataProgress() if wanted else nullcontext()
+@contextmanager
+def data_progress(wanted: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A function for ``on_progress`` that shows how far a build is on stderr: a bar on a terminal, elsewhere a line
+    every quarter of a minute. ``None`` unless wanted."""
+    if not wanted:
+        yield None
+        return
+    from rich.progress import BarColumn, TaskProgressColumn, TimeRemainingColumn
 
+    bar = new_bar("tokenizing", BarColumn(), TaskProgressColumn(), "ETA", TimeRemainingColumn())
+    task, last_line_s = bar.add_task("tokens", total=None), time.monotonic()
 
-class DataProgress:
-    """Shows how far a build is on stderr: a bar on a terminal, elsewhere a line every quarter of a minute."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        columns = (
-            TextColumn("tokenizing"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-        )
-        self._shown = console.is_terminal and LOG.isEnabledFor(logging.INFO)
-        self._bar = Progress(*columns, console=console, disable=not self._shown, transient=True)
-        self._task = self._bar.add_task("tokens", total=None)
-        self._last_line_s = time.monotonic()
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        self._bar.__enter__()
-        return self._show
-
-    def _show(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
-        if not self._shown and time.monotonic() - self._last_line_s > _LINE_S:
-            self._last_line_s = time.monotonic()
+    def show(done: int, total: int) -> None:
+        nonlocal last_line_s
+        bar.update(task, completed=done, total=total)
+        if bar.disable and time.monotonic() - last_line_s > _LINE_S:
+            last_line_s = time.monotonic()
             LOG.info(f"tokenizing: {done / max(1, total):.0%}")
 
-    def __exit__(self, *failure: Any) -> None:
-        self._bar.__exit__(*failure)
+    with bar:
+        yield show
 
 
 def _build(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING
 from hdpcomm.arguments import size_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import write_whole
+from hdpcomm.log import LOG
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
     from rich.table import Table
 
 TRANSPORTS = ("auto", "shm", "tcp", "sim", "cuda", "nccl", "cuda+nccl")
@@ -25,6 +28,7 @@ __all__ = [
     "TRANSPORTS",
     "check_drawing",
     "check_writable",
+    "new_bar",
     "new_table",
     "ranks_here",
     "stdout_console",
@@ -103,6 +107,16 @@ def stdout_console() -> Console:
 
     console = Console(file=sys.stdout, highlight=False)
     return console if console.is_terminal else Console(file=sys.stdout, highlight=False, width=100)
+
+
+def new_bar(*columns: ProgressColumn | str) -> Progress:
+    """A progress bar on stderr; disabled where that is no terminal, and with ``--quiet``."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    shown = console.is_terminal and LOG.isEnabledFor(logging.INFO)
+    return Progress(*columns, console=console, disable=not shown, transient=True)
 
 
 def new_table(title: str, *names: str, left: Sequence[str] = ()) -> Table:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
@@ -292,42 +293,32 @@ def _trained(
         every = options.save_every or 0
         saving = Saving(out / "checkpoints", every=every, keep=options.keep, resume=resume, peers=peers)
     watching = Watching(timelines=out is not None, trace=options.trace is not None)
+    opened: list[RunFiles] = []  # on rank 0
 
-    def train_with(watching: Watching) -> RunResult:
+    def accepted(costs: Calibration) -> None:
+        if out is not None and not job.attempt:
+            save_config(out, resolved)
+        opened[0].started(corpus)
+        opened[0].costs(costs)
+
+    with ExitStack() as stack:
+        files = partial(RunFiles, out, trackers=options.trackers, config=_plain(resolved))
+        on_rank_0(comm, lambda: opened.append(stack.enter_context(files())))
+        if opened:
+            if not job.attempt:
+                LOG.info(f"train: {changed_options(resolved)}")
+            trace = stack.enter_context(TraceFile(options.trace))
+            progress = stack.enter_context(Progress(job.config))
+            watching = replace(
+                watching,
+                on_costs=accepted,
+                on_step=_both(opened[0].step, progress.step),
+                on_evaluation=_both(opened[0].evaluation, progress.evaluation),
+                on_timeline=_both(opened[0].timeline, trace.add),
+            )
         return train(
             comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching, export=options.export
         )
-
-    files: RunFiles | None = None
-
-    def open_files() -> str:
-        nonlocal files
-        files = stack.enter_context(RunFiles(out, trackers=options.trackers, config=_plain(resolved)))
-        return ""
-
-    def accepted(costs: Calibration) -> None:
-        assert files is not None  # on rank 0
-        if out is not None and not job.attempt:
-            save_config(out, resolved)
-        files.started(corpus)
-        files.costs(costs)
-
-    with ExitStack() as stack:
-        on_rank_0(comm, open_files)
-        if files is None:
-            return train_with(watching)
-        if not job.attempt:
-            LOG.info(f"train: {changed_options(resolved)}")
-        trace = stack.enter_context(TraceFile(options.trace))
-        progress = stack.enter_context(Progress(job.config))
-        watching = replace(
-            watching,
-            on_costs=accepted,
-            on_step=_both(files.step, progress.step),
-            on_evaluation=_both(files.evaluation, progress.evaluation),
-            on_timeline=_both(files.timeline, trace.add),
-        )
-        return train_with(watching)
 
 
 def _both(first: Callable[P, None], second: Callable[P, None]) -> Callable[P, None]:

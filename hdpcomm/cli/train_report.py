@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from hdpcomm.arguments import ranks_text, size_text
-from hdpcomm.cli.output import new_table, stdout_console
+from hdpcomm.cli.output import new_bar, new_table, stdout_console
 from hdpcomm.data import CorpusSummary
 from hdpcomm.log import LOG
 from hdpcomm.run import DryRun, Evaluation, FolderModel, RunConfig, RunResult
@@ -36,23 +36,18 @@ class Progress:
     """Shows progress on stderr: a bar on a terminal, and else a message a step, as it is done."""
 
     def __init__(self, config: RunConfig) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
+        from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
-        console = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description:<9}"),
+        self._bar = new_bar(
+            "{task.description:<9}",
             BarColumn(bar_width=10),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[latest]}"),
+            "{task.fields[latest]}",
             TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(elapsed_when_finished=False),
+            "ETA",
+            TimeRemainingColumn(),
         )
-        shown = console.is_terminal and LOG.isEnabledFor(logging.INFO)
-        self._bar = Bar(*columns, console=console, disable=not shown, transient=True)
-        self._step_level = logging.DEBUG if shown else logging.INFO
+        self._step_level = logging.INFO if self._bar.disable else logging.DEBUG
         self._task = self._bar.add_task("measuring", total=config.steps * len(config.policies), latest="")
         self._steps = config.steps
 
