@@ -16,7 +16,7 @@ from typing import Any
 
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.perf.config import PerfConfig
-from hdpcomm.perf.runner import Point
+from hdpcomm.perf.results import Point
 
 __all__ = ["launcher", "lines", "rows_of"]
 

@@ -49,7 +49,7 @@ def json_document(config: PerfConfig, report: Report) -> dict[str, Any]:
             "subsets": [list(subset) for subset in c.subsets],
             "devices": [asdict(device) for device in report.devices],
         },
-        "results": [_result(row) for row in report.rows],
+        "results": [_result(config, row) for row in report.rows],
         "out_of_bounds": {"count": report.wrong, "okay": _bool_text(report.wrong == 0)},
         "average_bus_bandwidth": {"bandwidth": report.bus_bandwidth, "okay": "unchecked"},
         "errors": list(report.errors),
@@ -67,23 +67,24 @@ def _bool_text(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _result(row: Row) -> dict[str, Any]:
+def _result(config: PerfConfig, row: Row) -> dict[str, Any]:
+    point = row.point
     result: dict[str, Any] = {
-        "size": row.size,
-        "count": row.count,
-        "type": row.type,
-        "redop": row.redop,
-        "root": str(row.root),
+        "size": point.size,
+        "count": point.shape.count,
+        "type": point.kind.name,
+        "redop": point.redop,
+        "root": str(point.root),
     }
     for name, side in (("out_of_place", row.out_of_place), ("in_place", row.in_place)):
         result[name] = None if side is None else _side(side)
         if side is not None and side.stats is not None:
             result[f"{name}_per_iter"] = asdict(side.stats)
     return result | {
-        "actual_iterations": row.iterations,
-        "experiment_name": row.op,
+        "actual_iterations": config.iters,
+        "experiment_name": config.op,
         "library": "hdpcomm",
-        "ranks": list(row.ranks),
+        "ranks": list(point.ranks),
     }
 
 

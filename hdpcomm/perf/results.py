@@ -6,7 +6,26 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Device", "IterationStats", "Report", "Row", "Side"]
+from hdpcomm.perf.data import ElementType
+from hdpcomm.perf.operation import Shape
+
+__all__ = ["Device", "IterationStats", "Point", "Report", "Row", "Side"]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The configuration of a row. ``ranks``: positions in the world."""
+
+    ranks: tuple[int, ...]
+    shape: Shape
+    kind: ElementType
+    redop: str  # "none" if the operation has none
+    root: int  # -1 if the operation has none
+
+    @property
+    def size(self) -> int:
+        """Column size(B)."""
+        return self.shape.total * self.kind.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +83,9 @@ class Side:
 class Row:
     """One line of the table."""
 
-    op: str
-    ranks: tuple[int, ...]
-    size: int  # bytes
-    count: int
-    type: str
-    redop: str  # "none" if the operation has none
-    root: int  # -1 if the operation has none
+    point: Point
     out_of_place: Side | None
     in_place: Side | None
-    iterations: int
 
     def sides(self) -> list[tuple[str, Side]]:
         """The sides that were measured, by name."""

@@ -9,7 +9,6 @@ import platform
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,11 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.data import ElementType, element_type
 from hdpcomm.perf.engine import measure_side
-from hdpcomm.perf.operation import Case, Operation, Shape
+from hdpcomm.perf.operation import Case, Operation
 from hdpcomm.perf.ops import operation
-from hdpcomm.perf.results import Device, Report, Row
+from hdpcomm.perf.results import Device, Point, Report, Row
 
-__all__ = ["Point", "check", "now", "points", "run_rank"]
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """The configuration of a row. ``ranks``: positions in the world."""
-
-    ranks: tuple[int, ...]
-    shape: Shape
-    kind: ElementType
-    redop: str
-    root: int
-
-    @property
-    def size(self) -> int:
-        """Column size(B)."""
-        return self.shape.total * self.kind.bytes
+__all__ = ["check", "now", "points", "run_rank"]
 
 
 def check(config: PerfConfig, ranks: int) -> None:
@@ -138,18 +121,7 @@ def _measure(world: Communicator, config: PerfConfig, point: Point) -> Row:
                 in_place=in_place,
             )
         sides[in_place] = measure_side(world, op, case, config, point.ranks)
-    return Row(
-        op=config.op,
-        ranks=point.ranks,
-        size=point.size,
-        count=point.shape.count,
-        type=point.kind.name,
-        redop=point.redop,
-        root=point.root,
-        out_of_place=sides.get(False),
-        in_place=sides.get(True),
-        iterations=config.iters,
-    )
+    return Row(point, out_of_place=sides.get(False), in_place=sides.get(True))
 
 
 def now() -> str:

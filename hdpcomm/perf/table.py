@@ -76,7 +76,8 @@ class TableWriter:
 
     def row(self, row: Row) -> None:
         """Writes a row."""
-        text = f"{row.size:12d}  {row.count:12d}  {row.type:>8}  {row.redop:>6}  {row.root:6d}"
+        p = row.point
+        text = f"{p.size:12d}  {p.shape.count:12d}  {p.kind.name:>8}  {p.redop:>6}  {p.root:6d}"
         self._line(text + self._side(row.out_of_place) + self._side(row.in_place))
 
     def _side(self, side: Side | None) -> str:

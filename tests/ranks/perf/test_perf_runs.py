@@ -30,9 +30,9 @@ def every_operation(changes: dict[str, Any]) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_every_operation_is_right(ranks: Any, world: int) -> None:
     for op, rows in ranks(world, every_operation, {"per_iter": True, "unalign": 1, "register": True})[0].items():
-        assert [row.size for row in rows] == sorted({row.size for row in rows})
+        sizes = [row.point.size for row in rows]
+        assert sizes == sorted(set(sizes))
         for row in rows:
-            assert row.op == op
             assert (row.in_place is not None) == OPERATIONS[op].in_place
             for _, side in row.sides():
                 assert side.wrong == 0
@@ -40,7 +40,7 @@ def test_every_operation_is_right(ranks: Any, world: int) -> None:
                 assert side.busbw == pytest.approx(side.algbw * OPERATIONS[op].bus_factor(world))
                 assert len(side.stats.times_us) == 2
                 assert len(side.stats.per_process_max_times_us) == world
-                assert side.algbw == pytest.approx(row.size / side.time_us / 1e3)
+                assert side.algbw == pytest.approx(row.point.size / side.time_us / 1e3)
 
 
 MODES: list[dict[str, Any]] = [
@@ -58,9 +58,9 @@ def every_mode() -> list[list[Any]]:
 def test_modes(ranks: Any) -> None:
     for changes, rows in zip(MODES, ranks(3, every_mode)[0], strict=True):
         assert all(side.wrong == 0 for row in rows for _, side in row.sides())
-        assert {row.ranks for row in rows} == set(changes.get("subsets", ((0, 1, 2),)))
+        assert {row.point.ranks for row in rows} == set(changes.get("subsets", ((0, 1, 2),)))
         if "redops" in changes:
-            assert {(row.type, row.redop) for row in rows} == {
+            assert {(row.point.kind.name, row.point.redop) for row in rows} == {
                 (t, o) for t in changes["dtypes"] for o in changes["redops"] if (t, o) != ("uint64", "avg")
             }
 
