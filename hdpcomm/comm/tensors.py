@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Buffer", "code_of", "describe", "plain_tensors", "wraps_tensors"]
+__all__ = ["Buffer", "code_of", "describe", "describe_torch", "plain_tensors", "wraps_tensors"]
 
 _CODES = _core.DTYPES
 _TORCH = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
@@ -42,16 +42,25 @@ def describe(x: Any, what: str, *, writable: bool = False) -> Buffer:
     if plain is not None:
         return plain
     if isinstance(x, torch.Tensor):
-        code = None if wraps_tensors(x) else _TORCH.get(x.dtype)
-        if x.is_cpu and code is not None and x.is_contiguous() and not x.is_neg():
-            return x.data_ptr(), x.numel(), code
-        raise _bad_torch(x, what)
+        if not x.is_cpu:
+            raise InvalidUsage(
+                f"{what} is on {x.device}; the shm transport moves host memory: copy it to the CPU first (x.cpu())"
+            )
+        return describe_torch(x, what)
     if isinstance(x, np.ndarray):
         return _describe_numpy(x, what, writable=writable)
     raise InvalidUsage(
         f"{what} is a {type(x).__name__}; give a torch tensor or a numpy array (torch.from_dlpack(x) makes a tensor of "
         "another library's array, without a copy)"
     )
+
+
+def describe_torch(x: torch.Tensor, what: str) -> Buffer:
+    """As :func:`describe`, of a tensor of torch on any device."""
+    code = None if wraps_tensors(x) else _TORCH.get(x.dtype)
+    if code is not None and x.is_contiguous() and not x.is_neg():
+        return x.data_ptr(), x.numel(), code
+    raise _bad_torch(x, what)
 
 
 def _describe_numpy(x: np.ndarray[Any, Any], what: str, *, writable: bool) -> Buffer:
@@ -87,10 +96,6 @@ def _bad_torch(x: Any, what: str) -> InvalidUsage:
         )
     if x.layout != torch.strided:
         return InvalidUsage(f"{what} is a tensor of layout {x.layout}; give a dense one (x.to_dense())")
-    if not x.is_cpu:
-        return InvalidUsage(
-            f"{what} is on {x.device}; the shm transport moves host memory: copy it to the CPU first (x.cpu())"
-        )
     if x.dtype not in _TORCH:
         return InvalidUsage(f"{what} has dtype {x.dtype}; known are: {', '.join(sorted(_CODES))}")
     if x.is_contiguous():

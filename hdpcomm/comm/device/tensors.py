@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hdpcomm.comm.tensors import Buffer, code_of, describe
+from hdpcomm.comm.tensors import Buffer, describe, describe_torch
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["CudaTensors", "SimTensors", "Tensors"]
@@ -46,17 +46,7 @@ class CudaTensors:
                 f"{what} is on {where}, the communicator's device operations run on cuda:{self.ordinal}; give tensors "
                 "of that device, all of one operation"
             )
-        code = code_of(x.dtype)
-        if code is None:
-            raise InvalidUsage(f"{what} has dtype {x.dtype}, which the core does not know; pass a view of another type")
-        if not x.is_contiguous():
-            raise InvalidUsage(
-                f"{what} is not contiguous (shape {tuple(x.shape)}, strides {x.stride()}); pass x.contiguous(), and "
-                "for an output copy the result back"
-            )
-        if x.is_neg():
-            raise InvalidUsage(f"{what} is a lazily negated view (is_neg()); pass x.resolve_neg()")
-        return x.data_ptr(), x.numel(), code
+        return describe_torch(x, what)
 
     def stream(self) -> int:
         # Its handle alone, as torch's own generated code asks for it: torch.cuda.current_stream() makes objects.
