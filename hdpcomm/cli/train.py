@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -360,28 +360,18 @@ def _start_ranks(job: _Job, ranks: int) -> tuple[RunResult | DryRun, CorpusSumma
         raise
 
 
-@contextmanager
-def _handing_on_signals(pool: RankPool, job: _Job) -> Iterator[None]:
+def _handing_on_signals(pool: RankPool, job: _Job) -> AbstractContextManager[object]:
     """The first SIGTERM or Ctrl-C lets the ranks finish their step and save; a second Ctrl-C ends them at once."""
+    from hdpcomm.run.stopping import StopRequest
+
     if job.options.out is None or job.options.dry_run:
-        yield
-        return
-    asked = False
+        return nullcontext()
 
-    def hand_on(number: int, _: object) -> None:
-        nonlocal asked
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked = True
+    def hand_on(number: int) -> None:
         LOG.info("saving after this step; Ctrl-C again ends at once")
-        pool.signal(signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT)
+        pool.signal(signal.Signals(number))
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return StopRequest(hand_on)
 
 
 def _report(job: _Job, outcome: tuple[RunResult | DryRun, CorpusSummary]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,17 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """While it is entered, the first signal only asks for the end; a second Ctrl-C interrupts at once.
+    """While it is entered, the first signal only asks for the end; a Ctrl-C after it interrupts at once.
 
     In a thread that is not the main one signals stay as they are, and nothing is asked for.
+
+    Args:
+        on_ask: called with each signal that does not interrupt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_ask: Callable[[int], None] | None = None) -> None:
         self._asked = 0
-        self._interrupts = 0
+        self._on_ask = on_ask
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -39,11 +43,11 @@ class StopRequest:
         self._before = {}
 
     def _ask(self, number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts > 1:
-                raise KeyboardInterrupt
+        if self._asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
         self._asked = self._asked or number
+        if self._on_ask is not None:
+            self._on_ask(number)
 
     def agreed(self, comm: Communicator) -> int:
         """The signal that any rank of ``comm`` was given since the start, or 0. Collective: equal on all ranks."""
