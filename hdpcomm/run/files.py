@@ -22,7 +22,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import open_own, write_own
 from hdpcomm.plan import Calibration
 from hdpcomm.run.evaluation import Evaluation
-from hdpcomm.run.metrics_log import JsonLines, MetricsLog
+from hdpcomm.run.metrics_log import MetricsLog
 from hdpcomm.run.trackers import Tracker, open_trackers, tracker_names
 from hdpcomm.train import StepMetrics
 
@@ -81,14 +81,13 @@ class RunFiles:
 
     def __init__(self, out: Path | None, *, trackers: str = "none", config: Mapping[str, Any] | None = None) -> None:
         self._out, self._stack = out, ExitStack()
-        self._lines: dict[str, Any] = {}
+        self._lines: dict[str, MetricsLog] = {}
         self._open_trackers: Callable[[], list[Tracker]] = list
         if out is not None:
             tracker_names(trackers)  # before anything is made
             self._stack.enter_context(locked_folder(out))
-            kinds = {"metrics": MetricsLog, "evaluations": JsonLines, "timeline": JsonLines}
-            for name, kind in kinds.items():
-                self._lines[name] = self._stack.enter_context(kind(out / f"{name}.jsonl", own=True))
+            for name in ("metrics", "evaluations", "timeline"):
+                self._lines[name] = self._stack.enter_context(MetricsLog(out / f"{name}.jsonl", own=True))
             self._open_trackers = partial(open_trackers, trackers, out, dict(config or {}))
 
     @cached_property

@@ -13,15 +13,16 @@ from hdpcomm.errors import Error
 from hdpcomm.files import TEXT_BYTES, check_own, open_own, open_regular
 from hdpcomm.train import StepMetrics
 
-__all__ = ["JsonLines", "MetricsLog", "read_lines", "read_metrics"]
+__all__ = ["MetricsLog", "read_lines", "read_metrics"]
 
 
 _MOST = 1 << 32  # bytes of a file of lines that is read
 
 
-class JsonLines:
-    """Appends JSON objects to a file, a line each, at once; the first one makes the file. What a killed process left
-    without its end is set apart.
+class MetricsLog:
+    """Appends steps, or other JSON objects, to a file, a line each, at once; the first one makes the file. What a
+    killed process left without its end is set apart. A run that was resumed goes on in the same file, so a step may
+    stand there twice.
 
     own: it is of a run's folder, see :func:`hdpcomm.files.open_own`; else it may be a pipe as well. Raises: OSError.
     """
@@ -32,11 +33,13 @@ class JsonLines:
             check_own(path)
         self._file: FileIO | None = None
 
+    def write(self, policy: str, metrics: StepMetrics, costs: Mapping[str, float] | None = None) -> None:
+        """Appends a step. Raises: Error if the file cannot be written."""
+        self.append({"policy": policy, **asdict(metrics), **(costs or {})})
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Appends a line. Raises: Error if the file cannot be written."""
-        self._write(json.dumps(row).encode() + b"\n")
-
-    def _write(self, data: bytes) -> None:
+        data = json.dumps(row).encode() + b"\n"
         try:
             if self._file is None:
                 data = (b"\n" if self.path.is_file() and _is_cut(self.path) else b"") + data
@@ -56,14 +59,6 @@ class JsonLines:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class MetricsLog(JsonLines):
-    """A line a step; a run that was resumed goes on in the same file, so a step may stand there twice."""
-
-    def write(self, policy: str, metrics: StepMetrics, costs: Mapping[str, float] | None = None) -> None:
-        """Appends a step. Raises: Error if the file cannot be written."""
-        self.append({"policy": policy, **asdict(metrics), **(costs or {})})
 
 
 def _is_cut(path: Path) -> bool:

@@ -25,7 +25,7 @@ import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm.costs import costs_path, load_costs
 from hdpcomm.data.build import cache_folder
-from hdpcomm.run.metrics_log import JsonLines
+from hdpcomm.run.metrics_log import MetricsLog
 from hdpcomm.testing import spawn
 from tests.harness.fault_cases import LONG_S, still_works, until, wait_for
 
@@ -196,7 +196,7 @@ def test_a_launcher_without_its_fork_server_ends_in_good_order(tmp_path: Path, s
 
 def test_a_log_on_a_full_disk() -> None:
     with (
-        JsonLines(Path("/dev/full")) as log,
+        MetricsLog(Path("/dev/full")) as log,
         pytest.raises(hdp.Error, match=r"/dev/full: cannot be written .*No space"),
     ):
         log.append({"step": 1})
