@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hdpcomm.cli.output import check_drawing, check_writable, write_json
 from hdpcomm.errors import InvalidUsage
@@ -126,19 +126,11 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
 
 
 _RANKS = 1024
-_KNOWN_BY_CALIBRATION = {
-    "model": "llama-7b",
-    "cluster": "h100",
-    "tensor": 1,
-    "pipeline": 1,
-    "chunks": 1,
-    "layers_per_stage": None,
-    "split_backward": False,
-    "expert": 1,
-    "nics": None,
-    "domain_bandwidth": None,
-}
-_KNOWN_BY_LENGTHS = {"distribution": "byted", "tokens": 32 << 20, "context": None, "seed": 0}
+_KNOWN_BY_CALIBRATION = (
+    *("model", "cluster", "tensor", "pipeline", "chunks", "layers_per_stage", "split_backward", "expert", "nics"),
+    "domain_bandwidth",
+)
+_KNOWN_BY_LENGTHS = ("distribution", "tokens", "context", "seed")
 _CONTEXT = 2 << 20
 
 
@@ -305,13 +297,14 @@ def _with_domains(options: argparse.Namespace, cluster: ClusterSpec) -> ClusterS
     return replace(cluster, ranks_per_domain=near)
 
 
-def refuse_given(options: argparse.Namespace, known: Mapping[str, Any], told: str) -> None:
-    """Raises InvalidUsage for an option that is not at its default though something else says what it is.
+def refuse_given(options: argparse.Namespace, names: Sequence[str], told: str) -> None:
+    """Raises InvalidUsage for an option of these that is not at its default though something else says what it is.
 
-    known: the defaults. told: ``--lengths, whose file``, say.
+    told: ``--lengths, whose file``, say.
     """
-    for name, default in known.items():
-        if getattr(options, name) != default:
+    defaults = options.parser.parse_args([])
+    for name in names:
+        if getattr(options, name) != getattr(defaults, name):
             option = name.replace("_", "-")
             raise InvalidUsage(
                 f"--{option} {getattr(options, name)} was given with {told} says what it is; leave out one of them"
@@ -421,4 +414,4 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FILE",
         help="write the plan for simulate --plan and StepPlan.load()",
     )
-    parser.set_defaults(func=_plan)
+    parser.set_defaults(func=_plan, parser=parser)

@@ -38,15 +38,7 @@ def _row(policy: str, report: StreamReport, base: StreamReport) -> str:
     )
 
 
-_KNOWN_BY_PLAN = {
-    "policy": _POLICIES,
-    "distribution": "byted",
-    "lengths": None,
-    "tokens": 32 << 20,
-    "context": None,
-    "seed": 0,
-    "steps": 1,
-}
+_KNOWN_BY_PLAN = ("policy", "distribution", "lengths", "tokens", "context", "seed", "steps")
 
 
 def _simulate_plan(options: argparse.Namespace) -> int:
@@ -142,4 +134,4 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the first step under each policy")
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write the first policy's steps for Perfetto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.set_defaults(func=_simulate)
+    parser.set_defaults(func=_simulate, parser=parser)
