@@ -36,12 +36,17 @@ def domains_of(comm: Communicator) -> list[int] | None:
     """
     name = _core.settings().domain
     own = f"name {name}" if name else f"host {nodes_of(comm)[comm.ranks[comm.rank]]}"
-    digest = hashlib.sha256(own.encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)[:1].clone()
-    everyone, named = torch.empty(comm.size, dtype=torch.int64), torch.tensor([int(bool(name))])
-    comm.all_gather(everyone, mine)
+    everyone, named = _gathered(comm, own), torch.tensor([int(bool(name))])
     comm.all_reduce(named)
-    return _numbered(everyone.tolist()) if named.item() else None
+    return _numbered(everyone) if named.item() else None
+
+
+def _gathered(comm: Communicator, text: str) -> list[int]:
+    """By position in ``comm``, a number for the rank's text, equal for equal ones. Collective."""
+    mine = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64)[:1]
+    everyone = torch.empty(comm.size, dtype=torch.int64)
+    comm.all_gather(everyone, mine)
+    return everyone.tolist()
 
 
 def _numbered(values: Sequence[int]) -> list[int]:
@@ -133,8 +138,5 @@ def shared_cores(comm: Communicator) -> int | None:
 def _cores_and_sharers(comm: Communicator) -> tuple[int, int]:
     """How many cores this rank may run on, and how many ranks may run on the same. Collective over ``comm``."""
     cores = sorted(os.sched_getaffinity(0))
-    digest = hashlib.sha256(f"{_core.comm.host_identity()} {cores}".encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)[:1]
-    everyone = torch.empty(comm.size, dtype=torch.int64)
-    comm.all_gather(everyone, mine)
-    return len(cores), int((everyone == mine).sum())
+    everyone = _gathered(comm, f"{_core.comm.host_identity()} {cores}")
+    return len(cores), everyone.count(everyone[comm.rank])
