@@ -33,7 +33,6 @@ __all__ = [
     "ranks_here",
     "stdout_console",
     "write_json",
-    "write_text",
 ]
 
 
@@ -93,12 +92,7 @@ def check_drawing(what: str) -> None:
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Writes JSON so that a reader sees either the old file or the complete new one."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees either the old one or the complete new one."""
-    write_whole(path, text.encode())
+    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def stdout_console() -> Console:

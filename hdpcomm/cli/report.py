@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hdpcomm.cli.output import check_drawing, check_writable, write_text
+from hdpcomm.cli.output import check_drawing, check_writable
+from hdpcomm.files import write_whole
 
 __all__ = ["add_parser"]
 
@@ -30,6 +31,6 @@ def _report(options: argparse.Namespace) -> int:
     check_drawing("hdpcomm report")
     page = run_report(options.run)
     path = options.out or options.run / "report.html"
-    write_text(path, page)
+    write_whole(path, page.encode())
     print(path)
     return 0
