@@ -411,12 +411,10 @@ class _Run:
                 deque(trainer.whole_tensors(), maxlen=0)
 
     def result(self) -> RunResult:
-        trainer = self.trainers[self.config.policies[0]]
-        parameters = trainer.num_parameters()
         return RunResult(
             ranks=self.comm.size,
             transport=self.comm.transport,
-            parameters=parameters,
+            parameters=self.trainers[self.config.policies[0]].num_parameters(),
             steps=self.steps,
             first_step=self.first_step,
             stopped_by=self.stopped_by,
