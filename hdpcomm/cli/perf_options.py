@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from hdpcomm.cli.output import TRANSPORTS
-from hdpcomm.options import count, num_bytes, positive
+from hdpcomm.options import count, num_bytes, positive, whole
 
 __all__ = ["OPS", "add_nccl_options", "add_own_options", "operation_name"]
 
@@ -25,16 +25,6 @@ OPS = (
     ("sendrecv", "every rank sends to the next one"),
     ("ring", "keys and values go round the ring, as in ring attention"),
 )
-
-
-def _whole(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
 
 
 def _switch(text: str) -> bool:
@@ -89,7 +79,7 @@ def _ranks_list(text: str) -> tuple[int, ...]:
 def _roots(text: str) -> tuple[int, ...] | None:
     if text in ("all", "-1"):
         return None
-    return (_whole(text),)
+    return (whole(text),)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -106,21 +96,21 @@ def add_nccl_options(group: argparse._ArgumentGroup) -> None:
         ("-b", "--minbytes", "min_bytes", num_bytes, "SIZE", "first size (default 32M)"),
         ("-e", "--maxbytes", "max_bytes", num_bytes, "SIZE", "last size (default 32M, or -b if that is larger)"),
         ("-n", "--iters", "iters", count, "N", "iterations of a size (default 20)"),
-        ("-w", "--warmup_iters", "warmup", _whole, "N", "untimed iterations first (default 1)"),
-        ("-N", "--run_cycles", "cycles", _whole, "N", "repeat the sweep; 0: for ever (default 1)"),
-        ("-c", "--check", "check", _whole, "N", "checks of the data of a size (default 1; 0: none)"),
+        ("-w", "--warmup_iters", "warmup", whole, "N", "untimed iterations first (default 1)"),
+        ("-N", "--run_cycles", "cycles", whole, "N", "repeat the sweep; 0: for ever (default 1)"),
+        ("-c", "--check", "check", whole, "N", "checks of the data of a size (default 1; 0: none)"),
         ("-o", "--op", "redops", _names, "OP", "sum, prod, min, max, avg, a list, or all"),
         ("-d", "--datatype", "dtypes", _names, "TYPE", "float, half, int32, ..., a list, or all"),
         ("-r", "--root", "roots", _roots, "RANK", "root, or all (default 0)"),
         ("-T", "--timeout", "timeout", positive, "S", "seconds that an operation may take"),
-        ("-u", "--unalign", "unalign", _whole, "N", "index of the first element (default 0)"),
+        ("-u", "--unalign", "unalign", whole, "N", "index of the first element (default 0)"),
         ("-R", "--local_register", "register", _switch, "0/1", "1: allocate buffers of hdpcomm by comm.empty(), "
          "which is fastest for messages"),
     ):  # fmt: skip
         add(short, long, dest=name, type=kind, metavar=metavar, help=text)
     step = partial(group.add_mutually_exclusive_group().add_argument, default=argparse.SUPPRESS)
     step("-i", "--stepbytes", dest="step_bytes", type=num_bytes, metavar="SIZE", help="add for the next (default 1M)")
-    step("-f", "--stepfactor", dest="step_factor", type=_whole, metavar="N", help="multiply to reach the next size")
+    step("-f", "--stepfactor", dest="step_factor", type=whole, metavar="N", help="multiply to reach the next size")
     add(
         "-I", "--per_iter_timing", dest="per_iter", type=_switch, nargs="?", const=True, metavar="0/1",
         help="percentiles",

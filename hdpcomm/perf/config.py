@@ -48,15 +48,6 @@ class PerfConfig:
             )
         if self.step_factor > 1 and self.min_bytes == 0 < self.max_bytes:
             raise InvalidUsage(f"-b 0 times -f {self.step_factor} stays 0; give -b above 0, or -i")
-        for flag, value, least in (
-            ("-n", self.iters, 1),
-            ("-w", self.warmup, 0),
-            ("-N", self.cycles, 0),
-            ("-c", self.check, 0),
-            ("-u", self.unalign, 0),
-        ):
-            if value < least:
-                raise InvalidUsage(f"{flag} {value}; give at least {least}")
 
     def sizes(self) -> Iterator[int]:
         """The sizes of the sweep in bytes, in order."""

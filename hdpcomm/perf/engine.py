@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from hdpcomm.data.agree import gather_json
 from hdpcomm.perf.config import PerfConfig
 from hdpcomm.perf.operation import Bound, Case, Operation
 from hdpcomm.perf.results import IterationStats, Side
@@ -24,7 +22,7 @@ def measure_side(
 
     ``case``: ``None`` on a rank that is not among ``members``, which only waits. All ranks return the same Side.
     """
-    own = [math.nan] * (2 + config.iters)  # wrong elements, bytes of column size(B), and the times
+    own: list[float] = []  # wrong elements, bytes of column size(B), and the times
     if case is None:
         world.barrier()
     else:
@@ -32,7 +30,7 @@ def measure_side(
         bound.fill()
         times = _timed(bound, config, world.barrier)
         own = [float(_checked(bound, config.check)), float(case.shape.total * case.kind.bytes), *times]
-    rows = _all_gathered(world, own)
+    rows = gather_json(world, own)
     mine = [rows[rank] for rank in members]
     scale = 1e6 / operation.operations_per_call(len(members))
     per_rank = [[seconds * scale for seconds in times] for _, _, *times in mine]
@@ -47,16 +45,8 @@ def measure_side(
     )
 
 
-def _all_gathered(world: Any, row: list[float]) -> list[list[float]]:
-    """The rows of all ranks, on all ranks."""
-    out = torch.empty(world.size * len(row), dtype=torch.float64)
-    world.all_gather(out, torch.tensor(row, dtype=torch.float64))
-    gathered: list[list[float]] = out.view(world.size, len(row)).tolist()
-    return gathered
-
-
 def _timed(bound: Bound, config: PerfConfig, barrier: Callable[[], Any]) -> list[float]:
-    """Seconds of each iteration; without -I their mean, repeated."""
+    """Seconds of each iteration; without -I their mean alone."""
     run = bound.run
     for _ in range(config.warmup):
         run()
@@ -75,7 +65,7 @@ def _timed(bound: Bound, config: PerfConfig, barrier: Callable[[], Any]) -> list
     for _ in range(config.iters):
         run()
     bound.synchronize()
-    return [(clock() - started) / config.iters] * config.iters
+    return [(clock() - started) / config.iters]
 
 
 def _checked(bound: Bound, rounds: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -205,25 +204,22 @@ class AllToAllV(Operation):
         return Shape(count, total, total, total)
 
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        to, come = _splits(case)
-        return bind_call(case.comm.all_to_all, out, x, come, to, algorithm=case.algorithm)
+        size, rank = case.comm.size, case.comm.rank
+        come = [_sent(case, source)[rank] for source in range(size)]
+        return bind_call(case.comm.all_to_all, out, x, come, _sent(case, rank), algorithm=case.algorithm)
 
     def expected(self, case: Case) -> torch.Tensor | None:
         size, rank = case.comm.size, case.comm.rank
-        sizes = parts(case.shape.count, size)
-        blocks_ = []
-        for source in range(size):
-            to = [sizes[(target - source) % size] for target in range(size)]
-            first = list(itertools.accumulate(to, initial=0))[rank]
-            blocks_.append(values(case.kind, source, to[rank], first=first))
-        return torch.cat(blocks_)
+        sent = [_sent(case, source) for source in range(size)]
+        come = [values(case.kind, source, to[rank], first=sum(to[:rank])) for source, to in enumerate(sent)]
+        return torch.cat(come)
 
 
-def _splits(case: Case) -> tuple[list[int], list[int]]:
-    """Elements for each rank, and from each rank."""
-    size, rank = case.comm.size, case.comm.rank
+def _sent(case: Case, source: int) -> list[int]:
+    """Elements that a rank sends to each."""
+    size = case.comm.size
     sizes = parts(case.shape.count, size)
-    return [sizes[(peer - rank) % size] for peer in range(size)], [sizes[(rank - peer) % size] for peer in range(size)]
+    return [sizes[(target - source) % size] for target in range(size)]
 
 
 class SendRecv(Operation):

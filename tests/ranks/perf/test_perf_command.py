@@ -172,6 +172,8 @@ def test_exit_codes_of_failures(
         (["all_reduce", "-t", "0"], 6, "--ranks N starts N of them; give 1"),
         (["all_reduce", "-i", "1", "-f", "2"], 6, "not allowed with"),
         (["all_reduce", "-R", "2"], 6, "give 0 or 1"),
+        (["all_reduce", "-n", "0"], 6, "argument -n/--iters: 0 is below 1"),
+        (["all_reduce", "-w", "x"], 6, "argument -w/--warmup_iters: 'x' is not a whole number"),
         (["all_reduce", "--subset", "0,x"], 6, "like 0,3,1"),
         (["all_reduce", "-J", "/nowhere/x.json"], 6, "does not exist"),
         (["all_reduce", "-o", "median"], 6, "unknown; give one of: sum"),
