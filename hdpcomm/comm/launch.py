@@ -32,6 +32,7 @@ __all__ = ["RankPool", "run_ranks"]
 _PF_EXITING = 0x4  # Linux, include/linux/sched.h
 _STORE_S = 10.0  # for a note in the store
 _GRACE_S = 5.0  # for the other ranks to notice that one failed, before they are ended
+_AWAKE_S = 0.5  # a signal may reach another thread, and this one runs its handler when it wakes up
 
 
 class _RemoteTraceback(Exception):
@@ -181,7 +182,8 @@ class RankPool:
                     f"ranks {sorted(waiting)} did not end within {timeout} s; their stacks are on stderr",
                     ranks=sorted(waiting),
                 )
-            ready = multiprocessing.connection.wait(list(waiting.values()), left)
+            slept = _AWAKE_S if left is None else min(left, _AWAKE_S)
+            ready = multiprocessing.connection.wait(list(waiting.values()), slept)
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 self._receive(rank, waiting.pop(rank), results, errors, deaths)
             if errors:  # the rest has the grace time

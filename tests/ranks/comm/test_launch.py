@@ -202,6 +202,29 @@ def test_survivors_end_the_run() -> None:
         two.run(dies_or_fails, (1,), (0,), survivors=True)
 
 
+def signals(launcher: int, heard: str) -> bool:
+    os.kill(launcher, signal.SIGUSR2)
+    until = time.monotonic() + 30
+    while not os.path.exists(heard) and time.monotonic() < until:
+        time.sleep(0.01)
+    return os.path.exists(heard)
+
+
+def test_a_signal_that_another_thread_takes_is_heard(tmp_path: Any) -> None:
+    """The system gives one of two signals at once to another thread, maybe both; handlers run on the main one."""
+    end, heard = threading.Event(), tmp_path / "heard"
+    threading.Thread(target=end.wait, daemon=True).start()
+    with RankPool(1) as pool:
+        before = signal.signal(signal.SIGUSR2, lambda *_: heard.touch())
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        try:
+            assert pool.run(signals, os.getpid(), str(heard)) == [True]
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+            signal.signal(signal.SIGUSR2, before)
+            end.set()
+
+
 def test_errors_of_the_function_leave_the_pool_open(pool: RankPool) -> None:
     with pytest.raises(ZeroDivisionError):
         pool.run(divmod, 1, 0)
