@@ -311,7 +311,7 @@ OTHERS: list[Case] = [
     (lambda: linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.full((3,), 7)), "7"),
     (lambda: offload.PinnedPool(0, device="cpu"), "size is 0"),
     (lambda: offload.PinnedPool(-1, device="cpu"), "size is -1"),
-    (lambda: offload.PinnedPool(1 << 60, device="cpu"), "1048576.0 TiB"),
+    (lambda: offload.PinnedPool(1 << 60, device="cpu"), "a pinned pool of 1152921.5 TB"),
     (lambda: offload.PinnedPool(HUGE, device="cpu"), str(HUGE)),
     (lambda: offload.PinnedPool(1.5, device="cpu"), "1.5"),
     (lambda: offload.PinnedPool("1G", device="cpu"), "'1G'"),
