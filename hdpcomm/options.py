@@ -208,6 +208,10 @@ class TrainingOptions:
         "ranks", 1, "neighbouring ranks that share the experts of each layer; divides --experts, and --ranks / "
         "pipeline / tensor", count, metavar="N",
     )  # fmt: skip
+    expert_replicas: int = option(
+        "ranks", 0, "with --expert: the most copies of busy experts of others on each rank and layer, chosen by the "
+        "steps before", whole, metavar="N",
+    )  # fmt: skip
     learn_costs: bool = option(
         "ranks", False, "plans follow what the steps before took, and slow ranks get less; no two runs then have the "
         "same bits", action="store_true",

@@ -25,8 +25,8 @@ __all__ = ["add_parser"]
 
 _OPTIONS = (
     "model", "layers", "hidden", "heads", "kv_heads", "ffn", "experts", "top_k", "ranks", "capacity", "context",
-    "tokens_per_step", "seed", "pipeline", "chunks", "layers_per_stage", "expert", "slices", "offload", "lora", "dtype",
-    "optimizer", "optimizer_options", "optimizer_offload",
+    "tokens_per_step", "seed", "pipeline", "chunks", "layers_per_stage", "expert", "expert_replicas", "slices",
+    "offload", "lora", "dtype", "optimizer", "optimizer_options", "optimizer_offload",
 )  # fmt: skip
 _ROOM = 0.9
 """Share of a device's memory for a step; the rest is for fragments and for what else lives there."""
@@ -181,7 +181,9 @@ def _advice(best: Setting) -> str:
     config = best.config
     sizes = {name: getattr(config, name) for name in ("pipeline", "chunks", "tensor", "expert")}
     cut = {name: size for name, size in sizes.items() if size > 1}
-    options = "".join(f" --{name} {size}" for name, size in cut.items())
+    if config.expert_replicas:
+        cut["expert_replicas"] = config.expert_replicas
+    options = "".join(f" --{name.replace('_', '-')} {size}" for name, size in cut.items())
     if config.layers_per_stage is not None:
         options += f" --layers-per-stage {config.layers_per_stage}"
     if isinstance(config.recompute, tuple):

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from hdpcomm.arguments import check_has
+from hdpcomm.arguments import check_has, check_whole
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.topology import domain_block, domains_of, host_order, node_block, nodes_of, shared_cores
 from hdpcomm.errors import InvalidUsage
@@ -32,11 +32,12 @@ class Mesh:
         comm: the ranks that train together.
         pipeline, tensor: sizes; their product divides the number of ranks, and the rest is HDP.
         expert: ranks that share the experts of a layer; divides the HDP ranks.
+        expert_replicas: the most copies of others' busy experts on each of these ranks and layer, which steps choose.
         placement: the positions in ``comm`` in the order [stage, HDP rank, tensor rank], flat, in place of the default.
 
     Attributes:
         comm: as given.
-        pipeline, hdp, tensor, expert: sizes.
+        pipeline, hdp, tensor, expert, expert_replicas: sizes.
         stage, hdp_rank, tensor_rank, expert_rank: this rank's place.
         pipeline_comm: the stages of this rank's pipeline, in order.
         hdp_comm: the HDP ranks of this rank's stage; a plan's ranks are positions in it.
@@ -64,6 +65,7 @@ class Mesh:
         pipeline: int = 1,
         tensor: int = 1,
         expert: int = 1,
+        expert_replicas: int = 0,
         placement: Sequence[int] | None = None,
     ) -> None:
         check_has("Mesh", "comm", comm, "subset", "the communicator of init()")
@@ -81,7 +83,9 @@ class Mesh:
                 f"{hdp} HDP ranks ({comm.size} ranks / pipeline {pipeline} / tensor {tensor}) cannot be groups of "
                 f"{expert} ranks that share experts: expert must divide {hdp}"
             )
-        self.comm = comm
+        if check_whole("Mesh", "expert_replicas", expert_replicas, least=0) and expert == 1:
+            raise InvalidUsage(f"expert_replicas is {expert_replicas} and expert 1: give ranks that share experts, too")
+        self.comm, self.expert_replicas = comm, expert_replicas
         self.pipeline, self.hdp, self.tensor, self.expert = pipeline, hdp, tensor, expert
         self._hosts = nodes_of(comm)
         order = host_order(comm) if placement is None else self._given(placement)

@@ -108,8 +108,8 @@ class HybridDataParallel(PartsInFolders):
             ``routed_experts`` (``"R3"``), for each row ``[tokens, layers, top_k]`` (:mod:`hdpcomm.models.routes`).
         fp8: ``"rowwise"`` or ``"tensorwise"`` of :func:`hdpcomm.models.use_float8`; not with tensor ranks.
         mesh: ``{"tensor": 2, "expert": 2}``, or one of them: how many ranks share the layers, or their experts, once
-            training begins (:class:`hdpcomm.Mesh`). Then evaluation gives the loss alone, and :meth:`save_model` saves
-            the model.
+            training begins, and ``expert_replicas`` (:class:`hdpcomm.Mesh`). Then evaluation gives the loss alone, and
+            :meth:`save_model` saves the model.
 
     Raises:
         InvalidUsage: what would be wrong in silence (:mod:`hdpcomm.integrations.huggingface_options`); models as

@@ -168,18 +168,18 @@ def is_trainer_of(trainer: object, name: str) -> bool:
 
 def mesh_sizes(mesh: Mapping[str, int]) -> dict[str, int]:
     """The sizes of a mesh as a trainer is given it, 1 for those left out. Raises: InvalidUsage."""
-    cut = {"tensor": 1, "expert": 1}
+    cut = {"tensor": 1, "expert": 1, "expert_replicas": 0}
     if not isinstance(mesh, Mapping) or not mesh.keys() <= cut.keys():
         raise InvalidUsage(
             f"Trainer: mesh={mesh!r}; expected sizes by name, as {{'tensor': 2, 'expert': 2}} (pipelines need stages, "
             "which transformers' trainers do not run: hdpcomm.Trainer)"
         )
     for name, size in mesh.items():
-        check_whole("Trainer", f"mesh[{name!r}]", size, least=1)
+        check_whole("Trainer", f"mesh[{name!r}]", size, least=min(cut[name], 1))
     return {**cut, **mesh}
 
 
 def mesh_text(cut: Mapping[str, int]) -> str:
     """The argument that says so; empty where nothing is cut."""
-    sizes = {name: size for name, size in cut.items() if size > 1}
+    sizes = {name: size for name, size in cut.items() if size > (name != "expert_replicas")}
     return f"mesh={sizes}" if sizes else ""

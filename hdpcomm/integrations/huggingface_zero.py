@@ -137,7 +137,7 @@ def _least_zero(model: Any, given: list[Any], mesh: Mesh, capacity: int, kept: S
             model=kind, lora=_adapters(adapters), capacity=capacity, zero="auto",
             dtype="bf16" if kept.dtype == torch.bfloat16 else "fp32", recompute="full" if again else "none",
             memory=int(_ROOM * _memory_bytes(comm.device, on_host)), tensor=mesh.tensor, expert=mesh.expert,
-            optimizer_offload=kept.optimizer_offload,
+            expert_replicas=mesh.expert_replicas, optimizer_offload=kept.optimizer_offload,
         )  # fmt: skip
         return fit_zero(None, config, comm.size, max(1, on_host // mesh.tensor))
 

@@ -153,7 +153,21 @@ def with_states(
     if settings.optimizer_offload:
         host, others, update = _host_bytes(model, optimizer, replicas, settings.dtype), 0.0, 0.0
     states = weights + gradients + others
-    return replace(passes, states=states, update=update, weights=weights, gradients=gradients, host=host)
+    copies = _replica_bytes(model, settings.dtype) / passes.layers
+    return replace(
+        passes, states=states, update=update, weights=weights, gradients=gradients, host=host, replicas=copies
+    )
+
+
+def _replica_bytes(model: nn.Module, dtype: torch.dtype | None) -> float:
+    """Bytes of the replicas of others' experts on this rank, of all layers."""
+    held: dict[int, float] = {}
+    for module in model.modules():
+        if isinstance(group := getattr(module, "expert", None), ExpertGroup):
+            own = dict(module.named_parameters(remove_duplicate=False))
+            experts = [own[name] for name in group.shards if name in own]
+            held |= {id(each): group.replicas * _narrow_bytes(each, dtype) / each.shape[0] for each in experts}
+    return sum(held.values())
 
 
 def _measured_passes(

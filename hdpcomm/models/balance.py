@@ -19,7 +19,7 @@ from hdpcomm.models.moe import holds_experts
 if TYPE_CHECKING:
     from hdpcomm.comm import Mesh
 
-__all__ = ["balance_routers", "loads_on_mesh", "move_biases"]
+__all__ = ["balance_routers", "loads_on_mesh", "settle_loads"]
 
 _NAMES = ("e_score_correction_bias", "expert_bias")
 """Names of the bias in the models of transformers: a buffer, or a parameter that is not trained."""
@@ -91,11 +91,11 @@ def _bias_of(block: nn.Module) -> tuple[nn.Module, str] | None:
 def _count_rows(experts: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Pre-hook of a module of experts: counts the rows of tokens, wherever an exchange does not count them."""
     load: ExpertLoad = experts.load
-    if load.exchanged or torch.compiler.is_compiling():
+    if load.group is not None or torch.compiler.is_compiling():
         return
     pack = find_pack()
     chosen = args[1] if len(args) > 1 else options["top_k_index"]
-    counts = counts_of(chosen[: None if pack is None else pack.token_rows], load)
+    counts = counts_of(chosen[: None if pack is None else pack.token_rows], load.routed.shape[0])
     load.add(counts, counts, 0)
 
 
@@ -108,8 +108,10 @@ def loads_on_mesh(loads: Sequence[ExpertLoad], mesh: Mesh) -> Tensor:
     return table
 
 
-def move_biases(loads: Sequence[ExpertLoad], rows: Tensor) -> None:
-    """Moves the biases of routers by their experts' loads in a step, as of :func:`loads_on_mesh`. Local."""
+def settle_loads(loads: Sequence[ExpertLoad], rows: Tensor) -> None:
+    """Moves the biases of routers by their experts' loads in a step, as of :func:`loads_on_mesh`, and chooses the
+    replicas of the next one. Local."""
     for load, counts in zip(loads, rows[:, 0], strict=True):
         if load.bias is not None:
             load.bias.move(counts)
+        load.place(counts)

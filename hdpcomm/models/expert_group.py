@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hdpcomm.attention.kv_store import Again, Recomputation, innermost_checkpoint
 from hdpcomm.kernels.derivatives import without_second_derivative
-from hdpcomm.kernels.transfers import HostNumbers
+from hdpcomm.kernels.transfers import HostNumbers, to_device
+from hdpcomm.models.expert_replicas import ExpertPlacement, place_replicas
 from hdpcomm.models.tensor_group import TensorShard
 
 if TYPE_CHECKING:
@@ -47,17 +48,19 @@ class Routing:
     """The rows of one pass through a layer with experts.
 
     Attributes:
-        chosen: ``[tokens, top_k]``, the experts of each token; integers of any size.
-        experts: of the layer.
+        chosen: ``[tokens, top_k]``, the experts of each token, or with replicas their places; integers of any size.
+        experts: of the layer, or places.
         sizes: without a group the rows for each expert. With one, three lists one after the other: rows for each rank,
             rows from each rank, and rows of each expert on this rank.
         received: with a group, int64 ``[ranks x own experts]``: rows from each rank for each expert on this rank.
+        placement: of replicas, if there are any.
     """
 
     chosen: Tensor
     experts: int
     sizes: HostNumbers
     received: Tensor | None = None
+    placement: ExpertPlacement | None = None
 
 
 def kept_routing(routing: Routing) -> Routing:
@@ -84,7 +87,9 @@ def routing_before() -> Routing | None:
 def chosen_before() -> Tensor | None:
     """In recomputation, the experts ``[tokens, top_k]`` int64 that :func:`routing_before` is about to give. Local."""
     found = _next_routing(innermost_checkpoint())
-    return None if found is None else found.chosen.long()
+    if found is None or found.placement is None:
+        return None if found is None else found.chosen.long()
+    return found.placement.expert_of[found.chosen.long()]
 
 
 def _next_routing(place: Recomputation | Again | None) -> Routing | None:
@@ -94,10 +99,11 @@ def _next_routing(place: Recomputation | Again | None) -> Routing | None:
     return found
 
 
-RunExperts = Callable[[Tensor, Tensor, Callable[[], Sequence[int]]], Tensor]
-"""``run(rows, experts, counts)``: the results ``[rows, width]`` of the experts on this rank for ``rows``, which are
-sorted by expert. ``experts``: ``[rows]`` int64, each row's expert among those on this rank; ``counts()``: rows of each
-of these, for which the host may wait."""
+RunExperts = Callable[[Tensor, Tensor, Callable[[], Sequence[int]], Sequence[Tensor]], Tensor]
+"""``run(rows, experts, counts, replicas)``: the results ``[rows, width]`` of the experts on this rank for ``rows``,
+which are sorted by expert. ``experts``: ``[rows]`` int64, each row's expert among those on this rank; ``counts()``:
+rows of each of these, for which the host may wait; ``replicas``: in place of the layer's parameters, if there are any.
+"""
 
 
 class ExpertLoad:
@@ -107,13 +113,19 @@ class ExpertLoad:
         routed: int64 ``[experts]``, rows that this rank has sent to each expert.
         computed: int64 ``[experts]``, rows that each expert of this rank has got; 0 for the experts of others.
         counts: whether passes count; not where they will run again.
-        exchanged: whether an exchange between ranks counts the rows, else the layer.
+        group: the ranks that share the experts, whose exchange counts the rows; ``None``: the layer does.
         bias: of the layer's router, moved by these loads; see :func:`hdpcomm.models.balance_routers`.
+        placement: of replicas, by the loads of the steps before; ``None``: there are none.
+        passes: with a group, for each pass int64 ``[2, ranks]``, rows that this rank would have sent to the ranks
+            without replicas, and has sent; ``None`` before the first :meth:`reset`.
     """
 
     def __init__(self, experts: int) -> None:
-        self.counts, self.exchanged = True, False
-        self.bias: Any = None
+        self.counts, self.bias = True, cast(Any, None)
+        self.group: ExpertGroup | None = None
+        self.placement: ExpertPlacement | None = None
+        self.passes: list[Tensor] | None = None
+        self._expected = torch.zeros(experts, dtype=torch.int64, device="cpu")
         self.routed = torch.zeros(experts, dtype=torch.int64, device="cpu")  # also of a model on meta
         self.computed = torch.zeros_like(self.routed)
 
@@ -121,15 +133,47 @@ class ExpertLoad:
         """Counts from 0 again."""
         self.routed.zero_()
         self.computed.zero_()
+        self.passes = []
+
+    def forget(self) -> None:
+        """Forgets the loads of the steps before, and the replicas that they have chosen."""
+        self.placement = None
+        self._expected.zero_()
+
+    @property
+    def follows_rows(self) -> bool:
+        """Whether steps change the layer's bias or replicas by the rows of its experts."""
+        return self.bias is not None or (self.group is not None and self.group.replicas > 0)
+
+    def place(self, rows: Tensor) -> None:
+        """Chooses the replicas of the next step, if the group has places for some. Local, the same on all ranks.
+
+        Args:
+            rows: int64 ``[experts]`` on the CPU, rows of each expert in this step; earlier ones count half a step each.
+        """
+        if self.group is None or not self.group.replicas:
+            return
+        comm, self._expected = self.group.comm, rows + self._expected // 2
+        held = place_replicas(self._expected.tolist(), comm.size, self.group.replicas)
+        self.placement = ExpertPlacement.of(held, rows.shape[0], comm.rank, self.routed.device) if any(held) else None
 
     def add(self, routed: Tensor, computed: Tensor, first: int) -> None:
-        """``computed``: of the experts from number ``first`` on."""
+        """``routed``, ``computed``: of experts, or of places with replicas; ``computed``: from number ``first`` on."""
         if not self.counts or torch._C._current_graph_task_id() != -1:  # inside a backward pass: recomputation
             return
         if self.routed.device != routed.device:
             self.routed, self.computed = self.routed.to(routed.device), self.computed.to(routed.device)
-        self.routed += routed
-        self.computed[first : first + computed.shape[0]] += computed
+        by_expert = routed
+        if self.placement is not None:
+            expert = self.placement.expert_of
+            by_expert = torch.zeros_like(self.routed).index_add_(0, expert, routed)
+            self.computed.index_add_(0, expert[first : first + computed.shape[0]], computed)
+        else:
+            self.computed[first : first + computed.shape[0]] += computed
+        self.routed += by_expert
+        if self.passes is not None and self.group is not None:
+            ranks = self.group.comm.size
+            self.passes.append(torch.stack([rows.view(ranks, -1).sum(1) for rows in (by_expert, routed)]))
 
 
 @dataclass(slots=True, eq=False)
@@ -139,11 +183,13 @@ class ExpertGroup:
     Attributes:
         comm: those ranks. Every pass through a layer is collective over it, forward and backward: a rank without tokens
             takes part with none.
+        replicas: the most copies of others' experts on each rank and layer.
         shards: by the parameter's name in the model that was given to :func:`hdpcomm.parallel.expert_parallel`.
         listeners: called in a backward pass when a layer's rows have gone to other ranks, and come, for the last time.
     """
 
     comm: Communicator
+    replicas: int = 0
     shards: dict[str, TensorShard] = field(default_factory=dict)
     listeners: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
 
@@ -151,7 +197,7 @@ class ExpertGroup:
         """Tells the ranks how many rows they will get. Collective over ``comm``; the host does not wait on a GPU.
 
         Args:
-            chosen: int64 ``[tokens, top_k]``.
+            chosen: int64 ``[tokens, top_k]``: experts, or places where there are replicas.
             counts: int64 ``[experts]``, this rank's rows for each.
             load: counts the rows.
         """
@@ -165,27 +211,49 @@ class ExpertGroup:
         to_each = equal_shares(chosen.numel(), size)
         from_each = [to_each[self.comm.rank]] * size
         even = [*to_each, *from_each, *equal_shares(sum(from_each), local)]
-        return Routing(chosen, experts, HostNumbers(sizes, even), received)
+        return Routing(chosen, experts, HostNumbers(sizes, even), received, load.placement)
 
-    def run(self, rows: Tensor, routing: Routing, experts: RunExperts) -> Tensor:
+    def run(self, rows: Tensor, routing: Routing, experts: RunExperts, weights: Sequence[Tensor]) -> Tensor:
         """The results ``[rows, width]`` of the experts of all ranks. Collective over ``comm``, forward and backward.
 
         Args:
             rows: ``[rows, width]``, sorted by expert.
             routing: of :meth:`route`. Its sizes are waited for here, once for all passes that use it.
+            weights: the layer's parameters, of which replicas are made.
         """
         size = self.comm.size
         sizes = routing.sizes.get()
         sends, gets, own = sizes[:size], sizes[size : 2 * size], sizes[2 * size :]
-        arrived: Tensor = _Exchange.apply(rows, self, sends, gets, True)  # type: ignore[no-untyped-call]
+        arrived, *replicas = _Exchange.apply(  # type: ignore[no-untyped-call]
+            rows, self, sends, gets, True, routing.placement, *(() if routing.placement is None else weights)
+        )
         expert = torch.arange(len(own), device=rows.device).repeat(size)
         expert = expert.repeat_interleave(cast(Tensor, routing.received), output_size=arrived.shape[0])
         order = expert.argsort(stable=True)
-        made = experts(arrived.index_select(0, order), expert[order], lambda: own)
+        made = _run_in_order(arrived.index_select(0, order), expert[order], own, experts, weights, replicas)
         results: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-            made.index_select(0, _inverse(order)), self, gets, sends, False
-        )
+            made.index_select(0, _inverse(order)), self, gets, sends, False, None
+        )[0]
         return results
+
+
+def _run_in_order(
+    rows: Tensor,
+    expert: Tensor,
+    counts: Sequence[int],
+    experts: RunExperts,
+    weights: Sequence[Tensor],
+    replicas: Sequence[Tensor],
+) -> Tensor:
+    """Results of a rank's own experts, and of its replicas behind them."""
+    if not replicas:
+        return experts(rows, expert, lambda: counts, ())
+    size = weights[0].shape[0]
+    own, ends = sum(counts[:size]), size + replicas[0].shape[0]
+    made = experts(rows[:own], expert[:own], lambda: counts[:size], ())
+    if own == rows.shape[0]:
+        return made
+    return torch.cat((made, experts(rows[own:], expert[own:] - size, lambda: counts[size:ends], replicas)))
 
 
 def mixture(
@@ -195,6 +263,7 @@ def mixture(
     experts: RunExperts,
     load: ExpertLoad,
     group: ExpertGroup | None = None,
+    parameters: Sequence[Tensor] = (),
 ) -> Tensor:
     """The sum of the results of each token's experts, times their weights: ``[tokens, width]``, as ``x``.
 
@@ -208,6 +277,7 @@ def mixture(
         weights: ``[tokens, top_k]``.
         load: counts the rows of each expert; its size is the number of experts.
         group: the ranks that share the experts; ``None``: all are on this one.
+        parameters: of this rank's experts, ``[experts, ...]`` each.
     """
     routing = routing_before()
     if routing is None:
@@ -218,22 +288,25 @@ def mixture(
     # Issued before the host waits for the counts, so that the device has something to do.
     rows: Tensor = _Spread.apply(x, order, places, chosen.shape[1])  # type: ignore[no-untyped-call]
     if group is None:
-        made = experts(rows, flat[order], routing.sizes.get)
+        made = experts(rows, flat[order], routing.sizes.get, ())
     else:
-        made = group.run(rows, routing, experts)
+        made = group.run(rows, routing, experts, parameters)
     each = made.index_select(0, places).view(*chosen.shape, made.shape[-1])
     return (each * weights[..., None]).sum(1).to(x.dtype)
 
 
-def counts_of(chosen: Tensor, load: ExpertLoad) -> Tensor:
+def counts_of(chosen: Tensor, experts: int) -> Tensor:
     """How many rows go to each expert of a layer: int64 ``[experts]``. Local."""
     flat = chosen.flatten()
-    counts = torch.zeros(load.routed.shape, dtype=torch.int64, device=chosen.device)
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def _route(chosen: Tensor, load: ExpertLoad, group: ExpertGroup | None) -> Routing:
-    counts = counts_of(chosen, load)
+    experts = load.routed.shape[0]
+    if group is not None and load.placement is not None:
+        chosen, experts = load.placement.spread(chosen, group.comm.rank), load.placement.expert_of.shape[0]
+    counts = counts_of(chosen, experts)
     if group is not None:
         return group.route(chosen, counts, load)
     load.add(counts, counts, 0)
@@ -264,28 +337,58 @@ class _Spread(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks and from them; ``sends`` and ``gets`` say how many for each and from each. The layer's first
-    exchange is the last one of its backward pass."""
+    """Rows to the ranks and from them; ``sends`` and ``gets`` say how many for each and from each.
+
+    The layer's first exchange, which has its parameters where there are replicas, brings those of the replicas, too. It
+    is the last one of the backward pass, and one node, so that all ranks exchange gradients in one order.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, group: ExpertGroup, sends: Sequence[int], gets: Sequence[int], first: bool
-    ) -> Tensor:
-        ctx.group, ctx.sends, ctx.gets, ctx.first = group, sends, gets, first
-        return _exchanged(rows, group.comm, sends, gets)
+        ctx: Any,
+        rows: Tensor,
+        group: ExpertGroup,
+        sends: Sequence[int],
+        gets: Sequence[int],
+        first: bool,
+        placement: ExpertPlacement | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.sends, ctx.gets, ctx.first, ctx.placement = group, sends, gets, first, placement
+        ctx.shapes = [each.shape for each in weights]
+        arrived = _exchanged(rows, group.comm, sends, gets)
+        if placement is None:
+            return (arrived,)
+        sent = to_device(torch.tensor(placement.sent, dtype=torch.int64), rows.device)
+        replicas = [
+            _exchanged(each.index_select(0, sent), group.comm, placement.sends, placement.gets) for each in weights
+        ]
+        needed = ctx.needs_input_grad[6:]
+        ctx.mark_non_differentiable(*(each for each, trained in zip(replicas, needed, strict=True) if not trained))
+        return arrived, *replicas
 
     @staticmethod
     @without_second_derivative
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
-        arrived = _exchanged(upstream[0], ctx.group.comm, ctx.gets, ctx.sends)
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        comm = ctx.group.comm
+        arrived = _exchanged(upstream[0], comm, ctx.gets, ctx.sends)
+        own: list[Tensor | None] = [None] * len(ctx.shapes)
+        for number, shape in enumerate(ctx.shapes):
+            if ctx.needs_input_grad[6 + number]:
+                gradients = _exchanged(upstream[1 + number], comm, ctx.placement.gets, ctx.placement.sends)
+                if gradients.shape[0]:
+                    own[number] = gradients.new_zeros(shape)
+                for expert, gradient in zip(ctx.placement.sent, gradients, strict=True):  # one order on any device
+                    own[number][expert] += gradient  # type: ignore[index]
         for listener in ctx.group.listeners if ctx.first else ():
             if (method := listener()) is not None:
                 method()
-        return arrived, None, None, None, None
+        return arrived, None, None, None, None, None, *own
 
 
 def _exchanged(rows: Tensor, comm: Communicator, sends: Sequence[int], gets: Sequence[int]) -> Tensor:
-    width = rows.shape[1]
-    arrived = rows.new_empty(sum(gets), width)
+    """Rows ``[rows, ...]``, or weights of experts."""
+    width = rows.shape[1:].numel()
+    arrived = rows.new_empty(sum(gets), *rows.shape[1:])
     comm.all_to_all(arrived, rows.contiguous(), [n * width for n in gets], [n * width for n in sends])
     return arrived

@@ -77,24 +77,26 @@ class MixtureOfExperts(nn.Module):
             chosen = routes.choose(self.router_place, lambda: self._best(shares))
         weights = shares.gather(-1, chosen)
         weights = weights / weights.sum(-1, keepdim=True)
-        return mixture(x, chosen, weights, self._run, self.load, self.group), logits
+        parameters = (self.gate_up, self.out)
+        return mixture(x, chosen, weights, self._run, self.load, self.group, parameters), logits
 
     def _best(self, shares: Tensor) -> Tensor:
         return shares.detach().topk(self.top_k, dim=-1).indices
 
-    def _run(self, rows: Tensor, experts: Tensor, counts: Callable[[], Sequence[int]]) -> Tensor:
-        if rows.shape[0] and _has_grouped_product(rows, self.gate_up):
-            own = torch.arange(self.out.shape[0], device=rows.device)
+    def _run(
+        self, rows: Tensor, experts: Tensor, counts: Callable[[], Sequence[int]], replicas: Sequence[Tensor]
+    ) -> Tensor:
+        gate_up, out = replicas or (self.gate_up, self.out)
+        if rows.shape[0] and _has_grouped_product(rows, gate_up):
+            own = torch.arange(out.shape[0], device=rows.device)
             ends = torch.searchsorted(experts, own, right=True, out_int32=True)
-            mixed = gate_halves(nn.functional.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends), "silu")
-            results: Tensor = nn.functional.grouped_mm(mixed, self.out.transpose(1, 2), offs=ends)
+            mixed = gate_halves(nn.functional.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), "silu")
+            results: Tensor = nn.functional.grouped_mm(mixed, out.transpose(1, 2), offs=ends)
             return results
         made = []
-        for part, gate_up, out in zip(
-            torch.split(rows, list(counts())), self.gate_up.unbind(), self.out.unbind(), strict=True
-        ):
-            mixed = gate_halves(nn.functional.linear(part, gate_up), "silu")
-            made.append(nn.functional.linear(mixed, out))
+        for part, *expert in zip(torch.split(rows, list(counts())), gate_up.unbind(), out.unbind(), strict=True):
+            mixed = gate_halves(nn.functional.linear(part, expert[0]), "silu")
+            made.append(nn.functional.linear(mixed, expert[1]))
         return torch.cat(made)
 
 

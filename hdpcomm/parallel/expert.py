@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +52,7 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
         return model
     if getattr(model, "expert", None) is not None:
         raise InvalidUsage("the experts of this model have been cut by expert_parallel() already; give it once")
-    group = ExpertGroup(mesh.expert_comm)
+    group = ExpertGroup(mesh.expert_comm, mesh.expert_replicas)
     layers = layers_with_experts(model, mesh.expert)
     what = f"{type(model).__name__} with its experts on {mesh.expert} ranks"
     with same_logits(model, group.comm, what, check=check):
@@ -61,7 +62,7 @@ def expert_parallel(model: Model, mesh: Mesh, *, check: bool = True) -> Model:
                 parameter.data = shard.take(parameter.data)
                 group.shards[f"{place}.{name}"] = shard
             if isinstance(layer, MixtureOfExperts):
-                layer.group = group
+                layer.group = layer.load.group = group
             else:
                 layer.forward = _DistributedExperts(layer, group)
         model.expert = group  # type: ignore[assignment]
@@ -119,7 +120,7 @@ def _transformers_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, dic
                 f"{place.partition('.base_layer')[0]} has adapters of LoRA, which expert parallelism does not "
                 "share out; name other targets of LoRA, as q_proj+v_proj, or train it without expert parallelism"
             )
-        if any(parameter.dim() < 2 or parameter.shape[0] != experts for parameter in parameters.values()):
+        if any(each.dim() < 2 or each.shape[0] != experts or "." in name for name, each in parameters.items()):
             raise InvalidUsage(
                 f"{place} has {experts} experts and the parameters "
                 f"{ {name: tuple(p.shape) for name, p in parameters.items()} }; tensors whose first dimension is the "
@@ -132,25 +133,42 @@ class _DistributedExperts:
     """The forward of a module of transformers that holds the experts of a layer: theirs, wherever they are."""
 
     def __init__(self, module: Any, group: ExpertGroup) -> None:
-        self._forward, self._group = module.forward, group
+        self._module, self._forward, self._group = module, module.forward, group
         self.load = module.load = getattr(module, "load", None) or ExpertLoad(module.num_experts)
-        self.load.exchanged = True
+        self.load.group = group
         module.num_experts //= group.comm.size
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         pack = find_pack()
         rows = None if pack is None else pack.token_rows
-        made = mixture(x[:rows], top_k_index[:rows], top_k_weights[:rows], self._run, self.load, self._group)
+        own = [each for each in self._module._parameters.values() if each is not None]
+        chosen, weights = top_k_index[:rows], top_k_weights[:rows]
+        made = mixture(x[:rows], chosen, weights, self._run, self.load, self._group, own)
         if rows is not None:
             made = torch.cat((made, torch.zeros_like(x[rows:])))
         return made.view(hidden_states.shape)
 
-    def _run(self, rows: Tensor, experts: Tensor, _: Callable[[], Sequence[int]]) -> Tensor:
+    def _run(self, rows: Tensor, experts: Tensor, _: Callable[[], Sequence[int]], replicas: Sequence[Tensor]) -> Tensor:
         if rows.shape[0]:
-            made: Tensor = self._forward(rows, experts[:, None], rows.new_ones(rows.shape[0], 1))
+            with _replaced(self._module, replicas):
+                made: Tensor = self._forward(rows, experts[:, None], rows.new_ones(rows.shape[0], 1))
             return made
         # A loop over experts that have rows would leave their parameters out of the graph, and so this rank out of the
         # backward of its group: one row goes through the first one, and is dropped.
         unused = self._forward(rows.new_zeros(1, rows.shape[1]), experts.new_zeros(1, 1), rows.new_ones(1, 1))
         return torch.cat((rows, unused[:0]))
+
+
+@contextmanager
+def _replaced(module: Any, replicas: Sequence[Tensor]) -> Iterator[None]:
+    """The module of transformers has these experts meanwhile, if there are any."""
+    own, count = dict(module._parameters), module.num_experts
+    if replicas:
+        module.num_experts = replicas[0].shape[0]
+        module._parameters.update(zip((name for name, each in own.items() if each is not None), replicas, strict=True))
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+        module.num_experts = count

@@ -64,6 +64,8 @@ class StepMemory:
             its weights; 0: backward passes are whole.
         owing: micro-batches that owe these gradients at once, beside those in flight.
         weights, gradients: of the states; 0 where they were not told apart.
+        replicas: bytes of the weights of a layer's replicas of experts, which it keeps for its backward pass unless it
+            is recomputed; that makes gradients of as many.
         host: bytes in host memory of an optimizer that computes there: masters, its state and their gradients.
     """
 
@@ -85,6 +87,7 @@ class StepMemory:
     weights: float = 0.0
     gradients: float = 0.0
     host: float = 0.0
+    replicas: float = 0.0
 
     def offloadable(self, recompute: int = 0) -> float:
         """Bytes a token that go to host memory at an offload ratio of 1, with ``recompute`` layers recomputed."""
@@ -113,7 +116,8 @@ class StepMemory:
             inputs = min(recompute, max(0, self.layers - self.resident)) * self.layer_input
             most = max(most, self.recomputed.at(tokens) + (owed - kept - ratio * inputs) * tokens)
         others = (self.in_flight - 1) * max(self.forward.token - self.layer_input - saved, owed)
-        return most + (others + self.owing * owed + self.messages) * tokens
+        copies = (2 + self.in_flight * (self.layers - recompute)) * self.replicas
+        return most + copies + (others + self.owing * owed + self.messages) * tokens
 
     def peak_bytes(self, tokens: float, recompute: int = 0, ratio: float = 0.0) -> float:
         """The most that a step takes; arguments of :meth:`activation_bytes`."""

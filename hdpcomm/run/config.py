@@ -111,7 +111,7 @@ class RunConfig(TrainingOptions):
     @property
     def mesh_sizes(self) -> dict[str, Any]:
         """Arguments of :class:`hdpcomm.Mesh` that say how ranks share a model."""
-        return {"pipeline": self.pipeline, "tensor": self.tensor, "expert": self.expert}
+        return {name: getattr(self, name) for name in ("pipeline", "tensor", "expert", "expert_replicas")}
 
     @property
     def on_mesh(self) -> bool:
@@ -245,6 +245,10 @@ class RunConfig(TrainingOptions):
         for name in ("pipeline", "chunks", "tensor", "expert"):
             if getattr(self, name) < 1:
                 raise InvalidUsage(f"{name} is {getattr(self, name)}; at least 1 was expected")
+        if self.expert_replicas and (self.expert == 1 or self.expert_replicas < 0):
+            raise InvalidUsage(
+                f"expert_replicas is {self.expert_replicas} and expert {self.expert}: give --expert, too"
+            )
         if self.chunks > 1 and self.pipeline == 1:
             raise InvalidUsage(f"chunks is {self.chunks} and pipeline 1: give --pipeline 2 or more, or no --chunks")
         if self.layers_per_stage is not None and self.pipeline == 1:

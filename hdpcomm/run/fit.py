@@ -71,7 +71,7 @@ def _cluster(config: RunConfig, ranks: int, device: str) -> ClusterSpec:
         offload=config.offload > 0,
         device=device_in(device, config.parameter_dtype.itemsize),
         stage_work=config.stage_work,
-        **sizes,
+        **{name: size for name, size in sizes.items() if name != "expert_replicas"},
     )
     if config.zero in (2, 3) and cluster.ranks > 1 and cluster.ranks_per_node == 1:
         raise InvalidUsage(

@@ -87,8 +87,8 @@ def _state_bytes(config: RunConfig) -> float:
     """Weights, masters and the optimizer's state of the whole model, each element once, but tied weights by each of
     their names, as a checkpoint has them."""
     alone = replace(
-        config, pipeline=1, tensor=1, expert=1, chunks=1, split_backward=False, zero=1 if config.zero else 0,
-        optimizer_offload=False,
+        config, pipeline=1, tensor=1, expert=1, expert_replicas=0, chunks=1, split_backward=False,
+        zero=1 if config.zero else 0, optimizer_offload=False,
     )  # fmt: skip
     (found,) = predict_memory(alone, 1)
     model = model_on_meta(config.model)

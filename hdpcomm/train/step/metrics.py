@@ -191,6 +191,9 @@ class StepMetrics:
         expert_tokens_mean, expert_tokens_max: tokens that went to an expert of a layer, and to the busiest one of all
             layers; 0 without experts.
         expert_tokens_dropped: tokens that a router has sent to an expert and that it has not got, of the worst layer.
+        expert_imbalance: rows that the busiest rank of an expert group computes in a layer and micro-batch, over the
+            mean, as ``ClusterSpec(expert_imbalance=)`` takes it; 0 without expert ranks.
+        expert_imbalance_before: what it would be without replicas of experts.
         mtp_loss: mean over all labels further ahead and depths of multi-token prediction, in nats; 0 without it.
         queued: of the micro-batches, those that were bound to no rank (:attr:`hdpcomm.plan.StepPlan.queued`).
         moved: of these, those that ran on another rank than the one on which they would have run if all had gone as
@@ -218,6 +221,8 @@ class StepMetrics:
     expert_tokens_mean: float = 0.0
     expert_tokens_max: int = 0
     expert_tokens_dropped: int = 0
+    expert_imbalance: float = 0.0
+    expert_imbalance_before: float = 0.0
     mtp_loss: float = 0.0
     queued: int = 0
     moved: int = 0
@@ -296,11 +301,11 @@ def uncounted(loads: Sequence[ExpertLoad]) -> Iterator[None]:
             load.counts = counts
 
 
-def add_expert_load(metrics: StepMetrics, rows: Tensor | None, mesh: Mesh) -> StepMetrics:
+def add_expert_load(metrics: StepMetrics, rows: Tensor | None, loads: Sequence[ExpertLoad], mesh: Mesh) -> StepMetrics:
     """The metrics with those of the experts. Collective over the mesh.
 
     Args:
-        rows: of :meth:`hdpcomm.train.step.runner.Runner.expert_rows`.
+        rows: of :meth:`hdpcomm.train.step.runner.Runner.expert_rows`, for these loads.
     """
     most = torch.zeros(3, dtype=torch.float64)
     if rows is not None:
@@ -309,6 +314,15 @@ def add_expert_load(metrics: StepMetrics, rows: Tensor | None, mesh: Mesh) -> St
         most = torch.stack((computed.double().mean(), computed.max().double(), dropped.double()))
     mesh.comm.all_reduce(most, "max")
     mean, busiest, dropped = most.tolist()
+    if mesh.expert > 1:
+        sums = torch.zeros(3, dtype=torch.float64)  # rows of the busiest ranks of all passes, and the means
+        if passes := [each for load in loads for each in load.passes or ()]:
+            table = torch.stack(passes).cpu()  # [passes, 2, ranks]
+            mesh.expert_comm.all_reduce(table)
+            sums = torch.cat((table.amax(2).sum(0), table[:, 1].sum()[None] / mesh.expert)).double()
+        mesh.comm.all_reduce(sums)
+        before, after = (sums[:2] / sums[2].clamp(min=1)).tolist()
+        metrics = replace(metrics, expert_imbalance=after, expert_imbalance_before=before)
     return replace(metrics, expert_tokens_mean=mean, expert_tokens_max=int(busiest), expert_tokens_dropped=int(dropped))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hdpcomm.comm.tensors import wraps_tensors
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models.balance import loads_on_mesh, move_biases
+from hdpcomm.models.balance import loads_on_mesh, settle_loads
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.state.layout import layout_of, plain_name
 from hdpcomm.train.step.metrics import uncounted
@@ -293,12 +293,12 @@ class Runner:
         self.publish()
 
     def publish(self) -> None:
-        """Gives the updated parameters to all ranks, and moves the biases of routers, after the optimizer's step;
-        :meth:`update` does so. Collective."""
+        """Gives the updated parameters to all ranks, moves routers' biases, and chooses replicas of experts, after the
+        optimizer's step; :meth:`update` does so. Collective."""
         if self.masters is not None:
             self.masters.publish()
-        if any(load.bias is not None for load in self.passes.loads) and (rows := self.expert_rows()) is not None:
-            move_biases(self.passes.loads, rows)
+        if any(load.follows_rows for load in self.passes.loads) and (rows := self.expert_rows()) is not None:
+            settle_loads(self.passes.loads, rows)
 
     def expert_rows(self) -> Tensor | None:
         """Rows of each expert in the passes of this step, as of :func:`hdpcomm.models.balance.loads_on_mesh`; ``None``

@@ -389,7 +389,7 @@ class Trainer:
         own = [time.perf_counter() - started, idle, sent, time.process_time() - processor]
         metrics = self._metrics(planned, own, loss=mean, grad_norm=grad_norm)
         if runner.counts_rows:
-            metrics = add_expert_load(metrics, runner.expert_rows(), self.mesh)
+            metrics = add_expert_load(metrics, runner.expert_rows(), runner.passes.loads, self.mesh)
         return offloading.add_to(metrics, self.comm)
 
     def _terms(
@@ -506,6 +506,8 @@ class Trainer:
         """
         self.runner.state.load(state)
         self.num_steps = int(state["num_steps"])
+        for load in self.runner.passes.loads:
+            load.forget()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -192,7 +192,7 @@ CHANGED = TrainOptions(
     data=("DOCS",), text_field="body", messages_field="chat", tokenizer="bytes", data_cache=Path("cache"),
     context=2048, tokens_per_step=4096, seed=1, ranks=2, transport="shm",
     capacity=8192, pipeline=2, chunks=2, layers_per_stage="1,2,3,2",
-    split_backward=True, tensor=2, expert=2, policy="naive", compare=("static",),
+    split_backward=True, tensor=2, expert=2, expert_replicas=1, policy="naive", compare=("static",),
     learn_costs=True, slices=4, queue=True, calibration=Path("COSTS"), offload=1 << 20,
     model=Path("MODEL"),
     layers=8, hidden=64, heads=4, kv_heads=2, ffn=64, experts=4, top_k=1, router_aux_loss=0.5, router_z_loss=0.5,
