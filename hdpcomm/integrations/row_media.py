@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -34,12 +35,9 @@ class RowMedia:
     def __init__(self, own: Sequence[Mapping[str, Tensor]], comm: Communicator) -> None:
         told = gather_json(
             comm,
-            [
-                {name: list(x.shape) if _is_pixels(name) else x.tolist() for name, x in each.items()}
-                for each in own
-            ],
-        )  # fmt: skip
-        self._rank = comm.rank
+            [{name: list(x.shape) if _is_pixels(name) else x.tolist() for name, x in each.items()} for each in own],
+        )
+        self._own, self._comm = own, comm
         self._holder = [rank for rank, rows in enumerate(told) for _ in rows]
         self.given: list[dict[str, Tensor]] = [
             {name: torch.empty(x, device="meta") if _is_pixels(name) else torch.tensor(x) for name, x in row.items()}
@@ -53,6 +51,16 @@ class RowMedia:
         """The items of each sequence, by its tokens. Local."""
         pairs = zip(sequences, self.given, strict=True)
         return [encoder.items({"tokens": tokens, **given}) for tokens, given in pairs]
+
+    def digests(self) -> list[str]:
+        """By sequence, equal for equal images and videos; empty without any. Collective."""
+        own = [
+            hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for _, x in sorted(each.items()))).hexdigest()
+            if each
+            else ""
+            for each in self._own
+        ]
+        return [digest for rows in gather_json(self._comm, own) for digest in rows]
 
     def send_pixels(self, placed: PlacedItems, mesh: Mesh, like: Tensor) -> None:
         """Sends each sequence's pixels, in the type of ``like``, to all ranks that encode some of its items. Collective

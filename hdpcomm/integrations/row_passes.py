@@ -84,9 +84,13 @@ class Sequences:
         """Scalar: the tokens that have a label."""
         return (self.labels != IGNORE).sum()
 
-    def prompts(self) -> list[tuple[Hashable, int]]:
+    def prompts(self, images: Sequence[str] = ()) -> list[tuple[Hashable, int]]:
         """For each sequence the name and the tokens of its prompt: what comes before its first label, where that is
-        more than one token; equal ones, of the same routes, have one name."""
+        more than one token; equal ones, of the same routes, have one name.
+
+        Args:
+            images: of each sequence, equal for the same ones.
+        """
         found: list[tuple[Hashable, int]] = []
         for i in range(len(self.lengths)):
             place = slice(*self.offsets[i : i + 2])
@@ -94,7 +98,8 @@ class Sequences:
             labelled = (labels != IGNORE).nonzero()
             count = int(labelled[0]) + 1 if len(labelled) else 1
             parts = [tokens[:count], *([] if self.routes is None else [self.routes[place][:count]])]
-            found.append((b"".join(each.numpy().tobytes() for each in parts) if count > 1 else i, count))
+            name = b"".join(each.numpy().tobytes() for each in parts)
+            found.append(((name, *images[i : i + 1]) if count > 1 else i, count))
         return found
 
     def fetch(self, place: int) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
@@ -257,11 +262,11 @@ class RowPasses:
         """
         return self._agreed(self._planned(batch.lengths, batch.lengths), batch)
 
-    def _agreed(self, planned: PlannedStep, batch: Sequences) -> PlannedStep:
+    def _agreed(self, planned: PlannedStep, batch: Sequences, labels: Batch | None = None) -> PlannedStep:
         media, settings = batch.media, self._settings()
         if isinstance(media, RowMedia) and any(items := media.items(cast(MediaEncoder, self.media), batch.each())):
             assert self._planner is not None
-            planned = with_items(planned, items, self._model, self._planner, self.mesh)
+            planned = with_items(planned, items, self._model, self._planner, self.mesh, labels)
             assert planned.items is not None
             settings += planned.items.digest()
         self._runner.agree(planned.plan, settings)
@@ -298,15 +303,16 @@ class RowPasses:
         """
         batch, first = gather_sequences(own, self.comm)
         lengths = batch.lengths
-        if any(batch.media.given if isinstance(batch.media, RowMedia) else ()):
+        images = batch.media.digests() if isinstance(batch.media, RowMedia) else ()
+        if any(images) and (routes or temperature is None):
             trees: Sequence[TrajectoryTree] = ()
         elif temperature is None:  # labels do not tell where prompts end
             folded = fold(batch.each())
             trees = [tree for tree in folded if len(tree.trajectories) > 1]
         else:
-            trees = () if routes else trees_of_prompts(lengths, batch.prompts())
+            trees = () if routes else trees_of_prompts(lengths, batch.prompts(images))
         planned, labels = shorter_plan(lambda items: self._planned(items, lengths), lengths, trees, shares=self._shares)
-        planned = self._agreed(planned, batch)
+        planned = self._agreed(planned, batch, labels)
         routed = self._model if routes else None
         kept = KeptLogProbs(labels, self._like, entropy=entropy, temperature=temperature, routed=routed)
         self._runner.forward(self._inputs(planned, batch, terms=kept_terms(kept, labels)))

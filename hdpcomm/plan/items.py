@@ -15,6 +15,7 @@ from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
     from hdpcomm.plan.micro_batch import MicroBatch
+    from hdpcomm.plan.tree import TrajectoryTree
 
 __all__ = ["Item", "ItemExchange", "PlacedItems", "place_items"]
 
@@ -38,37 +39,43 @@ class Item:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedItems:
-    """All items of a step, in the order of their sequences, and the rank that encodes each.
+    """All items of a step, by what is planned and their places there, and the device that encodes each.
 
     Attributes:
-        items: of each sequence.
-        sequence, start, tokens, device: int64 ``[items]``; ``device``: that encodes it. Devices are numbered by stage,
-            HDP rank and tensor rank.
+        items: of each sequence of the batch.
+        sources: of each length or tree that is planned, its sequence, or the trajectories of its tree.
+        place, start, tokens, device: int64 ``[items]``: the place among what is planned, the first token there, how
+            many there are, and the device. Devices are numbered by stage, HDP rank and tensor rank.
+        sequence, number: int64 ``[items]``: of which sequence it is taken, and which of its items it is there.
         first_row: int64 ``[items + 1]``: the embeddings of all items, one after the other, begin and end there.
         tensor: tensor ranks of each HDP rank.
     """
 
     items: Sequence[Sequence[Item]]
-    sequence: _Rows
+    sources: Sequence[int | TrajectoryTree]
+    place: _Rows
     start: _Rows
     tokens: _Rows
     device: _Rows
+    sequence: _Rows
+    number: _Rows
     first_row: _Rows
     tensor: int
 
     def digest(self) -> str:
         """Equal for equal items at equal places."""
-        columns = (self.sequence, self.start, self.tokens, self.device)
+        columns = (self.place, self.start, self.tokens, self.device, self.sequence, self.number)
         return hashlib.sha256(b"".join(column.tobytes() for column in columns)).hexdigest()
 
     def of_device(self, device: int) -> _Rows:
         """Numbers of the items that a device encodes."""
         return np.flatnonzero(self.device == device)
 
-    def rows_of(self, sequence: int, length: int) -> _Rows:
-        """int64 ``[length]``: for each token of a sequence the row of its embedding among those of all items, or -1."""
+    def rows_of(self, place: int, length: int) -> _Rows:
+        """int64 ``[length]``: for each token of a sequence or tree the row of its embedding among those of all items,
+        or -1."""
         rows = np.full(length, -1, dtype=np.int64)
-        for item in range(*np.searchsorted(self.sequence, (sequence, sequence + 1))):
+        for item in range(*np.searchsorted(self.place, (place, place + 1))):
             start, count, first = self.start[item], self.tokens[item], self.first_row[item]
             rows[start : start + count] = np.arange(first, first + count)
         return rows
@@ -79,7 +86,9 @@ def place_items(
     lengths: Sequence[int],
     devices: int,
     seconds: Callable[[int], float],
+    *,
     tensor: int = 1,
+    sources: Sequence[int | TrajectoryTree] | None = None,
 ) -> PlacedItems:
     """Deals the items to devices, the longest first, each to the one that has least to do: all encode before the passes
     of the plan, which are even themselves. The same on all ranks that are given the same. Local.
@@ -89,8 +98,10 @@ def place_items(
         lengths: tokens of each sequence.
         seconds: that encoding so many patches takes, of an item by itself.
         tensor: tensor ranks of each HDP rank.
+        sources: of what is planned; trajectories that share an image have it once. ``None``: the sequences.
 
-    Raises: InvalidUsage: other numbers of sequences, or items that overlap or do not lie inside of theirs.
+    Raises: InvalidUsage: other numbers of sequences, items that overlap or do not lie inside of theirs, or that a tree
+        has in part.
     """
     if len(items) != len(lengths):
         raise InvalidUsage(f"items of {len(items)} sequences were given for {len(lengths)}; give a list for each")
@@ -103,23 +114,35 @@ def place_items(
                     "tokens of their own inside of the sequence, by rising places"
                 )
             end = item.start + item.tokens
-    flat = [(place, item) for place, own in enumerate(items) for item in own]
-    work = [seconds(item.patches) for _, item in flat]
+    sources = range(len(lengths)) if sources is None else sources
+    flat = [(place, *each) for place, source in enumerate(sources) for each in _items_of(source, items)]
+    work = [seconds(items[sequence][number].patches) for *_, sequence, number in flat]
     heap = [(0.0, device) for device in range(devices)]
     by_device = np.zeros(len(flat), dtype=np.int64)
-    for number in sorted(range(len(flat)), key=lambda number: -work[number]):
-        busy, by_device[number] = heap[0]
-        heapq.heapreplace(heap, (busy + work[number], heap[0][1]))
-    tokens = np.array([item.tokens for _, item in flat], dtype=np.int64)
-    return PlacedItems(
-        items,
-        np.array([place for place, _ in flat], dtype=np.int64),
-        np.array([item.start for _, item in flat], dtype=np.int64),
-        tokens,
-        by_device,
-        np.concatenate(([0], np.cumsum(tokens))),
-        tensor,
-    )
+    for each in sorted(range(len(flat)), key=lambda each: -work[each]):
+        busy, by_device[each] = heap[0]
+        heapq.heapreplace(heap, (busy + work[each], heap[0][1]))
+    place, start, tokens, sequence, number = np.array(flat, dtype=np.int64).reshape(-1, 5).T
+    first_row = np.concatenate(([0], np.cumsum(tokens)))
+    return PlacedItems(items, sources, place, start, tokens, by_device, sequence, number, first_row, tensor)
+
+
+def _items_of(source: int | TrajectoryTree, items: Sequence[Sequence[Item]]) -> list[tuple[int, int, int, int]]:
+    """(first token, tokens, sequence, number there) of each item of a sequence, or of a tree of them."""
+    if isinstance(source, int):
+        return [(item.start, item.tokens, source, number) for number, item in enumerate(items[source])]
+    found: dict[int, tuple[int, int, int, int]] = {}
+    for sequence in source.trajectories:
+        places = source.token_places(sequence)
+        for number, item in enumerate(items[sequence]):
+            first, last = int(places[item.start]), int(places[item.start + item.tokens - 1])
+            _, tokens, other, at = found.setdefault(first, (first, item.tokens, sequence, number))
+            if last - first + 1 != item.tokens or tokens != item.tokens or items[other][at].patches != item.patches:
+                raise InvalidUsage(
+                    f"sequence {sequence} shares a part of {item} with {list(source.trajectories)}; give trees= whose "
+                    "sequences share images as a whole"
+                )
+    return [found[first] for first in sorted(found)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,12 +15,14 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import to_device
 from hdpcomm.models.media import FAMILIES, MediaEncoder, TokensWithItems
 from hdpcomm.plan.items import Item, ItemExchange, PlacedItems, place_items
+from hdpcomm.plan.tree import Tree, TreeFragment, join_trees
 from hdpcomm.train.losses.shards import Fetch, FetchParts, PackedShard, pack_of
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.plan import MicroBatch, PlannedStep, Planner
+    from hdpcomm.train.losses.label_terms import Batch
 
 __all__ = ["StepItems", "text_alone", "with_items"]
 
@@ -84,51 +86,85 @@ class StepItems:
     def _encoded(self) -> Iterator[Tensor]:
         """Embeddings of this rank's items, a number of patches at a time."""
         chosen: list[tuple[Mapping[str, Any], list[int]]] = []
-        patches, before, first = 0, -1, 0
-        for number in self._placed.of_device(self._comm.rank):
-            place = int(self._placed.sequence[number])
-            if place != before:
-                fetched, before = self._whole(place), place
-                self._keep(place, fetched)
-                first = int(np.searchsorted(self._placed.sequence, place))
+        patches, before = 0, -1
+        placed = self._placed
+        for item in placed.of_device(self._comm.rank):
+            sequence, number = int(placed.sequence[item]), int(placed.number[item])
+            if sequence != before:
+                fetched, before = self._whole(sequence), sequence
+                self._keep(sequence, fetched)
                 chosen.append((fetched, []))
-            item = self._placed.items[place][number - first]
-            if patches and patches + item.patches > _MOST_PATCHES:
+            more = placed.items[sequence][number].patches
+            if patches and patches + more > _MOST_PATCHES:
                 yield self._encoder.encode([each for each in chosen if each[1]], self._device)
                 chosen, patches = [(fetched, [])], 0
-            chosen[-1][1].append(int(number - first))
-            patches += item.patches
+            chosen[-1][1].append(number)
+            patches += more
         if patches:
             yield self._encoder.encode([each for each in chosen if each[1]], self._device)
 
     def _batches(self) -> list[MicroBatch]:
         """The micro-batches for which this device sends or gets embeddings, in the order of the plan."""
         plan, table = self._planned.plan, self._planned.plan.table
-        whole = table.ids.copy()  # the sequences, those of slices, too
-        for each in plan.slices.values():
-            whole[table.sequence_bounds[each.rows[each.number]]] = each.sequence
-        sent = self._placed.sequence[self._placed.of_device(self._comm.rank)]
+        top = np.array([self._top(each) for each in range(len(self._planned.lengths) + len(plan.fragments))])
+        whole = top[table.ids]
+        sent = self._placed.place[self._placed.of_device(self._comm.rank)]
         rows = table.rows_of_sequences()
+        chosen = np.isin(whole, sent)
         if self._mesh.stage == 0:
             gets = table.rows_of_ranks()[table.ranks == self._mesh.hdp_rank]
-            chosen = np.isin(whole, sent) | (np.isin(rows, gets) & np.isin(whole, self._placed.sequence))
-        else:
-            chosen = np.isin(whole, sent)
+            chosen |= np.isin(rows, gets) & np.isin(whole, self._placed.place)
         return [plan.micro_batch(row) for row in np.unique(rows[chosen]).tolist()]
 
-    def _places(self, batch: MicroBatch) -> list[int]:
-        planned = self._planned.plan.slices.get(batch.index)
-        return [each.id for each in batch.sequences] if planned is None else [planned.sequence]
+    def _top(self, number: int) -> int:
+        """The place among what is planned of an id of the plan: of a part of a tree, its tree."""
+        lengths = self._planned.lengths
+        while number >= len(lengths):
+            fragment = self._planned.plan.fragments[number - len(lengths)]
+            number = fragment.tree if isinstance(fragment, TreeFragment) else fragment.sequence
+        return number
+
+    def _parts(self, batch: MicroBatch) -> Iterator[tuple[int, Any]]:
+        """Of each sequence of a micro-batch, or the one whose slice it is: its place among what is planned, and which
+        tokens of that it has."""
+        lengths, fragments = self._planned.lengths, self._planned.plan.fragments
+        sliced = self._planned.plan.slices.get(batch.index)
+        for number in [each.id for each in batch.sequences] if sliced is None else [sliced.sequence]:
+            chosen: Any = slice(None)
+            if number >= len(lengths):
+                part = cast(TreeFragment, fragments[number - len(lengths)])
+                chosen = cast(Tree, lengths[part.tree]).token_places(part.segments)
+            yield self._top(number), chosen
 
     def _rows_of(self, batch: MicroBatch, place: int) -> Any:
         """See :meth:`hdpcomm.plan.items.ItemExchange.of`."""
-        plan, lengths = self._planned.plan, cast("tuple[int, ...]", self._planned.lengths)
-        planned, places = plan.slices.get(batch.index), self._places(batch)
-        pack = pack_of((lengths[place] for place in places), len(batch.ranks), plan.limit)
-        if planned is not None:
-            pack = SlicedSequence(planned.bounds).slice(planned.number)
-        rows = np.concatenate([self._placed.rows_of(each, lengths[each]) for each in places])
-        return rows[as_pack(pack).places(place, len(batch.ranks)).numpy()]
+        planned, plan, lengths = self._planned, self._planned.plan, self._planned.lengths
+        sliced, ranks = plan.slices.get(batch.index), len(batch.ranks)
+        pack: Any
+        if sliced is not None:
+            pack = SlicedSequence(sliced.bounds, planned.tree(sliced.sequence)).slice(sliced.number)
+        else:
+            parts = [planned.tree(each.id) or each.length for each in batch.sequences]
+            trees = any(isinstance(part, Tree) for part in parts)
+            pack = join_trees(parts) if trees else pack_of(cast("list[int]", parts), ranks, plan.limit)
+        rows = [
+            self._placed.rows_of(top, length if isinstance(length := lengths[top], int) else length.num_tokens)[chosen]
+            for top, chosen in self._parts(batch)
+        ]
+        return np.concatenate(rows)[as_pack(pack).places(place, ranks).numpy()]
+
+    def _coordinates(self, top: int) -> Tensor | None:
+        """int64 ``[3, tokens]`` of a sequence or tree that is planned; ``None``: the model has none."""
+        source = self._placed.sources[top]
+        if isinstance(source, int):
+            return self._encoder.coordinates(self.fetch(source))
+        found = torch.zeros(3, source.tree.num_tokens, dtype=torch.int64)
+        for sequence in source.trajectories:
+            own = self._encoder.coordinates(self.fetch(sequence))
+            if own is None:
+                return None
+            found[:, torch.from_numpy(source.token_places(sequence))] = own
+        return found
 
     def add_to(self, packed: PackedShard, batch: MicroBatch) -> PackedShard:
         """The shard of a micro-batch with the embeddings of its items, and the coordinates of its tokens. Local."""
@@ -137,12 +173,14 @@ class StepItems:
         if leaf is None and self._mesh.stage == 0:
             leaf = self._wanted[first : first + len(rows)].clone()
             self._leaves[batch.index] = leaf.requires_grad_(self._trained)
-        found = [self._encoder.coordinates(self.fetch(place)) for place in self._places(batch)]
+        found = [(self._coordinates(top), chosen) for top, chosen in self._parts(batch)]
         coordinates = None
-        if found[0] is not None:
+        if found[0][0] is not None:
             place = batch.ranks.index(self._mesh.hdp_rank)
             mine = as_pack(packed.cu_seqlens).places(place, len(batch.ranks))
-            coordinates = to_device(torch.cat(cast("list[Tensor]", found), 1)[:, mine], self._device)
+            coordinates = to_device(
+                torch.cat([cast(Tensor, own)[:, chosen] for own, chosen in found], 1)[:, mine], self._device
+            )
         items = TokensWithItems(packed.tokens, torch.from_numpy(rows).to(self._device), leaf, coordinates)
         return replace(packed, items=items)
 
@@ -163,7 +201,7 @@ class StepItems:
         back = self._sends(upstream[self._order], exchange.send_counts, exchange.receive_counts)
         if self._made.requires_grad:
             total = torch.zeros_like(self._made)
-            total[self._sent] = back
+            total.index_add_(0, self._sent, back)  # a token that parts of a tree share is sent to each
             self._made.backward(total)  # type: ignore[no-untyped-call]
 
     def _sends(self, x: Tensor, gets: list[int], sends: list[int]) -> Tensor:
@@ -189,10 +227,14 @@ def text_alone(fetch: Fetch) -> Fetch:
 
 
 def with_items(
-    planned: PlannedStep, items: Sequence[Sequence[Item]], model: Any, planner: Planner, mesh: Mesh
-) -> PlannedStep:
+    planned: PlannedStep, items: Sequence[Sequence[Item]], model: Any, planner: Planner, mesh: Mesh,
+    batch: Batch | None = None,
+) -> PlannedStep:  # fmt: skip
     """The step with its images and videos on the ranks that encode them, if there are any. The same on all ranks.
     Local.
+
+    Args:
+        batch: of a loss of log-probabilities, the sequences of what is planned.
 
     Raises: InvalidUsage: what this step cannot have beside items, or of :func:`hdpcomm.plan.items.place_items`.
     """
@@ -205,15 +247,17 @@ def with_items(
             f"images or videos, by adapt(): {', '.join(FAMILIES)}"
         )
     others = [
-        ("trees", any(not isinstance(length, int) for length in planned.lengths)),
+        ("trees of lengths", batch is None and any(not isinstance(length, int) for length in planned.lengths)),
         ("a queue (Planner(queue=False))", planned.plan.queued > 0),
     ]
     if wrong := [name for name, found in others if found]:
         raise InvalidUsage(f"images and videos do not go together with {', '.join(wrong)} yet; leave out either")
+    sources = None if batch is None else batch.sources
+    more: dict[str, Any] = {"tensor": mesh.tensor, "sources": sources}
     each = planner.cost_model.linear + planner.cost_model.piece
-    lengths = cast("tuple[int, ...]", planned.lengths)
+    lengths = cast("Sequence[int]", planned.lengths if batch is None else batch.lengths)
 
     def seconds(patches: int) -> float:
         return encoder.share_of_tokens(patches) * each
 
-    return replace(planned, items=place_items(items, lengths, mesh.comm.size, seconds, mesh.tensor))
+    return replace(planned, items=place_items(items, lengths, mesh.comm.size, seconds, **more))

@@ -341,7 +341,7 @@ class Trainer:
             check_whole(call, "root", root, least=0, most=self.comm.size - 1)
         with self.comm.liveness_deadlines():
             planned, batch = self._plan_shorter(lengths, trees)
-            planned = self._with_items(planned, items)
+            planned = self._with_items(planned, items, batch)
             self._agree(planned, more=(entropy, temperature, root, routes is not None))
             kept = self._log_probs(planned, batch, self._declared(fetch), entropy, temperature, routes is not None)
             found = kept.sum(self.mesh, root)
@@ -554,10 +554,10 @@ class Trainer:
         else:
             refuse_prefixes(trees)
             planned = lengths if isinstance(lengths, PlannedStep) else self._planned(lengths)
-        return self._with_items(planned, items), batch
+        return self._with_items(planned, items, batch), batch
 
-    def _with_items(self, planned: PlannedStep, items: Sequence[Sequence[Item]]) -> PlannedStep:
-        return with_items(planned, items, (*self.stages, self.model)[0], self.planner, self.mesh)
+    def _with_items(self, planned: PlannedStep, items: Sequence[Sequence[Item]], batch: Batch | None) -> PlannedStep:
+        return with_items(planned, items, (*self.stages, self.model)[0], self.planner, self.mesh, batch)
 
     def _plan_shorter(
         self, lengths: Sequence[int | Tree] | PlannedStep, trees: Sequence[TrajectoryTree]

@@ -13,7 +13,7 @@ from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.models import adapt, items_of
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
-from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
+from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner, trees_of_prompts
 from hdpcomm.testing import run_threads
 from hdpcomm.train.losses import sft
 from tests.harness.mesh_shapes import Shape
@@ -247,3 +247,43 @@ def test_what_items_need():
     assert sum(item.tokens for item in items_of(adapted, samples[3])) == int(
         (samples[3]["tokens"] >= 120).sum()
     ) - 2 * len(items_of(adapted, samples[3]))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_prompts_with_images_are_encoded_once(family, ranks):
+    """Three answers to a prompt with images, two to a text, one alone: as each trajectory alone, in fewer tokens."""
+    *_, new = wanted(family)
+    first, other = sample_of(family, "titit" if family == "llava" else "titvt", 1), sample_of(family, "ttt", 2)
+    draw = torch.Generator().manual_seed(3)
+    prompts, samples = [first, first, first, other, other, sample_of(family, "tit", 4)], []
+    for prompt, count in zip(prompts, (5, 30, 2, 9, 4, 7), strict=True):
+        answer = torch.randint(3, 120, (count,), generator=draw)
+        samples.append(prompt | {"tokens": torch.cat((prompt["tokens"], answer))})
+    lengths = [len(each["tokens"]) for each in samples]
+    names = [(name, len(prompt["tokens"])) for name, prompt in zip("aaabbc", prompts, strict=True)]
+    trees = trees_of_prompts(lengths, names)
+    assert len(trees) == 2
+    model = copy.deepcopy(new)
+    total, labels = plain_losses(model, samples)
+    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def step():
+        model, comm = copy.deepcopy(new), hdp.init()
+        adapted, capacity = adapt(model), -(-240 // ranks)
+        planner = Planner(None, ClusterSpec(comm.size, capacity), cost_model=CostModel(attention=1e-7, linear=1e-5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        trainer = hdp.Trainer(adapted, optimizer, planner, comm, max_grad_norm=None, loss=sft())
+        items = [items_of(adapted, each) for each in samples]
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        found, _ = trainer.log_probs(lengths, samples.__getitem__, items=items, trees=trees)
+        metrics = trainer.step(lengths, samples.__getitem__, items=items, trees=trees)
+        assert trainer.ran.tokens < sum(lengths)  # of trees
+        assert -float(sum(each.sum() for each in found)) == pytest.approx(total, rel=1e-6)
+        return metrics.loss, {name: before[name] - p.detach() for name, p in model.named_parameters()}
+
+    for loss, gradients in run_threads(step, ranks):
+        assert loss == pytest.approx(total / labels, rel=1e-6)
+        for name, expected in own.items():
+            scale = max(1e-3, float(expected.abs().max()))
+            assert float((gradients[name] - expected).abs().max()) < 1e-6 * scale, name
