@@ -125,8 +125,8 @@ class StepItems:
         return number
 
     def _parts(self, batch: MicroBatch) -> Iterator[tuple[int, Any]]:
-        """Of each sequence of a micro-batch, or the one whose slice it is: its place among what is planned, and which
-        tokens of that it has."""
+        """The sequences of a micro-batch, or the one whose slice it is: the place of each among what is planned, and
+        which tokens of that it has."""
         lengths, fragments = self._planned.lengths, self._planned.plan.fragments
         sliced = self._planned.plan.slices.get(batch.index)
         for number in [each.id for each in batch.sequences] if sliced is None else [sliced.sequence]:

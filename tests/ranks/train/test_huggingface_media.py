@@ -65,15 +65,20 @@ def test_weights_are_those_of_transformers(
 
 
 def rows_of(kind: str) -> Any:
-    """Twelve conversations with 0 to 2 images each; for GRPO their prompts, with one each."""
+    """Twelve conversations with 0 to 2 images each; for GRPO prompts, and for DPO pairs, with one each."""
     rows = []
     for i in range(12):
-        images = [picture(10 * i + k) for k in range(1 if kind == "grpo" else i % 3)]
+        images = [picture(10 * i + k) for k in range(i % 3 if kind == "sft" else 1)]
         asked = [{"type": "image"} for _ in images] + [{"type": "text", "text": " ".join(WORDS[i : i + 3 + i % 5])}]
         answer = [{"type": "text", "text": " ".join(WORDS[2 * i : 2 * i + 1 + i])}]
         prompt = [{"role": "user", "content": asked}]
+        worse = [{"type": "text", "text": " ".join(WORDS[i : i + 1 + i % 4])}]
         if kind == "grpo":
             rows.append({"prompt": prompt, "images": images})
+        elif kind == "dpo":
+            answers = {"chosen": [{"role": "assistant", "content": answer}]}
+            answers["rejected"] = [{"role": "assistant", "content": worse}]
+            rows.append({"prompt": prompt, "images": images, **answers})
         else:
             rows.append({"images": images, "messages": [*prompt, {"role": "assistant", "content": answer}]})
     return datasets.Dataset.from_list(rows)
@@ -97,6 +102,14 @@ class PlannedGRPO(HybridDataParallel, CannedGRPO):
     pass
 
 
+class PlannedDPO(HybridDataParallel, trl.DPOTrainer):  # type: ignore[misc]
+    pass
+
+
+CONFIGS = {trl.SFTTrainer: ("sft", trl.SFTConfig), CannedGRPO: ("grpo", trl.GRPOConfig)}
+CONFIGS |= {trl.DPOTrainer: ("dpo", trl.DPOConfig)}
+
+
 def reward(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(str(completion)) % 5) for completion in completions]
 
@@ -104,21 +117,22 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 def train_trl(kind: Any, out: str) -> Any:
     """(weights, losses) of a trainer of TRL's under DDP, or with plans."""
     torch.manual_seed(7)
-    policy = issubclass(kind, CannedGRPO)
+    [(what, config)] = [found for base, found in CONFIGS.items() if issubclass(kind, base)]
+    policy = what == "grpo"
     args = arguments(Path(out), 4, 1).to_dict() | {"learning_rate": 0.1, "max_steps": 3, "bf16": False}
     args |= {"gradient_checkpointing": False, "remove_unused_columns": False, "max_length": None}
     args |= {"num_generations": 4, "max_completion_length": 16} if policy else {}
-    config = trl.GRPOConfig if policy else trl.SFTConfig
     names = config.__dataclass_fields__
     model = model_of("qwen2_5_vl", torch.float32)
     model.config.use_cache = False
+    model.config._name_or_path = str(Path(out).parent / "model")  # from where DPO reads its reference
     more = {"reward_funcs": reward} if policy else {}
     try:
         trainer = kind(
             model=model, args=config(**{name: value for name, value in args.items() if name in names}),
-            train_dataset=rows_of("grpo" if policy else "sft"), processing_class=processor(), **more,
+            train_dataset=rows_of(what), processing_class=processor(), **more,
         )  # fmt: skip
-        if not policy:
+        if what == "sft":
             trainer.model_accepts_loss_kwargs = True
         trainer.train()
         trainer.accelerator.wait_for_everyone()
@@ -128,8 +142,11 @@ def train_trl(kind: Any, out: str) -> Any:
         leave()
 
 
-@pytest.mark.parametrize(("own", "planning"), [(trl.SFTTrainer, PlannedSFT), (CannedGRPO, PlannedGRPO)])
+@pytest.mark.parametrize(
+    ("own", "planning"), [(trl.SFTTrainer, PlannedSFT), (CannedGRPO, PlannedGRPO), (trl.DPOTrainer, PlannedDPO)]
+)
 def test_weights_are_those_of_trl(ranks: Any, tmp_path: Path, own: Any, planning: Any) -> None:
+    model_of("qwen2_5_vl", torch.float32).save_pretrained(tmp_path / "model")
     found = ranks(2, train_trl, planning, str(tmp_path / "a"))
     expected = ranks(2, train_trl, own, str(tmp_path / "b"))
     for (value, logged), (wanted, losses) in zip(found, expected, strict=True):
