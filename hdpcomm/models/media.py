@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.items import Item
@@ -64,7 +65,10 @@ class MediaEncoder:
     Attributes:
         width: of the embeddings of items, see :class:`TokensWithItems`.
         deepest: the first layers of the language model, so many, add features of the encoder.
+        recompute: whether :meth:`encode` keeps no more than its inputs, and runs again in the backward pass.
     """
+
+    recompute = False
 
     def __init__(self, causal_lm: Any) -> None:
         self._model, config = causal_lm.base_model, causal_lm.config
@@ -191,6 +195,12 @@ class MediaEncoder:
         Args:
             chosen: of sequences as of :meth:`items`, the numbers of the items.
         """
+        if self.recompute and torch.is_grad_enabled():
+            again: Tensor = checkpoint(self._encode, chosen, device, use_reentrant=False)
+            return again
+        return self._encode(chosen, device)
+
+    def _encode(self, chosen: Sequence[tuple[Mapping[str, Any], Sequence[int]]], device: torch.device) -> Tensor:
         wanted = []
         for given, numbers in chosen:
             parts = self._parts(given)

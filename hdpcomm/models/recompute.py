@@ -162,7 +162,8 @@ def set_recompute(model: nn.Module, recompute: str | int) -> int:
 
     Args:
         model: its layers are those of its largest ``nn.ModuleList``, as for :class:`hdpcomm.offload.ActivationOffload`.
-        recompute: ``"none"``, ``"full"``, or the number of layers, counted from the first one.
+        recompute: ``"none"``, ``"full"``, which an encoder of images follows, or the number of layers, counted from the
+            first one.
 
     Raises:
         InvalidUsage: another value, more layers than there are, or a model without a list of layers.
@@ -175,6 +176,8 @@ def set_recompute(model: nn.Module, recompute: str | int) -> int:
         raise InvalidUsage(
             f"recompute is {recompute!r}; give 'none', 'full' or a number of layers from 0 to {len(layers)}"
         )
+    if (encoder := getattr(model, "media", None)) is not None:
+        encoder.recompute = wanted == len(layers)
     for place, layer in enumerate(layers):
         current = vars(layer).get("forward")
         if place < wanted and not isinstance(current, _Recomputed):

@@ -441,10 +441,8 @@ class Trainer:
         return declared(fetch, self.comm, self._vocabulary)
 
     def _ends_pass(self, index: int | None) -> None:
-        if index is None:
-            self.timeline.end("wait for others")
-        else:
-            self.timeline.end("micro-batch", index)
+        phase = "wait for others" if index is None else "micro-batch"
+        self.timeline.end(phase, -1 if index is None else index)
 
     def check_replicas(self) -> None:
         """Compares the weights and the optimizer's settings of all ranks that hold the same parameters
