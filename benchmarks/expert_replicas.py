@@ -1,6 +1,7 @@
 """Would copies of busy experts on other ranks shorten a step? Loads as measured in training, steps as simulated.
 
     python benchmarks/expert_replicas.py --json benchmarks/results/expert_replicas.json
+    python benchmarks/expert_replicas.py --measure
 
 Trains a small DeepSeek-V3 of transformers on the text and the code of this repository, once with routers that nothing
 balances and once with moving biases (:func:`hdpcomm.models.balance_routers`), and counts the rows that each expert gets
@@ -9,28 +10,34 @@ every rank: each goes to the expert whose copies are the busiest, counted over t
 expert share its rows equally. The busiest rank's rows over the mean go into the simulated step of a model with 128
 experts of 22B active parameters on 64 H100 (``ClusterSpec.expert_imbalance``), with the time that the weights of
 replicas and their gradients take on the links of a host.
+
+``--measure`` times steps of a built-in model with 16 experts on 4 ranks of this machine, whose routers like those of
+rank 0 best, with 0 and more replicas; the weights stay as they are. The fastest of the steps after the first two, since
+four ranks may share fewer cores, with others.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
 import transformers
 
 import hdpcomm as hdp
-from hdpcomm.models import adapt, balance_routers
+from hdpcomm.models import Llama, LlamaConfig, adapt, balance_routers
+from hdpcomm.models.expert_replicas import place_replicas
+from hdpcomm.parallel import expert_parallel
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, ModelSpec, Planner
 from hdpcomm.plan.distributions import sample_lengths
+from hdpcomm.testing import spawn
 
 TOP = Path(__file__).resolve().parents[1]
 EXPERTS, RANKS, LENGTH, SEQUENCES = 64, 8, 512, 16
@@ -93,23 +100,10 @@ def busiest(rows: torch.Tensor, places: Sequence[Sequence[int]]) -> float:
 
 
 def placed(expected: torch.Tensor, replicas: int) -> list[list[int]]:
-    """The experts that each rank holds: in their order, and the replicas on the ranks with the fewest expected rows."""
+    """The experts that each rank holds: in their order, and the replicas."""
     size = EXPERTS // RANKS
-    places = [list(range(rank * size, rank * size + size)) for rank in range(RANKS)]
-    copies = [1] * EXPERTS
-    heap = [(-float(rows), expert) for expert, rows in enumerate(expected)]
-    heapq.heapify(heap)
-    for _ in range(replicas * RANKS):
-        while heap:
-            _, expert = heapq.heappop(heap)
-            each = expected / torch.tensor(copies)
-            free = [rank for rank in range(RANKS) if len(places[rank]) < size + replicas and expert not in places[rank]]
-            if free:
-                places[min(free, key=lambda rank: float(each[places[rank]].sum()))].append(expert)
-                copies[expert] += 1
-                heapq.heappush(heap, (-float(expected[expert]) / copies[expert], expert))
-                break
-    return places
+    held = place_replicas(expected.tolist(), RANKS, replicas)
+    return [[*range(rank * size, rank * size + size), *others] for rank, others in enumerate(held)]
 
 
 def imbalance(rows: torch.Tensor, replicas: int, last: int, before: int = 10) -> float:
@@ -132,12 +126,39 @@ def simulated_s(imbalanced: float, replicas: int, seeds: Sequence[int]) -> float
     return mean(planner.plan(lengths).makespan_s for lengths in drawn) + moved
 
 
+def measured_steps(replicas: int, steps: int = 8) -> dict[str, float]:
+    """On one of the ranks: fewest seconds, and bytes, of a step, and how much more the busiest rank computes."""
+    torch.set_num_threads(1)
+    with hdp.init() as comm:
+        mesh = hdp.Mesh(comm, expert=comm.size, expert_replicas=replicas)
+        config = LlamaConfig(vocabulary=256, layers=4, hidden=256, heads=4, kv_heads=2, ffn=768, experts=16, top_k=2)
+        model = Llama(config, seed=0)
+        with torch.no_grad():
+            for name, weights in model.named_parameters():
+                if name.endswith("router.weight"):  # the experts of rank 0 have the larger logits, of either sign
+                    weights[:4].mul_(10)
+        expert_parallel(model, mesh)
+        planner = Planner(None, mesh.cluster(capacity=4096), cost_model=CostModel(attention=1e-9, linear=1e-5))
+        trainer = hdp.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), planner, mesh)
+        tokens = torch.randint(256, (16, 513), generator=torch.Generator().manual_seed(0))
+        done = [trainer.step([513] * 16, lambda place: tokens[place]) for _ in range(steps)][2:]
+        return {
+            "step_s": min(each.seconds for each in done), "bytes_sent": median(each.bytes_sent for each in done),
+            "busiest_over_mean": done[-1].expert_imbalance,
+        }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="training steps (default %(default)s)")
     parser.add_argument("--last", type=int, default=40, help="steps that are counted (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--measure", action="store_true", help="time steps on 4 ranks of this machine instead")
     options = parser.parse_args()
+    if options.measure:
+        for replicas in (0, 1, 2):
+            print(f"{replicas} replicas: {spawn(measured_steps, 4, replicas, timeout=600.0)[0]}", flush=True)
+        return
     found: list[dict[str, Any]] = []
     for name, rate in (("nothing", 0.0), ("biases", 0.002)):
         print(f"balanced by {name}:", flush=True)
