@@ -146,7 +146,8 @@ def current_pack() -> PackContext:
         raise InvalidUsage(
             "attention was called outside a pack; call the model's forward inside `with "
             "hdpcomm.attention.packing(comm, cu_seqlens):`, and give activation checkpoints "
-            "context_fn=hdpcomm.attention.carry_pack, as they call it again in the backward pass"
+            "context_fn=hdpcomm.attention.carry_pack, as they call it again in the backward pass; to generate with an "
+            "adapted model of transformers, do it `with adapted.attention.original():`"
         )
     return _current.pack
 

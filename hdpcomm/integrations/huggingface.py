@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -45,9 +44,7 @@ from hdpcomm.integrations.huggingface_options import (
 from hdpcomm.integrations.huggingface_zero import least_zero, without_fsdp
 from hdpcomm.integrations.row_passes import PlanSettings, RowPasses, Sequences, gather_sequences
 from hdpcomm.models import adapt, compile_layers, use_float8
-from hdpcomm.models.causal_lm import inner_causal_lm
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, head_of
-from hdpcomm.models.huggingface import decoder_of
 from hdpcomm.models.self_check import is_random
 from hdpcomm.plan import CostModel, PlannedStep
 from hdpcomm.run.flops import spec_of
@@ -180,8 +177,6 @@ class HybridDataParallel(PartsInFolders):
         """The loss is one of TRL's, made of log-probabilities."""
         if self._replay is not None:
             check_replay(this, self._replay)
-        inner = inner_causal_lm(this.model) or this.model  # which adapt() refuses
-        self._attention = decoder_of(inner).config._attn_implementation
         if self._source is not None:
             self._source.prepare(this.model, self._mesh(), this.args.seed)
         if getattr(this, "aux_loss_enabled", False):  # TRL weighs the routers' loss itself
@@ -195,7 +190,6 @@ class HybridDataParallel(PartsInFolders):
             raise InvalidUsage(f"Trainer: {mesh_text(self._cut)} with a classifier is not supported; leave it out")
         if self._source is None:
             self._check_random()
-        self._own_attention = decoder_of(cast(Any, self._adapted).causal_lm).config._attn_implementation
 
     def _set_loss(self) -> None:
         """The loss of a label, where it is no plain cross-entropy."""
@@ -254,7 +248,12 @@ class HybridDataParallel(PartsInFolders):
         if options := compile_options(cast(Any, self).accelerator):
             compile_layers(self._adapted, **options)
         groups = [list(group["params"]) for group in self._optimizer.param_groups]
-        runner = Runner(Passes([self._adapted], mesh), self._optimizer, self._kept, within=self._planned_attention)
+        runner = Runner(
+            Passes([self._adapted], mesh),
+            self._optimizer,
+            self._kept,
+            within=cast(Any, self._adapted).attention.planned,
+        )
         if (alpha := cast(Any, self).neftune_noise_alpha) is not None:
             cast(Any, self).neftune_hook_handle.remove()  # its noise is by the tokens of a row, of any sequences
             cast(Any, self).neftune_hook_handle = add_noise(cast(Any, self._adapted).embedding, alpha)
@@ -473,7 +472,7 @@ class HybridDataParallel(PartsInFolders):
                 f"with {mesh_text(self._cut)} no rank runs the model alone; save it, and load it elsewhere"
             )
         weights = contextlib.nullcontext() if self._made is None else self._made[1].weights()
-        with weights, self._with_attention(self._attention):
+        with weights, cast(Any, self._adapted).attention.original():
             yield
 
     @property
@@ -485,23 +484,6 @@ class HybridDataParallel(PartsInFolders):
         """torch's, inside of accelerate's."""
         optimizer = cast(Any, self).optimizer
         return cast("torch.optim.Optimizer", getattr(optimizer, "optimizer", optimizer))
-
-    def _planned_attention(self) -> AbstractContextManager[None]:
-        """Inside, the model runs on packs, as outside of :meth:`original_attention`. Local."""
-        return self._with_attention(self._own_attention)
-
-    @contextlib.contextmanager
-    def _with_attention(self, name: str) -> Iterator[None]:
-        decoder = decoder_of(cast(Any, self._adapted).causal_lm)
-        before = decoder.config._attn_implementation
-        if name == before:
-            yield
-            return
-        decoder.set_attn_implementation(name)
-        try:
-            yield
-        finally:
-            decoder.set_attn_implementation(before)
 
     def _begin(self) -> tuple[RowPasses, bool]:
         """Before the passes of a batch: what runs them, and whether they end the step."""

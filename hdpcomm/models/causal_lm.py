@@ -63,6 +63,7 @@ class AdaptedCausalLM(LayeredModel):
         model: the model as it was given, trained in place; ``model.save_pretrained(folder)`` exports it.
         labels_of: to what a label belongs, see :mod:`hdpcomm.models.heads`; a classifier's are numbers of outputs.
         lean: whether its layers have lean forms; see :func:`hdpcomm.models.adapt`.
+        attention: ``with adapted.attention.original(): adapted.model.generate(...)`` runs the model as it came.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class AdaptedCausalLM(LayeredModel):
         self.labels_of: str = head_of(causal_lm)[1]  # type: ignore[index]
         config = causal_lm.config.get_text_config()
         _check_is_decoder(config, causal_lm)
-        undo = set_attention(causal_lm)
+        self.attention = set_attention(causal_lm)
         (put_lean if lean else take_lean_off)(causal_lm)
         if model is not causal_lm:  # peft keeps it, too, and trainers set its tokens
             model.config = causal_lm.config
@@ -96,7 +97,7 @@ class AdaptedCausalLM(LayeredModel):
                 check_logits(self)
         except Exception:
             take_lean_off(causal_lm)
-            undo()
+            self.attention.undo()
             raise
 
     @property

@@ -10,6 +10,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from hdpcomm.models.media import FAMILIES
 from hdpcomm.models.mixers import MIXER_TYPES, PACK_ARGUMENT, mixers_of, set_mixers
 from hdpcomm.models.recompute import carry_into_checkpoints
 
-__all__ = ["PACK_ARGUMENT", "decoder_of", "set_attention"]
+__all__ = ["PACK_ARGUMENT", "AttentionSwitch", "decoder_of", "set_attention"]
 
 NAME = "hdpcomm"
 """Under which the attention is registered with transformers."""
@@ -264,9 +265,9 @@ def passes_arguments(module: torch.nn.Module) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def set_attention(model: Any) -> Callable[[], None]:
+def set_attention(model: Any) -> AttentionSwitch:
     """Lets all attention layers of a transformers model use the pack of the enclosing ``packing(comm, cu_seqlens)``;
-    returns what undoes it, as ``model.set_attn_implementation("sdpa")`` does. Local.
+    returns what undoes it, for a time or for good. Local.
 
     Activation checkpoints (``gradient_checkpointing_enable()``, reentrant or not, before or after this call) compute
     again with the pack of their forward pass, after the block has ended and on any thread. The pack also goes with the
@@ -311,11 +312,48 @@ def set_attention(model: Any) -> Callable[[], None]:
         if not any(isinstance(hook, _PassPack) for hook in part._forward_pre_hooks.values()):
             part.register_forward_pre_hook(_PassPack(part, longest), with_kwargs=True)
 
-    def undo() -> None:
-        if before != NAME:
-            text.set_attn_implementation(before)
+    return AttentionSwitch(text, before)
 
-    return undo
+
+class AttentionSwitch:
+    """Which attention a model runs: that of packs, after :func:`set_attention`, or the one that it came with.
+
+    Args:
+        decoder: the part that has it.
+        before: the name of its own.
+    """
+
+    def __init__(self, decoder: Any, before: str) -> None:
+        self._decoder, self._before = decoder, before
+
+    def undo(self) -> None:
+        """The model has its own attention again. Local."""
+        if self._before != NAME:
+            self._decoder.set_attn_implementation(self._before)
+
+    @contextmanager
+    def original(self) -> Iterator[None]:
+        """Inside, the model runs as it came: for ``generate()``, and for calls with padding. Local."""
+        with self._named("sdpa" if self._before == NAME else self._before):
+            yield
+
+    @contextmanager
+    def planned(self) -> Iterator[None]:
+        """Inside, the model runs on packs, as outside of :meth:`original`. Local."""
+        with self._named(NAME):
+            yield
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        now = self._decoder.config._attn_implementation
+        if name == now:
+            yield
+            return
+        self._decoder.set_attn_implementation(name)
+        try:
+            yield
+        finally:
+            self._decoder.set_attn_implementation(now)
 
 
 def _own_configuration(model: Any) -> None:

@@ -17,7 +17,7 @@ from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner, trees_of_
 from hdpcomm.testing import run_threads
 from hdpcomm.train.losses import sft
 from tests.harness.mesh_shapes import Shape
-from tests.harness.tiny_media import FAMILIES, model_of, plain_losses, sample_of
+from tests.harness.tiny_media import FAMILIES, IMAGE, model_of, plain_losses, sample_of
 
 pytest.importorskip("transformers")
 
@@ -288,3 +288,23 @@ def test_prompts_with_images_are_encoded_once(family, ranks):
         for name, expected in own.items():
             scale = max(1e-3, float(expected.abs().max()))
             assert float((gradients[name] - expected).abs().max()) < 1e-6 * scale, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_between_steps(family):
+    """An adapted model answers an image as the model did before, and trains on."""
+    samples, *_, new = wanted(family)
+    asked = samples[1]
+    given = {name: x for name, x in asked.items() if name != "tokens"} | {"input_ids": asked["tokens"][None]}
+    if family != "llava":
+        given["mm_token_type_ids"] = (given["input_ids"] == IMAGE).int()
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = copy.deepcopy(new).eval().generate(**given, **options)
+    model = copy.deepcopy(new)
+    adapted = adapt(model)
+    model.eval()
+    with adapted.attention.original():
+        assert torch.equal(model.generate(**given, **options), expected)
+        with adapted.attention.planned(), pytest.raises(InvalidUsage, match=r"with adapted.attention.original\(\)"):
+            model.generate(**given, **options)
+    run_threads(lambda: check(family, stepped(family)), 1)
