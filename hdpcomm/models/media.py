@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels.transfers import to_device
 from hdpcomm.plan.items import Item
 
 __all__ = ["FAMILIES", "MEDIA", "MediaEncoder", "TokensWithItems", "items_of"]
@@ -212,23 +213,18 @@ class MediaEncoder:
             if own:
                 taken = [wanted[place] for place in own]
                 x = torch.cat([given[pixels][part.first : part.first + part.rows] for given, part in taken])
-                rows += self._features(kind, x.to(device), [part.grid for _, part in taken])
+                rows += self._features(kind, to_device(x, device), [part.grid for _, part in taken])
                 order += own
         by_place = dict(zip(order, rows, strict=True))
         return torch.cat([by_place[place] for place in range(len(wanted))])
 
     def _features(self, kind: str, pixels: Tensor, grids: Sequence[tuple[int, int]]) -> list[Tensor]:
-        options: dict[str, Any] = {}
+        pixels = pixels.to(next(self.parameters()).dtype)
+        options: dict[str, Any] = {_KINDS[kind][0]: pixels, "return_dict": True}
         if self._config.model_type in _QWEN:
             options[_KINDS[kind][1]] = torch.tensor([(1, *grid) for grid in grids], device=pixels.device)
-        else:
-            options["pixel_values"] = pixels.to(next(self.parameters()).dtype)
-            options["return_dict"] = True
-        if kind == "image":
-            options["pixel_values"] = options.get("pixel_values", pixels)
-            out = self._model.get_image_features(**options)
-        else:
-            out = self._model.get_video_features(pixel_values_videos=pixels, **options)
+        features_of = self._model.get_image_features if kind == "image" else self._model.get_video_features
+        out = features_of(**options)
         features = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
         return [torch.cat(each, -1) for each in zip(*features, strict=True)]
 

@@ -9,7 +9,7 @@ import torch
 
 IMAGE, VIDEO, START, END, VOCABULARY = 120, 121, 122, 123, 128
 PATCH = 4
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")
 _TOKENS = {
     "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END,
     "tie_word_embeddings": False,
@@ -18,7 +18,7 @@ _TOKENS = {
 
 def config_of(family: str) -> Any:
     """A configuration with 4 layers of text and 3 of images; patches of 4 x 4, 2 x 2 of which are a token."""
-    from transformers import LlavaConfig, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
+    from transformers import LlavaConfig, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
     text: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -46,14 +46,19 @@ def config_of(family: str) -> Any:
         vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_TOKENS)
     vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
-    return Qwen3VLConfig(text_config=text | {"head_dim": 8}, vision_config=vision, **_TOKENS)
+    text["head_dim"] = 8
+    if family == "qwen3_vl_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+        return Qwen3VLMoeConfig(text_config=text, vision_config=vision, **_TOKENS)
+    return Qwen3VLConfig(text_config=text, vision_config=vision, **_TOKENS)
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(config_of(family), dtype=torch.float32)
+    options = {"experts_implementation": "eager"} if "moe" in family else {}  # the others have no float64
+    model = AutoModelForImageTextToText.from_config(config_of(family), dtype=torch.float32, **options)
     for parameter in model.parameters():  # new models have biases of 0, and positions near 0
         parameter.data += 0.02 * torch.randn_like(parameter)
     return model.to(dtype).train()
@@ -76,7 +81,7 @@ def sample_of(family: str, parts: str, seed: int, dtype: torch.dtype = torch.flo
         height, width = 2 * draw.randint(1, 3), 2 * draw.randint(1, 4)
         grids[part].append((frames, height, width))
         each, token = (16 if family == "llava" else height * width // 4), IMAGE if part == "i" else VIDEO
-        if family == "qwen3_vl":  # a time before each frame
+        if "qwen3" in family:  # a time before each frame
             for _ in range(frames):
                 tokens += [draw.randrange(3, 120), START, *[token] * each, END]
         else:

@@ -53,10 +53,12 @@ class StepItems:
         self._leaves: dict[int, Tensor] = {}
         self._comm = comm = cast("Communicator", mesh.comm.subset(mesh.positions.flatten().tolist()))
         own = next(encoder.parameters())
+        self._trained = torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters())
+        """Whether gradients go back to the encoder; the same on all devices."""
         self._made = torch.cat([own.new_zeros(0, encoder.width), *self._encoded()])
         self._exchange = exchange = ItemExchange.of(self._placed, self._batches(), self._rows_of, comm.rank, comm.size)
-        self._sent = torch.from_numpy(exchange.sent).to(device)
-        self._order = torch.from_numpy(exchange.order).to(device)
+        self._sent = to_device(torch.from_numpy(exchange.sent), device)
+        self._order = to_device(torch.from_numpy(exchange.order), device)
         got = self._sends(self._made.detach()[self._sent], exchange.receive_counts, exchange.send_counts)
         self._wanted = torch.empty_like(got)
         self._wanted[self._order] = got
@@ -181,16 +183,12 @@ class StepItems:
             coordinates = to_device(
                 torch.cat([cast(Tensor, own)[:, chosen] for own, chosen in found], 1)[:, mine], self._device
             )
-        items = TokensWithItems(packed.tokens, torch.from_numpy(rows).to(self._device), leaf, coordinates)
+        here = to_device(torch.from_numpy(rows), self._device)
+        items = TokensWithItems(packed.tokens, here, leaf, coordinates)
         return replace(packed, items=items)
 
-    @property
-    def _trained(self) -> bool:
-        """Whether gradients go back to the encoder; the same on all devices."""
-        return torch.is_grad_enabled() and any(p.requires_grad for p in self._encoder.parameters())
-
     def backward(self) -> None:
-        """The backward pass of the encoder, with the gradients that the passes have left."""
+        """The backward pass of the encoder, with the gradients that the passes have left. Collective over the mesh."""
         if not self._trained:
             return
         exchange, upstream = self._exchange, torch.zeros_like(self._wanted)
