@@ -191,11 +191,13 @@ def parameter_type(options: TrainOptions) -> str:
 
 
 def _model(options: TrainOptions, data: TrainData) -> LlamaConfig | FolderModel:
-    from hdpcomm.models import LlamaConfig
+    from hdpcomm.models import LlamaConfig, RouterLosses
     from hdpcomm.run import folder_model
 
+    balance, z = options.router_aux_loss, options.router_z_loss
     if options.model is not None:
-        return folder_model(options.model)
+        losses = None if balance is None and not z else RouterLosses(balance or 0.0, z)
+        return replace(folder_model(options.model), router_losses=losses)
     return LlamaConfig(
         vocabulary=data.encoder().vocabulary,
         layers=options.layers,
@@ -205,8 +207,8 @@ def _model(options: TrainOptions, data: TrainData) -> LlamaConfig | FolderModel:
         ffn=options.ffn,
         experts=options.experts,
         top_k=options.top_k,
-        router_aux_loss=options.router_aux_loss,
-        router_z_loss=options.router_z_loss,
+        router_aux_loss=0.01 if balance is None else balance,
+        router_z_loss=z,
     )
 
 

@@ -82,10 +82,13 @@ class TrainOptions(TrainingOptions):
     ffn: int = option("model", 96, "width of the feed-forward block, or of each expert", count)
     experts: int = option("model", 0, "experts of each block; 0: one feed-forward block for all tokens", whole)
     top_k: int = option("model", 2, "with --experts: experts that a token goes through", count)
-    router_aux_loss: float = option(
-        "model", 0.01, "with --experts: factor of the loss that tells routers to use all experts alike", share
+    router_aux_loss: float | None = option(
+        "model", None, "factor of the loss that tells routers to use all experts alike (--experts: 0.01, --model: as "
+        "its configuration says)", share, metavar="FACTOR",
+    )  # fmt: skip
+    router_z_loss: float = option(
+        "model", 0.0, "factor of the loss on large router logits; --model: in place of its configuration's loss", share
     )
-    router_z_loss: float = option("model", 0.0, "with --experts: factor of the loss on large router logits", share)
     schedule: str = option(
         "schedule", "cosine", "of the learning rate after its rise", str,
         choices=("constant", "cosine", "linear", "wsd"),
@@ -140,7 +143,7 @@ _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
     ("text_field messages_field", lambda o: o.data or o.eval_data, "without --data; name the files, or leave it out"),
     ("data_cache", lambda o: o.data or o.eval_data or o.tokenizer, "without --data; name the files, or leave it out"),
     (
-        "layers hidden heads kv_heads ffn experts top_k router_aux_loss router_z_loss",
+        "layers hidden heads kv_heads ffn experts top_k",
         lambda o: o.model is None,
         "with --model, whose config.json says what the model is; leave out either",
     ),
@@ -160,7 +163,8 @@ _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
         "without the policy balanced, whose plans alone have them; leave it out",
     ),
     ("eval_fraction", lambda o: o.eval_fraction, "as 0, which holds nothing out; give more, or leave it out"),
-    ("top_k router_aux_loss router_z_loss", lambda o: o.experts, "without experts; give --experts, or leave it out"),
+    ("top_k", lambda o: o.experts, "without experts; give --experts, or leave it out"),
+    ("router_aux_loss router_z_loss", lambda o: o.experts or o.model, "without --experts and --model; give one"),
     ("decay", lambda o: o.schedule == "wsd", "without --schedule wsd, which alone has it; give that, or leave it out"),
     ("min_lr", lambda o: o.schedule != "constant", "with --schedule constant, which does not fall; leave out either"),
     (

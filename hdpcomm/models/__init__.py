@@ -7,6 +7,7 @@ from hdpcomm.models.compiled import compile_layers
 from hdpcomm.models.float8 import use_float8
 from hdpcomm.models.llama import Llama, LlamaConfig, apply_rope, rope_tables
 from hdpcomm.models.media import items_of
+from hdpcomm.models.moe import RouterLosses
 from hdpcomm.models.mtp import add_mtp
 from hdpcomm.models.recompute import set_recompute
 from hdpcomm.models.weights import FolderWeights, NewWeights, Weights
@@ -18,6 +19,7 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "NewWeights",
+    "RouterLosses",
     "Weights",
     "adapt",
     "add_mtp",

@@ -17,6 +17,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
 from hdpcomm.models.media import FAMILIES
+from hdpcomm.models.moe import RouterLosses
 from hdpcomm.models.mtp import add_mtp, depths_of_config, tensors_ahead
 from hdpcomm.models.recompute import set_recompute
 from hdpcomm.models.self_check import check_takes_tokens
@@ -59,6 +60,7 @@ def adapt(
     chunk_tokens: int | None = None,
     check: bool = True,
     lean: bool = True,
+    router_losses: RouterLosses | None = None,
 ) -> nn.Module:
     """The model in the form that :class:`hdpcomm.train.Trainer` calls: ``(tokens, *, positions, cu_seqlens, comm)``.
 
@@ -84,6 +86,7 @@ def adapt(
         lean: norms, rotations and gated activations of a causal LM compute in fewer passes and keep less for the
             backward pass (:mod:`hdpcomm.models.lean`), where they give the values and gradients of the layers that they
             replace on a few rows; else each layer computes as its class does.
+        router_losses: of a causal LM's mixtures of experts, in the place of that of its configuration.
 
     Local. Raises:
         InvalidUsage: what cannot be made right, by name: dropout in attention, layers that are neither full nor sliding
@@ -106,12 +109,13 @@ def adapt(
             chunk_tokens=chunk_tokens,
             check=check,
             lean=lean,
+            router_losses=router_losses,
         )
     else:
-        if chunk_tokens is not None:
+        if chunk_tokens is not None or router_losses is not None:
             raise InvalidUsage(
-                f"chunk_tokens is for causal LMs of transformers; {type(model).__name__} is none: it computes its "
-                "logits itself"
+                f"chunk_tokens and router_losses are for causal LMs of transformers; {type(model).__name__} is none: "
+                "it computes its logits itself"
             )
         named = inspect.signature(model.forward).parameters
         adapted = model if all(name in named for name in _PLACES) else AdaptedModule(model)
@@ -132,6 +136,7 @@ def from_pretrained(
     check: bool = True,
     lean: bool = True,
     mtp_weight: float = 0.0,
+    router_losses: RouterLosses | None = None,
 ) -> AdaptedCausalLM:
     """A causal LM of transformers, adapted: from a folder with its weights, or new from a configuration.
 
@@ -157,11 +162,6 @@ def from_pretrained(
             model = made.from_config(copy.deepcopy(source), dtype=dtype or torch.float32)
     else:
         folder = Path(source)
-        if not (folder / "config.json").is_file():
-            raise InvalidUsage(
-                f"{folder} is no folder with a config.json; give the folder of a model (as save_pretrained writes it) "
-                "or a configuration object of transformers"
-            )
         kind = check_config(folder)
         weight_files(folder)
         try:
@@ -174,7 +174,8 @@ def from_pretrained(
     model = model.to(device).train()
     if mtp_weight:
         add_mtp(model, depths_of_config(model.config), weight=mtp_weight)
-    adapted = adapt(model, recompute=recompute, chunk_tokens=chunk_tokens, check=check, lean=lean)
+    options: dict[str, Any] = {"check": check, "lean": lean, "router_losses": router_losses}
+    adapted = adapt(model, recompute=recompute, chunk_tokens=chunk_tokens, **options)
     assert isinstance(adapted, AdaptedCausalLM)
     ahead = set(map(id, tensors_ahead(model)))
     if ahead and torch.device(device).type != "meta":
@@ -194,6 +195,10 @@ def check_config(folder: Path) -> str:
     Raises: InvalidUsage.
     """
     path = folder / "config.json"
+    if not path.is_file():
+        raise InvalidUsage(
+            f"{folder} is no folder with a config.json; give the folder of a model, as save_pretrained writes it"
+        )
     try:
         content = json.loads(read_text(path))
         if not isinstance(content, dict):

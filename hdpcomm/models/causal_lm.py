@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from hdpcomm.models.heads import NEXT_TOKEN, TOKEN, LayeredModel, head_of
 from hdpcomm.models.huggingface import decoder_of, set_attention
 from hdpcomm.models.lean_layers import put_lean, take_lean_off
 from hdpcomm.models.media import MediaEncoder, TokensWithItems
-from hdpcomm.models.moe import RouterWeights, router_loss
+from hdpcomm.models.moe import AddedLosses, RouterLosses
 from hdpcomm.models.mtp import MultiToken, decoders_ahead
 from hdpcomm.models.recompute import refuse_reentrant
 from hdpcomm.models.routes import number_routers
@@ -26,6 +25,7 @@ from hdpcomm.models.self_check import check_logits
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.models.routes import RoutesShape
 
 __all__ = ["AdaptedCausalLM", "inner_causal_lm"]
 
@@ -62,7 +62,7 @@ class AdaptedCausalLM(LayeredModel):
     Attributes:
         model: the model as it was given, trained in place; ``model.save_pretrained(folder)`` exports it.
         labels_of: to what a label belongs, see :mod:`hdpcomm.models.heads`; a classifier's are numbers of outputs.
-        lean: whether its layers have lean forms; see :func:`hdpcomm.models.adapt`.
+        lean, router_losses: as :func:`hdpcomm.models.adapt` got them.
         attention: ``with adapted.attention.original(): adapted.model.generate(...)`` runs the model as it came.
     """
 
@@ -73,10 +73,11 @@ class AdaptedCausalLM(LayeredModel):
         chunk_tokens: int | None,
         check: bool,
         lean: bool = True,
+        router_losses: RouterLosses | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.lean = lean
+        self.lean, self.router_losses = lean, router_losses
         self.chunk_tokens = chunk_tokens
         causal_lm = self.causal_lm
         self.labels_of: str = head_of(causal_lm)[1]  # type: ignore[index]
@@ -89,8 +90,11 @@ class AdaptedCausalLM(LayeredModel):
         try:
             _check_has_decoder(causal_lm)
             self._scale, self._softcap = _logit_maths(config)
-            self._router = _Router.of(causal_lm, config)
             self.routes_shape = number_routers(causal_lm)
+            if router_losses is None:
+                self.loss_terms = _losses_of_config(causal_lm, config)
+            elif router_losses != RouterLosses():
+                self.loss_terms = _added_losses(causal_lm, router_losses, self.routes_shape)
             self.mtp = MultiToken.of(causal_lm)
             self.media = MediaEncoder.of(causal_lm)
             if check:
@@ -122,7 +126,7 @@ class AdaptedCausalLM(LayeredModel):
         width]``; and for :meth:`added_losses` each router's logits ``[tokens, experts]``. Blocks of tensor ranks.
         Collective over ``comm``."""
         hidden, logits = self._decode(decoder_of(self.causal_lm), x, positions, cu_seqlens, comm)
-        if self._router is not None and self._router.coefficient and self.training and torch.is_grad_enabled():
+        if self.loss_terms is not None and self.training and torch.is_grad_enabled():
             refuse_reentrant(self.model, "the router's logits for its auxiliary loss")
         return hidden, logits
 
@@ -155,7 +159,7 @@ class AdaptedCausalLM(LayeredModel):
         if count == 0:  # layers of transformers want a token
             positions = positions.new_zeros(1)
             x = x if embedded else torch.cat((x, x.new_zeros(1, *x.shape[1:])))
-        routed = self._router is not None and decoder.config.output_router_logits
+        routed = self.loss_terms is not None and decoder is decoder_of(self.causal_lm)
         options |= {"output_router_logits": True} if routed else {}
         if positions.is_meta:  # without a mask transformers would look at the positions, which have no values there
             options["attention_mask"] = torch.ones(1, positions.shape[0], dtype=torch.bool, device="cpu")
@@ -165,7 +169,9 @@ class AdaptedCausalLM(LayeredModel):
         with packing(comm, cu_seqlens, padded=count == 0, token_rows=None if own == filled else own):
             places = positions[None] if coordinates is None or not count else coordinates[:, None]
             out = decoder(position_ids=places, use_cache=False, **options)
-        return out.last_hidden_state[0, kept], [logits[kept] for logits in out.router_logits] if routed else []
+        # Modules that several decoders share, as stages do with the whole model, have transformers' hook several times.
+        logits = {id(each): each for each in out.router_logits}.values() if routed else ()
+        return out.last_hidden_state[0, kept], [each.flatten(0, -2)[kept] for each in logits]
 
     def _embed_items(self, x: TokensWithItems) -> tuple[Tensor, dict[str, Any]]:
         """(embeddings of all tokens, and of one if there are none; what the decoder takes beside these)."""
@@ -199,11 +205,6 @@ class AdaptedCausalLM(LayeredModel):
         return self._loss(hidden if label_rows is None else hidden[label_rows], labels, label_weights)
 
     @property
-    def has_added_losses(self) -> bool:
-        """Whether routers add to the loss."""
-        return self._router is not None and self._router.coefficient > 0
-
-    @property
     def gives_values(self) -> bool:
         """Whether it is a classifier, whose outputs are not logits of tokens."""
         return self.labels_of != NEXT_TOKEN
@@ -212,25 +213,6 @@ class AdaptedCausalLM(LayeredModel):
     def takes_trees(self) -> bool:
         """Whether its attention knows trees: chunks are counted from the first token of a plain sequence."""
         return "chunked_attention" not in (getattr(self.causal_lm.config.get_text_config(), "layer_types", None) or ())
-
-    def added_losses(
-        self,
-        router_logits: Sequence[Tensor],
-        weights: RouterWeights,
-        cu_seqlens: CuSeqlens,
-        comm: Communicator | None,
-        **stages: Any,
-    ) -> Tensor:
-        """The routers' loss, from the outputs of :meth:`run_layers`; see :func:`hdpcomm.models.moe.router_loss`, also
-        for ``stages``, which say what comes from others. Collective over ``comm``."""
-        assert self._router is not None, "a model without a router adds no loss"
-        router, experts = self._router, self.causal_lm.num_experts
-        if self.tensor is not None:
-            router_logits = [self.tensor.gather(x, len(weights.tokens), partial=False) for x in router_logits]
-        found = router_loss(
-            router_logits, weights, top_k=router.top_k, experts=experts, cu_seqlens=cu_seqlens, comm=comm, **stages
-        )
-        return router.coefficient * found if stages.get("last", True) else found
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self.last_layer
@@ -278,26 +260,37 @@ class AdaptedCausalLM(LayeredModel):
         return torch.where(trained, weights * (lse - picked), 0.0).sum()
 
 
-@dataclass(frozen=True, slots=True)
-class _Router:
-    """Inputs of the auxiliary loss of a mixture of experts."""
+def _losses_of_config(causal_lm: Any, config: Any) -> AddedLosses | None:
+    """The auxiliary loss that a configuration asks for; ``None``: there is none, or it is switched off."""
+    if not getattr(config, "output_router_logits", False):
+        return None
+    found: list[Any] = [
+        getattr(causal_lm, x, None) for x in ("router_aux_loss_coef", "num_experts_per_tok", "num_experts")
+    ]
+    if None in found:
+        raise InvalidUsage(
+            f"config.output_router_logits asks for an auxiliary loss, and {type(causal_lm).__name__} does not tell "
+            "router_aux_loss_coef, num_experts_per_tok and num_experts; set output_router_logits to False to train "
+            "without"
+        )
+    coefficient, top_k, experts = found
+    return AddedLosses(RouterLosses(float(coefficient)), 0, top_k, experts) if coefficient else None
 
-    coefficient: float
-    top_k: int
 
-    @staticmethod
-    def of(causal_lm: Any, config: Any) -> _Router | None:
-        """None: there is none, or it is switched off."""
-        if not getattr(config, "output_router_logits", False):
-            return None
-        found = [getattr(causal_lm, x, None) for x in ("router_aux_loss_coef", "num_experts_per_tok", "num_experts")]
-        if None in found:
-            raise InvalidUsage(
-                f"config.output_router_logits asks for an auxiliary loss, and {type(causal_lm).__name__} does not tell "
-                "router_aux_loss_coef, num_experts_per_tok and num_experts; set output_router_logits to False to train "
-                "without"
-            )
-        return _Router(float(found[0] or 0.0), int(found[1] or 0))
+def _added_losses(causal_lm: Any, losses: RouterLosses, shape: RoutesShape | None) -> AddedLosses:
+    """The given losses, for routers whose logits transformers can hand out."""
+    decoder = decoder_of(causal_lm)
+    recorder = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits")
+    kind: Any = getattr(recorder, "target_class", ())
+    ahead = {module for alone in decoders_ahead(causal_lm) for module in alone.layers.modules()}
+    routers = [each for each in decoder.modules() if isinstance(each, kind) and each not in ahead]
+    scores = {"sigmoid", "softmax"} & set(inspect.unwrap(kind.forward).__code__.co_names if routers else ())
+    if shape is None or len(routers) != shape.routed or len(scores) != 1:
+        raise InvalidUsage(
+            f"router_losses were given for {type(causal_lm).__name__}, which does not tell the logits of its routers, "
+            "or scores them by something else than softmax or sigmoid; train it without"
+        )
+    return AddedLosses(losses, shape.routed, shape.top_k, shape.experts, sigmoid=scores == {"sigmoid"})
 
 
 def _is_plain_linear(head: nn.Module) -> bool:

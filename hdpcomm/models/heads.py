@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import IGNORE
-from hdpcomm.models.moe import RouterWeights
+from hdpcomm.models.moe import AddedLosses, RouterWeights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hdpcomm.attention.packs import CuSeqlens
     from hdpcomm.comm import Communicator
     from hdpcomm.kernels import LabelLoss
@@ -58,8 +60,8 @@ def classified_token(tokens: Tensor, padding: int | None) -> int:
 
 
 class LayeredModel(nn.Module):
-    """A model of layers and a head in the form that the trainer calls: ``run_layers``, ``finish`` and ``added_losses``
-    of its subclasses, one after the other."""
+    """A model of layers and a head in the form that the trainer calls: ``run_layers`` and ``finish`` of its subclasses
+    and ``added_losses``, one after the other."""
 
     takes_labels = True
     takes_label_rows = True
@@ -71,6 +73,8 @@ class LayeredModel(nn.Module):
     """The ranks that share the experts; see :func:`hdpcomm.parallel.expert_parallel`."""
     routes_shape: RoutesShape | None = None
     """The shape of the routes of all its layers; ``None``: it has no router that is known."""
+    loss_terms: AddedLosses | None = None
+    """Losses that its routers add."""
     media: MediaEncoder | None = None
     """The encoder of images and videos; ``None``: it takes text alone."""
     mtp: MultiToken | None = None
@@ -119,6 +123,21 @@ class LayeredModel(nn.Module):
                 raise InvalidUsage("label_rows were given, and routers add losses: give router_weights, too")
             router_weights = RouterWeights((labels != IGNORE).double())
         return self.joined(out, self.added_losses(added, router_weights, cu_seqlens, comm))
+
+    @property
+    def has_added_losses(self) -> bool:
+        """Whether routers add to the loss."""
+        return self.loss_terms is not None
+
+    def added_losses(
+        self, router_logits: Sequence[Tensor], weights: RouterWeights, cu_seqlens: CuSeqlens,
+        comm: Communicator | None, **stages: Any,
+    ) -> Tensor:  # fmt: skip
+        """The routers' losses; see :meth:`hdpcomm.models.moe.AddedLosses.total`. Collective over ``comm``."""
+        assert self.loss_terms is not None, "a model without a router adds no loss"
+        if self.tensor is not None:
+            router_logits = [self.tensor.gather(x, len(weights.tokens), partial=False) for x in router_logits]
+        return self.loss_terms.total(router_logits, weights, cu_seqlens, comm, **stages)
 
     def joined(self, out: Tensor, added: Tensor) -> Any:
         """The loss with those that layers add."""

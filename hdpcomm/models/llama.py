@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, linear_cross_entropy
 from hdpcomm.models.heads import LayeredModel
 from hdpcomm.models.lean import gated, rms_norm, rotate
-from hdpcomm.models.moe import MixtureOfExperts, RouterWeights, router_loss
+from hdpcomm.models.moe import AddedLosses, MixtureOfExperts, RouterLosses
 from hdpcomm.models.routes import number_routers
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ __all__ = [
     "apply_rope",
     "initial_value",
     "rope_tables",
-    "run_blocks",
     "seed_of",
 ]
 
@@ -49,7 +47,7 @@ class LlamaConfig:
 
     With ``experts`` every block has so many feed-forward layers of width ``ffn``, of which each token goes through the
     ``top_k`` that its router chooses (Mixtral). ``router_aux_loss`` and ``router_z_loss`` are the factors of the losses
-    that :meth:`Llama.added_losses` adds for each trained token. 0 experts: one layer for all tokens.
+    of :class:`hdpcomm.models.RouterLosses`. 0 experts: one layer for all tokens.
     """
 
     vocabulary: int = 256
@@ -85,11 +83,6 @@ class LlamaConfig:
             )
         for name in ("rope_theta", "norm_eps"):
             check_number("LlamaConfig", name, getattr(self, name), above=0)
-
-    @property
-    def has_added_losses(self) -> bool:
-        """Whether routers add to the loss."""
-        return self.experts > 0 and self.router_aux_loss + self.router_z_loss > 0
 
     @property
     def head_dim(self) -> int:
@@ -180,26 +173,6 @@ class _Block(nn.Module):
         return x + mixed if isinstance(mixed, Tensor) else (x + mixed[0], mixed[1])
 
 
-def run_blocks(
-    blocks: Iterable[nn.Module],
-    x: Tensor,
-    tables: tuple[Tensor, Tensor],
-    cu_seqlens: CuSeqlens,
-    comm: Communicator,
-) -> tuple[Tensor, list[Tensor]]:
-    """Output of the last block, and the router's logits of each block that has one. Collective over ``comm``."""
-    router_logits: list[Tensor] = []
-    with packing(comm, cu_seqlens):
-        for block in blocks:
-            out: Tensor | tuple[Tensor, Tensor] = block(x, tables)
-            if isinstance(out, Tensor):
-                x = out
-            else:
-                x, logits = out
-                router_logits.append(logits)
-    return x, router_logits
-
-
 def seed_of(name: str, seed: int) -> int:
     """The seed of one tensor of a model that is drawn from ``seed``. Local."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
@@ -244,6 +217,9 @@ class Llama(LayeredModel):
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
         self.routes_shape = number_routers(self)
+        losses = RouterLosses(config.router_aux_loss, config.router_z_loss)
+        if config.experts and losses != RouterLosses():
+            self.loss_terms = AddedLosses(losses, config.layers, config.top_k, config.experts)
         self.reset_parameters(seed)
 
     @torch.no_grad()
@@ -266,7 +242,13 @@ class Llama(LayeredModel):
                 )
             x = self.embedding(x)
         tables = rope_tables(positions, self.config.head_dim, theta=self.config.rope_theta, dtype=x.dtype)
-        return run_blocks(self.blocks, x, tables, cu_seqlens, comm)
+        router_logits: list[Tensor] = []
+        with packing(comm, cu_seqlens):
+            for block in self.blocks:
+                out: Tensor | tuple[Tensor, Tensor] = block(x, tables)
+                x, *logits = (out,) if isinstance(out, Tensor) else out
+                router_logits += logits
+        return x, router_logits
 
     def finish(
         self,
@@ -287,33 +269,6 @@ class Llama(LayeredModel):
             x if label_rows is None else x[label_rows], self.head.weight, labels, weights=label_weights,
             comm=None if group is None else group.comm, chunk_tokens=self.chunk_tokens,
         )  # fmt: skip
-
-    @property
-    def has_added_losses(self) -> bool:
-        """Whether routers add to the loss."""
-        return self.config.has_added_losses
-
-    def added_losses(
-        self, router_logits: Sequence[Tensor], weights: RouterWeights, cu_seqlens: CuSeqlens, comm: Communicator,
-        *, before: Tensor | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
-        """``before``, and losses of the routers of this stage's layers, each a mean over those of the whole model:
-        ``router_aux_loss`` times the load-balancing loss of a label's sequence (:func:`hdpcomm.models.moe.router_loss`)
-        and ``router_z_loss`` times the squared log-sum-exp of its token's logits (ST-MoE, arXiv 2202.08906, equation
-        5). Collective over ``comm`` unless ``router_aux_loss`` is 0."""
-        config, total = self.config, weights.tokens.new_zeros(()) if before is None else before
-        if self.tensor is not None:
-            router_logits = [self.tensor.gather(x, len(weights.tokens), partial=False) for x in router_logits]
-        if config.router_aux_loss:
-            total = total + config.router_aux_loss / config.layers * router_loss(
-                router_logits, weights, top_k=config.top_k, experts=config.experts, cu_seqlens=cu_seqlens, comm=comm,
-                by_layer=True,
-            )  # fmt: skip
-        if config.router_z_loss:
-            wide = torch.promote_types(router_logits[0].dtype, torch.float32)
-            squares = torch.stack([logits.to(wide).logsumexp(-1).square() for logits in router_logits]).sum(0)
-            total = total + config.router_z_loss / config.layers * (squares * weights.tokens).sum()
-        return total
 
     @property
     def last_layer(self) -> nn.Linear:

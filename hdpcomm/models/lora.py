@@ -73,7 +73,8 @@ def add_lora(adapted: AdaptedCausalLM, lora: LoraOptions, *, check: bool = True)
         changed = peft.get_peft_model(adapted.model, config)
     except ValueError as error:
         raise InvalidUsage(f"--lora {lora} does not fit {type(adapted.causal_lm).__name__}: {error}") from None
-    made = adapt(changed, chunk_tokens=adapted.chunk_tokens, check=check, lean=adapted.lean)
+    options: Any = {"lean": adapted.lean, "router_losses": adapted.router_losses}
+    made = adapt(changed, chunk_tokens=adapted.chunk_tokens, check=check, **options)
     assert isinstance(made, AdaptedCausalLM)
     return made
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.arguments import check_number
 from hdpcomm.attention import SequenceSlice
 from hdpcomm.attention.pack_context import current_routes
 from hdpcomm.attention.packs import CuSeqlens, as_pack
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
 __all__ = [
-    "MixtureOfExperts", "RouterWeights", "expert_blocks", "holds_experts", "path_sums", "router_loss",
-]  # fmt: skip
+    *("AddedLosses", "MixtureOfExperts", "RouterLosses", "RouterWeights", "expert_blocks", "holds_experts"),
+    *("path_sums", "router_loss"),
+]
 
 
 class MixtureOfExperts(nn.Module):
@@ -138,6 +140,70 @@ class RouterWeights:
 
     tokens: Tensor
     sequences: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLosses:
+    """Factors of the losses that routers add for each trained token, each the mean over the layers with routers.
+
+    Attributes:
+        balance: of the load-balancing loss of the token's sequence (:func:`hdpcomm.models.moe.router_loss`). Where
+            routers score by the sigmoid, probabilities are the scores divided by their sum, so DeepSeek-V3's
+            sequence-wise loss (arXiv 2412.19437, equations 17 to 20) is this one by ``top_k``. It counts the
+            ``top_k`` highest scores, without biases and groups.
+        z: of the squared log-sum-exp of the token's logits (ST-MoE, arXiv 2202.08906, equation 5).
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("balance", "z"):
+            check_number("RouterLosses", name, getattr(self, name), least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class AddedLosses:
+    """Losses that the routers of a model add.
+
+    Attributes:
+        layers: of the whole model that have routers; 0: the balance loss is one of the common means of all layers, as
+            transformers has it, and there is no other.
+        sigmoid: whether routers score by it, and not by the softmax.
+    """
+
+    losses: RouterLosses
+    layers: int
+    top_k: int
+    experts: int
+    sigmoid: bool = False
+
+    def carried_shape(self, sequences: int) -> tuple[int, ...]:
+        """Shape of what a stage of a pipeline gives the next one (``before`` of :meth:`total`)."""
+        return () if self.layers else (2, sequences, self.experts)
+
+    def total(
+        self, router_logits: Sequence[Tensor], weights: RouterWeights, cu_seqlens: CuSeqlens,
+        comm: Communicator | None, *, before: Tensor | None = None, last: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """The losses of a stage's routers and of those before: this rank's share of the sum over all trained tokens.
+        Where one multiplies sums over all layers and the stage is not the ``last``, these sums. Collective over
+        ``comm`` as :func:`router_loss`."""
+        losses, layers = self.losses, self.layers
+        scores = router_logits
+        if self.sigmoid:  # the softmax of these are the shares of the sigmoids
+            scores = [nn.functional.logsigmoid(logits) for logits in router_logits]
+        options: dict[str, Any] = {"top_k": self.top_k, "experts": self.experts, "cu_seqlens": cu_seqlens, "comm": comm}
+        if not layers:
+            found = router_loss(scores, weights, before=before, last=last, **options)
+            return losses.balance * found if last else found
+        total = weights.tokens.new_zeros(()) if before is None else before
+        if losses.balance and scores:
+            total = total + losses.balance / layers * router_loss(scores, weights, by_layer=True, **options)
+        for logits in router_logits if losses.z else ():
+            lse = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
+            total = total + losses.z / layers * (lse.square() * weights.tokens).sum()
+        return total
 
 
 def path_sums(x: Tensor, ends: npt.NDArray[np.int64] | None) -> Tensor:

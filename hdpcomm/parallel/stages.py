@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.models.expert_group import ExpertGroup
     from hdpcomm.models.media import MediaEncoder
+    from hdpcomm.models.moe import AddedLosses
     from hdpcomm.models.routes import RoutesShape
     from hdpcomm.models.tensor_group import TensorGroup
 
@@ -77,8 +78,8 @@ class Stage(LayeredModel):
     """The encoder of images and videos, whose weights all stages have."""
     chunk_tokens: int | None = _of_model("chunk_tokens")
     """Tokens in a chunk of the loss; see :func:`hdpcomm.kernels.linear_cross_entropy`."""
-    has_added_losses: bool = _of_model("has_added_losses")
-    """Whether layers add to the loss."""
+    loss_terms: AddedLosses | None = _of_model("loss_terms")
+    """Losses that the routers of the whole model add."""
 
     def __init__(self, model: Llama | AdaptedCausalLM, anatomy: _Anatomy, layers: range) -> None:
         super().__init__()
@@ -129,14 +130,14 @@ class Stage(LayeredModel):
     def carried(self, cu_seqlens: CuSeqlens) -> Tensor:
         """An uninitialised tensor for what routers give the next stage, or its gradient, fp64: their losses so far, or
         where a loss multiplies sums over all layers, the sums ``[2, sequences, experts]`` so far. Local."""
-        shape: tuple[int, ...] = ()
-        if isinstance(self.model, AdaptedCausalLM):
-            shape = 2, len(as_pack(cu_seqlens).segments()[0]), self.model.causal_lm.num_experts
+        assert self.loss_terms is not None  # they count
+        shape = self.loss_terms.carried_shape(len(as_pack(cu_seqlens).segments()[0]))
         return self.boundary(0).new_empty(shape, dtype=torch.float64)
 
-    def added_losses(self, added: Any, *places: Any) -> Tensor:
+    def added_losses(self, router_logits: Any, *places: Any, **_: Any) -> Tensor:
         """Losses of this stage's layers and those before, or what the next one needs for them (:meth:`carried`)."""
-        return self.model.added_losses(added[0], *places, before=added[1], last=self.last)
+        own, before = router_logits
+        return self.model.added_losses(own, *places, before=before, last=self.last)
 
     def joined(self, out: Tensor, added: Tensor) -> Any:
         """The loss with those that layers add; of a stage that is not the last, both."""

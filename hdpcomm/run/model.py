@@ -17,7 +17,7 @@ from torch import nn
 
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import Llama, LlamaConfig, Weights, balance_routers, from_pretrained, set_recompute
+from hdpcomm.models import Llama, LlamaConfig, RouterLosses, Weights, balance_routers, from_pretrained, set_recompute
 from hdpcomm.models.adapt import check_config
 from hdpcomm.models.lora import add_lora
 from hdpcomm.models.mtp import depths_of_config
@@ -58,6 +58,7 @@ class FolderModel:
         router_bias_rate: see :func:`hdpcomm.models.balance_routers`; 0: biases stay as they are.
         mtp_weight: see :func:`hdpcomm.models.add_mtp`; 0: no multi-token prediction.
         depths: of multi-token prediction, with a weight.
+        router_losses: see :func:`hdpcomm.models.adapt`; ``None``: as the model's configuration says.
     """
 
     folder: Path
@@ -70,6 +71,7 @@ class FolderModel:
     router_bias_rate: float = 0.0
     mtp_weight: float = 0.0
     depths: int = 1
+    router_losses: RouterLosses | None = None
 
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -128,16 +130,12 @@ _NOT_SHAPE = ("_name_or_path", "name_or_path", "transformers_version", "dtype", 
 
 def read_config(folder: Path) -> Any:
     """The configuration of transformers in a model folder. Raises: InvalidUsage if there is none that it knows."""
-    if not (folder / "config.json").is_file():
-        raise InvalidUsage(
-            f"{folder} is no folder with a config.json; give the folder of a model, as save_pretrained writes it"
-        )
+    check_config(folder)
     try:
         from transformers import AutoConfig
         from transformers.activations import ACT2FN
     except ImportError as error:
         raise InvalidUsage("--model needs transformers; install it with pip install 'hdpcomm[huggingface]'") from error
-    check_config(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config()
@@ -175,7 +173,8 @@ def model_facts(model: LlamaConfig | FolderModel) -> dict[str, Any]:
     if isinstance(model, FolderModel):
         lora = {} if model.lora is None else {"lora": str(model.lora)}
         ahead = {"mtp_depths": model.depths} if model.mtp_weight else {}
-        return {"architecture": model.architecture, "config": model.digest, **lora, **ahead}
+        routers = {} if model.router_losses is None else {"router_losses": asdict(model.router_losses)}
+        return {"architecture": model.architecture, "config": model.digest, **lora, **ahead, **routers}
     facts = asdict(model)
     if not model.experts:  # as before there were any
         for name in ("experts", "top_k", "router_aux_loss", "router_z_loss"):
@@ -230,7 +229,10 @@ def model_on_meta(model: LlamaConfig | FolderModel) -> nn.Module:
     config = _first_layers(config, model.layers) if cut else config
     with torch.device("meta"):
         weight = 0.0 if cut else model.mtp_weight
-        made = from_pretrained(config, dtype=torch.float32, device="meta", check=False, mtp_weight=weight)
+        made = from_pretrained(
+            config, dtype=torch.float32, device="meta", check=False, mtp_weight=weight,
+            router_losses=None if cut else model.router_losses,
+        )  # fmt: skip
         if model.router_bias_rate and not cut:
             balance_routers(made, model.router_bias_rate)
         return made if model.lora is None else add_lora(made, model.lora, check=False)

@@ -135,7 +135,7 @@ def batch_loss(model, rollouts, name):
         length = len(each["tokens"])
         own = {key: torch.as_tensor(x).expand(length)[where].double() for key, x in own.items()}
         columns.append({**own, "entropies": entropies})
-        if model.config.has_added_losses:
+        if model.has_added_losses:
             routers.append(router_losses(sequence_logits(weights, model.config, tokens)[1], model.config, where))
     total = plain(policies, columns)
     if routers:  # divided as the labels' own losses are

@@ -228,8 +228,8 @@ def check_log_prob_loss(loss: Any, model: nn.Module, stages: Sequence[Stage]) ->
     if any(getattr(each, "has_added_losses", False) for each in parts):
         raise InvalidUsage(
             "the model's routers add a loss for each label, and the trainer's loss is a GroupLoss, which is divided by "
-            "counts of groups; train without (output_router_logits=False, or router_aux_loss and router_z_loss of "
-            "LlamaConfig 0), or with a TokenLoss"
+            "counts of groups; train without (router_losses=RouterLosses(), or router_aux_loss and "
+            "router_z_loss of LlamaConfig 0), or with a TokenLoss"
         )
     if (
         any(is_random(stage, None if stage.first else stage.boundary(CHECKED_TOKENS)) for stage in stages)

@@ -1,4 +1,4 @@
-"""The load-balancing loss of routers, over the layers of all stages, beside plain code on each sequence alone."""
+"""Losses of routers, over the layers of all stages, beside plain code on each sequence alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.attention import SlicedSequence, as_pack
-from hdpcomm.models.moe import RouterWeights, path_sums, router_loss
+from hdpcomm.models.moe import AddedLosses, RouterLosses, RouterWeights, path_sums
 from hdpcomm.plan import Tree
 from hdpcomm.testing import run_threads
 
 EXPERTS, TOP_K, LAYERS = 5, 2, 4
+BOTH = RouterLosses(balance=0.7, z=0.2)
+ADDED = {
+    "joint": AddedLosses(RouterLosses(balance=1.0), 0, TOP_K, EXPERTS),
+    "softmax": AddedLosses(BOTH, LAYERS, TOP_K, EXPERTS),
+    "sigmoid": AddedLosses(BOTH, LAYERS, TOP_K, EXPERTS, sigmoid=True),
+    "z": AddedLosses(RouterLosses(z=0.3), LAYERS, TOP_K, EXPERTS),
+}
+"""Joint: of the common means of all layers; else the mean over layers of the losses of each."""
 
 
 def any_tree(rng, branches):
@@ -30,20 +38,27 @@ def any_tree(rng, branches):
     return tree, [float(rng.randint(0, 3)) if end or rng.random() < 0.4 else 0.0 for end in leaf]
 
 
-def plain(logits, tree, labels):
-    """Loss and its derivative; ``logits``: [layers, tokens, experts]."""
+def plain(logits, tree, labels, last_tokens, added):
+    """Losses and their derivative; ``logits``: [layers, tokens, experts]. The z-loss is that of the labels' tokens, the
+    balance loss that of the ways that end with each segment."""
     logits = logits.clone().requires_grad_()
-    total = 0.0
+    losses, total = added.losses, 0.0
     for segment, count in enumerate(labels):
-        own = logits[:, torch.from_numpy(tree.token_places(tree.path(segment)))].flatten(0, 1)
-        chosen = own.argsort(-1, descending=True)[:, :TOP_K]
-        often = torch.stack([(chosen == expert).sum().double() for expert in range(EXPERTS)]) / len(own)
-        total = total + count * EXPERTS * (often * own.softmax(-1).mean(0)).sum()
+        own = logits[:, torch.from_numpy(tree.token_places(tree.path(segment)))]
+        groups = [own.flatten(0, 1)] if not added.layers else list(own)
+        for group in groups:
+            scores = group.sigmoid() if added.sigmoid else group.exp()
+            chosen = group.argsort(-1, descending=True)[:, :TOP_K]
+            often = torch.stack([(chosen == expert).sum().double() for expert in range(EXPERTS)]) / len(group)
+            shares = (scores / scores.sum(1, keepdim=True)).mean(0)
+            total = total + losses.balance * count * EXPERTS * (often * shares).sum() / len(groups)
+        squares = logits[:, last_tokens[segment]].exp().sum(-1).log().square()
+        total = total + losses.z * count * squares.mean()
     total.backward()
     return total.item(), logits.grad
 
 
-def in_stages(parts, weights, comm, cuts):
+def in_stages(parts, weights, comm, cuts, added):
     """The loss of a pack's shard; ``parts``: logits of this rank by stage. What a stage gives leaves its graph, as a
     message does; returns the loss and what takes its gradient back through the stages."""
     carried, roots = None, []
@@ -51,15 +66,14 @@ def in_stages(parts, weights, comm, cuts):
         given = None if carried is None else carried.detach().requires_grad_()
         if given is not None:
             roots.append((carried, given))
-        carried = router_loss(
-            list(logits), weights, top_k=TOP_K, experts=EXPERTS, cu_seqlens=cuts, comm=comm, before=given,
-            last=place == len(parts) - 1,
-        )  # fmt: skip
+        carried = added.total(list(logits), weights, cuts, comm, before=given, last=place == len(parts) - 1)
 
     def backward():
-        carried.backward()
+        if carried.requires_grad:
+            carried.backward()
         for out, given in reversed(roots):
-            out.backward(given.grad)
+            if out.requires_grad:
+                out.backward(given.grad)
 
     return carried.detach(), backward
 
@@ -67,7 +81,8 @@ def in_stages(parts, weights, comm, cuts):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["sequences", "tree", "sliced", "sliced tree"])
 @pytest.mark.parametrize("seed", range(4))
-def test_stages_of_any_pack(seed, kind, ranks):
+@pytest.mark.parametrize("added", ADDED.values(), ids=ADDED)
+def test_stages_of_any_pack(added, seed, kind, ranks):
     rng = random.Random(seed)
     tree, labels = any_tree(rng, "tree" in kind)
     if kind == "sliced":
@@ -76,7 +91,7 @@ def test_stages_of_any_pack(seed, kind, ranks):
     bounds = sorted({0, tree.num_tokens, *rng.choices(range(tree.num_tokens), k=3)})
     stages = sorted(rng.choices(range(LAYERS + 1), k=rng.randint(0, 2)))  # some without a router
     branched = "tree" in kind
-    loss, gradient = plain(logits, tree, labels)
+    loss, gradient = plain(logits, tree, labels, tree.rows, added)
 
     def rank():
         with hdp.init() as comm:
@@ -93,7 +108,7 @@ def test_stages_of_any_pack(seed, kind, ranks):
                 by_token[tree.rows] = torch.tensor(labels, dtype=torch.float64)  # anywhere in a sequence
                 weights = RouterWeights(by_token[mine], ends)
                 parts = [own[a:b] for a, b in pairwise([0, *stages, LAYERS])]
-                value, back = in_stages(parts, weights, comm, pack)
+                value, back = in_stages(parts, weights, comm, pack, added)
                 total += value
                 given.append((mine, own, back))
             for mine, own, back in reversed(given):

@@ -54,7 +54,7 @@ def sliced(ranks, sizes, chunks=1):
     return FixedPlanner(hdp_ranks, stages, batches, chunks=chunks, tensor=tensor)
 
 
-def step(name, ranks, sizes, *, how="plain", chunks=1, split=False, zero=0, planner=None):
+def step(name, ranks, sizes, *, how="plain", chunks=1, split=False, zero=0, planner=None, losses=None):
     """On each rank, a thread: metrics and gradients of one step, by (name, part), and the whole model's state."""
     models = [model(name) for _ in range(ranks)]  # transformers makes models of one thread at a time
 
@@ -62,7 +62,9 @@ def step(name, ranks, sizes, *, how="plain", chunks=1, split=False, zero=0, plan
         torch.set_num_threads(1)
         with hdp.init() as comm:
             mesh = Mesh(comm, **sizes)
-            stages = split_model(adapt(models[comm.rank]), mesh.pipeline * chunks)[mesh.stage :: mesh.pipeline]
+            stages = split_model(adapt(models[comm.rank], router_losses=losses), mesh.pipeline * chunks)[
+                mesh.stage :: mesh.pipeline
+            ]
             for stage in stages:
                 tensor_parallel(expert_parallel(stage, mesh), mesh)
                 set_recompute(stage, "full" if how == "recompute" else "none")

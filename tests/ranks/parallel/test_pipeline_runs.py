@@ -14,7 +14,7 @@ import hdpcomm as hdp
 from hdpcomm.cli.main import main
 from hdpcomm.data import open_corpus
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models import Llama, LlamaConfig
+from hdpcomm.models import Llama, LlamaConfig, RouterLosses
 from hdpcomm.parallel import split_model
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.run import RunConfig, Saving, Watching, dry_run, train
@@ -402,10 +402,11 @@ def test_the_command_trains_a_folder_model_in_stages(data, tmp_path, monkeypatch
     assert "4 layers cannot be cut into 5 stages, of which each has one at least; give 1 to 4 stages" in told
 
 
-def test_the_routers_loss_of_a_folder_model(data, tmp_path):
+@pytest.mark.parametrize("given", [None, RouterLosses(balance=0.5, z=0.1)], ids=["configured", "given"])
+def test_the_routers_loss_of_a_folder_model(given, data, tmp_path):
     """Stages on two devices, whose memory is measured first, train and evaluate as one process does."""
     options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    model = folder_of("Mixtral", tmp_path / "model", **options)
+    model = replace(folder_of("Mixtral", tmp_path / "model", **options), router_losses=given)
     plain = run_of(data, 1, held_out=True, model=model, steps=2)
     options = {"pipeline": 2, "chunks": 2, "recompute": "auto", "memory": 6_000_000}
     results = run_of(data, 2, held_out=True, model=model, steps=2, **options)

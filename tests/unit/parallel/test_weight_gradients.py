@@ -9,7 +9,6 @@ from torch import nn
 import hdpcomm as hdp
 from hdpcomm.measure.costs import profile_samples, weights_share
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
-from hdpcomm.models.llama import rope_tables, run_blocks
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.plan import CostModel, CostSample
 from hdpcomm.run import RunConfig
@@ -194,8 +193,8 @@ def test_what_is_kept_is_no_more_than_the_activations(heads, kv_heads, ffn):
 
     with hdp.init() as comm, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         x = torch.randn(tokens, 32, requires_grad=True)
-        tables = rope_tables(torch.arange(tokens), model.config.head_dim, dtype=x.dtype)
-        y, _ = run_blocks(model.blocks, x, tables, torch.tensor([0, tokens], dtype=torch.int32), comm)
+        cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32)
+        y, _ = model.run_layers(x, positions=torch.arange(tokens), cu_seqlens=cu_seqlens, comm=comm)
         sizes = {each.data_ptr(): each.nbytes() for each in saved}
         activations = sum(size for place, size in sizes.items() if place not in of_model)
         with later.put_off(0):
