@@ -412,9 +412,7 @@ def test_a_pool_without_room_for_keys(graphs):
     first, second, third = three_slices(offload)
     with torch.set_grad_enabled(graphs):
         outs = [first(), second()]
-        with pytest.raises(
-            InvalidUsage, match=r"pool is full: 6.2 KiB are needed for kept rows of shape \(100, 2, 8\)"
-        ):
+        with pytest.raises(InvalidUsage, match=r"pool is full: 6.4 kB are needed for kept rows of shape \(100, 2, 8\)"):
             third()
     del outs, first, second, third
     gc.collect()
