@@ -228,7 +228,7 @@ def test_costs_that_are_measured_leave_no_gradients(kind, monkeypatch):
             _, runner, rows = passes_of(comm, kind, None, cost=None)
             own.runner, own.passes = runner, 0
             runner.zero()
-            rows.plan([9, 5])
+            rows.plan(Sequences([9, 5], torch.zeros(14, dtype=torch.int64), torch.zeros(14, dtype=torch.int64)))
             assert own.passes > 3
             runner.reduce()
             return runner.clip(None)
