@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hdpcomm.data.agree import gather_json
+from hdpcomm.plan import Item
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.models.media import MediaEncoder
-    from hdpcomm.plan import Item
     from hdpcomm.plan.items import PlacedItems
 
 __all__ = ["RowMedia"]
@@ -44,20 +45,19 @@ class RowMedia:
             for rows in told
             for row in rows
         ]
-        first = self._holder.index(comm.rank) if own else 0
-        self.given[first : first + len(own)] = map(dict, own)
+        self._first = self._holder.index(comm.rank) if own else 0
+        self.given[self._first : self._first + len(own)] = map(dict, own)
 
     def items(self, encoder: MediaEncoder, sequences: Sequence[Tensor]) -> list[list[Item]]:
-        """The items of each sequence, by its tokens. Local."""
-        pairs = zip(sequences, self.given, strict=True)
-        return [encoder.items({"tokens": tokens, **given}) for tokens, given in pairs]
+        """The items of each sequence of all ranks, by their tokens; each rank looks at its own. Collective."""
+        rows = zip(sequences[self._first : self._first + len(self._own)], self._own, strict=True)
+        own = [[astuple(item) for item in encoder.items({"tokens": tokens, **given})] for tokens, given in rows]
+        return [[Item(*item) for item in row] for rank in gather_json(self._comm, own) for row in rank]
 
     def digests(self) -> list[str]:
         """By sequence, equal for equal images and videos; empty without any. Collective."""
         own = [
-            hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for _, x in sorted(each.items()))).hexdigest()
-            if each
-            else ""
+            hashlib.sha256(b"".join(_bytes_of(x) for _, x in sorted(each.items()))).hexdigest() if each else ""
             for each in self._own
         ]
         return [digest for rows in gather_json(self._comm, own) for digest in rows]
@@ -69,16 +69,13 @@ class RowMedia:
         comm = cast("Communicator", mesh.comm.subset(ranks))
         parts: dict[int, list[Tensor]] = {rank: [] for rank in range(comm.size)}
         gets: list[list[tuple[int, str]]] = [[] for _ in range(comm.size)]
-        for place, given in enumerate(self.given):
-            holder = ranks.index(self._holder[place])
-            for name in filter(_is_pixels, given):
-                for encoder in np.unique(placed.device[placed.sequence == place]).tolist():
-                    if encoder == holder:
-                        continue
-                    if holder == comm.rank:
-                        parts[encoder].append(given[name].to(like).flatten())
-                    if encoder == comm.rank:
-                        gets[holder].append((place, name))
+        for place, encoder in np.unique(np.stack((placed.sequence, placed.device)), axis=1).T.tolist():
+            given, holder = self.given[place], ranks.index(self._holder[place])
+            for name in filter(_is_pixels, given if encoder != holder else ()):
+                if holder == comm.rank:
+                    parts[encoder].append(given[name].to(like).flatten())
+                if encoder == comm.rank:
+                    gets[holder].append((place, name))
         nothing = like.new_zeros(0)
         out_counts = [sum(self.given[place][name].numel() for place, name in each) for each in gets]
         out = like.new_empty(sum(out_counts))
@@ -89,6 +86,11 @@ class RowMedia:
             size = self.given[place][name].shape
             self.given[place][name] = out[first : first + size.numel()].view(size)
             first += size.numel()
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    """In any type; numpy knows no bf16."""
+    return x.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _is_pixels(name: str) -> bool:

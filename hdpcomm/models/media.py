@@ -134,7 +134,10 @@ class MediaEncoder:
                 own = places[end : (end := end + tokens)]
                 start = int(own[0])
                 if int(own[-1]) - start + 1 != tokens:
-                    raise InvalidUsage(f"the {tokens} tokens of a {kind} from place {start} on are not in a row")
+                    raise InvalidUsage(
+                        f"the {tokens} tokens of a {kind} from place {start} on have others between them; give what "
+                        "the model's processor made of this sequence"
+                    )
                 found.append(_Part(Item(start, tokens, grid[0] * grid[1]), kind, first, rows, grid))
         return sorted(found, key=lambda part: part.item.start)
 
@@ -156,7 +159,10 @@ class MediaEncoder:
                 yield first, height * width, (height, width), height * width // vision.spatial_merge_size**2
                 first += height * width
         if first != len(given[pixels]):
-            raise InvalidUsage(f"{grids} tells of {first} patches, and {pixels} has {len(given[pixels])}")
+            raise InvalidUsage(
+                f"{grids} tells of {first} patches, and {pixels} has {len(given[pixels])}; give both as the model's "
+                "processor made them"
+            )
 
     def split(self, batch: Mapping[str, Any], sequences: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """Deals the images and videos of a collator's batch out to its sequences, by their tokens. Local.
@@ -167,19 +173,22 @@ class MediaEncoder:
         for kind, (pixels, grids, token) in _KINDS.items():
             counts = [int((tokens == getattr(self._config, token, -1)).sum()) for tokens in sequences]
             x = batch.get(pixels)
-            number = 0 if x is None else len(x)
+            pictures = 0 if x is None else len(x)
             if self._config.model_type in _QWEN:
                 rows = [] if x is None else batch[grids].prod(1).tolist()
                 tokens_of = [each // self._config.vision_config.spatial_merge_size**2 for each in rows]
             else:
-                rows, tokens_of = [1] * number, [sum(counts) // max(1, number)] * number
+                rows, tokens_of = [1] * pictures, [sum(counts) // max(1, pictures)] * pictures
             place = row = 0
-            for own, count in zip(found, counts, strict=True):
+            for number, (own, count) in enumerate(zip(found, counts, strict=True)):
                 last, end = place, row
                 while count > 0 and last < len(rows):
                     count, end, last = count - tokens_of[last], end + rows[last], last + 1
                 if count:
-                    raise InvalidUsage(f"the {kind}s of a batch do not match the tokens that stand for them ({token})")
+                    raise InvalidUsage(
+                        f"a row has {counts[number]} tokens that stand for {kind}s ({token}), which those of the "
+                        "batch do not fill; give what the model's processor made, without cutting rows"
+                    )
                 if last > place:
                     own[pixels] = batch[pixels][row:end]
                     for name in (grids, "second_per_grid_ts" if kind == "video" else grids):
@@ -187,7 +196,10 @@ class MediaEncoder:
                             own[name] = torch.as_tensor(batch[name])[place:last]
                 place, row = last, end
             if place != len(rows):
-                raise InvalidUsage(f"a batch has {len(rows)} {kind}s, and tokens of {place} ({token})")
+                raise InvalidUsage(
+                    f"a batch has {len(rows)} {kind}s, and its rows tokens of {place} ({token}); give what the model's "
+                    "processor made, without cutting rows"
+                )
         return found
 
     def encode(self, chosen: Sequence[tuple[Mapping[str, Any], Sequence[int]]], device: torch.device) -> Tensor:

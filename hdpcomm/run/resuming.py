@@ -127,9 +127,9 @@ def check_same_run(found: Checkpoint | KeptCheckpoint, corpus: Corpus, config: R
     """
     then, now = saved_config(found), config_facts(config)
     for name in _SAME:
-        if then[name] != now[name]:
+        if then.get(name) != now[name]:
             raise InvalidUsage(
-                f"{found.path} was saved with {name}={then[name]}, and this run has {now[name]}; give the same, or "
+                f"{found.path} was saved with {name}={then.get(name)}, and this run has {now[name]}; give the same, or "
                 "start anew with another --out"
             )
     saved_on, data = found.facts.get("data"), data_facts(corpus)

@@ -64,7 +64,7 @@ def step_costs(
             gradient_bytes += span.bytes_sent
             continue
         compute += span.busy_s
-        if mesh is not None or groups[span.index] > 1:  # on a mesh, passes without tokens send, too
+        if mesh is not None or groups.get(span.index, 2) > 1:  # on a mesh, passes without tokens send, too
             ring_bytes += span.bytes_sent
         else:  # buckets of gradients that leave while the last micro-batch runs
             gradient_bytes += span.bytes_sent

@@ -10,7 +10,18 @@ import torch.distributed as dist
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-__all__ = ["arguments", "documents", "in_float64", "leave", "padded", "run", "tiny", "tiny_experts", "weights"]
+__all__ = [
+    "arguments",
+    "documents",
+    "in_float64",
+    "leave",
+    "padded",
+    "padded_rows",
+    "run",
+    "tiny",
+    "tiny_experts",
+    "weights",
+]
 
 LENGTHS = [3, 17, 1, 9, 30, 2, 5, 8, 40, 4, 7, 6]  # documents; 12 = 3 steps of 2 x 2, 2 ranks of 2 x 3, ...
 
@@ -68,15 +79,15 @@ def documents() -> list[dict[str, list[int]]]:
 
 def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """Rows with padding, as tokenizers give them; every third label of a row is left out."""
-    longest = max(len(row["input_ids"]) for row in rows)
-    batch = {name: torch.zeros(len(rows), longest, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
-    batch["labels"] = torch.full((len(rows), longest), -100)
-    for i, row in enumerate(rows):
-        tokens = torch.tensor(row["input_ids"])
-        batch["input_ids"][i, : len(tokens)] = tokens
-        batch["attention_mask"][i, : len(tokens)] = 1
-        batch["labels"][i, : len(tokens)] = torch.where(torch.arange(len(tokens)) % 3 == 2, -100, tokens)
-    return batch
+    tokens = [torch.tensor(row["input_ids"]) for row in rows]
+    return padded_rows(tokens, [torch.where(torch.arange(len(row)) % 3 == 2, -100, row) for row in tokens])
+
+
+def padded_rows(tokens: list[torch.Tensor], labels: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rows of any lengths, behind which there is padding."""
+    pad = lambda rows, value: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+    mask = [torch.ones_like(row) for row in tokens]
+    return {"input_ids": pad(tokens, 0), "attention_mask": pad(mask, 0), "labels": pad(labels, -100)}
 
 
 def arguments(out: Path, batch: int, accumulate: int, **changed: Any) -> Any:

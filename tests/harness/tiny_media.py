@@ -118,20 +118,16 @@ def plain_losses(model: Any, samples: list[dict[str, torch.Tensor]]) -> tuple[fl
 
 def collated(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Padded rows with their pixels, as the processors of these families give them."""
-    longest = max(len(row["tokens"]) for row in rows)
-    batch = {name: torch.zeros(len(rows), longest, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
-    batch["labels"] = torch.full((len(rows), longest), -100)
-    for i, row in enumerate(rows):
-        tokens = torch.as_tensor(row["tokens"])
-        batch["input_ids"][i, : len(tokens)] = tokens
-        batch["attention_mask"][i, : len(tokens)] = 1
-        batch["labels"][i, : len(tokens)] = torch.where(tokens >= IMAGE, -100, tokens)
+    from tests.harness.tiny_huggingface import padded_rows
+
+    tokens = [torch.as_tensor(row["tokens"]) for row in rows]
+    batch = padded_rows(tokens, [torch.where(row >= IMAGE, -100, row) for row in tokens])
     for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"):
         if given := [row[name] for row in rows if name in row]:
             batch[name] = torch.cat(given)
     if "image_grid_thw" in batch or "video_grid_thw" in batch:
-        tokens = batch["input_ids"]
-        batch["mm_token_type_ids"] = ((tokens == IMAGE) + 2 * (tokens == VIDEO)).int()
+        ids = batch["input_ids"]
+        batch["mm_token_type_ids"] = ((ids == IMAGE) + 2 * (ids == VIDEO)).int()
     return batch
 
 

@@ -21,11 +21,13 @@ from hdpcomm.train.losses.shards import Fetch, FetchParts, PackedShard, pack_of
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.plan import MicroBatch, PlannedStep, Planner
+    from hdpcomm.plan import MicroBatch, PlannedStep, Planner, TrajectoryTree
     from hdpcomm.train.losses.label_terms import Batch
 
-__all__ = ["StepItems", "text_alone", "with_items"]
+__all__ = ["ENCODER", "StepItems", "text_alone", "with_items"]
 
+ENCODER = -1
+"""In the place of a micro-batch's index, for what the encoder takes."""
 _MOST_PATCHES = 1 << 15
 """Patches that the encoder computes at a time, if an item does not have more."""
 
@@ -51,6 +53,7 @@ class StepItems:
         self._placed: PlacedItems = planned.items
         self._fetched: dict[int, Mapping[str, Any]] = {}
         self._leaves: dict[int, Tensor] = {}
+        self._places: dict[int, Tensor | None] = {}
         self._comm = comm = cast("Communicator", mesh.comm.subset(mesh.positions.flatten().tolist()))
         own = next(encoder.parameters())
         self._trained = torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters())
@@ -99,6 +102,7 @@ class StepItems:
             more = placed.items[sequence][number].patches
             if patches and patches + more > _MOST_PATCHES:
                 yield self._encoder.encode([each for each in chosen if each[1]], self._device)
+                self._comm.tick()  # the others wait for all
                 chosen, patches = [(fetched, [])], 0
             chosen[-1][1].append(number)
             patches += more
@@ -108,8 +112,9 @@ class StepItems:
     def _batches(self) -> list[MicroBatch]:
         """The micro-batches for which this device sends or gets embeddings, in the order of the plan."""
         plan, table = self._planned.plan, self._planned.plan.table
-        top = np.array([self._top(each) for each in range(len(self._planned.lengths) + len(plan.fragments))])
-        whole = top[table.ids]
+        count = len(self._planned.lengths)
+        parts = [self._top(number) for number in range(count, count + len(plan.fragments))]
+        whole = np.concatenate((np.arange(count), np.array(parts, dtype=np.int64)))[table.ids]
         sent = self._placed.place[self._placed.of_device(self._comm.rank)]
         rows = table.rows_of_sequences()
         chosen = np.isin(whole, sent)
@@ -157,7 +162,11 @@ class StepItems:
 
     def _coordinates(self, top: int) -> Tensor | None:
         """int64 ``[3, tokens]`` of a sequence or tree that is planned; ``None``: the model has none."""
-        source = self._placed.sources[top]
+        if top not in self._places:  # slices ask for each
+            self._places[top] = self._new_coordinates(self._placed.sources[top])
+        return self._places[top]
+
+    def _new_coordinates(self, source: int | TrajectoryTree) -> Tensor | None:
         if isinstance(source, int):
             return self._encoder.coordinates(self.fetch(source))
         found = torch.zeros(3, source.tree.num_tokens, dtype=torch.int64)

@@ -34,7 +34,7 @@ __all__ = [
     "uncounted",
 ]
 
-PHASES = ("micro-batch", "wait for others", "gradients", "optimizer")
+PHASES = ("encoder", "micro-batch", "wait for others", "gradients", "optimizer")
 """Kinds of spans, in the order of a step: forward and backward of one micro-batch; until all ranks have ended theirs;
 reducing and clipping gradients; the optimizer's step with the gathering of what other ranks updated."""
 

@@ -32,7 +32,7 @@ from hdpcomm.train.losses.shards import (
     sequences_shard,
     tree_shard,
 )
-from hdpcomm.train.step.items import StepItems, text_alone
+from hdpcomm.train.step.items import ENCODER, StepItems, text_alone
 from hdpcomm.train.step.metrics import expert_loads, uncounted
 from hdpcomm.train.step.queue import StepQueue
 
@@ -68,7 +68,7 @@ class StepInputs:
             slice those of it and all before it.
         offload: takes what slices keep for later ones to host memory.
         on_pass: called after each pass, or pair of passes, with the index of its micro-batch; ``None``: one without
-            tokens, which others needed.
+            tokens, which others needed; :data:`hdpcomm.train.step.items.ENCODER`: encoders of images.
         ends: no other passes of the step follow, so gradients may leave during the last one.
         terms: what the labels' losses are; ``None``: the model's own.
         not_finite: after the passes, the micro-batches on this rank whose loss is no finite number.
@@ -180,6 +180,7 @@ class Passes:
                 gradients.begin_pass()
                 running.items.backward()
                 gradients.end_pass()
+                step.on_pass(ENCODER)
         self.bytes_sent = running.bytes_sent
         # All tensor ranks have the total.
         return running.total if self.mesh.tensor_rank == 0 else torch.zeros_like(running.total)
@@ -258,6 +259,7 @@ class _Run:
         if step.planned.items is not None:
             assert media is not None  # checked
             self.items = StepItems(media, step.planned, step.fetch, self.mesh, passes.device)
+            step.on_pass(ENCODER)
             self._fetch = self.items.fetch
         self._packs: dict[int, PackedShard] = {}
         """By number in the program, until the last pass of the micro-batch."""

@@ -29,7 +29,7 @@ from hdpcomm.train.losses.label_terms import (
 )
 from hdpcomm.train.losses.shards import Fetch, declared, vocabulary_of
 from hdpcomm.train.state.layout import num_parameters, plain_name
-from hdpcomm.train.step.items import with_items
+from hdpcomm.train.step.items import ENCODER, with_items
 from hdpcomm.train.step.metrics import OffloadedStep, StepMetrics, Timeline, add_expert_load
 from hdpcomm.train.step.passes import Passes, StepInputs
 from hdpcomm.train.step.replicas import check_replicas, settings_of
@@ -441,7 +441,7 @@ class Trainer:
         return declared(fetch, self.comm, self._vocabulary)
 
     def _ends_pass(self, index: int | None) -> None:
-        phase = "wait for others" if index is None else "micro-batch"
+        phase = {None: "wait for others", ENCODER: "encoder"}.get(index, "micro-batch")
         self.timeline.end(phase, -1 if index is None else index)
 
     def check_replicas(self) -> None:

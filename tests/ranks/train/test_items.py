@@ -70,7 +70,7 @@ def stepped(family, *, capacity=None, change=lambda _: None, slices=1, shape=ALO
     planner = Planner(None, cluster, cost_model=cost, memory=memory, slices=slices)
     parts = adapted
     if shape.pipeline > 1:
-        sizes = (3, 1) if shape.chunks == 1 else (1, 1, 1, 1)
+        sizes = (3, 1) if shape.chunks * shape.pipeline == 2 else (1, 1, 1, 1)
         parts = split_model(adapted, shape.pipeline * shape.chunks, layers=sizes)[mesh.stage :: shape.pipeline]
     for part in parts if isinstance(parts, list) else [parts]:
         expert_parallel(part, mesh)
@@ -152,6 +152,17 @@ def test_gradients_on_meshes(family, shape):
     wanted(family)
     for found in run_threads(lambda: stepped(family, shape=SHAPES[shape]), SHAPES[shape].ranks):
         check(family, found)
+        spans = [span.phase for span in found[3].timeline.spans]
+        assert spans[0] == "encoder"
+        assert spans.count("encoder") == 2
+
+
+def test_all_stages_share_an_encoder():
+    """On four stages, and with the optimizer's state in parts."""
+    wanted("llava")
+    for shape, options in ((Shape(1, pipeline=4), {}), (Shape(2, pipeline=2), {"zero": 1})):
+        for found in run_threads(lambda shape=shape, more=options: stepped("llava", shape=shape, **more), 4):
+            check("llava", found)
 
 
 @pytest.mark.parametrize("shape", [Shape(2, expert=2), Shape(2, pipeline=2, expert=2)])
