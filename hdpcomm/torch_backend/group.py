@@ -11,14 +11,13 @@ import torch.distributed as dist
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.torch_backend.collectives import Collectives
-from hdpcomm.torch_backend.messages import Messages
-from hdpcomm.torch_backend.state import Engine, GroupState
+from hdpcomm.torch_backend.engine import Engine
 from hdpcomm.torch_backend.work import BackendWork
 
 __all__ = ["HdpProcessGroup"]
 
 
-class HdpProcessGroup(Collectives, Messages, dist.ProcessGroup):  # type: ignore[misc]
+class HdpProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
     """A group of torch ranks: a subset of the world of its :class:`Engine`. Made by torch, see ``init_process_group``.
 
     The collectives of overlapping groups must be called in one order on all ranks, whether waited for or not;
@@ -43,9 +42,9 @@ class HdpProcessGroup(Collectives, Messages, dist.ProcessGroup):  # type: ignore
         dist.ProcessGroup.__init__(self, communicator.rank, communicator.size)  # type: ignore[call-arg]
         self.engine = engine
         self.communicator = communicator
-        state = GroupState(engine, communicator, name=name, timeout=timeout)
-        Collectives.__init__(self, state)
-        Messages.__init__(self, state)
+        self._seconds = timeout
+        self._world_seconds = communicator.timeout
+        self._name = name
         self._store = store
         self._owner = owner
         self._description = ""
@@ -57,10 +56,10 @@ class HdpProcessGroup(Collectives, Messages, dist.ProcessGroup):  # type: ignore
         return "hdpcomm"
 
     def getGroupName(self) -> str:
-        return self._state.name
+        return self._name
 
     def setGroupName(self, name: str) -> None:
-        self._state.name = name
+        self._name = name
 
     def getGroupDesc(self) -> str:
         return self._description
@@ -76,7 +75,7 @@ class HdpProcessGroup(Collectives, Messages, dist.ProcessGroup):  # type: ignore
         seconds = timeout.total_seconds()
         if not seconds > 0:
             raise InvalidUsage(f"set_timeout() got {timeout}; give a time above 0")
-        self._state.seconds = seconds
+        self._seconds = seconds
 
     @property
     def _device_types(self) -> list[torch.device]:

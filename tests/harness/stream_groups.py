@@ -18,25 +18,26 @@ import torch
 import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm.device.communicator import DeviceCommunicator
-from hdpcomm.comm.tensors import Buffer, describe
+from hdpcomm.comm.device.paths import Devices
 from hdpcomm.torch_backend import HdpProcessGroup
-from hdpcomm.torch_backend.state import Engine
+from hdpcomm.torch_backend.engine import Engine
 
 __all__ = ["Caller", "joined", "tensors_with_streams"]
 
 _current = threading.local()  # .stream, .side_streams (by the rank that they receive from), .device
 
 
-@dataclass(frozen=True)
-class _StreamTensors:
-    host_stream: int
-    blocking: bool = False
-
-    def describe(self, x: torch.Tensor, what: str, *, writable: bool = False) -> Buffer:
-        return describe(x, what, writable=writable)
+class _DevicesWithStreams(Devices):
+    def __init__(self, engine: _core.comm.StreamEngine) -> None:
+        super().__init__(engine)
+        self.blocking = False
 
     def stream(self) -> int:
         return int(_current.stream)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", self.engine.device.ordinal)
 
 
 @contextmanager
@@ -54,10 +55,8 @@ def _on_side_stream(_device: torch.device, source: int | None = None, uses: obje
 @contextmanager
 def tensors_with_streams() -> Iterator[None]:
     """Worlds that are joined inside take host tensors for device memory behind the threads' current streams."""
-    paths = "hdpcomm.comm.device.paths"
     with (
-        mock.patch(f"{paths}.SimTensors", _StreamTensors),
-        mock.patch(f"{paths}.Devices.path", lambda devices, _: devices._path),
+        mock.patch("hdpcomm.comm.device.joining.Devices", _DevicesWithStreams),
         mock.patch("hdpcomm.torch_backend.staging.on_side_stream", _on_side_stream),
     ):
         yield

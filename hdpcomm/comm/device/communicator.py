@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from hdpcomm import _core
 from hdpcomm.arguments import check_seconds
 from hdpcomm.comm.communicator import NAMES, Communicator, Splits
 from hdpcomm.comm.device.landing_zone import LandingZone
-from hdpcomm.comm.device.paths import DevicePath, Devices, StreamMark
+from hdpcomm.comm.device.paths import Devices, StreamMark
 from hdpcomm.comm.profiling import event, messages, operands, profiler
 from hdpcomm.comm.shapes import check_shape
 from hdpcomm.comm.untraced import untraced
@@ -33,30 +33,30 @@ class DeviceWork(Work):
     ``record_stream`` is needed. On a simulated device the host waits.
     """
 
-    __slots__ = ("_path", "_stream_work")
+    __slots__ = ("_devices", "_stream_work")
 
-    def __init__(self, handle: _core.comm.StreamWork, path: DevicePath) -> None:
+    def __init__(self, handle: _core.comm.StreamWork, devices: Devices) -> None:
         super().__init__(handle)
         self._stream_work = handle
-        self._path = path
+        self._devices = devices
 
     @property
     def on_stream(self) -> bool:  # type: ignore[override]
         """See :class:`Work`."""
-        return not self._path.blocking
+        return not self._devices.blocking
 
     def wait(self, timeout: float | None = None) -> None:
         """As the class says. Raises: CommTimeout, PeerLost, Mismatch, Aborted."""
-        self._path.wait(self._stream_work, None if timeout is None else check_seconds("wait", timeout))
+        self._devices.wait(self._stream_work, None if timeout is None else check_seconds("wait", timeout))
         self._stream_work.release_buffers()
 
     def follow(self) -> None:
         """As ``wait()``, but the tensors stay alive: for a stream that is not the one that frees them."""
-        self._path.wait(self._stream_work, None)
+        self._devices.wait(self._stream_work, None)
 
     def mark(self) -> StreamMark:
         """Marks the end of the current stream's queue, to be waited for like a work. Local."""
-        return self._path.mark()
+        return self._devices.mark()
 
 
 @untraced
@@ -110,7 +110,7 @@ class DeviceCommunicator(Communicator):
 
     def landing_zone(self, x: Any) -> LandingZone | None:
         """See :meth:`Communicator.landing_zone`."""
-        return None if self._devices.path(x) is None else self._devices.landing_zone()
+        return self._devices.landing_zone() if self._devices.takes(x) else None
 
     def lands(self, peer: int) -> bool:
         """See :meth:`Communicator.lands`."""
@@ -137,21 +137,19 @@ class DeviceCommunicator(Communicator):
 
     def send(self, x: Any, dst: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.send`; on CUDA it ends when the message is in the receiver's memory."""
-        path = self._devices.path(x)
-        if path is None:
+        if not self._devices.takes(x):
             return super().send(x, dst, async_op=async_op)
         if dst == self.rank and not async_op:
             raise self._self_message("send", dst)
-        return self._exchange(path, [(x, dst)], (), async_op)
+        return self._exchange([(x, dst)], (), async_op)
 
     def recv(self, x: Any, src: int, *, async_op: bool = False) -> Work:
         """See :meth:`Communicator.recv`."""
-        path = self._devices.path(x)
-        if path is None:
+        if not self._devices.takes(x):
             return super().recv(x, src, async_op=async_op)
         if src == self.rank and not async_op:
             raise self._self_message("recv", src)
-        return self._exchange(path, (), [(x, src)], async_op)
+        return self._exchange((), [(x, src)], async_op)
 
     def exchange(
         self,
@@ -163,32 +161,30 @@ class DeviceCommunicator(Communicator):
         """See :meth:`Communicator.exchange`."""
         try:
             sends, recvs = tuple(sends), tuple(recvs)  # iterators are read once
-            path = self._common_path([self._devices.path(message[0]) for message in (*sends, *recvs)])
+            by_streams = self._all_by_streams([message[0] for message in (*sends, *recvs)])
         except (TypeError, IndexError):
-            path = None  # no (tensor, peer) pairs: the host's side says so
-        if path is None:
+            by_streams = False  # no (tensor, peer) pairs: the host's side says so
+        if not by_streams:
             return super().exchange(sends, recvs, async_op=async_op)
-        return self._exchange(path, sends, recvs, async_op)
+        return self._exchange(sends, recvs, async_op)
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 
-    def _exchange(
-        self, path: DevicePath, sends: Sequence[tuple[Any, ...]], recvs: Sequence[tuple[Any, ...]], async_op: bool
-    ) -> Work:
+    def _exchange(self, sends: Sequence[tuple[Any, ...]], recvs: Sequence[tuple[Any, ...]], async_op: bool) -> Work:
         with event("exchange", messages(self.ranks, sends, recvs) if profiler._is_profiler_enabled else {}):
-            handle = path.enqueue(_exchange, self._core, sends, recvs, background=async_op)
-            return ENDED if handle is None else _finish(handle, path, async_op)
+            return self._enqueue(_exchange, sends, recvs, async_op=async_op)
 
     def _by_streams(self, x: Any) -> bool:
-        return self._devices.path(x) is not None
+        return self._devices.takes(x)
 
-    def _common_path(self, paths: Sequence[DevicePath | None]) -> DevicePath | None:
-        """The path of an operation by those of its tensors; None: by the host."""
-        if any((path is None) != (paths[0] is None) for path in paths):
+    def _all_by_streams(self, tensors: Sequence[Any]) -> bool:
+        """Whether an operation goes by streams, not by the host. Raises: InvalidUsage where its tensors disagree."""
+        taken = [self._devices.takes(x) for x in tensors]
+        if any(taken) and not all(taken):
             raise InvalidUsage(
                 "one operation got tensors in host memory and on a device; give all of one kind (x.cpu(), x.cuda())"
             )
-        return paths[0] if paths else self._devices.path(None)
+        return taken[0] if taken else self._devices.takes(None)
 
     def _collective(
         self,
@@ -201,18 +197,19 @@ class DeviceCommunicator(Communicator):
         async_op: bool,
         splits: Splits | None = None,
     ) -> Work:
-        path = self._common_path([self._devices.path(tensor) for tensor in (x, out) if tensor is not None])
-        if path is None:
+        if not self._all_by_streams([tensor for tensor in (x, out) if tensor is not None]):
             return super()._collective(operation, x, out, op, root, algorithm, async_op, splits)
         with event(NAMES[operation], operands(self.ranks, x, out) if profiler._is_profiler_enabled else {}):
-            arguments = (operation, x, out, op, root, algorithm, splits)
-            handle = path.enqueue(_collective, self._core, *arguments, background=async_op)
-            return ENDED if handle is None else _finish(handle, path, async_op)
+            return self._enqueue(_collective, operation, x, out, op, root, algorithm, splits, async_op=async_op)
 
-
-def _finish(handle: _core.comm.StreamWork, path: DevicePath, async_op: bool) -> Work:
-    work = DeviceWork(handle, path)
-    if async_op:
-        return work
-    work.wait()  # tensors without streams; or it has failed, and its streams still use the buffers
-    return ENDED
+    def _enqueue(self, call: Callable[..., _core.comm.StreamWork | None], *arguments: Any, async_op: bool) -> Work:
+        """One of the core's operations on streams."""
+        devices = self._devices
+        handle = call(devices.engine, self._core, devices.describe, *arguments, devices.stream(), async_op)
+        if handle is None:
+            return ENDED  # the current stream waits for its end, and nobody else has to
+        work = DeviceWork(handle, devices)
+        if async_op:
+            return work
+        work.wait()  # tensors without streams; or it has failed, and its streams still use the buffers
+        return ENDED

@@ -9,26 +9,25 @@ import torch
 
 from hdpcomm import _core
 from hdpcomm.comm.device.landing_zone import LandingZone
-from hdpcomm.comm.device.tensors import CudaTensors, SimTensors, Tensors
+from hdpcomm.comm.tensors import Buffer, describe, describe_torch
 from hdpcomm.comm.untraced import untraced
+from hdpcomm.errors import InvalidUsage
 
-__all__ = ["DevicePath", "Devices", "StreamMark"]
-
-Core = _core.comm.Communicator
+__all__ = ["Devices", "StreamMark"]
 
 
 @untraced
 class StreamMark:
     """A point in a stream: it ends when the work that the stream held at this point has ended."""
 
-    __slots__ = ("_device", "_event", "_tensors")
+    __slots__ = ("_device", "_event", "_stream")
 
     on_stream = True
 
-    def __init__(self, device: _core.device.Device, tensors: Tensors) -> None:
-        self._device, self._tensors = device, tensors
+    def __init__(self, device: _core.device.Device, stream: Callable[[], int]) -> None:
+        self._device, self._stream = device, stream
         self._event = device.create_event()
-        device.record(self._event, tensors.stream())
+        device.record(self._event, stream())
 
     def __del__(self) -> None:
         if hasattr(self, "_event"):  # making it may fail
@@ -37,7 +36,7 @@ class StreamMark:
     def wait(self, timeout: float | None = None) -> None:
         """The current stream waits, or, with a timeout, the host. Raises: CommTimeout."""
         if timeout is None:
-            self._device.wait(self._tensors.stream(), self._event)
+            self._device.wait(self._stream(), self._event)
         else:
             self._device.synchronize_event(self._event, timeout)
 
@@ -50,49 +49,58 @@ class StreamMark:
         return self._device.query(self._event)
 
 
-class DevicePath:
-    """Device memory, by a stream engine: operations are enqueued behind torch's current stream."""
+class Devices:
+    """The device side of a world: which tensors go over its streams, and how.
 
-    __slots__ = ("_engine", "_tensors", "blocking", "describe")
+    Operations are enqueued behind torch's current stream. With a simulated device host tensors stand for device memory
+    and one stream for the host's own work: the tensors have no streams, so the host must wait (``blocking``).
+    """
 
-    def __init__(self, engine: _core.comm.StreamEngine, tensors: Tensors) -> None:
-        self._engine, self._tensors = engine, tensors
-        self.blocking = tensors.blocking
-        self.describe = tensors.describe
+    __slots__ = ("_host_stream", "_ordinal", "_zone", "blocking", "engine", "name")
 
-    def enqueue(
-        self, call: Callable[..., _core.comm.StreamWork | None], core: Core, *arguments: Any, background: bool
-    ) -> _core.comm.StreamWork | None:
-        """One of the core's operations on streams. ``None``: the current stream waits for its end, and nobody else has
-        to."""
-        return call(self._engine, core, self.describe, *arguments, self._tensors.stream(), background)
+    def __init__(self, engine: _core.comm.StreamEngine) -> None:
+        self.engine = engine
+        #: The name of the transport.
+        self.name = engine.name
+        self.blocking = engine.device.is_sim
+        # The stream or the device number, whichever counts; properties of the core cost more.
+        self._host_stream = engine.host_stream if engine.device.is_sim else None
+        self._ordinal = engine.device.ordinal
+        self._zone: LandingZone | None = None
+
+    def takes(self, x: Any) -> bool:
+        """Whether an operation on a tensor is enqueued; else it goes by the host."""
+        return self._host_stream is not None or (isinstance(x, torch.Tensor) and x.is_cuda)
+
+    def describe(self, x: Any, what: str, *, writable: bool = False) -> Buffer:
+        """As :func:`describe`, of a tensor on the engine's device."""
+        if self._host_stream is not None:
+            return describe(x, what, writable=writable)
+        if not isinstance(x, torch.Tensor) or x.device.type != "cuda" or x.device.index != self._ordinal:
+            where = x.device if isinstance(x, torch.Tensor) else type(x).__name__
+            raise InvalidUsage(
+                f"{what} is on {where}, the communicator's device operations run on cuda:{self._ordinal}; give tensors "
+                "of that device, all of one operation"
+            )
+        return describe_torch(x, what)
+
+    def stream(self) -> int:
+        """Torch's current stream."""
+        if self._host_stream is not None:
+            return self._host_stream
+        # Its handle alone, as torch's own generated code asks for it: torch.cuda.current_stream() makes objects.
+        return torch._C._cuda_getCurrentRawStream(self._ordinal)
 
     def wait(self, handle: _core.comm.StreamWork, timeout: float | None) -> None:
         """The current stream waits; the host only where tensors have no stream, or where a timeout was given."""
         if self.blocking or timeout is not None:
             handle.wait(-1.0 if timeout is None else timeout)
         else:
-            handle.wait_on(self._tensors.stream())
+            handle.wait_on(self.stream())
 
     def mark(self) -> StreamMark:
         """Marks the end of the current stream's queue."""
-        return StreamMark(self._engine.device, self._tensors)
-
-
-class Devices:
-    """The device side of a world: which tensors go over its streams, and how."""
-
-    __slots__ = ("_path", "_zone", "engine", "name")
-
-    def __init__(self, engine: _core.comm.StreamEngine) -> None:
-        self.engine = engine
-        #: The name of the transport.
-        self.name = engine.name
-        tensors: Tensors = (
-            SimTensors(engine.host_stream) if engine.device.is_sim else CudaTensors(engine.device.ordinal)
-        )
-        self._path = DevicePath(engine, tensors)
-        self._zone: LandingZone | None = None
+        return StreamMark(self.engine.device, self.stream)
 
     def landing_zone(self) -> LandingZone | None:
         """This rank's landing zone, if it has any bytes."""
@@ -101,20 +109,7 @@ class Devices:
             self._zone = LandingZone(address, size, self.torch_device) if size > 0 else None
         return self._zone
 
-    def mark(self) -> StreamMark:
-        """Marks the end of torch's current stream."""
-        return self._path.mark()
-
     @property
     def torch_device(self) -> torch.device:
         """Where torch's tensors for these streams are."""
-        return torch.device("cpu") if self.is_sim else torch.device("cuda", self.engine.device.ordinal)
-
-    @property
-    def is_sim(self) -> bool:
-        """Whether host tensors stand for device memory."""
-        return self._path.blocking
-
-    def path(self, x: Any) -> DevicePath | None:
-        """The path of a tensor; None for one in host memory."""
-        return self._path if self.is_sim or (isinstance(x, torch.Tensor) and x.is_cuda) else None
+        return torch.device("cpu") if self._host_stream is not None else torch.device("cuda", self._ordinal)

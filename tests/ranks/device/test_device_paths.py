@@ -26,13 +26,13 @@ OPERATIONS: dict[str, Callable[[hdp.Communicator, torch.Tensor, torch.Tensor], A
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_tensor_is_asked_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Counter[tuple[int, int]] = Counter()
-    path = Devices.path
+    takes = Devices.takes
 
-    def noted(self: Devices, x: Any) -> Any:
+    def noted(self: Devices, x: Any) -> bool:
         asked[threading.get_ident(), id(x)] += 1
-        return path(self, x)
+        return takes(self, x)
 
-    monkeypatch.setattr(Devices, "path", noted)
+    monkeypatch.setattr(Devices, "takes", noted)
 
     def main() -> None:
         with hdp.init() as comm:

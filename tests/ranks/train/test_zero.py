@@ -17,7 +17,6 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.comm.device.paths import StreamMark
-from hdpcomm.comm.device.tensors import SimTensors
 from hdpcomm.data import fold
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, NewWeights, adapt, set_recompute
@@ -83,7 +82,8 @@ class SimulatedStreams:
         self.host_stream = comm.streams.host_stream
 
     def mark(self):
-        return StreamMark(self.device, SimTensors(getattr(self.of_thread, "stream", self.host_stream)))
+        stream = getattr(self.of_thread, "stream", self.host_stream)
+        return StreamMark(self.device, lambda: stream)
 
     @classmethod
     @contextmanager

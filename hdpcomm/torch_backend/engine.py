@@ -1,11 +1,9 @@
-"""State that all groups of one world share, and state of one group: its ranks, its time limit, and how an operation
-begins and ends."""
+"""State that all groups of one world share."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import queue
 import threading
 import weakref
@@ -13,16 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from hdpcomm.comm import bootstrap
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import Error
 from hdpcomm.torch_backend.errors import translate
-from hdpcomm.torch_backend.staging import Operation
-from hdpcomm.torch_backend.work import BackendWork, Part, seconds_of
+from hdpcomm.torch_backend.work import BackendWork, Part
 
-__all__ = ["Engine", "GroupState"]
+__all__ = ["Engine"]
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -117,43 +112,3 @@ def _close_engines() -> None:
 
 
 atexit.register(_close_engines)  # before that of bootstrap: threads end before the interpreter does
-
-
-class GroupState:
-    """A group's state.
-
-    Attributes:
-        ranks: the members, as ranks of the engine's world.
-        seconds: that an operation may take.
-        name: the group's name in torch.
-    """
-
-    __slots__ = ("_world_seconds", "communicator", "engine", "name", "ranks", "seconds")
-
-    def __init__(self, engine: Engine, communicator: Communicator, *, name: str, timeout: float) -> None:
-        self.engine = engine
-        self.communicator = communicator
-        self.ranks = communicator.ranks
-        self.seconds = timeout
-        self.name = name
-        self._world_seconds = communicator.timeout
-
-    # Where torch has several signatures, `options` is its options object or, in those without one, what stands there.
-    def begin(self, call: str, options: Any, timeout: datetime.timedelta | None = None) -> Operation:
-        """An operation whose parts can be started."""
-        given = options if isinstance(options, datetime.timedelta) else getattr(options, "timeout", None)
-        seconds = seconds_of(given if timeout is None else timeout, self.seconds)
-        # A deadline of its own can be given to wait() only.
-        background = getattr(options, "asyncOp", True) or seconds != self._world_seconds
-        return Operation(call, self.communicator, timeout=seconds, background=background)
-
-    def end(self, operation: Operation, outputs: Sequence[torch.Tensor], *, in_order: bool = True) -> BackendWork:
-        """The work of an operation whose parts have all been started. ``in_order``: it ends after those that were
-        started before it."""
-        if operation.over:
-            return BackendWork.ended(outputs)
-        engine = self.engine
-        work = operation.work(outputs, engine.complete_in_order if in_order else engine.complete_alone)
-        if in_order and operation.parts and operation.copies:
-            engine.hold(work, operation.parts)
-        return work
