@@ -21,6 +21,7 @@ from hdpcomm.attention.pack_context import (
 from hdpcomm.attention.packs import (
     BalancedPack,
     Pack,
+    SpanPack,
     as_pack,
     local_cu_seqlens,
     positions,
@@ -42,6 +43,7 @@ __all__ = [
     "Problem",
     "SequenceSlice",
     "SlicedSequence",
+    "SpanPack",
     "Tree",
     "as_pack",
     "available_backends",

@@ -196,7 +196,7 @@ def plan_call(q: Tensor, k: Tensor, v: Tensor, comm: Communicator | None, pack: 
         heads=q.shape[1],
         kv_heads=k.shape[1],
         head_dim=q.shape[2],
-        windowed=layouts[0].band(arguments.causal, arguments.window).low is not None,
+        windowed=layouts[0].windowed(layouts[0].band(arguments.causal, arguments.window)),
         softcap=arguments.options.softcap,
         masked=layouts[0].masked,
         v_head_dim=v.shape[2],

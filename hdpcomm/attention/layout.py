@@ -12,6 +12,7 @@ Pure and local: every rank computes the same.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -28,9 +29,10 @@ from hdpcomm.errors import InvalidUsage
 if TYPE_CHECKING:
     from hdpcomm.plan.tree import Tree
 
-__all__ = ["Layout", "SequenceLayout", "by_rank", "local_rows", "sequence_layout", "zigzag_holders"]
+__all__ = ["Layout", "NO_SPANS", "SequenceLayout", "by_rank", "local_rows", "sequence_layout", "zigzag_holders"]
 
 Window = int | tuple[int, int] | None
+NO_SPANS: Int64 = np.zeros((0, 3), dtype=np.int64)
 
 
 def local_rows(owner: Int64, count: Int64, size: int) -> Int64:
@@ -142,6 +144,10 @@ class Layout(ABC):
         """The mask inside a segment, or of a position relative to those on its way from the root. Raises
         InvalidUsage."""
 
+    def windowed(self, band: Band) -> bool:
+        """Whether some tile limits the keys on the left."""
+        return band.low is not None
+
     @abstractmethod
     def atoms(self, keys: Layout, band: Band) -> Atoms:
         """All runs of ``keys``, with the ranks whose queries need them."""
@@ -176,6 +182,8 @@ class SequenceLayout(Layout):
     """[sequences, 2N + 1]: first token, inside its sequence, of each piece; the last column holds the lengths."""
     limit: tuple[float, float]
     """``key_limit`` and ``limited`` of a :class:`BalancedPack`; (0, 0): none."""
+    spans: Int64
+    """[spans, 3]: (sequence, first position, position after the last) whose tokens see all of each other."""
     tree: ClassVar[Tree | None] = None
     """No sequence sees another."""
     slice_bounds: ClassVar[tuple[int, ...]] = ()
@@ -210,7 +218,11 @@ class SequenceLayout(Layout):
         lengths = self.lengths.tolist()
         shown = str(lengths) if len(lengths) <= 12 else f"{lengths[:12]}..."
         limit = ", balanced for a share of {1:g} over {0:g} keys at most".format(*self.limit) if self.limit[1] else ""
-        return f"{lengths}{limit}", f"{len(lengths)} sequences with {sum(lengths)} tokens, lengths {shown}{limit}"
+        spans = f", spans {self.spans.tolist()}" if len(self.spans) else ""
+        return (
+            f"{lengths}{limit}{spans}",
+            f"{len(lengths)} sequences with {sum(lengths)} tokens, lengths {shown}{limit}{spans}",
+        )
 
     def local_cu(self, rank: int) -> Int64:
         """[sequences + 1]: running sum of the sequences' tokens on ``rank``."""
@@ -224,10 +236,15 @@ class SequenceLayout(Layout):
 
     def grouped(self, size: int) -> SequenceLayout:
         """Group g holds the pieces of ranks g * size .. g * size + size - 1 as one head and one tail."""
-        return _of_bounds(np.ascontiguousarray(self.bounds[:, ::size]), self.size // size)
+        return _of_bounds(np.ascontiguousarray(self.bounds[:, ::size]), self.size // size, spans=self.spans)
 
     def band(self, causal: bool, window: Window) -> Band:
+        if len(self.spans) and not causal:
+            raise InvalidUsage("causal=False was given with a SpanPack, whose spans are for causal attention")
         return band_of(causal, window)
+
+    def windowed(self, band: Band) -> bool:
+        return band.low is not None or len(self.spans) > 0
 
     def atoms(self, keys: Layout, band: Band) -> Atoms:
         keys = _sequences(keys)
@@ -245,6 +262,7 @@ class SequenceLayout(Layout):
         """[sequences, N, 2, 2]: (first, last) key that the head and the tail of each rank see."""
         lengths = keys.lengths
         shift = (lengths - self.lengths)[:, None]
+        sequence, first, last = self.spans.T
         needs = np.zeros((len(lengths), self.size, 2, 2), dtype=np.int64)
         for rank in range(self.size):
             pieces = [rank, 2 * self.size - 1 - rank]
@@ -253,6 +271,10 @@ class SequenceLayout(Layout):
             high = np.broadcast_to(lengths[:, None], stop.shape)
             if band.high is not None:
                 high = np.minimum(high, stop + shift + band.high)
+            if len(sequence):
+                meets = (start[sequence] < last[:, None]) & (stop[sequence] > first[:, None])
+                high = high.copy()
+                np.maximum.at(high, sequence, np.where(meets, last[:, None], 0))
             seen = (start < stop) & (low < high)
             needs[:, rank, :, 0] = np.where(seen, low, 0)
             needs[:, rank, :, 1] = np.where(seen, high, 0)
@@ -260,11 +282,16 @@ class SequenceLayout(Layout):
 
     def tiles(self, keys: Layout, rank: int, k_spans: dict[int, list[Span]], band: Band) -> list[Tile]:
         queries, shift = self.own_spans(rank), (_sequences(keys).lengths - self.lengths).tolist()
-        return [tile for s, spans in k_spans.items() for tile in tiles_of(queries.get(s, ()), spans, shift[s], band)]
+        tiles = [tile for s, spans in k_spans.items() for tile in tiles_of(queries.get(s, ()), spans, shift[s], band)]
+        for s, first, last in self.spans.tolist():
+            own, others = (_within(spans.get(s, ()), first, last) for spans in (queries, k_spans))
+            tiles += tiles_of(own, others, 0, Band(1, None))
+        return tiles
 
     def pairs(self, keys: Layout, band: Band) -> float:
         lengths = self.lengths.tolist(), _sequences(keys).lengths.tolist()
-        return sum(_pairs(n, m, band) for n, m in zip(*lengths, strict=True))
+        within = float((np.diff(self.spans[:, 1:]) ** 2).sum()) / 2
+        return sum(_pairs(n, m, band) for n, m in zip(*lengths, strict=True)) + within
 
     def calls(self) -> int:
         return max(1, int((self.lengths > 0).sum()))
@@ -281,6 +308,12 @@ def _sequences(keys: Layout) -> SequenceLayout:
     return cast(SequenceLayout, keys)  # queries of plain sequences see no others
 
 
+def _within(spans: Sequence[Span], first: int, last: int) -> list[Span]:
+    """The parts of spans at positions [first, last)."""
+    cut = (Span(max(a, first), min(b, last), row + max(0, first - a)) for a, b, row in spans)
+    return [span for span in cut if span.start < span.stop]
+
+
 def _pairs(n: int, m: int, band: Band) -> float:
     """About how many pairs of n queries and m keys the mask allows."""
     if n == 0 or m == 0:
@@ -290,17 +323,19 @@ def _pairs(n: int, m: int, band: Band) -> float:
 
 
 @lru_cache(maxsize=256)
-def sequence_layout(cu_seqlens: bytes, size: int, limit: tuple[float, float]) -> SequenceLayout:
-    """``cu_seqlens``: of int64 numbers."""
-    return _of_bounds(_core.zigzag_bounds(np.frombuffer(cu_seqlens, dtype=np.int64), size, *limit), size, limit)
+def sequence_layout(cu_seqlens: bytes, size: int, limit: tuple[float, float], spans: bytes) -> SequenceLayout:
+    """``cu_seqlens``, and ``spans`` [n, 3] as of :class:`SequenceLayout`: of int64 numbers."""
+    bounds = _core.zigzag_bounds(np.frombuffer(cu_seqlens, dtype=np.int64), size, *limit)
+    return _of_bounds(bounds, size, limit, np.frombuffer(spans, dtype=np.int64).reshape(-1, 3))
 
 
-def _of_bounds(bounds: Int64, size: int, limit: tuple[float, float] = (0.0, 0.0)) -> SequenceLayout:
+def _of_bounds(
+    bounds: Int64, size: int, limit: tuple[float, float] = (0.0, 0.0), spans: Int64 = NO_SPANS
+) -> SequenceLayout:
     bounds.setflags(write=False)
     counts = np.diff(bounds, axis=1)
     segment, piece = np.nonzero(counts)
     start, count, owner = bounds[segment, piece], counts[segment, piece], zigzag_holders(size)[piece]
     first = (np.cumsum(bounds[:, -1]) - bounds[:, -1])[segment]
-    return SequenceLayout(
-        size, segment, start, first + start, count, owner, local_rows(owner, count, size), bounds, limit
-    )
+    row = local_rows(owner, count, size)
+    return SequenceLayout(size, segment, start, first + start, count, owner, row, bounds, limit, spans)

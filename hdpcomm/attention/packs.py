@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hdpcomm.arguments import check_number, check_type, check_whole
 from hdpcomm.attention._kernels import Rows, copy_rows, take_rows
-from hdpcomm.attention.layout import Layout, SequenceLayout, sequence_layout
+from hdpcomm.attention.layout import NO_SPANS, Layout, SequenceLayout, sequence_layout
 from hdpcomm.attention.tiles import Int64
 from hdpcomm.attention.tree_layout import TokenLayout, TreeLayout, tree_layout
 from hdpcomm.comm.untraced import untraced
@@ -28,7 +28,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.tree import Tree
 
 __all__ = [
-    "BalancedPack", "CuSeqlens", "Kept", "Pack", "Run", "Sequences", "TreePack", "as_pack", "check_size",
+    "BalancedPack", "CuSeqlens", "Kept", "Pack", "Run", "Sequences", "SpanPack", "TreePack", "as_pack", "check_size",
     "local_cu_seqlens", "positions", "shard", "unshard",
 ]  # fmt: skip
 
@@ -164,6 +164,7 @@ class Sequences(Pack):
     """Plain sequences: ``cu_seqlens``, int64 ``[sequences + 1]``, is the running sum of their lengths."""
 
     plain = True
+    spans = NO_SPANS
     _told_tokens = "cu_seqlens ends with"
 
     def __init__(self, cu_seqlens: Any, name: str = "cu_seqlens", *, limit: tuple[float, float] = (0.0, 0.0)) -> None:
@@ -181,7 +182,7 @@ class Sequences(Pack):
 
     def layout(self, size: int) -> SequenceLayout:
         check_size(size)
-        return sequence_layout(self.cu_seqlens.tobytes(), size, self.limit)
+        return sequence_layout(self.cu_seqlens.tobytes(), size, self.limit, self.spans.tobytes())
 
     def layouts(self, size: int, keys: Pack | None = None) -> tuple[Layout, Layout]:
         layout = self.layout(size)
@@ -226,6 +227,52 @@ class BalancedPack(Sequences):
         super().__init__(as_pack(cu_seqlens).sequences().cu_seqlens, limit=(key_limit, limited))
         check_number("BalancedPack", "key_limit", key_limit, least=1)
         check_number("BalancedPack", "limited", limited, least=0, most=1)
+
+
+class SpanPack(Sequences):
+    """A pack of sequences of which some spans see all of themselves, not only what comes before, in place of
+    ``cu_seqlens``: images of Gemma 3, prefixes of a prefix LM.
+
+    A token of a span sees, beside what the causal mask and the window allow, the tokens of the span after it. Shards
+    are those of the sequences alone. All ranks give the same.
+
+    Args:
+        cu_seqlens: ``[sequences + 1]``, the running sum of the lengths of all sequences, from 0; or such a pack.
+        spans: int64 ``[n, 2]``, the first token of the pack that is in a span, and the one after its last; by rising
+            tokens, each in one sequence.
+
+    Raises: InvalidUsage.
+    """
+
+    def __init__(self, cu_seqlens: CuSeqlens, spans: npt.ArrayLike) -> None:
+        plain = as_pack(cu_seqlens).sequences()
+        super().__init__(plain.cu_seqlens, limit=plain.limit)
+        given = np.asarray(spans)
+        if given.size == 0:
+            given = given.reshape(0, 2).astype(np.int64)
+        if given.ndim != 2 or given.shape[1] != 2 or not np.issubdtype(given.dtype, np.integer):
+            raise InvalidUsage(f"spans have shape {given.shape} and type {given.dtype}; expected integers [n, 2]")
+        flat = given.astype(np.int64)
+        sequence = np.searchsorted(self.cu_seqlens, flat[:, 0], side="right") - 1
+        begins = self.cu_seqlens[sequence][:, None]
+        ends = np.append(self.cu_seqlens, self.tokens)[sequence + 1]
+        if (
+            (np.diff(flat.ravel()) < 0).any()
+            or (flat[:, 0] >= flat[:, 1]).any()
+            or (flat[:, 1] > ends).any()
+            or (flat < 0).any()
+        ):
+            raise InvalidUsage(
+                f"spans are {reprlib.repr(given.tolist())}; expected [first token, token after the last], rising, "
+                f"apart, each in one sequence of {reprlib.repr(self.cu_seqlens.tolist())}"
+            )
+        self.spans = np.concatenate((sequence[:, None], flat - begins), axis=1)
+
+    def layouts(self, size: int, keys: Pack | None = None) -> tuple[Layout, Layout]:
+        return super().layouts(size) if keys is None else Pack.layouts(self, size, keys)
+
+    def token_layouts(self, size: int) -> tuple[SequenceLayout, SequenceLayout]:  # noqa: ARG002
+        raise self.no_sequences()
 
 
 @dataclass(frozen=True, eq=False)
