@@ -16,7 +16,7 @@ from hdpcomm.attention.packs import as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, classified_token
-from hdpcomm.models.media import MEDIA, MediaEncoder
+from hdpcomm.models.media import MediaEncoder
 from hdpcomm.train.losses.loss import IGNORE
 
 __all__ = ["CARRIED", "REFUSED", "WITHOUT_EFFECT", "check_keys", "sequences_of"]
@@ -58,11 +58,11 @@ REFUSED = {
     (
         "image_pixel_values", "image_patches", "image_sizes",
         "image_attention_mask", "image_position_ids", "video_position_ids", "num_frames_per_video",
-        "interpolate_pos_encoding", "input_features", "input_features_mask", "audio_input_features",
+        "interpolate_pos_encoding", "input_features_mask", "audio_input_features",
         "audio_embed_sizes", "audio_attention_mask", "mm_encoder_outputs",
     ): "images, videos or sound in a form that planned training does not know",
-    ("pixel_values", "pixel_values_videos", "mm_token_type_ids"): (
-        "images or videos, of a model whose images are not known; carried for those that docs/images.md names"
+    ("pixel_values", "pixel_values_videos", "mm_token_type_ids", "input_features"): (
+        "images, videos or sound, of a model whose are not known; carried for those that docs/images.md names"
     ),
     ("logits_to_keep", "ignore_index", "vocab_size"): "another loss than that of all labels that are not -100",
     ("output_router_logits",): "the auxiliary loss of routers; set it in the model's configuration",
@@ -75,14 +75,15 @@ _REASONS = {name: reason for names, reason in REFUSED.items() for name in names}
 _UNKNOWN = "no key that planned training knows; leave it out in the collator, or use transformers.Trainer"
 
 
-def check_keys(batch: Mapping[str, Any], *, media: bool = False) -> None:
+def check_keys(batch: Mapping[str, Any], media: MediaEncoder | None = None) -> None:
     """Raises InvalidUsage for a key that planned training would drop. Local.
 
     Args:
-        media: the model takes images and videos.
+        media: of a model with images, videos or sound.
     """
+    known = _ALLOWED if media is None else _ALLOWED.union(media.names)
     for name, value in batch.items():
-        if value is not None and name not in _ALLOWED and not (media and name in MEDIA):
+        if value is not None and name not in known:
             raise InvalidUsage(f"a batch has {name!r}: {_REASONS.get(name, _UNKNOWN)}")
 
 
@@ -103,7 +104,7 @@ def sequences_of(
 
     Raises: InvalidUsage for other batches, and for keys that :mod:`hdpcomm.integrations.huggingface_batch` refuses.
     """
-    check_keys(batch, media=media is not None)
+    check_keys(batch, media)
     tokens, labels = batch.get("input_ids"), batch.get("labels")
     if not isinstance(tokens, Tensor) or not isinstance(labels, Tensor) or tokens.ndim != 2:
         raise InvalidUsage(

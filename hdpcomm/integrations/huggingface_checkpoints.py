@@ -24,6 +24,7 @@ from hdpcomm.errors import InvalidUsage, first_line
 from hdpcomm.models import AdaptedCausalLM, FolderWeights, from_pretrained
 from hdpcomm.models.llama import seed_of
 from hdpcomm.models.lora_names import first_value, is_adapter
+from hdpcomm.models.media import auto_class
 from hdpcomm.models.weights import making, weight_files
 from hdpcomm.parallel import expert_parallel, tensor_parallel
 from hdpcomm.run.model import check_model, folder_model, model_path, read_config
@@ -93,7 +94,7 @@ class FolderSource:
         """The model of transformers on the meta device. Local. Raises InvalidUsage: the folder holds none."""
         weight_files(self._folder)
         with making, torch.device("meta"):
-            made = transformers.AutoModelForCausalLM.from_config(self._config, dtype=dtype, **options)
+            made = auto_class(self._config.model_type).from_config(self._config, dtype=dtype, **options)
         if (self._folder / "generation_config.json").is_file():
             made.generation_config = transformers.GenerationConfig.from_pretrained(self._folder, local_files_only=True)
         return made.train()

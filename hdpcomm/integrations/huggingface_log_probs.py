@@ -19,7 +19,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.models.heads import SEQUENCE
-from hdpcomm.models.media import MEDIA, MediaEncoder
+from hdpcomm.models.media import MediaEncoder
 from hdpcomm.train.losses.loss import IGNORE
 from hdpcomm.train.losses.shards import routes_of
 
@@ -144,7 +144,7 @@ def _rows(arguments: Mapping[str, Any], media: MediaEncoder | None) -> tuple[Seq
     tokens, mask, labels = (arguments.get(name) for name in ("input_ids", "attention_mask", "labels"))
     if (
         not arguments.get("fused_lm_head")
-        or given - _KEYS - set(MEDIA if media is not None else ())
+        or given - _KEYS - set(media.names if media is not None else ())
         or not all(isinstance(x, Tensor) and x.dim() == 2 for x in (tokens, mask, labels))
     ):
         raise InvalidUsage(
@@ -158,6 +158,8 @@ def _rows(arguments: Mapping[str, Any], media: MediaEncoder | None) -> tuple[Seq
     labels = labels.cpu().masked_fill(~seen, IGNORE)
     first = seen.long().argmax(1)
     labels[torch.arange(len(labels)), first] = IGNORE  # nothing predicts a first token
-    rows = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
-    own = sequences_of(rows | {name: arguments.get(name) for name in MEDIA}, media=media)
+    rows: dict[str, Any] = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    if media is not None:
+        rows |= {name: arguments.get(name) for name in media.names}
+    own = sequences_of(rows, media=media)
     return own, labels[:, 1:] != IGNORE

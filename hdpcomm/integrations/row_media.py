@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hdpcomm.data.agree import gather_json
+from hdpcomm.models.media import is_pixels
 from hdpcomm.plan import Item
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ class RowMedia:
     def __init__(self, own: Sequence[Mapping[str, Tensor]], comm: Communicator) -> None:
         told = gather_json(
             comm,
-            [{name: list(x.shape) if _is_pixels(name) else x.tolist() for name, x in each.items()} for each in own],
+            [{name: list(x.shape) if is_pixels(name) else x.tolist() for name, x in each.items()} for each in own],
         )
         self._own, self._comm = own, comm
         self._holder = [rank for rank, rows in enumerate(told) for _ in rows]
         self.given: list[dict[str, Tensor]] = [
-            {name: torch.empty(x, device="meta") if _is_pixels(name) else torch.tensor(x) for name, x in row.items()}
+            {name: torch.empty(x, device="meta") if is_pixels(name) else torch.tensor(x) for name, x in row.items()}
             for rows in told
             for row in rows
         ]
@@ -71,7 +72,7 @@ class RowMedia:
         gets: list[list[tuple[int, str]]] = [[] for _ in range(comm.size)]
         for place, encoder in np.unique(np.stack((placed.sequence, placed.device)), axis=1).T.tolist():
             given, holder = self.given[place], ranks.index(self._holder[place])
-            for name in filter(_is_pixels, given if encoder != holder else ()):
+            for name in filter(is_pixels, given if encoder != holder else ()):
                 if holder == comm.rank:
                     parts[encoder].append(given[name].to(like).flatten())
                 if encoder == comm.rank:
@@ -91,7 +92,3 @@ class RowMedia:
 def _bytes_of(x: Tensor) -> bytes:
     """In any type; numpy knows no bf16."""
     return x.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _is_pixels(name: str) -> bool:
-    return name.startswith("pixel_values")

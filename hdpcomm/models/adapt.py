@@ -16,7 +16,7 @@ from hdpcomm.attention import packing
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
-from hdpcomm.models.media import FAMILIES
+from hdpcomm.models.media import auto_class
 from hdpcomm.models.moe import RouterLosses
 from hdpcomm.models.mtp import add_mtp, depths_of_config, tensors_ahead
 from hdpcomm.models.recompute import set_recompute
@@ -151,14 +151,14 @@ def from_pretrained(
     such folder, no model in it, no transformers, or what :func:`adapt` refuses.
     """
     try:
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+        from transformers import PretrainedConfig
     except ImportError as error:
         raise InvalidUsage("transformers is needed; pip install 'hdpcomm[huggingface]'") from error
     if isinstance(source, PretrainedConfig):
         with making, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             # The model keeps its configuration and changes it: it gets one of its own.
-            made = AutoModelForImageTextToText if source.model_type in FAMILIES else AutoModelForCausalLM
+            made = auto_class(source.model_type)
             model = made.from_config(copy.deepcopy(source), dtype=dtype or torch.float32)
     else:
         folder = Path(source)
@@ -166,7 +166,7 @@ def from_pretrained(
         weight_files(folder)
         try:
             with making:
-                model = (AutoModelForImageTextToText if kind in FAMILIES else AutoModelForCausalLM).from_pretrained(
+                model = auto_class(kind).from_pretrained(
                     folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False, weights_only=True
                 )
         except (OSError, ValueError) as error:

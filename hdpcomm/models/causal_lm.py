@@ -211,7 +211,10 @@ class AdaptedCausalLM(LayeredModel):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether its attention knows trees: chunks are counted from the first token of a plain sequence."""
+        """Whether its attention knows trees: chunks are counted from the first token of a plain sequence, and images
+        that see all of themselves are spans of one."""
+        if self.media is not None and self.media.two_way:
+            return False
         return "chunked_attention" not in (getattr(self.causal_lm.config.get_text_config(), "layer_types", None) or ())
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -207,6 +207,7 @@ def _seen_by(mask_function: Callable[..., Any]) -> _Mask:
         elif name == "chunked_overlay":
             chunk = int(settings["chunk_size"])
         elif name not in (*_OF_THE_PACK, "bidirectional_mask_function"):
+            current_pack()  # else raises, with what to do
             raise InvalidUsage(
                 f"the model adds a mask of its own to its attention ({mask_function.__qualname__}), which packs do not "
                 "know; give a causal model with full, sliding or chunked attention"

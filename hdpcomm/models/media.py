@@ -1,4 +1,4 @@
-"""Images and videos of transformers' models: the encoder's part of a step, which no pack of tokens knows."""
+"""Images, videos and sound of transformers' models: the encoder's part of a step, which no pack of tokens knows."""
 
 from __future__ import annotations
 
@@ -14,18 +14,41 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import to_device
 from hdpcomm.plan.items import Item
 
-__all__ = ["FAMILIES", "MEDIA", "MediaEncoder", "TokensWithItems", "items_of"]
+__all__ = ["FAMILIES", "MEDIA", "MediaEncoder", "TokensWithItems", "auto_class", "is_pixels", "items_of"]
 
-_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-FAMILIES = (*_QWEN, "llava")
-"""``config.model_type`` of models whose images and videos are known. Their encoders look at a frame at a time."""
 _KINDS = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
+    "audio": ("input_features", "feature_attention_mask", "audio_token_id"),
 }
-"""For each kind of item the names of its pixels, of its grids and of its token."""
-MEDIA = (*(name for names in _KINDS.values() for name in names[:2]), "second_per_grid_ts", "mm_token_type_ids")
-"""Names of the results of a processor for a sequence's images and videos: no columns of its tokens."""
+"""For each kind of item the names of its pixels (of sound: its spectrum), of its grids and of its token."""
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_TAKEN = {
+    **dict.fromkeys(_QWEN, (*_KINDS["image"][:2], *_KINDS["video"][:2], "second_per_grid_ts", "mm_token_type_ids")),
+    "gemma3": ("pixel_values", "token_type_ids"),
+    "llava": ("pixel_values",),
+    "qwen2_audio": _KINDS["audio"][:2],
+}
+"""For each family what it takes of a processor's results for a sequence's items."""
+FAMILIES = tuple(_TAKEN)
+"""``config.model_type`` of models whose images, videos or sound are known. Their encoders look at an image, a frame or
+a recording at a time."""
+MEDIA = tuple(dict.fromkeys(name for names in _TAKEN.values() for name in names))
+"""Names of the results of processors for a sequence's items: no columns of its tokens."""
+
+
+def is_pixels(name: str) -> bool:
+    """Whether what has this name is read by encoders alone."""
+    return name.startswith("pixel_values") or name == "input_features"
+
+
+def auto_class(model_type: str) -> Any:
+    """The class of transformers by which models of this type with a head for tokens are made."""
+    import transformers
+
+    if model_type not in FAMILIES:
+        return transformers.AutoModelForCausalLM
+    return getattr(transformers, "AutoModelForMultimodalLM", transformers.AutoModelForImageTextToText)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +81,7 @@ class _Part(NamedTuple):
 
 
 class MediaEncoder:
-    """The encoder of a model's images and videos.
+    """The encoder of a model's images and videos, or of its sound.
 
     Args:
         causal_lm: of :data:`FAMILIES`.
@@ -66,6 +89,8 @@ class MediaEncoder:
     Attributes:
         width: of the embeddings of items, see :class:`TokensWithItems`.
         deepest: the first layers of the language model, so many, add features of the encoder.
+        names: of what it takes of a batch, beside the tokens.
+        two_way: the tokens of an image see all of each other in the language model.
         recompute: whether :meth:`encode` keeps no more than its inputs, and runs again in the backward pass.
     """
 
@@ -74,13 +99,17 @@ class MediaEncoder:
     def __init__(self, causal_lm: Any) -> None:
         self._model, config = causal_lm.base_model, causal_lm.config
         self._config = config
-        self.deepest = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+        self.names: tuple[str, ...] = _TAKEN[config.model_type]
+        self.two_way = config.model_type == "gemma3"
+        self._kinds = {kind: names for kind, names in _KINDS.items() if names[0] in self.names}
+        tower = getattr(config, "vision_config", None) or config.audio_config
+        self.deepest = len(getattr(tower, "deepstack_visual_indexes", None) or ())
         self.width = config.get_text_config().hidden_size * (1 + self.deepest)
         # Now, as stages of a pipeline have parts of the model.
         language = sum(p.numel() for p in self._model.language_model.parameters())
-        vision, own = config.vision_config, sum(p.numel() for p in self.parameters())
-        depth = getattr(vision, "depth", None) or vision.num_hidden_layers
-        width = getattr(vision, "embed_dim", None) or vision.hidden_size
+        own = sum(p.numel() for p in self.parameters())
+        depth = getattr(tower, "depth", None) or tower.num_hidden_layers
+        width = getattr(tower, "embed_dim", None) or tower.hidden_size
         self._work: tuple[float, float] = own / language, 2.0 * width * depth / language
 
     @staticmethod
@@ -111,7 +140,8 @@ class MediaEncoder:
 
         Args:
             given: "tokens" int64 ``[length]`` and what the model's processor makes of the sequence's images and videos:
-                "pixel_values" and "image_grid_thw", "pixel_values_videos" and "video_grid_thw".
+                "pixel_values" and "image_grid_thw", "pixel_values_videos" and "video_grid_thw"; or of its sound,
+                "input_features" and "feature_attention_mask".
 
         Raises: InvalidUsage: the tokens that stand for them do not match.
         """
@@ -119,9 +149,8 @@ class MediaEncoder:
 
     def _parts(self, given: Mapping[str, Any]) -> list[_Part]:
         found: list[_Part] = []
-        for kind, (pixels, _, token) in _KINDS.items():
-            number = getattr(self._config, token, None)
-            places = (given["tokens"] == number).nonzero()[:, 0] if number is not None else torch.zeros(0)
+        for kind, (pixels, _, token) in self._kinds.items():
+            places = (given["tokens"] == getattr(self._config, token)).nonzero()[:, 0]
             frames = list(self._frames(kind, given))
             count = sum(tokens for *_, tokens in frames)
             if len(places) != count:
@@ -131,6 +160,8 @@ class MediaEncoder:
                 )
             end = 0
             for first, rows, grid, tokens in frames:
+                if not tokens:  # of a few milliseconds of sound
+                    continue
                 own = places[end : (end := end + tokens)]
                 start = int(own[0])
                 if int(own[-1]) - start + 1 != tokens:
@@ -143,8 +174,17 @@ class MediaEncoder:
 
     def _frames(self, kind: str, given: Mapping[str, Any]) -> Iterator[tuple[int, int, tuple[int, int], int]]:
         """(first row of pixels, rows, (rows, columns) of patches, tokens) of each image or frame."""
-        pixels, grids, token = _KINDS[kind]
+        pixels, grids, token = self._kinds[kind]
         if given.get(pixels) is None:
+            return
+        if kind == "audio":
+            tokens_of, most = self._audio_tokens(given[grids]), self._config.audio_config.max_source_positions
+            if len(tokens_of) != len(given[pixels]):
+                raise InvalidUsage(
+                    f"{grids} tells of {len(tokens_of)} recordings, and {pixels} has {len(given[pixels])}; give both "
+                    "as the model's processor made them"
+                )
+            yield from ((place, 1, (1, most), tokens) for place, tokens in enumerate(tokens_of))
             return
         vision = self._config.vision_config
         if self._config.model_type not in _QWEN:
@@ -164,19 +204,26 @@ class MediaEncoder:
                 "processor made them"
             )
 
+    def _audio_tokens(self, mask: Tensor) -> list[int]:
+        """Tokens of each recording; ``mask`` [recordings, columns] is not 0 where its spectrum has sound."""
+        _, tokens = self._model.audio_tower._get_feat_extract_output_lengths(mask.sum(-1))
+        return [max(0, count) for count in tokens.tolist()]
+
     def split(self, batch: Mapping[str, Any], sequences: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Deals the images and videos of a collator's batch out to its sequences, by their tokens. Local.
+        """Deals the items of a collator's batch out to its sequences, by their tokens. Local.
 
         Raises: InvalidUsage: the tokens that stand for items do not match.
         """
         found: list[dict[str, Tensor]] = [{} for _ in sequences]
-        for kind, (pixels, grids, token) in _KINDS.items():
-            counts = [int((tokens == getattr(self._config, token, -1)).sum()) for tokens in sequences]
+        for kind, (pixels, grids, token) in self._kinds.items():
+            counts = [int((tokens == getattr(self._config, token)).sum()) for tokens in sequences]
             x = batch.get(pixels)
             pictures = 0 if x is None else len(x)
             if self._config.model_type in _QWEN:
                 rows = [] if x is None else batch[grids].prod(1).tolist()
                 tokens_of = [each // self._config.vision_config.spatial_merge_size**2 for each in rows]
+            elif kind == "audio" and pictures:
+                rows, tokens_of = [1] * pictures, self._audio_tokens(batch[grids])
             else:
                 rows, tokens_of = [1] * pictures, [sum(counts) // max(1, pictures)] * pictures
             place = row = 0
@@ -220,25 +267,39 @@ class MediaEncoder:
             wanted += [(given, parts[number]) for number in numbers]
         order: list[int] = []
         rows: list[Tensor] = []
-        for kind, (pixels, _, _) in _KINDS.items():
+        for kind, (pixels, _, _) in self._kinds.items():
             own = [place for place, (_, part) in enumerate(wanted) if part.kind == kind]
             if own:
                 taken = [wanted[place] for place in own]
                 x = torch.cat([given[pixels][part.first : part.first + part.rows] for given, part in taken])
-                rows += self._features(kind, to_device(x, device), [part.grid for _, part in taken])
+                rows += self._features(kind, to_device(x, device), taken)
                 order += own
         by_place = dict(zip(order, rows, strict=True))
         return torch.cat([by_place[place] for place in range(len(wanted))])
 
-    def _features(self, kind: str, pixels: Tensor, grids: Sequence[tuple[int, int]]) -> list[Tensor]:
+    def _features(self, kind: str, pixels: Tensor, taken: Sequence[tuple[Mapping[str, Any], _Part]]) -> list[Tensor]:
         pixels = pixels.to(next(self.parameters()).dtype)
+        if kind == "audio":
+            return self._sounds(pixels, taken)
         options: dict[str, Any] = {_KINDS[kind][0]: pixels, "return_dict": True}
         if self._config.model_type in _QWEN:
-            options[_KINDS[kind][1]] = torch.tensor([(1, *grid) for grid in grids], device=pixels.device)
+            options[_KINDS[kind][1]] = torch.tensor([(1, *part.grid) for _, part in taken], device=pixels.device)
         features_of = self._model.get_image_features if kind == "image" else self._model.get_video_features
         out = features_of(**options)
         features = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
         return [torch.cat(each, -1) for each in zip(*features, strict=True)]
+
+    def _sounds(self, spectra: Tensor, taken: Sequence[tuple[Mapping[str, Any], _Part]]) -> list[Tensor]:
+        """transformers makes the mask of its encoder within the forward pass of the whole model."""
+        tower, model = self._model.audio_tower, self._model
+        heard = torch.stack([given[_KINDS["audio"][1]][part.first].sum() for given, part in taken])
+        lengths, _ = tower._get_feat_extract_output_lengths(heard)
+        places = torch.arange(tower.config.max_source_positions)
+        seen = to_device(places < lengths.cpu()[:, None], spectra.device)[:, None, None]
+        mask = torch.zeros(seen.shape, dtype=spectra.dtype, device=spectra.device)
+        mask = mask.masked_fill(~seen, torch.finfo(spectra.dtype).min)
+        out = model.multi_modal_projector(tower(spectra, attention_mask=mask).last_hidden_state)
+        return [each[: part.item.tokens] for each, (_, part) in zip(out, taken, strict=True)]
 
     def coordinates(self, given: Mapping[str, Any]) -> Tensor | None:
         """int64 ``[3, length]``, the positions of a sequence's tokens by time, height and width; ``None``: the model
@@ -247,11 +308,11 @@ class MediaEncoder:
         if self._config.model_type not in _QWEN:
             return None
         kinds = torch.zeros_like(tokens, dtype=torch.int32)
-        for number, (_, _, token) in enumerate(_KINDS.values(), 1):
+        for number, (_, _, token) in enumerate(self._kinds.values(), 1):
             kinds[tokens == getattr(self._config, token)] = number
         if not kinds.any():
             return torch.arange(len(tokens)).expand(3, -1)
-        grids = {name: given[name] for _, name, _ in _KINDS.values() if given.get(name) is not None}
+        grids = {name: given[name] for _, name, _ in self._kinds.values() if given.get(name) is not None}
         if given.get("second_per_grid_ts") is not None:
             grids["second_per_grid_ts"] = given["second_per_grid_ts"]
         places, _ = self._model.get_rope_index(tokens[None], mm_token_type_ids=kinds[None], **grids)
@@ -260,12 +321,13 @@ class MediaEncoder:
 
 
 def items_of(model: Any, fetched: Mapping[str, Any]) -> list[Item]:
-    """The images and frames of a sequence, of what a plan is made beside its length. Local.
+    """The images, frames and recordings of a sequence, of what a plan is made beside its length. Local.
 
     Args:
         model: of :func:`hdpcomm.models.adapt`.
         fetched: "tokens" int64 ``[length]`` and what the processor of the model makes of the sequence's images and
-            videos: "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw".
+            videos: "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"; or of its sound:
+            "input_features", "feature_attention_mask".
 
     Raises: InvalidUsage: a model of text, or the tokens that stand for items do not match them.
     """

@@ -9,7 +9,8 @@ import torch
 
 IMAGE, VIDEO, START, END, VOCABULARY = 120, 121, 122, 123, 128
 PATCH = 4
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "gemma3", "qwen2_audio")
+MELS, COLUMNS = 8, 32  # of a recording
 _TOKENS = {
     "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END,
     "tie_word_embeddings": False,
@@ -18,7 +19,15 @@ _TOKENS = {
 
 def config_of(family: str) -> Any:
     """A configuration with 4 layers of text and 3 of images; patches of 4 x 4, 2 x 2 of which are a token."""
-    from transformers import LlavaConfig, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
+    from transformers import (
+        Gemma3Config,
+        LlavaConfig,
+        Qwen2_5_VLConfig,
+        Qwen2AudioConfig,
+        Qwen2VLConfig,
+        Qwen3VLConfig,
+        Qwen3VLMoeConfig,
+    )
 
     text: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -32,6 +41,25 @@ def config_of(family: str) -> Any:
         }  # fmt: skip
         return LlavaConfig(
             text_config={"model_type": "llama", **text}, vision_config=vision, image_token_id=IMAGE,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+    if family == "gemma3":
+        vision = {
+            "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+            "image_size": 16, "patch_size": PATCH,
+        }  # fmt: skip
+        return Gemma3Config(
+            text_config={**text, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8,
+                         "layer_types": ["sliding_attention", "full_attention"] * 2},
+            vision_config=vision, mm_tokens_per_image=4, image_token_id=IMAGE, tie_word_embeddings=False,
+        )  # fmt: skip
+    if family == "qwen2_audio":
+        audio = {
+            "model_type": "qwen2_audio_encoder", "num_mel_bins": MELS, "d_model": 16, "encoder_layers": 3,
+            "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "max_source_positions": COLUMNS // 2,
+        }  # fmt: skip
+        return Qwen2AudioConfig(
+            audio_config=audio, text_config={"model_type": "qwen2", **text}, audio_token_id=IMAGE,
             tie_word_embeddings=False,
         )  # fmt: skip
     text["rope_parameters"] = rope
@@ -54,18 +82,19 @@ def config_of(family: str) -> Any:
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
-    from transformers import AutoModelForImageTextToText
+    from hdpcomm.models.media import auto_class
 
     torch.manual_seed(seed)
     options = {"experts_implementation": "eager"} if "moe" in family else {}  # the others have no float64
-    model = AutoModelForImageTextToText.from_config(config_of(family), dtype=torch.float32, **options)
+    model = auto_class(family).from_config(config_of(family), dtype=torch.float32, **options)
     for parameter in model.parameters():  # new models have biases of 0, and positions near 0
         parameter.data += 0.02 * torch.randn_like(parameter)
     return model.to(dtype).train()
 
 
 def sample_of(family: str, parts: str, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """A sequence of text (``t``), images (``i``) and videos (``v``) in that order, with all that its model takes."""
+    """A sequence of text (``t``), images or recordings (``i``) and videos (``v``) in that order, with all that its
+    model takes."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -73,21 +102,29 @@ def sample_of(family: str, parts: str, seed: int, dtype: torch.dtype = torch.flo
 
     tokens: list[int] = []
     grids: dict[str, list[tuple[int, int, int]]] = {"i": [], "v": []}
+    heard: list[int] = []
     for part in parts:
         if part == "t":
             tokens += [draw.randrange(3, 120) for _ in range(draw.randint(1, 9))]
             continue
+        if family == "qwen2_audio":
+            heard.append(draw.randint(7, COLUMNS))
+            tokens += [START, *[IMAGE] * (((heard[-1] - 1) // 2 - 1) // 2 + 1), END]
+            continue
         frames = 1 if part == "i" else draw.randint(1, 4)
         height, width = 2 * draw.randint(1, 3), 2 * draw.randint(1, 4)
         grids[part].append((frames, height, width))
-        each, token = (16 if family == "llava" else height * width // 4), IMAGE if part == "i" else VIDEO
+        each, token = {"llava": 16, "gemma3": 4}.get(family, height * width // 4), IMAGE if part == "i" else VIDEO
         if "qwen3" in family:  # a time before each frame
             for _ in range(frames):
                 tokens += [draw.randrange(3, 120), START, *[token] * each, END]
         else:
             tokens += [START, *[token] * each * frames, END]
     found = {"tokens": torch.tensor(tokens)}
-    if family == "llava":
+    if heard:
+        mask = (torch.arange(COLUMNS) < torch.tensor(heard)[:, None]).long()
+        return found | {"input_features": noise(len(heard), MELS, COLUMNS), "feature_attention_mask": mask}
+    if family in ("llava", "gemma3"):
         return found | ({"pixel_values": noise(len(grids["i"]), 3, 16, 16)} if grids["i"] else {})
     for part, pixels, name in (("i", "pixel_values", "image"), ("v", "pixel_values_videos", "video")):
         if grids[part]:
@@ -107,8 +144,10 @@ def plain_losses(model: Any, samples: list[dict[str, torch.Tensor]]) -> tuple[fl
         tokens = each["tokens"]
         given = {name: x[None] if name == "tokens" else x for name, x in each.items()}
         given["input_ids"] = given.pop("tokens")
-        if "qwen" in model.config.model_type:
+        if "vl" in model.config.model_type:
             given["mm_token_type_ids"] = ((tokens == IMAGE) + 2 * (tokens == VIDEO)).int()[None]
+        if model.config.model_type == "gemma3":
+            given["token_type_ids"] = (tokens == IMAGE).int()[None]
         logits = model(**given, use_cache=False).logits[0, :-1]
         loss = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum")
         (loss / labels).backward()
@@ -116,18 +155,21 @@ def plain_losses(model: Any, samples: list[dict[str, torch.Tensor]]) -> tuple[fl
     return total, labels
 
 
-def collated(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Padded rows with their pixels, as the processors of these families give them."""
+def collated(rows: list[dict[str, Any]], *, two_way: bool = False) -> dict[str, torch.Tensor]:
+    """Padded rows with their pixels, as the processors of these families give them; ``two_way``: that of Gemma 3."""
+    from hdpcomm.models.media import MEDIA
     from tests.harness.tiny_huggingface import padded_rows
 
     tokens = [torch.as_tensor(row["tokens"]) for row in rows]
     batch = padded_rows(tokens, [torch.where(row >= IMAGE, -100, row) for row in tokens])
-    for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"):
+    for name in MEDIA:
         if given := [row[name] for row in rows if name in row]:
             batch[name] = torch.cat(given)
     if "image_grid_thw" in batch or "video_grid_thw" in batch:
         ids = batch["input_ids"]
         batch["mm_token_type_ids"] = ((ids == IMAGE) + 2 * (ids == VIDEO)).int()
+    elif two_way:
+        batch["token_type_ids"] = (batch["input_ids"] == IMAGE).int()
     return batch
 
 

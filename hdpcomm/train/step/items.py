@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdpcomm.attention import SlicedSequence, as_pack
+from hdpcomm.attention import SlicedSequence, SpanPack, as_pack
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import to_device
-from hdpcomm.models.media import FAMILIES, MediaEncoder, TokensWithItems
+from hdpcomm.models.media import FAMILIES, MediaEncoder, TokensWithItems, is_pixels
 from hdpcomm.plan.items import Item, ItemExchange, PlacedItems, place_items
 from hdpcomm.plan.tree import Tree, TreeFragment, join_trees
 from hdpcomm.train.losses.shards import Fetch, FetchParts, PackedShard, pack_of
@@ -86,7 +86,7 @@ class StepItems:
                 f"fetch({place}) gave {len(given)} images and frames, and the step was planned for {len(expected)}, or "
                 "they differ; plan with items_of() of what fetch gives"
             )
-        self._fetched[place] = {name: x for name, x in fetched.items() if not name.startswith("pixel_values")}
+        self._fetched[place] = {name: x for name, x in fetched.items() if not is_pixels(name)}
 
     def _encoded(self) -> Iterator[Tensor]:
         """Embeddings of this rank's items, a number of patches at a time."""
@@ -194,7 +194,22 @@ class StepItems:
             )
         here = to_device(torch.from_numpy(rows), self._device)
         items = TokensWithItems(packed.tokens, here, leaf, coordinates)
+        if self._encoder.two_way:
+            packed = replace(packed, cu_seqlens=SpanPack(packed.cu_seqlens, self._spans(batch)))
         return replace(packed, items=items)
+
+    def _spans(self, batch: MicroBatch) -> list[tuple[int, int]]:
+        """Where the images of a micro-batch of whole sequences lie in its pack."""
+        spans: list[tuple[int, int]] = []
+        first = 0
+        for each in batch.sequences:
+            for item in self._placed.items[cast(int, self._placed.sources[each.id])]:
+                start, stop = first + item.start, first + item.start + item.tokens
+                if item.start and spans and spans[-1][1] == start:  # as transformers: nothing between them
+                    start, _ = spans.pop()
+                spans.append((start, stop))
+            first += each.length
+        return spans
 
     def backward(self) -> None:
         """The backward pass of the encoder, with the gradients that the passes have left. Collective over the mesh."""
@@ -223,7 +238,7 @@ def text_alone(fetch: Fetch) -> Fetch:
 
     def fetched_text(place: int) -> Any:
         fetched = fetch(place)
-        if isinstance(fetched, Mapping) and any(name.startswith("pixel_values") for name in fetched):
+        if isinstance(fetched, Mapping) and any(map(is_pixels, fetched)):
             raise InvalidUsage(
                 f"fetch({place}) gave images, and the step was planned without; give items=, for each sequence "
                 "items_of(model, what fetch gives)"
@@ -256,6 +271,7 @@ def with_items(
     others = [
         ("trees of lengths", batch is None and any(not isinstance(length, int) for length in planned.lengths)),
         ("a queue (Planner(queue=False))", planned.plan.queued > 0),
+        (f"slices of {type(model).__name__}", encoder.two_way and len(planned.plan.slices) > 0),
     ]
     if wrong := [name for name, found in others if found]:
         raise InvalidUsage(f"images and videos do not go together with {', '.join(wrong)} yet; leave out either")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ PARTS = ["t", "tit", "tiit", "ti", "tvtitit", "ttttt", "it", "iti", "t", "tvt", 
 
 def run(kind: Any, out: str, family: str, batch: int, accumulate: int, **given: Any) -> Any:
     """(weights after 3 steps, losses)."""
-    parts = [each.replace("v", "i") for each in PARTS] if family == "llava" else PARTS
+    parts = PARTS if "vl" in family else [each.replace("v", "i") for each in PARTS]
     samples = [sample_of(family, each, seed, torch.float32) for seed, each in enumerate(parts)]
     changed = {"max_steps": 3, "remove_unused_columns": False, "learning_rate": 0.05}
     trainer = kind(
         model=model_of(family, torch.float32), args=arguments(Path(out), batch, accumulate, **changed),
-        train_dataset=samples, data_collator=collated, **given,
+        train_dataset=samples, data_collator=partial(collated, two_way=family == "gemma3"), **given,
     )  # fmt: skip
     trainer.model_accepts_loss_kwargs = True  # else the reference weighs labels by the batches that they come in
     trainer.train()
@@ -47,7 +48,14 @@ def planned(out: str, family: str, batch: int, accumulate: int, options: dict[st
 
 @pytest.mark.parametrize(
     ("family", "size", "accumulate", "options"),
-    [("qwen2_5_vl", 2, 1, {}), ("qwen3_vl", 2, 2, {}), ("llava", 3, 1, {}), ("qwen3_vl", 2, 1, {"zero": 2})],
+    [
+        ("qwen2_5_vl", 2, 1, {}),
+        ("qwen3_vl", 2, 2, {}),
+        ("llava", 3, 1, {}),
+        ("qwen3_vl", 2, 1, {"zero": 2}),
+        ("gemma3", 2, 1, {}),
+        ("qwen2_audio", 2, 1, {}),
+    ],
 )
 def test_weights_are_those_of_transformers(
     ranks: Any, tmp_path: Path, family: str, size: int, accumulate: int, options: dict[str, Any]

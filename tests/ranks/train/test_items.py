@@ -21,8 +21,9 @@ from tests.harness.tiny_media import FAMILIES, IMAGE, model_of, plain_losses, sa
 
 pytest.importorskip("transformers")
 
+ONE_KIND = ("t", "tit", "tiitit", "ti", "ttttttttttttt", "tit" * 6)
 PARTS = {
-    "llava": ("t", "tit", "tiitit", "ti", "ttttttttttttt"),
+    **dict.fromkeys(("llava", "gemma3", "qwen2_audio"), ONE_KIND),
     "text": ("t", "tit", "tvt", "itivt" + "tit" * 18, "v", "ttttttttttttttt", "ti"),
 }
 
@@ -125,15 +126,19 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [*((family, what) for family in ("qwen3_vl", "llava") for what in CHANGES),
+     ("gemma3", "zero 3"), ("gemma3", "recomputed"), ("qwen2_audio", "zero 2"), ("qwen2_audio", "recomputed"),
+     ("qwen2_audio", "slices")],
+)  # fmt: skip
 def test_gradients_of_other_steps(family, what):
     wanted(family)
     for found in run_threads(lambda: stepped(family, **CHANGES[what]), 2):
         check(family, found)
         assert found[3].model.media.recompute == (what == "recomputed")
         sliced = bool(found[3].ran.slices)
-        assert sliced == (what == "slices" and family != "llava")
+        assert sliced == (what == "slices" and family == "qwen3_vl")
 
 
 SHAPES = {
@@ -146,8 +151,11 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "llava"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [*((family, shape) for family in ("qwen3_vl", "qwen2_5_vl", "llava") for shape in SHAPES),
+     ("gemma3", "hdp 2 tp 2"), ("gemma3", "hdp 2 pp 2"), ("qwen2_audio", "hdp 2 tp 2"), ("qwen2_audio", "pp 2")],
+)  # fmt: skip
 def test_gradients_on_meshes(family, shape):
     wanted(family)
     for found in run_threads(lambda: stepped(family, shape=SHAPES[shape]), SHAPES[shape].ranks):
@@ -268,12 +276,12 @@ def test_what_items_need():
     ) - 2 * len(items_of(adapted, samples[3]))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava", "qwen2_audio"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_prompts_with_images_are_encoded_once(family, ranks):
     """Three answers to a prompt with images, two to a text, one alone: as each trajectory alone, in fewer tokens."""
     *_, new = wanted(family)
-    first, other = sample_of(family, "titit" if family == "llava" else "titvt", 1), sample_of(family, "ttt", 2)
+    first, other = sample_of(family, "titvt" if family == "qwen3_vl" else "titit", 1), sample_of(family, "ttt", 2)
     draw = torch.Generator().manual_seed(3)
     prompts, samples = [first, first, first, other, other, sample_of(family, "tit", 4)], []
     for prompt, count in zip(prompts, (5, 30, 2, 9, 4, 7), strict=True):
@@ -308,13 +316,46 @@ def test_prompts_with_images_are_encoded_once(family, ranks):
             assert float((gradients[name] - expected).abs().max()) < 1e-6 * scale, name
 
 
+def test_images_that_see_all_of_themselves():
+    """Two of them without a token between them are one to transformers; slices and trees do not know them."""
+    new = model_of("gemma3")
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.tensor([5, 6, *[IMAGE] * 8, 7, 8, 9])
+    sample = {"tokens": tokens, "pixel_values": torch.randn(2, 3, 16, 16, generator=draw, dtype=torch.float64)}
+    samples = [sample, sample_of("gemma3", "tit", 2)]
+    model = copy.deepcopy(new)
+    total, labels = plain_losses(model, samples)
+    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def step():
+        model, comm = copy.deepcopy(new), hdp.init()
+        adapted = adapt(model)
+        planner = Planner(None, ClusterSpec(comm.size, 16), cost_model=CostModel(attention=1e-7, linear=1e-5))
+        trainer = hdp.Trainer(adapted, torch.optim.SGD(model.parameters(), lr=1.0), planner, comm, max_grad_norm=None)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        items = [items_of(adapted, each) for each in samples]
+        metrics = trainer.step([len(each["tokens"]) for each in samples], samples.__getitem__, items=items)
+        return metrics.loss, {name: before[name] - p.detach() for name, p in model.named_parameters()}
+
+    for loss, gradients in run_threads(step, 2):
+        assert loss == pytest.approx(total / labels, rel=1e-6)
+        for name, expected in own.items():
+            assert float((gradients[name] - expected).abs().max()) < 1e-6 * max(1e-3, float(expected.abs().max())), name
+    wanted("gemma3")
+    with pytest.raises(InvalidUsage, match="slices of"):
+        run_threads(lambda: stepped("gemma3", slices=8, capacity=40), 2)
+    assert not adapt(copy.deepcopy(new)).takes_trees
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_between_steps(family):
     """An adapted model answers an image as the model did before, and trains on."""
     samples, *_, new = wanted(family)
     asked = samples[1]
     given = {name: x for name, x in asked.items() if name != "tokens"} | {"input_ids": asked["tokens"][None]}
-    if family != "llava":
+    if family == "gemma3":
+        given["token_type_ids"] = (given["input_ids"] == IMAGE).int()
+    elif "vl" in family:
         given["mm_token_type_ids"] = (given["input_ids"] == IMAGE).int()
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = copy.deepcopy(new).eval().generate(**given, **options)
