@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification
 from verl.utils import tensordict_utils
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
-from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.fsdp_utils import replace_lora_wrapper
 from verl.utils.model import convert_weight_keys, get_hf_auto_model_class
@@ -45,7 +44,8 @@ from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_checkpoints import FolderSource, read_plain_values
-from hdpcomm.integrations.row_passes import RowPasses, Sequences
+from hdpcomm.integrations.row_passes import RowPasses
+from hdpcomm.integrations.verl_batch import check_batch, sequences_of, temperature_of
 from hdpcomm.integrations.verl_lora import adapter_weights, merged_weights, with_adapters
 from hdpcomm.integrations.verl_options import check_options, unsupported
 from hdpcomm.log import LOG
@@ -250,7 +250,7 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
         """The losses of this rank's rows as verl's FSDP engine computes them; adds to the gradients unless
         ``forward_only``. Collective."""
-        _refuse_batch(data)
+        check_batch(data, self._rows.media)
         dp_group = self.get_data_parallel_group()
         tokens = data["loss_mask"].sum().to(self._device)
         dist.all_reduce(tokens, group=dp_group)
@@ -258,11 +258,11 @@ class HdpEngine(BaseEngine):  # type: ignore[misc]
         tensordict_utils.assign_non_tensor(data, **more)
         keeps = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
         entropy = bool(tensordict_utils.get_non_tensor_data(data, "calculate_entropy", False))
-        self._asked = (None, False) if self._critic else (_temperature(data), entropy)
+        self._asked = (None, False) if self._critic else (temperature_of(data), entropy)
         with self.comm.liveness_deadlines():
             limit = self._limit(data)
             micro_batches, indices = prepare_micro_batches(data=data, dp_group=dp_group, same_micro_num_in_dp=True)
-            own = _sequences(micro_batches, values=self._critic, routes=self._takes_routes(data))
+            own = sequences_of(micro_batches, self._rows.media, values=self._critic, routes=self._takes_routes(data))
             keeps_routes = self._replay == "R2" and own.routes is None and forward_only
             self._rows.capacity = limit or self._most(int(each["input_ids"].offsets()[-1]) for each in micro_batches)
             with torch.set_grad_enabled(not forward_only):
@@ -547,26 +547,6 @@ class _Mode(BaseEngineCtx):  # type: ignore[misc]
         super().__exit__(exc_type, exc_val, exc_tb)
 
 
-def _sequences(micro_batches: list[Any], *, values: bool, routes: bool) -> Sequences:
-    """The rows of micro-batches, one after the other; every token but a row's first is a label, or has a value."""
-    nested = [each["input_ids"] for each in micro_batches]
-    lengths = torch.cat([each.offsets().diff() for each in nested]).cpu()
-    tokens = torch.cat([each.values() for each in nested]).cpu().long()
-    labels = torch.zeros_like(tokens) if values else tokens.roll(-1)
-    if not values:
-        labels[lengths.cumsum(0) - 1] = IGNORE
-    taken = torch.cat([each["routed_experts"].values() for each in micro_batches]) if routes else None
-    return Sequences(lengths.tolist(), tokens, labels, routes=None if taken is None else taken.cpu().to(torch.int16))
-
-
-def _temperature(data: Any) -> float:
-    given = tensordict_utils.get(data, "temperature", 1.0)
-    values = {float(each) for each in given} if isinstance(given, Tensor) and given.dim() else {float(given)}
-    if len(values) != 1:
-        raise unsupported("rows of several temperatures", "give those of one temperature at a time")
-    return values.pop()
-
-
 def _schedule(optimizer: torch.optim.Optimizer, config: Any) -> Any:
     """As verl's FSDP engine makes it."""
     warmup = config.lr_warmup_steps
@@ -578,23 +558,3 @@ def _schedule(optimizer: torch.optim.Optimizer, config: Any) -> Any:
         optimizer=optimizer, num_warmup_steps=warmup, num_training_steps=config.total_training_steps,
         min_lr_ratio=config.min_lr_ratio, num_cycles=config.num_cycles, zero_indexed_step=config.zero_indexed_step,
     )  # fmt: skip
-
-
-_OUTPUTS = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared")
-
-
-def _refuse_batch(data: Any) -> None:
-    for name in _OUTPUTS:
-        if tensordict_utils.get_non_tensor_data(data, name, False):
-            raise unsupported(name, "a loss gets log-probabilities and entropies only: set it to False")
-    if tensordict_utils.get_non_tensor_data(data, "pad_mode", DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
-        raise unsupported("pad_mode other than no_padding", "use verl's default")
-    if any(each for each in data.get("multi_modal_inputs", None) or ()):
-        raise unsupported("images and videos (multi_modal_inputs)", "use a model and data of text")
-    rows, places = data["input_ids"], data["position_ids"]
-    if not rows.is_nested or not places.is_nested or places.dim() != 2:
-        raise unsupported("rows that are no nested tensors of tokens", "use a model and data of text")
-    starts, lengths = rows.offsets()[:-1], rows.offsets().diff()
-    expected = torch.arange(len(rows.values()), device=starts.device) - starts.repeat_interleave(lengths)
-    if not torch.equal(places.values(), expected.to(places.values().dtype)):
-        raise unsupported("position_ids other than 0, 1, 2, ... in each row", "use rows without gaps")

@@ -45,6 +45,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "verl_engine": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),
     "verl_uneven": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),
     "verl_routes": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),
+    "verl_images": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),
     # What vLLM's weight transfer and reload import, without its kernels and its torch.
     "vllm_weights": (
         "transformers", "requests", "pyzmq", "cbor2", "aiohttp", "pybase64", "msgspec", "cloudpickle", "psutil",
