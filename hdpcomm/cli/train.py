@@ -304,7 +304,7 @@ def _trained(
         opened[0].costs(costs)
 
     with ExitStack() as stack:
-        files = partial(RunFiles, out, trackers=options.trackers, config=_plain(resolved))
+        files = partial(RunFiles, out, trackers=options.trackers, config=_plain(resolved), metrics=options.metrics_port)
         on_rank_0(comm, lambda: opened.append(stack.enter_context(files())))
         if opened:
             if not job.attempt:

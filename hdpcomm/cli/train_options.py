@@ -125,6 +125,10 @@ class TrainOptions(TrainingOptions):
         "output", "auto", "with --out: auto writes TensorBoard and W&B (offline) files if these are installed", str,
         choices=("auto", "none", "tensorboard", "wandb"),
     )  # fmt: skip
+    metrics_port: str | None = option(
+        "output", None, "serve the newest figures to Prometheus, on a port of the loopback interface (0: a free one) "
+        "or to other hosts by the token of HDPCOMM_METRICS_TOKEN", str, metavar="[IP:]PORT",
+    )  # fmt: skip
     json: Path | None = option("output", None, "write the results as JSON", Path, metavar="FILE")
     dry_run: bool = option(
         "output",
@@ -176,7 +180,7 @@ _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
     ("keep_optimizer", lambda o: o.init_from, "without --init-from; name the run whose optimizer it is"),
     ("save_every resume elastic keep", lambda o: o.out, "without --out; name the folder of the run"),
     ("trackers", lambda o: o.out or o.trackers == "none", "without --out; name the folder of the run"),
-    ("json trace export", lambda o: not o.dry_run, "with --dry-run, which writes no files; leave out either"),
+    ("json trace export metrics_port", lambda o: not o.dry_run, "with --dry-run, which runs no step; leave out either"),
 )
 """Names of options, when they have an effect, and what is wrong otherwise."""
 
@@ -197,7 +201,7 @@ def check_effects(options: TrainOptions, given: Iterable[str] = ()) -> None:
 
 
 _GROUPS = ("data", "ranks", "model", "training", "schedule", "evaluation", "saving", "output")
-_ONE_CALL = ("out", "resume", "export", "json", "trace", "dry_run")
+_ONE_CALL = ("out", "resume", "export", "json", "trace", "metrics_port", "dry_run")
 """Options of one call, which RUN/config.yaml leaves out."""
 
 

@@ -23,7 +23,7 @@ from hdpcomm.files import open_own, write_own
 from hdpcomm.plan import Calibration
 from hdpcomm.run.evaluation import Evaluation
 from hdpcomm.run.metrics_log import MetricsLog
-from hdpcomm.run.trackers import Tracker, open_trackers, tracker_names
+from hdpcomm.run.trackers import MetricsServer, Tracker, open_trackers, tracker_names
 from hdpcomm.train import StepMetrics
 
 __all__ = ["RunFiles", "locked_folder"]
@@ -77,10 +77,15 @@ class RunFiles:
         out: the folder of the run, locked meanwhile (:func:`locked_folder`). ``None``: nothing is written.
         trackers: ``auto``, ``none``, ``tensorboard`` or ``wandb``, see :func:`hdpcomm.run.trackers.open_trackers`.
         config: what the run was told, for trackers.
+        metrics: where to serve the figures, see :class:`hdpcomm.run.trackers.MetricsServer`; ``None``: nowhere.
     """
 
-    def __init__(self, out: Path | None, *, trackers: str = "none", config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, out: Path | None, *, trackers: str = "none", config: Mapping[str, Any] | None = None,
+        metrics: str | None = None,
+    ) -> None:  # fmt: skip
         self._out, self._stack = out, ExitStack()
+        self._server = None if metrics is None else MetricsServer(metrics)
         self._lines: dict[str, MetricsLog] = {}
         self._open_trackers: Callable[[], list[Tracker]] = list
         if out is not None:
@@ -93,7 +98,7 @@ class RunFiles:
     @cached_property
     def _trackers(self) -> list[Tracker]:
         """Opened by the first that is told to them: a run that is refused writes nothing."""
-        trackers = self._open_trackers()
+        trackers = [*self._open_trackers(), *([] if self._server is None else [self._server])]
         for tracker in trackers:
             self._stack.callback(tracker.close)
         return trackers

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, where they are installed.
+"""Who is told the figures of steps: TensorBoard and Weights & Biases, where they are installed, and Prometheus.
 
 Not by accelerate's trackers, which join torch.distributed wherever RANK is set, nor by transformers' callbacks, which
 need the state of its Trainer.
@@ -6,15 +6,22 @@ need the state of its Trainer.
 
 from __future__ import annotations
 
+import hmac
 import importlib.util
 import os
+import re
+import threading
 from collections.abc import Callable, Mapping
+from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.log import LOG
 
-__all__ = ["TRACKERS", "Tracker", "open_trackers", "tracker_names"]
+__all__ = ["TRACKERS", "MetricsServer", "Tracker", "open_trackers", "tracker_names"]
 
 
 class Tracker(Protocol):
@@ -56,6 +63,81 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class _Quiet(WSGIRequestHandler):
+    timeout = 10.0  # for one that sends no request
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class MetricsServer:
+    """The newest figures of a run in the text format of Prometheus, by its client: ``hdpcomm_<name>`` with the label
+    ``policy``, the sum ``hdpcomm_trained_tokens_total``, and, by which a monitor sees that a run stands still,
+    ``hdpcomm_last_step_timestamp_seconds``.
+
+    Args:
+        address: ``PORT`` on the loopback interface, or ``IP:PORT``; port 0 is a free one.
+
+    Raises: InvalidUsage: no such address, the port is taken, the client is not installed, or other hosts can read what
+        no token (``HDPCOMM_METRICS_TOKEN``, for ``Authorization: Bearer``) protects.
+    """
+
+    def __init__(self, address: str) -> None:
+        if importlib.util.find_spec("prometheus_client") is None:
+            raise InvalidUsage("--metrics-port needs prometheus_client; pip install 'hdpcomm[metrics]'")
+        from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app
+        from prometheus_client.exposition import ThreadingWSGIServer
+
+        host, _, port = address.rpartition(":")
+        host, token, registry = host or "127.0.0.1", os.environ.get("HDPCOMM_METRICS_TOKEN", ""), CollectorRegistry()
+        try:
+            if not token and not ip_address(host).is_loopback:
+                raise ValueError(
+                    "other hosts can read it; set HDPCOMM_METRICS_TOKEN, which they must then send (Authorization: "
+                    "Bearer), or give the port alone"
+                )
+            app = _checked(make_wsgi_app(registry), token)
+            self._server = make_server(host, int(port), app, ThreadingWSGIServer, _Quiet)
+        except (OSError, ValueError, OverflowError) as error:
+            raise InvalidUsage(f"--metrics-port {address}: {error}; expected a free PORT, or IP:PORT") from None
+        self._gauges: dict[str, Any] = {}
+        self._gauge: Any = partial(Gauge, documentation="of the last step", labelnames=["policy"], registry=registry)
+        self._tokens = Counter("hdpcomm_trained_tokens", "of this process", ["policy"], registry=registry)
+        self._last = Gauge("hdpcomm_last_step_timestamp_seconds", "when a step was done last", registry=registry)
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        threading.Thread(target=self._server.serve_forever, name="hdpcomm-metrics", daemon=True).start()
+        LOG.info(f"metrics for Prometheus: {self.url}")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """The figures of a step, by ``policy/name``."""
+        for key, value in {**values, **{f"{key.partition('/')[0]}/step": step for key in values}}.items():
+            policy, _, name = key.partition("/")
+            name = "hdpcomm_" + re.sub(r"\W", "_", name)
+            if name not in self._gauges:
+                self._gauges[name] = self._gauge(name)
+            self._gauges[name].labels(policy).set(value)
+            if name == "hdpcomm_tokens":
+                self._tokens.labels(policy).inc(value)
+        self._last.set_to_current_time()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _checked(app: Any, token: str) -> Any:
+    """The application for those who send the token, if there is one."""
+
+    def checked(environ: dict[str, Any], start: Any) -> Any:
+        sent = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
+        if not token or hmac.compare_digest(sent, f"Bearer {token}".encode()):
+            return app(environ, start)
+        start("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+        return [b"send the token of HDPCOMM_METRICS_TOKEN\n"]
+
+    return checked
 
 
 TRACKERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}

@@ -204,7 +204,7 @@ CHANGED = TrainOptions(
     max_grad_norm=2.0, check_replicas=7, skip_bad_steps=2, eval_every=2, eval_data=("DOCS",),
     eval_fraction=0.5, out=Path("run"), save_every=2, keep=5, resume="auto", elastic=True,
     export=Path("exported"),
-    trace=Path("t.json"), trackers="tensorboard", json=Path("j.json"), dry_run=True,
+    trace=Path("t.json"), trackers="tensorboard", json=Path("j.json"), metrics_port="9400", dry_run=True,
 )  # fmt: skip
 """A value of each option that is not its default; capitals are files that the test makes."""
 OTHERS: dict[str, tuple[object, ...]] = {
@@ -260,7 +260,7 @@ def effects(options: TrainOptions) -> list[object]:
     if options.out is not None:
         done.append((options.save_every, options.keep, options.resume, options.trackers, job.shrinks))
     if not options.dry_run:
-        done.append((options.json, options.trace, options.export))
+        done.append((options.json, options.trace, options.export, options.metrics_port))
     return [*done, options.out, options.transport, options.ranks, options.eval_fraction, options.dry_run]
 
 
