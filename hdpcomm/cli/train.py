@@ -395,7 +395,7 @@ def _report(job: _Job, outcome: tuple[RunResult | DryRun, CorpusSummary]) -> int
     if result.saved is not None:
         print(f"saved: {result.saved}")
     if options.export is not None:
-        print(f"exported: {options.export} (transformers.AutoModelForCausalLM.from_pretrained opens it)")
+        print(f"exported: {options.export} (transformers' from_pretrained opens it)")
     if options.json and trained:
         write_json(options.json, to_json(corpus, job.config, result))
     return 128 + result.stopped_by if result.stopped_by else 0

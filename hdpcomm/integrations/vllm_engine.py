@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -16,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.vllm import WeightStages, join_workers
 from hdpcomm.models.export import as_saved
+from hdpcomm.models.media import auto_class
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -54,7 +54,8 @@ class WeightReceiver(WeightTransferEngine):  # type: ignore[misc]
         self._stages: WeightStages | None = None
         self._store: Any = None
         with torch.device("meta"):  # knows the names of its files
-            self._reference = transformers.AutoModelForCausalLM.from_config(self.model_config.hf_config)
+            config = self.model_config.hf_config
+            self._reference = auto_class(config.model_type).from_config(config)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the ranks that train. Collective over these and all workers."""

@@ -17,6 +17,7 @@ import torch
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.llama import LlamaConfig
+from hdpcomm.models.media import auto_class
 from hdpcomm.models.mtp import add_mtp, as_saved_ahead
 from hdpcomm.models.weights import by_tensor, making
 
@@ -123,10 +124,8 @@ def write_folder(
 
     Raises: InvalidUsage: a tensor is missing, or has another shape.
     """
-    import transformers
-
     with making, torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = auto_class(config.model_type).from_config(config)
         if depths:
             add_mtp(model, depths)
             model.config.get_text_config().num_nextn_predict_layers = depths

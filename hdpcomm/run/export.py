@@ -18,7 +18,7 @@ __all__ = ["check_export", "export_model"]
 
 _BESIDE = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-    *("spiece.model", "sentencepiece*", "generation_config.json"),
+    *("spiece.model", "sentencepiece*", "generation_config.json", "*processor_config.json"),
 )
 
 
@@ -27,10 +27,10 @@ def export_model(
     tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
     folder: Path,
 ) -> None:
-    """Writes a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens. Local.
+    """Writes a folder that transformers' ``from_pretrained`` opens. Local.
 
-    A model of a folder keeps that folder's configuration, tokenizer and chat template. One with LoRA gives its
-    adapters, which ``peft.PeftModel.from_pretrained`` opens.
+    A model of a folder keeps that folder's configuration, tokenizer, processor and chat template. One with LoRA gives
+    its adapters, which ``peft.PeftModel.from_pretrained`` opens.
 
     Args:
         tensors: of the trained model by name, all at once or one by one: :meth:`hdpcomm.train.Trainer.whole_tensors`.

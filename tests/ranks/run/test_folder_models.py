@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from hdpcomm.cli.main import main
 from hdpcomm.data import FolderEncoder, open_corpus
@@ -104,3 +105,25 @@ def test_an_index_that_leads_elsewhere_is_refused(index: object, told: str, tmp_
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InvalidUsage, match=re.escape(told)):
         _Files(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_audio"])
+def test_a_model_with_an_encoder_is_exported_as_it_came(family: str, tmp_path: Path) -> None:
+    """Trained on text alone: the encoder keeps its weights, and the processor's files go along."""
+    from hdpcomm.models.media import auto_class
+    from tests.harness.tiny_media import config_of
+
+    source, exported, text = tmp_path / "model", tmp_path / "exported", tmp_path / "text.txt"
+    config = config_of(family)
+    config.text_config.vocab_size = 320
+    auto_class(family).from_config(config, dtype=torch.float32).save_pretrained(source)
+    (source / "preprocessor_config.json").write_text("{}")
+    text.write_text("some words and others " * 30)
+    options = ["--steps", "2", "--context", "128", "--tokens-per-step", "256", "--ranks", "1", "--tokenizer", "bytes"]
+    assert main(["train", "--model", str(source), "--data", str(text), *options, "--export", str(exported)]) == 0
+    before, after = (auto_class(family).from_pretrained(path).state_dict() for path in (source, exported))
+    same = {name: torch.equal(before[name], after[name]) for name in before}
+    assert after.keys() == before.keys()
+    assert all(equal for name, equal in same.items() if "visual" in name or "audio_tower" in name)
+    assert not all(equal for name, equal in same.items() if "language_model" in name)
+    assert (exported / "preprocessor_config.json").is_file()
