@@ -86,11 +86,6 @@ void bind(py::module_& module, const char* name, void (*cpu)(const Args&, More..
 #define HDP_FIELD(member) [](auto& args) -> auto& { return args.member; }
 
 void bindBuffers(py::module_& module) {
-  py::dict ops;
-  for (const RedOp op : {RedOp::kSum, RedOp::kProd, RedOp::kMin, RedOp::kMax, RedOp::kAvg}) {
-    ops[redOpName(op)] = static_cast<int>(op);
-  }
-  module.attr("OPS") = ops;
   bind(module, "reduce", HDP_KERNEL(reduce), HDP_FIELD(out), HDP_FIELD(a), HDP_FIELD(b),
        HDP_FIELD(count), HDP_FIELD(dtype), HDP_FIELD(op));
   bind(module, "divide", HDP_KERNEL(divide), HDP_FIELD(data), HDP_FIELD(count), HDP_FIELD(divisor),

@@ -6,6 +6,7 @@
 #include "base/error.hpp"
 #include "kernels/parallel.hpp"
 #include "kernels/reduce.hpp"
+#include "kernels/reduce_types.hpp"
 #include "kernels/softmax_elem.hpp"
 #include "kernels/vector_clones.hpp"
 
@@ -61,24 +62,6 @@ struct Row {
     return {max, static_cast<float>(total)};
   }
 };
-
-// Calls `function(T{})` for the type of the logits.
-template <typename Function>
-void withLogits(DType dtype, Function&& function) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return function(BFloat16{});
-    case DType::kFloat16:
-      return function(Float16{});
-    default:
-      return function(float{});
-  }
-}
-
-LabelKind kindOf(const CrossEntropyShape& shape, int64_t label) {
-  return labelKind(label, shape.ignore_index, shape.first_column, shape.columns,
-                   shape.total_columns);
-}
 
 template <typename T>
 void statsOfRows(const CrossEntropyStatsArgs& args, int64_t begin, int64_t end) {
@@ -158,7 +141,7 @@ void checkCrossEntropyLoss(const CrossEntropyLossArgs& args) {
 void crossEntropyStatsCpu(const CrossEntropyStatsArgs& args, int num_threads) {
   checkCrossEntropy(args.shape, args.logits);
   checkLabels(args.shape, args.labels);
-  withLogits(args.shape.dtype, [&](auto value) {
+  withFloat(args.shape.dtype, [&](auto value) {
     forRows(args.shape.tokens, args.shape.tokens * args.shape.columns, num_threads,
             [&](int64_t begin, int64_t end) { statsOfRows<decltype(value)>(args, begin, end); });
   });
@@ -166,19 +149,13 @@ void crossEntropyStatsCpu(const CrossEntropyStatsArgs& args, int num_threads) {
 
 void crossEntropyLossCpu(const CrossEntropyLossArgs& args) {
   checkCrossEntropyLoss(args);
-  for (int64_t i = 0; i < args.tokens; ++i) {
-    const TokenLoss token = lossOfToken(args.stats, args.shards, args.tokens, i);
-    const bool ignored = args.labels[i] == args.ignore_index;
-    args.sums[i] = token.row.max;
-    args.sums[args.tokens + i] = token.row.sum;
-    args.loss[i] = ignored ? 0.0f : token.loss * (args.weights == nullptr ? 1.0f : args.weights[i]);
-  }
+  for (int64_t i = 0; i < args.tokens; ++i) writeLoss(args, i);
 }
 
 void crossEntropyGradCpu(const CrossEntropyGradArgs& args, int num_threads) {
   checkCrossEntropy(args.shape, args.logits);
   checkElementAddress("cross-entropy", args.grad, args.shape.dtype);
-  withLogits(args.shape.dtype, [&](auto value) {
+  withFloat(args.shape.dtype, [&](auto value) {
     forRows(args.shape.tokens, args.shape.tokens * args.shape.columns, num_threads,
             [&](int64_t begin, int64_t end) { gradOfRows<decltype(value)>(args, begin, end); });
   });

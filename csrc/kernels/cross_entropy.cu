@@ -1,5 +1,6 @@
 #include "kernels/cross_entropy.hpp"
 #include "kernels/reduce.hpp"
+#include "kernels/reduce_types.hpp"
 #include "kernels/softmax_elem.hpp"
 #include "kernels/vector.cuh"
 
@@ -83,11 +84,6 @@ __device__ __forceinline__ void writeStats(const CrossEntropyStatsArgs& args, in
   args.stats[2 * shape.tokens + token] = logit;
 }
 
-__device__ __forceinline__ LabelKind kindOf(const CrossEntropyShape& shape, int64_t label) {
-  return labelKind(label, shape.ignore_index, shape.first_column, shape.columns,
-                   shape.total_columns);
-}
-
 // kThreadsPerRow is kWarp (several rows per block) or kRowThreads (one row per block).
 template <typename T, int kThreadsPerRow>
 __global__ void __launch_bounds__(kRowThreads, 2)
@@ -120,11 +116,7 @@ __global__ void __launch_bounds__(kThreads)
     lossKernel(const __grid_constant__ CrossEntropyLossArgs args) {
   const int64_t step = int64_t{gridDim.x} * kThreads;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < args.tokens; i += step) {
-    const TokenLoss token = lossOfToken(args.stats, args.shards, args.tokens, i);
-    const bool ignored = args.labels[i] == args.ignore_index;
-    args.sums[i] = token.row.max;
-    args.sums[args.tokens + i] = token.row.sum;
-    args.loss[i] = ignored ? 0.0f : token.loss * (args.weights == nullptr ? 1.0f : args.weights[i]);
+    writeLoss(args, i);
   }
 }
 
@@ -193,20 +185,12 @@ __global__ void __launch_bounds__(kRowThreads, 2)
 // Calls `function(T{}, std::integral_constant<int, threads per row>)`.
 template <typename Function>
 void withShape(const CrossEntropyShape& shape, Function&& function) {
-  const auto threads = [&](auto value) {
+  withFloat(shape.dtype, [&](auto value) {
     if (shape.columns <= kWarpColumns) {
       return function(value, std::integral_constant<int, kWarp>{});
     }
     return function(value, std::integral_constant<int, kRowThreads>{});
-  };
-  switch (shape.dtype) {
-    case DType::kBFloat16:
-      return threads(BFloat16{});
-    case DType::kFloat16:
-      return threads(Float16{});
-    default:
-      return threads(float{});
-  }
+  });
 }
 
 }  // namespace

@@ -6,23 +6,18 @@
 #include "kernels/merge_elem.hpp"
 #include "kernels/numeric_elem.hpp"
 #include "kernels/parallel.hpp"
+#include "kernels/reduce_types.hpp"
 #include "kernels/vector_clones.hpp"
 
 namespace hdpcomm::kernels {
 namespace {
 
-HDP_VECTOR_CLONES void blend(float* out, const float* block, float take, int64_t dim) {
-  for (int64_t i = 0; i < dim; ++i) out[i] = mergeElement(out[i], block[i], take);
-}
-HDP_VECTOR_CLONES void blend(double* out, const double* block, double take, int64_t dim) {
-  for (int64_t i = 0; i < dim; ++i) out[i] = mergeElement(out[i], block[i], take);
-}
-HDP_VECTOR_CLONES void blend(float* out, const BFloat16* block, float take, int64_t dim) {
-  for (int64_t i = 0; i < dim; ++i) out[i] = mergeElement(out[i], widen(block[i]), take);
-}
-HDP_VECTOR_CLONES void blend(float* out, const Float16* block, float take, int64_t dim) {
-  for (int64_t i = 0; i < dim; ++i) out[i] = mergeElement(out[i], widen(block[i]), take);
-}
+template <typename Acc, typename Block>
+struct Blend {
+  HDP_VECTOR_CLONES static void run(Acc* out, const Block* block, Acc take, int64_t dim) {
+    for (int64_t i = 0; i < dim; ++i) out[i] = mergeElement(out[i], Acc{widen(block[i])}, take);
+  }
+};
 
 template <typename Acc, typename Block>
 void mergeRange(const MergeArgs& args, int64_t begin, int64_t end) {
@@ -39,8 +34,9 @@ void mergeRange(const MergeArgs& args, int64_t begin, int64_t end) {
           block_lse[token * args.block_lse_token_stride + head * args.block_lse_head_stride]);
       running = merged.lse;
       if (merged.take == Acc(0)) continue;  // the row does not see the block, or it has no weight
-      blend(out + (row * args.heads + head) * args.dim,
-            block_out + (token * args.heads + head) * args.dim, merged.take, args.dim);
+      Blend<Acc, Block>::run(out + (row * args.heads + head) * args.dim,
+                             block_out + (token * args.heads + head) * args.dim, merged.take,
+                             args.dim);
     }
   }
 }
@@ -75,14 +71,7 @@ void mergeCpu(const MergeArgs& args, int num_threads) {
   checkMerge(args);
   if (args.tokens == 0 || args.heads == 0) return;
   if (args.acc == DType::kFloat64) return mergeAll<double, double>(args, num_threads);
-  switch (args.block) {
-    case DType::kBFloat16:
-      return mergeAll<float, BFloat16>(args, num_threads);
-    case DType::kFloat16:
-      return mergeAll<float, Float16>(args, num_threads);
-    default:
-      return mergeAll<float, float>(args, num_threads);
-  }
+  withFloat(args.block, [&](auto value) { mergeAll<float, decltype(value)>(args, num_threads); });
 }
 
 }  // namespace hdpcomm::kernels

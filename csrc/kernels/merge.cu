@@ -1,6 +1,7 @@
 #include "kernels/merge.hpp"
 #include "kernels/merge_elem.hpp"
 #include "kernels/numeric_elem.hpp"
+#include "kernels/reduce_types.hpp"
 #include "kernels/vector.cuh"
 
 namespace hdpcomm::kernels {
@@ -100,14 +101,7 @@ void mergeCuda(const MergeArgs& args, void* stream) {
   checkMerge(args);
   if (args.tokens == 0 || args.heads == 0) return;
   if (args.acc == DType::kFloat64) return launch<double, double>(args, stream);
-  switch (args.block) {
-    case DType::kBFloat16:
-      return launch<float, BFloat16>(args, stream);
-    case DType::kFloat16:
-      return launch<float, Float16>(args, stream);
-    default:
-      return launch<float, float>(args, stream);
-  }
+  withFloat(args.block, [&](auto value) { launch<float, decltype(value)>(args, stream); });
 }
 
 }  // namespace hdpcomm::kernels

@@ -4,6 +4,7 @@
 
 #include "base/error.hpp"
 #include "kernels/reduce_elem.hpp"
+#include "kernels/reduce_types.hpp"
 #include "kernels/vector_clones.hpp"
 
 namespace hdpcomm {
@@ -23,24 +24,6 @@ struct Reducer {
 };
 
 template <typename T>
-ReduceFn reducerOf(RedOp op) {
-  switch (op) {
-    case RedOp::kSum:
-    case RedOp::kAvg:
-      return Reducer<RedOp::kSum, T>::run;
-    case RedOp::kProd:
-      return Reducer<RedOp::kProd, T>::run;
-    case RedOp::kMin:
-      return Reducer<RedOp::kMin, T>::run;
-    case RedOp::kMax:
-      return Reducer<RedOp::kMax, T>::run;
-    case RedOp::kNone:
-      break;
-  }
-  return nullptr;
-}
-
-template <typename T>
 struct Divider {
   HDP_VECTOR_CLONES static void run(void* data_, size_t count, double divisor) {
     auto* data = static_cast<T*>(data_);
@@ -49,46 +32,16 @@ struct Divider {
   }
 };
 
-ReduceFn lookUp(DType dtype, RedOp op) {
-  switch (dtype) {
-    case DType::kUint8:
-      return reducerOf<uint8_t>(op);
-    case DType::kInt8:
-      return reducerOf<int8_t>(op);
-    case DType::kInt16:
-      return reducerOf<int16_t>(op);
-    case DType::kUint16:
-      return reducerOf<uint16_t>(op);
-    case DType::kInt32:
-      return reducerOf<int32_t>(op);
-    case DType::kUint32:
-      return reducerOf<uint32_t>(op);
-    case DType::kInt64:
-      return reducerOf<int64_t>(op);
-    case DType::kUint64:
-      return reducerOf<uint64_t>(op);
-    case DType::kFloat16:
-      return reducerOf<Float16>(op);
-    case DType::kBFloat16:
-      return reducerOf<BFloat16>(op);
-    case DType::kFloat32:
-      return reducerOf<float>(op);
-    case DType::kFloat64:
-      return reducerOf<double>(op);
-    case DType::kBool:
-      // On 0/1 bytes: sum and max are "or", prod and min are "and".
-      return reducerOf<uint8_t>(op == RedOp::kSum    ? RedOp::kMax
-                                : op == RedOp::kProd ? RedOp::kMin
-                                                     : op);
-  }
-  return nullptr;
-}
-
 }  // namespace
 
 ReduceFn reduceFunction(DType dtype, RedOp op) {
   if (op == RedOp::kAvg) divideFunction(dtype);  // throws for types without division
-  const ReduceFn function = lookUp(dtype, op);
+  ReduceFn function = nullptr;
+  if (op != RedOp::kNone) {
+    kernels::withReduction(dtype, op, [&](auto value, auto tag) {
+      function = Reducer<decltype(tag)::kOp, decltype(value)>::run;
+    });
+  }
   if (function == nullptr) {
     throwInvalidUsage(std::string("no reduction '") + redOpName(op) + "' for " + dtypeName(dtype));
   }

@@ -89,16 +89,8 @@ void reduceCuda(const ReduceArgs& args, void* stream) {
 void divideCuda(const DivideArgs& args, void* stream) {
   checkDivide(args);
   if (args.count == 0) return;
-  switch (args.dtype) {
-    case DType::kFloat16:
-      return launchDivide<Float16>(args, stream);
-    case DType::kBFloat16:
-      return launchDivide<BFloat16>(args, stream);
-    case DType::kFloat32:
-      return launchDivide<float>(args, stream);
-    default:
-      return launchDivide<double>(args, stream);
-  }
+  if (args.dtype == DType::kFloat64) return launchDivide<double>(args, stream);
+  withFloat(args.dtype, [&](auto value) { launchDivide<decltype(value)>(args, stream); });
 }
 
 }  // namespace hdpcomm::kernels

@@ -6,6 +6,19 @@
 
 namespace hdpcomm::kernels {
 
+// Calls `function(T{})` for bfloat16, float16 or, by default, float32.
+template <typename Function>
+void withFloat(DType dtype, Function&& function) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return function(BFloat16{});
+    case DType::kFloat16:
+      return function(Float16{});
+    default:
+      return function(float{});
+  }
+}
+
 template <RedOp op>
 struct OpTag {
   static constexpr RedOp kOp = op;

@@ -19,7 +19,7 @@ void addRowsOf(const RowsArgs& args) {
     for (int64_t row = 0; row < segment.rows; ++row) {
       auto* __restrict to = reinterpret_cast<Value*>(dst + row * args.dst_stride);
       const auto* __restrict from = reinterpret_cast<const Value*>(src + row * args.src_stride);
-      for (int64_t i = 0; i < width; ++i) to[i] = addElement(to[i], from[i]);
+      for (int64_t i = 0; i < width; ++i) to[i] += from[i];
     }
   }
 }

@@ -28,9 +28,7 @@ struct Add {
   template <typename Word>
   __device__ static Word apply(Word to, const Word& from) {
 #pragma unroll
-    for (int i = 0; i < Word::kCount; ++i) {
-      to.values[i] = addElement(to.values[i], from.values[i]);
-    }
+    for (int i = 0; i < Word::kCount; ++i) to.values[i] += from.values[i];
     return to;
   }
 };

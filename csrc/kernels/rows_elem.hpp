@@ -33,9 +33,4 @@ HDP_HOST_DEVICE int64_t findSegment(const RowSegment* segments, int64_t count, i
   return low;
 }
 
-template <typename Value>
-HDP_HOST_DEVICE Value addElement(Value sum, Value addend) {
-  return sum + addend;
-}
-
 }  // namespace hdpcomm::kernels

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kernels/cross_entropy.hpp"
 #include "kernels/host_device.hpp"
 #include "kernels/numeric_elem.hpp"
 
@@ -80,36 +81,32 @@ HDP_HOST_DEVICE float softmaxGradient(float logit, TokenScale token, bool is_lab
   return token.share * expNegative(logit - token.max) - (is_label ? token.scale : 0.0f);
 }
 
-struct TokenLoss {
-  OnlineSum row;  // over the whole vocabulary
-  float loss;     // log(sum of exp(x)) - the label's logit
-};
-
-// The loss of a token from stats [shards, 3, tokens] (cross_entropy.hpp), in the order of the
-// shards. Subtracts the label's logit from the maximum before adding the logarithm of the sum,
-// since rounding would otherwise hide a small loss of large logits.
-HDP_HOST_DEVICE TokenLoss lossOfToken(const float* stats, int64_t shards, int64_t tokens,
-                                      int64_t token) {
-  OnlineSum row = emptySum();
+// Token `i` of args.loss and args.sums, from the stats of all shards in their order. Subtracts the
+// label's logit from the maximum before adding the logarithm of the sum, since rounding would
+// otherwise hide a small loss of large logits.
+HDP_HOST_DEVICE void writeLoss(const CrossEntropyLossArgs& args, int64_t i) {
+  OnlineSum row = emptySum();  // over the whole vocabulary
   float logit = 0.0f;
-  for (int64_t s = 0; s < shards; ++s) {
-    const float* of_shard = stats + 3 * s * tokens + token;
-    row = joinSums(row, {of_shard[0], of_shard[tokens]});
-    logit += of_shard[2 * tokens];
+  for (int64_t s = 0; s < args.shards; ++s) {
+    const float* of_shard = args.stats + 3 * s * args.tokens + i;
+    row = joinSums(row, {of_shard[0], of_shard[args.tokens]});
+    logit += of_shard[2 * args.tokens];
   }
-  return {row, (row.max - logit) + logf(row.sum)};
+  const float loss = (row.max - logit) + logf(row.sum);
+  const bool ignored = args.labels[i] == args.ignore_index;
+  args.sums[i] = row.max;
+  args.sums[args.tokens + i] = row.sum;
+  args.loss[i] = ignored ? 0.0f : loss * (args.weights == nullptr ? 1.0f : args.weights[i]);
 }
 
 // Whether a label is ignored, a column of this shard, of another shard, or outside the vocabulary.
 enum class LabelKind : uint8_t { kIgnored, kHere, kElsewhere, kInvalid };
 
-// The kind of column `label` of `total`, where [first, first + count) are the columns of this
-// shard.
-HDP_HOST_DEVICE LabelKind labelKind(int64_t label, int64_t ignored, int64_t first, int64_t count,
-                                    int64_t total) {
-  if (label == ignored) return LabelKind::kIgnored;
-  if (label < 0 || label >= total) return LabelKind::kInvalid;
-  return label >= first && label < first + count ? LabelKind::kHere : LabelKind::kElsewhere;
+HDP_HOST_DEVICE LabelKind kindOf(const CrossEntropyShape& shape, int64_t label) {
+  if (label == shape.ignore_index) return LabelKind::kIgnored;
+  if (label < 0 || label >= shape.total_columns) return LabelKind::kInvalid;
+  const int64_t column = label - shape.first_column;
+  return column >= 0 && column < shape.columns ? LabelKind::kHere : LabelKind::kElsewhere;
 }
 
 }  // namespace hdpcomm::kernels

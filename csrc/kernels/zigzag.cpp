@@ -3,7 +3,6 @@
 #include <string>
 
 #include "base/error.hpp"
-#include "kernels/zigzag_elem.hpp"
 
 namespace hdpcomm::kernels {
 
@@ -26,8 +25,13 @@ std::vector<int64_t> zigzagBounds(const int64_t* cu_seqlens, int64_t num_sequenc
                         std::to_string(cu_seqlens[s + 1]) + " at sequence " + std::to_string(s) +
                         "; it must be the running sum of lengths");
     }
-    for (int64_t p = 0; p <= pieces; ++p) row[p] = zigzagPieceStart(length, ranks, cursor, p);
-    cursor = (cursor + length % pieces) % pieces;
+    const int64_t longer = length % pieces;
+    for (int64_t p = 0; p < pieces; ++p) {
+      const int64_t slot = p < ranks ? p : 3 * ranks - 1 - p;
+      const bool dealt = (slot - cursor + pieces) % pieces < longer;
+      row[p + 1] = row[p] + length / pieces + static_cast<int64_t>(dealt);
+    }
+    cursor = (cursor + longer) % pieces;
   }
   return bounds;
 }

@@ -8,6 +8,12 @@ namespace hdpcomm::kernels {
 
 // Piece boundaries [num_sequences, 2 * ranks + 1] of a pack, row-major: bounds[s][p] is the first
 // token, inside sequence s, of piece p; the last column holds the lengths.
+//
+// A sequence of `length` tokens over N ranks is cut in 2N pieces; rank r holds pieces r and 2N-1-r.
+// length % 2N pieces are one token longer. They are dealt like cards over slots 0..2N-1, where
+// slots r and N+r are the head and the tail piece of rank r. The next sequence continues where the
+// dealing stopped, so that the ranks' totals over a whole pack differ by at most one token.
+//
 // Throws InvalidUsage for cu_seqlens that do not begin with 0 or that fall, or for ranks < 1.
 std::vector<int64_t> zigzagBounds(const int64_t* cu_seqlens, int64_t num_sequences, int64_t ranks);
 

@@ -3,8 +3,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-OPS: dict[str, int]
-
 # Kernels take the fields of their arguments by position, as csrc/bindings/kernels_py.cpp lists them: addresses, sizes
 # and codes of types; then what the CPU's launcher takes besides (threads), whether to run on CUDA, and the stream.
 _Field = int | float | Sequence[int]

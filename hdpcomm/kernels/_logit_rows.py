@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from hdpcomm.kernels._tensors import dtype_code, launch
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["IGNORE", "FusedRows", "LogitRows", "PlainRows", "VocabularyShard", "row_gradient", "row_losses"]
+__all__ = ["IGNORE", "LogitRows", "VocabularyShard", "row_gradient", "row_losses"]
 
 
 IGNORE = -100
@@ -49,7 +48,11 @@ def row_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(losses ``[tokens]``, sums ``[2, tokens]``: the largest logit and the sum of exp(logit - largest), and for each
     shard these two and the logit of the label, ``[shards, 3, tokens]``), fp32. Collective over the shard's ``comm``.
+
+    By the fused kernels; by torch's own operations, in fp64, for rows of float64.
     """
+    if rows.dtype == torch.float64:
+        return _plain_losses(rows, labels, weights, shard)
     tokens = rows.shape[0]
     stats = torch.empty(3, tokens, dtype=torch.float32, device=rows.device)
     launch(
@@ -76,8 +79,18 @@ def row_gradient(
 ) -> None:
     """Writes ``upstream * weights * (softmax(rows) - onehot(labels))`` to ``gradient``, which may be ``rows``.
 
-    ``upstream``: fp32 ``[tokens]``, or a number for all tokens, expanded (stride 0).
+    ``upstream``: fp32 (fp64 for float64) ``[tokens]``, or a number for all tokens, expanded (stride 0).
     """
+    if rows.dtype == torch.float64:
+        counts = labels != IGNORE
+        factors = _factors(weights, counts, rows)
+        here = _labels_here(rows, labels, counts, shard)
+        torch.sub(rows, (sums[0] + sums[1].log())[:, None], out=gradient)
+        gradient.exp_().mul_(factors[:, None])
+        gradient[~counts] = 0.0  # whatever their logits
+        gradient[here] -= factors[here[0]]
+        gradient.mul_(upstream[:, None])
+        return
     launch(
         _core.cross_entropy_grad, rows, *shard.shape(rows), dtype_code(rows), rows.data_ptr(), labels.data_ptr(),
         sums.data_ptr(), _address(weights), upstream.data_ptr(), upstream.stride(0), gradient.data_ptr(),
@@ -85,7 +98,36 @@ def row_gradient(
     )  # fmt: skip
 
 
-class LogitRows(ABC):
+def _plain_losses(
+    rows: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard
+) -> tuple[Tensor, Tensor, Tensor]:
+    counts = labels != IGNORE
+    if bool(((labels < 0) | (labels >= shard.total))[counts].any()):
+        raise InvalidUsage(f"a label is outside of the vocabulary of {shard.total} columns")
+    here = _labels_here(rows, labels, counts, shard)
+    stats = rows.new_zeros(3, rows.shape[0])
+    stats[0] = rows.amax(1) if rows.shape[1] else -torch.inf
+    stats[1] = (rows - stats[0][:, None]).nan_to_num_(nan=-torch.inf).exp_().sum(1)
+    stats[2, here[0]] = rows[here]
+    stats[:, ~counts] = 0.0
+    everyone = shard.gather(stats)
+    largest = everyone[:, 0].amax(0)
+    total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)
+    sums = torch.stack((largest, torch.where(counts, total, 1.0)))
+    return _factors(weights, counts, rows) * (sums[0] + sums[1].log() - everyone[:, 2].sum(0)), sums, everyone
+
+
+def _labels_here(rows: Tensor, labels: Tensor, counts: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """(rows, columns) of the labels that this shard has."""
+    own = (counts & (labels >= shard.first) & (labels < shard.first + rows.shape[1])).nonzero()[:, 0]
+    return own, labels[own] - shard.first
+
+
+def _factors(weights: Tensor | None, counts: Tensor, rows: Tensor) -> Tensor:
+    return counts.to(rows.dtype) if weights is None else counts * weights.to(rows.dtype)
+
+
+class LogitRows:
     """A chunk of logits ``[tokens, columns]`` with its labels and factors.
 
     Attributes:
@@ -93,97 +135,31 @@ class LogitRows(ABC):
         stats: ``[shards, 3, tokens]``: the largest logit, the sum of exp(logit - largest), and the logit of the label.
     """
 
-    losses: Tensor
-    stats: Tensor
-    _entropy: _Entropy | None = None
-
-    def __init__(self, logits: Tensor, labels: Tensor, shard: VocabularyShard) -> None:
-        self._logits, self._shard, self._counts = logits, shard, labels != IGNORE
-
-    @abstractmethod
-    def _log_sums(self) -> Tensor:
-        """``[tokens]``: the logarithm of the sum of exp(logit)."""
+    def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard) -> None:
+        self._logits, self._labels, self._weights, self._shard = logits, labels, weights, shard
+        self._entropy: _Entropy | None = None
+        self.losses, self._sums, self.stats = row_losses(logits, labels, weights, shard)
 
     def entropies(self) -> Tensor:
         """Entropy of each token's distribution, ``[tokens]``; 0 where there is no label. Collective over ``comm``."""
-        self._entropy = _Entropy(self._logits, self._log_sums(), self._counts, self._shard)
+        lse = self._sums[0] + self._sums[1].log()
+        self._entropy = _Entropy(self._logits, lse, self._labels != IGNORE, self._shard)
         return self._entropy.values
 
-    @abstractmethod
     def weigh(self, weights: Tensor, entropy_weights: Tensor | None) -> None:
         """Factors of the losses, and of the entropies, in the gradient; in place of those given at first."""
+        self._weights = weights
         if self._entropy is not None:
             self._entropy.weights = entropy_weights
 
-    @abstractmethod
-    def _loss_gradient(self, scale: float, out: Tensor) -> None:
-        """Writes that of the losses alone to ``out``, which may be the logits."""
-
     def gradient(self, scale: float, *, in_place: bool) -> Tensor:
         """Gradient of ``scale * sum(losses)`` by the logits, in their type; ``in_place``: it takes their memory."""
-        logits = self._logits
+        logits, sums = self._logits, self._sums
         entropy = None if self._entropy is None else self._entropy.gradient(logits, scale)
         out = logits if in_place else torch.empty_like(logits)
-        self._loss_gradient(scale, out)
+        upstream = torch.full((1,), scale, dtype=sums.dtype, device=out.device).expand(out.shape[0])
+        row_gradient(logits, self._labels, self._weights, self._shard, sums, upstream, out)
         return out if entropy is None else out.add_(entropy)
-
-
-class FusedRows(LogitRows):
-    """By the fused kernels: fp32 maths on float32, bfloat16 and float16."""
-
-    def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard) -> None:
-        super().__init__(logits, labels, shard)
-        self._labels, self._weights = labels, weights
-        self.losses, self._sums, self.stats = row_losses(logits, labels, weights, shard)
-
-    def _log_sums(self) -> Tensor:
-        return self._sums[0] + self._sums[1].log()
-
-    def weigh(self, weights: Tensor, entropy_weights: Tensor | None) -> None:
-        super().weigh(weights, entropy_weights)
-        self._weights = weights
-
-    def _loss_gradient(self, scale: float, out: Tensor) -> None:
-        upstream = torch.full((1,), scale, dtype=torch.float32, device=out.device).expand(out.shape[0])
-        row_gradient(self._logits, self._labels, self._weights, self._shard, self._sums, upstream, out)
-
-
-class PlainRows(LogitRows):
-    """By torch's own operations, in the type of the logits: for float64."""
-
-    def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor | None, shard: VocabularyShard) -> None:
-        super().__init__(logits, labels, shard)
-        if bool(((labels < 0) | (labels >= shard.total))[self._counts].any()):
-            raise InvalidUsage(f"a label is outside of the vocabulary of {shard.total} columns")
-        here = self._counts & (labels >= shard.first) & (labels < shard.first + logits.shape[1])
-        self._rows = here.nonzero()[:, 0]
-        self._columns = labels[self._rows] - shard.first
-        stats = logits.new_zeros(3, logits.shape[0])
-        stats[0] = logits.amax(1) if logits.shape[1] else -torch.inf
-        stats[1] = (logits - stats[0][:, None]).nan_to_num_(nan=-torch.inf).exp_().sum(1)
-        stats[2, self._rows] = logits[self._rows, self._columns]
-        stats[:, ~self._counts] = 0.0
-        self.stats = everyone = shard.gather(stats)
-        largest = everyone[:, 0].amax(0)
-        total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)
-        self._factors = self._counts.to(logits.dtype) if weights is None else self._counts * weights.to(logits.dtype)
-        sums = torch.stack((largest, torch.where(self._counts, total, 1.0)))
-        self._lse = sums[0] + sums[1].log()
-        self.losses = self._factors * (self._lse - everyone[:, 2].sum(0))
-
-    def _log_sums(self) -> Tensor:
-        return self._lse
-
-    def weigh(self, weights: Tensor, entropy_weights: Tensor | None) -> None:
-        super().weigh(weights, entropy_weights)
-        self._factors = self._counts * weights
-
-    def _loss_gradient(self, scale: float, out: Tensor) -> None:
-        torch.sub(self._logits, self._lse[:, None], out=out)
-        out.exp_().mul_(self._factors[:, None])
-        out[~self._counts] = 0.0  # whatever their logits
-        out[self._rows, self._columns] -= self._factors[self._rows]
-        out.mul_(scale)
 
 
 class _Entropy:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hdpcomm._core import kernels as _core
+from hdpcomm._core.comm import REDOPS
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._tensors import dtype_code, launch
 
@@ -38,9 +39,9 @@ def reduce(out: Tensor, a: Tensor, b: Tensor, *, op: str = "sum") -> None:
     Raises: InvalidUsage.
     """
     _check_same((out, a, b))
-    if op not in _core.OPS:
-        raise InvalidUsage(f"no reduction {op!r}; expected {', '.join(_core.OPS)}")
-    launch(_core.reduce, out, out.data_ptr(), a.data_ptr(), b.data_ptr(), out.numel(), dtype_code(out), _core.OPS[op])
+    if op not in REDOPS:
+        raise InvalidUsage(f"no reduction {op!r}; expected {', '.join(REDOPS)}")
+    launch(_core.reduce, out, out.data_ptr(), a.data_ptr(), b.data_ptr(), out.numel(), dtype_code(out), REDOPS[op])
 
 
 def _check_same(tensors: Sequence[Tensor]) -> None:

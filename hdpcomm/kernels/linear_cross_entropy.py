@@ -12,9 +12,8 @@ from torch import Tensor
 
 from hdpcomm.arguments import check_type
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels._logit_rows import IGNORE, FusedRows, LogitRows, PlainRows, VocabularyShard
+from hdpcomm.kernels._logit_rows import IGNORE, LogitRows, VocabularyShard
 from hdpcomm.kernels._tensors import autocast_type
-from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES
 from hdpcomm.kernels.derivatives import without_second_derivative
 
 if TYPE_CHECKING:
@@ -235,7 +234,6 @@ def _chunks(
     wanted: list[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """(losses ``[tokens]``, gradients of hidden, weight and bias, where wanted), a chunk of logits at a time."""
-    rows_type = FusedRows if hidden.dtype in CROSS_ENTROPY_DTYPES else PlainRows
     tokens = hidden.shape[0]
     losses = torch.empty(tokens, dtype=_wide(hidden.dtype), device=hidden.device)
     chunks = -(-tokens // job.chunk)
@@ -247,7 +245,7 @@ def _chunks(
         for start in range(0, tokens, max(1, size)):
             part = slice(start, min(tokens, start + size))
             logits = _logits(hidden[part], weight, bias, job, memory)
-            rows = rows_type(logits, labels[part], None if factors is None else factors[part], job.shard)
+            rows = LogitRows(logits, labels[part], None if factors is None else factors[part], job.shard)
             losses[part] = rows.losses if job.label_loss is None else _label_losses(rows, job.label_loss, part)
             del rows.stats  # before there are gradients
             if any(wanted):

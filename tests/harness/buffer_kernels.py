@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hdpcomm._core import kernels as _core
+from hdpcomm._core.comm import REDOPS
 from hdpcomm.kernels import reduce
 from hdpcomm.kernels._tensors import dtype_code, launch
 
@@ -27,7 +28,7 @@ def fold(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, op: str = "sum"
     """
     launch(
         _core.fold, outputs[0], [x.data_ptr() for x in outputs], [x.data_ptr() for x in inputs], outputs[0].numel(),
-        dtype_code(outputs[0]), _core.OPS[op],
+        dtype_code(outputs[0]), REDOPS[op],
     )  # fmt: skip
 
 
