@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <span>
 
 #include "base/error.hpp"
 #include "bindings/planner_table_py.hpp"
@@ -147,27 +148,58 @@ py::array_t<double> toArray(const std::vector<double>& values) {
   return py::array_t<double>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-// Runs the micro-batches of a table. `squares`: of each of its sequences and slices in turn.
-// `slices`: (row, first token, token after the last one, whether another one follows) of those that
-// are a slice.
-py::dict simulateToDict(
-    const CostModel& cost, const py::tuple& arrays,
-    const py::array_t<double, py::array::c_style | py::array::forcecast>& of_sequences,
-    const std::vector<std::tuple<size_t, int64_t, int64_t, bool>>& slices) {
-  const TableView table(arrays);
+template <typename T>
+using Column = py::array_t<T, py::array::c_style | py::array::forcecast>;
+
+template <typename T>
+std::span<const T> view(const Column<T>& column) {
+  return {column.data(), static_cast<size_t>(column.size())};
+}
+
+// Row `row` of a column. Throws InvalidUsage for one that does not lie in it.
+template <typename T>
+std::span<const T> part(std::span<const T> values, std::span<const int64_t> bounds, size_t row) {
+  const int64_t first = bounds[row];
+  const int64_t last = bounds[row + 1];
+  if (first < 0 || last < first || static_cast<uint64_t>(last) > values.size()) {
+    throwInvalidUsage("row " + std::to_string(row) + " of a plan's table lies at " +
+                      std::to_string(first) + " to " + std::to_string(last) + " of " +
+                      std::to_string(values.size()) + " entries: the table is damaged");
+  }
+  return values.subspan(static_cast<size_t>(first), static_cast<size_t>(last - first));
+}
+
+// Runs the micro-batches of a table (the columns that PlanColumns gives). `squares`: of each of its
+// sequences and slices in turn. `slices`: (row, first token, token after the last one, whether
+// another one follows) of those that are a slice.
+py::dict simulateToDict(const CostModel& cost, const py::tuple& table,
+                        const Column<double>& of_sequences,
+                        const std::vector<std::tuple<size_t, int64_t, int64_t, bool>>& slices) {
+  const auto rank_bounds = table[1].cast<Column<int64_t>>();
+  const auto all_ranks = table[2].cast<Column<int32_t>>();
+  const auto sequence_bounds = table[3].cast<Column<int64_t>>();
+  const auto all_lengths = table[5].cast<Column<int64_t>>();
+  const auto offload_ratio = table[6].cast<Column<double>>();
+  const auto rows = static_cast<size_t>(offload_ratio.size());
+  const auto bounds = {view(rank_bounds), view(sequence_bounds)};
+  for (const auto& each : bounds) {
+    if (each.size() != rows + 1) {
+      throwInvalidUsage("the columns of a plan's table have lengths that do not belong together");
+    }
+  }
   std::vector<double> squares(of_sequences.data(), of_sequences.data() + of_sequences.size());
   planner::SimulatedStep step;
   {
     GilRelease release;
     std::vector<int64_t> lengths;
     Plan plan;
-    for (size_t row = 0; row < table.size(); ++row) {
+    for (size_t row = 0; row < rows; ++row) {
       MicroBatch batch;
-      const auto ranks = table.ranks(row);
+      const auto ranks = part(view(all_ranks), view(rank_bounds), row);
       batch.ranks.assign(ranks.begin(), ranks.end());
       checkRanks(batch.ranks, cost.cluster().ranks);
-      batch.offload = table.offloadRatio(row);
-      for (const int64_t length : table.lengths(row)) {
+      batch.offload = view(offload_ratio)[row];
+      for (const int64_t length : part(view(all_lengths), view(sequence_bounds), row)) {
         batch.sequences.push_back(static_cast<int32_t>(lengths.size()));
         lengths.push_back(length);
       }

@@ -6,7 +6,8 @@ import hashlib
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
     """Which ranks run which sequences in one step. Each rank runs its micro-batches by rising ``index``, so ranks
     cannot wait for each other in a circle.
@@ -83,7 +84,6 @@ class StepPlan:
     made_by: str = ""
     key_limit: float = 0.0
     limited: float = 0.0
-    _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of_table(
@@ -91,8 +91,8 @@ class StepPlan:
     ) -> StepPlan:
         """A plan of the micro-batches in ``table``; ``values``: the other attributes, by name."""
         plan = cls(micro_batches=(), fragments=fragments, **values)
-        object.__delattr__(plan, "micro_batches")  # from then on __getattr__ makes them
-        plan._cache["table"] = table
+        del plan.__dict__["micro_batches"]  # from then on __getattr__ makes them
+        plan.__dict__["table"] = table
         return plan
 
     if not TYPE_CHECKING:
@@ -101,30 +101,21 @@ class StepPlan:
             """Makes all micro-batches when they are looked at for the first time."""
             if name != "micro_batches":
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            batches = self._cache["table"].micro_batches()
-            if made := self._cache.get("made"):
-                batches = tuple(made.get(row, batch) for row, batch in enumerate(batches))
-            batches = self._cache.setdefault("micro_batches", batches)  # of two threads, the first one's
-            object.__setattr__(self, "micro_batches", batches)
-            return batches
+            batches = tuple(self._made.get(row, batch) for row, batch in enumerate(self.table.micro_batches()))
+            return self.__dict__.setdefault("micro_batches", batches)  # of two threads, the first one's
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        values = {name: getattr(self, name) for name in _VALUES}
-        if "table" in self._cache:
-            return _plan_of_columns, (self._cache["table"].columns(), values, self.fragments)
-        return _plan_of_objects, (self.micro_batches, values, self.fragments)
+    def __getstate__(self) -> dict[str, Any]:
+        kept = (*_VALUES, "fragments", "table" if "table" in self.__dict__ else "micro_batches")
+        return {name: self.__dict__[name] for name in kept}
 
-    @property
+    @cached_property
     def table(self) -> PlanTable:
         """The micro-batches as arrays.
 
         Raises:
             InvalidUsage: a plan made by hand holds something that is no number, or one that no array holds.
         """
-        found: PlanTable | None = self._cache.get("table")
-        if found is None:
-            found = self._cache["table"] = PlanTable.of(self.micro_batches)
-        return found
+        return PlanTable.of(self.micro_batches)
 
     @property
     def gap(self) -> float:
@@ -187,60 +178,53 @@ class StepPlan:
             raise InvalidUsage(
                 f"rank {rank} asked of a plan for {self.num_ranks} ranks: give 0 to {self.num_ranks - 1}"
             )
-        found, bounds = self._rows_by_rank()
+        found, bounds = self._rows_by_rank
         own = found[bounds[rank] : bounds[rank + 1]].tolist()
         return tuple(self._batch(row) for row in own if rows is None or row < rows)
 
+    @cached_property
     def _rows_by_rank(self) -> tuple[Any, Any]:
-        found: tuple[Any, Any] | None = self._cache.get("by_rank")
-        if found is None:
-            found = self._cache["by_rank"] = self.table.rows_by_rank(self.num_ranks)
-        return found
+        return self.table.rows_by_rank(self.num_ranks)
+
+    @cached_property
+    def _made(self) -> dict[int, MicroBatch]:
+        """Those that were made one by one, by row."""
+        return {}
 
     def _batch(self, row: int) -> MicroBatch:
         """One micro-batch; makes no others."""
-        try:
-            batches: tuple[MicroBatch, ...] = object.__getattribute__(self, "micro_batches")
+        batches: tuple[MicroBatch, ...] | None = self.__dict__.get("micro_batches")
+        if batches is not None:
             return batches[row]
-        except AttributeError:  # not made yet
-            made: dict[int, MicroBatch] = self._cache.setdefault("made", {})
-            if row not in made:
-                made.setdefault(row, self.table.micro_batches(row, row + 1)[0])
-            return made[row]
+        return self._made.get(row) or self._made.setdefault(row, self.table.micro_batches(row, row + 1)[0])
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """SHA-256 over all that is executed; ranks compare it before a step starts."""
-        found: str | None = self._cache.get("hash")
-        if found is None:
-            digest = hashlib.sha256(f"{self.policy},{self.num_ranks},{len(self.table)}".encode())
-            for name in COLUMNS:
-                if name != "predicted_s":
-                    digest.update(getattr(self.table, name))
-            if self.limited:
-                digest.update(f"limit {self.limit}\n".encode())
-            if self.queued:
-                digest.update(f"queue {self.queued} {self.queue_pools}\n".encode())
-            for fragment in self.fragments:
-                if isinstance(fragment, TreeFragment):
-                    digest.update(f"{fragment.tree};{fragment.segments};{fragment.repeated}\n".encode())
-                else:
-                    digest.update(f"slice {fragment.sequence};{fragment.start};{fragment.stop}\n".encode())
-            found = self._cache["hash"] = digest.hexdigest()
-        return found
+        digest = hashlib.sha256(f"{self.policy},{self.num_ranks},{len(self.table)}".encode())
+        for name in COLUMNS:
+            if name != "predicted_s":
+                digest.update(getattr(self.table, name))
+        if self.limited:
+            digest.update(f"limit {self.limit}\n".encode())
+        if self.queued:
+            digest.update(f"queue {self.queued} {self.queue_pools}\n".encode())
+        for fragment in self.fragments:
+            if isinstance(fragment, TreeFragment):
+                digest.update(f"{fragment.tree};{fragment.segments};{fragment.repeated}\n".encode())
+            else:
+                digest.update(f"slice {fragment.sequence};{fragment.start};{fragment.stop}\n".encode())
+        return digest.hexdigest()
 
     @property
     def limit(self) -> tuple[float, float]:
         """``key_limit`` and ``limited``."""
         return self.key_limit, self.limited
 
-    @property
+    @cached_property
     def slices(self) -> Mapping[int, PlannedSlice]:
         """The micro-batches that are slices of sequences, by their index. Raises InvalidUsage where they cannot run."""
-        found: Mapping[int, PlannedSlice] | None = self._cache.get("slices")
-        if found is None:
-            found = self._cache["slices"] = slices_of(self.table, self.fragments)
-        return found
+        return slices_of(self.table, self.fragments)
 
     def peers(self, rank: int) -> frozenset[int]:
         """Global ranks that ``rank`` sends to or receives from in its rings."""
@@ -258,7 +242,7 @@ class StepPlan:
     def explain(self, *, max_rows: int = 20) -> str:
         """The plan as text: totals, then its micro-batches (the largest ``max_rows`` if there are more)."""
         table = self.table
-        counts = np.diff(self._rows_by_rank()[1])
+        counts = np.diff(self._rows_by_rank[1])
         tokens = table.tokens()
         ring_tokens = int(((table.group_sizes() - 1) * tokens).sum())
         widest = ranks_text(int(table.group_sizes().max(initial=0)))
@@ -410,20 +394,6 @@ def _fragment(values: Mapping[str, Any]) -> TreeFragment | SequenceFragment:
         segments, repeated = tuple(map(int, values["segments"])), tuple(map(bool, values["repeated"]))
         return TreeFragment(int(values["tree"]), segments, repeated)
     return SequenceFragment(*(int(values[name]) for name in ("sequence", "start", "stop")))
-
-
-def _plan_of_columns(
-    columns: tuple[Any, ...], values: dict[str, Any], fragments: tuple[TreeFragment | SequenceFragment, ...]
-) -> StepPlan:
-    """A pickled plan of arrays."""
-    return StepPlan.of_table(PlanTable(*columns), fragments=fragments, **values)
-
-
-def _plan_of_objects(
-    batches: tuple[MicroBatch, ...], values: dict[str, Any], fragments: tuple[TreeFragment | SequenceFragment, ...]
-) -> StepPlan:
-    """A pickled plan made by hand."""
-    return StepPlan(micro_batches=batches, fragments=fragments, **values)
 
 
 def pool_rows(plan: StepPlan, pool: int) -> NDArray[np.int64]:

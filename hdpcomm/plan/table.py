@@ -88,6 +88,9 @@ class PlanTable:
                     "is damaged"
                 )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlanTable, self.columns()
+
     def __len__(self) -> int:
         return len(self.index)
 
