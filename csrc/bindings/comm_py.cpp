@@ -77,6 +77,14 @@ std::optional<Block> allocate(World& world, size_t bytes) {
   return Block{std::move(data), bytes};
 }
 
+auto ending(void (World::*end)(const std::string&)) {
+  return [end](World& world, const py::str& reason) {
+    const std::string text = givenText(reason);
+    const GilRelease release;
+    (world.*end)(text);
+  };
+}
+
 void bindWorld(py::module_& module) {
   py::class_<Block>(module, "Block", py::buffer_protocol()).def_buffer([](Block& block) {
     return py::buffer_info(reinterpret_cast<uint8_t*>(block.data.get()),
@@ -117,22 +125,8 @@ void bindWorld(py::module_& module) {
       .def("begin_activity", &World::beginActivity, py::arg("what"), py::arg("limit_s"),
            py::call_guard<GilRelease>())
       .def("end_activity", &World::endActivity, py::arg("activity"), py::call_guard<GilRelease>())
-      .def(
-          "abort",
-          [](World& world, const py::str& reason) {
-            const std::string text = givenText(reason);
-            const GilRelease release;
-            world.abort(text);
-          },
-          py::arg("reason"))
-      .def(
-          "close",
-          [](World& world, const py::str& reason) {
-            const std::string text = givenText(reason);
-            const GilRelease release;
-            world.close(text);
-          },
-          py::arg("reason"));
+      .def("abort", ending(&World::abort), py::arg("reason"))
+      .def("close", ending(&World::close), py::arg("reason"));
 }
 
 // What a world or an engine has recorded, as long as it exists.
@@ -195,24 +189,16 @@ void bindNames(py::module_& module) {
   py::dict algorithms;
   for (int i = 0; i < kNumAlgorithms; ++i) algorithms[algorithmName(static_cast<Algorithm>(i))] = i;
   module.attr("ALGORITHMS") = algorithms;
-  module.def(
-      "algorithms_of",
-      [](int op) {
-        std::vector<std::string> names;
-        for (const Algorithm algorithm : algorithmsOf(static_cast<OpCode>(op)))
-          names.push_back(algorithmName(algorithm));
-        return names;
-      },
-      py::arg("op"));
-  module.def(
-      "peer_readers_of",
-      [](int op) {
-        std::vector<std::string> names;
-        for (const Algorithm algorithm : peerReadersOf(static_cast<OpCode>(op)))
-          names.push_back(algorithmName(algorithm));
-        return names;
-      },
-      py::arg("op"));
+  const auto names_by = [](auto algorithms) {
+    return [algorithms](int op) {
+      std::vector<std::string> names;
+      for (const Algorithm each : algorithms(static_cast<OpCode>(op)))
+        names.push_back(algorithmName(each));
+      return names;
+    };
+  };
+  module.def("algorithms_of", names_by(algorithmsOf), py::arg("op"));
+  module.def("peer_readers_of", names_by(peerReadersOf), py::arg("op"));
 }
 
 }  // namespace

@@ -102,45 +102,33 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         _set_nodes(world, [names.index(name) for name in names], load_costs("tcp"))
         return _communicator(world, transport)
     rank, size = _rank_and_size()
-    gpus = machine().has_gpu(rank)
-    if size == 1:
-        world = _join_alone(transport, seconds)
-    else:
-        deadline = time.monotonic() + seconds
-        store = open_store(rank, seconds)
-        world, gpus = _join_processes(transport, store, rank, size, seconds, deadline)
-    _core.comm.close_at_end(world)
-    device = AUTOMATIC if transport == "auto" and gpus else None
-    comm = _communicator(world, device or transport)
-    LOG.debug(f"rank {rank} of {size} joined, transport {comm.transport}")
-    return comm
+    return _joined(transport, rank, size, seconds, lambda: open_store(rank, seconds))
 
 
-def join(
-    store: Any,
-    rank: int,
-    size: int,
-    *,
-    timeout: float,
-    transport: str = "auto",
-    devices: bool = True,
-) -> Communicator:
+def join(store: Any, rank: int, size: int, *, timeout: float, devices: bool = True) -> Communicator:
     """As :func:`init`, for ranks that have a key-value store of torch.distributed already (a world of one needs none).
 
     Collective over the ``size`` ranks of the store. ``timeout``: seconds, also of every operation. ``devices``: False
     leaves out the streams that the transport has for device tensors. Raises: as ``init()``.
     """
-    transport = _chosen(transport)
+    return _joined(_chosen("auto"), rank, size, timeout, lambda: store, devices=devices)
+
+
+def _joined(
+    transport: str, rank: int, size: int, seconds: float, store: Callable[[], Any], *, devices: bool = True
+) -> Communicator:
+    deadline = time.monotonic() + seconds
     gpus = machine().has_gpu(rank)
     if size == 1:
-        world = _join_alone(transport, timeout)
+        world = _join_alone(transport, seconds)
     else:
-        world, gpus = _join_processes(transport, store, rank, size, timeout, time.monotonic() + timeout)
+        world, gpus = _join_processes(transport, store(), rank, size, seconds, deadline)
     _core.comm.close_at_end(world)
     if not devices:
         return _communicator(world, "auto")
-    device = AUTOMATIC if transport == "auto" and gpus else None
-    return _communicator(world, device or transport)
+    comm = _communicator(world, AUTOMATIC if transport == "auto" and gpus else transport)
+    LOG.debug(f"rank {rank} of {size} joined, transport {comm.transport}")
+    return comm
 
 
 def _join_alone(transport: str, timeout: float) -> _core.comm.World:

@@ -132,6 +132,8 @@ class Operation(ABC):
     name: ClassVar[str]
     reduces: ClassVar[bool] = False
     rooted: ClassVar[bool] = False
+    gives_all: ClassVar[bool] = True  # whether not the root alone has an input
+    gets_all: ClassVar[bool] = True  # whether not the root alone has an output
     in_place: ClassVar[bool] = True  # whether there is an in-place form
     core_name: ClassVar[str | None] = None  # in Communicator.algorithms(); None: there is no choice
     moves: ClassVar[int] = 0  # how often each rank moves the parts of all others; 0: each buffer once, as a whole
@@ -155,20 +157,38 @@ class Operation(ABC):
         """``x`` and ``out`` in one buffer."""
         return shared[: case.shape.send], shared[: case.shape.recv]
 
-    @abstractmethod
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         """A function that runs the operation once."""
+        buffers = out if self._has(self.gets_all, case) else None, x if self._has(self.gives_all, case) else None
+        return self._bound(case, getattr(case.comm, str(self.core_name)), *buffers)
+
+    def _bound(self, case: Case, method: Callable[..., Any], *buffers: Any) -> Callable[[], Any]:
+        """``method`` as a call without arguments; the default algorithm is not named, since others have none."""
+        more = (*([case.root] if self.rooted else []), *([case.redop] if self.reduces else []))
+        return functools.partial(
+            method, *buffers, *more, **({} if case.algorithm == "auto" else {"algorithm": case.algorithm})
+        )
+
+    @staticmethod
+    def _has(every_rank: bool, case: Case) -> bool:
+        return every_rank or case.comm.rank == case.root
 
     def given(self, case: Case) -> torch.Tensor | None:
         """The content of this rank's ``x``; ``None``: it has no input."""
         rank, count = case.comm.rank, case.shape.send
+        if not self._has(self.gives_all, case):
+            return None
         if self.reduces:
             return contribution(case.kind, case.redop, rank, case.comm.size, count)
         return values(case.kind, rank, count)
 
-    @abstractmethod
     def expected(self, case: Case) -> torch.Tensor | None:
         """The content that this rank's ``out`` must have; ``None``: it has no output."""
+        return self.result(case) if self._has(self.gets_all, case) else None
+
+    @abstractmethod
+    def result(self, case: Case) -> torch.Tensor | None:
+        """:meth:`expected` of a rank that has an output."""
 
     def check(self, config: PerfConfig) -> None:
         """Raises InvalidUsage for an algorithm that the operation does not have."""
@@ -183,11 +203,6 @@ class Operation(ABC):
             known += tuple(_core.comm.peer_readers_of(_core.comm.OPS[self.core_name]))
         if config.algorithm not in known:
             raise InvalidUsage(f"--algorithm {config.algorithm}: {self.name} has: auto, {', '.join(known)}")
-
-
-def bind_call(function: Callable[..., Any], *args: Any, algorithm: str = "auto") -> Callable[[], Any]:
-    """``function(*args)`` as a call without arguments; the default algorithm is not named, since others have none."""
-    return functools.partial(function, *args, **({} if algorithm == "auto" else {"algorithm": algorithm}))
 
 
 def blocks(elements: int, ranks: int) -> int:

@@ -14,8 +14,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure import links
 from hdpcomm.perf.config import REDOPS, PerfConfig, parse_size
 from hdpcomm.perf.data import ALL, contribution, element_type, reduced, values
-from hdpcomm.perf.ops import OPERATIONS, operation
-from hdpcomm.perf.ops.collectives import parts
+from hdpcomm.perf.ops import OPERATIONS, operation, parts
 from hdpcomm.perf.records import recorded
 from hdpcomm.perf.results import IterationStats
 from hdpcomm.perf.runner import check, points

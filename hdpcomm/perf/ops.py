@@ -1,4 +1,5 @@
-"""The collectives of a communicator, and what nccl-tests makes of its point-to-point messages."""
+"""The operations that ``hdpcomm perf`` measures: the collectives of a communicator, and what nccl-tests makes of its
+point-to-point messages."""
 
 from __future__ import annotations
 
@@ -8,13 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from hdpcomm.errors import InvalidUsage
 from hdpcomm.perf.data import reduced, values
-from hdpcomm.perf.operation import Case, Operation, Shape, bind_call, blocks
+from hdpcomm.perf.operation import Case, Operation, Shape, blocks
 
-__all__ = [
-    *("AllGather", "AllReduce", "AllToAll", "AllToAllV", "Broadcast", "Gather", "Reduce"),
-    *("ReduceScatter", "Ring", "Scatter", "SendRecv", "parts"),
-]
+__all__ = ["OPERATIONS", "operation", "parts"]
 
 
 def _own_part(shared: torch.Tensor, case: Case, part: int) -> torch.Tensor:
@@ -35,10 +34,7 @@ class AllGather(Operation):
     def in_place_views(self, shared: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         return _own_part(shared, case, case.shape.send), shared
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        return bind_call(case.comm.all_gather, out, x, algorithm=case.algorithm)
-
-    def expected(self, case: Case) -> torch.Tensor | None:
+    def result(self, case: Case) -> torch.Tensor | None:
         return torch.cat([values(case.kind, rank, case.shape.send) for rank in range(case.comm.size)])
 
 
@@ -48,14 +44,8 @@ class Gather(AllGather):
     name = "gather"
     core_name = "gather"
     rooted = True
+    gets_all = False
     moves = 0
-
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        target = out if case.comm.rank == case.root else None
-        return bind_call(case.comm.gather, target, x, case.root, algorithm=case.algorithm)
-
-    def expected(self, case: Case) -> torch.Tensor | None:
-        return super().expected(case) if case.comm.rank == case.root else None
 
 
 class ReduceScatter(Operation):
@@ -73,10 +63,7 @@ class ReduceScatter(Operation):
     def in_place_views(self, shared: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         return shared, _own_part(shared, case, case.shape.recv)
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        return bind_call(case.comm.reduce_scatter, out, x, case.redop, algorithm=case.algorithm)
-
-    def expected(self, case: Case) -> torch.Tensor | None:
+    def result(self, case: Case) -> torch.Tensor | None:
         first = case.comm.rank * case.shape.recv
         return reduced(case.kind, case.redop, case.comm.size, case.shape.recv, first=first)
 
@@ -88,16 +75,10 @@ class Scatter(ReduceScatter):
     core_name = "scatter"
     reduces = False
     rooted = True
+    gives_all = False
     moves = 0
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        source = x if case.comm.rank == case.root else None
-        return bind_call(case.comm.scatter, out, source, case.root, algorithm=case.algorithm)
-
-    def given(self, case: Case) -> torch.Tensor | None:
-        return super().given(case) if case.comm.rank == case.root else None
-
-    def expected(self, case: Case) -> torch.Tensor | None:
+    def result(self, case: Case) -> torch.Tensor | None:
         return values(case.kind, case.root, case.shape.recv, first=case.comm.rank * case.shape.recv)
 
 
@@ -110,10 +91,10 @@ class AllReduce(Operation):
     reduces = True
 
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        function = case.comm.all_reduce if case.in_place else functools.partial(case.comm.all_reduce, out=out)
-        return bind_call(function, x, case.redop, algorithm=case.algorithm)
+        method = getattr(case.comm, self.name)
+        return self._bound(case, method if case.in_place else functools.partial(method, out=out), x)
 
-    def expected(self, case: Case) -> torch.Tensor | None:
+    def result(self, case: Case) -> torch.Tensor | None:
         return reduced(case.kind, case.redop, case.comm.size, case.shape.recv)
 
 
@@ -123,14 +104,8 @@ class Reduce(AllReduce):
     name = "reduce"
     core_name = "reduce"
     rooted = True
+    gets_all = False
     moves = 0
-
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        function = case.comm.reduce if case.in_place else functools.partial(case.comm.reduce, out=out)
-        return bind_call(function, x, case.root, case.redop, algorithm=case.algorithm)
-
-    def expected(self, case: Case) -> torch.Tensor | None:
-        return super().expected(case) if case.comm.rank == case.root else None
 
 
 class Broadcast(Operation):
@@ -139,10 +114,11 @@ class Broadcast(Operation):
     name = "broadcast"
     core_name = "broadcast"
     rooted = True
+    gives_all = False
     note = "broadcast works in place; out-of-place includes the root's copy into the buffer"
 
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        broadcast = bind_call(case.comm.broadcast, out, case.root, algorithm=case.algorithm)
+        broadcast = self._bound(case, case.comm.broadcast, out)
         if case.in_place or case.comm.rank != case.root:
             return broadcast
 
@@ -152,10 +128,7 @@ class Broadcast(Operation):
 
         return copy_and_broadcast
 
-    def given(self, case: Case) -> torch.Tensor | None:
-        return super().given(case) if case.comm.rank == case.root else None
-
-    def expected(self, case: Case) -> torch.Tensor | None:
+    def result(self, case: Case) -> torch.Tensor | None:
         return values(case.kind, case.root, case.shape.recv)
 
 
@@ -171,10 +144,7 @@ class AllToAll(Operation):
         part = blocks(elements, ranks)
         return Shape(part, part * ranks, part * ranks, part * ranks)
 
-    def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        return bind_call(case.comm.all_to_all, out, x, algorithm=case.algorithm)
-
-    def expected(self, case: Case) -> torch.Tensor | None:
+    def result(self, case: Case) -> torch.Tensor | None:
         part, first = case.shape.count, case.comm.rank * case.shape.count
         return torch.cat([values(case.kind, rank, part, first=first) for rank in range(case.comm.size)])
 
@@ -206,9 +176,9 @@ class AllToAllV(Operation):
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         size, rank = case.comm.size, case.comm.rank
         come = [_sent(case, source)[rank] for source in range(size)]
-        return bind_call(case.comm.all_to_all, out, x, come, _sent(case, rank), algorithm=case.algorithm)
+        return self._bound(case, case.comm.all_to_all, out, x, come, _sent(case, rank))
 
-    def expected(self, case: Case) -> torch.Tensor | None:
+    def result(self, case: Case) -> torch.Tensor | None:
         size, rank = case.comm.size, case.comm.rank
         sent = [_sent(case, source) for source in range(size)]
         come = [values(case.kind, source, to[rank], first=sum(to[:rank])) for source, to in enumerate(sent)]
@@ -230,9 +200,9 @@ class SendRecv(Operation):
 
     def call(self, case: Case, x: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
         after, before = (case.comm.rank + 1) % case.comm.size, (case.comm.rank - 1) % case.comm.size
-        return bind_call(case.comm.exchange, [(x, after)], [(out, before)])
+        return functools.partial(case.comm.exchange, [(x, after)], [(out, before)])
 
-    def expected(self, case: Case) -> torch.Tensor | None:
+    def result(self, case: Case) -> torch.Tensor | None:
         return values(case.kind, (case.comm.rank - 1) % case.comm.size, case.shape.recv)
 
 
@@ -268,7 +238,24 @@ class Ring(Operation):
 
         return rotate
 
-    def expected(self, case: Case) -> torch.Tensor | None:
+    def result(self, case: Case) -> torch.Tensor | None:
         if case.comm.size == 1:
             return None
         return values(case.kind, (case.comm.rank + 1) % case.comm.size, case.shape.recv)
+
+
+OPERATIONS: dict[str, Operation] = {
+    kind.name: kind()
+    for kind in (
+        *(AllGather, AllReduce, ReduceScatter, Broadcast, Reduce, Gather, Scatter, AllToAll, AllToAllV),
+        *(SendRecv, Ring),
+    )
+}
+
+
+def operation(name: str) -> Operation:
+    """The operation called ``name``. Raises InvalidUsage for an unknown name."""
+    found = OPERATIONS.get(name)
+    if found is None:
+        raise InvalidUsage(f"operation {name!r} is unknown; give one of: {', '.join(OPERATIONS)}")
+    return found
