@@ -20,7 +20,9 @@ from hdpcomm.attention.layout import Layout
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["HeadGroup", "TokenShares", "grouped_layout", "head_shares", "token_shares"]
+__all__ = ["HeadExchange", "TokenShares", "grouped_layout", "head_shares", "token_shares"]
+
+_Pair = tuple[Tensor, Tensor]
 
 
 @lru_cache(maxsize=128)
@@ -56,71 +58,108 @@ def head_shares(heads: int, kv_heads: int, size: int) -> tuple[list[slice], list
     return queries, keys
 
 
-class HeadGroup:
-    """This rank's place in its group, and the exchanges between (tokens, all heads) and (group's tokens, my heads)."""
+class HeadExchange:
+    """The exchanges of a call's tensors in a group of neighbours, between (my tokens, all heads) and (the group's
+    tokens, my heads). Every member takes the whole latent of MLA, and its heads of the weight.
 
-    def __init__(self, comm: Communicator, size: int) -> None:
-        first = comm.rank // size * size
-        inner = comm.subset(range(first, first + size))
-        outer = comm.subset(range(comm.rank % size, comm.size, size))
+    Args:
+        layouts: of q, and of k.
+        counts: heads of q, and of k.
+        latent: whether keys and values are the latent of MLA.
+
+    Attributes:
+        outer: the ranks with the same place in the other groups, among which the ring or the gather runs.
+    """
+
+    def __init__(
+        self, comm: Communicator, size: int, layouts: Sequence[Layout], counts: tuple[int, int], *, latent: bool
+    ) -> None:
+        self._member, group = comm.rank % size, comm.rank // size
+        inner = comm.subset(range(group * size, (group + 1) * size))
+        outer = comm.subset(range(self._member, comm.size, size))
         assert inner is not None
         assert outer is not None
-        self.inner, self.outer = inner, outer
-        self.size, self.member, self.group = size, comm.rank % size, comm.rank // size
+        self._inner, self.outer, self._latent = inner, outer, latent
+        self._counts = counts[0], 1 if latent else counts[1]
+        self._heads = head_shares(*self._counts, size)
+        self._tokens = [token_shares(layout, size, group) for layout in layouts]
 
-    def collect(
-        self, tensors: Sequence[Tensor], tokens: Sequence[TokenShares], heads: Sequence[list[slice]]
-    ) -> list[Tensor]:
-        """[rows, all heads, ...] of each tensor -> [group's rows, my heads, ...]. Collective over the group."""
-        sends, recvs, arriving = [], [], []
-        for x, shares, parts in zip(tensors, tokens, heads, strict=True):
-            for peer in range(self.size):
-                here = x[:, parts[self.member]]
-                arriving.append(x.new_empty((shares.members[peer].total, *here.shape[1:])))
-                if peer == self.member:
-                    arriving[-1].copy_(here)
-                else:
-                    sends.append((x[:, parts[peer]].contiguous(), peer))
-                    recvs.append((arriving[-1], peer))
-        self.inner.exchange(sends, recvs)
+    @property
+    def queries(self) -> slice:
+        """This rank's heads of q."""
+        return self._heads[0][self._member]
+
+    def collect(self, rows: tuple[Tensor, ...], kv: _Pair) -> tuple[list[Tensor], _Pair]:
+        """From (my tokens, all heads) to (the group's tokens, my heads). ``rows`` have the layout of q. Collective over
+        the group, as all that follow."""
+        if self._latent:
+            *collected, latent = self._collect(*rows, kv[0], kv=1)
+            return collected, (latent, kv[1][self.queries].contiguous())
+        *collected, k, v = self._collect(*rows, *kv, kv=2)
+        return collected, (k, v)
+
+    def collect_rows(self, *rows: Tensor) -> list[Tensor]:
+        """:meth:`collect` without keys."""
+        return self._collect(*rows, kv=0)
+
+    def give_back(self, *tensors: Tensor, kv: int = 0) -> list[Tensor]:
+        """From (the group's tokens, my heads) to (my tokens, all heads); sums heads that several members hold, in the
+        order of members. The last ``kv`` tensors have the layout of k."""
+        kinds = [0] * (len(tensors) - kv) + [1] * kv
+        outgoing, shapes = [], []
+        for x, kind in zip(tensors, kinds, strict=True):
+            members, parts = self._tokens[kind].members, []
+            for rows in members:
+                parts.append(x.new_empty((rows.total, *x.shape[1:])))
+                copy_rows(parts[-1], x.contiguous(), rows.inverse())
+            outgoing.append(parts)
+            mine = members[self._member].total
+            shapes.append([(mine, share.stop - share.start, *x.shape[2:]) for share in self._heads[kind]])
         results = []
-        for i, shares in enumerate(tokens):
-            parts_here = arriving[i * self.size : (i + 1) * self.size]
-            whole = parts_here[0].new_empty((shares.rows, *parts_here[0].shape[1:]))
-            for part, rows in zip(parts_here, shares.members, strict=True):
-                copy_rows(whole, part, rows)
+        for x, kind, parts in zip(tensors, kinds, self._swap(outgoing, shapes), strict=True):
+            whole = x.new_zeros((parts[0].shape[0], self._counts[kind], *x.shape[2:]))
+            for share, part in zip(self._heads[kind], parts, strict=True):
+                whole[:, share] += part
             results.append(whole)
         return results
 
-    def give_back(
-        self,
-        tensors: Sequence[Tensor],
-        tokens: Sequence[TokenShares],
-        heads: Sequence[list[slice]],
-        counts: Sequence[int],
-    ) -> list[Tensor]:
-        """[group's rows, my heads, ...] -> [rows, all ``counts`` heads, ...]; sums heads that several members hold, in
-        the order of members. Collective over the group.
-        """
-        sends, recvs, arriving = [], [], []
-        for x, shares, parts in zip(tensors, tokens, heads, strict=True):
-            mine = shares.members[self.member].total
-            for peer in range(self.size):
-                rows = shares.members[peer]
-                part = x.new_empty((rows.total, *x.shape[1:]))
-                copy_rows(part, x.contiguous(), rows.inverse())
-                if peer == self.member:
-                    arriving.append(part)
-                else:
-                    width = parts[peer].stop - parts[peer].start
-                    arriving.append(x.new_empty((mine, width, *x.shape[2:])))
-                    sends.append((part, peer))
-                    recvs.append((arriving[-1], peer))
-        self.inner.exchange(sends, recvs)
+    def give_back_grads(self, dq: Tensor, pair: _Pair) -> tuple[Tensor, _Pair]:
+        """Gradients of q and of the two tensors of keys and values."""
+        if not self._latent:
+            dq, dk, dv = self.give_back(dq, *pair, kv=2)
+            return dq, (dk, dv)
+        dq, dlatent = self.give_back(dq, pair[0], kv=1)
+        share = pair[1].new_zeros((self._counts[0], *pair[1].shape[1:]))
+        share[self.queries] = pair[1]
+        return dq, (dlatent, share)
+
+    def _collect(self, *tensors: Tensor, kv: int) -> list[Tensor]:
+        kinds = [0] * (len(tensors) - kv) + [1] * kv
+        outgoing = [[x[:, share] for share in self._heads[kind]] for x, kind in zip(tensors, kinds, strict=True)]
+        shapes = [
+            [(rows.total, *parts[self._member].shape[1:]) for rows in self._tokens[kind].members]
+            for parts, kind in zip(outgoing, kinds, strict=True)
+        ]
         results = []
-        for i, (x, shares, parts, count) in enumerate(zip(tensors, tokens, heads, counts, strict=True)):
-            whole = x.new_zeros((shares.members[self.member].total, count, *x.shape[2:]))
-            for peer in range(self.size):
-                whole[:, parts[peer]] += arriving[i * self.size + peer]
-            results.append(whole)
+        for kind, parts in zip(kinds, self._swap(outgoing, shapes), strict=True):
+            results.append(parts[0].new_empty((self._tokens[kind].rows, *parts[0].shape[1:])))
+            for part, rows in zip(parts, self._tokens[kind].members, strict=True):
+                copy_rows(results[-1], part, rows)
         return results
+
+    def _swap(
+        self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Tensor]]:
+        """What each member gives, of ``shapes``, for what goes to each: both by tensor, then by member."""
+        sends, recvs, arriving = [], [], []
+        for parts, wanted in zip(outgoing, shapes, strict=True):
+            here = [
+                part.contiguous() if peer == self._member else part.new_empty(shape)
+                for peer, (part, shape) in enumerate(zip(parts, wanted, strict=True))
+            ]
+            peers = [peer for peer in range(len(parts)) if peer != self._member]
+            sends += [(parts[peer].contiguous(), peer) for peer in peers]
+            recvs += [(here[peer], peer) for peer in peers]
+            arriving.append(here)
+        self._inner.exchange(sends, recvs)
+        return arriving
