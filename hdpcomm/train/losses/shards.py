@@ -253,20 +253,28 @@ def checked(
     fetched: Tensor | tuple[Tensor, Tensor] | Mapping[str, Any], sequence: int, length: int
 ) -> tuple[Tensor, Tensor]:
     """(tokens, labels) of a sequence as ``fetch`` gave them. Raises InvalidUsage."""
-    given: Any = (fetched.get("tokens"), fetched.get("labels")) if isinstance(fetched, Mapping) else fetched
-    tokens, labels = given if isinstance(given, tuple) else (given, None)
-    for name, given in (("tokens", tokens), ("labels", labels)):
-        if not isinstance(given, Tensor) and (name == "tokens" or given is not None):
-            raise InvalidUsage(f"fetch({sequence}) gave {name} = {given!r}; expected a tensor of int64 [{length}]")
-        if given is not None and (given.shape != (length,) or given.dtype != torch.int64):
-            raise InvalidUsage(
-                f"fetch({sequence}) gave {name} of shape {tuple(given.shape)} and {given.dtype}; the step was "
-                f"planned for int64 [{length}]"
-            )
+    tokens, labels = _pair(fetched, sequence, length, "labels", torch.int64)
     if labels is None:
         return tokens, next_token_labels(tokens)
     _refuse_identity(sequence, tokens, labels)
     return tokens, labels
+
+
+def _pair(fetched: Any, i: int, count: int, second: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The tokens, and what ``fetch`` gave beside them, maybe nothing. Raises InvalidUsage."""
+    both: Any = (fetched.get("tokens"), fetched.get(second)) if isinstance(fetched, Mapping) else fetched
+    tokens, other = both if isinstance(both, tuple) else (both, None)
+    for name, given, kind in (("tokens", tokens, torch.int64), (second, other, dtype)):
+        wanted = f"{str(kind).removeprefix('torch.')} [{count}]"
+        if not isinstance(given, Tensor) and (name == "tokens" or given is not None):
+            raise InvalidUsage(f"fetch({i}) gave {name} = {given!r}; expected a tensor of {wanted}")
+        if given is not None and (given.shape != (count,) or given.dtype != kind):
+            of_tree = f"a tree, whose {name} are " if second == "weights" else ""
+            raise InvalidUsage(
+                f"fetch({i}) gave {name} of shape {tuple(given.shape)} and {given.dtype}; the step was planned for "
+                f"{of_tree}{wanted}"
+            )
+    return tokens, other
 
 
 def _refuse_identity(sequence: int, tokens: Tensor, labels: Tensor) -> None:
@@ -458,18 +466,9 @@ def _leaf_weights(tree: Tree, weights: Tensor) -> Tensor:
 
 
 def _checked_tree(fetched: Any, i: int, tree: Tree) -> tuple[Tensor, Tensor]:
-    given: Any = (fetched.get("tokens"), fetched.get("weights")) if isinstance(fetched, Mapping) else fetched
-    tokens, weights = given if isinstance(given, tuple) else (given, None)
+    tokens, weights = _pair(fetched, i, tree.num_tokens, "weights", torch.float32)
     if weights is None:
         weights = torch.from_numpy(np.repeat(tree.trajectories, tree.lengths)).float()
-    for name, given, dtype in (("tokens", tokens, torch.int64), ("weights", weights, torch.float32)):
-        if not isinstance(given, Tensor):
-            raise InvalidUsage(f"fetch({i}) gave {name} = {given!r}; expected a tensor of {dtype} [{tree.num_tokens}]")
-        if given.shape != (tree.num_tokens,) or given.dtype != dtype:
-            raise InvalidUsage(
-                f"fetch({i}) gave {name} of shape {tuple(given.shape)} and {given.dtype}; the step was planned for a "
-                f"tree, whose {name} are {dtype} [{tree.num_tokens}]"
-            )
     return tokens, weights
 
 
