@@ -43,10 +43,8 @@ import hdpcomm as hdp
 from hdpcomm.comm.launch import RankPool
 from hdpcomm.perf.config import PerfConfig, parse_size
 from hdpcomm.perf.data import element_type
-from hdpcomm.perf.engine import measure_side
-from hdpcomm.perf.operation import Case
-from hdpcomm.perf.ops import OPERATIONS, operation
-from hdpcomm.perf.runner import points
+from hdpcomm.perf.ops import OPERATIONS, Case, operation
+from hdpcomm.perf.runner import measure_side, points
 
 HERE = Path(__file__).parent
 OPS = ("sendrecv", "all_gather", "all_reduce", "reduce_scatter", "broadcast", "alltoall")

@@ -33,7 +33,7 @@ import transformers
 
 import hdpcomm as hdp
 from hdpcomm.models import Llama, LlamaConfig, adapt, balance_routers
-from hdpcomm.models.expert_replicas import place_replicas
+from hdpcomm.models.expert_group import place_replicas
 from hdpcomm.parallel import expert_parallel
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, ModelSpec, Planner
 from hdpcomm.plan.distributions import sample_lengths

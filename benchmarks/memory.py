@@ -32,7 +32,7 @@ from hdpcomm.offload import ActivationOffload, MemoryMeter, PinnedPool
 from hdpcomm.plan import ClusterSpec, CostModel, ModelSpec, Planner
 from hdpcomm.plan.memory import StepMemory
 from hdpcomm.train import Trainer
-from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.runner import StepSettings
 
 GPT2 = LlamaConfig(vocabulary=32000, layers=12, hidden=768, heads=12, kv_heads=4, ffn=2048)
 SMALL = LlamaConfig(vocabulary=4000, layers=6, hidden=64, heads=4, kv_heads=2, ffn=176)

@@ -39,8 +39,7 @@ from hdpcomm.parallel.program import StepProgram
 from hdpcomm.plan import ClusterSpec, Planner, StepPlan
 from hdpcomm.train import Trainer
 from hdpcomm.train.step.passes import Passes, StepInputs
-from hdpcomm.train.step.runner import Runner
-from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.runner import Runner, StepSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

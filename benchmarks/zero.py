@@ -35,7 +35,7 @@ import hdpcomm as hdp
 from hdpcomm.models import Llama, LlamaConfig
 from hdpcomm.plan import ClusterSpec, CostModel, Planner, StepPlan
 from hdpcomm.plan.distributions import sample_lengths
-from hdpcomm.plan.presets import MODELS
+from hdpcomm.plan.specs import MODELS
 from hdpcomm.plan.waves import make_waves, sorted_for_waves
 from hdpcomm.testing import spawn
 from hdpcomm.train import Trainer

@@ -116,16 +116,16 @@ def take_run(folder: Path) -> None:
 
 def run() -> None:
     """Three figures of the report of a run."""
-    from hdpcomm.trace import run_figures
+    from hdpcomm.trace import gantt
     from hdpcomm.trace.run_report import _shares
 
     content = json.loads(RUN.read_text())
     policies = dict.fromkeys(row["policy"] for row in content["metrics"])
     rows = {policy: [row for row in content["metrics"] if row["policy"] == policy] for policy in policies}
     figures = {
-        "measured": run_figures.step_gantt(content["step"]),
-        "time": run_figures.time_shares({policy: _shares(own) for policy, own in rows.items()}),
-        "lengths": run_figures.lengths(content["lengths"]["octaves"]),
+        "measured": gantt.step_gantt(content["step"]),
+        "time": gantt.time_shares({policy: _shares(own) for policy, own in rows.items()}),
+        "lengths": gantt.lengths(content["lengths"]["octaves"]),
     }
     for name, text in figures.items():
         (OUT / f"{name}.svg").write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")

@@ -15,8 +15,7 @@ from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.measure.timing import call_s, repeated_s
 from hdpcomm.perf.data import element_type
-from hdpcomm.perf.operation import Bound, Case
-from hdpcomm.perf.ops import operation
+from hdpcomm.perf.ops import Bound, Case, operation
 from hdpcomm.train.step.data_parallel import torch_group
 
 if TYPE_CHECKING:

@@ -9,8 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hdpcomm.acceptance.collectives import check_collectives
-from hdpcomm.acceptance.devices import check_copies, check_links, check_products
-from hdpcomm.acceptance.hosts import check_disks, check_processors, check_versions
+from hdpcomm.acceptance.devices import (
+    check_copies,
+    check_disks,
+    check_links,
+    check_processors,
+    check_products,
+    check_versions,
+)
 from hdpcomm.acceptance.report import BROKEN, GOOD, LOOK, NOT_TRIED, Report, Row
 from hdpcomm.acceptance.steps import check_recovery, check_ring, check_step, step_config
 from hdpcomm.arguments import ranks_text

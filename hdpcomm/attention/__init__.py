@@ -4,12 +4,10 @@ from hdpcomm.attention.api import ring_attention
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.block_mask import BlockMask
-from hdpcomm.attention.chosen import indexed_attention, selected_attention
-from hdpcomm.attention.indexer import index_top_k
+from hdpcomm.attention.chosen import index_top_k, indexed_attention, selected_attention
 from hdpcomm.attention.kv_store import KVStore
 from hdpcomm.attention.linear import delta_rule, short_conv, ssd
 from hdpcomm.attention.mla import mla_attention
-from hdpcomm.attention.options import AttentionOptions
 from hdpcomm.attention.pack_context import (
     PackContext,
     carry_pack,
@@ -29,7 +27,7 @@ from hdpcomm.attention.packs import (
     unshard,
 )
 from hdpcomm.attention.slices import SequenceSlice, SlicedSequence
-from hdpcomm.attention.variants import AttentionCosts
+from hdpcomm.attention.variants import AttentionCosts, AttentionOptions
 from hdpcomm.plan.tree import Tree
 
 __all__ = [

@@ -16,9 +16,8 @@ from torch import Tensor
 from hdpcomm._core import kernels as _core
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels._tensors import dtype_code, launch
 from hdpcomm.kernels.derivatives import without_second_derivative
-from hdpcomm.kernels.transfers import to_device
+from hdpcomm.kernels.transfers import dtype_code, launch, to_device
 
 __all__ = ["Rows", "add_rows", "copy_rows", "merge", "take_rows"]
 

@@ -14,13 +14,12 @@ from torch import Tensor
 from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Problem, Score
-from hdpcomm.attention.call_check import agree_on_call, agree_on_result, check_finite, keep_rows
+from hdpcomm.attention.call_check import agree_on_call, agree_on_result, check_alike, check_finite, keep_rows
 from hdpcomm.attention.engine import Call, LatentDims, as_saved, backward, forward
 from hdpcomm.attention.layout import Layout
-from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.packs import CuSeqlens, Kept, Pack, as_pack
 from hdpcomm.attention.tree_layout import ONLY_SEQUENCES, chunked
-from hdpcomm.attention.variants import choose_variant
+from hdpcomm.attention.variants import AttentionOptions, careful_of, choose_variant, options_of
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
@@ -102,17 +101,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Non
         raise InvalidUsage(
             f"the heads of q must be a multiple of the heads of k and v, and no dimension may be 0; got {shapes}"
         )
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-    ):
-        raise InvalidUsage(
-            f"q, k and v must have one type, float64, float32, bfloat16 or float16; got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if not q.device == k.device == v.device or q.device.type not in ("cpu", "cuda", "meta"):
-        raise InvalidUsage(f"q, k and v must be on one device, cpu or cuda; got {q.device}, {k.device}, {v.device}")
+    check_alike({"q": q, "k": k, "v": v})
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not x.is_contiguous():
             raise InvalidUsage(

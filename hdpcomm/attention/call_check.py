@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
 __all__ = [
-    "agree", "agree_on_call", "agree_on_result", "check_all_finite", "check_finite", "check_linear", "check_states",
-    "keep_rows", "summary_of", "token_layouts",
+    "agree", "agree_on_call", "agree_on_result", "check_alike", "check_all_finite", "check_finite", "check_linear",
+    "check_states", "keep_rows", "summary_of", "token_layouts",
 ]  # fmt: skip
 
 _T = TypeVar("_T")
@@ -140,17 +140,34 @@ def token_layouts(pack: Pack, comm: Communicator | None) -> tuple[TokenLayout, T
     return layouts
 
 
+def check_alike(tensors: dict[str, Tensor]) -> None:
+    """Raises InvalidUsage unless all tensors have one type, which attention takes, and are on one device."""
+    types = [x.dtype for x in tensors.values()]
+    if len(set(types)) > 1 or types[0] not in _TYPES:
+        raise InvalidUsage(
+            f"{_listed(tensors)} must have one type, float64, float32, bfloat16 or float16; got "
+            f"{', '.join(map(str, types))}"
+        )
+    _check_device(tensors)
+
+
+def _check_device(tensors: dict[str, Tensor]) -> None:
+    devices = [x.device for x in tensors.values()]
+    if len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda", "meta"):
+        raise InvalidUsage(f"{_listed(tensors)} must be on one device, cpu or cuda; got {', '.join(map(str, devices))}")
+
+
+def _listed(tensors: dict[str, Tensor]) -> str:
+    *names, last = tensors
+    return f"{', '.join(names)} and {last}" if names else last
+
+
 def check_linear(tensors: dict[str, Tensor], layout: Layout, comm: Communicator | None) -> None:
     """Checks the types, devices and tokens of a call's tensors, [T_local, ...] each. Raises InvalidUsage."""
-    first = next(iter(tensors.values()))
     for name, x in tensors.items():
         if x.dtype not in _TYPES:
             raise InvalidUsage(f"{name} has type {x.dtype}; expected float64, float32, bfloat16 or float16")
-        if x.device != first.device or x.device.type not in ("cpu", "cuda", "meta"):
-            raise InvalidUsage(
-                f"{', '.join(tensors)} must be on one device, cpu or cuda; got "
-                f"{', '.join(str(other.device) for other in tensors.values())}"
-            )
+    _check_device(tensors)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     for name, x in tensors.items():
         if x.shape[0] != layout.rows(rank):

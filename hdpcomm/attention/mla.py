@@ -23,13 +23,19 @@ from hdpcomm.attention.api import (
     positive_scale,
 )
 from hdpcomm.attention.backends import Problem
-from hdpcomm.attention.call_check import agree_on_call, agree_on_result, check_finite, keep_rows
+from hdpcomm.attention.call_check import agree_on_call, agree_on_result, check_alike, check_finite, keep_rows
 from hdpcomm.attention.engine import Call, LatentDims
 from hdpcomm.attention.layout import Layout
-from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.packs import CuSeqlens, Kept, as_pack
 from hdpcomm.attention.tiles import Band
-from hdpcomm.attention.variants import AttentionCosts, choose_variant, estimate
+from hdpcomm.attention.variants import (
+    AttentionCosts,
+    AttentionOptions,
+    careful_of,
+    choose_variant,
+    estimate,
+    options_of,
+)
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
@@ -39,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["SENDS", "choose_send", "mla_attention"]
 
 SENDS = ("auto", "latent", "kv")
-_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @lru_cache(maxsize=256)
@@ -75,18 +80,7 @@ def _v_dim(q: Tensor, c_kv: Tensor, k_rope: Tensor, w_kv: Tensor) -> int:
         )
     if q.shape[2] == 0 or not q.shape[0] == c_kv.shape[0] == k_rope.shape[0]:
         raise InvalidUsage(f"q, c_kv and k_rope must have the same tokens, and q a last dimension; got {shapes}")
-    types = {x.dtype for x in tensors.values()}
-    if len(types) > 1 or q.dtype not in _TYPES:
-        raise InvalidUsage(
-            f"q, c_kv, k_rope and w_kv must have one type, float64, float32, bfloat16 or float16; got "
-            f"{', '.join(str(x.dtype) for x in tensors.values())}"
-        )
-    devices = {x.device for x in tensors.values()}
-    if len(devices) > 1 or q.device.type not in ("cpu", "cuda", "meta"):
-        raise InvalidUsage(
-            f"q, c_kv, k_rope and w_kv must be on one device, cpu or cuda; got "
-            f"{', '.join(str(x.device) for x in tensors.values())}"
-        )
+    check_alike(tensors)
     return v_dim
 
 

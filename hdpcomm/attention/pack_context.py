@@ -25,9 +25,9 @@ from torch import Tensor
 from hdpcomm.attention.api import Arguments, attend, plan_call, positive_scale
 from hdpcomm.attention.engine import backward, retrace
 from hdpcomm.attention.kv_store import Recomputation
-from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.packs import CuSeqlens, Pack, as_pack
 from hdpcomm.attention.tiles import window_pair
+from hdpcomm.attention.variants import AttentionOptions, careful_of, options_of
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import refuse_second_derivative
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hdpcomm.kernels._tensors import autocast_type
+from hdpcomm.kernels.transfers import autocast_type
 
 __all__ = ["Latent", "Payload"]
 

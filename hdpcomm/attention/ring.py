@@ -16,7 +16,7 @@ from hdpcomm.comm.profiling import ring_step
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
-    from hdpcomm.comm.device.landing_zone import LandingZone
+    from hdpcomm.comm.device.paths import LandingZone
 
 __all__ = ["ring_backward", "ring_forward"]
 

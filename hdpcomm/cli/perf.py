@@ -75,10 +75,9 @@ def _config(options: argparse.Namespace) -> PerfConfig:
 
 def _measure(options: argparse.Namespace) -> int:
     """Checks all that can be checked, runs the sweep, and writes the file."""
-    from hdpcomm.perf.records import json_document
     from hdpcomm.perf.results import Report
     from hdpcomm.perf.runner import check, now
-    from hdpcomm.perf.table import TableWriter
+    from hdpcomm.perf.table import TableWriter, json_document
 
     rank, ranks = ranks_here(options.ranks, default=2)
     config = _config(options)
@@ -105,9 +104,8 @@ def _measure(options: argparse.Namespace) -> int:
 def run_and_print(config: PerfConfig, report: Report, output: Path | None) -> Report:
     """Runs one rank. Rank 0 prints the rows as they come, and updates the -J file after each cycle."""
     from hdpcomm.comm.launchers import joined, rank_and_size
-    from hdpcomm.perf.records import json_document
     from hdpcomm.perf.runner import run_rank
-    from hdpcomm.perf.table import TableWriter
+    from hdpcomm.perf.table import TableWriter, json_document
 
     writer = TableWriter(config, sys.stdout)
 

@@ -136,7 +136,7 @@ _CONTEXT = 2 << 20
 
 def ranks_per_node(tensor: int, pipeline: int) -> int:
     """How many ranks of tensor x pipeline devices are on a node of eight; warns where they are cut by its border."""
-    from hdpcomm.plan.presets import NODE_DEVICES
+    from hdpcomm.plan.specs import NODE_DEVICES
 
     devices = tensor * pipeline
     if NODE_DEVICES % devices and devices % NODE_DEVICES:

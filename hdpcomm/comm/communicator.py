@@ -14,10 +14,9 @@ from hdpcomm import _core
 from hdpcomm.arguments import check_number, check_seconds, check_whole
 from hdpcomm.comm import recovery
 from hdpcomm.comm.counter import SharedCounter, open_counter
-from hdpcomm.comm.device.landing_zone import LandingZone
+from hdpcomm.comm.device.paths import LandingZone
 from hdpcomm.comm.profiling import messages, operands, peers, profiler, recorded
-from hdpcomm.comm.shapes import check_shape
-from hdpcomm.comm.tensors import describe
+from hdpcomm.comm.tensors import check_shape, describe
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.comm.work import ENDED, Work
 from hdpcomm.errors import InvalidUsage

@@ -9,8 +9,8 @@ from pathlib import Path
 from hdpcomm import _core
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text, user_folder, write_whole
-from hdpcomm.plan.presets import DEVICES
-from hdpcomm.plan.presets import link_costs as nccl_link_costs
+from hdpcomm.plan.specs import DEVICES
+from hdpcomm.plan.specs import link_costs as nccl_link_costs
 
 __all__ = ["cost_names", "costs_path", "known_costs", "link_costs", "load_costs", "save_costs"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hdpcomm import _core
+from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Buffer", "code_of", "describe", "describe_torch", "plain_tensors", "wraps_tensors"]
+__all__ = ["Buffer", "check_shape", "describe", "describe_torch", "plain_tensors", "wraps_tensors"]
+
 
 _CODES = _core.DTYPES
 _TORCH = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
@@ -23,11 +26,6 @@ if (_api := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not Non
     _core.comm.use_exchange_api(_api, torch.Tensor, torch.nn.Parameter)
 
 Buffer = tuple[int, int, int]  # address, elements, dtype code
-
-
-def code_of(dtype: Any) -> int | None:
-    """The core's code of a torch type or of what numpy takes for one; None if it has none."""
-    return _TORCH.get(dtype) if isinstance(dtype, torch.dtype) else _NUMPY.get(np.dtype(dtype))
 
 
 def describe(x: Any, what: str, *, writable: bool = False) -> Buffer:
@@ -104,3 +102,18 @@ def _bad_torch(x: Any, what: str) -> InvalidUsage:
         f"{what} is not contiguous (shape {tuple(x.shape)}, strides {x.stride()}); pass x.contiguous(), and for an "
         "output copy the result back"
     )
+
+
+_MOST_BYTES = 1 << 47  # addresses of a process
+
+
+def check_shape(call: str, shape: Sequence[Any], dtype: Any) -> int:
+    """The elements of a tensor of this shape. Raises InvalidUsage for sizes that no tensor has, and for another dtype
+    than one of torch."""
+    check_type(call, "dtype", dtype, torch.dtype)
+    count = math.prod(check_whole(call, f"shape[{i}]", size, least=0) for i, size in enumerate(shape))
+    if count * dtype.itemsize >= _MOST_BYTES:
+        raise InvalidUsage(
+            f"{call} got the shape {tuple(shape)}, {count * dtype.itemsize:,} bytes; no process has so much memory"
+        )
+    return count

@@ -6,6 +6,8 @@ A launcher of ours holds a file in memory open for the ranks of its host. Else r
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
 import errno
 import os
@@ -18,18 +20,66 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hdpcomm.comm.deadline_calls import call_within
+from hdpcomm import _core
 from hdpcomm.comm.forks import close_in_children
 from hdpcomm.comm.secret import MAC_BYTES, Secret
 from hdpcomm.errors import CommTimeout, Error, InvalidUsage, PeerLost, first_line
 
 __all__ = ["DIED_KEY", "SignedStore", "TorchStorePort", "connect_store", "open_file_store", "serve_store"]
 
+
+_LAST_S = 2.0  # for late calls, at the end of the process
+_T = TypeVar("_T")
+
+
+def call_within(seconds: float, call: Callable[[], _T]) -> _T:
+    """Returns or raises as ``call`` does, on a thread of its own; one that is late is left alone.
+
+    Raises: TimeoutError past ``seconds``; KeyboardInterrupt at once.
+    """
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="hdpcomm-call", daemon=True)
+    thread.start()
+    try:
+        thread.join(max(0.0, seconds))
+        if thread.is_alive():
+            raise TimeoutError
+    except BaseException:
+        _late[:] = [each for each in (*_late, thread) if each.is_alive()]
+        raise
+    if errors:
+        raise errors.pop()
+    return results.pop()
+
+
+# The interpreter's end cuts off threads, which C++ code does not survive.
+_late: list[threading.Thread] = []
+
+
+def _join_late() -> None:
+    limit = time.monotonic() + _LAST_S
+    for thread in _late:
+        with contextlib.suppress(RuntimeError):
+            thread.join(max(0.0, limit - time.monotonic()))
+    if any(thread.is_alive() for thread in _late):
+        _core.outlast_late_threads()
+
+
+atexit.register(_join_late)
+
+
 #: Ranks whose process has ended, told by their launcher as a JSON object of rank and what is known of it.
 DIED_KEY = "hdpcomm/died"
 _BACKLOG = 1024
 
-_T = TypeVar("_T")
 # Begins the key of what each rank shows of its secret.
 _SHOWN_KEY, _SHOWN_BYTES = "hdpcomm/shown", 8
 

@@ -50,8 +50,7 @@ from hdpcomm.plan import CostModel, PlannedStep
 from hdpcomm.run.flops import spec_of
 from hdpcomm.train.step.passes import Passes
 from hdpcomm.train.step.replicas import settings_of
-from hdpcomm.train.step.runner import Runner
-from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.runner import Runner, StepSettings
 from hdpcomm.train.step.trainer_check import check_order
 
 if TYPE_CHECKING:

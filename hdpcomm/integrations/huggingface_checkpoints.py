@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hdpcomm.comm import Communicator
-    from hdpcomm.train.step.runner import Runner
-    from hdpcomm.train.step.settings import StepSettings
+    from hdpcomm.train.step.runner import Runner, StepSettings
     from hdpcomm.train.step.state import State
 
 __all__ = [

@@ -9,7 +9,7 @@ from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
-    from hdpcomm.train.step.settings import StepSettings
+    from hdpcomm.train.step.runner import StepSettings
 
 __all__ = [
     "REFUSED", "check_options", "check_replay", "compile_options", "is_trainer_of", "mesh_sizes", "mesh_text",

@@ -24,7 +24,7 @@ from hdpcomm.run.model import folder_model, model_path
 
 if TYPE_CHECKING:
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.train.step.settings import StepSettings
+    from hdpcomm.train.step.runner import StepSettings
 
 __all__ = ["least_zero", "without_fsdp"]
 

@@ -57,8 +57,7 @@ from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train.losses.loss import IGNORE
 from hdpcomm.train.step.passes import Passes
 from hdpcomm.train.step.replicas import settings_of
-from hdpcomm.train.step.runner import Runner
-from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.runner import Runner, StepSettings
 
 __all__ = ["HdpEngine", "HdpEngineConfig"]
 

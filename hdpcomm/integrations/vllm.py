@@ -26,8 +26,8 @@ from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.data.agree import gather_json, on_rank_0, raise_together
 from hdpcomm.errors import CommTimeout, InvalidUsage
 from hdpcomm.models.export import by_layer
+from hdpcomm.train.state.layout import TensorPart
 from hdpcomm.train.state.reshard import Reshard
-from hdpcomm.train.state.tensor_part import TensorPart
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hdpcomm._core import kernels as _core
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels._tensors import dtype_code, launch
+from hdpcomm.kernels.transfers import dtype_code, launch
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -10,7 +10,7 @@ from torch import Tensor
 from hdpcomm._core import kernels as _core
 from hdpcomm._core.comm import REDOPS
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels._tensors import dtype_code, launch
+from hdpcomm.kernels.transfers import dtype_code, launch
 
 __all__ = ["accumulate", "reduce"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._logit_rows import VocabularyShard, row_gradient, row_losses
-from hdpcomm.kernels._tensors import dtype_code
 from hdpcomm.kernels.derivatives import without_second_derivative
+from hdpcomm.kernels.transfers import dtype_code
 
 __all__ = ["CROSS_ENTROPY_DTYPES", "cross_entropy"]
 

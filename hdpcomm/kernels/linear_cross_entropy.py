@@ -13,8 +13,8 @@ from torch import Tensor
 from hdpcomm.arguments import check_type
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels._logit_rows import IGNORE, LogitRows, VocabularyShard
-from hdpcomm.kernels._tensors import autocast_type
 from hdpcomm.kernels.derivatives import without_second_derivative
+from hdpcomm.kernels.transfers import autocast_type
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -19,7 +19,7 @@ from hdpcomm.comm.costs import cost_names
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.timing import call_s, repeated_s
-from hdpcomm.plan.fit import fit_coefficients
+from hdpcomm.plan.cost import fit_coefficients
 
 __all__ = ["fit", "fit_reads", "measure", "measure_world"]
 

@@ -21,10 +21,10 @@ from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload import ActivationOffload, MemoryMeter, measure_copies
 from hdpcomm.offload.layers import AbsentLayer, find_layers, layer_kind
 from hdpcomm.plan.memory import Line, MemoryModel, StepMemory
-from hdpcomm.train.step.settings import WHOLE, StepSettings
+from hdpcomm.train.step.runner import WHOLE, StepSettings
+from hdpcomm.train.zero.buckets import Units
 from hdpcomm.train.zero.gradients import trained_parameters, wide_type
 from hdpcomm.train.zero.matrix_owners import MatrixMemory
-from hdpcomm.train.zero.units import Units
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -81,7 +81,7 @@ def profile_memory(
 ) -> StepMemory:
     """Measures passes of ``tokens / 2`` and ``tokens`` tokens, with no layer, a few and all layers recomputed.
 
-    On torch's meta device, with the mesh of :class:`hdpcomm.comm.absent.AbsentRanks`, nothing is allocated and the
+    On torch's meta device, with the mesh of :class:`hdpcomm.comm.mesh.AbsentRanks`, nothing is allocated and the
     figures are the same, experts' rows being spread evenly.
 
     Collective over ``everyone``: with more than one rank in ``comm`` the passes are those of one sequence on all of

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdpcomm.plan import MicroBatch, StepPlan
-from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 from hdpcomm.plan.step import fixed_for_rank
-from hdpcomm.plan.waves import PlannedWaves, in_turns, joined_batches, make_waves
+from hdpcomm.plan.waves import Pass, PipelineSchedule, PlannedWaves, in_turns, joined_batches, make_waves
 
 __all__ = [
     "Action",

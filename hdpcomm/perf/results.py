@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hdpcomm.perf.data import ElementType
-from hdpcomm.perf.operation import Shape
+from hdpcomm.perf.ops import Shape
 
 __all__ = ["Device", "IterationStats", "Point", "Report", "Row", "Side"]
 

@@ -8,15 +8,14 @@ from hdpcomm.plan.items import Item
 from hdpcomm.plan.learn import CostLearner, RankTimes
 from hdpcomm.plan.memory import MemoryModel
 from hdpcomm.plan.model_config import ARCHITECTURES, load_model, model_from_config
-from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
 from hdpcomm.plan.planner import POLICIES, Planner
-from hdpcomm.plan.presets import DEVICES, MODELS
-from hdpcomm.plan.specs import DeviceSpec, ModelSpec
+from hdpcomm.plan.specs import DEVICES, MODELS, DeviceSpec, ModelSpec
 from hdpcomm.plan.stage_cut import stage_layers, stage_work
 from hdpcomm.plan.step import MicroBatch, SequenceFragment, SequenceInfo, StepPlan
 from hdpcomm.plan.table import PlanTable
 from hdpcomm.plan.token_mixing import TokenMixing
 from hdpcomm.plan.tree import TrajectoryTree, Tree, TreeFragment, join_trees, trees_of_prompts
+from hdpcomm.plan.waves import Pass, PipelineSchedule
 
 __all__ = [
     "ARCHITECTURES",

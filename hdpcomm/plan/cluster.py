@@ -9,8 +9,7 @@ from typing import Any
 
 from hdpcomm.arguments import check_number, check_type
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.presets import DEVICES
-from hdpcomm.plan.specs import DeviceSpec, check_positive
+from hdpcomm.plan.specs import DEVICES, DeviceSpec, check_positive
 
 __all__ = ["ClusterSpec", "cluster_from_dict", "cluster_to_dict"]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
-    from hdpcomm.plan.micro_batch import MicroBatch
+    from hdpcomm.plan.table import MicroBatch
     from hdpcomm.plan.tree import TrajectoryTree
 
 __all__ = ["Item", "ItemExchange", "PlacedItems", "place_items"]

@@ -12,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.micro_batch import PlannedSlice, SequenceFragment
+from hdpcomm.plan.table import PlannedSlice, SequenceFragment
 from hdpcomm.plan.tree import Tree, TreeFragment
 
 if TYPE_CHECKING:
     from hdpcomm.plan.memory import MemoryModel
-    from hdpcomm.plan.micro_batch import MicroBatch
-    from hdpcomm.plan.table import PlanTable
+    from hdpcomm.plan.table import MicroBatch, PlanTable
 
 __all__ = ["check_batches", "check_queue", "check_sequences", "check_slices_fit", "check_values", "slices_of"]
 

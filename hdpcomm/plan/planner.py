@@ -20,13 +20,11 @@ from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel, core_cost
 from hdpcomm.plan.fragments import Jobs, jobs_of, squares_by_id
 from hdpcomm.plan.memory import MemoryModel
-from hdpcomm.plan.micro_batch import MicroBatch, SequenceFragment, SequenceInfo
-from hdpcomm.plan.pipeline_schedule import PipelineSchedule
 from hdpcomm.plan.specs import ModelSpec
 from hdpcomm.plan.step import StepPlan
-from hdpcomm.plan.table import COLUMNS, PlanTable
+from hdpcomm.plan.table import COLUMNS, MicroBatch, PlanTable, SequenceFragment, SequenceInfo
 from hdpcomm.plan.tree import Tree
-from hdpcomm.plan.waves import in_waves, plan_waves, sorted_for_waves, wave_times_in_order
+from hdpcomm.plan.waves import PipelineSchedule, in_waves, plan_waves, sorted_for_waves, wave_times_in_order
 
 __all__ = ["LONGEST_MEASURED", "POLICIES", "Planner"]
 

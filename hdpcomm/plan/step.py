@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from hdpcomm.arguments import check_whole, ranks_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text, write_whole
-from hdpcomm.plan.micro_batch import MicroBatch, PlannedSlice, SequenceFragment, SequenceInfo, format_ranks
 from hdpcomm.plan.plan_checks import (
     check_batches,
     check_queue,
@@ -26,7 +25,15 @@ from hdpcomm.plan.plan_checks import (
     check_values,
     slices_of,
 )
-from hdpcomm.plan.table import COLUMNS, PlanTable
+from hdpcomm.plan.table import (
+    COLUMNS,
+    MicroBatch,
+    PlannedSlice,
+    PlanTable,
+    SequenceFragment,
+    SequenceInfo,
+    format_ranks,
+)
 from hdpcomm.plan.tree import Tree, TreeFragment
 
 if TYPE_CHECKING:
@@ -188,7 +195,7 @@ class StepPlan:
 
     @cached_property
     def _made(self) -> dict[int, MicroBatch]:
-        """Those that were made one by one, by row."""
+        """By row, the micro-batches that were made one by one."""
         return {}
 
     def _batch(self, row: int) -> MicroBatch:

@@ -12,25 +12,69 @@ from numpy.typing import NDArray
 
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel
-from hdpcomm.plan.micro_batch import MicroBatch, PlannedSlice, SequenceFragment, SequenceInfo
-from hdpcomm.plan.pipeline_schedule import PipelineSchedule
 from hdpcomm.plan.step import StepPlan
-from hdpcomm.plan.table import PlanTable
+from hdpcomm.plan.table import MicroBatch, PlannedSlice, PlanTable, SequenceFragment, SequenceInfo
 
 __all__ = [
-    "PlannedWaves",
-    "Slices",
-    "WaveClock",
-    "blocks_of",
-    "in_turns",
-    "in_waves",
-    "joined_batches",
-    "make_waves",
-    "plan_waves",
-    "run_waves",
-    "sorted_for_waves",
-    "wave_times_in_order",
+    *("Pass", "PipelineSchedule", "PlannedWaves", "Slices", "WaveClock", "blocks_of", "in_turns"),
+    *(
+        "in_waves",
+        "joined_batches",
+        "make_waves",
+        "plan_waves",
+        "run_waves",
+        "sorted_for_waves",
+        "wave_times_in_order",
+        "",
+    ),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of a micro-batch (by its index in the plan) through one stage of the model on each of its ranks.
+
+    ``weights``: of a split backward pass the gradients of weights, which each rank computes by itself; ``backward`` is
+    set, too.
+    """
+
+    micro_batch: int
+    stage: int
+    backward: bool
+    weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSchedule:
+    """All passes of a step in one global order; each stage of each rank runs its own in that order.
+
+    The planner's objective, the simulator and a runtime share it: it is the order of the simulated 1F1B, maybe with
+    split backward passes. It is free of deadlocks, for any mix of groups: the first pass of the order that has not run
+    needs only passes before it, and all of its ranks have run what comes before it.
+
+    Attributes:
+        stages: stages that the model is cut into.
+        passes: int32 [passes, 3]: index of the micro-batch, stage; 0 for forward, 1 for backward, 2 for the gradients
+            of weights that a split backward pass has left.
+        handed: int64 [passes]: how many passes of the order have begun when this one has ended and hands what it gave
+            to the next stage. Sender and receiver take a message at this place of the order, so that neither computes
+            while the other waits.
+        alone: int32 [passes]: the rank that computes gradients of weights, -1 for other passes. Where backward passes
+            are split, each one has its gradients of weights after it, on each of its ranks.
+        chunks: stages on each device of a rank's pipeline: stage s is on device ``s % (stages / chunks)``.
+    """
+
+    stages: int
+    passes: NDArray[np.int32]
+    handed: NDArray[np.int64]
+    alone: NDArray[np.int32]
+    chunks: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices of each rank's pipeline."""
+        return self.stages // self.chunks
+
 
 Slices: TypeAlias = Mapping[int, PlannedSlice]
 """The micro-batches that are slices of sequences, by their index: :attr:`hdpcomm.plan.StepPlan.slices`."""

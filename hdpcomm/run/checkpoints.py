@@ -28,7 +28,7 @@ import torch
 from hdpcomm.errors import Error, InvalidUsage, first_line
 from hdpcomm.files import fingerprint, json_checksum, read_text, sync_folder, write_synced
 from hdpcomm.log import LOG
-from hdpcomm.train.state.tensor_part import TensorPart
+from hdpcomm.train.state.layout import TensorPart
 
 if TYPE_CHECKING:
     from hdpcomm.run.tensor_files import TensorFiles
@@ -75,7 +75,7 @@ class Checkpoint:
 
     def load_into(self, state: dict[str, Any], tensors: TensorFiles | None = None) -> None:
         """Reads the tensors into those of ``state``, in place; other leaves are replaced. A
-        :class:`hdpcomm.train.state.tensor_part.TensorPart` reads only its own part. Local.
+        :class:`hdpcomm.train.state.layout.TensorPart` reads only its own part. Local.
 
         Raises: InvalidUsage where the checkpoint has no entry of that name, or one of another shape.
         """

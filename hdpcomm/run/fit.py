@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from hdpcomm.comm import Mesh
-from hdpcomm.comm.absent import AbsentRanks
+from hdpcomm.comm.mesh import AbsentRanks
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
 from hdpcomm.plan import ClusterSpec, CostModel, MemoryModel, Planner
 from hdpcomm.plan.memory import StepMemory
-from hdpcomm.plan.presets import NODE_DEVICES, device_in
+from hdpcomm.plan.specs import NODE_DEVICES, device_in
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.costs import planner_of
 from hdpcomm.run.memory import fit_recompute, memory_beside, predict_memory
@@ -57,7 +57,7 @@ class Setting:
 
 
 def _cluster(config: RunConfig, ranks: int, device: str) -> ClusterSpec:
-    """The HDP ranks that so many devices of a kind make, on nodes of :data:`hdpcomm.plan.presets.NODE_DEVICES`. Local.
+    """The HDP ranks that so many devices of a kind make, on nodes of :data:`hdpcomm.plan.specs.NODE_DEVICES`. Local.
 
     Raises: InvalidUsage: they cannot be such a mesh, cannot be cut so, or the kind is not known.
     """

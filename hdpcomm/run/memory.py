@@ -14,20 +14,20 @@ from torch import nn
 from hdpcomm._core.transport import segment_bytes
 from hdpcomm.arguments import size_text
 from hdpcomm.comm import Mesh
-from hdpcomm.comm.absent import AbsentRanks
-from hdpcomm.comm.device.joining import arena_bytes
+from hdpcomm.comm.device.paths import arena_bytes
+from hdpcomm.comm.mesh import AbsentRanks
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.memory import Replicas, profile_memory, with_states
 from hdpcomm.models import NewWeights, Weights
-from hdpcomm.parallel.device_stages import DeviceStages
+from hdpcomm.parallel.stages import DeviceStages
 from hdpcomm.plan.memory import Line, StepMemory, most_in_flight
 from hdpcomm.plan.stage_cut import by_layer
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import model_on_meta, model_spec, new_part
 from hdpcomm.run.optimizers import elementwise_optimizer, is_for_matrices, matrix_optimizer
 from hdpcomm.run.pipelines import mesh_of, recompute_by_device
-from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.runner import StepSettings
 from hdpcomm.train.zero.buckets import Sharding
 from hdpcomm.train.zero.matrix_owners import matrix_memory
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.train.state.layout import TensorPart
 from hdpcomm.train.state.peer_copies import KeptStep, PeerCopies
-from hdpcomm.train.state.tensor_part import TensorPart
 from hdpcomm.train.step.state import path_name, walk_state
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from torch.futures import Future
 
 from hdpcomm.errors import Error
 from hdpcomm.files import open_regular
-from hdpcomm.train.state.tensor_part import TensorPart
+from hdpcomm.train.state.layout import TensorPart
 
 __all__ = ["METADATA", "TensorFiles", "join_files", "write_tensors"]
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.torch_backend.engine import Engine
-from hdpcomm.torch_backend.errors import BackendError, BackendLost, BackendMismatch, BackendTimeout
 from hdpcomm.torch_backend.group import HdpProcessGroup
+from hdpcomm.torch_backend.work import BackendError, BackendLost, BackendMismatch, BackendTimeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,8 +14,7 @@ from typing import Any
 from hdpcomm.comm import bootstrap
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.errors import Error
-from hdpcomm.torch_backend.errors import translate
-from hdpcomm.torch_backend.work import BackendWork, Part
+from hdpcomm.torch_backend.work import BackendWork, Part, translate
 
 __all__ = ["Engine"]
 

@@ -11,8 +11,7 @@ from hdpcomm import _core
 from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.device.communicator import DeviceWork
 from hdpcomm.errors import Error, InvalidUsage
-from hdpcomm.torch_backend.errors import translate
-from hdpcomm.torch_backend.work import BackendWork, Part, StreamWork, on_side_stream
+from hdpcomm.torch_backend.work import BackendWork, Part, StreamWork, on_side_stream, translate
 
 __all__ = ["Operation"]
 

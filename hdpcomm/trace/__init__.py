@@ -1,8 +1,7 @@
 """Plots and Perfetto traces of plans and simulated steps."""
 
-from hdpcomm.trace.chrome import write_plan_trace, write_stream_trace
+from hdpcomm.trace.chrome import TraceFile, write_plan_trace, write_stream_trace
 from hdpcomm.trace.gantt import plot_plans
-from hdpcomm.trace.run_trace import TraceFile
 
 __all__ = [
     "TraceFile",

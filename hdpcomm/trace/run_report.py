@@ -14,7 +14,7 @@ from hdpcomm.arguments import ranks_text
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.files import read_text
 from hdpcomm.run import read_lines, read_metrics
-from hdpcomm.trace.run_figures import SHARES, curves, lengths, step_gantt, time_shares
+from hdpcomm.trace.gantt import SHARES, curves, lengths, step_gantt, time_shares
 
 __all__ = ["run_report"]
 

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm.comm import bootstrap
+from hdpcomm.comm.bootstrap import Joining, wait_for_all
 from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.joining import Joining, wait_for_all
 from hdpcomm.comm.secret import Secret
 from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.errors import PeerLost
@@ -301,13 +301,13 @@ def test_a_store_that_is_lost_is_said() -> None:
 LATE = """
 import os, time
 import hdpcomm as hdp
-from hdpcomm.comm import deadline_calls
+from hdpcomm.comm import torch_store
 
 class Slow:
     def __del__(self, sleep=time.sleep):
         sleep(6)  # the interpreter ends, and the late thread comes back from torch
 
-slow, deadline_calls._LAST_S = Slow(), 0.0
+slow, torch_store._LAST_S = Slow(), 0.0
 try:
     hdp.init("shm", timeout=0.5)
 except hdp.CommTimeout:

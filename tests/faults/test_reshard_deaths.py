@@ -15,7 +15,7 @@ import hdpcomm as hdp
 from hdpcomm.testing import spawn
 from hdpcomm.train import Reshard
 from hdpcomm.train.state import reshard
-from hdpcomm.train.state.tensor_part import TensorPart
+from hdpcomm.train.state.layout import TensorPart
 from tests.harness.fault_cases import LONG_S
 
 RANKS, DIES = 4, 3

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 import hdpcomm as hdp
-from hdpcomm.comm.joining import Joining
+from hdpcomm.comm.bootstrap import Joining
 from hdpcomm.comm.secret import Secret, job_secret, new_secret
 from hdpcomm.comm.torch_store import SignedStore, connect_store, open_file_store, serve_store
 from hdpcomm.testing import RankPool, spawn

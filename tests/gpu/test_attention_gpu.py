@@ -7,7 +7,7 @@ from hdpcomm.attention import AttentionOptions, Problem, available_backends, rin
 from hdpcomm.attention._kernels import Rows, add_rows, copy_rows, merge
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Accumulator, GradSum, Score
-from hdpcomm.attention.backends.reference import ReferenceBackend
+from hdpcomm.attention.backends.dense import ReferenceBackend
 from hdpcomm.attention.tiles import Tile
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -171,7 +171,7 @@ RESHARD_SHAPE = (512, 4096)
 def reshard(folder: Path) -> None:
     """Ranks 0 and 1, on one host, hold halves of a matrix; 2 and 3, on the other, and 1 want all of it."""
     from hdpcomm.train import Reshard
-    from hdpcomm.train.state.tensor_part import TensorPart
+    from hdpcomm.train.state.layout import TensorPart
 
     with hdp.init() as world:
         whole = torch.arange(RESHARD_SHAPE[0] * RESHARD_SHAPE[1], dtype=torch.float32).view(RESHARD_SHAPE)

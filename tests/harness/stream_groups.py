@@ -56,7 +56,7 @@ def _on_side_stream(_device: torch.device, source: int | None = None, uses: obje
 def tensors_with_streams() -> Iterator[None]:
     """Worlds that are joined inside take host tensors for device memory behind the threads' current streams."""
     with (
-        mock.patch("hdpcomm.comm.device.joining.Devices", _DevicesWithStreams),
+        mock.patch("hdpcomm.comm.device.paths.Devices", _DevicesWithStreams),
         mock.patch("hdpcomm.torch_backend.staging.on_side_stream", _on_side_stream),
     ):
         yield

@@ -7,10 +7,8 @@ from functools import lru_cache
 import torch
 
 from hdpcomm.attention.backends.base import Backend, Problem
-from hdpcomm.attention.backends.combined import DividedBackend, PaddedBackend
-from hdpcomm.attention.backends.cpu import CpuBackend
 from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashAttn2Backend, FlashBackend
-from hdpcomm.attention.backends.reference import ReferenceBackend
+from hdpcomm.attention.backends.dense import CpuBackend, DividedBackend, PaddedBackend, ReferenceBackend
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["Problem", "available", "choose"]

@@ -212,7 +212,7 @@ class Backend(ABC):
 
     q: [tokens, heads, dim], out, dout: [tokens, heads, v_dim]; k, dk: [keys, kv_heads, dim], v, dv: [keys, kv_heads,
     v_dim], rows may be strided; lse: [tokens, heads]. ``dim`` and ``v_dim`` differ only where ``own_v_dim`` says so;
-    :class:`hdpcomm.attention.backends.combined.PaddedBackend` serves the others.
+    :class:`hdpcomm.attention.backends.dense.PaddedBackend` serves the others.
     """
 
     name: str

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from hdpcomm.attention.call_check import agree_on_call, check_finite, check_linear, summary_of, token_layouts
 from hdpcomm.attention.gather import GatherPlan, GradReturn, fetch_rows, gather_plan
-from hdpcomm.attention.options import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.packs import CuSeqlens, Pack, as_pack
 from hdpcomm.attention.routes import find_atoms
 from hdpcomm.attention.tiles import Band, Int64
 from hdpcomm.attention.tree_layout import TokenLayout, TreeLayout, past_tokens
+from hdpcomm.attention.variants import AttentionOptions, careful_of, options_of
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative

@@ -66,8 +66,8 @@ class Group(ABC):
 
     def zeros(self, count: int) -> Tensor:
         """So many states."""
-        shape = self._inputs.state_shape(count)
-        return torch.zeros(shape, dtype=self._inputs.dtype, device=self._inputs.q.device)
+        q, v = self._inputs.q, self._inputs.v
+        return torch.zeros(count, *q.shape[1:], v.shape[2], dtype=self._inputs.dtype, device=q.device)
 
     def _make(self, place: int) -> Scan | ForestScan:
         runs = self._parts[place]
@@ -176,15 +176,12 @@ def _relay(
         work.wait()
 
 
-def _needs_map(part: Part) -> bool:
-    """Whether a part lies between others; where nothing is before it, the states are known and it runs at once."""
-    return bool(len(part.before) and len(part.after))
-
-
 def _scan(comm: Communicator, group: Group, plan: StatePlan, backward: bool) -> None:
     """Sums up all parts between others at once, then passes states on at the price of one product each."""
     parts = [stage.parts[comm.rank] for stage in plan.stages(backward=backward) if comm.rank in stage.parts]
-    maps = {part.place: group.summary(part.place, part.count) for part in parts if _needs_map(part)}
+    # Where nothing is before a part, the states are known and it runs at once.
+    between = [part for part in parts if len(part.before) and len(part.after)]
+    maps = {part.place: group.summary(part.place, part.count) for part in between}
     initial: dict[int, Tensor] = {}
 
     def hop(group: Group, part: Part, state: Tensor) -> Tensor | None:

@@ -10,10 +10,9 @@ import torch
 from hdpcomm import _core
 from hdpcomm.arguments import check_seconds
 from hdpcomm.comm.communicator import NAMES, Communicator, Splits
-from hdpcomm.comm.device.landing_zone import LandingZone
-from hdpcomm.comm.device.paths import Devices, StreamMark
+from hdpcomm.comm.device.paths import Devices, LandingZone, StreamMark
 from hdpcomm.comm.profiling import event, messages, operands, profiler
-from hdpcomm.comm.shapes import check_shape
+from hdpcomm.comm.tensors import check_shape
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.comm.work import ENDED, Work
 from hdpcomm.errors import InvalidUsage

@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hdpcomm import _core
-from hdpcomm.comm.device.landing_zone import LandingZone
+from hdpcomm.comm.costs import cost_names, link_costs, load_costs
+from hdpcomm.comm.machine import machine
 from hdpcomm.comm.tensors import Buffer, describe, describe_torch
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Devices", "StreamMark"]
+__all__ = ["AUTOMATIC", "DEVICE_TRANSPORTS", "Devices", "LandingZone", "StreamMark", "arena_bytes", "join_devices"]
+
+
+class _CudaMemory:
+    """Bytes on a CUDA device, for ``torch.as_tensor``."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+class LandingZone:
+    """This rank's zone; a message with an offset goes to that offset of the receiver's (see ``exchange``).
+
+    The zone is one for all users of a rank, who follow each other on its streams: each calls :meth:`enter` before its
+    first message, on the stream that its operations follow, and :meth:`leave` after the last work that reads. Inside of
+    a CUDA graph nobody else can be waited for: there the replays' stream orders the users.
+    """
+
+    __slots__ = ("_left", "memory")
+
+    def __init__(self, address: int, size: int, device: torch.device) -> None:
+        #: uint8 [bytes]; valid until the communicator is closed.
+        self.memory: torch.Tensor
+        if device.type == "cpu":
+            self.memory = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+        else:
+            self.memory = torch.as_tensor(_CudaMemory(address, size), device=device)
+        self._left: Any = None if device.type == "cpu" else torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def enter(self) -> None:
+        """Later work of the current stream comes after what the last user has enqueued."""
+        if self._left is not None and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.memory.device).wait_event(self._left)
+
+    def leave(self) -> None:
+        """The next user comes after what the current stream holds now."""
+        if self._left is not None and not torch.cuda.is_current_stream_capturing():
+            self._left.record(torch.cuda.current_stream(self.memory.device))
 
 
 @untraced
@@ -113,3 +152,50 @@ class Devices:
     def torch_device(self) -> torch.device:
         """Where torch's tensors for these streams are."""
         return torch.device("cpu") if self._host_stream is not None else torch.device("cuda", self._ordinal)
+
+
+DEVICE_TRANSPORTS = ("sim", "cuda", "nccl", "cuda+nccl")
+
+#: The device transport that ``auto`` adds where every rank sees a GPU.
+AUTOMATIC = "cuda+nccl"
+
+
+def join_devices(transport: str, world: _core.comm.World) -> Devices:
+    """Collective over the world, on its host transport. Raises: InvalidUsage, Mismatch, DeviceError, CommTimeout."""
+    comm, join, here, rank = world.communicator(), _core.comm.StreamEngine, machine(), world.rank
+    device = here.device(transport, rank, world.size)
+    if "nccl" not in transport:
+        return Devices(join.join_links(comm, device, _links(transport)))
+    nccl = _nccl(lambda: here.nccl(rank, device))
+    if transport == "nccl":
+        return Devices(join.join_nccl(comm, device, nccl))
+    return Devices(join.join_paths(comm, device, _links("cuda"), nccl))
+
+
+def arena_bytes(num_ranks: int) -> int:
+    """Device memory that each of so many ranks of a host takes for messages by links (``cuda``, ``sim``). Local."""
+    return _links("cuda").arena_bytes(num_ranks)
+
+
+def _links(transport: str) -> _core.comm.LinkJoining:
+    settings = _core.settings()
+    return _core.comm.LinkJoining(
+        slot_bytes=settings.device_slot_bytes,
+        num_slots=settings.device_slots,
+        num_lanes=settings.device_lanes,
+        landing_bytes=settings.device_landing_bytes,
+        window_bytes=settings.device_window_bytes,
+        small_bytes=settings.device_small_bytes,
+        costs=_core.collective.DeviceTransportCosts(**load_costs(transport)),  # rank 0's count
+    )
+
+
+def _nccl(library: Callable[[], Any]) -> _core.comm.NcclJoining:
+    settings = _core.settings()
+    inside, between = (link_costs(load_costs(name)) for name in cost_names("nccl"))  # rank 0's count
+    return _core.comm.NcclJoining(
+        library=library,
+        connect_distance=settings.nccl_connect,
+        inside=inside,
+        between=between,
+    )

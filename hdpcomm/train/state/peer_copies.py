@@ -23,6 +23,7 @@ from torch import Tensor
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import Error
+from hdpcomm.train.state.layout import TensorPart
 from hdpcomm.train.state.reshard import (
     Box,
     Cell,
@@ -34,7 +35,6 @@ from hdpcomm.train.state.reshard import (
     describe_shards,
     parse_shards,
 )
-from hdpcomm.train.state.tensor_part import TensorPart
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
@@ -128,7 +128,7 @@ class PeerCopies:
     Making it is collective over ``comm``; no memory but that of the copies is taken, and it is taken now.
 
     Args:
-        live: what this rank holds, by name: whole tensors, or a :class:`~hdpcomm.train.state.tensor_part.TensorPart` of
+        live: what this rank holds, by name: whole tensors, or a :class:`~hdpcomm.train.state.layout.TensorPart` of
             some boxes, as ``Trainer.live_state()`` gives them.
         comm: the ranks.
 

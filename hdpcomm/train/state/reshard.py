@@ -16,7 +16,7 @@ from torch import Tensor
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import Error, InvalidUsage, PeerLost
-from hdpcomm.train.state.tensor_part import TensorPart
+from hdpcomm.train.state.layout import TensorPart
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
@@ -110,7 +110,7 @@ class Reshard:
     host once, to one of them, which passes it on. Where several ranks have the same elements, who has sent least does.
 
     Args:
-        source: what this rank has, by name: whole tensors, or a :class:`~hdpcomm.train.state.tensor_part.TensorPart` of
+        source: what this rank has, by name: whole tensors, or a :class:`~hdpcomm.train.state.layout.TensorPart` of
             some boxes, as ``Trainer.checkpoint_state()["model"]`` gives them on any mesh and with any ``zero``.
         target: what this rank wants, likewise; the tensors are written. A tensor that is in both must be the same
             object or have memory of its own. Types may differ: elements travel in the narrower one.

@@ -26,12 +26,11 @@ from hdpcomm.comm.topology import nodes_of
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.parallel.program import WHOLE, Action, StepProgram
 from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceInfo, StepPlan, Tree
-from hdpcomm.plan.pipeline_schedule import Pass
+from hdpcomm.plan.waves import Pass
 from hdpcomm.train.losses.shards import PackedShard, no_tokens
 from hdpcomm.train.state.layout import layout_of
 from hdpcomm.train.step.passes import Passes, StepInputs
-from hdpcomm.train.step.runner import Runner
-from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.runner import Runner, StepSettings
 from hdpcomm.train.step.trainer import Trainer
 from hdpcomm.train.zero.gradients import Gradients
 

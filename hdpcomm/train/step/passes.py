@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from hdpcomm.offload import ActivationOffload
     from hdpcomm.parallel.stages import Stage
     from hdpcomm.plan import MicroBatch, PlannedStep, Planner, StepPlan
-    from hdpcomm.plan.micro_batch import PlannedSlice
-    from hdpcomm.plan.pipeline_schedule import Pass, PipelineSchedule
+    from hdpcomm.plan.table import PlannedSlice
+    from hdpcomm.plan.waves import Pass, PipelineSchedule
     from hdpcomm.train.zero.gradients import Gradients
 
 __all__ = ["Passes", "StepInputs"]

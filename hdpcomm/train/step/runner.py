@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,21 +18,39 @@ from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.state.layout import layout_of, plain_name
 from hdpcomm.train.step.metrics import uncounted
 from hdpcomm.train.step.replicas import ChangedBuffers, check_same_plan
-from hdpcomm.train.step.settings import WHOLE, StepSettings
 from hdpcomm.train.step.state import State
+from hdpcomm.train.zero.buckets import BUCKET_BYTES, Units
 from hdpcomm.train.zero.gradients import Gradients
 from hdpcomm.train.zero.host_copies import HostCopies
 from hdpcomm.train.zero.masters import Masters
 from hdpcomm.train.zero.matrix_owners import check_elementwise
 from hdpcomm.train.zero.pulled_weights import has_part
-from hdpcomm.train.zero.units import Units
 from hdpcomm.train.zero.whole_sums import WholeSums
 
 if TYPE_CHECKING:
     from hdpcomm.plan import StepPlan
     from hdpcomm.train.step.passes import Passes, StepInputs
 
-__all__ = ["Runner"]
+__all__ = ["WHOLE", "Runner", "StepSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """How weights, gradients and the optimizer's state are kept; see :class:`hdpcomm.train.Trainer` for each."""
+
+    zero: int = 0
+    dtype: torch.dtype | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    optimizer_offload: bool = False
+
+    @property
+    def masters(self) -> bool:
+        """Whether the optimizer updates others than the parameters."""
+        return bool(self.zero) or self.dtype is not None or self.optimizer_offload
+
+
+WHOLE = StepSettings()
+"""Each rank keeps all of them, and the optimizer updates the parameters as they are."""
 
 
 class Runner:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train.state.layout import Placement, plain_name
-from hdpcomm.train.state.tensor_part import TensorPart, box_slices
+from hdpcomm.train.state.layout import Placement, TensorPart, box_slices, plain_name
 from hdpcomm.train.zero.matrix_owners import MatrixOwners
 from hdpcomm.train.zero.pulled_weights import names_only
 

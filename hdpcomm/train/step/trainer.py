@@ -33,8 +33,7 @@ from hdpcomm.train.step.items import ENCODER, with_items
 from hdpcomm.train.step.metrics import OffloadedStep, StepMetrics, Timeline, add_expert_load
 from hdpcomm.train.step.passes import Passes, StepInputs
 from hdpcomm.train.step.replicas import check_replicas, settings_of
-from hdpcomm.train.step.runner import Runner
-from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.runner import Runner, StepSettings
 from hdpcomm.train.step.trainer_check import (
     check_finite,
     check_log_prob_loss,
@@ -479,7 +478,7 @@ class Trainer:
 
     def checkpoint_state(self) -> dict[str, Any]:
         """As :meth:`state_dict`, but of each tensor only what this rank holds of it, live, as a
-        :class:`hdpcomm.train.state.tensor_part.TensorPart`: nothing is gathered but names and numbers. What checkpoints
+        :class:`hdpcomm.train.state.layout.TensorPart`: nothing is gathered but names and numbers. What checkpoints
         are written from by all ranks together, and read into; then give it to :meth:`load_state_dict`. Collective.
         """
         return {**self.runner.state.parts(), "num_steps": self.num_steps}

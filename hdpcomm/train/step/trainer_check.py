@@ -25,7 +25,7 @@ from hdpcomm.train.zero.pulled_weights import has_part
 
 if TYPE_CHECKING:
     from hdpcomm.plan import Planner, StepPlan, TrajectoryTree
-    from hdpcomm.train.step.settings import StepSettings
+    from hdpcomm.train.step.runner import StepSettings
 
 __all__ = [
     "check_finite",

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from hdpcomm.comm import Work
     from hdpcomm.comm.mesh import Mesh
     from hdpcomm.train.state.layout import Holders, Layout
-    from hdpcomm.train.zero.buckets import Bucket
-    from hdpcomm.train.zero.units import Units
+    from hdpcomm.train.zero.buckets import Bucket, Units
 
 __all__ = ["Gradients", "trained_parameters", "wide_type"]
 

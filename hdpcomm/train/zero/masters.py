@@ -15,13 +15,12 @@ from hdpcomm.comm.tensors import wraps_tensors
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.state.layout import Layout
-from hdpcomm.train.zero.buckets import Bucket, Sharding, SharedShards, make_buckets
+from hdpcomm.train.zero.buckets import Bucket, Sharding, SharedShards, Units, make_buckets, unit_buckets
 from hdpcomm.train.zero.gradients import Gradients, trained_parameters, wide_type
 from hdpcomm.train.zero.matrix_owners import MatrixOwners, check_elementwise
 from hdpcomm.train.zero.pulled_weights import PulledWeights
 from hdpcomm.train.zero.pushed_sums import PushedSums
 from hdpcomm.train.zero.side_work import side_work
-from hdpcomm.train.zero.units import Units, unit_buckets
 from hdpcomm.train.zero.whole_sums import WholeSums, memory_of
 
 if TYPE_CHECKING:

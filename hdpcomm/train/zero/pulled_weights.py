@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from hdpcomm.errors import InvalidUsage
 
 if TYPE_CHECKING:
-    from hdpcomm.train.zero.buckets import Bucket, BucketShards, SharedShards
+    from hdpcomm.train.zero.buckets import Bucket, BucketShards, SharedShards, Unit, Units
     from hdpcomm.train.zero.side_work import SideWork
-    from hdpcomm.train.zero.units import Unit, Units
 
 __all__ = ["PulledWeights", "has_part", "names_only", "set_part", "without_values"]
 

@@ -20,9 +20,8 @@ from hdpcomm.kernels.buffers import accumulate
 if TYPE_CHECKING:
     from hdpcomm.comm import Work
     from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.train.zero.buckets import Bucket, BucketShards, SharedShards
+    from hdpcomm.train.zero.buckets import Bucket, BucketShards, SharedShards, Unit, Units
     from hdpcomm.train.zero.side_work import SideWork
-    from hdpcomm.train.zero.units import Unit, Units
 
 __all__ = ["PushedSums"]
 

@@ -16,8 +16,7 @@ from hdpcomm.models.expert_group import ExpertGroup
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator, Work
-    from hdpcomm.train.zero.buckets import Bucket
-    from hdpcomm.train.zero.units import Unit, Units
+    from hdpcomm.train.zero.buckets import Bucket, Unit, Units
 
 __all__ = ["WholeSums", "memory_of"]
 

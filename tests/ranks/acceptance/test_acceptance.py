@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.acceptance import SECTIONS, Report, Row, Rule, Settings, accept, hosts, rated
+from hdpcomm.acceptance import SECTIONS, Report, Row, Rule, Settings, accept, rated
 from hdpcomm.acceptance import collectives as collective_checks
 from hdpcomm.acceptance import devices as device_checks
 from hdpcomm.acceptance.devices import check_copies, check_links, check_products
@@ -73,11 +73,11 @@ def test_ratios_are_judged_by_their_rule() -> None:
 
 def of_version(versions: list[str]) -> list[Row]:
     with hdp.init() as comm:
-        hosts.__version__ = versions[comm.rank]  # type: ignore[attr-defined]
+        device_checks.__version__ = versions[comm.rank]  # type: ignore[attr-defined]
         try:
-            return hosts.check_versions(comm)
+            return device_checks.check_versions(comm)
         finally:
-            hosts.__version__ = hdp.__version__  # type: ignore[attr-defined]
+            device_checks.__version__ = hdp.__version__  # type: ignore[attr-defined]
 
 
 def test_an_old_version_is_named(ranks: Callable[..., list[Any]]) -> None:
@@ -94,7 +94,7 @@ def on_full_disk(folder: str, full: bool) -> list[Row]:
         if full and comm.rank == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
         try:
-            return hosts.check_disks(comm, Path(folder))
+            return device_checks.check_disks(comm, Path(folder))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, ignored)

@@ -108,7 +108,7 @@ def test_every_cpu_backend(backend):
 
 @pytest.mark.parametrize("changes", [{}, {"keys": [140, 40]}, {"causal": False}])
 def test_backward_in_blocks(changes, monkeypatch):
-    monkeypatch.setattr("hdpcomm.attention.backends.cpu._BACKWARD_BLOCK", 16)
+    monkeypatch.setattr("hdpcomm.attention.backends.dense._BACKWARD_BLOCK", 16)
     check(Case(3, [120, 50], heads=4, kv_heads=2, **changes, options={"backend": "cpu"}), 1e-12)
 
 

@@ -16,7 +16,7 @@ from hdpcomm.cli.main import main
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, adapt, set_recompute
-from hdpcomm.models.expert_replicas import ExpertPlacement, place_replicas
+from hdpcomm.models.expert_group import ExpertPlacement, place_replicas
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.parallel import expert_parallel, split_model, tensor_parallel
 from hdpcomm.plan import ClusterSpec, Planner

@@ -10,7 +10,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.run import CheckpointFolder, open_checkpoint
 from hdpcomm.testing import run_threads
-from hdpcomm.train.state.tensor_part import TensorPart
+from hdpcomm.train.state.layout import TensorPart
 from tests.harness.mesh_shapes import SHAPES, trainer_of
 from tests.ranks.parallel.test_sharded_mesh import ONE, check_state, steps_of
 

@@ -11,7 +11,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
-from hdpcomm.comm.absent import AbsentRanks
+from hdpcomm.comm.mesh import AbsentRanks
 from hdpcomm.data import open_corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import hdpcomm as hdp
 from hdpcomm.testing import spawn
 from hdpcomm.torch_backend import BackendLost, BackendTimeout, communicator
-from hdpcomm.torch_backend.errors import BackendAborted
+from hdpcomm.torch_backend.work import BackendAborted
 from tests.harness.fault_cases import LONG_S, told_survivors, wait_for
 from tests.harness.torch_groups import data, torch_ranks
 from tests.ranks.torch_backend import test_collectives as collectives

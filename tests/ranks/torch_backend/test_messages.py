@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import hdpcomm as hdp
 from hdpcomm.torch_backend import BackendLost, BackendMismatch, BackendTimeout
-from hdpcomm.torch_backend.errors import BackendAborted
+from hdpcomm.torch_backend.work import BackendAborted
 from tests.harness.fault_cases import LONG_S, interrupt_soon
 from tests.harness.torch_groups import data, torch_ranks
 

@@ -20,9 +20,8 @@ from hdpcomm.comm.device.communicator import DeviceWork
 from hdpcomm.testing import run_threads
 from hdpcomm.testing.device_check import OrderingError, check, planted_sites
 from hdpcomm.torch_backend import BackendTimeout, communicator
-from hdpcomm.torch_backend.errors import BackendAborted
 from hdpcomm.torch_backend.staging import Operation
-from hdpcomm.torch_backend.work import StreamWork
+from hdpcomm.torch_backend.work import BackendAborted, StreamWork
 from tests.harness.stream_groups import joined, tensors_with_streams
 from tests.harness.torch_groups import data, torch_ranks
 from tests.harness.worlds import small_slots

@@ -22,7 +22,7 @@ from hdpcomm.plan.memory import Line, StepMemory
 from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.runner import StepSettings
 from tests.harness.pipelines import FixedPlanner
 
 SIZE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -13,7 +13,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure import profile_memory
 from hdpcomm.models import Llama
 from hdpcomm.testing import run_threads
-from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.runner import StepSettings
 from tests.ranks.train.test_sharded import CONFIG, LENGTHS, fetch, trainer_of
 
 OPTIONS: dict[str, dict[str, Any]] = {

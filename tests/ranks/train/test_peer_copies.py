@@ -12,8 +12,8 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.testing import run_threads
 from hdpcomm.train.state import peer_copies
+from hdpcomm.train.state.layout import TensorPart
 from hdpcomm.train.state.peer_copies import PeerCopies
-from hdpcomm.train.state.tensor_part import TensorPart
 from tests.ranks.train.test_reshard import DTYPES, layout
 
 CASES = int(os.environ.get("HDPCOMM_TEST_PEER_COPIES", "40"))

@@ -16,7 +16,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Reshard
 from hdpcomm.train.state import reshard
-from hdpcomm.train.state.tensor_part import TensorPart
+from hdpcomm.train.state.layout import TensorPart
 from tests.harness.mesh_shapes import SHAPES, Shape, trainer_of
 
 PAIRS = int(os.environ.get("HDPCOMM_RESHARD_PAIRS", "60"))

@@ -20,8 +20,7 @@ from hdpcomm.run.flops import spec_of
 from hdpcomm.testing import run_threads
 from hdpcomm.train import IGNORE
 from hdpcomm.train.step.passes import Passes
-from hdpcomm.train.step.runner import Runner
-from hdpcomm.train.step.settings import StepSettings
+from hdpcomm.train.step.runner import Runner, StepSettings
 from tests.harness.mesh_shapes import DENSE
 from tests.harness.pipelines import COST, SEED
 from tests.harness.plain_losses import log_probs_of

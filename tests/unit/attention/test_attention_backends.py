@@ -14,12 +14,24 @@ from hdpcomm.attention import Problem, as_pack, available_backends
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends import cuda as cuda_module
 from hdpcomm.attention.backends.base import Accumulator, GradSum, Score
-from hdpcomm.attention.backends.combined import DividedBackend, divided, plan_size
-from hdpcomm.attention.backends.cpu import CpuBackend, cut, lower
-from hdpcomm.attention.backends.cuda import CudnnBackend, EfficientBackend, FlashAttn2Backend, FlashBackend
-from hdpcomm.attention.backends.dense import equal_runs
-from hdpcomm.attention.backends.reference import ReferenceBackend
-from hdpcomm.attention.backends.varlen import VarlenBackend, batches_of
+from hdpcomm.attention.backends.cuda import (
+    CudnnBackend,
+    EfficientBackend,
+    FlashAttn2Backend,
+    FlashBackend,
+    VarlenBackend,
+    batches_of,
+)
+from hdpcomm.attention.backends.dense import (
+    CpuBackend,
+    DividedBackend,
+    ReferenceBackend,
+    cut,
+    divided,
+    equal_runs,
+    lower,
+    plan_size,
+)
 from hdpcomm.attention.routes import ring_plan
 from hdpcomm.attention.tiles import Band, Span, Tile, band_tile, tiles_of
 from hdpcomm.errors import InvalidUsage

@@ -15,10 +15,9 @@ from hdpcomm.measure import links
 from hdpcomm.perf.config import REDOPS, PerfConfig, parse_size
 from hdpcomm.perf.data import ALL, contribution, element_type, reduced, values
 from hdpcomm.perf.ops import OPERATIONS, operation, parts
-from hdpcomm.perf.records import recorded
 from hdpcomm.perf.results import IterationStats
 from hdpcomm.perf.runner import check, points
-from hdpcomm.perf.table import fixed
+from hdpcomm.perf.table import fixed, recorded
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hdpcomm.plan import (
     Planner,
 )
 from hdpcomm.plan.cost import core_cost
-from hdpcomm.plan.presets import device_in
+from hdpcomm.plan.specs import device_in
 from tests.harness.native import _testing
 
 

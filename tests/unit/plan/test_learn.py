@@ -13,7 +13,7 @@ import pytest
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, CostLearner, CostModel, Planner, RankTimes, StepPlan, Tree
 from hdpcomm.plan.distributions import sample_lengths
-from hdpcomm.plan.robust import fit_robust, folded_sum, weighted_median
+from hdpcomm.plan.learn import fit_robust, folded_sum, weighted_median
 
 RANKS = 16
 CLUSTER = ClusterSpec(RANKS, 8192, ranks_per_node=8)

@@ -15,7 +15,7 @@ from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.offload import MemoryMeter
 from hdpcomm.run import CheckpointFolder, open_checkpoint
 from hdpcomm.run.tensor_files import TensorFiles, join_files, write_tensors
-from hdpcomm.train.state.tensor_part import TensorPart, boxes
+from hdpcomm.train.state.layout import TensorPart, boxes
 
 SHAPES = [(), (1,), (7,), (3, 5), (1, 4), (4, 1), (2, 3, 4), (3, 1, 2, 2)]
 
