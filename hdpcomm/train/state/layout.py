@@ -203,6 +203,7 @@ class Placement:
         Args:
             written: no other replica writes them.
         """
+        written = written and not (self.copy and self.name == self.trained)  # an encoder's, which the first stage has
         if self.shard is None:
             return TensorPart(self.shape, boxes, written=written and self.holders.first)
         found = [each for place, box in boxes for each in self.shard.spread(place, box)]
