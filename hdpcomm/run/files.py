@@ -8,7 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from functools import cached_property, partial
@@ -70,7 +70,7 @@ def locked_folder(out: Path) -> Iterator[None]:
                     out.rmdir()
 
 
-class RunFiles:
+class RunFiles(AbstractContextManager["RunFiles"]):
     """Writes what a run tells, as it is told; one process opens it. Nothing is ever truncated.
 
     Args:
@@ -142,9 +142,6 @@ class RunFiles:
         """Appends a step as planned and as measured."""
         if self._lines:
             self._lines["timeline"].append(row)
-
-    def __enter__(self) -> RunFiles:
-        return self
 
     def __exit__(self, *failure: Any) -> None:
         self._stack.__exit__(*failure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
@@ -19,7 +20,7 @@ __all__ = ["MetricsLog", "read_lines", "read_metrics"]
 _MOST = 1 << 32  # bytes of a file of lines that is read
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Appends steps, or other JSON objects, to a file, a line each, at once; the first one makes the file. What a
     killed process left without its end is set apart. A run that was resumed goes on in the same file, so a step may
     stand there twice.
@@ -53,9 +54,6 @@ class MetricsLog:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-    def __enter__(self) -> Any:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
