@@ -60,7 +60,7 @@ def run_rank(tokenizer: Path | None, job: Mapping[str, Any]) -> str:
         store = build_data(**job, encoder=encoder, comm=comm, on_progress=on_progress)
     return (
         f"{store.path}: {len(store):,} documents, {int(store.lengths.sum()):,} tokens of {store.encoder_name}, longest "
-        f"{int(store.lengths.max()):,}"
+        f"{int(store.lengths.max()):,}" + f", {len(store.images):,} images" * bool(len(store.images))
     )
 
 
@@ -111,5 +111,6 @@ def _check(options: argparse.Namespace) -> int:
             f"{options.path} --out FOLDER, and check that, or train on them as they are"
         )
     store = open_store(options.path)
-    print(f"{options.path}: {store.check():,} bytes are as they were written")
+    images = f" and {len(store.images):,} images" * bool(len(store.images))
+    print(f"{options.path}: {store.check():,} bytes{images} are as they were written")
     return 0

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 
 from hdpcomm.data.agree import on_rank_0, raise_together
-from hdpcomm.data.encoders import Encoder
+from hdpcomm.data.encoders import Encoder, FolderEncoder
+from hdpcomm.data.images import EncodedImage, Picture, take_pictures
 from hdpcomm.data.records import Fields, Unit, records
 from hdpcomm.data.store_writer import PartWriter, partial_of, publish
 from hdpcomm.data.token_store import TokenStore, open_store
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build_store", "cache_folder", "open_published", "store_key"]
 
+_Document = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None, list[EncodedImage]]
 _ROUND_S = 0.5  # between two looks at how far the other ranks are
 _STALE_S = 86400.0  # after which what a killed process left is removed
 
@@ -162,10 +164,10 @@ class _Worker(threading.Thread):
         try:
             writer = PartWriter(self._folder, self._rank, vocabulary=self._encoder.vocabulary)
             for place, unit in self._units:
-                for tokens, counted in self._documents(unit):
+                for document in self._documents(unit):
                     if self.stopped.is_set():  # another rank has failed
                         return
-                    writer.add(place, tokens, counted)
+                    writer.add(place, *document)
                 self.done += unit.size
             writer.close()
         except InvalidUsage as error:
@@ -176,12 +178,18 @@ class _Worker(threading.Thread):
         except Exception as error:
             self.failure = place, Error(f"{self._units[0][1].path}: {type(error).__name__}: {error}")
 
-    def _documents(self, unit: Unit) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]]:
-        """(tokens, which of them count for the loss) of documents with a token, and of conversations with an answer."""
+    def _documents(self, unit: Unit) -> Iterator[_Document]:
+        """(tokens, which of them count for the loss, images) of documents with a token, and of conversations with an
+        answer."""
+        folder = (unit.path if unit.path.is_dir() else unit.path.parent).absolute()
         for where, content in records(unit, self._fields):
-            if isinstance(content, list):
-                tokens, counted = self._encoder.chat(content, where)
-                if counted[1:].any():
-                    yield tokens, counted
-            elif len(tokens := self._encoder.text(content)):
-                yield tokens, None
+            pictures: list[Picture] = []
+            if isinstance(content, tuple):
+                messages, pictures = take_pictures(*content, where, folder)
+                document: _Document = *self._encoder.chat(messages, where), []
+            else:
+                document = self._encoder.text(content), None, []
+            if isinstance(self._encoder, FolderEncoder):
+                document = self._encoder.with_images(*document[:2], pictures, where)
+            if len(document[0]) and (document[1] is None or document[1][1:].any()):
+                yield document

@@ -12,18 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hdpcomm.data.encoders import FolderEncoder, encoder_of
+from hdpcomm.data.images import LazyPixels
 from hdpcomm.data.records import block_starts, text_files
 from hdpcomm.data.sampler import BatchSampler
-from hdpcomm.data.token_store import TokenStore
+from hdpcomm.data.token_store import NO_IMAGES, TokenStore
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import IGNORE
+from hdpcomm.plan import Item
 
 __all__ = [
     "BatchReader", "Corpus", "CorpusSummary", "TextPieces", "corpus_of", "labelled", "standard_library",
@@ -42,6 +45,7 @@ class TextPieces:
 
     files: tuple[Path, ...]
     pieces: Index
+    images: ClassVar[Index] = NO_IMAGES
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -99,6 +103,9 @@ class Corpus:
         encoder: fingerprint of what makes the tokens; ``encoder_name`` is its name for messages.
         vocabulary: every token is below it.
         weights: of the tokens of each source in a mixture; empty: each sequence comes once an epoch.
+        images: ``[images, 8]``: document, first token, tokens, patches and grid as in the table of its store (see
+            :mod:`hdpcomm.data.token_store`), place in that table.
+        left_out: documents that would be cut inside an image.
     """
 
     name: str
@@ -110,7 +117,10 @@ class Corpus:
     encoder_name: str = "byte"
     vocabulary: int = 256
     weights: tuple[float, ...] = ()
+    images: Index = field(default_factory=lambda: NO_IMAGES[:, :8], repr=False)
+    left_out: tuple[int, ...] = ()
     _masked: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_), repr=False)
+    _model: Path | None = None  # folder with the processor of the images
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -140,6 +150,11 @@ class Corpus:
         """Documents that have a sequence here."""
         return len(np.unique(self.sequences[:, 0]))
 
+    @property
+    def num_images(self) -> int:
+        """Images of these documents."""
+        return int(np.isin(self.images[:, 0], self.sequences[:, 0]).sum())
+
     def sampler(self, *, tokens: int, seed: int) -> BatchSampler:
         """Batches of at most so many tokens, by the weights of the sources if there are any. Local; raises as
         :class:`BatchSampler`."""
@@ -168,6 +183,32 @@ class Corpus:
         masked = self._masked.size and self._masked[self.sequences[sequence, 0]]
         counted = source.counted(document, first, count) if masked else None
         return labelled(source.tokens(document, first, count), counted, stop - start)
+
+    def items(self, sequence: int) -> list[Item]:
+        """The images of one sequence, for a plan. Local."""
+        first = int(self.sequences[sequence, 1])
+        return [Item(start - first, *sizes) for start, *sizes in self._images_of(sequence)[:, 1:4].tolist()]
+
+    def media(self, sequence: int) -> dict[str, Any]:
+        """The images of one sequence as a model takes them, each read with its pixels; ``{}`` without any. Local."""
+        images = self._images_of(sequence)
+        if not len(images):
+            return {}
+        source, document, *_ = self._place(sequence)
+        grids, processor = images[:, 4:7].tolist(), cast(FolderEncoder, encoder_of(self._model)).processor
+
+        def pixels(number: int) -> Any:
+            picture = cast(TokenStore, source).picture(int(images[number, 7]))
+            return processor(picture, source.name_of(document))["pixel_values"]
+
+        grid = {"image_grid_thw": torch.tensor(grids)} if grids[0][0] else {}
+        return {"pixel_values": LazyPixels(grids, pixels), **grid}
+
+    def _images_of(self, sequence: int) -> Index:
+        document, first, length = self.sequences[sequence]
+        begin, end = np.searchsorted(self.images[:, 0], (document, document + 1))
+        inside = np.searchsorted(self.images[begin:end, 1], (first, first + length))
+        return self.images[begin + inside[0] : begin + inside[1]]
 
     def place_of(self, sequence: int) -> str:
         """Where one sequence is, for messages. Local. Raises: InvalidUsage: no such sequence."""
@@ -208,6 +249,8 @@ class Corpus:
             sequences=len(self),
             tokens=self.num_tokens,
             cut_documents=self.num_cut,
+            images=self.num_images,
+            left_out=len(self.left_out),
             text=self.describe(),
         )
 
@@ -221,12 +264,18 @@ class Corpus:
             f"{quantiles[0]:,.0f}, 90% below {quantiles[1]:,.0f}, longest "
             f"{int(self.lengths.max()):,})"
         )
+        text += f"; {_many(self.num_images, 'image')}" if self.num_images else ""
         if self.weights:
             shares = (f"{weight / sum(self.weights):.0%}" for weight in self.weights)
             text += f"; a mixture of {', '.join(shares)} of the tokens"
         if self.num_cut:
             cut = f"{_many(self.num_cut, 'document')} longer than the context of {self.context:,}"
             text += f"; {cut} {'was' if self.num_cut == 1 else 'were'} cut into pieces"
+        if self.left_out:
+            rows = self.documents[list(self.left_out[:3])].tolist()
+            names = ", ".join(self.sources[source].name_of(document) for source, document, _ in rows)
+            text += f"; {_many(len(self.left_out), 'document')} left out, as a cut would go through an image: "
+            text += names + ", ..." * (len(self.left_out) > len(rows))
         return text
 
 
@@ -240,6 +289,8 @@ class CorpusSummary:
     sequences: int
     tokens: int
     cut_documents: int
+    images: int
+    left_out: int
     text: str
 
 
@@ -254,10 +305,17 @@ class BatchReader:
     corpus: Corpus
     ids: tuple[int, ...]
 
-    def __call__(self, place: int) -> tuple[Tensor, Tensor]:
-        """(tokens, labels) of the sequence at ``place`` of the batch."""
+    def __call__(self, place: int) -> Any:
+        """(tokens, labels) of the sequence at ``place`` of the batch; with images a dictionary of all."""
         sequence = self.ids[place]
-        return self.corpus.part(sequence, 0, int(self.corpus.sequences[sequence, 2]))
+        tokens, labels = self.corpus.part(sequence, 0, int(self.corpus.sequences[sequence, 2]))
+        media = self.corpus.media(sequence)
+        return {"tokens": tokens, "labels": labels, **media} if media else (tokens, labels)
+
+    @property
+    def items(self) -> list[list[Item]]:
+        """``items`` of such a step."""
+        return [self.corpus.items(sequence) for sequence in self.ids]
 
     def part(self, place: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """(tokens, labels) of a part of it."""
@@ -283,9 +341,10 @@ def labelled(following: npt.NDArray[Any], counted: npt.NDArray[np.bool_] | None,
 def corpus_of(name: str, sources: Sequence[TextPieces | TokenStore], *, context: int) -> Corpus:
     """A corpus of these sources, cut into sequences of at most ``context`` tokens. Local.
 
-    Pieces of a conversation in which no token counts for the loss are left out.
+    Pieces of a conversation in which no token counts for the loss are left out, and documents that would be cut inside
+    an image.
 
-    Raises: InvalidUsage if sources have tokens of different encoders.
+    Raises: InvalidUsage if sources have tokens of different encoders, or nothing is left.
     """
     stores = [source for source in sources if isinstance(source, TokenStore)]
     kinds = {(store.encoder, store.encoder_name, store.vocabulary) for store in stores}
@@ -301,18 +360,27 @@ def corpus_of(name: str, sources: Sequence[TextPieces | TokenStore], *, context:
     ]
     documents = np.concatenate(tables).astype(np.int64)
     masked = np.concatenate([each.masked for each in sources])
+    before = np.cumsum([0, *map(len, sources)])
+    images = np.concatenate([_images(each.images, first) for each, first in zip(sources, before, strict=False)])
+    begin, end = images[:, 1], images[:, 1] + images[:, 2]
+    left_out = np.unique(images[begin // context != (end - 1) // context, 0])
+    sequences = _cut(documents[:, 2], context)
     corpus = Corpus(
         name=name,
         context=context,
         sources=tuple(sources),
         documents=documents,
-        sequences=_cut(documents[:, 2], context),
+        sequences=sequences[~np.isin(sequences[:, 0], left_out)],
         encoder=encoder,
         encoder_name=encoder_name,
         vocabulary=vocabulary,
+        images=images,
+        left_out=tuple(left_out.tolist()),
         _masked=masked if masked.any() else np.zeros(0, dtype=np.bool_),
     )
-    return _without_empty_pieces(corpus)
+    if not len(kept := _without_empty_pieces(corpus)) and len(left_out):
+        raise InvalidUsage(f"{name}: a context of {context:,} tokens cuts an image of each document; raise --context")
+    return kept
 
 
 def standard_library(*, context: int, whole_every: int = 0) -> Corpus:
@@ -344,6 +412,11 @@ def standard_library(*, context: int, whole_every: int = 0) -> Corpus:
 
 def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _images(table: Index, first: int) -> Index:
+    """See :attr:`Corpus.images`; ``first``: number of the first document of the table."""
+    return np.column_stack((table[:, 0] + first, table[:, 1:7], np.arange(len(table))))
 
 
 def _cut(lengths: Index, context: int) -> Index:

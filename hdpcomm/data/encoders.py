@@ -4,41 +4,43 @@ conversation counts for the loss."""
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from hdpcomm.data.images import EncodedImage, ImageProcessor, Picture
 from hdpcomm.errors import InvalidUsage, first_line
+from hdpcomm.files import read_text
 
 __all__ = ["ByteEncoder", "Encoder", "FolderEncoder", "assistant_spans", "encoder_of", "has_tokenizer", "plain_chat"]
 
 Tokens = npt.NDArray[np.int64]
 Counted = npt.NDArray[np.bool_]
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Span = tuple[int, int]
 _FILES = ("tokenizer*.json", "tokenizer*.model", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _VOCABULARIES = ("vocab.*", "merges.txt", "spiece.model", "sentencepiece*.model")
 
 
 class Encoder(Protocol):
-    """Makes tokens. Equal fingerprints mean equal tokens for equal texts."""
+    """Makes tokens.
 
-    @property
-    def name(self) -> str:
-        """For messages."""
+    Attributes:
+        name: for messages.
+        fingerprint: equal ones mean equal tokens for equal texts.
+        vocabulary: every token is below it.
+    """
 
-    @property
-    def fingerprint(self) -> str:
-        """Hash of all that the encoder's tokens depend on."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Every token is below it."""
+    name: str
+    fingerprint: str
+    vocabulary: int
 
     def text(self, text: str | bytes) -> Tokens:
         """The tokens of a document."""
@@ -83,6 +85,9 @@ class FolderEncoder:
             raise InvalidUsage(f"{folder}: no such folder; give the folder of a model with its tokenizer")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            if not self._tokenizer.chat_template and (folder / "chat_template.json").is_file():  # of older processors
+                self._tokenizer.chat_template = json.loads(read_text(folder / "chat_template.json"))["chat_template"]
+            config = json.loads(read_text(folder / "config.json")) if (folder / "config.json").is_file() else {}
         except Exception as error:  # transformers and tokenizers raise many kinds, down to bare Exception
             raise InvalidUsage(f"{folder} holds no tokenizer that transformers can load: {first_line(error)}") from None
         self.name = folder.resolve().name
@@ -90,6 +95,9 @@ class FolderEncoder:
         self.vocabulary = len(self._tokenizer)
         template = self._tokenizer.chat_template
         self._marked = isinstance(template, str) and bool(re.search(r"{%-?\s*generation\b", template))
+        self.folder, processors = folder, any((folder / name).is_file() for name in _PROCESSORS)
+        self._lists = processors and isinstance(template, str) and "image" in template  # contents are lists of parts
+        self._placeholder = int(config.get("image_token_id", config.get("image_token_index", -1)))
 
     def text(self, text: str | bytes) -> Tokens:
         if isinstance(text, bytes):
@@ -101,15 +109,46 @@ class FolderEncoder:
         return np.array(tokens, dtype=np.int64)
 
     def chat(self, messages: Sequence[Any], where: object) -> tuple[Tokens, Counted]:
-        checked = checked_messages(messages, where)
+        checked = checked_messages(messages, where, lists=self._lists)
         if not self._tokenizer.chat_template:
             return self._spans(*plain_chat(checked), where)
         if self._marked:
             out = self._template(
                 checked, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, verbose=False
             )
-            return np.array(out["input_ids"], dtype=np.int64), np.array(out["assistant_masks"], dtype=np.bool_)
-        return self._spans(*assistant_spans(lambda part, ask: self._render(part, where, ask), checked, where), where)
+            found = np.array(out["input_ids"], dtype=np.int64), np.array(out["assistant_masks"], dtype=np.bool_)
+        else:
+            spans = assistant_spans(lambda part, ask: self._render(part, where, ask), checked, where)
+            found = self._spans(*spans, where)
+        bos = self._tokenizer.bos_token_id  # which processors, unlike tokenizers, add where a template has none
+        if not self._lists or list(found[0][:1]) == [bos] or self._tokenizer("")["input_ids"][:1] != [bos]:
+            return found
+        return np.insert(found[0], 0, bos), np.insert(found[1], 0, False)
+
+    def with_images(
+        self, tokens: Tokens, counted: Counted | None, pictures: Sequence[Picture], where: object
+    ) -> tuple[Tokens, Counted | None, list[EncodedImage]]:
+        """:meth:`chat` with as many tokens in the place of each placeholder as its image takes, and the images. Raises:
+        InvalidUsage, see ``where``."""
+        token = self.processor.token if pictures else self._placeholder
+        places = np.flatnonzero(tokens == token)
+        if len(places) != len(pictures):
+            raise InvalidUsage(
+                f"{where}: {len(pictures)} images are given, and their token ({token}) is {len(places)} times in the "
+                "text; give as many, and the placeholder nowhere as text (other templates, as Gemma 3's, are not read)"
+            )
+        sizes = [self.processor.sizes(picture, where) for picture in pictures]
+        repeats = np.ones(len(tokens), dtype=np.int64)
+        repeats[places] = [each[0] for each in sizes]
+        starts = (np.cumsum(repeats) - repeats)[places].tolist()
+        images = [(picture, (start, *each)) for picture, start, each in zip(pictures, starts, sizes, strict=True)]
+        counted = None if counted is None else np.repeat(counted & (tokens != token), repeats)
+        return np.repeat(tokens, repeats), counted, images
+
+    @cached_property
+    def processor(self) -> ImageProcessor:
+        """Processor of the folder. Raises: InvalidUsage."""
+        return ImageProcessor(self.folder)
 
     def _render(self, messages: Sequence[Message], where: object, ask: bool) -> str:
         return str(self._template(messages, where, tokenize=False, add_generation_prompt=ask))
@@ -149,7 +188,8 @@ def _fingerprint(folder: Path) -> str:
     import transformers
 
     digest = hashlib.sha256(transformers.__version__.encode())
-    for path in sorted({path for name in (*_FILES, *_VOCABULARIES) for path in folder.glob(name) if path.is_file()}):
+    names = (*_FILES, *_VOCABULARIES, *_PROCESSORS)
+    for path in sorted({path for name in names for path in folder.glob(name) if path.is_file()}):
         digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:32]
 
@@ -158,8 +198,9 @@ def _utf8(text: str | bytes) -> bytes:
     return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
 
 
-def checked_messages(messages: Sequence[Any], where: object) -> list[Message]:
-    """Messages with a role and a text each. Raises: InvalidUsage that begins with ``where``."""
+def checked_messages(messages: Sequence[Any], where: object, *, lists: bool = False) -> list[Message]:
+    """Messages with a role and a text each, or with ``lists`` a list of texts and images. Raises: InvalidUsage that
+    begins with ``where``."""
     if not messages:
         raise InvalidUsage(f"{where}: this conversation has no message")
     checked: list[Message] = []
@@ -169,15 +210,22 @@ def checked_messages(messages: Sequence[Any], where: object) -> list[Message]:
                 f"{where}: message {place} is {_short(message)}; an object with a 'role' and a 'content' was expected"
             )
         content = message.get("content")
-        if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
-            content = "".join(str(part["text"]) for part in content)
-        if not isinstance(content, str):
+        if isinstance(content, list) and all(_is_part(part, lists) for part in content):
+            texts = [{"type": "text", "text": str(part["text"])} if "text" in part else part for part in content]
+            content = texts if lists else "".join(part["text"] for part in texts)
+        elif isinstance(content, str):
+            content = [{"type": "text", "text": content}] if lists else content
+        else:
             raise InvalidUsage(
-                f"{where}: the content of message {place} is {_short(content)}; text was expected (images and tool "
-                "calls are not supported)"
+                f"{where}: the content of message {place} is {_short(content)}; text was expected (images need the "
+                "folder of a model with a processor and a chat template for them; tool calls are not supported)"
             )
         checked.append({"role": message["role"], "content": content})
     return checked
+
+
+def _is_part(part: Any, images: bool) -> bool:
+    return isinstance(part, Mapping) and (part.get("text") is not None or (images and part == {"type": "image"}))
 
 
 def plain_chat(messages: Sequence[Message]) -> tuple[str, list[Span]]:
@@ -224,7 +272,9 @@ def assistant_spans(
         if whole.startswith(upto) and upto.startswith(before) and len(before) >= cursor:
             span = (len(before), len(upto))
         else:
-            span = _by_content(whole, upto, message["content"].strip(), cursor, place, where)
+            content = message["content"]
+            text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+            span = _by_content(whole, upto, text.strip(), cursor, place, where)
         spans.append(span)
         cursor = span[1]
     return whole, spans

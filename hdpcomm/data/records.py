@@ -22,6 +22,8 @@ __all__ = [
 _JSONL = {".jsonl", ".ndjson"}
 _UNIT_BYTES = 4 << 20
 _UNIT_ROWS = 4096
+_ROWS_AT_ONCE = 64  # which may hold images
+_IMAGES = "images"
 SNIFF_BYTES = 8192
 _CONTROL = bytes(set(range(32)) - set(b"\t\n\r\f\b\x1b")) + b"\x7f"
 
@@ -137,8 +139,9 @@ def check_paths(paths: Any) -> None:
         raise InvalidUsage("no path was given; name at least one text file, JSONL file or folder")
 
 
-def records(unit: Unit, fields: Fields) -> Iterator[tuple[object, str | bytes | list[Any]]]:
-    """(where, text or messages) of each document of a unit; ``where`` names its place in messages. Local."""
+def records(unit: Unit, fields: Fields) -> Iterator[tuple[object, str | bytes | tuple[list[Any], list[Any]]]]:
+    """(where, text or (messages, images for the placeholders in them)) of each document of a unit; ``where`` names its
+    place in messages. Local."""
     if unit.kind == "text":
         with unit.path.open("rb") as file:
             yield str(unit.path), file.read(unit.stop)
@@ -149,20 +152,23 @@ def records(unit: Unit, fields: Fields) -> Iterator[tuple[object, str | bytes | 
                 yield line_place, _content(json_record(line, line_place, fields.text), line_place, fields, "field")
     elif unit.kind == "parquet":
         file = _parquet(unit.path)
-        column = _column(file.schema_arrow.names, unit.path, fields)
+        columns = _columns(file.schema_arrow.names, unit.path, fields)
         row = sum(file.metadata.row_group(group).num_rows for group in range(unit.start))
-        for batch in file.iter_batches(batch_size=1024, row_groups=[unit.start], columns=[column]):
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=[unit.start], columns=columns):
             for record in batch.to_pylist():
                 where = f"{unit.path} row {row}"
                 yield where, _content(record, where, fields, "column")
                 row += 1
     else:
         dataset = _dataset(unit.path)
-        column = _column(dataset.column_names, unit.path, fields)
-        values = dataset.select_columns([column])[unit.start : unit.stop][column]
-        for row, value in enumerate(values, unit.start):
-            where = f"{unit.path} row {row}"
-            yield where, _content({column: value}, where, fields, "column")
+        dataset = dataset.select_columns(_columns(dataset.column_names, unit.path, fields))
+        if "Image(" in str(dataset.features.get(_IMAGES)):
+            dataset = dataset.cast_column(_IMAGES, [_library("datasets", unit.path).Image(decode=False)])
+        for start in range(unit.start, unit.stop, _ROWS_AT_ONCE):
+            columns = dataset[start : min(start + _ROWS_AT_ONCE, unit.stop)]
+            for row, values in enumerate(zip(*columns.values(), strict=True), start):
+                where = f"{unit.path} row {row}"
+                yield where, _content(dict(zip(columns, values, strict=True)), where, fields, "column")
 
 
 class _Line:
@@ -207,7 +213,7 @@ def json_record(line: bytes, where: object, field: str) -> Mapping[str, Any]:
     return record
 
 
-def _content(record: Mapping[str, Any], where: object, fields: Fields, kind: str) -> str | list[Any]:
+def _content(record: Mapping[str, Any], where: object, fields: Fields, kind: str) -> Any:
     if fields.text in record:
         text = record[fields.text]
         if not isinstance(text, str):
@@ -217,20 +223,19 @@ def _content(record: Mapping[str, Any], where: object, fields: Fields, kind: str
             )
         return text
     if fields.messages in record:
-        messages = record[fields.messages]
-        if not isinstance(messages, list):
-            raise InvalidUsage(
-                f"{where}: the {kind} {fields.messages!r} holds a {type(messages).__name__}, a list of messages was "
-                "expected"
-            )
-        return messages
+        messages, images = record[fields.messages], record.get(_IMAGES) or []
+        for name, value, listed in ((fields.messages, messages, "messages"), (_IMAGES, images, "images")):
+            if not isinstance(value, list):
+                wrong = type(value).__name__
+                raise InvalidUsage(f"{where}: the {kind} {name!r} holds a {wrong}, a list of {listed} was expected")
+        return messages, images
     raise _missing(list(record), where, fields, kind)
 
 
-def _column(names: Sequence[str], path: Path, fields: Fields) -> str:
+def _columns(names: Sequence[str], path: Path, fields: Fields) -> list[str]:
     for name in (fields.text, fields.messages):
         if name in names:
-            return name
+            return [name, *({_IMAGES} & set(names) if name == fields.messages else ())]
     raise _missing(names, path, fields, "column")
 
 

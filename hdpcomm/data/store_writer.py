@@ -9,13 +9,15 @@ import os
 import shutil
 import uuid
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hdpcomm.data.token_store import BLOCK_BYTES, CHECKSUM, FORMAT, KIND, META, TABLES, token_dtype
+from hdpcomm.data.images import EncodedImage
+from hdpcomm.data.token_store import BLOCK_BYTES, CHECKSUM, FORMATS, KIND, META, NO_IMAGES, TABLES, token_dtype
 from hdpcomm.files import fingerprint, json_checksum, sync_folder, write_synced
 
 __all__ = ["PartWriter", "partial_of", "publish"]
@@ -78,11 +80,21 @@ class PartWriter:
         self._dtype = token_dtype(vocabulary)
         self._tokens = _BlockFile(folder / f"tokens-{part}.bin")
         self._mask = _BlockFile(folder / f"mask-{part}.bin")
+        self._pictures = _BlockFile(folder / f"images-{part}.bin")
+        self._images: list[tuple[int, ...]] = []
         self._rows: list[tuple[int, int, int, int, int]] = []
         self._first = 0
 
-    def add(self, unit: int, tokens: npt.NDArray[Any], counted: npt.NDArray[np.bool_] | None) -> None:
+    def add(
+        self, unit: int, tokens: npt.NDArray[Any], counted: npt.NDArray[np.bool_] | None,
+        images: Sequence[EncodedImage] = (),
+    ) -> None:  # fmt: skip
         """Appends a document. ``counted``: which tokens count for the loss; ``None``: all."""
+        for picture, sizes in images:
+            kept, size = (os.fsencode(picture.path), len(picture.data)) if picture.path else (picture.data, -1)
+            place = self._part, self._pictures.size, len(kept), size, zlib.crc32(picture.data)
+            self._images.append((len(self._rows), *sizes, *place))
+            self._pictures.append(kept)
         masked = -1 if counted is None else self._mask.size
         self._rows.append((unit, self._part, self._first, len(tokens), masked))
         self._tokens.append(np.ascontiguousarray(tokens, dtype=self._dtype).tobytes())
@@ -92,13 +104,15 @@ class PartWriter:
 
     def close(self) -> None:
         """Writes what is left, and the rows and checksums that :func:`publish` collects."""
-        for file in (self._tokens, self._mask):
+        for file in (self._tokens, self._mask, self._pictures):
             file.close()
         np.savez(
             self._folder / f"rows-{self._part}.npz",
             rows=np.array(self._rows, dtype=np.int64).reshape(-1, 5),
             tokens=np.array(self._tokens.sums, dtype=np.uint32),
             mask=np.array(self._mask.sums, dtype=np.uint32),
+            images=np.array(self._pictures.sums, dtype=np.uint32),
+            table=np.array(self._images, dtype=np.int64).reshape(-1, NO_IMAGES.shape[1]),
         )
 
 
@@ -107,22 +121,29 @@ def publish(partial: Path, final: Path, *, parts: int, facts: dict[str, Any]) ->
 
     The documents stand in the order of their units. A store that is there already is replaced. Called by one rank.
     """
-    tables, sums, sizes = [], [], {}
+    tables: list[Any] = []
+    pictures, sums, sizes = [], [], {}
     for part in range(parts):
         with np.load(partial / f"rows-{part}.npz") as found:
+            pictures.append(found["table"])
+            pictures[-1][:, 0] += sum(len(each) for each in tables)
             tables.append(found["rows"])
-            for kind in ("tokens", "mask"):
+            for kind in ("tokens", "mask", "images"):
                 if len(found[kind]):
                     name = f"{kind}-{part}.bin"
                     sizes[name] = (partial / name).stat().st_size
                     sums.append(found[kind])
         (partial / f"rows-{part}.npz").unlink()
     rows = np.concatenate(tables)
-    documents = rows[np.argsort(rows[:, 0], kind="stable"), 1:]
+    order = np.argsort(rows[:, 0], kind="stable")
+    documents, images = rows[order, 1:], np.concatenate(pictures)
+    images[:, 0] = np.argsort(order)[images[:, 0]]
     np.save(partial / "documents.npy", documents)
     np.save(partial / "checksums.npy", np.concatenate(sums) if sums else np.zeros(0, dtype=np.uint32))
-    tables_on_disk = {name: fingerprint(partial / name) for name in TABLES}
-    meta = {"kind": KIND, "format": FORMAT, **facts, "tables": tables_on_disk, "parts": sizes}
+    if len(images):
+        np.save(partial / TABLES[2], images[np.argsort(images[:, 0], kind="stable")])
+    tables_on_disk = {name: fingerprint(partial / name) for name in TABLES[: 3 if len(images) else 2]}
+    meta = {"kind": KIND, "format": FORMATS[len(images) > 0], **facts, "tables": tables_on_disk, "parts": sizes}
     write_synced(partial / META, json.dumps(meta | {CHECKSUM: json_checksum(meta)}, indent=1))
     _rename(partial, final)
     return len(documents)

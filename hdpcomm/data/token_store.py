@@ -2,9 +2,12 @@
 
 ``meta.json`` says what is there; ``documents.npy`` holds ``[documents, 4]``: part, first token in it, length in tokens,
 first byte of the loss mask (-1: every token counts); ``tokens-P.bin`` and ``mask-P.bin`` hold the parts, each written
-by one rank; ``checksums.npy`` holds the CRC-32 of each block of the parts. Opening a store checks its sizes, its
-documents and its checksums; a block of a part is checked when it is first read. So a store of any size opens at once,
-and no token that was changed on the disk is ever trained on.
+by one rank; ``checksums.npy`` holds the CRC-32 of each block of the parts. ``images.npy``, where there are images, has
+``[images, 12]``: document, first token, and what :meth:`hdpcomm.data.images.ImageProcessor.sizes` tells; part, first
+byte and bytes in ``images-P.bin`` of the image, or of the path of its own file; bytes of that file (-1: there is none)
+and the CRC-32 of the image. Opening a store checks its sizes, its documents and its checksums; a block of a part, or an
+image, is checked when it is first read. So a store of any size opens at once, and no token or image that was changed on
+the disk is ever trained on.
 """
 
 from __future__ import annotations
@@ -20,17 +23,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hdpcomm.data.images import Picture
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import fingerprint, json_checksum, open_regular, read_text
 
-__all__ = ["BLOCK_BYTES", "FORMAT", "META", "TokenStore", "is_store", "open_store", "token_dtype"]
+__all__ = ["BLOCK_BYTES", "FORMATS", "META", "TokenStore", "is_store", "open_store", "token_dtype"]
 
-FORMAT = 2
+FORMATS = (2, 3)
+"""Without images, and with some."""
 CHECKSUM = "sha256"
 META = "meta.json"
 BLOCK_BYTES = 1 << 18
 KIND = "hdpcomm tokens"
-TABLES = ("documents.npy", "checksums.npy")
+TABLES = ("documents.npy", "checksums.npy", "images.npy")
+NO_IMAGES = np.zeros((0, 12), dtype=np.int64)
 Index = npt.NDArray[np.int64]
 
 
@@ -44,7 +50,7 @@ def is_store(path: Path) -> bool:
     try:
         if not (path / META).is_file():
             return False
-        return all((path / name).is_file() for name in TABLES) or _meta(path).get("kind") == KIND
+        return all((path / name).is_file() for name in TABLES[:2]) or _meta(path).get("kind") == KIND
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -54,13 +60,14 @@ class TokenStore:
     """An open store; made by :func:`open_store`. Pickled by its path.
 
     Attributes:
-        documents: ``[documents, 4]``, see above.
+        documents, images: see above.
         encoder: fingerprint of what made the tokens (:class:`hdpcomm.data.encoders.Encoder`).
         vocabulary: every token is below it.
     """
 
     path: Path
     documents: Index
+    images: Index
     encoder: str
     encoder_name: str
     vocabulary: int
@@ -103,10 +110,27 @@ class TokenStore:
             return np.ones(length, dtype=np.bool_)
         return self._read(f"mask-{part}.bin", start + first, length).astype(np.bool_)
 
+    def picture(self, image: int) -> Picture:
+        """An image by its place in the table. Raises: InvalidUsage: its block is damaged, or its file another one."""
+        *_, part, first, count, size, checksum = (int(value) for value in self.images[image])
+        data = self._read(f"images-{part}.bin", first, count).tobytes()
+        if size < 0:
+            return Picture(data)
+        path, wrong = os.fsdecode(data), "has changed"
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            content, wrong = b"", f"cannot be read any more ({error.strerror})"
+        if len(content) != size or zlib.crc32(content) != checksum:
+            raise InvalidUsage(f"image {path} {wrong}; put it back, or delete {self.path} and build it again")
+        return Picture(content, path)
+
     def check(self) -> int:
-        """Reads and checks every block; returns the bytes. Raises: InvalidUsage at the first damaged one."""
+        """Reads and checks every block and image; returns the bytes. Raises: InvalidUsage at the first damaged one."""
         for name, part in self.parts.items():
             self._check(name, 0, part.nbytes)
+        for image in range(len(self.images)):
+            self.picture(image)
         return sum(part.nbytes for part in self.parts.values())
 
     def _read(self, name: str, start: int, count: int) -> npt.NDArray[Any]:
@@ -144,9 +168,9 @@ def open_store(path: Path) -> TokenStore:
     if meta.get("kind") != KIND:
         raise InvalidUsage(f"{path}: holds no tokens of hdpcomm; make a store with hdpcomm data build")
     checksum = meta.pop(CHECKSUM, None)
-    if meta.get("format") != FORMAT:
+    if meta.get("format") not in FORMATS:
         raise InvalidUsage(
-            f"{path}: has format {meta.get('format')}, and this hdpcomm reads format {FORMAT}; build it again"
+            f"{path}: has format {meta.get('format')}, and this hdpcomm reads format 2 or 3; build it again"
         )
     if checksum != json_checksum(meta):
         raise _damaged(path, f"{META} does not have the checksum that it names")
@@ -180,6 +204,7 @@ def _open(path: Path, meta: Mapping[str, Any]) -> TokenStore:
     return TokenStore(
         path=path,
         documents=documents,
+        images=np.load(path / TABLES[2], mmap_mode="r") if TABLES[2] in meta["tables"] else NO_IMAGES,
         encoder=str(meta["encoder"]),
         encoder_name=str(meta["encoder_name"]),
         vocabulary=int(meta["vocabulary"]),

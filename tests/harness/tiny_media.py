@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -182,12 +183,13 @@ TEMPLATE = (
 WORDS = [f"w{i}" for i in range(40)]
 
 
-def processor() -> Any:
-    """A processor of Qwen2.5-VL without one of videos, which would need torchvision; ids as in :func:`config_of`."""
-    import tokenizers
+@functools.cache
+def processor_class() -> Any:
+    """The processor of Qwen2.5-VL without one of videos, which would need torchvision; AutoProcessor opens folders that
+    it has saved in processes that have called this."""
     import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     class Processor(Qwen2_5_VLProcessor):  # type: ignore[misc]
         def __init__(
@@ -197,19 +199,39 @@ def processor() -> Any:
             self.image_token_id, self.video_token_id = IMAGE, VIDEO
             transformers.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return ["image_processor", "tokenizer"]
+
+    Processor.__name__ = "ProcessorOfImages"
+    PROCESSOR_MAPPING.register(transformers.Qwen2_5_VLConfig, Processor, exist_ok=True)
+    return Processor
+
+
+def tokenizer_of(**more: Any) -> Any:
+    """A tokenizer of words, with ids as in :func:`config_of`."""
+    import tokenizers
+    import transformers
+
     special = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
     ids = {word: i for i, word in enumerate(["<pad>", "<user>", "<bot>", "<end>", "<unk>", *WORDS])}
     ids |= {word: IMAGE + i for i, word in enumerate(special)}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=plain, pad_token="<pad>", eos_token="<end>", unk_token="<unk>",
-        additional_special_tokens=special,
+        additional_special_tokens=special, **more,
     )  # fmt: skip
+
+
+def processor() -> Any:
+    """A processor of Qwen2.5-VL; ids as in :func:`config_of`."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
     images = Qwen2VLImageProcessorPil(
         patch_size=PATCH, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=1024
     )
-    return Processor(images, tokenizer, chat_template=TEMPLATE)
+    return processor_class()(images, tokenizer_of(), chat_template=TEMPLATE)
 
 
 def picture(seed: int) -> Any:

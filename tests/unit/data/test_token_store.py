@@ -245,5 +245,5 @@ def test_stores_of_another_format_are_refused(tmp_path: Path) -> None:
     build_data([tmp_path / "a.jsonl"], out)
     meta = json.loads((out / "meta.json").read_text())
     (out / "meta.json").write_text(json.dumps(meta | {"format": 1}))
-    with pytest.raises(InvalidUsage, match="has format 1, and this hdpcomm reads format 2; build it again"):
+    with pytest.raises(InvalidUsage, match="has format 1, and this hdpcomm reads format 2 or 3; build it again"):
         open_store(out)
