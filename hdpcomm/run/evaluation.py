@@ -50,7 +50,8 @@ def evaluate(trainer: Trainer, corpus: Corpus, *, tokens_per_step: int, step: in
     try:
         for ids in _batches(corpus, tokens_per_step):
             lengths = [int(corpus.lengths[sequence]) for sequence in ids]
-            total += trainer.evaluate(lengths, BatchReader(corpus, ids))
+            reader = BatchReader(corpus, ids)
+            total += trainer.evaluate(lengths, reader, items=reader.items)
     finally:
         model.train(training)
     comm.all_reduce(total)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from hdpcomm.arguments import ranks_text
 from hdpcomm.data import BatchSampler, Corpus
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.models import LlamaConfig
+from hdpcomm.models.media import FAMILIES
 from hdpcomm.run.config import RunConfig
+from hdpcomm.run.model import FolderModel, read_config
 
 __all__ = ["batch_sampler", "check_limits"]
 
@@ -43,4 +46,13 @@ def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
             f"the data has tokens up to {corpus.vocabulary - 1:,} ({corpus.encoder_name}), and the model has a "
             f"vocabulary of {config.model.vocabulary:,}; give the tokenizer that belongs to the model"
         )
+    if corpus.num_images:
+        _check_images(config.model, {"--queue": config.queue, "--compare ddp": "ddp" in config.policies})
     batch_sampler(corpus, config)
+
+
+def _check_images(model: LlamaConfig | FolderModel, options: dict[str, bool]) -> None:
+    kind = read_config(model.folder).model_type if isinstance(model, FolderModel) else "the built-in Llama"
+    options = {f"a model of text ({kind}; known with images are {', '.join(FAMILIES)})": kind not in FAMILIES} | options
+    for name in (name for name, given in options.items() if given):
+        raise InvalidUsage(f"the data has images, which do not go together with {name}; leave out either")

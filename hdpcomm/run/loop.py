@@ -278,7 +278,8 @@ class _Run:
         with self.comm.busy("waits for the plan of a step, and for its data"):
             planned = next(self.plans[policy])
         try:
-            metrics = trainer.step(planned, BatchReader(self.corpus, self.batches.batch(step).ids))
+            reader = BatchReader(self.corpus, self.batches.batch(step).ids)
+            metrics = trainer.step(planned, reader, items=reader.items)
         except NotFinite as error:
             trainer.check_replicas()  # it may be one rank whose memory is broken
             self._leave_out(policy, step, error)
