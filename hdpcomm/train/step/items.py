@@ -28,8 +28,9 @@ __all__ = ["ENCODER", "StepItems", "text_alone", "with_items"]
 
 ENCODER = -1
 """In the place of a micro-batch's index, for what the encoder takes."""
-_MOST_PATCHES = 1 << 15
-"""Patches that the encoder computes at a time, if an item does not have more."""
+_MOST_PATCHES, _MOST_AGAIN = 1 << 15, 1 << 12
+"""Patches that the encoder computes at a time, if an item does not have more; and where it computes again in the
+backward pass, which then keeps the activations of as many."""
 
 
 class StepItems:
@@ -92,7 +93,7 @@ class StepItems:
         """Embeddings of this rank's items, a number of patches at a time."""
         chosen: list[tuple[Mapping[str, Any], list[int]]] = []
         patches, before = 0, -1
-        placed = self._placed
+        placed, most = self._placed, _MOST_AGAIN if self._encoder.recompute and self._trained else _MOST_PATCHES
         for item in placed.of_device(self._comm.rank):
             sequence, number = int(placed.sequence[item]), int(placed.number[item])
             if sequence != before:
@@ -100,7 +101,7 @@ class StepItems:
                 self._keep(sequence, fetched)
                 chosen.append((fetched, []))
             more = placed.items[sequence][number].patches
-            if patches and patches + more > _MOST_PATCHES:
+            if patches and patches + more > most:
                 yield self._encoder.encode([each for each in chosen if each[1]], self._device)
                 self._comm.tick()  # the others wait for all
                 chosen, patches = [(fetched, [])], 0

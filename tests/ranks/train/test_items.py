@@ -165,6 +165,28 @@ def test_gradients_on_meshes(family, shape):
         assert spans.count("encoder") == 2
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_items_are_encoded_a_number_of_patches_at_a_time(recompute, monkeypatch):
+    """Fewer where they are encoded again, as all patches of a call then have activations."""
+    from hdpcomm.models.media import MediaEncoder
+    from hdpcomm.train.step import items as of_step
+
+    wanted("qwen3_vl")
+    monkeypatch.setattr(of_step, "_MOST_PATCHES", 100)
+    monkeypatch.setattr(of_step, "_MOST_AGAIN", 48)  # an item has as many at most
+    encode, calls = MediaEncoder._encode, []
+
+    def counted(encoder, chosen, device):
+        calls.append(sum(encoder.items(given)[number].patches for given, numbers in chosen for number in numbers))
+        return encode(encoder, chosen, device)
+
+    monkeypatch.setattr(MediaEncoder, "_encode", counted)
+    for found in run_threads(lambda: stepped("qwen3_vl", recompute=recompute), 2):
+        check("qwen3_vl", found)
+    assert len(calls) > (16 if recompute == "full" else 4)
+    assert max(calls) <= (48 if recompute == "full" else 100)
+
+
 def test_all_stages_share_an_encoder():
     """On four stages, and with the optimizer's state in parts."""
     wanted("llava")
