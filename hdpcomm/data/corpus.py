@@ -304,12 +304,19 @@ class BatchReader:
 
     corpus: Corpus
     ids: tuple[int, ...]
+    _media: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+
+    def media(self, place: int) -> dict[str, Any]:
+        """:meth:`Corpus.media` of the sequence at ``place``, which keeps the pixels that were made."""
+        if place not in self._media:
+            self._media[place] = self.corpus.media(self.ids[place])
+        return self._media[place]
 
     def __call__(self, place: int) -> Any:
         """(tokens, labels) of the sequence at ``place`` of the batch; with images a dictionary of all."""
         sequence = self.ids[place]
         tokens, labels = self.corpus.part(sequence, 0, int(self.corpus.sequences[sequence, 2]))
-        media = self.corpus.media(sequence)
+        media = self.media(place)
         return {"tokens": tokens, "labels": labels, **media} if media else (tokens, labels)
 
     @property

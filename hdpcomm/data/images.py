@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +107,7 @@ class ImageProcessor:
 
             self._processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             self.token = int(self._processor.image_token_id)
+            self._one_thread = threading.Lock()  # at a time, for tokenizers refuse several
         except Exception as error:  # of many kinds, as of what processors need
             raise InvalidUsage(
                 f"{folder}: the data has images, and transformers loads no processor of images there "
@@ -120,7 +122,8 @@ class ImageProcessor:
 
             with Image.open(io.BytesIO(picture.data)) as opened:
                 image = ImageOps.exif_transpose(opened)
-                made: Mapping[str, Any] = self._processor([image], self._processor.image_token, return_tensors="pt")
+                with self._one_thread:
+                    made: Mapping[str, Any] = self._processor([image], self._processor.image_token, return_tensors="pt")
         except Exception as error:  # of Pillow and of processors
             name, why = picture.path or f"of {len(picture.data):,} bytes", first_line(error)
             raise InvalidUsage(f"{where}: image {name} cannot be read ({why}); mend it, or leave it out") from None
@@ -161,6 +164,10 @@ class LazyPixels:
         (start, stop, _), first, image = rows.indices(len(self)), 0, 0
         while first + self._rows[image] <= start:
             first, image = first + self._rows[image], image + 1
-        if image not in self._made:
-            self._made[image] = self._read(image)
-        return self._made[image][start - first : stop - first]
+        return self.of_image(image)[start - first : stop - first]
+
+    def of_image(self, number: int) -> Tensor:
+        """The rows of an image."""
+        if number not in self._made:
+            self._made[number] = self._read(number)
+        return self._made[number]

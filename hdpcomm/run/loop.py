@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.comm.topology import by_host, domains_of
-from hdpcomm.data import BatchReader, Corpus
+from hdpcomm.data import Corpus
 from hdpcomm.data.agree import from_rank, raise_together
 from hdpcomm.errors import Error, InvalidUsage, NotFinite
 from hdpcomm.log import LOG
@@ -38,6 +38,7 @@ from hdpcomm.run.optimizers import is_for_matrices, new_optimizer
 from hdpcomm.run.options import RunResult, Saving, Watching
 from hdpcomm.run.peer_saves import KeptCheckpoint
 from hdpcomm.run.pipelines import mesh_of, new_trainer, trained_part
+from hdpcomm.run.readers_ahead import ReadersAhead
 from hdpcomm.run.resuming import (
     agreed_checkpoint,
     check_same_data,
@@ -183,6 +184,7 @@ class _Run:
         free_models()  # that were measured
         planners = {policy: make_planner(comm, corpus, config, self.costs, policy) for policy in config.policies}
         self.batches = batch_sampler(corpus, config)
+        self.readers = stack.enter_context(ReadersAhead(corpus, self.batches, config.steps))
         # From here on, so that the first step's plan is made while the models are.
         self.plans = {
             policy: stack.enter_context(PlanAhead(planner, self._lengths())) for policy, planner in planners.items()
@@ -278,7 +280,7 @@ class _Run:
         with self.comm.busy("waits for the plan of a step, and for its data"):
             planned = next(self.plans[policy])
         try:
-            reader = BatchReader(self.corpus, self.batches.batch(step).ids)
+            reader = self.readers.take(step, trainer)
             metrics = trainer.step(planned, reader, items=reader.items)
         except NotFinite as error:
             trainer.check_replicas()  # it may be one rank whose memory is broken

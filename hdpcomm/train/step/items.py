@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hdpcomm.plan import MicroBatch, PlannedStep, Planner, TrajectoryTree
     from hdpcomm.train.losses.label_terms import Batch
 
-__all__ = ["ENCODER", "StepItems", "text_alone", "with_items"]
+__all__ = ["ENCODER", "StepItems", "items_on_devices", "text_alone", "with_items"]
 
 ENCODER = -1
 """In the place of a micro-batch's index, for what the encoder takes."""
@@ -276,12 +276,22 @@ def with_items(
     ]
     if wrong := [name for name, found in others if found]:
         raise InvalidUsage(f"images and videos do not go together with {', '.join(wrong)} yet; leave out either")
-    sources = None if batch is None else batch.sources
-    more: dict[str, Any] = {"tensor": mesh.tensor, "sources": sources}
-    each = planner.cost_model.linear + planner.cost_model.piece
     lengths = cast("Sequence[int]", planned.lengths if batch is None else batch.lengths)
+    sources = None if batch is None else batch.sources
+    return replace(planned, items=items_on_devices(items, lengths, encoder, planner, mesh, sources))
+
+
+def items_on_devices(
+    items: Sequence[Sequence[Item]], lengths: Sequence[int], encoder: MediaEncoder, planner: Planner, mesh: Mesh,
+    sources: Sequence[int | TrajectoryTree] | None = None,
+) -> PlacedItems:  # fmt: skip
+    """The items of a step and the devices that encode them, whatever its plan is. The same on all ranks. Local.
+
+    Raises: InvalidUsage: of :func:`hdpcomm.plan.items.place_items`.
+    """
+    each = planner.cost_model.linear + planner.cost_model.piece
 
     def seconds(patches: int) -> float:
         return encoder.share_of_tokens(patches) * each
 
-    return replace(planned, items=place_items(items, lengths, mesh.comm.size, seconds, **more))
+    return place_items(items, lengths, mesh.comm.size, seconds, tensor=mesh.tensor, sources=sources)

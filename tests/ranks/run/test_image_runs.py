@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.data import build_data, encoder_of, open_corpus, open_store
 from hdpcomm.data.content import content_digest
+from hdpcomm.data.images import ImageProcessor
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.media import MediaEncoder, auto_class
 from hdpcomm.run import MetricsLog, RunConfig, RunResult, Saving, Watching, folder_model, read_metrics, train
@@ -141,6 +143,37 @@ def test_losses_are_those_of_a_plain_loop(
     assert losses(tmp_path) == pytest.approx(expected[0], rel=1e-5)
     found = [each.loss for each in results[0].evaluations["balanced"]]
     assert found == pytest.approx(expected[1], rel=1e-5)
+
+
+def decoding(model: str, data: str, cache: str) -> tuple[list[str], list[int]]:
+    """(the thread that made each image's pixels, images of each step) of a run."""
+    threads: list[str] = []
+    made = ImageProcessor.__call__
+
+    def noted(processor: ImageProcessor, *given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return made(processor, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        torch.set_num_threads(1)
+        processor_class()
+        with hdp.init() as comm:
+            reading: dict[str, Any] = {"context": CONTEXT, "encoder": encoder_of(Path(model)), "cache": Path(cache)}
+            corpus = open_corpus([data], comm=comm, **reading)
+            patch.setattr(ImageProcessor, "__call__", noted)
+            train(comm, corpus, config_of(model, capacity=150, eval_every=0))
+            sampler = corpus.sampler(tokens=BATCH, seed=0)
+            counts = [sum(len(corpus.items(i)) for i in sampler.batch(step).ids) for step in range(STEPS)]
+    return threads, counts
+
+
+def test_images_are_decoded_while_the_step_before_runs(ranks: Ranks, model: Path, chats: Path, tmp_path: Path) -> None:
+    """But for those of the first step; each once, by the rank that encodes it."""
+    found = ranks(2, decoding, str(model), str(chats), str(tmp_path / "cache"))
+    counts = found[0][1]
+    threads = [name for own, _ in found for name in own]
+    assert len(threads) == sum(counts)
+    assert sum(name.startswith("hdpcomm-images") for name in threads) == sum(counts[1:]) > 10
 
 
 def test_a_run_goes_on_on_other_ranks(
