@@ -133,6 +133,8 @@ def print_dry_run(corpus: CorpusSummary, config: RunConfig, found: DryRun) -> No
         f"{model_text(config)} of {found.parameters:,} parameters on {_ranks_text(found.ranks)}; nothing was trained"
     )
     _print_devices(console, config, found)
+    if corpus.images:
+        console.print("beside it, activations of the encoder, if it is trained and not recomputed (--recompute full)")
     count = len(found.reports[config.policies[0]])
     title = f"the first {count} steps, simulated with the costs measured here"
     names = ("policy", "seconds/step", "tokens/s", "micro-batches", "longest on", "idle", "exposed")

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from hdpcomm.comm.launchers import local_place
 from hdpcomm.comm.topology import by_host, domains_of
-from hdpcomm.data import Corpus
+from hdpcomm.data import BatchReader, Corpus, GlobalBatch
 from hdpcomm.models import NewWeights
 from hdpcomm.plan import Planner
 from hdpcomm.plan.memory import StepMemory
@@ -27,11 +27,13 @@ from hdpcomm.run.memory import (
     within_memory,
 )
 from hdpcomm.run.model import model_on_meta
-from hdpcomm.run.pipelines import new_trainer, recompute_by_device
+from hdpcomm.run.pipelines import mesh_of, new_trainer, recompute_by_device
 from hdpcomm.sim import StepReport, simulate_step
+from hdpcomm.train.step.items import encoding_s, items_on_devices
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
+    from hdpcomm.models.media import MediaEncoder
     from hdpcomm.offload import PinnedPool
 
 __all__ = ["DryRun", "dry_run"]
@@ -77,14 +79,24 @@ def dry_run(comm: Communicator, corpus: Corpus, config: RunConfig, *, elastic: b
     beside = memory_beside(config, on_host, on_devices=comm.device.type == "cuda", elastic_ranks=elastic_ranks)
     recompute = recompute_by_device(config)
     sampler = batch_sampler(corpus, config)
-    batches = [sampler.batch(step).lengths for step in range(min(STEPS, config.steps))]
+    model, mesh = model_on_meta(config.model), mesh_of(comm, config)
+    batches = [sampler.batch(step) for step in range(min(STEPS, config.steps))]
+
+    def beside_passes_s(planner: Planner, batch: GlobalBatch) -> float:
+        items = BatchReader(corpus, batch.ids).items
+        if not any(items):
+            return after_s
+        encoder = cast("MediaEncoder", model.media)
+        placed = items_on_devices(items, batch.lengths, encoder, planner, mesh)
+        return after_s + encoding_s(placed, encoder, planner)
+
     reports = {
-        policy: [simulate_step(planner, lengths).followed_by(after_s) for lengths in batches]
+        policy: [simulate_step(planner, each.lengths).followed_by(beside_passes_s(planner, each)) for each in batches]
         for policy, planner in planners.items()
     }
     return DryRun(
         ranks=comm.size,
-        parameters=sum(p.numel() for p in model_on_meta(config.model).parameters()),
+        parameters=sum(p.numel() for p in model.parameters()),
         reports=reports,
         devices=devices,
         recompute=tuple(recompute),

@@ -47,7 +47,8 @@ def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:
             f"vocabulary of {config.model.vocabulary:,}; give the tokenizer that belongs to the model"
         )
     if corpus.num_images:
-        _check_images(config.model, {"--queue": config.queue, "--compare ddp": "ddp" in config.policies})
+        others = {"--queue": config.queue, "--compare ddp": "ddp" in config.policies}
+        _check_images(config.model, others | {"--memory (what encoders keep is not predicted)": config.memory > 0})
     batch_sampler(corpus, config)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from hdpcomm.plan import MicroBatch, PlannedStep, Planner, TrajectoryTree
     from hdpcomm.train.losses.label_terms import Batch
 
-__all__ = ["ENCODER", "StepItems", "items_on_devices", "text_alone", "with_items"]
+__all__ = ["ENCODER", "StepItems", "encoding_s", "items_on_devices", "text_alone", "with_items"]
 
 ENCODER = -1
 """In the place of a micro-batch's index, for what the encoder takes."""
@@ -289,9 +290,16 @@ def items_on_devices(
 
     Raises: InvalidUsage: of :func:`hdpcomm.plan.items.place_items`.
     """
-    each = planner.cost_model.linear + planner.cost_model.piece
-
-    def seconds(patches: int) -> float:
-        return encoder.share_of_tokens(patches) * each
-
+    seconds = partial(_seconds, encoder, planner)
     return place_items(items, lengths, mesh.comm.size, seconds, tensor=mesh.tensor, sources=sources)
+
+
+def encoding_s(placed: PlacedItems, encoder: MediaEncoder, planner: Planner) -> float:
+    """Seconds until the last device has encoded its items, by the planner's costs. Local."""
+    pairs = zip(placed.sequence.tolist(), placed.number.tolist(), strict=True)
+    each = [_seconds(encoder, planner, placed.items[sequence][number].patches) for sequence, number in pairs]
+    return float(np.bincount(placed.device, weights=each).max(initial=0.0))
+
+
+def _seconds(encoder: MediaEncoder, planner: Planner, patches: int) -> float:
+    return encoder.share_of_tokens(patches) * (planner.cost_model.linear + planner.cost_model.piece)

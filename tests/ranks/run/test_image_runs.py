@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import importlib
 import json
 import os
 import pickle
@@ -174,6 +175,22 @@ def test_images_are_decoded_while_the_step_before_runs(ranks: Ranks, model: Path
     threads = [name for own, _ in found for name in own]
     assert len(threads) == sum(counts)
     assert sum(name.startswith("hdpcomm-images") for name in threads) == sum(counts[1:]) > 10
+
+
+def seconds_of_dry_run(model: str, data: str, cache: str) -> float:
+    module = importlib.import_module("hdpcomm.run.dry_run")  # its package has a function of that name
+    processor_class()
+    with hdp.init() as comm:
+        reading: dict[str, Any] = {"context": CONTEXT, "encoder": encoder_of(Path(model)), "cache": Path(cache)}
+        corpus = open_corpus([data], comm=comm, **reading)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "encoding_s", lambda *_: 1000.0)
+            found = module.dry_run(comm, corpus, config_of(model, capacity=150))
+        return float(found.reports["balanced"][0].step_s)
+
+
+def test_a_dry_run_counts_the_encoder(ranks: Ranks, model: Path, chats: Path, tmp_path: Path) -> None:
+    assert 1000 < ranks(2, seconds_of_dry_run, str(model), str(chats), str(tmp_path / "cache"))[0] < 1100
 
 
 def test_a_run_goes_on_on_other_ranks(
@@ -424,6 +441,7 @@ def test_models_and_folders_that_take_no_images(model: Path, chats: Path, tmp_pa
     for changed, name in (
         ({"model": LlamaConfig()}, "a model of text (the built-in Llama; known with images are qwen2_vl"),
         ({"queue": True}, "--queue"), ({"policies": ("balanced", "ddp")}, "--compare ddp"),
+        ({"memory": 1 << 30, "recompute": "auto"}, "--memory"),
     ):  # fmt: skip
         with pytest.raises(InvalidUsage, match=re.escape(f"the data has images, which do not go together with {name}")):
             check_limits(corpus, config_of(str(model), **changed), ranks=1)

@@ -187,6 +187,26 @@ def test_items_are_encoded_a_number_of_patches_at_a_time(recompute, monkeypatch)
     assert max(calls) <= (48 if recompute == "full" else 100)
 
 
+def test_seconds_of_encoding_are_those_of_the_busiest_device():
+    from hdpcomm.train.step.items import encoding_s, items_on_devices
+
+    samples, *_, new = wanted("qwen3_vl")
+
+    def step():
+        comm, adapted = hdp.init(), adapt(copy.deepcopy(new), check=False)
+        planner = Planner(None, ClusterSpec(3, 560), cost_model=CostModel(1e-7, 1e-5, piece=1e-6))
+        items = [items_of(adapted, each) for each in samples]
+        lengths = [len(each["tokens"]) for each in samples]
+        placed = items_on_devices(items, lengths, adapted.media, planner, hdp.Mesh(comm))
+        loads = [0.0] * 3
+        for sequence, number, device in zip(placed.sequence, placed.number, placed.device, strict=True):
+            loads[device] += adapted.media.share_of_tokens(items[sequence][number].patches) * 1.1e-5
+        assert encoding_s(placed, adapted.media, planner) == pytest.approx(max(loads))
+        return max(loads) / sum(loads)
+
+    assert all(1 / 3 < share < 0.36 for share in run_threads(step, 3))
+
+
 def test_all_stages_share_an_encoder():
     """On four stages, and with the optimizer's state in parts."""
     wanted("llava")
