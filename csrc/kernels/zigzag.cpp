@@ -25,11 +25,12 @@ std::vector<int64_t> zigzagBounds(const int64_t* cu_seqlens, int64_t num_sequenc
                         std::to_string(cu_seqlens[s + 1]) + " at sequence " + std::to_string(s) +
                         "; it must be the running sum of lengths");
     }
+    const int64_t least = length / pieces;
     const int64_t longer = length % pieces;
     for (int64_t p = 0; p < pieces; ++p) {
-      const int64_t slot = p < ranks ? p : 3 * ranks - 1 - p;
-      const bool dealt = (slot - cursor + pieces) % pieces < longer;
-      row[p + 1] = row[p] + length / pieces + static_cast<int64_t>(dealt);
+      const int64_t turn = (p < ranks ? p : 3 * ranks - 1 - p) - cursor;  // of its slot
+      const bool dealt = (turn < 0 ? turn + pieces : turn) < longer;
+      row[p + 1] = row[p] + least + static_cast<int64_t>(dealt);
     }
     cursor = (cursor + longer) % pieces;
   }
