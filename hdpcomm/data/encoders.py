@@ -98,6 +98,8 @@ class FolderEncoder:
         self.folder, processors = folder, any((folder / name).is_file() for name in _PROCESSORS)
         self._lists = processors and isinstance(template, str) and "image" in template  # contents are lists of parts
         self._placeholder = int(config.get("image_token_id", config.get("image_token_index", -1)))
+        self._patch = int(config.get("vision_config", {}).get("patch_size", 14))
+        self._opening: str = getattr(self._tokenizer, "boi_token", None) or ""  # Gemma 3's template has this alone
 
     def text(self, text: str | bytes) -> Tokens:
         if isinstance(text, bytes):
@@ -132,14 +134,18 @@ class FolderEncoder:
         InvalidUsage, see ``where``."""
         token = self.processor.token if pictures else self._placeholder
         places = np.flatnonzero(tokens == token)
-        if len(places) != len(pictures):
+        sizes = [self.processor.sizes(picture, where) for picture in pictures]
+        counts = np.array([each[0] for each in sizes], dtype=np.int64)
+        repeats = np.ones(len(tokens), dtype=np.int64)
+        if self._opening and len(places) == counts.sum():  # the text had all of each image
+            places = places[np.cumsum(counts) - counts]
+        elif len(places) == len(pictures):
+            repeats[places] = counts
+        else:
             raise InvalidUsage(
                 f"{where}: {len(pictures)} images are given, and their token ({token}) is {len(places)} times in the "
-                "text; give as many, and the placeholder nowhere as text (other templates, as Gemma 3's, are not read)"
+                "text; give as many, and the placeholder nowhere as text"
             )
-        sizes = [self.processor.sizes(picture, where) for picture in pictures]
-        repeats = np.ones(len(tokens), dtype=np.int64)
-        repeats[places] = [each[0] for each in sizes]
         starts = (np.cumsum(repeats) - repeats)[places].tolist()
         images = [(picture, (start, *each)) for picture, start, each in zip(pictures, starts, sizes, strict=True)]
         counted = None if counted is None else np.repeat(counted & (tokens != token), repeats)
@@ -148,10 +154,11 @@ class FolderEncoder:
     @cached_property
     def processor(self) -> ImageProcessor:
         """Processor of the folder. Raises: InvalidUsage."""
-        return ImageProcessor(self.folder)
+        return ImageProcessor(self.folder, self._placeholder, self._patch)
 
     def _render(self, messages: Sequence[Message], where: object, ask: bool) -> str:
-        return str(self._template(messages, where, tokenize=False, add_generation_prompt=ask))
+        text = str(self._template(messages, where, tokenize=False, add_generation_prompt=ask))
+        return self.processor.expanded(text) if self._opening and self._opening in text else text
 
     def _template(self, messages: Sequence[Message], where: object, **options: Any) -> Any:
         try:

@@ -99,14 +99,20 @@ def _picture(source: Any, encoded: bool, where: object, folder: Path) -> Picture
 
 
 class ImageProcessor:
-    """The processor of a model's folder, for one image at a time. Raises: InvalidUsage: there is none."""
+    """The processor of a model's folder, for one image at a time. Raises: InvalidUsage: there is none.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        token: that stands for images in the model's tokens; below 0: the processor's.
+        patch: rows and columns of a patch, where the processor has none.
+    """
+
+    def __init__(self, folder: Path, token: int, patch: int) -> None:
         try:
             from transformers import AutoProcessor
 
             self._processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            self.token = int(self._processor.image_token_id)
+            self.token = token if token >= 0 else int(self._processor.image_token_id)
+            self._patch = int(getattr(self._processor, "patch_size", None) or patch)
             self._one_thread = threading.Lock()  # at a time, for tokenizers refuse several
         except Exception as error:  # of many kinds, as of what processors need
             raise InvalidUsage(
@@ -138,8 +144,11 @@ class ImageProcessor:
             frames, height, width = given["image_grid_thw"][0].tolist()
             return tokens, height * width, frames, height, width
         *_, height, width = given["pixel_values"].shape
-        size = self._processor.patch_size
-        return tokens, (height // size) * (width // size), 0, height, width
+        return tokens, (height // self._patch) * (width // self._patch), 0, height, width
+
+    def expanded(self, text: str) -> str:
+        """A text of the chat template with all that stands for an image in the place of each placeholder."""
+        return text.replace(self._processor.image_token, self._processor.full_image_sequence)
 
 
 class LazyPixels:

@@ -132,6 +132,26 @@ def plain_run(
     return losses, evaluations
 
 
+def gemma_processor(folder: Path) -> Path:
+    """Gemma 3's own processor, whose template has another token for an image than the model; the model beside it."""
+    import transformers
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    template = (
+        "{% for m in messages %}{{ '<bot> ' if m.role == 'assistant' else '<user> ' }}"
+        "{% if m.content is string %}{{ m.content }} {% else %}{% for part in m.content %}"
+        "{{ '<|vision_start|>' if part.type == 'image' else part.text + ' ' }}{% endfor %}{% endif %}<end> {% endfor %}"
+        "{{ '<bot> ' if add_generation_prompt else '' }}"
+    )
+    names = {"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>", "image_token": "<|image_pad|>"}
+    tokenizer = tokenizer_of(extra_special_tokens=names)
+    images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    made = transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+    model_of("gemma3", torch.float32).save_pretrained(folder)
+    made.save_pretrained(folder)
+    return folder
+
+
 def llava_processor(folder: Path) -> Path:
     """A processor of Llava whose template takes contents as lists alone, and whose tokenizer begins a text."""
     import tokenizers

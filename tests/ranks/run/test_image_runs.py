@@ -29,6 +29,7 @@ from hdpcomm.models.media import MediaEncoder, auto_class
 from hdpcomm.run import MetricsLog, RunConfig, RunResult, Saving, Watching, folder_model, read_metrics, train
 from tests.harness.image_chats import (
     RATE,
+    gemma_processor,
     llava_processor,
     plain_run,
     png,
@@ -526,6 +527,32 @@ def test_llava(tmp_path: Path) -> None:
     assert encoder.items({"tokens": corpus.read(1), **media}) == corpus.items(1)
     assert corpus.media(0) == {}
     assert "w1" in made.tokenizer.decode(corpus.read(0))  # text alone, of a template that takes lists only
+
+
+def gemma_losses(model: str, data: str, cache: str) -> list[float]:
+    with hdp.init() as comm:
+        reading: dict[str, Any] = {"context": CONTEXT, "encoder": encoder_of(Path(model)), "cache": Path(cache)}
+        corpus = open_corpus([data], comm=comm, **reading)
+        found = train(comm, corpus, config_of(model, capacity=200, steps=3, eval_every=0))
+        return [step.loss for step in found.steps["balanced"]]
+
+
+def test_gemma_3(ranks: Ranks, chats: Path, tmp_path: Path) -> None:
+    """Its template has one token for an image, and its processor others; images see all of themselves."""
+    folder = gemma_processor(tmp_path / "gemma3")
+    samples = samples_of(chats, folder)
+    corpus = opened(chats, folder)
+    assert corpus.num_images == sum(COUNTS)
+    for number, sample in enumerate(samples):
+        tokens, labels = corpus.part(number, 0, int(corpus.lengths[number]))
+        torch.testing.assert_close(tokens, sample["input_ids"][0])
+        assert torch.equal(labels[:-1], sample["labels"][0, 1:])
+        if "pixel_values" in sample:
+            torch.testing.assert_close(corpus.media(number)["pixel_values"][0:1], sample["pixel_values"][:1])
+    sampler = corpus.sampler(tokens=BATCH, seed=0)
+    expected, _ = plain_run(folder, samples, [sampler.batch(step).ids for step in range(3)])
+    for found in ranks(2, gemma_losses, str(folder), str(chats), str(tmp_path / "cache")):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_template_that_marks_what_the_assistant_wrote(model: Path, chats: Path, tmp_path: Path) -> None:
