@@ -371,7 +371,7 @@ def _refuse_media(model: Any) -> None:
     media = [name for name in inspect.signature(model.forward).parameters if _MEDIA.search(name)]
     if media and model.config.model_type not in FAMILIES:
         raise InvalidUsage(
-            f"{type(model).__name__} takes more than text ({', '.join(media)}); known are images and videos of "
+            f"{type(model).__name__} takes more than text ({', '.join(media)}); known are images, videos or sound of "
             f"{', '.join(FAMILIES)}: give the causal LM of its text alone, if it has one"
         )
 

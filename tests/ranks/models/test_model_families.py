@@ -96,20 +96,22 @@ def test_the_tool_tells_what_is_wrong(tool):
 
 
 def test_models_whose_images_are_not_known_are_refused():
-    text = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
-    vision = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
-    heads = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    vision |= {"image_size": 8, "patch_size": 4}
-    config = transformers.Gemma3Config(text_config=text | heads, vision_config=vision, mm_tokens_per_image=4)
-    told = r"takes more than text \(pixel_values\); known are images and videos of qwen2_vl, .*causal LM of its text"
+    text = {
+        "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    vision = {
+        "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32,
+        "image_size": [8, 8], "patch_size": [4, 4],
+    }  # fmt: skip
+    model = transformers.InternVLForConditionalGeneration(
+        transformers.InternVLConfig(text_config=text, vision_config=vision)
+    )
+    told = (
+        r"takes more than text \(pixel_values.*\); known are images, videos or sound of qwen2_vl, .*causal LM of its "
+    )
     with pytest.raises(InvalidUsage, match=told):
-        adapt(transformers.Gemma3ForConditionalGeneration(config))
+        adapt(model)
 
 
 def test_scores_of_indexers_that_tie_are_told():
