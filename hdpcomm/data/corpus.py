@@ -186,13 +186,14 @@ class Corpus:
 
     def items(self, sequence: int) -> list[Item]:
         """The images of one sequence, for a plan. Local."""
+        if not len(self.images):  # a step asks for all of its sequences
+            return []
         first = int(self.sequences[sequence, 1])
         return [Item(start - first, *sizes) for start, *sizes in self._images_of(sequence)[:, 1:4].tolist()]
 
     def media(self, sequence: int) -> dict[str, Any]:
         """The images of one sequence as a model takes them, each read with its pixels; ``{}`` without any. Local."""
-        images = self._images_of(sequence)
-        if not len(images):
+        if not len(self.images) or not len(images := self._images_of(sequence)):
             return {}
         source, document, *_ = self._place(sequence)
         grids, processor = images[:, 4:7].tolist(), cast(FolderEncoder, encoder_of(self._model)).processor

@@ -134,6 +134,8 @@ class FolderEncoder:
         InvalidUsage, see ``where``."""
         token = self.processor.token if pictures else self._placeholder
         places = np.flatnonzero(tokens == token)
+        if not len(places) and not pictures:
+            return tokens, counted, []
         sizes = [self.processor.sizes(picture, where) for picture in pictures]
         counts = np.array([each[0] for each in sizes], dtype=np.int64)
         repeats = np.ones(len(tokens), dtype=np.int64)

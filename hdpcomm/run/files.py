@@ -84,24 +84,29 @@ class RunFiles(AbstractContextManager["RunFiles"]):
         self, out: Path | None, *, trackers: str = "none", config: Mapping[str, Any] | None = None,
         metrics: str | None = None,
     ) -> None:  # fmt: skip
-        self._out, self._stack = out, ExitStack()
-        self._server = None if metrics is None else MetricsServer(metrics)
+        self._out = out
+        self._servers: list[Tracker] = []
         self._lines: dict[str, MetricsLog] = {}
         self._open_trackers: Callable[[], list[Tracker]] = list
-        if out is not None:
-            tracker_names(trackers)  # before anything is made
-            self._stack.enter_context(locked_folder(out))
-            for name in ("metrics", "evaluations", "timeline"):
-                self._lines[name] = self._stack.enter_context(MetricsLog(out / f"{name}.jsonl", own=True))
-            self._open_trackers = partial(open_trackers, trackers, out, dict(config or {}))
+        with ExitStack() as stack:  # nothing is left open or behind where something is refused
+            if out is not None:
+                tracker_names(trackers)  # before anything is made
+                stack.enter_context(locked_folder(out))
+                for name in ("metrics", "evaluations", "timeline"):
+                    self._lines[name] = stack.enter_context(MetricsLog(out / f"{name}.jsonl", own=True))
+                self._open_trackers = partial(open_trackers, trackers, out, dict(config or {}))
+            if metrics is not None:
+                self._servers.append(server := MetricsServer(metrics))
+                stack.callback(server.close)
+            self._stack = stack.pop_all()
 
     @cached_property
     def _trackers(self) -> list[Tracker]:
         """Opened by the first that is told to them: a run that is refused writes nothing."""
-        trackers = [*self._open_trackers(), *([] if self._server is None else [self._server])]
+        trackers = self._open_trackers()
         for tracker in trackers:
             self._stack.callback(tracker.close)
-        return trackers
+        return trackers + self._servers
 
     def started(self, corpus: Corpus) -> None:
         """Notes the lengths of the corpus in ``lengths.json``: by octave, how many sequences and tokens."""

@@ -27,6 +27,7 @@ class ReadersAhead(AbstractContextManager["ReadersAhead"]):
     def __init__(self, corpus: Corpus, batches: BatchSampler, steps: int) -> None:
         self._corpus, self._batches, self._steps = corpus, batches, steps
         self._readers: dict[int, BatchReader] = {}
+        self._closed = False
         self._pool = ThreadPoolExecutor(1, "hdpcomm-images") if corpus.num_images else None
 
     def take(self, step: int, trainer: Trainer) -> BatchReader:
@@ -47,8 +48,11 @@ class ReadersAhead(AbstractContextManager["ReadersAhead"]):
             encoder = cast("MediaEncoder", trainer.model.media)
             placed = items_on_devices(reader.items, lengths, encoder, trainer.planner, trainer.mesh)
             for item in placed.of_device(ranks.index(trainer.mesh.comm.rank)):
+                if self._closed:
+                    return
                 reader.media(int(placed.sequence[item]))["pixel_values"].of_image(int(placed.number[item]))
 
     def __exit__(self, *_: object) -> None:
+        self._closed = True
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(cancel_futures=True)  # waits for one image at most

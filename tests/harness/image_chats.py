@@ -72,7 +72,7 @@ def write_chats(path: Path, counts: Sequence[int], seed: int = 0) -> Path:
 
 
 def samples_of(path: Path, folder: Path) -> list[dict[str, Any]]:
-    """What the processor makes of each conversation by itself; ``labels`` of what the assistant says."""
+    """Each conversation by itself as the processor makes it; ``labels`` of the assistant's words."""
     import transformers
     from PIL import Image
 

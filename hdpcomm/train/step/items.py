@@ -273,7 +273,7 @@ def with_items(
     others = [
         ("trees of lengths", batch is None and any(not isinstance(length, int) for length in planned.lengths)),
         ("a queue (Planner(queue=False))", planned.plan.queued > 0),
-        (f"slices of {type(model).__name__}", encoder.two_way and len(planned.plan.slices) > 0),
+        ("slices, where images see all of themselves", encoder.two_way and len(planned.plan.slices) > 0),
     ]
     if wrong := [name for name, found in others if found]:
         raise InvalidUsage(f"images and videos do not go together with {', '.join(wrong)} yet; leave out either")

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -22,6 +23,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.run import RunFiles
 from hdpcomm.run.trackers import MetricsServer
 
 MONITORING = Path(__file__).resolve().parents[3] / "examples" / "monitoring"
@@ -111,6 +113,19 @@ def test_addresses_that_cannot_be(address: str) -> None:
 def test_a_port_that_is_taken(server: MetricsServer) -> None:
     with pytest.raises(InvalidUsage, match="in use"):
         MetricsServer(server.url.split(":")[2].split("/")[0])
+
+
+def test_what_is_refused_leaves_nothing(server: MetricsServer, tmp_path: Path) -> None:
+    """No port where the folder is in use, no folder where the port is; and a run without a step gives back both."""
+    taken, port = server.url.split(":")[2].split("/")[0], str(free_port())
+    with pytest.raises(InvalidUsage, match="in use"):
+        RunFiles(tmp_path / "new", metrics=taken)
+    assert not (tmp_path / "new").exists()
+    with RunFiles(tmp_path / "run", metrics=port):
+        with pytest.raises(InvalidUsage, match="in use by another run"):
+            RunFiles(tmp_path / "run", metrics="0")
+        assert [each.name for each in threading.enumerate()].count("hdpcomm-metrics") == 2
+    MetricsServer(port).close()
 
 
 @pytest.fixture(scope="module")

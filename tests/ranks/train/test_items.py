@@ -384,7 +384,7 @@ def test_images_that_see_all_of_themselves():
         for name, expected in own.items():
             assert float((gradients[name] - expected).abs().max()) < 1e-6 * max(1e-3, float(expected.abs().max())), name
     wanted("gemma3")
-    with pytest.raises(InvalidUsage, match="slices of"):
+    with pytest.raises(InvalidUsage, match="slices, where images see all of themselves"):
         run_threads(lambda: stepped("gemma3", slices=8, capacity=40), 2)
     assert not adapt(copy.deepcopy(new)).takes_trees
 
