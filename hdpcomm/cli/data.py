@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description=_BUILD,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    build.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, folders, Hugging Face datasets")
+    build.add_argument("paths", nargs="+", metavar="PATH", help="files, folders, URLs of these, Hugging Face datasets")
     build.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the tokens go; must be new")
     build.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="folder of a model; without it, tokens are bytes"

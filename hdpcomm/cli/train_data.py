@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,8 +97,11 @@ def _weighted(given: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[float, ...
 
 
 def _weight_of(given: str) -> tuple[str, float | None]:
+    from hdpcomm.data.remote import is_url
+
     path, equals, weight = given.rpartition("=")
-    if not equals or Path(given).exists():
+    own = "=" not in re.split("[?&]", path)[-1] if "?" in given else not weight.replace(".", "").isdecimal()
+    if not equals or Path(given).exists() or (own and is_url(given)):  # the value of a query, or part of a name
         return given, None
     try:
         return path, positive(weight)

@@ -26,7 +26,7 @@ class TrainOptions(TrainingOptions):
     """Everything that ``hdpcomm train`` can be told."""
 
     data: tuple[str, ...] = option(
-        "data", (), "text, JSONL, Parquet, folders of these, Hugging Face datasets, folders of hdpcomm data build; "
+        "data", (), "text, JSONL, Parquet, folders and URLs of these, datasets of Hugging Face, hdpcomm data build; "
         "PATH=0.7 gives it that share of the tokens, in a mixture; without it, Python's standard library", str,
         nargs="+", metavar="PATH",
     )  # fmt: skip

@@ -61,7 +61,7 @@ def on_rank_0(comm: Communicator | None, fn: Callable[[], T]) -> T:
             text = json.dumps(fn())
         except OSError as failure:
             error = file_error(failure, "the data")
-        except InvalidUsage as failure:
+        except Error as failure:
             error = failure
     raise_together(comm, error)
     return cast("T", json.loads(from_rank(comm, text)))

@@ -10,9 +10,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,8 @@ import torch
 from hdpcomm.data.agree import on_rank_0, raise_together
 from hdpcomm.data.encoders import Encoder, FolderEncoder
 from hdpcomm.data.images import EncodedImage, Picture, take_pictures
-from hdpcomm.data.records import Fields, Unit, records
+from hdpcomm.data.records import Fields, File, Unit, records
+from hdpcomm.data.remote import RemoteFile
 from hdpcomm.data.store_writer import PartWriter, partial_of, publish
 from hdpcomm.data.token_store import TokenStore, open_store
 from hdpcomm.errors import Error, InvalidUsage
@@ -42,10 +43,13 @@ def cache_folder() -> Path:
     return user_folder("XDG_CACHE_HOME", ".cache") / "data"
 
 
-def store_key(files: Sequence[Path], encoder: Encoder, fields: Fields) -> str:
+def store_key(files: Sequence[File], encoder: Encoder, fields: Fields) -> str:
     """Name of the store of these files in a cache: changes with any of them, with the tokenizer and the fields."""
     digest = hashlib.sha256(json.dumps([encoder.fingerprint, asdict(fields)]).encode())
     for path in files:
+        if isinstance(path, RemoteFile):
+            digest.update(f"{path.identity}\n".encode())
+            continue
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
             status = file.stat()
             digest.update(
@@ -61,6 +65,7 @@ def build_store(
     *,
     comm: Communicator | None,
     fields: Fields,
+    check: Callable[[], None],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TokenStore:
     """Writes the store ``final``, there whole or not at all, and opens it. Collective: equal arguments on every rank.
@@ -70,6 +75,7 @@ def build_store(
 
     Args:
         final: on a file system that all ranks see. One that is there already is replaced.
+        check: called on rank 0 when all is read; raises InvalidUsage if the input has changed since.
         on_progress: called on this rank about twice a second with what is done and the whole, in sizes of units.
 
     Raises: InvalidUsage, on every rank the same: of the first unit that is wrong, or no document at all.
@@ -84,6 +90,7 @@ def build_store(
             pass
         error = worker.failure
         raise_together(comm, error[1] if error else None, order=error[0] if error else 0)
+        on_rank_0(comm, check)
         on_rank_0(comm, lambda: _publish(partial, final, size, encoder))
     except BaseException:
         worker.stopped.set()
@@ -160,28 +167,36 @@ class _Worker(threading.Thread):
         self.failure: tuple[int, Error] | None = None
 
     def run(self) -> None:
-        place = 0
+        place, path = 0, cast("File", self._folder)
         try:
             writer = PartWriter(self._folder, self._rank, vocabulary=self._encoder.vocabulary)
             for place, unit in self._units:
+                path = unit.path
                 for document in self._documents(unit):
                     if self.stopped.is_set():  # another rank has failed
                         return
                     writer.add(place, *document)
                 self.done += unit.size
             writer.close()
-        except InvalidUsage as error:
+        except Error as error:
             self.failure = place, error
-        except OSError as error:
-            where = error.filename or self._folder
-            self.failure = place, Error(f"{where}: {error.strerror}; make room, or check that the file can be read")
         except Exception as error:
-            self.failure = place, Error(f"{self._units[0][1].path}: {type(error).__name__}: {error}")
+            if isinstance(error, OSError) and error.strerror:
+                text = (
+                    f"{error.filename or self._folder}: {error.strerror}; make room, or check that the file can be read"
+                )
+            else:  # of many kinds, as of damaged compressed files
+                text = f"{path}: {type(error).__name__}: {error}; check that the file is whole"
+            self.failure = place, Error(text)
 
     def _documents(self, unit: Unit) -> Iterator[_Document]:
         """(tokens, which of them count for the loss, images) of documents with a token, and of conversations with an
         answer."""
-        folder = (unit.path if unit.path.is_dir() else unit.path.parent).absolute()
+        folder = None
+        if isinstance(unit.path, RemoteFile):
+            unit = replace(unit, path=replace(unit.path, stopped=self.stopped))
+        else:
+            folder = (unit.path if unit.path.is_dir() else unit.path.parent).absolute()
         for where, content in records(unit, self._fields):
             pictures: list[Picture] = []
             if isinstance(content, tuple):

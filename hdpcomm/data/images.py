@@ -31,14 +31,14 @@ EncodedImage = tuple[Picture, tuple[int, ...]]
 
 
 def take_pictures(
-    messages: Sequence[Any], images: Sequence[Any], where: object, folder: Path
+    messages: Sequence[Any], images: Sequence[Any], where: object, folder: Path | None
 ) -> tuple[list[Any], list[Picture]]:
     """(messages with bare placeholders, the images for them). Local.
 
     Args:
         images: for the placeholders without one, in order; without any placeholder, they stand before the text of the
             first user, as TRL has them.
-        folder: paths are relative to it.
+        folder: paths are relative to it; ``None``: there is none, so images are inside the record.
 
     Raises: InvalidUsage that begins with ``where``: an image that cannot be read, too few or too many, or a video.
     """
@@ -80,21 +80,22 @@ def _source(part: Mapping[str, Any]) -> Any:
     return next((part[name] for name in _SOURCES if part.get(name) is not None), None)
 
 
-def _picture(source: Any, encoded: bool, where: object, folder: Path) -> Picture:
+def _picture(source: Any, encoded: bool, where: object, folder: Path | None) -> Picture:
     if isinstance(source, Mapping):
         encoded, source = isinstance(source.get("bytes"), str), _source(source)
     if isinstance(source, bytes):
         return Picture(source)
     if not isinstance(source, str) or source.startswith(("http://", "https://")):
         raise InvalidUsage(f"{where}: image {source!r:.80} is no path, base64 or bytes; fetch it, and give its path")
-    path, inline = os.path.join(folder, source.removeprefix("file://")), source.startswith("data:")
-    if not encoded and not inline and os.path.isfile(path):
+    path, inline = os.path.join(folder or "", source.removeprefix("file://")), source.startswith("data:")
+    if folder and not encoded and not inline and os.path.isfile(path):
         return Picture(Path(path).read_bytes(), os.path.abspath(path))
     try:
         return Picture(base64.b64decode(source.partition(",")[2] if inline else source, validate=True))
     except ValueError:
         raise InvalidUsage(
-            f"{where}: image {source:.80} is no file, and no base64; give a path relative to {folder}, or the image"
+            f"{where}: image {source:.80} is no file, and no base64; give "
+            f"{f'a path relative to {folder}, or ' if folder else ''}the image"
         ) from None
 
 

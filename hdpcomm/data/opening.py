@@ -16,6 +16,7 @@ from hdpcomm.data.corpus import Corpus, TextPieces, corpus_of
 from hdpcomm.data.encoders import ByteEncoder, Encoder
 from hdpcomm.data.records import (
     Fields,
+    File,
     check_paths,
     describe_units,
     input_files,
@@ -23,6 +24,7 @@ from hdpcomm.data.records import (
     units_from,
     units_of,
 )
+from hdpcomm.data.remote import local_path, shown
 from hdpcomm.data.token_store import TokenStore, is_store, open_store
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
@@ -48,15 +50,16 @@ def open_corpus(
     comm: Communicator | None = None,
     on_progress: Progress | None = None,
 ) -> Corpus:
-    """Indexes text, JSONL and Parquet files, folders of these, Hugging Face datasets and stores of tokens.
+    """Indexes text, JSONL and Parquet files, folders of these, also behind URLs, Hugging Face datasets and stores of
+    tokens.
 
     Collective over ``comm``, if there is one: rank 0 looks at the files, and all ranks share the work. Text as bytes is
     read in place, a store of ``hdpcomm data build`` as it is. All else is turned into tokens once, into a store in the
     cache that later runs find again as long as the files, the tokenizer and the fields are the same.
 
     Args:
-        paths: files and folders. The files of a folder are taken in a fixed order, without empty and binary ones; a
-            file that is named here must not be empty or binary.
+        paths: files and folders, or as text URLs of some as fsspec takes them. The files of a folder are taken in a
+            fixed order, without empty and binary ones; a file that is named here must not be empty or binary.
         context: the longest sequence in tokens; longer documents are cut into pieces of this size.
         weights: of the tokens of each path in a mixture (:class:`hdpcomm.data.BatchSampler`); none: every sequence
             comes once an epoch.
@@ -84,7 +87,7 @@ def open_corpus(
     encoder, fields = encoder or ByteEncoder(), Fields(text_field, messages_field)
     found = on_rank_0(comm, lambda: _look(paths, encoder, fields, cache or cache_folder()))
     sources = [_open(each, encoder, fields, comm, on_progress) for each in found]
-    corpus = corpus_of(name or ", ".join(map(str, paths)), sources, context=context)
+    corpus = corpus_of(name or _names(paths), sources, context=context)
     return replace(corpus, weights=tuple(map(float, weights)), _model=getattr(encoder, "folder", None))
 
 
@@ -120,25 +123,37 @@ def build_data(
     """
     encoder, fields = encoder or ByteEncoder(), Fields(text_field, messages_field)
 
-    def look() -> list[list[Any]]:
+    def look() -> tuple[str, list[list[Any]]]:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InvalidUsage(f"{out} is there already; give another folder, or delete it")
         check_paths(paths)
-        return _units([file for path in paths for file in input_files(Path(path))])
+        files = [file for path in paths for file in input_files(path)]
+        return store_key(files, encoder, fields), _units(files)
 
-    units = on_rank_0(comm, look)
-    store = build_store(units_from(units), encoder, out, comm=comm, fields=fields, on_progress=on_progress)
-    _refuse_empty(store, ", ".join(map(str, paths)))
+    key, units = on_rank_0(comm, look)
+    check = lambda: _check_unchanged(paths, key, encoder, fields)
+    store = build_store(units_from(units), encoder, out, comm=comm, fields=fields, check=check, on_progress=on_progress)
+    _refuse_empty(store, _names(paths))
     return store
 
 
+def _check_unchanged(paths: Sequence[str | Path], key: str, encoder: Encoder, fields: Fields) -> None:
+    if store_key([file for path in paths for file in input_files(path)], encoder, fields) != key:
+        raise InvalidUsage(f"{_names(paths)}: changed while it was read; start again when it is complete")
+
+
+def _names(paths: Sequence[str | Path]) -> str:
+    return ", ".join(map(shown, paths))
+
+
 def _look(paths: Sequence[str | Path], encoder: Encoder, fields: Fields, cache: Path) -> list[dict[str, Any]]:
-    return [{"name": str(path), **_look_at(Path(path), encoder, fields, cache)} for path in paths]
+    return [{"name": str(path), **_look_at(path, encoder, fields, cache)} for path in paths]
 
 
-def _look_at(path: Path, encoder: Encoder, fields: Fields, cache: Path) -> dict[str, Any]:
+def _look_at(named: str | Path, encoder: Encoder, fields: Fields, cache: Path) -> dict[str, Any]:
     """Kind of data behind a path, ``text``, ``store`` or ``build``, and where it is."""
-    if is_store(path):
+    path = local_path(named)
+    if path is not None and is_store(path):
         store = open_store(path)
         if store.encoder != encoder.fingerprint:
             raise InvalidUsage(
@@ -147,11 +162,11 @@ def _look_at(path: Path, encoder: Encoder, fields: Fields, cache: Path) -> dict[
             )
         _refuse_empty(store, str(path))
         return {"kind": "store", "store": str(path)}
-    files = input_files(path)
+    files = input_files(named)
     if isinstance(encoder, ByteEncoder) and all(map(is_text, files)):
-        return {"kind": "text", "files": [[str(file), file.stat().st_size] for file in files]}
+        return {"kind": "text", "files": [[str(file), file.stat().st_size] for file in files if isinstance(file, Path)]}
     kept = cache / store_key(files, encoder, fields)
-    LOG.debug(f"{path}: its tokens are kept in {kept}")
+    LOG.debug(f"{shown(named)}: its tokens are kept in {kept}")
     if kept.exists():
         try:
             open_store(kept)
@@ -171,7 +186,8 @@ def _open(
     final, store, error = Path(found["store"]), None, None
     if found["kind"] == "build":
         units = units_from(found["units"])
-        store = build_store(units, encoder, final, comm=comm, fields=fields, on_progress=on_progress)
+        check = lambda: _check_unchanged([found["name"]], final.name, encoder, fields)
+        store = build_store(units, encoder, final, comm=comm, fields=fields, check=check, on_progress=on_progress)
     else:
         try:
             store = open_published(final)
@@ -179,7 +195,7 @@ def _open(
             error = failure
         raise_together(comm, error)
     assert store is not None
-    _refuse_empty(store, found["name"])
+    _refuse_empty(store, shown(found["name"]))
     return store
 
 
@@ -191,5 +207,5 @@ def _refuse_empty(store: TokenStore, name: str) -> None:
         )
 
 
-def _units(files: Sequence[Path]) -> list[list[Any]]:
+def _units(files: Sequence[File]) -> list[list[Any]]:
     return describe_units([unit for file in files for unit in units_of(file)])

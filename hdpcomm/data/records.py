@@ -1,17 +1,20 @@
-"""Documents in files: text, JSONL, Parquet and Hugging Face datasets, in units that ranks share out."""
+"""Documents in files and behind URLs: text, JSONL, Parquet and Hugging Face datasets, in units that ranks share."""
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
+import re
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from hdpcomm.errors import InvalidUsage, first_line
+from hdpcomm.data.remote import RemoteFile, first_bytes, local_path, remote_files, shown
+from hdpcomm.errors import Error, InvalidUsage, first_line
 from hdpcomm.files import read_text
 
 __all__ = [
@@ -19,7 +22,13 @@ __all__ = [
     "json_record", "looks_like_text", "records", "text_files", "units_from", "units_of",
 ]  # fmt: skip
 
-_JSONL = {".jsonl", ".ndjson"}
+File = Path | RemoteFile
+_ENDINGS = re.compile(r"\.(parquet)$|\.(?:jsonl|ndjson)(?:\.(gz|bz2|xz|zst))?$|\.json\.(gz|zst)$")
+_MODULES = {"gz": "gzip", "bz2": "bz2", "xz": "lzma"}
+_LOCAL = {
+    "dataset_info.json": "a dataset of save_to_disk", "dataset_dict.json": "a dataset of save_to_disk",
+    "documents.npy": "a folder of hdpcomm data build", "index.json": "a folder of MDS or litdata",
+}  # fmt: skip
 _UNIT_BYTES = 4 << 20
 _UNIT_ROWS = 4096
 _ROWS_AT_ONCE = 64  # which may hold images
@@ -46,24 +55,28 @@ class Unit:
     """
 
     kind: str
-    path: Path
+    path: File
     start: int
     stop: int
     size: int
     """Weight in progress bars: bytes, or rows of a dataset."""
 
 
-def input_files(path: Path) -> list[Path]:
-    """The files of a path that the user named: itself, or the text, JSONL and Parquet files of a folder.
+def input_files(named: str | Path) -> list[File]:
+    """The files of a path or URL that the user named: itself, or the text, JSONL and Parquet files of a folder.
 
     A Hugging Face dataset is named as its folder. Links that lead out of a folder are left out.
 
-    Raises: InvalidUsage for what is not there, not a file, empty, binary, or a folder without such files.
+    Raises: InvalidUsage for what is not there, not a file, empty, binary, or a folder without such files. Error: the
+    server of a URL does not answer.
     """
+    path = local_path(named)
+    if path is None:
+        return _input_of_url(str(named))
     if path.is_dir():
         if _is_dataset(path):
             return [path]
-        found = list(text_files(path, also=(".parquet",)))
+        found: list[File] = list(text_files(path, with_binary=True))
         if not found:
             raise InvalidUsage(
                 f"{path}: this folder holds no text file; give one with text, JSONL or Parquet files in it, a Hugging "
@@ -73,7 +86,8 @@ def input_files(path: Path) -> list[Path]:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise InvalidUsage(f"{path}: no such file or folder; check the path given with --data") from None
+        text = "; give a URL as text, not as a Path" * (":/" in str(path))
+        raise InvalidUsage(f"{path}: no such file or folder; check the path given with --data{text}") from None
     except (OSError, ValueError) as error:
         raise InvalidUsage(f"{path}: cannot be read ({error}); check the path given with --data") from None
     if not stat.S_ISREG(mode):
@@ -85,9 +99,49 @@ def input_files(path: Path) -> list[Path]:
     return [path]
 
 
-def is_text(path: Path) -> bool:
-    """Whether a file of :func:`input_files` is one document of plain text."""
-    return path.is_file() and path.suffix not in _JSONL and path.suffix != ".parquet"
+def _input_of_url(url: str) -> list[File]:
+    files, is_folder = remote_files(url)
+    if not is_folder:
+        if _kind(files[0])[0] != "parquet":
+            check_text(files[0])
+        return list(files)
+    if odd := next((file.name for file in files if file.name in _LOCAL), None):
+        raise InvalidUsage(
+            f"{shown(url)}: this is {_LOCAL[odd]}, by its {odd}; copy it to a disk, and give that folder"
+        )
+    unknown = [file for file in files if _kind(file)[0] == "text"]
+    binary = {
+        file for file, head in zip(unknown, first_bytes(unknown, SNIFF_BYTES), strict=True) if not looks_like_text(head)
+    }
+    found: list[File] = [file for file in files if file not in binary]
+    if not found:
+        raise InvalidUsage(f"{shown(url)}: none of {len(files)} files is text; give text, JSONL or Parquet files")
+    return found
+
+
+def is_text(file: File) -> bool:
+    """Whether a file of :func:`input_files` is one document of plain text on a disk, which is read in place."""
+    return isinstance(file, Path) and file.is_file() and _kind(file) == ("text", "")
+
+
+def _kind(file: File) -> tuple[str, str]:
+    """(kind of units, compression) by the ending of a file's name."""
+    match = _ENDINGS.search(file.name)
+    if match is None:
+        return "text", ""
+    return ("parquet", "") if match[1] else ("jsonl", match[2] or match[3] or "")
+
+
+def _open(file: File, stop: int | None = None) -> BinaryIO:
+    """The content of a file as it is without its compression."""
+    compression = _kind(file)[1]
+    opened = file.open("rb") if isinstance(file, Path) else file.open(stop)
+    if compression == "zst":
+        arrow = _library("pyarrow", file)
+        return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(opened, mode="r"), "zstd"))
+    if compression:
+        return cast("BinaryIO", importlib.import_module(_MODULES[compression]).open(opened))
+    return opened
 
 
 def _is_dataset(path: Path) -> bool:
@@ -101,33 +155,40 @@ def _is_dataset(path: Path) -> bool:
     return (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
 
 
-def units_of(path: Path) -> list[Unit]:
+def units_of(path: File) -> list[Unit]:
     """The units of a file of :func:`input_files`, in the order of its documents. Local."""
-    if path.is_dir():
+    if isinstance(path, Path) and path.is_dir():
         rows = len(_dataset(path))
         return [
             Unit("dataset", path, start, min(rows, start + _UNIT_ROWS), min(rows, start + _UNIT_ROWS) - start)
             for start in range(0, rows, _UNIT_ROWS)
         ]
-    size = path.stat().st_size
-    if path.suffix == ".parquet":
+    size = path.stat().st_size if isinstance(path, Path) else path.size
+    kind, compression = _kind(path)
+    if kind == "parquet":
         file = _parquet(path)
         groups = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
         return [Unit("parquet", path, group, group + 1, nbytes) for group, nbytes in enumerate(groups)]
-    if path.suffix in _JSONL:
+    if kind == "jsonl" and (compression or size < 0):  # whose lines cannot be reached but from the first one on
+        return [Unit("jsonl", path, 0, 1 << 62, max(size, 1))]
+    if kind == "jsonl":
         starts = range(0, size, _UNIT_BYTES)
         return [Unit("jsonl", path, s, min(size, s + _UNIT_BYTES), min(size - s, _UNIT_BYTES)) for s in starts]
-    return [Unit("text", path, 0, size, size)]
+    return [Unit("text", path, 0, size, max(size, 1))]
 
 
 def describe_units(units: Sequence[Unit]) -> list[list[Any]]:
     """Units for JSON; :func:`units_from` is the inverse."""
-    return [[unit.kind, str(unit.path), unit.start, unit.stop, unit.size] for unit in units]
+    paths = [astuple(each.path)[:-1] if isinstance(each.path, RemoteFile) else str(each.path) for each in units]
+    return [[each.kind, path, each.start, each.stop, each.size] for path, each in zip(paths, units, strict=True)]
 
 
 def units_from(rows: Sequence[Sequence[Any]]) -> list[Unit]:
     """Units of :func:`describe_units`."""
-    return [Unit(kind, Path(path), start, stop, size) for kind, path, start, stop, size in rows]
+    return [
+        Unit(kind, Path(path) if isinstance(path, str) else RemoteFile(*path), start, stop, size)
+        for kind, path, start, stop, size in rows
+    ]
 
 
 def check_paths(paths: Any) -> None:
@@ -143,7 +204,7 @@ def records(unit: Unit, fields: Fields) -> Iterator[tuple[object, str | bytes | 
     """(where, text or (messages, images for the placeholders in them)) of each document of a unit; ``where`` names its
     place in messages. Local."""
     if unit.kind == "text":
-        with unit.path.open("rb") as file:
+        with _open(unit.path) as file:
             yield str(unit.path), file.read(unit.stop)
     elif unit.kind == "jsonl":
         for offset, line in _lines(unit):
@@ -172,14 +233,16 @@ def records(unit: Unit, fields: Fields) -> Iterator[tuple[object, str | bytes | 
 
 
 class _Line:
-    """``file:line`` of a byte offset, counted only when a message needs it."""
+    """``file:line`` of a byte offset, counted only when a message needs it; for what is far away, the byte."""
 
-    def __init__(self, path: Path, offset: int) -> None:
+    def __init__(self, path: File, offset: int) -> None:
         self._path, self._offset = path, offset
 
     def __str__(self) -> str:
+        if isinstance(self._path, RemoteFile):
+            return f"{self._path} from byte {self._offset:,} on"
         number, left = 1, self._offset
-        with self._path.open("rb") as file:
+        with _open(self._path) as file:
             while left > 0 and (chunk := file.read(min(left, 1 << 20))):
                 number += chunk.count(b"\n")
                 left -= len(chunk)
@@ -188,7 +251,7 @@ class _Line:
 
 def _lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
     """The lines that begin inside a unit's range of bytes, with their offsets."""
-    with unit.path.open("rb") as file:
+    with _open(unit.path, unit.stop) as file:
         offset = unit.start
         if offset:
             file.seek(offset - 1)
@@ -232,7 +295,7 @@ def _content(record: Mapping[str, Any], where: object, fields: Fields, kind: str
     raise _missing(list(record), where, fields, kind)
 
 
-def _columns(names: Sequence[str], path: Path, fields: Fields) -> list[str]:
+def _columns(names: Sequence[str], path: File, fields: Fields) -> list[str]:
     for name in (fields.text, fields.messages):
         if name in names:
             return [name, *({_IMAGES} & set(names) if name == fields.messages else ())]
@@ -247,17 +310,19 @@ def _missing(names: Sequence[str], where: object, fields: Fields, kind: str) -> 
     )
 
 
-def _parquet(path: Path) -> Any:
+def _parquet(path: File) -> Any:
     parquet = _library("pyarrow.parquet", path)
     try:
-        return parquet.ParquetFile(path)
+        return parquet.ParquetFile(path if isinstance(path, Path) else path.open(ahead=1 << 16), pre_buffer=True)
+    except Error:
+        raise
     except Exception as error:  # pyarrow has many, some of them of OSError and ValueError
         raise InvalidUsage(
             f"{path}: no Parquet file, or a damaged one ({first_line(error)}); give another file"
         ) from None
 
 
-def _dataset(path: Path) -> Any:
+def _dataset(path: File) -> Any:
     datasets = _library("datasets", path)
     try:
         return datasets.load_from_disk(str(path))
@@ -267,7 +332,7 @@ def _dataset(path: Path) -> Any:
         ) from None
 
 
-def _library(name: str, path: Path) -> Any:
+def _library(name: str, path: File) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -294,34 +359,35 @@ def looks_like_text(head: bytes) -> bool:
     return controls * 10 <= len(head)
 
 
-def check_text(path: Path) -> int:
-    """Size in bytes of a text file that the user named. Raises InvalidUsage if it is empty, binary or unreadable."""
+def check_text(path: File) -> None:
+    """Raises InvalidUsage if a text file that the user named is empty, binary or unreadable."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with _open(path, SNIFF_BYTES) as file:
             head = file.read(SNIFF_BYTES)
-    except OSError as error:
+    except Error:
+        raise
+    except Exception as error:  # of the system, or of one of many libraries for compressed files
         raise InvalidUsage(
-            f"{path}: cannot be read ({error.strerror}); give a text or JSONL file that this user may read"
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); give a text or JSONL file that "
+            "this user may read"
         ) from error
-    if size == 0:
+    if not head:
         raise InvalidUsage(f"{path}: the file is empty; give a file with text in it")
     if not looks_like_text(head):
         raise InvalidUsage(
-            f"{path}: this is a binary file (its first {len(head)} bytes are not text); give plain text or JSONL, "
-            "uncompressed"
+            f"{path}: this is a binary file (its first {len(head)} bytes are not text); give plain text, or JSONL or "
+            "Parquet with its ending"
         )
-    return size
 
 
 def text_files(
-    folder: Path, *, suffix: str = "", without: Collection[str] = (), also: Collection[str] = ()
+    folder: Path, *, suffix: str = "", without: Collection[str] = (), with_binary: bool = False
 ) -> Iterator[Path]:
     """The non-empty text files below ``folder`` in a fixed order.
 
     Hidden files and folders, links to folders, links that lead out of ``folder``, and binary files are left out.
-    ``suffix`` is what a file's name must end with, ``without`` the names of folders to leave out, ``also`` the endings
-    of files that are taken though they are no text.
+    ``suffix`` is what a file's name must end with, ``without`` the names of folders to leave out; with ``with_binary``
+    Parquet and compressed JSONL are taken, too.
     """
     root = folder.resolve()
     for directory, names, files in os.walk(folder):
@@ -332,7 +398,7 @@ def text_files(
                 continue
             if path.is_symlink() and not path.resolve().is_relative_to(root):
                 continue
-            if path.suffix in also:
+            if with_binary and (path.suffix == ".parquet" or _kind(path)[1]):
                 yield path
                 continue
             try:
