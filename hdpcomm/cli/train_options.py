@@ -26,9 +26,9 @@ class TrainOptions(TrainingOptions):
     """Everything that ``hdpcomm train`` can be told."""
 
     data: tuple[str, ...] = option(
-        "data", (), "text, JSONL, Parquet, folders and URLs of these, datasets of Hugging Face, hdpcomm data build; "
-        "PATH=0.7 gives it that share of the tokens, in a mixture; without it, Python's standard library", str,
-        nargs="+", metavar="PATH",
+        "data", (), "text, JSONL, Parquet, folders and URLs of these, datasets of Hugging Face and Megatron-Core, "
+        "folders of hdpcomm data build; PATH=0.7: its share of the tokens, in a mixture; without it, Python's standard "
+        "library", str, nargs="+", metavar="PATH",
     )  # fmt: skip
     text_field: str = option("data", "text", "field or column that holds the text", str, metavar="NAME")
     messages_field: str = option(

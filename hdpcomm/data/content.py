@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from hdpcomm.data.corpus import Corpus, TextPieces
+from hdpcomm.data.corpus import Corpus
+from hdpcomm.data.token_store import TokenStore
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import open_regular
 
@@ -27,7 +28,7 @@ def content_digest(corpus: Corpus) -> str:
     """
     digest = hashlib.sha256()
     for source in corpus.sources:
-        if isinstance(source, TextPieces):
+        if not isinstance(source, TokenStore):
             _add_files(digest, source.files)
         else:
             for name, sums in sorted(source.checksums.items()):

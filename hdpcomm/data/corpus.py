@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hdpcomm.data.encoders import FolderEncoder, encoder_of
 from hdpcomm.data.images import LazyPixels
+from hdpcomm.data.megatron import MegatronTokens
 from hdpcomm.data.records import block_starts, text_files
 from hdpcomm.data.sampler import BatchSampler
 from hdpcomm.data.token_store import NO_IMAGES, TokenStore
@@ -33,6 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 Index = npt.NDArray[np.int64]
+Source: TypeAlias = "TextPieces | TokenStore | MegatronTokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,9 @@ class TextPieces:
 
     files: tuple[Path, ...]
     pieces: Index
-    images: ClassVar[Index] = NO_IMAGES
+    encoder: ClassVar[str] = "bytes"
+    encoder_name: ClassVar[str] = "byte"
+    vocabulary: ClassVar[int] = 256
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -54,11 +58,6 @@ class TextPieces:
     def lengths(self) -> Index:
         """``[documents]``: tokens of each document."""
         return self.pieces[:, 2]
-
-    @property
-    def masked(self) -> npt.NDArray[np.bool_]:
-        """``[documents]``: of none."""
-        return np.zeros(len(self), dtype=np.bool_)
 
     def tokens(self, document: int, first: int, length: int) -> Index:
         """``length`` bytes of a piece from its byte ``first`` on. Raises: InvalidUsage if the file has changed."""
@@ -84,11 +83,6 @@ class TextPieces:
         file, start, _ = (int(value) for value in self.pieces[document])
         return f"{self.files[file]} from byte {start} on" if start else str(self.files[file])
 
-    def counted(self, document: int, first: int, length: int) -> npt.NDArray[np.bool_]:
-        """Every token counts for the loss."""
-        del document, first
-        return np.ones(length, dtype=np.bool_)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
@@ -110,7 +104,7 @@ class Corpus:
 
     name: str
     context: int
-    sources: tuple[TextPieces | TokenStore, ...]
+    sources: tuple[Source, ...]
     documents: Index
     sequences: Index
     encoder: str = "bytes"
@@ -181,7 +175,7 @@ class Corpus:
             raise InvalidUsage(f"tokens {start} to {stop} were asked for; sequence {sequence} has {length}")
         first, count = first + start, min(stop + 1, length) - start
         masked = self._masked.size and self._masked[self.sequences[sequence, 0]]
-        counted = source.counted(document, first, count) if masked else None
+        counted = cast("TokenStore", source).counted(document, first, count) if masked else None
         return labelled(source.tokens(document, first, count), counted, stop - start)
 
     def items(self, sequence: int) -> list[Item]:
@@ -216,7 +210,7 @@ class Corpus:
         source, document, first, length = self._place(sequence)
         return f"{source.name_of(document)}, tokens {first} to {first + length}"
 
-    def _place(self, sequence: int) -> tuple[TextPieces | TokenStore, int, int, int]:
+    def _place(self, sequence: int) -> tuple[Source, int, int, int]:
         if not 0 <= sequence < len(self):
             raise InvalidUsage(f"sequence {sequence} was asked for; this corpus has 0 to {len(self) - 1}")
         place, first, length = (int(value) for value in self.sequences[sequence])
@@ -346,7 +340,7 @@ def labelled(following: npt.NDArray[Any], counted: npt.NDArray[np.bool_] | None,
     return read[:length], labels
 
 
-def corpus_of(name: str, sources: Sequence[TextPieces | TokenStore], *, context: int) -> Corpus:
+def corpus_of(name: str, sources: Sequence[Source], *, context: int) -> Corpus:
     """A corpus of these sources, cut into sequences of at most ``context`` tokens. Local.
 
     Pieces of a conversation in which no token counts for the loss are left out, and documents that would be cut inside
@@ -354,10 +348,7 @@ def corpus_of(name: str, sources: Sequence[TextPieces | TokenStore], *, context:
 
     Raises: InvalidUsage if sources have tokens of different encoders, or nothing is left.
     """
-    stores = [source for source in sources if isinstance(source, TokenStore)]
-    kinds = {(store.encoder, store.encoder_name, store.vocabulary) for store in stores}
-    if any(isinstance(source, TextPieces) for source in sources):
-        kinds.add(("bytes", "byte", 256))
+    kinds = {(source.encoder, source.encoder_name, source.vocabulary) for source in sources}
     if len(kinds) > 1:
         names = ", ".join(sorted(name for _, name, _ in kinds))
         raise InvalidUsage(f"the data has tokens of several tokenizers ({names}); build all of it with one")
@@ -367,9 +358,13 @@ def corpus_of(name: str, sources: Sequence[TextPieces | TokenStore], *, context:
         for number, each in enumerate(sources)
     ]
     documents = np.concatenate(tables).astype(np.int64)
-    masked = np.concatenate([each.masked for each in sources])
+    pairs = [
+        (each.masked, each.images) if isinstance(each, TokenStore) else (np.zeros(len(each), np.bool_), NO_IMAGES)
+        for each in sources
+    ]
+    masked = np.concatenate([marks for marks, _ in pairs])
     before = np.cumsum([0, *map(len, sources)])
-    images = np.concatenate([_images(each.images, first) for each, first in zip(sources, before, strict=False)])
+    images = np.concatenate([_images(table, first) for (_, table), first in zip(pairs, before, strict=False)])
     begin, end = images[:, 1], images[:, 1] + images[:, 2]
     left_out = np.unique(images[begin // context != (end - 1) // context, 0])
     sequences = _cut(documents[:, 2], context)
@@ -441,5 +436,5 @@ def _without_empty_pieces(corpus: Corpus) -> Corpus:
     cut = corpus._masked & (corpus.documents[:, 2] > corpus.context)
     for sequence in np.flatnonzero(cut[corpus.sequences[:, 0]]).tolist():
         source, document, first, length = corpus._place(sequence)
-        kept[sequence] = source.counted(document, first + 1, length - 1).any()
+        kept[sequence] = cast("TokenStore", source).counted(document, first + 1, length - 1).any()
     return replace(corpus, sequences=corpus.sequences[kept])

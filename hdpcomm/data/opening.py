@@ -12,8 +12,9 @@ import numpy as np
 from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.data.agree import on_rank_0, raise_together
 from hdpcomm.data.build import build_store, cache_folder, open_published, store_key
-from hdpcomm.data.corpus import Corpus, TextPieces, corpus_of
+from hdpcomm.data.corpus import Corpus, Source, TextPieces, corpus_of
 from hdpcomm.data.encoders import ByteEncoder, Encoder
+from hdpcomm.data.megatron import MegatronTokens, megatron_prefix, open_megatron
 from hdpcomm.data.records import (
     Fields,
     File,
@@ -50,12 +51,13 @@ def open_corpus(
     comm: Communicator | None = None,
     on_progress: Progress | None = None,
 ) -> Corpus:
-    """Indexes text, JSONL and Parquet files, folders of these, also behind URLs, Hugging Face datasets and stores of
-    tokens.
+    """Indexes text, JSONL and Parquet files, folders of these, also behind URLs, Hugging Face datasets, tokens of
+    Megatron-Core and stores of tokens.
 
     Collective over ``comm``, if there is one: rank 0 looks at the files, and all ranks share the work. Text as bytes is
-    read in place, a store of ``hdpcomm data build`` as it is. All else is turned into tokens once, into a store in the
-    cache that later runs find again as long as the files, the tokenizer and the fields are the same.
+    read in place, as are files of Megatron-Core and stores of ``hdpcomm data build``. All else is turned into tokens
+    once, into a store in the cache that later runs find again as long as the files, the tokenizer and the fields are
+    the same.
 
     Args:
         paths: files and folders, or as text URLs of some as fsspec takes them. The files of a folder are taken in a
@@ -162,6 +164,11 @@ def _look_at(named: str | Path, encoder: Encoder, fields: Fields, cache: Path) -
             )
         _refuse_empty(store, str(path))
         return {"kind": "store", "store": str(path)}
+    if path is not None and (prefix := megatron_prefix(path)) is not None:
+        if isinstance(encoder, ByteEncoder):
+            raise InvalidUsage(f"{prefix}: tokens of Megatron-Core do not name their tokenizer; give it by --tokenizer")
+        _refuse_empty(_megatron(prefix, encoder), prefix)
+        return {"kind": "megatron", "store": prefix}
     files = input_files(named)
     if isinstance(encoder, ByteEncoder) and all(map(is_text, files)):
         return {"kind": "text", "files": [[str(file), file.stat().st_size] for file in files if isinstance(file, Path)]}
@@ -178,11 +185,12 @@ def _look_at(named: str | Path, encoder: Encoder, fields: Fields, cache: Path) -
 
 def _open(
     found: dict[str, Any], encoder: Encoder, fields: Fields, comm: Communicator | None, on_progress: Progress | None
-) -> TextPieces | TokenStore:
+) -> Source:
     if found["kind"] == "text":
         pieces = [(number, 0, size) for number, (_, size) in enumerate(found["files"])]
         files = tuple(Path(name) for name, _ in found["files"])
         return TextPieces(files, np.array(pieces, dtype=np.int64).reshape(-1, 3))
+    store: MegatronTokens | TokenStore | None
     final, store, error = Path(found["store"]), None, None
     if found["kind"] == "build":
         units = units_from(found["units"])
@@ -190,7 +198,7 @@ def _open(
         store = build_store(units, encoder, final, comm=comm, fields=fields, check=check, on_progress=on_progress)
     else:
         try:
-            store = open_published(final)
+            store = _megatron(str(final), encoder) if found["kind"] == "megatron" else open_published(final)
         except InvalidUsage as failure:  # rank 0 has opened it: this rank sees another file system
             error = failure
         raise_together(comm, error)
@@ -199,8 +207,12 @@ def _open(
     return store
 
 
-def _refuse_empty(store: TokenStore, name: str) -> None:
-    if not len(store):
+def _megatron(prefix: str, encoder: Encoder) -> MegatronTokens:
+    return open_megatron(prefix, encoder.fingerprint, encoder.name, encoder.vocabulary)
+
+
+def _refuse_empty(store: MegatronTokens | TokenStore, name: str) -> None:
+    if not store.lengths.any():
         raise InvalidUsage(
             f"{name}: no document with a token to train on (every line has an empty text, or conversations without an "
             "answer); give files with text in them"

@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from hdpcomm.data.megatron import megatron_prefix
 from hdpcomm.data.remote import RemoteFile, first_bytes, local_path, remote_files, shown
 from hdpcomm.errors import Error, InvalidUsage, first_line
 from hdpcomm.files import read_text
@@ -73,6 +74,8 @@ def input_files(named: str | Path) -> list[File]:
     path = local_path(named)
     if path is None:
         return _input_of_url(str(named))
+    if megatron_prefix(path) is not None:
+        raise InvalidUsage(f"{path}: tokens of Megatron-Core are read in place; give them to --data as they are")
     if path.is_dir():
         if _is_dataset(path):
             return [path]
@@ -80,7 +83,7 @@ def input_files(named: str | Path) -> list[File]:
         if not found:
             raise InvalidUsage(
                 f"{path}: this folder holds no text file; give one with text, JSONL or Parquet files in it, a Hugging "
-                "Face dataset (save_to_disk) or a folder of hdpcomm data build"
+                "Face dataset (save_to_disk), a folder of hdpcomm data build or a prefix of Megatron-Core's files"
             )
         return found
     try:

@@ -40,6 +40,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "deepspeed_zero": ("transformers", "deepspeed==0.19.8", "setuptools", "ninja"),
     # Some modules of Megatron-Core import Triton, for which it does not ask; nor does torchtitan.
     "megatron_scheduler": ("megatron-core @ git+https://github.com/NVIDIA/Megatron-LM@dev", "triton"),
+    "megatron_data": ("megatron-core==0.16.1",),
     "torchtitan_plans": ("torchtitan==0.3.0", "datasets<4.8", "triton"),
     # verl's workers import the last two, which it does not ask for.
     "verl_engine": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),
