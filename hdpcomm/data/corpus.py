@@ -100,6 +100,7 @@ class Corpus:
         images: ``[images, 8]``: document, first token, tokens, patches and grid as in the table of its store (see
             :mod:`hdpcomm.data.token_store`), place in that table.
         left_out: documents that would be cut inside an image.
+        source_names: of ``sources``, for messages.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Corpus:
     weights: tuple[float, ...] = ()
     images: Index = field(default_factory=lambda: NO_IMAGES[:, :8], repr=False)
     left_out: tuple[int, ...] = ()
+    source_names: tuple[str, ...] = ()
     _masked: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_), repr=False)
     _model: Path | None = None  # folder with the processor of the images
 
@@ -379,6 +381,7 @@ def corpus_of(name: str, sources: Sequence[Source], *, context: int) -> Corpus:
         vocabulary=vocabulary,
         images=images,
         left_out=tuple(left_out.tolist()),
+        source_names=tuple(f"source {number}" for number in range(len(sources))),
         _masked=masked if masked.any() else np.zeros(0, dtype=np.bool_),
     )
     if not len(kept := _without_empty_pieces(corpus)) and len(left_out):

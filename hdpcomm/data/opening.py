@@ -90,7 +90,8 @@ def open_corpus(
     found = on_rank_0(comm, lambda: _look(paths, encoder, fields, cache or cache_folder()))
     sources = [_open(each, encoder, fields, comm, on_progress) for each in found]
     corpus = corpus_of(name or _names(paths), sources, context=context)
-    return replace(corpus, weights=tuple(map(float, weights)), _model=getattr(encoder, "folder", None))
+    named = replace(corpus, weights=tuple(map(float, weights)), source_names=tuple(_names([each]) for each in paths))
+    return replace(named, _model=getattr(encoder, "folder", None))
 
 
 def is_indexed(
