@@ -18,15 +18,18 @@ __all__ = [
     "LoraOptions",
     "TrainingOptions",
     "count",
+    "duration",
     "layer_counts",
     "num_bytes",
     "option",
     "positive",
     "recompute",
     "zero_stage",
+    "seconds_of",
     "seed",
     "share",
     "slices",
+    "steps_or_time",
     "whole",
 ]
 
@@ -123,6 +126,27 @@ def zero_stage(text: str) -> str | int:
     if str(text) not in ("0", "1", "2", "3"):
         raise BadOption(f"{text!r} is neither auto nor one of 0, 1, 2 and 3")
     return int(text)
+
+
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+def duration(text: str) -> str:
+    """argparse type: a time such as ``90s``, ``30min``, ``23.5h`` or ``2d``, for :func:`seconds_of`."""
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?(s|min|h|d)", str(text)) or not seconds_of(str(text)):
+        raise BadOption(f"{text!r} is no time above 0, like 90s, 30min, 23.5h or 2d")
+    return str(text)
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of a :func:`duration`."""
+    unit = text.lstrip("0123456789.")
+    return float(text.removesuffix(unit)) * _SECONDS[unit]
+
+
+def steps_or_time(text: str) -> int | str:
+    """argparse type: a number of steps, or a :func:`duration`."""
+    return duration(text) if str(text).endswith(tuple(_SECONDS)) else count(text)
 
 
 def whole(text: str) -> int:

@@ -48,6 +48,7 @@ _EPILOG = """exit codes:
   6  bad usage: an option, a path or a value
   7  wrong data (perf)
   130, 143  ended by Ctrl-C or SIGTERM (train --out: saved)
+  142  ended before --time-limit (train --out: saved)
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,7 +26,7 @@ from hdpcomm.cli.train_options import (
 from hdpcomm.errors import Error, InvalidUsage, first_line, out_of_memory
 from hdpcomm.files import write_own
 from hdpcomm.log import LOG
-from hdpcomm.options import TrainingOptions
+from hdpcomm.options import TrainingOptions, seconds_of
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -64,6 +65,8 @@ class _Job:
     Attributes:
         shrinks: when ranks die, the others go on.
         attempt: how often they have.
+        gone, joined: numbers of the ranks that did so before this attempt.
+        until: moment of ``time.time()`` by --time-limit.
     """
 
     options: TrainOptions
@@ -72,6 +75,9 @@ class _Job:
     held_out: TrainData | None
     shrinks: bool = False
     attempt: int = 0
+    gone: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+    until: float | None = None
 
     def on(self, ranks: int, capacity: int | None = None) -> _Job:
         """The job of those that are there, as if it were started by hand on so many ranks."""
@@ -84,16 +90,18 @@ def _capacity(options: TrainOptions, ranks: int) -> int:
 
 
 def _train(parsed: argparse.Namespace) -> int:
+    started = time.time()
     names = {each.name for each in fields(TrainOptions)}
     given = {name: value for name, value in vars(parsed).items() if name in names}
     options = resolve_options(given, parsed.config)
     for path in (options.json, options.trace):
         check_writable(path)
     options = _resumed_after_restart(_with_model_folder(options))
+    until = None if options.time_limit is None else started + seconds_of(options.time_limit)
     cores = min(8, max(2, len(os.sched_getaffinity(0))))
     devices = options.pipeline * options.tensor * options.expert
     rank, ranks = ranks_here(options.ranks, default=-(-cores // devices) * devices)
-    job = _job(options, ranks)
+    job = replace(_job(options, ranks), until=until)
     if rank is not None:
         outcome = run_rank(job)
         if rank != 0 or outcome is None:
@@ -245,11 +253,13 @@ def _run_elastic(comm: Communicator, job: _Job) -> tuple[RunResult | DryRun, Cor
     options, out = job.options, job.options.out
     assert out is not None  # checked
     elastic = Elastic(out, options.pipeline, options.tensor, options.expert, options.resume)
+    before = {*comm.ranks}
 
     def on_change(living: Communicator, active: Sequence[int]) -> None:
-        nonlocal job
+        nonlocal job, before
         capacity = int(from_rank(living, str(job.on(len(active)).config.capacity), active[0]))
-        job = job.on(len(active), capacity)
+        gone, joined = sorted(before - {*living.ranks}), sorted({*living.ranks} - before)
+        job, before = replace(job.on(len(active), capacity), gone=tuple(gone), joined=tuple(joined)), {*living.ranks}
 
     return elastic.run(comm, lambda comm, resume, peers: _run(comm, job, resume, peers), on_change)
 
@@ -293,7 +303,11 @@ def _trained(
     saving = None
     if out is not None:
         every = options.save_every or 0
-        saving = Saving(out / "checkpoints", every=every, keep=options.keep, resume=resume, peers=peers)
+        saving = Saving(
+            out / "checkpoints", keep=options.keep, keep_every=options.keep_every or 0, keep_best=options.keep_best,
+            until=job.until, resume=resume, peers=peers,
+            **{"every": every} if isinstance(every, int) else {"every_s": seconds_of(every)},
+        )  # fmt: skip
     watching = Watching(timelines=out is not None, trace=options.trace is not None)
     opened: list[RunFiles] = []  # on rank 0
 
@@ -302,6 +316,9 @@ def _trained(
             save_config(out, resolved)
         opened[0].started(corpus)
         opened[0].costs(costs)
+        for kind, ranks in (("death", job.gone), ("join", job.joined)):
+            if ranks:
+                opened[0].event(kind, {"step": getattr(resume, "step", 0), "ranks": list(ranks)})
 
     with ExitStack() as stack:
         files = partial(RunFiles, out, trackers=options.trackers, config=_plain(resolved), metrics=options.metrics_port)
@@ -314,6 +331,7 @@ def _trained(
             watching = replace(
                 watching,
                 on_costs=accepted,
+                on_event=opened[0].event,
                 on_step=_both(opened[0].step, progress.step),
                 on_evaluation=_both(opened[0].evaluation, progress.evaluation),
                 on_timeline=_both(opened[0].timeline, trace.add),
@@ -398,4 +416,6 @@ def _report(job: _Job, outcome: tuple[RunResult | DryRun, CorpusSummary]) -> int
         print(f"exported: {options.export} (transformers' from_pretrained opens it)")
     if options.json and trained:
         write_json(options.json, to_json(corpus, job.config, result))
+    if result.stopped_by == signal.SIGALRM:
+        print(f"ended before --time-limit {options.time_limit}; go on by --resume auto")
     return 128 + result.stopped_by if result.stopped_by else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from hdpcomm.cli.output import TRANSPORTS
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.options import TrainingOptions, count, option, share, whole
+from hdpcomm.options import TrainingOptions, count, duration, option, share, steps_or_time, whole
 
 __all__ = ["DESCRIPTION", "TrainOptions", "add_options", "changed_options", "check_effects", "dump_options"]
 
@@ -104,8 +104,19 @@ class TrainOptions(TrainingOptions):
         "saving", None, "folder of the run: checkpoints/step-N, metrics.jsonl, config.yaml; made if need be", Path,
         metavar="RUN",
     )  # fmt: skip
-    save_every: int | None = option("saving", None, "steps between checkpoints (only at the end)", count, metavar="N")
+    save_every: int | str | None = option(
+        "saving", None, "steps between checkpoints, or a time, like 30min or 2h (only at the end)", steps_or_time,
+        metavar="N|TIME",
+    )  # fmt: skip
     keep: int = option("saving", 3, "checkpoints that stay, the newest", count, metavar="N")
+    keep_every: int | None = option("saving", None, "those after a multiple of N steps stay, too", count, metavar="N")
+    keep_best: bool = option(
+        "saving", False, "the one with the least held-out loss stays, too: checkpoints/best", action="store_true"
+    )
+    time_limit: str | None = option(
+        "saving", None, "end the run, saved, before so much time has passed since the start of the command, like "
+        "23.5h; exit code 142", duration, metavar="TIME",
+    )  # fmt: skip
     resume: str | None = option(
         "saving", None, "go on from the newest checkpoint of --out, if there is any, or from the one at PATH", str,
         metavar="auto|PATH",
@@ -178,7 +189,12 @@ _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
     ),
     ("fp8_exclude", lambda o: o.fp8 != "none", "without --fp8, which it is for; give both"),
     ("keep_optimizer", lambda o: o.init_from, "without --init-from; name the run whose optimizer it is"),
-    ("save_every resume elastic keep", lambda o: o.out, "without --out; name the folder of the run"),
+    ("keep_best", lambda o: o.eval_data or o.eval_fraction, "without held-out text; give --eval-data"),
+    (
+        "save_every resume elastic keep keep_every keep_best time_limit",
+        lambda o: o.out,
+        "without --out; name the folder of the run",
+    ),
     ("trackers", lambda o: o.out or o.trackers == "none", "without --out; name the folder of the run"),
     ("json trace export metrics_port", lambda o: not o.dry_run, "with --dry-run, which runs no step; leave out either"),
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import threading
@@ -40,6 +41,7 @@ FORMAT = 2
 
 _NAME = re.compile(r"step-(\d+)")
 _META = "meta.json"
+_BEST = "best"
 _FAILED = ".failed"  # in a part that its writer has given up
 _CHECKSUM = "sha256"  # in meta.json: of all else in it
 _CHUNK = 1 << 20
@@ -98,17 +100,23 @@ class CheckpointFolder:
 
     Args:
         path: made if it is not there. With more writers than one, the same files for all of them.
-        keep: how many of the newest stay; at least 1.
+        keep: how many of the newest stay; at least 1. Beside them stays the one of :meth:`mark_best`.
+        keep_every: those of steps that are multiples of it stay, too; 0: none of them.
+        on_saved: (step, seconds that it took) as soon as one is there, called by the thread that has written it.
         rank, writers: this writer among those that each :meth:`save` a part of each checkpoint. Make the first one
             before any other saves: it sweeps what a killed process left.
         session: a name that the writers share and no others before them.
     """
 
-    def __init__(self, path: Path, *, keep: int, rank: int = 0, writers: int = 1, session: str = "") -> None:
+    def __init__(
+        self, path: Path, *, keep: int, rank: int = 0, writers: int = 1, session: str = "", keep_every: int = 0,
+        on_saved: Callable[[int, float], None] | None = None,
+    ) -> None:  # fmt: skip
         if keep < 1:
             raise InvalidUsage(f"keep is {keep}; at least 1 checkpoint has to stay")
         self.path = path
-        self.keep = keep
+        self.keep, self.keep_every, self._on_saved = keep, keep_every, on_saved
+        self._best = -1
         self._rank, self._writers, self._session = rank, writers, session
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -147,6 +155,25 @@ class CheckpointFolder:
         self._thread = threading.Thread(target=work, name="hdpcomm-checkpoint", daemon=False)
         self._thread.start()
 
+    def mark_best(self, step: int) -> None:
+        """The checkpoint of ``step``, there or being written, is to stay until another is marked; the link ``best``
+        leads to it. Called by the first writer."""
+        self._best = step
+        if (self.path / f"step-{step}").is_dir():
+            self._link_best(step)
+
+    def _link_best(self, step: int) -> None:
+        link = self.path / ".best"
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"step-{step}")
+        link.rename(self.path / _BEST)
+
+    def _old(self) -> list[int]:
+        """Steps whose checkpoints have had their time."""
+        best = (self.path / _BEST).resolve().name
+        every = self.keep_every
+        return [s for s in self.steps()[self.keep :] if not (every and s % every == 0) and best != f"step-{s}"]
+
     def wait(self) -> None:
         """Until what is being written is on the disk. Raises: Error if it could not be."""
         if self._thread is not None:
@@ -171,7 +198,7 @@ class CheckpointFolder:
     def _write(self, step: int, state: dict[str, Any], facts: dict[str, Any]) -> None:
         from hdpcomm.run.tensor_files import METADATA, join_files, write_tensors
 
-        unfinished = self.path / f".step-{step}.partial"
+        unfinished, started = self.path / f".step-{step}.partial", time.monotonic()
         parts = [self._part(step, rank) for rank in range(1, self._writers)]
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -184,10 +211,15 @@ class CheckpointFolder:
             files[METADATA] = fingerprint(unfinished / METADATA)
             noted = {"format": FORMAT, "step": step, **facts, "files": files}
             write_synced(unfinished / _META, json.dumps(noted | {_CHECKSUM: json_checksum(noted)}, indent=1))
+            self._check(unfinished)
             self._publish(unfinished, self.path / f"step-{step}")
             LOG.debug(f"wrote {self.path / f'step-{step}'}")
-            for old in self.steps()[self.keep :]:
+            if step == self._best:
+                self._link_best(step)
+            for old in self._old():
                 shutil.rmtree(self.path / f"step-{old}", ignore_errors=True)
+            if self._on_saved is not None:
+                self._on_saved(step, time.monotonic() - started)
         except BaseException as failure:
             self._failure = failure
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -237,6 +269,16 @@ class CheckpointFolder:
             time.sleep(_POLL_S)
         files: dict[str, list[int]] = json.loads(read_text(part / _META))
         return files
+
+    def _check(self, unfinished: Path) -> None:
+        """Reads back what was written, from the disk as far as the system lets go of its own copy. Raises: Error."""
+        for path in unfinished.iterdir():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            open_checkpoint(unfinished)
+        except InvalidUsage as error:
+            raise Error(f"what was written does not come back as it was ({error}); the disk may be broken") from None
 
     def _publish(self, unfinished: Path, final: Path) -> None:
         """Renames; a folder of that name (a damaged one that a resumed run has passed) goes first."""

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hdpcomm.data import Corpus
-from hdpcomm.errors import InvalidUsage
+from hdpcomm.errors import InvalidUsage, first_line
 from hdpcomm.files import open_own, write_own
 from hdpcomm.plan import Calibration
 from hdpcomm.run.evaluation import Evaluation
@@ -84,7 +85,7 @@ class RunFiles(AbstractContextManager["RunFiles"]):
         self, out: Path | None, *, trackers: str = "none", config: Mapping[str, Any] | None = None,
         metrics: str | None = None,
     ) -> None:  # fmt: skip
-        self._out = out
+        self._out, self._newest = out, -1
         self._servers: list[Tracker] = []
         self._lines: dict[str, MetricsLog] = {}
         self._open_trackers: Callable[[], list[Tracker]] = list
@@ -92,7 +93,7 @@ class RunFiles(AbstractContextManager["RunFiles"]):
             if out is not None:
                 tracker_names(trackers)  # before anything is made
                 stack.enter_context(locked_folder(out))
-                for name in ("metrics", "evaluations", "timeline"):
+                for name in ("metrics", "evaluations", "timeline", "events"):
                     self._lines[name] = stack.enter_context(MetricsLog(out / f"{name}.jsonl", own=True))
                 self._open_trackers = partial(open_trackers, trackers, out, dict(config or {}))
             if metrics is not None:
@@ -107,6 +108,12 @@ class RunFiles(AbstractContextManager["RunFiles"]):
         for tracker in trackers:
             self._stack.callback(tracker.close)
         return trackers + self._servers
+
+    def event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Appends a line for collectors of logs to ``events.jsonl``. Raises: Error if it cannot be written."""
+        self._newest = max(self._newest, facts["step"])
+        if self._lines:
+            self._lines["events"].append({"time": time.time(), "event": kind, **facts})
 
     def started(self, corpus: Corpus) -> None:
         """Notes the lengths of the corpus in ``lengths.json``: by octave, how many sequences and tokens."""
@@ -130,6 +137,8 @@ class RunFiles(AbstractContextManager["RunFiles"]):
         """Appends a step. Raises: Error if a file cannot be written."""
         if self._lines:
             self._lines["metrics"].write(policy, metrics, costs)
+        names = ("loss", "grad_norm", "tokens", "seconds", "predicted_s", "planning_s")
+        self.event("step", {"step": metrics.step, "policy": policy} | {each: getattr(metrics, each) for each in names})
         told = {**asdict(metrics), **costs}
         values = {name: value for name, value in told.items() if name != "step" and isinstance(value, (int, float))}
         values["tokens_per_s"] = metrics.tokens / metrics.seconds if metrics.seconds else 0.0
@@ -140,13 +149,18 @@ class RunFiles(AbstractContextManager["RunFiles"]):
         """Appends an evaluation."""
         if self._lines:
             self._lines["evaluations"].append({"policy": policy, **asdict(found)})
+        self.event("evaluation", {"step": found.step, "policy": policy, "loss": found.loss})
+        losses = {f"{policy}/held_out_loss": found.loss}
+        losses |= {f"{policy}/held_out_loss/{Path(name).name}": loss for name, loss in found.by_source.items()}
         for tracker in self._trackers:
-            tracker.write(found.step - 1, {f"{policy}/held_out_loss": found.loss})
+            tracker.write(found.step - 1, losses)
 
     def timeline(self, row: Mapping[str, Any]) -> None:
         """Appends a step as planned and as measured."""
         if self._lines:
             self._lines["timeline"].append(row)
 
-    def __exit__(self, *failure: Any) -> None:
-        self._stack.__exit__(*failure)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        with self._stack:
+            if error is not None and self._newest >= 0:
+                self.event("end", {"step": self._newest, "error": first_line(error)})

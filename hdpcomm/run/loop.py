@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -166,8 +167,11 @@ class _Run:
     ) -> None:
         self.comm, self.corpus, self.config = comm, corpus, config
         self.saving, self.held_out, self.watching = saving, held_out, watching
-        self.folder = None if saving is None else _checkpoint_folder(comm, saving, config, stack)
+        self.folder = None if saving is None else _checkpoint_folder(comm, saving, config, self._on_saved, stack)
         self.found = found
+        self.best = None if found is None else found.facts.get("best")
+        self.saved_at, self.step_s = time.monotonic(), 0.0
+        self.save_s = 0.0 if saving is None or saving.until is None else 0.05 * max(0.0, saving.until - time.time())
         self.first_step = self.done = 0 if found is None else found.step
         if self.first_step > config.steps:
             raise InvalidUsage(
@@ -202,6 +206,17 @@ class _Run:
         if self.watching.on_costs is not None:
             planner = self.trainers[self.config.policies[0]].planner
             self.watching.on_costs(calibration_of_run(self.config, planner, self.comm.transport))
+        begins = "" if self.found is None else str(self.found.path)
+        self._tell("start", step=self.first_step, ranks=self.comm.size, transport=self.comm.transport, resumed=begins)
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        if self.watching.on_event is not None:
+            self.watching.on_event(kind, facts)
+
+    def _on_saved(self, step: int, seconds: float) -> None:
+        """Called by the thread that writes checkpoints."""
+        self.save_s = seconds
+        self._tell("save", step=step, seconds=seconds)
 
     def load(self) -> None:
         """Reads the checkpoint to go on from, if there is one. Raises: InvalidUsage, on all ranks: it does not fit."""
@@ -256,22 +271,28 @@ class _Run:
             self._advance(stopping)
 
     def _advance(self, stopping: StopRequest | None) -> None:
+        saving = self.saving
         for step in range(self.first_step, self.config.steps):
+            begun = time.monotonic()
             for policy in self.trainers:
                 self._step(policy, step)
             self.done = step + 1
             self._keep()
-            if stopping is not None and (number := stopping.agreed(self.comm)):
-                self.stopped_by = number
-                break
-            every = 0 if self.saving is None or self.done == self.config.steps else self.saving.every
-            if every and self.done % every == 0:
-                self._save()
+            if saving is not None and stopping is not None:
+                late = saving.until is not None and time.time() + 1.5 * self.step_s + 2 * self.save_s > saving.until
+                due = saving.every_s > 0 and time.monotonic() - self.saved_at >= saving.every_s
+                self.stopped_by, due = stopping.agreed(self.comm, late=late, save=due)
+                if self.stopped_by:
+                    break
+                if self.done < self.config.steps and (due or (saving.every and self.done % saving.every == 0)):
+                    self._save()
             if self.config.eval_every and self.done % self.config.eval_every == 0:
                 self._evaluate()
+            self.step_s = max(self.step_s, time.monotonic() - begun)
         self._save_last()
         if not self.stopped_by and self.done > self.first_step:
             self._evaluate()
+        self._tell("end", step=self.done, stopped_by=self.stopped_by)
 
     def _step(self, policy: str, step: int) -> None:
         trainer, watching = self.trainers[policy], self.watching
@@ -315,6 +336,7 @@ class _Run:
         trainer = self.trainers[policy]
         if len(self.left_out[policy]) <= self.config.skip_bad_steps:
             trainer.num_steps += 1
+            self._tell("skip", step=step, policy=policy, told=told)
             if self.comm.rank == 0:
                 LOG.warning(f"left out {told}")
             return
@@ -347,12 +369,23 @@ class _Run:
             self.evaluations[policy].append(found)
             if self.watching.on_evaluation is not None:
                 self.watching.on_evaluation(policy, found)
+            if policy == self.config.policies[0] and self.saving is not None and self.saving.keep_best:
+                self._keep_best(found.loss)
+
+    def _keep_best(self, loss: float) -> None:
+        if self.best is not None and self.best[1] <= loss:
+            return
+        self.best = [self.done, loss]
+        if self.folder is not None and self.comm.rank == 0:
+            self.folder.mark_best(self.done)
+        self._save_last(wait=False)
 
     def _state(self) -> dict[str, Any]:
         return {policy: trainer.checkpoint_state() for policy, trainer in self.trainers.items()}
 
     def _save(self, *, copy: bool = True) -> None:
         assert self.saving is not None
+        self.saved_at = time.monotonic()
         state = self._state()
         generators = gather_generators(self.comm)
         self.saved = self.saving.folder / f"step-{self.done}"
@@ -363,11 +396,11 @@ class _Run:
                 _warn_of_disk(self.folder)
             self.folder.save(self.done, {"policies": state, "generators": generators}, self._facts(), copy=copy)
 
-    def _save_last(self) -> None:
-        """The run ends here: what is saved is on the disk on return."""
+    def _save_last(self, *, wait: bool = True) -> None:
+        """Saves the state of now, unless that is done. ``wait``: the run ends here, and it is on the disk on return."""
         if self.saving is not None and (self.saved is None or self.saved.name != f"step-{self.done}"):
-            self._save(copy=False)
-        if self.folder is not None:
+            self._save(copy=not wait)
+        if self.folder is not None and wait:
             with self.comm.busy("saves a checkpoint"):
                 self.folder.wait()
 
@@ -386,6 +419,7 @@ class _Run:
             "cost_model": asdict(self.costs.cost_model),
             "memory_model": None if memory is None else asdict(memory),
             "nics": self.costs.nics,
+            "best": self.best,
             "learned": {policy: learning.to_dict() for policy, learning in self.learning.items()},
         }
 
@@ -430,17 +464,22 @@ class _Run:
 
 
 def _checkpoint_folder(
-    comm: Communicator, saving: Saving, config: RunConfig, stack: ExitStack
+    comm: Communicator,
+    saving: Saving,
+    config: RunConfig,
+    on_saved: Callable[[int, float], None],
+    stack: ExitStack,
 ) -> CheckpointFolder | None:
     """Where this rank writes, if it does: rank 0, and every rank that has its own part of a sharded optimizer's state,
     or of the model. Collective."""
     parts = config.zero or config.on_mesh or is_for_matrices(config)
     session, folder, writers = secrets.token_hex(8), None, comm.size if parts else 1
+    opened = partial(CheckpointFolder, saving.folder, keep=saving.keep, writers=writers)
     if comm.rank == 0:
-        folder = CheckpointFolder(saving.folder, keep=saving.keep, writers=writers, session=session)
+        folder = opened(session=session, keep_every=saving.keep_every, on_saved=on_saved)
     session = from_rank(comm, session)
     if 0 < comm.rank < writers:
-        folder = CheckpointFolder(saving.folder, keep=saving.keep, rank=comm.rank, writers=writers, session=session)
+        folder = opened(rank=comm.rank, session=session)
     if folder is not None:
         stack.push(partial(_end_of_saving, folder))
     return folder

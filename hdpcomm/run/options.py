@@ -24,7 +24,13 @@ class Saving:
     Attributes:
         folder: of the checkpoints; made if need be.
         every: steps between two; one more is made at the end, and when the run is asked to stop. 0: only these.
+        every_s: seconds between two, in place of steps; 0: none by time.
         keep: how many of the newest stay.
+        keep_every: those of steps that are multiples of it stay, too; 0: none of them.
+        keep_best: whether the one with the least loss on held-out text so far stays, too, which is then saved whenever
+            that becomes less.
+        until: a moment (``time.time()``) before which the run ends, saved, judged by what its steps and its saves took;
+            ``RunResult.stopped_by`` is then SIGALRM. ``None``: no limit.
         resume: ``None``: start anew; ``"auto"``: the newest sound checkpoint of ``folder``, if there is any; else the
             path of a checkpoint, or of a folder of checkpoints; or what the ranks have in memory.
         peers: where each rank keeps copies of the states of the newest steps, its own and others'.
@@ -32,13 +38,18 @@ class Saving:
 
     folder: Path
     every: int = 0
+    every_s: float = 0.0
     keep: int = 3
+    keep_every: int = 0
+    keep_best: bool = False
+    until: float | None = None
     resume: str | KeptCheckpoint | None = None
     peers: PeerSaves | None = None
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise InvalidUsage(f"every is {self.every}; give the steps between two checkpoints, or 0")
+        if min(self.every, self.every_s, self.keep_every) < 0:
+            told = f"every is {self.every}, every_s {self.every_s} and keep_every {self.keep_every}"
+            raise InvalidUsage(f"{told}; give the steps or seconds between two checkpoints, or 0")
         if self.keep < 1:
             raise InvalidUsage(f"keep is {self.keep}; at least 1 checkpoint has to stay")
 
@@ -56,6 +67,8 @@ class Watching:
         trace: collects the timeline of each of the first 50 steps of the call; equal on every rank.
         on_costs: what the first policy's plans are made from, before the first step, when nothing speaks against the
             run any more.
+        on_event: (kind, facts) of what is no figure of a step: ``start``, ``save``, ``skip``, ``slow``, ``spike``,
+            ``end``; a save is told by the thread that has written it.
     """
 
     on_step: Callable[[str, StepMetrics, Mapping[str, float]], None] | None = None
@@ -64,6 +77,7 @@ class Watching:
     timelines: bool = False
     trace: bool = False
     on_costs: Callable[[Calibration], None] | None = None
+    on_event: Callable[[str, Mapping[str, Any]], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +88,7 @@ class RunResult:
         steps: by policy, in the order of ``RunConfig.policies``; those of this call, from ``first_step`` on.
         parameters: of the model, tied ones counted once.
         first_step: 0, or where the checkpoint was taken.
-        stopped_by: the signal that ended the run before its last step, or 0.
+        stopped_by: the signal that ended the run before its last step (SIGALRM: ``Saving.until``), or 0.
         saved: the last checkpoint, if there is one.
         evaluations: by policy, those of this call.
         left_out: by policy, the steps that were not taken, as their loss or gradient was no finite number.

@@ -49,8 +49,9 @@ class StopRequest:
         if self._on_ask is not None:
             self._on_ask(number)
 
-    def agreed(self, comm: Communicator) -> int:
-        """The signal that any rank of ``comm`` was given since the start, or 0. Collective: equal on all ranks."""
-        asked = torch.tensor([self._asked], dtype=torch.int64)
+    def agreed(self, comm: Communicator, *, late: bool = False, save: bool = False) -> tuple[int, bool]:
+        """(the signal that any rank of ``comm`` was given since the start, SIGALRM if it is ``late`` on any, or 0;
+        whether any wants to ``save``). Collective: equal on all ranks."""
+        asked = torch.tensor([self._asked or late * signal.SIGALRM, save], dtype=torch.int64)
         comm.all_reduce(asked, "max")
-        return int(asked)
+        return int(asked[0]), bool(asked[1])

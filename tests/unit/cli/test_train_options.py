@@ -202,13 +202,15 @@ CHANGED = TrainOptions(
     optimizer_offload=True, recompute="full", compile=True, fp8="rowwise", fp8_exclude=("out",),
     router_bias_rate=0.001, mtp_weight=0.3, memory=1 << 30,
     max_grad_norm=2.0, check_replicas=7, skip_bad_steps=2, eval_every=2, eval_data=("DOCS",),
-    eval_fraction=0.5, out=Path("run"), save_every=2, keep=5, resume="auto", elastic=True,
+    eval_fraction=0.5, out=Path("run"), save_every=2, keep=5, keep_every=4, keep_best=True,
+    time_limit="2h", resume="auto", elastic=True,
     export=Path("exported"),
     trace=Path("t.json"), trackers="tensorboard", json=Path("j.json"), metrics_port="9400", dry_run=True,
 )  # fmt: skip
 """A value of each option that is not its default; capitals are files that the test makes."""
 OTHERS: dict[str, tuple[object, ...]] = {
-    "tokenizer": ("TOKENIZER",), "policy": ("static",), "compare": (("ddp",), ("naive", "static")),
+    "tokenizer": ("TOKENIZER",), "save_every": ("30min",),
+    "policy": ("static",), "compare": (("ddp",), ("naive", "static")),
     "schedule": ("constant", "linear"), "min_lr": (0.0,), "decay": (1.0,), "recompute": (1, "auto"),
     "transport": ("tcp",), "trackers": ("wandb",), "resume": ("run/checkpoints/step-1",), "experts": (2,),
     "eval_fraction": (0.0,), "eval_every": (1,), "check_replicas": (0,), "weight_decay": (0.0,),
@@ -259,6 +261,7 @@ def effects(options: TrainOptions) -> list[object]:
         done.append(data)
     if options.out is not None:
         done.append((options.save_every, options.keep, options.resume, options.trackers, job.shrinks))
+        done.append((options.keep_every, options.keep_best, options.time_limit))
     if not options.dry_run:
         done.append((options.json, options.trace, options.export, options.metrics_port))
     return [*done, options.out, options.transport, options.ranks, options.eval_fraction, options.dry_run]

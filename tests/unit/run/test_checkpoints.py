@@ -72,6 +72,43 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
+def test_some_stay_for_good(tmp_path: Path) -> None:
+    told: list[int] = []
+    folder = CheckpointFolder(tmp_path, keep=1, keep_every=4, on_saved=lambda step, _: told.append(step))
+    for step in range(1, 11):
+        if step == 3:
+            folder.mark_best(3)  # before it is there
+        folder.save(step, state(float(step)), {})
+        folder.wait()
+        if step == 6:
+            folder.mark_best(6)  # as it is there
+    assert told == [*range(1, 11)]
+    assert folder.steps() == [10, 8, 6, 4]
+    assert torch.equal(load(tmp_path / "best")["weights"], torch.full((3, 5), 6.0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-10", "step-4", "step-6", "step-8"]
+    again = CheckpointFolder(tmp_path, keep=1)  # another process, which has other rules, keeps the best one
+    again.save(11, state(1.0), {})
+    again.wait()
+    assert again.steps() == [11, 6]
+
+
+def test_what_does_not_come_back_from_the_disk_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path, 1)
+    written = CheckpointFolder._check
+
+    def broken(self: CheckpointFolder, unfinished: Path) -> None:
+        flip(unfinished)
+        written(self, unfinished)
+
+    monkeypatch.setattr(CheckpointFolder, "_check", broken)
+    folder.save(2, state(2.0), {})
+    with pytest.raises(Error, match=r"does not come back as it was .*checksum"):
+        folder.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
 def cut(path: Path) -> None:
     file = next(path.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-7])
