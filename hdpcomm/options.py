@@ -320,6 +320,10 @@ class TrainingOptions:
         "training", 100, "steps between two comparisons of all ranks' weights and optimizer settings; 0: never", whole,
         metavar="STEPS",
     )  # fmt: skip
+    note_spikes: bool = option(
+        "training", False, "where a step's loss jumps, name its sequences with the largest loss, by one more forward "
+        "pass over them", action="store_true",
+    )  # fmt: skip
     skip_bad_steps: int = option(
         "training", 0, "steps of the run that may be left out as their loss or gradient is no finite number; one more "
         "ends it, saved", whole, metavar="N",

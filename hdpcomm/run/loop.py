@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hdpcomm.comm.topology import by_host, domains_of
-from hdpcomm.data import Corpus
+from hdpcomm.data import BatchReader, Corpus
 from hdpcomm.data.agree import from_rank, raise_together
 from hdpcomm.errors import Error, InvalidUsage, NotFinite
 from hdpcomm.log import LOG
@@ -50,6 +50,7 @@ from hdpcomm.run.resuming import (
 )
 from hdpcomm.run.step_record import other_policies, step_costs, timeline_row
 from hdpcomm.run.stopping import StopRequest
+from hdpcomm.run.watch import GarbageClock, StepWatch, TimedReader
 from hdpcomm.train import StepMetrics, Trainer
 from hdpcomm.train.step.data_parallel import DataParallelTrainer, WholeSequencePlanner, torch_group
 
@@ -199,6 +200,8 @@ class _Run:
         self.left_out: dict[str, list[int]] = {policy: [] for policy in planners}
         self.spec = model_spec(config.model)
         self.stalled = dict.fromkeys(planners, 0.0)
+        self.garbage = stack.enter_context(GarbageClock())
+        self.watches = {policy: StepWatch(config.highest_lr) for policy in planners}
         self.learning = self._learning(found) if config.learn_costs else {}
 
     def accept(self) -> None:
@@ -302,7 +305,8 @@ class _Run:
             planned = next(self.plans[policy])
         try:
             reader = self.readers.take(step, trainer)
-            metrics = trainer.step(planned, reader, items=reader.items)
+            timed = TimedReader(reader, self.garbage)
+            metrics = trainer.step(planned, timed, items=reader.items)
         except NotFinite as error:
             trainer.check_replicas()  # it may be one rank whose memory is broken
             self._leave_out(policy, step, error)
@@ -312,10 +316,11 @@ class _Run:
         self.steps[policy].append(metrics)
         ran = trainer.ran or planned.plan
         waited = 0.0 if trainer.offload is None else trainer.offload.stats().host_wait_s
-        stall_s, self.stalled[policy] = waited - self.stalled[policy], waited
-        costs, times = step_costs(
+        beside = {"stall": waited - self.stalled[policy], "plan": planned.waited_s, "data": timed.seconds}
+        self.stalled[policy], self.garbage.seconds, beside["garbage"] = waited, 0.0, self.garbage.seconds
+        costs, times, by_rank = step_costs(
             trainer.timeline.spans, ran, self.comm, seconds=metrics.seconds, spec=self.spec,
-            stall_s=stall_s, cost_model=trainer.planner.cost_model, passes=trainer.runner.passes,
+            beside=beside, cost_model=trainer.planner.cost_model, passes=trainer.runner.passes,
             mesh=trainer.mesh if self.config.on_mesh else None,
         )  # fmt: skip
         if policy in self.learning:
@@ -323,8 +328,34 @@ class _Run:
             costs["slowest_rank"], costs["slowest_speed"] = self.learning[policy].slowest()
         if watching.on_step is not None:
             watching.on_step(policy, metrics, costs)
+        self._look_at(policy, metrics, by_rank, reader)
         if self._is_watched(step):
             self._report_timeline(metrics, planned, trainer)
+
+    def _look_at(
+        self, policy: str, metrics: StepMetrics, by_rank: Mapping[str, Sequence[float]], reader: BatchReader
+    ) -> None:
+        """Tells of what is out of the ordinary. Collective where a loss has jumped, with ``note_spikes``."""
+        watch, trainer, about = self.watches[policy], self.trainers[policy], {"step": metrics.step, "policy": policy}
+        if (found := watch.slow(metrics, by_rank)) is not None:
+            if found.pop("new") and self.comm.rank == 0:
+                LOG.warning(found["told"])
+            self._tell("slow", **about, **found)
+        if (odd := watch.odd_loss(metrics)) is not None:
+            kind, told = odd["kind"], odd["told"]
+            if kind == "spike" and self.config.note_spikes and not isinstance(trainer, DataParallelTrainer):
+                told += f"; after the step, most of {self._worst(trainer, reader)}"
+            if self.comm.rank == 0:
+                LOG.warning(told)
+            self._tell(kind, **about, told=told)
+
+    def _worst(self, trainer: Trainer, reader: BatchReader) -> str:
+        """The sequences of a step with the largest loss. Collective."""
+        lengths = [int(self.corpus.lengths[each]) for each in reader.ids]
+        logs, _ = trainer.log_probs(lengths, reader, root=0, items=reader.items)
+        losses = [-float(each.double().sum()) / max(1, int((each != 0).sum())) for each in logs]
+        worst = sorted(range(len(losses)), key=lambda place: -losses[place])[:_NAMED]
+        return ", ".join(f"{self.corpus.place_of(reader.ids[place])} ({losses[place]:.4g})" for place in worst)
 
     def _leave_out(self, policy: str, step: int, error: NotFinite) -> None:
         """The policy's step was not taken. Raises: Error, if there were too many; the run is saved before."""

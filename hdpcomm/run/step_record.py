@@ -32,16 +32,19 @@ def step_costs(
     *,
     seconds: float,
     spec: ModelSpec | None,
-    stall_s: float,
+    beside: Mapping[str, float],
     cost_model: CostModel,
     passes: Passes,
     mesh: Mesh | None = None,
-) -> tuple[dict[str, float], list[RankTimes]]:
-    """Figures of a step beside those of StepMetrics, and what it took on each rank; equal on all ranks. Collective over
-    ``comm``: one all-gather.
+) -> tuple[dict[str, float], list[RankTimes], dict[str, list[float]]]:
+    """Figures of a step beside those of StepMetrics, what its micro-batches took on each rank, and the seconds of each
+    rank for each of :data:`hdpcomm.run.watch.CAUSES`; equal on all ranks. Collective over ``comm``: one all-gather.
+
+    ``beside``: seconds of this rank for its ``data`` and ``garbage``, both in its compute, for the ``plan``, and in
+    which it waited for copies of offloaded activations, ``stall``.
 
     ``idle_s``, ``exposed_s``: seconds of a rank (on average) as :class:`hdpcomm.train.step.metrics.Span` defines them;
-    ``stall_s``: for copies of offloaded activations; ``compute_s``, ``optimizer_s``: what is left of these phases;
+    ``stall_s``: of the above; ``compute_s``, ``optimizer_s``: what is left of these phases;
     ``ranks``: how many there were;
     ``ring_bytes``, ``gradient_bytes``: sent by all ranks together;
     ``device_bytes``: most memory of a rank; ``mfu``: model FLOPs over the peak, only where both are known;
@@ -69,7 +72,10 @@ def step_costs(
         else:  # buckets of gradients that leave while the last micro-batch runs
             gradient_bytes += span.bytes_sent
     ring_bytes = max(0, ring_bytes - passes.bytes_sent)
-    own = [exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, passes.bytes_sent, processor]
+    alone = compute - beside["data"] - beside["garbage"]
+    waited = max(0.0, alone - processor) if comm.device.type == "cpu" else 0.0
+    seconds_of = {**beside, "messages": exposed, "optimizer": optimizer, "compute": alone - waited, "processor": waited}
+    own = [*seconds_of.values(), idle, compute, ring_bytes, gradient_bytes, passes.bytes_sent, processor]
     own.append(memory_bytes(comm.device))
     told = times_of(spans, plan, comm.rank if mesh is None else mesh.hdp_rank)
     sent = torch.tensor([*own, *told], dtype=torch.float64)
@@ -78,8 +84,14 @@ def step_costs(
     rows = everything[:, : len(own)]
     figures = everything[:, len(own) :]
     ranks = rank_times(figures, plan, None if mesh is None else mesh.positions)
-    exposed, idle, compute, optimizer, ring_bytes, gradient_bytes, stall_s, between, processor, _ = rows.sum(0).tolist()
     size = comm.size
+    idle, compute, ring_bytes, gradient_bytes, between, processor, _ = rows[:, len(seconds_of) :].sum(0).tolist()
+    by_rank = dict(zip(seconds_of, rows.T.tolist(), strict=False))
+    exposed, optimizer, stall_s = (sum(by_rank[name]) for name in ("messages", "optimizer", "stall"))
+    # A rank waits for messages as well where the sender is late; where all wait, none is.
+    by_rank["messages"] = [
+        min(map(sum, zip(by_rank["messages"], rows[:, len(seconds_of)].tolist(), strict=True)))
+    ] * size
     costs = {
         "exposed_s": exposed / size,
         "exposed_share": min(1.0, exposed / size / seconds) if seconds else 0.0,
@@ -103,7 +115,7 @@ def step_costs(
     if spec is not None and device is not None and seconds:
         lengths = plan.sequences()[0].astype(float)
         costs["mfu"] = spec.training_flops(lengths.sum(), (lengths**2).sum()) / (seconds * size * device.peak_flops)
-    return costs, ranks
+    return costs, ranks, by_rank
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -201,7 +201,7 @@ CHANGED = TrainOptions(
     steps=7, lr=1e-3, schedule="wsd", warmup=3, decay=0.5, min_lr=0.5, weight_decay=0.5, dtype="bf16", zero=1,
     optimizer_offload=True, recompute="full", compile=True, fp8="rowwise", fp8_exclude=("out",),
     router_bias_rate=0.001, mtp_weight=0.3, memory=1 << 30,
-    max_grad_norm=2.0, check_replicas=7, skip_bad_steps=2, eval_every=2, eval_data=("DOCS",),
+    max_grad_norm=2.0, check_replicas=7, note_spikes=True, skip_bad_steps=2, eval_every=2, eval_data=("DOCS",),
     eval_fraction=0.5, out=Path("run"), save_every=2, keep=5, keep_every=4, keep_best=True,
     time_limit="2h", resume="auto", elastic=True,
     export=Path("exported"),
