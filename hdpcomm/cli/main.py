@@ -32,7 +32,9 @@ from hdpcomm.log import LOG, shown
 
 __all__ = ["COMMANDS", "build_parser", "exit_code", "main"]
 
-COMMANDS = ("train", "fit", "report", "data", "calibrate", "plan", "simulate", "perf", "doctor", "acceptance")
+COMMANDS = (
+    "train", "fit", "report", "replay", "data", "calibrate", "plan", "simulate", "perf", "doctor", "acceptance",
+)  # fmt: skip
 """Modules of this package with ``add_parser(subparsers)``; the parser leaves out those that are not installed."""
 
 BAD_USAGE = 6

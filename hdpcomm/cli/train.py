@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hdpcomm.run import DryRun, FolderModel, RunConfig, RunResult
     from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
-__all__ = ["add_parser", "job_of", "run_rank"]
+__all__ = ["add_parser", "job_of", "ranks_of_job", "run_alone", "run_rank"]
 
 P = ParamSpec("P")
 _PRELOAD = ("torch._dynamo", "hdpcomm.run", "hdpcomm.run.tensor_files")
@@ -66,6 +66,7 @@ class _Job:
         shrinks: when ranks die, the others go on.
         attempt: how often they have.
         gone, joined: numbers of the ranks that did so before this attempt.
+        begins, stop_after: of a replay: the checkpoint to go on from, and the steps after which it ends.
         until: moment of ``time.time()`` by --time-limit.
     """
 
@@ -77,6 +78,8 @@ class _Job:
     attempt: int = 0
     gone: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
+    begins: Path | None = None
+    stop_after: int | None = None
     until: float | None = None
 
     def on(self, ranks: int, capacity: int | None = None) -> _Job:
@@ -107,7 +110,7 @@ def _train(parsed: argparse.Namespace) -> int:
         if rank != 0 or outcome is None:
             return 0
     else:
-        outcome = _start_ranks(job, ranks)
+        outcome = ranks_of_job(job, ranks)
     return _report(job, outcome)
 
 
@@ -301,6 +304,8 @@ def _trained(
     options, out = job.options, job.options.out
     resolved = replace(options, capacity=job.config.capacity, ranks=comm.size, lr=job.config.highest_lr)
     saving = None
+    if job.begins is not None:
+        saving = Saving(job.begins.parent, resume=str(job.begins), writes=False)
     if out is not None:
         every = options.save_every or 0
         saving = Saving(
@@ -337,8 +342,9 @@ def _trained(
                 on_timeline=_both(opened[0].timeline, trace.add),
             )
         return train(
-            comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching, export=options.export
-        )
+            comm, corpus, job.config, saving=saving, held_out=held_out, watching=watching, export=options.export,
+            stop_after=job.stop_after,
+        )  # fmt: skip
 
 
 def _both(first: Callable[P, None], second: Callable[P, None]) -> Callable[P, None]:
@@ -358,7 +364,14 @@ def save_config(out: Path, options: TrainOptions) -> None:
     write_own(out / "config.yaml", dump_options(options))
 
 
-def _start_ranks(job: _Job, ranks: int) -> tuple[RunResult | DryRun, CorpusSummary]:
+def run_alone(job: _Job) -> tuple[RunResult | DryRun, CorpusSummary]:
+    """Runs a job of one rank in this process."""
+    outcome = run_rank(job)
+    assert outcome is not None
+    return outcome
+
+
+def ranks_of_job(job: _Job, ranks: int) -> tuple[RunResult | DryRun, CorpusSummary]:
     """Runs the job on new processes of this host; raises what a rank raised, or PeerLost when one died."""
     from hdpcomm.comm.launch import RankPool
 

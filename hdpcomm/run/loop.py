@@ -73,6 +73,7 @@ def train(
     held_out: Corpus | None = None,
     watching: Watching | None = None,
     export: Path | None = None,
+    stop_after: int | None = None,
 ) -> RunResult:
     """Trains up to ``config.steps`` steps with each policy. Collective over ``comm``: equal arguments on every rank,
     but for the functions of ``watching``.
@@ -90,6 +91,7 @@ def train(
         held_out: text for evaluation, every ``config.eval_every`` steps and at the end.
         export: a folder in which rank 0 writes the first policy's model at the end, a layer in memory at a time
             (:func:`export_model`).
+        stop_after: the run ends after so many steps of ``config.steps``, to which its schedules still belong.
 
     Raises:
         InvalidUsage: of :func:`check_limits`; no checkpoint where ``saving.resume`` says, or one of another run.
@@ -101,10 +103,10 @@ def train(
     if held_out is not None:
         check_limits(held_out, config, ranks=comm.size)
     with ExitStack() as stack:
-        stopping = stack.enter_context(StopRequest()) if saving is not None else None
+        stopping = stack.enter_context(StopRequest()) if saving is not None and saving.writes else None
         run = _begun(comm, corpus, config, saving, held_out, watching or Watching(), stack)
         run.accept()
-        run.advance(stopping)
+        run.advance(stopping, config.steps if stop_after is None else min(stop_after, config.steps))
         if export is not None:
             run.export(export)
         return run.result()
@@ -168,7 +170,11 @@ class _Run:
     ) -> None:
         self.comm, self.corpus, self.config = comm, corpus, config
         self.saving, self.held_out, self.watching = saving, held_out, watching
-        self.folder = None if saving is None else _checkpoint_folder(comm, saving, config, self._on_saved, stack)
+        self.folder = (
+            None
+            if saving is None or not saving.writes
+            else _checkpoint_folder(comm, saving, config, self._on_saved, stack)
+        )
         self.found = found
         self.best = None if found is None else found.facts.get("best")
         self.saved_at, self.step_s = time.monotonic(), 0.0
@@ -264,18 +270,18 @@ class _Run:
             if not isinstance(trainer.planner, WholeSequencePlanner)
         }
 
-    def advance(self, stopping: StopRequest | None) -> None:
-        """Runs the steps that are left, and saves and evaluates on the way. Ranks wait for those that read, plan or
-        save (:meth:`hdpcomm.comm.Communicator.liveness_deadlines`)."""
+    def advance(self, stopping: StopRequest | None, steps: int) -> None:
+        """Runs the steps before ``steps`` that are left, and saves and evaluates on the way. Ranks wait for those that
+        read, plan or save (:meth:`hdpcomm.comm.Communicator.liveness_deadlines`)."""
         with self.comm.liveness_deadlines():
             if self.saving is not None and self.saving.peers is not None:
                 self.saving.peers.begin(self.comm, self.trainers)
             self._keep()
-            self._advance(stopping)
+            self._advance(stopping, steps)
 
-    def _advance(self, stopping: StopRequest | None) -> None:
+    def _advance(self, stopping: StopRequest | None, steps: int) -> None:
         saving = self.saving
-        for step in range(self.first_step, self.config.steps):
+        for step in range(self.first_step, steps):
             begun = time.monotonic()
             for policy in self.trainers:
                 self._step(policy, step)
@@ -287,13 +293,13 @@ class _Run:
                 self.stopped_by, due = stopping.agreed(self.comm, late=late, save=due)
                 if self.stopped_by:
                     break
-                if self.done < self.config.steps and (due or (saving.every and self.done % saving.every == 0)):
+                if self.done < steps and (due or (saving.every and self.done % saving.every == 0)):
                     self._save()
             if self.config.eval_every and self.done % self.config.eval_every == 0:
                 self._evaluate()
             self.step_s = max(self.step_s, time.monotonic() - begun)
         self._save_last()
-        if not self.stopped_by and self.done > self.first_step:
+        if not self.stopped_by and self.first_step < self.done == self.config.steps:
             self._evaluate()
         self._tell("end", step=self.done, stopped_by=self.stopped_by)
 
@@ -429,7 +435,8 @@ class _Run:
 
     def _save_last(self, *, wait: bool = True) -> None:
         """Saves the state of now, unless that is done. ``wait``: the run ends here, and it is on the disk on return."""
-        if self.saving is not None and (self.saved is None or self.saved.name != f"step-{self.done}"):
+        saving = self.saving
+        if saving is not None and saving.writes and (self.saved is None or self.saved.name != f"step-{self.done}"):
             self._save(copy=not wait)
         if self.folder is not None and wait:
             with self.comm.busy("saves a checkpoint"):

@@ -33,6 +33,7 @@ class Saving:
             ``RunResult.stopped_by`` is then SIGALRM. ``None``: no limit.
         resume: ``None``: start anew; ``"auto"``: the newest sound checkpoint of ``folder``, if there is any; else the
             path of a checkpoint, or of a folder of checkpoints; or what the ranks have in memory.
+        writes: whether checkpoints are written at all, or the run only goes on from one.
         peers: where each rank keeps copies of the states of the newest steps, its own and others'.
     """
 
@@ -44,6 +45,7 @@ class Saving:
     keep_best: bool = False
     until: float | None = None
     resume: str | KeptCheckpoint | None = None
+    writes: bool = True
     peers: PeerSaves | None = None
 
     def __post_init__(self) -> None:
