@@ -33,7 +33,7 @@ from hdpcomm.log import LOG, shown
 __all__ = ["COMMANDS", "build_parser", "exit_code", "main"]
 
 COMMANDS = (
-    "train", "fit", "report", "replay", "data", "calibrate", "plan", "simulate", "perf", "doctor", "acceptance",
+    "train", "fit", "report", "top", "replay", "data", "calibrate", "plan", "simulate", "perf", "doctor", "acceptance",
 )  # fmt: skip
 """Modules of this package with ``add_parser(subparsers)``; the parser leaves out those that are not installed."""
 
