@@ -263,6 +263,10 @@ class TrainingOptions:
         "training", (), "of the optimizer's class, like momentum=0.9 or betas=0.9,0.99", str, nargs="+",
         metavar="NAME=VALUE",
     )  # fmt: skip
+    ema: float | None = option(
+        "training", None, "average the weights over the steps with this decay, like 0.999: held-out losses and "
+        "--export are of the averages", share, metavar="DECAY",
+    )  # fmt: skip
     init_from: Path | None = option(
         "training", None, "begin with the weights of another run (its newest checkpoint, or a path to one) or of a "
         "model's folder; data, context, mesh and schedule are those of this run", Path, metavar="RUN|FOLDER",

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -402,7 +402,8 @@ class _Run:
         for policy, trainer in self.trainers.items():
             if self.evaluations[policy] and self.evaluations[policy][-1].step == self.done:
                 continue
-            found = evaluate(trainer, self.held_out, tokens_per_step=self.config.tokens_per_step, step=self.done)
+            with trainer.averaged() if self.config.ema is not None else nullcontext():
+                found = evaluate(trainer, self.held_out, tokens_per_step=self.config.tokens_per_step, step=self.done)
             self.evaluations[policy].append(found)
             if self.watching.on_evaluation is not None:
                 self.watching.on_evaluation(policy, found)
@@ -479,7 +480,8 @@ class _Run:
 
     def export(self, folder: Path) -> None:
         trainer = self.trainers[self.config.policies[0]]
-        with self.comm.liveness_deadlines(), self.comm.busy("exports the model"):
+        averaged = trainer.averaged() if self.config.ema is not None else nullcontext()
+        with self.comm.liveness_deadlines(), self.comm.busy("exports the model"), averaged:
             if self.comm.rank == 0:
                 export_model(self.config.model, trainer.whole_tensors(), folder)
             else:

@@ -15,6 +15,7 @@ from torch import nn
 from hdpcomm.comm import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.options import TrainingOptions
+from hdpcomm.train import average_weights
 from hdpcomm.train.zero.matrix_owners import MatrixOwners
 
 __all__ = ["check_optimizer", "elementwise_optimizer", "is_for_matrices", "matrix_optimizer", "new_optimizer"]
@@ -55,7 +56,10 @@ def elementwise_optimizer(config: TrainingOptions, parameters: Iterable[nn.Param
     if "weight_decay" in inspect.signature(made).parameters:
         for group, decay in zip(groups, (config.weight_decay, 0.0), strict=True):
             group["weight_decay"] = decay  # type: ignore[assignment]
-    return _made(config, made, groups, options)
+    optimizer = _made(config, made, groups, options)
+    if config.ema is not None:
+        average_weights(optimizer, config.ema)
+    return optimizer
 
 
 def is_for_matrices(config: TrainingOptions) -> bool:
@@ -102,6 +106,10 @@ def check_optimizer(config: TrainingOptions) -> None:
             f"--optimizer {config.optimizer} shares the matrices and their state among all ranks by itself, in fp32; "
             f"leave out {given}"
         )
+    if config.ema is not None and _is_for_matrices(made):
+        raise InvalidUsage(f"--ema does not go together with --optimizer {config.optimizer}; leave out either")
+    if config.ema is not None and not 0 < config.ema < 1:
+        raise InvalidUsage(f"--ema is {config.ema}; give a decay between 0 and 1, like 0.999")
     if "lr" not in names:
         raise InvalidUsage(f"--optimizer {config.optimizer} has no lr, which every step of a run sets; give another")
     if "weight_decay" not in names and config.weight_decay != TrainingOptions().weight_decay:

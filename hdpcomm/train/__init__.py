@@ -4,6 +4,7 @@ from hdpcomm.train.losses import GroupLoss, TokenLoss, rollout
 from hdpcomm.train.losses.loss import IGNORE, next_token_labels, summed_loss
 from hdpcomm.train.losses.shards import Fetch, FetchParts, PackedShard, pack_shard
 from hdpcomm.train.state.reshard import Reshard
+from hdpcomm.train.step.averages import average_weights
 from hdpcomm.train.step.metrics import Span, StepMetrics, Timeline, Totals, totals
 from hdpcomm.train.step.trainer import Trainer
 from hdpcomm.train.zero.gradients import Gradients
@@ -25,6 +26,7 @@ __all__ = [
     "TokenLoss",
     "Totals",
     "Trainer",
+    "average_weights",
     "materialize",
     "next_token_labels",
     "pack_shard",

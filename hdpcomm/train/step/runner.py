@@ -16,6 +16,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.balance import loads_on_mesh, settle_loads
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.state.layout import layout_of, plain_name
+from hdpcomm.train.step.averages import swap_averages
 from hdpcomm.train.step.metrics import uncounted
 from hdpcomm.train.step.replicas import ChangedBuffers, check_same_plan
 from hdpcomm.train.step.state import State
@@ -28,6 +29,7 @@ from hdpcomm.train.zero.pulled_weights import has_part
 from hdpcomm.train.zero.whole_sums import WholeSums
 
 if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
     from hdpcomm.plan import StepPlan
     from hdpcomm.train.step.passes import Passes, StepInputs
 
@@ -310,6 +312,37 @@ class Runner:
         self.finish()
         self.optimizer.step()
         self.publish()
+
+    def replicated(self) -> list[tuple[Communicator, dict[str, Tensor]]]:
+        """(ranks, the tensors of this rank that all of them should have alike, by name). Local."""
+        parts = {} if self.masters is None else {id(each.parameter): each for each in self.masters.parts()}
+        found: dict[tuple[int, ...], tuple[Communicator, dict[str, Tensor]]] = {
+            self._mesh.hdp_comm.ranks: (self._mesh.hdp_comm, {})
+        }
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            comm: Communicator | None = self.layout.by_name[plain_name(name)].holders.replicas
+            if (part := parts.get(id(tensor))) is not None:
+                comm, tensor = part.sharding.across, part.values
+            if comm is not None:
+                found.setdefault(comm.ranks, (comm, {}))[1][name] = tensor
+        return list(found.values())
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See :meth:`hdpcomm.train.Trainer.averaged`."""
+        assert self.optimizer is not None
+        try:
+            self._swap_averages(self.optimizer)
+            yield
+        finally:
+            self._swap_averages(self.optimizer)
+
+    def _swap_averages(self, optimizer: torch.optim.Optimizer) -> None:
+        self._wait_for_parts()
+        swap_averages(optimizer)
+        if self.masters is not None:
+            self.masters.publish()
+        self._wait_for_parts()
 
     def publish(self) -> None:
         """Gives the updated parameters to all ranks, moves routers' biases, and chooses replicas of experts, after the

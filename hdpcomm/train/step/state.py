@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.state.layout import Placement, TensorPart, box_slices, plain_name
+from hdpcomm.train.step.averages import AVERAGE, first_average
 from hdpcomm.train.zero.matrix_owners import MatrixOwners
 from hdpcomm.train.zero.pulled_weights import names_only
 
@@ -409,6 +410,8 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p: 
         p.copy_(before)
         p.grad = gradient
     state: dict[str, Any] = twin.state.get(p, {})
+    if AVERAGE in group:
+        first_average(state, p)
     for key, value in {"step": 0.0, "mu_product": 1.0, "eta": float(group.get("lr", 0.0))}.items():  # NAdam, ASGD
         if isinstance(state.get(key), Tensor):
             state[key].fill_(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from hdpcomm.train.losses.label_terms import (
     token_terms,
 )
 from hdpcomm.train.losses.shards import Fetch, declared, vocabulary_of
-from hdpcomm.train.state.layout import num_parameters, plain_name
+from hdpcomm.train.state.layout import num_parameters
 from hdpcomm.train.step.items import ENCODER, with_items
 from hdpcomm.train.step.metrics import OffloadedStep, StepMetrics, Timeline, add_expert_load
 from hdpcomm.train.step.passes import Passes, StepInputs
@@ -449,18 +450,7 @@ class Trainer:
 
         Raises: Mismatch: names the ranks, and a tensor that differs.
         """
-        masters = self.runner.masters
-        parts = {} if masters is None else {id(each.parameter): each for each in masters.parts()}
-        by_ranks: dict[tuple[int, ...], tuple[Communicator, dict[str, Tensor]]] = {
-            self.mesh.hdp_comm.ranks: (self.mesh.hdp_comm, {})
-        }
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            comm: Communicator | None = self.layout.by_name[plain_name(name)].holders.replicas
-            if (part := parts.get(id(tensor))) is not None:
-                comm, tensor = part.sharding.across, part.values
-            if comm is not None:
-                by_ranks.setdefault(comm.ranks, (comm, {}))[1][name] = tensor
-        for comm, tensors in by_ranks.values():
+        for comm, tensors in self.runner.replicated():
             check_replicas(tensors, self.optimizer, comm, settings=self.max_grad_norm)
 
     def num_parameters(self) -> int:
@@ -494,6 +484,12 @@ class Trainer:
         """Parameters and buffers of the whole model by their names there, gathered one at a time; copy what is to stay.
         Collective: every rank goes through all of them."""
         return self.runner.state.whole_tensors()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """While it is entered, the model has the averages of :func:`hdpcomm.train.average_weights` in place of its
+        weights, for an evaluation, :meth:`whole_tensors` or :meth:`log_probs`; before the first step they are the
+        weights. No step may be taken meanwhile. Entering and leaving are collective."""
+        return self.runner.averaged()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes this rank's part of what :meth:`state_dict` gave, here or in another process, on any mesh; of

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import hdpcomm as hdp
 from hdpcomm.cli.main import main
@@ -120,3 +123,35 @@ def test_times_and_steps() -> None:
             duration(wrong)
     with pytest.raises(BadOption):
         steps_or_time("3x")
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1, "dtype": "bf16"}, {"pipeline": 2}])
+def test_held_out_losses_and_exports_are_of_averages(data: list[str], tmp_path: Path, options: dict[str, Any]) -> None:
+    def rank() -> tuple[float, float, list[float]]:
+        with hdp.init() as comm:
+            corpus = open_corpus(data, context=300, comm=comm)
+            config = RunConfig(
+                replace(CONFIG, layers=2), steps=5, capacity=300, tokens_per_step=400, ema=0.9, **options
+            )
+            result = train(comm, corpus, config, held_out=corpus, export=tmp_path / "model")
+            saved = Saving(tmp_path / "saved")
+            plain = train(comm, corpus, replace(config, ema=None), held_out=corpus, saving=saved)
+            losses = [step.loss for step in plain.steps["balanced"]]
+            same = [step.loss for step in result.steps["balanced"]]
+            assert losses == pytest.approx(same, rel=1e-3)  # it changes no step; plans follow measured costs
+            found, other = (each.evaluations["balanced"][-1].loss for each in (result, plain))
+            return found, other, losses
+
+    averaged, plain, losses = run_threads(rank, 2, timeout=100.0)[0]
+    assert plain < averaged < losses[0]  # which trails behind
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    total = count = 0.0
+    for path in data:
+        text = Path(path).read_bytes()
+        for start in range(0, len(text), 300):
+            tokens = torch.tensor([[*text[start : start + 300]]])
+            if tokens.shape[1] > 1:
+                logits = model(tokens).logits[0, :-1]
+                total += float(torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").detach())
+                count += tokens.shape[1] - 1
+    assert total / count == pytest.approx(averaged, rel=1e-2 if "dtype" in options else 1e-5)
