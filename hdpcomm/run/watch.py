@@ -29,7 +29,7 @@ CAUSES = {
     "optimizer": "took {s} for gradients and the update{usual}",
     "messages": "all waited {s} for messages{usual}; look at the links, by hdpcomm perf or hdpcomm acceptance",
 }
-"""What may make a step slow: the name in ``by_rank`` of :func:`hdpcomm.run.step_record.step_costs`, and how a message
+"""Causes of slow steps: the name in ``by_rank`` of :func:`hdpcomm.run.step_record.step_costs`, and how a message
 says it."""
 
 _STEPS = 32  # that a step is compared with, at most
@@ -137,7 +137,7 @@ class StepWatch:
         return {"cause": cause, "rank": rank, "told": f"rank {rank} {told}"}
 
     def odd_loss(self, metrics: StepMetrics) -> dict[str, Any] | None:
-        """What is odd about the step's loss, if anything is: ``kind`` (``spike`` or ``rise``) and ``told``."""
+        """Reason to look at the step's loss, if there is one: ``kind`` (``spike`` or ``rise``) and ``told``."""
         found, loss = None, metrics.loss
         if len(self._losses) >= _FEWEST:
             usual = median(self._losses)
