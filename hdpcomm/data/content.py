@@ -22,7 +22,7 @@ _SAMPLE_BYTES = 4096
 @lru_cache(maxsize=2)
 def content_digest(corpus: Corpus) -> str:
     """A digest of the sizes of files and :data:`_SAMPLES` samples, evenly spaced over all of them; for a store of
-    tokens of the checksums of all its blocks and images. Local; made once for each corpus.
+    tokens, of all of them and the checksums of images. Local; made once for each corpus.
 
     Raises: InvalidUsage if a file cannot be read.
     """
@@ -31,7 +31,8 @@ def content_digest(corpus: Corpus) -> str:
         if not isinstance(source, TokenStore):
             _add_files(digest, source.files)
         else:
-            for name, sums in sorted(source.checksums.items()):
+            digest.update(source.content.encode())
+            for name, sums in sorted(source.checksums.items()) if not source.content else ():
                 digest.update(b"" if name.startswith("images-") else name.encode() + sums.tobytes())
             digest.update(source.images[:, -1].tobytes())  # of images wherever they lie
     return digest.hexdigest()[:16]

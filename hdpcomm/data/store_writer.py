@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -83,6 +84,7 @@ class PartWriter:
         self._pictures = _BlockFile(folder / f"images-{part}.bin")
         self._images: list[tuple[int, ...]] = []
         self._rows: list[tuple[int, int, int, int, int]] = []
+        self._contents: dict[int, hashlib._Hash] = {}
         self._first = 0
 
     def add(
@@ -96,10 +98,12 @@ class PartWriter:
             self._images.append((len(self._rows), *sizes, *place))
             self._pictures.append(kept)
         masked = -1 if counted is None else self._mask.size
+        content = self._contents.setdefault(unit, hashlib.sha256())
         self._rows.append((unit, self._part, self._first, len(tokens), masked))
-        self._tokens.append(np.ascontiguousarray(tokens, dtype=self._dtype).tobytes())
-        if counted is not None:
-            self._mask.append(np.ascontiguousarray(counted, dtype=np.uint8).tobytes())
+        for file, values, dtype in ((self._tokens, tokens, self._dtype), (self._mask, counted, np.uint8)):
+            if values is not None:
+                file.append(data := np.ascontiguousarray(values, dtype=dtype).tobytes())
+                content.update(data)
         self._first += len(tokens)
 
     def close(self) -> None:
@@ -112,6 +116,9 @@ class PartWriter:
             tokens=np.array(self._tokens.sums, dtype=np.uint32),
             mask=np.array(self._mask.sums, dtype=np.uint32),
             images=np.array(self._pictures.sums, dtype=np.uint32),
+            contents=np.array([[unit, *each.digest()] for unit, each in self._contents.items()], np.int64).reshape(
+                -1, 33
+            ),
             table=np.array(self._images, dtype=np.int64).reshape(-1, NO_IMAGES.shape[1]),
         )
 
@@ -122,12 +129,13 @@ def publish(partial: Path, final: Path, *, parts: int, facts: dict[str, Any]) ->
     The documents stand in the order of their units. A store that is there already is replaced. Called by one rank.
     """
     tables: list[Any] = []
-    pictures, sums, sizes = [], [], {}
+    pictures, contents, sums, sizes = [], [], [], {}
     for part in range(parts):
         with np.load(partial / f"rows-{part}.npz") as found:
             pictures.append(found["table"])
             pictures[-1][:, 0] += sum(len(each) for each in tables)
             tables.append(found["rows"])
+            contents += found["contents"].tolist()
             for kind in ("tokens", "mask", "images"):
                 if len(found[kind]):
                     name = f"{kind}-{part}.bin"
@@ -142,8 +150,16 @@ def publish(partial: Path, final: Path, *, parts: int, facts: dict[str, Any]) ->
     np.save(partial / "checksums.npy", np.concatenate(sums) if sums else np.zeros(0, dtype=np.uint32))
     if len(images):
         np.save(partial / TABLES[2], images[np.argsort(images[:, 0], kind="stable")])
+    content = hashlib.sha256(json.dumps(sorted(contents)).encode()).hexdigest()
     tables_on_disk = {name: fingerprint(partial / name) for name in TABLES[: 3 if len(images) else 2]}
-    meta = {"kind": KIND, "format": FORMATS[len(images) > 0], **facts, "tables": tables_on_disk, "parts": sizes}
+    meta = {
+        "kind": KIND,
+        "format": FORMATS[len(images) > 0],
+        **facts,
+        "content": content,
+        "tables": tables_on_disk,
+        "parts": sizes,
+    }
     write_synced(partial / META, json.dumps(meta | {CHECKSUM: json_checksum(meta)}, indent=1))
     _rename(partial, final)
     return len(documents)

@@ -63,6 +63,7 @@ class TokenStore:
         documents, images: see above.
         encoder: fingerprint of what made the tokens (:class:`hdpcomm.data.encoders.Encoder`).
         vocabulary: every token is below it.
+        content: digest of all tokens, whoever wrote them; empty in stores of older versions.
     """
 
     path: Path
@@ -71,6 +72,7 @@ class TokenStore:
     encoder: str
     encoder_name: str
     vocabulary: int
+    content: str
     parts: Mapping[str, npt.NDArray[Any]]
     checksums: Mapping[str, npt.NDArray[np.uint32]]
     checked: Mapping[str, npt.NDArray[np.bool_]]
@@ -208,6 +210,7 @@ def _open(path: Path, meta: Mapping[str, Any]) -> TokenStore:
         encoder=str(meta["encoder"]),
         encoder_name=str(meta["encoder_name"]),
         vocabulary=int(meta["vocabulary"]),
+        content=str(meta.get("content", "")),
         parts=parts,
         checksums=checksums,
         checked={name: np.zeros(len(each), dtype=np.bool_) for name, each in checksums.items()},

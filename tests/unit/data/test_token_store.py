@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import pytest
 
 import hdpcomm as hdp
 from hdpcomm.data import BatchReader, build_data, is_indexed, open_corpus, open_store
+from hdpcomm.data.content import content_digest
+from hdpcomm.data.corpus import corpus_of
 from hdpcomm.data.token_store import BLOCK_BYTES, is_store
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.files import json_checksum
 from hdpcomm.testing import run_threads
 
 
@@ -55,6 +59,43 @@ def test_the_order_does_not_depend_on_the_ranks(tmp_path: Path, size: int, monke
         assert found == [*texts, b"plain text"]
     assert open_store(tmp_path / "out").check() == sum(map(len, texts)) + 10
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_digest_does_not_depend_on_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is gone is built again, maybe by other ranks, and the run that read it goes on."""
+    monkeypatch.setattr("hdpcomm.data.records._UNIT_BYTES", 3_000)
+    write_lines(tmp_path / "a.jsonl", 200)
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    (tmp_path / "b.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 9)
+
+    def digest(cache: str) -> str:
+        with hdp.init() as comm:
+            paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+            return content_digest(open_corpus(paths, context=100, cache=tmp_path / cache, comm=comm))
+
+    digests = {found for size in (1, 2, 3) for found in run_threads(digest, size, str(size))}
+    assert len(digests) == 1
+    (tmp_path / "b.jsonl").write_text(f"{json.dumps({'messages': chat})}\n".replace("yes", "yea") * 9)
+    assert run_threads(digest, 2, "other")[0] not in digests
+
+
+def test_a_store_of_an_older_version_keeps_its_digest(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", 20)
+    store = build_data([tmp_path / "a.jsonl"], tmp_path / "out")
+    older = replace(store, content="")
+    assert store.content
+    assert content_digest(corpus_of("a", [older], context=9)) != content_digest(corpus_of("a", [store], context=9))
+    meta = json.loads((tmp_path / "out/meta.json").read_text())
+    del meta["content"], meta["sha256"]
+    (tmp_path / "out/meta.json").write_text(json.dumps(meta | {"sha256": json_checksum(meta)}))
+    assert open_store(tmp_path / "out").content == ""
+
+
+def test_a_path_that_is_named_twice(tmp_path: Path, cache: Path) -> None:
+    texts = write_lines(tmp_path / "a.jsonl", 5)
+    corpus = open_corpus([tmp_path / "a.jsonl"] * 2, context=9000, weights={0: (1, 0), 3: (1, 1)})
+    assert [bytes(corpus.read(i).tolist()) for i in range(len(corpus))] == texts * 2
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_lines_at_the_borders_of_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
