@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from hdpcomm.data.agree import on_rank_0, raise_together
-from hdpcomm.data.encoders import Encoder, FolderEncoder
+from hdpcomm.data.encoders import Encoder, FolderEncoder, check_tokens
 from hdpcomm.data.images import EncodedImage, Picture, take_pictures
 from hdpcomm.data.records import Fields, File, Unit, records
 from hdpcomm.data.remote import RemoteFile
@@ -202,6 +202,9 @@ class _Worker(threading.Thread):
             if isinstance(content, tuple):
                 messages, pictures = take_pictures(*content, where, folder)
                 document: _Document = *self._encoder.chat(messages, where), []
+            elif isinstance(content, np.ndarray):
+                check_tokens(content, self._encoder.name, self._encoder.vocabulary, where)
+                document = content, None, []
             else:
                 document = self._encoder.text(content), None, []
             if isinstance(self._encoder, FolderEncoder):

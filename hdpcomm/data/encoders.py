@@ -18,7 +18,10 @@ from hdpcomm.data.images import EncodedImage, ImageProcessor, Picture
 from hdpcomm.errors import InvalidUsage, first_line
 from hdpcomm.files import read_text
 
-__all__ = ["ByteEncoder", "Encoder", "FolderEncoder", "assistant_spans", "encoder_of", "has_tokenizer", "plain_chat"]
+__all__ = [
+    "ByteEncoder", "Encoder", "FolderEncoder", "assistant_spans", "check_tokens", "encoder_of", "has_tokenizer",
+    "plain_chat",
+]  # fmt: skip
 
 Tokens = npt.NDArray[np.int64]
 Counted = npt.NDArray[np.bool_]
@@ -180,6 +183,15 @@ class FolderEncoder:
         for begin, end in spans:
             counted |= (begins >= begin) & (begins < end)
         return np.array(out["input_ids"], dtype=np.int64), counted
+
+
+def check_tokens(tokens: Tokens, name: str, vocabulary: int, where: object) -> None:
+    """Raises InvalidUsage that begins with ``where`` unless the tokenizer ``name`` has all of these tokens."""
+    if len(odd := tokens[(tokens < 0) | (tokens >= vocabulary)][:1]):
+        raise InvalidUsage(
+            f"{where}: token {int(odd[0]):,}, and {name} has {vocabulary:,}; give the tokenizer that made these tokens "
+            "(--tokenizer)"
+        )
 
 
 def has_tokenizer(folder: Path) -> bool:

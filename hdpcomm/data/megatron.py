@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hdpcomm.data.encoders import check_tokens
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["MegatronTokens", "megatron_prefix", "open_megatron"]
@@ -58,12 +59,7 @@ class MegatronTokens:
         tokenizer does not have."""
         start = int(self.starts[document]) + first
         found = self.data[start : start + length].astype(np.int64)
-        if len(found) and not 0 <= found.min() <= found.max() < self.vocabulary:
-            odd = int(found[(found < 0) | (found >= self.vocabulary)][0])
-            raise InvalidUsage(
-                f"{self.name_of(document)}: token {odd:,}, and {self.encoder_name} has {self.vocabulary:,}; give the "
-                "tokenizer that made these tokens (--tokenizer)"
-            )
+        check_tokens(found, self.encoder_name, self.vocabulary, self.name_of(document))
         return found
 
     def name_of(self, document: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -12,6 +13,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from hdpcomm.data.megatron import megatron_prefix
 from hdpcomm.data.remote import RemoteFile, first_bytes, local_path, remote_files, shown
@@ -24,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 File = Path | RemoteFile
+Index = npt.NDArray[np.int64]
 _ENDINGS = re.compile(r"\.(parquet)$|\.(?:jsonl|ndjson)(?:\.(gz|bz2|xz|zst))?$|\.json\.(gz|zst)$")
 _MODULES = {"gz": "gzip", "bz2": "bz2", "xz": "lzma"}
 _LOCAL = {
@@ -203,9 +208,9 @@ def check_paths(paths: Any) -> None:
         raise InvalidUsage("no path was given; name at least one text file, JSONL file or folder")
 
 
-def records(unit: Unit, fields: Fields) -> Iterator[tuple[object, str | bytes | tuple[list[Any], list[Any]]]]:
-    """(where, text or (messages, images for the placeholders in them)) of each document of a unit; ``where`` names its
-    place in messages. Local."""
+def records(unit: Unit, fields: Fields) -> Iterator[tuple[object, str | bytes | Index | tuple[list[Any], list[Any]]]]:
+    """(where, text, tokens or (messages, images for the placeholders in them)) of each document of a unit; ``where``
+    names its place in messages. Local."""
     if unit.kind == "text":
         with _open(unit.path) as file:
             yield str(unit.path), file.read(unit.stop)
@@ -282,10 +287,15 @@ def json_record(line: bytes, where: object, field: str) -> Mapping[str, Any]:
 def _content(record: Mapping[str, Any], where: object, fields: Fields, kind: str) -> Any:
     if fields.text in record:
         text = record[fields.text]
+        if isinstance(text, (list, np.ndarray)):
+            with contextlib.suppress(ValueError):  # lists of lists
+                values = np.asarray(text)
+                if values.ndim == 1 and (values.dtype.kind in "iu" or not len(values)):
+                    return values.astype(np.int64)
         if not isinstance(text, str):
             raise InvalidUsage(
-                f"{where}: the {kind} {fields.text!r} holds a {type(text).__name__}, text was expected; choose one "
-                "with --text-field"
+                f"{where}: the {kind} {fields.text!r} holds a {type(text).__name__}, text was expected, or a list of "
+                "whole numbers, which are tokens; choose one with --text-field"
             )
         return text
     if fields.messages in record:

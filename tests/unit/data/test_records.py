@@ -63,6 +63,74 @@ def test_parquet(tmp_path: Path) -> None:
         texts_of(path)
 
 
+TOKENS = [[1, 255, 0], [], [7], [9] * 300]
+
+
+def columns(kind: str, path: Path, values: list[Any], **more: Any) -> Path:
+    """A file or dataset with a column ``ids``, as arrow makes it of these values."""
+    pa = pytest.importorskip("pyarrow")
+    array = pa.array(values, **more)
+    path.parent.mkdir(exist_ok=True)
+    if kind == "parquet":
+        import pyarrow.parquet as pq
+
+        path = path.with_suffix(".parquet")
+        pq.write_table(pa.table({"ids": array}), path, row_group_size=2)
+    elif kind == "dataset":
+        pytest.importorskip("datasets").Dataset(pa.table({"ids": array})).save_to_disk(str(path))
+    else:
+        path = path.with_suffix(".jsonl")
+        path.write_text("".join(f"{json.dumps({'ids': value})}\n" for value in values))
+    return path
+
+
+@pytest.mark.parametrize("width", ["uint8", "int32", "uint64", "int64"])
+@pytest.mark.parametrize("kind", ["parquet", "dataset", "jsonl"])
+def test_a_column_of_tokens(tmp_path: Path, kind: str, width: str) -> None:
+    pa = pytest.importorskip("pyarrow")
+    path = columns(kind, tmp_path / "a", TOKENS, type=pa.list_(getattr(pa, width)()))
+    corpus = open_corpus([path], context=1000, text_field="ids")
+    assert [corpus.read(i).tolist() for i in range(len(corpus))] == [each for each in TOKENS if each]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "dataset", "jsonl"])
+def test_columns_that_hold_no_tokens(tmp_path: Path, kind: str) -> None:
+    row = {"jsonl": r"a.jsonl:3", "parquet": "a.parquet row 2", "dataset": "a row 2"}[kind]
+    for odd in (256, -1, 1 << 40):
+        path = columns(kind, tmp_path / str(odd) / "a", [[1], [2], [3, odd]])
+        with pytest.raises(
+            InvalidUsage, match=rf"{row}: token {odd:,}, and byte has 256; give the tokenizer that made"
+        ):
+            open_corpus([path], context=10, text_field="ids")
+    for name, odd in {
+        "floats": [0.5],
+        "nulls": [None],
+        "bools": [True],
+        "texts": ["a"],
+        "lists": [[1], [2, 3]],
+    }.items():
+        values = [[], [], odd]
+        path = columns(kind, tmp_path / name / "a", values)
+        with pytest.raises(
+            InvalidUsage, match=rf"{row}: the (column|field) 'ids' holds a list, text was expected, or a"
+        ):
+            open_corpus([path], context=10, text_field="ids")
+
+
+def test_a_column_of_tokens_needs_the_tokenizer_that_made_them(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save_tokenizer(tmp_path / "model")
+    encoder = encoder_of(tmp_path / "model")
+    last = encoder.vocabulary - 1
+    path = columns("parquet", tmp_path / "a", [[1, last], [last, last + 1]])
+    with pytest.raises(InvalidUsage, match=rf"row 1: token {last + 1}, and model has {last + 1}"):
+        open_corpus([path], context=10, text_field="ids", encoder=encoder)
+    path = columns("parquet", tmp_path / "b", [[1, last], [2]])
+    corpus = open_corpus([path], context=10, text_field="ids", encoder=encoder)
+    assert [corpus.read(i).tolist() for i in range(2)] == [[1, last], [2]]
+    assert corpus.vocabulary == last + 1
+
+
 def test_a_dataset_on_disk(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"text": TEXTS})
