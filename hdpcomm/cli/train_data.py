@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.options import BadOption, positive
+from hdpcomm.options import BadOption, count, positive
 
 if TYPE_CHECKING:
     from hdpcomm.cli.train_options import TrainOptions
@@ -25,7 +25,8 @@ class TrainData:
 
     Attributes:
         paths: empty: Python's standard library.
-        weights: of the tokens of each path in a mixture; empty: each sequence once an epoch.
+        weights: of the tokens of each path in a mixture, by the first step that has them; empty: each sequence once an
+            epoch.
         tokenizer: folder of a model; ``None``: bytes.
     """
 
@@ -35,7 +36,7 @@ class TrainData:
     messages_field: str = "messages"
     tokenizer: Path | None = None
     cache: Path | None = None
-    weights: tuple[float, ...] = ()
+    weights: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
     def encoder(self) -> Encoder:
         """Makes the tokens. Raises: InvalidUsage if the folder holds no tokenizer."""
@@ -75,9 +76,14 @@ def train_data(options: TrainOptions, paths: tuple[str, ...]) -> TrainData:
 
         tokenizer = options.model if has_tokenizer(options.model) else None
     plain, weights = _weighted(paths)
+    later = dict(map(_later_weights, options.mixture_at))
+    if len(later) < len(options.mixture_at):
+        raise InvalidUsage(f"--mixture-at {' '.join(options.mixture_at)}: a step is there twice; leave out one")
+    if later and not weights and paths is options.data:
+        raise InvalidUsage("--mixture-at was given, and the data has no weights; give PATH=WEIGHT for each")
     return TrainData(
         paths=plain,
-        weights=weights,
+        weights={0: weights, **later} if weights else {},
         context=options.context,
         text_field=options.text_field,
         messages_field=options.messages_field,
@@ -96,6 +102,14 @@ def _weighted(given: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[float, ...
     return tuple(path for path, _ in found), weights
 
 
+def _later_weights(given: str) -> tuple[int, tuple[float, ...]]:
+    step, _, weights = given.partition("=")
+    try:
+        return count(step), tuple(float(weight) for weight in weights.split(","))
+    except (BadOption, ValueError):
+        raise InvalidUsage(f"--mixture-at {given}: STEP=WEIGHT,WEIGHT... was expected, as 1000=0.5,0.5") from None
+
+
 def _weight_of(given: str) -> tuple[str, float | None]:
     from hdpcomm.data.remote import is_url
 
@@ -104,6 +118,6 @@ def _weight_of(given: str) -> tuple[str, float | None]:
     if not equals or Path(given).exists() or (own and is_url(given)):  # the value of a query, or part of a name
         return given, None
     try:
-        return path, positive(weight)
+        return path, 0.0 if weight == "0" else positive(weight)
     except BadOption as error:
         raise InvalidUsage(f"{given}: {error}; PATH=WEIGHT was expected") from None

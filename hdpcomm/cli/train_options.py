@@ -30,6 +30,10 @@ class TrainOptions(TrainingOptions):
         "folders of hdpcomm data build; PATH=0.7: its share of the tokens, in a mixture; without it, Python's standard "
         "library", str, nargs="+", metavar="PATH",
     )  # fmt: skip
+    mixture_at: tuple[str, ...] = option(
+        "data", (), "weights of the mixture's PATHs from a step on, as 1000=0.5,0.5; 0 leaves one out", str, nargs="+",
+        metavar="STEP=WEIGHTS",
+    )  # fmt: skip
     text_field: str = option("data", "text", "field or column that holds the text", str, metavar="NAME")
     messages_field: str = option(
         "data", "messages", "field or column with the messages of a chat; only the assistant's tokens are trained", str,
@@ -156,6 +160,7 @@ def _policies(options: TrainOptions) -> set[str]:
 
 _NEEDS: tuple[tuple[str, Callable[[TrainOptions], Any], str], ...] = (
     ("text_field messages_field", lambda o: o.data or o.eval_data, "without --data; name the files, or leave it out"),
+    ("mixture_at", lambda o: o.data, "without --data; name its files with a weight for each, or leave it out"),
     ("data_cache", lambda o: o.data or o.eval_data or o.tokenizer, "without --data; name the files, or leave it out"),
     (
         "layers hidden heads kv_heads ffn experts top_k",

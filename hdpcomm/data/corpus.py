@@ -97,6 +97,7 @@ class Corpus:
         encoder: fingerprint of what makes the tokens; ``encoder_name`` is its name for messages.
         vocabulary: every token is below it.
         weights: of the tokens of each source in a mixture; empty: each sequence comes once an epoch.
+        later_weights: those that follow, with the first step that has them.
         images: ``[images, 8]``: document, first token, tokens, patches and grid as in the table of its store (see
             :mod:`hdpcomm.data.token_store`), place in that table.
         left_out: documents that would be cut inside an image.
@@ -112,6 +113,7 @@ class Corpus:
     encoder_name: str = "byte"
     vocabulary: int = 256
     weights: tuple[float, ...] = ()
+    later_weights: tuple[tuple[int, tuple[float, ...]], ...] = ()
     images: Index = field(default_factory=lambda: NO_IMAGES[:, :8], repr=False)
     left_out: tuple[int, ...] = ()
     source_names: tuple[str, ...] = ()
@@ -155,7 +157,8 @@ class Corpus:
         """Batches of at most so many tokens, by the weights of the sources if there are any. Local; raises as
         :class:`BatchSampler`."""
         sources = self.documents[self.sequences[:, 0], 0] if self.weights else None
-        return BatchSampler(self.lengths, tokens=tokens, seed=seed, sources=sources, weights=self.weights)
+        weights = {0: self.weights, **dict(self.later_weights)} if self.weights else ()
+        return BatchSampler(self.lengths, tokens=tokens, seed=seed, sources=sources, weights=weights)
 
     def read(self, sequence: int) -> Tensor:
         """The tokens of one sequence, ``[length]`` int64. Local.
@@ -263,8 +266,8 @@ class Corpus:
         )
         text += f"; {_many(self.num_images, 'image')}" if self.num_images else ""
         if self.weights:
-            shares = (f"{weight / sum(self.weights):.0%}" for weight in self.weights)
-            text += f"; a mixture of {', '.join(shares)} of the tokens"
+            text += f"; a mixture of {_shares(self.weights)} of the tokens"
+            text += "".join(f", from step {step:,} on {_shares(weights)}" for step, weights in self.later_weights)
         if self.num_cut:
             cut = f"{_many(self.num_cut, 'document')} longer than the context of {self.context:,}"
             text += f"; {cut} {'was' if self.num_cut == 1 else 'were'} cut into pieces"
@@ -414,6 +417,10 @@ def standard_library(*, context: int, whole_every: int = 0) -> Corpus:
     name = "blocks of Python's standard library"
     name += f", one file in {whole_every} as a whole" if whole_every else ""
     return corpus_of(name, [TextPieces(files, table)], context=context)
+
+
+def _shares(weights: Sequence[float]) -> str:
+    return ", ".join(f"{weight / sum(weights):.0%}" for weight in weights)
 
 
 def _many(count: int, noun: str) -> str:

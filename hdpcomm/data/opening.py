@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hdpcomm.arguments import check_number, check_whole
+from hdpcomm.arguments import check_whole
 from hdpcomm.data.agree import on_rank_0, raise_together
 from hdpcomm.data.build import build_store, cache_folder, open_published, store_key
 from hdpcomm.data.corpus import Corpus, Source, TextPieces, corpus_of
@@ -26,6 +26,7 @@ from hdpcomm.data.records import (
     units_of,
 )
 from hdpcomm.data.remote import local_path, shown
+from hdpcomm.data.sampler import checked_weights
 from hdpcomm.data.token_store import TokenStore, is_store, open_store
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.log import LOG
@@ -42,7 +43,7 @@ def open_corpus(
     paths: Sequence[str | Path],
     *,
     context: int,
-    weights: Sequence[float] = (),
+    weights: Sequence[float] | Mapping[int, Sequence[float]] = (),
     text_field: str = "text",
     messages_field: str = "messages",
     name: str | None = None,
@@ -63,8 +64,8 @@ def open_corpus(
         paths: files and folders, or as text URLs of some as fsspec takes them. The files of a folder are taken in a
             fixed order, without empty and binary ones; a file that is named here must not be empty or binary.
         context: the longest sequence in tokens; longer documents are cut into pieces of this size.
-        weights: of the tokens of each path in a mixture (:class:`hdpcomm.data.BatchSampler`); none: every sequence
-            comes once an epoch.
+        weights: of the tokens of each path in a mixture, or these by their first steps
+            (:class:`hdpcomm.data.BatchSampler`); none: every sequence comes once an epoch.
         text_field, messages_field: names of the field (or column) of a text, or of the messages of a conversation, of
             which the assistant's tokens alone count for the loss.
         encoder: makes the tokens; ``None``: they are bytes.
@@ -82,15 +83,18 @@ def open_corpus(
     """
     check_whole("open_corpus()", "context", context, least=1)
     check_paths(paths)
-    if weights and len(weights) != len(paths):
-        raise InvalidUsage(f"{len(weights)} weights were given for {len(paths)} paths; give one for each, or none")
-    for weight in weights:
-        check_number("open_corpus()", "weights", weight, above=0)
+    phases = checked_weights("open_corpus()", weights)
+    if phases and len(phases[0]) != len(paths):
+        raise InvalidUsage(f"{len(phases[0])} weights were given for {len(paths)} paths; give one for each, or none")
     encoder, fields = encoder or ByteEncoder(), Fields(text_field, messages_field)
     found = on_rank_0(comm, lambda: _look(paths, encoder, fields, cache or cache_folder()))
-    sources = [_open(each, encoder, fields, comm, on_progress) for each in found]
-    corpus = corpus_of(name or _names(paths), sources, context=context)
-    named = replace(corpus, weights=tuple(map(float, weights)), source_names=tuple(_names([each]) for each in paths))
+    opened: dict[str, Source] = {}  # a path may be several sources of a mixture
+    for each in found:
+        if each["name"] not in opened:
+            opened[each["name"]] = _open(each, encoder, fields, comm, on_progress)
+    corpus = corpus_of(name or _names(paths), [opened[each["name"]] for each in found], context=context)
+    first, later = phases.get(0, ()), tuple(sorted(phases.items()))[1:]
+    named = replace(corpus, weights=first, later_weights=later, source_names=tuple(_names([each]) for each in paths))
     return replace(named, _model=getattr(encoder, "folder", None))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["BatchSampler", "GlobalBatch"]
+__all__ = ["BatchSampler", "GlobalBatch", "checked_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,20 @@ class BatchSampler:
     batches, so ranks need not communicate. Local.
 
     With ``weights`` it is a mixture without end: each source is shuffled by itself, epoch after epoch, and the next
-    sequence comes from the source that is furthest behind its share of the tokens.
+    sequence comes from the source that is furthest behind its share of the tokens. Where other weights begin, shares
+    are counted anew, and what was kept for later batches goes back in front of its source.
 
     Args:
         lengths: ``[sequences]`` tokens of each sequence of the corpus.
         tokens: the budget of a batch, at least the longest length.
         seed: seed of the shuffle.
         sources: ``[sequences]`` the source of each sequence, from 0; with ``weights`` only.
-        weights: of the tokens of each source; they need not sum up to 1.
+        weights: of the tokens of each source, which need not sum up to 1; or these by the first step that has them, 0
+            among them, as ``{0: (0.7, 0.3), 1000: (0.5, 0.5)}``, in which a source may be 0 for a while.
 
     Raises:
         InvalidUsage: no sequences, a length below 1, a sequence that no batch can hold, a weight that is not above 0,
-            or one of a source without sequences.
+            or one of a source without sequences; steps without 0.
 
     Examples:
         >>> sampler = BatchSampler([3, 1, 2], tokens=3, seed=0)
@@ -79,7 +81,7 @@ class BatchSampler:
         tokens: int,
         seed: int = 0,
         sources: npt.NDArray[np.int64] | None = None,
-        weights: Sequence[float] = (),
+        weights: Sequence[float] | Mapping[int, Sequence[float]] = (),
     ) -> None:
         try:
             given = np.asarray(lengths)
@@ -106,13 +108,15 @@ class BatchSampler:
             )
         self._tokens = tokens
         self._seed = seed
-        self._shares = _checked_shares(weights)
+        phases = checked_weights("BatchSampler", weights)
+        self._shares = {step: tuple(each / sum(values) for each in values) for step, values in phases.items()}
+        self._sources = np.asarray(sources if sources is not None else [])
         self._of_source: list[npt.NDArray[np.int64]] = []
         if self._shares:
-            numbers = np.asarray(sources if sources is not None else [])
-            if numbers.shape != self._lengths.shape:
-                raise InvalidUsage(f"sources has the shape {numbers.shape}; the source of each sequence was expected")
-            self._of_source = [np.flatnonzero(numbers == source) for source in range(len(self._shares))]
+            if self._sources.shape != self._lengths.shape:
+                wrong = self._sources.shape
+                raise InvalidUsage(f"sources has the shape {wrong}; the source of each sequence was expected")
+            self._of_source = [np.flatnonzero(self._sources == source) for source in range(len(self._shares[0]))]
             if empty := [source for source, ids in enumerate(self._of_source) if not len(ids)]:
                 raise InvalidUsage(f"source {empty[0]} of the mixture has no sequences; leave it out")
         self._latest = _NONE
@@ -142,21 +146,28 @@ class BatchSampler:
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         if self._shares:
-            self._coming = self._mixture()
+            self._coming_of = [self._shuffled(source) for source in range(len(self._of_source))]
+            self._coming = self._mixture(self._shares[0])
         else:
             order = np.random.Generator(np.random.PCG64([self._seed, epoch])).permutation(len(self._lengths))
             self._coming = iter(order.tolist())
         self._window = list(itertools.islice(self._coming, self.LOOKAHEAD))
 
-    def _mixture(self) -> Iterator[int]:
+    def _mixture(self, shares: Sequence[float]) -> Iterator[int]:
         """The sequences of all sources, without end, so that each has its share of the tokens at any time."""
-        shuffled = [self._shuffled(source) for source in range(len(self._shares))]
-        drawn = [0.0] * len(shuffled)
+        drawn = {source: 0.0 for source, share in enumerate(shares) if share}
         while True:
-            source = min(range(len(shuffled)), key=lambda each: (drawn[each], each))
-            sequence = next(shuffled[source])
-            drawn[source] += int(self._lengths[sequence]) / self._shares[source]
+            source = min(drawn, key=lambda each: (drawn[each], each))
+            sequence = next(self._coming_of[source])
+            drawn[source] += int(self._lengths[sequence]) / shares[source]
             yield sequence
+
+    def _change(self, shares: Sequence[float]) -> None:
+        for source, coming in enumerate(self._coming_of):
+            kept = [sequence for sequence in self._window if self._sources[sequence] == source]
+            self._coming_of[source] = itertools.chain(kept, coming)
+        self._coming = self._mixture(shares)
+        self._window = list(itertools.islice(self._coming, self.LOOKAHEAD))
 
     def _shuffled(self, source: int) -> Iterator[int]:
         for epoch in itertools.count():
@@ -165,6 +176,8 @@ class BatchSampler:
             yield from order.permutation(self._of_source[source]).tolist()
 
     def _next(self) -> GlobalBatch:
+        if self._latest.step + 1 in self._shares and self._latest.step >= 0:
+            self._change(self._shares[self._latest.step + 1])
         if not self._window:
             self._start_epoch(self._epoch + 1)
         room, taken, waiting = self._tokens, [], []
@@ -183,7 +196,18 @@ class BatchSampler:
         return GlobalBatch(step=self._latest.step + 1, epoch=self._epoch, ids=tuple(taken), lengths=lengths)
 
 
-def _checked_shares(weights: Sequence[float]) -> tuple[float, ...]:
-    for weight in weights:
-        check_number("BatchSampler", "weights", weight, above=0)
-    return tuple(weight / sum(weights) for weight in weights)
+def checked_weights(op: str, weights: Sequence[float] | Mapping[int, Sequence[float]]) -> dict[int, tuple[float, ...]]:
+    """Weights of each source by the first step that has them; empty: no mixture. Local. Raises: InvalidUsage."""
+    phases = weights if isinstance(weights, Mapping) else {0: weights} if len(weights) else {}
+    for step, values in phases.items():
+        check_whole(op, "a step of weights", step, least=0)
+        for weight in values:
+            check_number(op, "weights", weight, **({"least": 0} if len(phases) > 1 else {"above": 0}))
+        if len(values) != len(phases.get(0, ())) or not sum(values):
+            raise InvalidUsage(
+                f"the weights from step {step} on are {tuple(values)}; give one for each source, not all 0, and those "
+                "from step 0 on, too"
+            )
+    if never := [source for source, values in enumerate(zip(*phases.values(), strict=True)) if not any(values)]:
+        raise InvalidUsage(f"source {never[0]} of the mixture has the weight 0 at all steps; leave it out")
+    return {step: tuple(map(float, values)) for step, values in phases.items()}

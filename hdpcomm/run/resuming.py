@@ -180,6 +180,8 @@ def data_facts(corpus: Corpus) -> dict[str, Any]:
     facts["content"] = content_digest(corpus)
     if corpus.weights:
         facts["weights"] = list(corpus.weights)
+    if corpus.later_weights:
+        facts["later_weights"] = [[step, *weights] for step, weights in corpus.later_weights]
     return facts | {"encoder": corpus.encoder}
 
 

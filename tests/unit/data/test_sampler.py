@@ -114,6 +114,60 @@ def test_a_mixture_follows_from_its_arguments():
     assert mixture((0.5, 0.3, 0.2), seed=4)[2].batch(0) != first.batch(0)
 
 
+PHASES = {0: (0.7, 0.2, 0.1), 40: (0, 1, 1), 60: (3, 1, 0), 61: (1, 1, 1)}
+
+
+def drawn_of(source: int, ids: np.ndarray, count: int, seed: int) -> list[int]:
+    """The first sequences of a source, epoch by epoch, as the shuffles are defined."""
+    orders = [
+        np.random.Generator(np.random.PCG64([seed, epoch, source + 1])).permutation(ids)
+        for epoch in range(-(-count // len(ids)))
+    ]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *orders])[:count].tolist()
+
+
+def test_weights_that_change_give_each_its_share_and_lose_nothing():
+    lengths, sources, sampler = mixture(PHASES, tokens=2000)
+    batches = [sampler.batch(step) for step in range(90)]
+    for first, last in ((0, 40), (40, 60), (61, 90)):
+        ids = [sequence for batch in batches[first:last] for sequence in batch.ids]
+        tokens = np.bincount(sources[ids], lengths[ids], minlength=3)
+        np.testing.assert_allclose(tokens / tokens.sum(), np.array(PHASES[first]) / sum(PHASES[first]), atol=0.03)
+    assert not (sources[[sequence for batch in batches[40:60] for sequence in batch.ids]] == 0).any()
+    assert not (sources[list(batches[60].ids)] == 2).any()
+    taken = np.array([*(sequence for batch in batches for sequence in batch.ids), *sampler._window])
+    for source in range(3):
+        own = taken[sources[taken] == source].tolist()
+        assert sorted(own) == sorted(drawn_of(source, np.flatnonzero(sources == source), len(own), 3))
+
+
+def test_weights_that_change_follow_from_the_arguments():
+    _, _, first = mixture(PHASES)
+    _, _, second = mixture(PHASES)
+    forward = [first.batch(step) for step in range(80)]
+    assert [second.batch(step) for step in (79, 60, 59, 40, 3)] == [forward[step] for step in (79, 60, 59, 40, 3)]
+    assert [mixture(PHASES[0])[2].batch(step) for step in range(40)] == forward[:40]
+    assert mixture({0: PHASES[0], 40: (1, 1, 1)})[2].batch(40) != forward[40]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({5: (1, 1)}, "the weights from step 5 on are .*, and those from step 0 on, too"),
+        ({0: (1, 1), 5: (1,)}, "the weights from step 5 on are .*; give one for each source"),
+        ({0: (1, 1), 5: (0, 0)}, "the weights from step 5 on are .*, not all 0"),
+        ({0: (1, 0), 5: (2, 0)}, "source 1 of the mixture has the weight 0 at all steps"),
+        ({0: (1, -1), 5: (2, 1)}, "weights is -1, expected a finite number of at least 0"),
+        ({0: (1, 1), 5: (float("nan"), 1)}, "weights is nan"),
+        ({0: (1, 1), -5: (1, 1)}, "a step of weights is -5"),
+        ({0: (1, 1), 2.5: (1, 1)}, "a step of weights is 2.5"),
+    ],
+)
+def test_bad_changes_of_weights(weights, message):
+    with pytest.raises(InvalidUsage, match=message):
+        BatchSampler([1, 2], tokens=4, sources=np.array([0, 1]), weights=weights)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
