@@ -22,6 +22,7 @@ __all__ = [
     "layer_counts",
     "num_bytes",
     "option",
+    "parse_ramp",
     "positive",
     "recompute",
     "zero_stage",
@@ -189,6 +190,20 @@ def lora(text: str) -> str:
     return str(LoraOptions.parse(str(text)))
 
 
+def parse_ramp(text: str) -> tuple[int, int]:
+    """(tokens, steps) of ``64k:1000``. Raises BadOption for another text."""
+    tokens, colon, steps = str(text).partition(":")
+    if not colon:
+        raise BadOption(f"{text!r} is not of the form TOKENS:STEPS, like 64k:1000")
+    return count(tokens), count(steps)
+
+
+def ramp(text: str) -> str:
+    """argparse type: as :func:`parse_ramp` takes it."""
+    parse_ramp(text)
+    return str(text)
+
+
 def option(group: str, default: Any, help: str, type: Callable[[str], Any] | None = None, **more: Any) -> Any:
     """A field that a command has as an option.
 
@@ -209,6 +224,10 @@ class TrainingOptions:
     tokens_per_step: int = option(
         "data", 65536, "most tokens of a step over all ranks; by default --context, if that is more", count,
         metavar="TOKENS",
+    )  # fmt: skip
+    ramp: str | None = option(
+        "data", None, "begin with steps of so many tokens, and rise to --tokens-per-step over so many steps, as "
+        "64k:1000", ramp, metavar="TOKENS:STEPS",
     )  # fmt: skip
     seed: int = option("data", 0, "seed of the shuffle and of the weights", seed)
     pipeline: int = option(

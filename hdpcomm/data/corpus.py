@@ -153,12 +153,12 @@ class Corpus:
         """Images of these documents."""
         return int(np.isin(self.images[:, 0], self.sequences[:, 0]).sum())
 
-    def sampler(self, *, tokens: int, seed: int) -> BatchSampler:
-        """Batches of at most so many tokens, by the weights of the sources if there are any. Local; raises as
-        :class:`BatchSampler`."""
+    def sampler(self, *, tokens: int, seed: int, ramp: tuple[int, int] | None = None) -> BatchSampler:
+        """Batches of at most so many tokens, after a ``ramp``, by the weights of the sources if there are any. Local;
+        raises as :class:`BatchSampler`."""
         sources = self.documents[self.sequences[:, 0], 0] if self.weights else None
         weights = {0: self.weights, **dict(self.later_weights)} if self.weights else ()
-        return BatchSampler(self.lengths, tokens=tokens, seed=seed, sources=sources, weights=weights)
+        return BatchSampler(self.lengths, tokens=tokens, seed=seed, ramp=ramp, sources=sources, weights=weights)
 
     def read(self, sequence: int) -> Tensor:
         """The tokens of one sequence, ``[length]`` int64. Local.

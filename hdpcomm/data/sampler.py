@@ -57,6 +57,8 @@ class BatchSampler:
     Args:
         lengths: ``[sequences]`` tokens of each sequence of the corpus.
         tokens: the budget of a batch, at least the longest length.
+        ramp: (tokens, steps): the budget rises from so many tokens (at least the longest length) to ``tokens`` over the
+            first steps.
         seed: seed of the shuffle.
         sources: ``[sequences]`` the source of each sequence, from 0; with ``weights`` only.
         weights: of the tokens of each source, which need not sum up to 1; or these by the first step that has them, 0
@@ -80,6 +82,7 @@ class BatchSampler:
         *,
         tokens: int,
         seed: int = 0,
+        ramp: tuple[int, int] | None = None,
         sources: npt.NDArray[np.int64] | None = None,
         weights: Sequence[float] | Mapping[int, Sequence[float]] = (),
     ) -> None:
@@ -106,7 +109,8 @@ class BatchSampler:
                 f"a step of {tokens:,} tokens cannot hold the longest sequence of {longest:,}; raise "
                 f"--tokens-per-step to at least {longest:,} or lower --context to {tokens:,}"
             )
-        self._tokens = tokens
+        first, self._rise = (tokens, 1) if ramp is None else ramp
+        self._tokens, self._least = tokens, min(tokens, max(first, longest))
         self._seed = seed
         phases = checked_weights("BatchSampler", weights)
         self._shares = {step: tuple(each / sum(values) for each in values) for step, values in phases.items()}
@@ -180,7 +184,8 @@ class BatchSampler:
             self._change(self._shares[self._latest.step + 1])
         if not self._window:
             self._start_epoch(self._epoch + 1)
-        room, taken, waiting = self._tokens, [], []
+        share = min(1.0, (self._latest.step + 1) / self._rise)
+        room, taken, waiting = self._least + int(share * (self._tokens - self._least)), [], []
         coming = itertools.chain(self._window, self._coming)
         for sequence in coming:
             length = int(self._lengths[sequence])

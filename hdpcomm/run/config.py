@@ -11,7 +11,7 @@ import torch
 from hdpcomm.arguments import size_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
-from hdpcomm.options import LoraOptions, TrainingOptions
+from hdpcomm.options import LoraOptions, TrainingOptions, parse_ramp
 from hdpcomm.parallel.tensor_plans import check_sizes
 from hdpcomm.plan import POLICIES, Calibration, ModelSpec
 from hdpcomm.plan.stage_cut import check_cut, parse_cut, stage_work
@@ -163,6 +163,9 @@ class RunConfig(TrainingOptions):
         for name in ("steps", "capacity", "tokens_per_step"):
             if getattr(self, name) < 1:
                 raise InvalidUsage(f"{name} is {getattr(self, name)}; at least 1 was expected")
+        if self.ramp is not None and parse_ramp(self.ramp)[0] >= self.tokens_per_step:
+            told = f"ramp is {self.ramp} and tokens_per_step {self.tokens_per_step}"
+            raise InvalidUsage(f"{told}; a ramp begins with fewer tokens")
         known = (*POLICIES, *BASELINES)
         if not self.policies or any(policy not in known for policy in self.policies):
             raise InvalidUsage(f"policies is {self.policies}; choose from {', '.join(known)}")

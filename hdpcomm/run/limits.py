@@ -7,6 +7,7 @@ from hdpcomm.data import BatchSampler, Corpus
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import LlamaConfig
 from hdpcomm.models.media import FAMILIES
+from hdpcomm.options import parse_ramp
 from hdpcomm.run.config import RunConfig
 from hdpcomm.run.model import FolderModel, read_config
 
@@ -15,7 +16,8 @@ __all__ = ["batch_sampler", "check_limits"]
 
 def batch_sampler(corpus: Corpus, config: RunConfig) -> BatchSampler:
     """The batches of a run on a corpus. Local. Raises: InvalidUsage if a sequence fits none."""
-    return corpus.sampler(tokens=config.tokens_per_step, seed=config.seed)
+    first = None if config.ramp is None else parse_ramp(config.ramp)
+    return corpus.sampler(tokens=config.tokens_per_step, seed=config.seed, ramp=first)
 
 
 def check_limits(corpus: Corpus, config: RunConfig, *, ranks: int) -> None:

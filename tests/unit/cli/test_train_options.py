@@ -190,7 +190,7 @@ HF_MODEL |= {"num_attention_heads": 2, "architectures": ["LlamaForCausalLM"]}
 
 CHANGED = TrainOptions(
     data=("DOCS=1",), mixture_at=("3=2",), text_field="body", messages_field="chat", tokenizer="bytes",
-    data_cache=Path("cache"), context=2048, tokens_per_step=4096, seed=1, ranks=2, transport="shm",
+    data_cache=Path("cache"), context=2048, tokens_per_step=4096, ramp="3000:5", seed=1, ranks=2, transport="shm",
     capacity=8192, pipeline=2, chunks=2, layers_per_stage="1,2,3,2",
     split_backward=True, tensor=2, expert=2, expert_replicas=1, policy="naive", compare=("static",),
     learn_costs=True, slices=4, queue=True, calibration=Path("COSTS"), offload=1 << 20,

@@ -179,3 +179,16 @@ def test_bad_changes_of_weights(weights, message):
 def test_bad_mixtures(arguments, message):
     with pytest.raises(InvalidUsage, match=message):
         BatchSampler([1, 2], tokens=5, **arguments)
+
+
+def test_a_ramp_rises_to_the_whole_budget() -> None:
+    lengths = np.random.default_rng(0).integers(1, 40, 5000)
+    sampler = BatchSampler(lengths, tokens=1000, seed=3, ramp=(200, 10))
+    tokens = [sampler.batch(step).tokens for step in range(20)]
+    budgets = [200 + min(800, 80 * step) for step in range(20)]
+    assert all(budget - 40 < found <= budget for found, budget in zip(tokens, budgets, strict=True))
+    assert sampler.batch(4) == BatchSampler(lengths, tokens=1000, seed=3, ramp=(200, 10)).batch(4)
+    least = BatchSampler(lengths, tokens=1000, seed=3, ramp=(1, 10)).batch(0)
+    assert 0 < least.tokens <= 39  # the longest sequence fits the first step
+    ids = [number for step in range(200) for number in sampler.batch(step).ids if sampler.batch(step).epoch == 0]
+    assert len(ids) == len(set(ids))  # each once an epoch
