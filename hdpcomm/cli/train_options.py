@@ -137,8 +137,9 @@ class TrainOptions(TrainingOptions):
         "each did", Path, metavar="FILE",
     )  # fmt: skip
     trackers: str = option(
-        "output", "auto", "with --out: auto writes TensorBoard and W&B (offline) files if these are installed", str,
-        choices=("auto", "none", "tensorboard", "wandb"),
+        "output", "auto", "with --out: auto writes TensorBoard and W&B (offline) files if these are installed, and "
+        "sends spans to OTEL_EXPORTER_OTLP_ENDPOINT, if set", str,
+        choices=("auto", "none", "tensorboard", "wandb", "opentelemetry"),
     )  # fmt: skip
     metrics_port: str | None = option(
         "output", None, "serve the newest figures to Prometheus, on a port of the loopback interface (0: a free one) "

@@ -1,4 +1,5 @@
-"""Who is told the figures of steps: TensorBoard and Weights & Biases, where they are installed, and Prometheus.
+"""Who is told the figures of steps: TensorBoard, Weights & Biases and OpenTelemetry, where they are installed, and
+Prometheus.
 
 Not by accelerate's trackers, which join torch.distributed wherever RANK is set, nor by transformers' callbacks, which
 need the state of its Trainer.
@@ -11,6 +12,7 @@ import importlib.util
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from ipaddress import ip_address
@@ -63,6 +65,40 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class _OpenTelemetry:
+    """A span for each step and evaluation, with its figures as attributes: by the provider of the program (as
+    ``opentelemetry-instrument`` sets one), or else to ``OTEL_EXPORTER_OTLP_ENDPOINT``."""
+
+    def __init__(self, out: Path, config: dict[str, Any]) -> None:
+        from opentelemetry import trace
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+
+        provider: Any = trace.get_tracer_provider()
+        self._own: Any = None
+        if not isinstance(provider, TracerProvider):
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+            facts = {"service.name": "hdpcomm", "hdpcomm.run": out.name}
+            facts |= {f"hdpcomm.{name}": str(value) for name, value in config.items()}
+            self._own = provider = TracerProvider(resource=Resource.create(facts))
+            provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = provider.get_tracer("hdpcomm")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        policy = next(iter(values)).partition("/")[0]
+        figures = {name.partition("/")[2]: value for name, value in values.items()}
+        end, seconds = time.time_ns(), figures.get("seconds", 0.0)
+        about = {f"hdpcomm.{name}": value for name, value in {**figures, "step": step, "policy": policy}.items()}
+        kind = "step" if "loss" in figures else "evaluation"
+        self._tracer.start_span(kind, start_time=end - int(1e9 * seconds), attributes=about).end(end)
+
+    def close(self) -> None:
+        if self._own is not None:
+            self._own.shutdown()
 
 
 class _Quiet(WSGIRequestHandler):
@@ -140,7 +176,12 @@ def _checked(app: Any, token: str) -> Any:
     return checked
 
 
-TRACKERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+TRACKERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {
+    "tensorboard": _TensorBoard, "wandb": _Wandb, "opentelemetry": _OpenTelemetry,
+}  # fmt: skip
+
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
 def tracker_names(wanted: str) -> list[str]:
@@ -148,8 +189,12 @@ def tracker_names(wanted: str) -> list[str]:
     if wanted == "none":
         return []
     if wanted != "auto" and importlib.util.find_spec(wanted) is None:
-        raise InvalidUsage(f"--trackers {wanted} was given and {wanted} is not installed; pip install {wanted}")
-    return [name for name in TRACKERS if wanted == name or (wanted == "auto" and importlib.util.find_spec(name))]
+        package = "'hdpcomm[opentelemetry]'" if wanted == "opentelemetry" else wanted
+        raise InvalidUsage(f"--trackers {wanted} was given and {wanted} is not installed; pip install {package}")
+    found = [name for name in TRACKERS if wanted == name or (wanted == "auto" and importlib.util.find_spec(name))]
+    if wanted == "auto" and not any(os.environ.get(name) for name in _ENDPOINTS):
+        found = [name for name in found if name != "opentelemetry"]  # nobody is there who would take the spans
+    return found
 
 
 def open_trackers(wanted: str, out: Path, config: dict[str, Any]) -> list[Tracker]:
