@@ -181,13 +181,13 @@ class _Worker(threading.Thread):
         except Error as error:
             self.failure = place, error
         except Exception as error:
+            where, why = path, f"{type(error).__name__}: {error}; check that the file is whole"  # as compressed ones
             if isinstance(error, OSError) and error.strerror:
-                text = (
-                    f"{error.filename or self._folder}: {error.strerror}; make room, or check that the file can be read"
+                where, why = (
+                    error.filename or self._folder,
+                    f"{error.strerror}; make room, or check that it can be read",
                 )
-            else:  # of many kinds, as of damaged compressed files
-                text = f"{path}: {type(error).__name__}: {error}; check that the file is whole"
-            self.failure = place, Error(text)
+            self.failure = place, Error(f"{where}: {why}")
 
     def _documents(self, unit: Unit) -> Iterator[_Document]:
         """(tokens, which of them count for the loss, images) of documents with a token, and of conversations with an

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,4 +226,5 @@ def _refuse_empty(store: MegatronTokens | TokenStore, name: str) -> None:
 
 
 def _units(files: Sequence[File]) -> list[list[Any]]:
-    return describe_units([unit for file in files for unit in units_of(file)])
+    with ThreadPoolExecutor(16) as pool:  # what Parquet files hold is asked of each, maybe far away
+        return describe_units([unit for units in pool.map(units_of, files) for unit in units])

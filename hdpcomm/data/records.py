@@ -31,10 +31,8 @@ File = Path | RemoteFile
 Index = npt.NDArray[np.int64]
 _ENDINGS = re.compile(r"\.(parquet)$|\.(?:jsonl|ndjson)(?:\.(gz|bz2|xz|zst))?$|\.json\.(gz|zst)$")
 _MODULES = {"gz": "gzip", "bz2": "bz2", "xz": "lzma"}
-_LOCAL = {
-    "dataset_info.json": "a dataset of save_to_disk", "dataset_dict.json": "a dataset of save_to_disk",
-    "documents.npy": "a folder of hdpcomm data build", "index.json": "a folder of MDS or litdata",
-}  # fmt: skip
+_OF_FOLDERS = {"dataset_info.json", "dataset_dict.json", "documents.npy", "index.json"}  # of one format
+_PACKAGES = {"streaming": "mosaicml-streaming", "litdata": "litdata"}
 _UNIT_BYTES = 4 << 20
 _UNIT_ROWS = 4096
 _ROWS_AT_ONCE = 64  # which may hold images
@@ -82,7 +80,7 @@ def input_files(named: str | Path) -> list[File]:
     if megatron_prefix(path) is not None:
         raise InvalidUsage(f"{path}: tokens of Megatron-Core are read in place; give them to --data as they are")
     if path.is_dir():
-        if _is_dataset(path):
+        if _is_dataset(path) or _samples_of(path):
             return [path]
         found: list[File] = list(text_files(path, with_binary=True))
         if not found:
@@ -113,10 +111,8 @@ def _input_of_url(url: str) -> list[File]:
         if _kind(files[0])[0] != "parquet":
             check_text(files[0])
         return list(files)
-    if odd := next((file.name for file in files if file.name in _LOCAL), None):
-        raise InvalidUsage(
-            f"{shown(url)}: this is {_LOCAL[odd]}, by its {odd}; copy it to a disk, and give that folder"
-        )
+    if odd := _OF_FOLDERS.intersection(file.name for file in files):
+        raise InvalidUsage(f"{shown(url)}: a folder with {min(odd)} is read from a disk alone; copy it, and give that")
     unknown = [file for file in files if _kind(file)[0] == "text"]
     binary = {
         file for file, head in zip(unknown, first_bytes(unknown, SNIFF_BYTES), strict=True) if not looks_like_text(head)
@@ -163,21 +159,33 @@ def _is_dataset(path: Path) -> bool:
     return (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
 
 
+def _samples_of(path: Path) -> tuple[str, str, int] | None:
+    """(package, class that reads it, rows) of a folder of MDS or litdata, whose classes count a rank's part. Local."""
+    try:
+        index = json.loads(read_text(path / "index.json"))
+        if "shards" in index:
+            return "streaming", "LocalDataset", sum(each["samples"] for each in index["shards"])
+        return "litdata", "StreamingDataset", sum(each["chunk_size"] for each in index["chunks"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
 def units_of(path: File) -> list[Unit]:
     """The units of a file of :func:`input_files`, in the order of its documents. Local."""
     if isinstance(path, Path) and path.is_dir():
-        rows = len(_dataset(path))
-        return [
-            Unit("dataset", path, start, min(rows, start + _UNIT_ROWS), min(rows, start + _UNIT_ROWS) - start)
-            for start in range(0, rows, _UNIT_ROWS)
-        ]
+        samples = _samples_of(path)
+        rows = samples[2] if samples else len(_dataset(path))
+        starts = range(0, rows, _UNIT_ROWS)
+        return [Unit("dataset", path, s, min(rows, s + _UNIT_ROWS), min(rows - s, _UNIT_ROWS)) for s in starts]
     size = path.stat().st_size if isinstance(path, Path) else path.size
     kind, compression = _kind(path)
     if kind == "parquet":
         file = _parquet(path)
         groups = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
         return [Unit("parquet", path, group, group + 1, nbytes) for group, nbytes in enumerate(groups)]
-    if kind == "jsonl" and (compression or size < 0):  # whose lines cannot be reached but from the first one on
+    if kind == "jsonl" and (
+        compression or (isinstance(path, RemoteFile) and not path.ranged)
+    ):  # whose lines cannot be reached but from the first one on
         return [Unit("jsonl", path, 0, 1 << 62, max(size, 1))]
     if kind == "jsonl":
         starts = range(0, size, _UNIT_BYTES)
@@ -229,7 +237,13 @@ def records(unit: Unit, fields: Fields) -> Iterator[tuple[object, str | bytes | 
                 yield where, _content(record, where, fields, "column")
                 row += 1
     else:
-        dataset = _dataset(unit.path)
+        folder = cast("Path", unit.path)
+        dataset = _dataset(folder)
+        if _samples_of(folder):
+            for row in range(unit.start, unit.stop):
+                where = f"{unit.path} row {row}"
+                yield where, _content(dict(dataset[row]), where, fields, "column")
+            return
         dataset = dataset.select_columns(_columns(dataset.column_names, unit.path, fields))
         if "Image(" in str(dataset.features.get(_IMAGES)):
             dataset = dataset.cast_column(_IMAGES, [_library("datasets", unit.path).Image(decode=False)])
@@ -287,7 +301,7 @@ def json_record(line: bytes, where: object, field: str) -> Mapping[str, Any]:
 def _content(record: Mapping[str, Any], where: object, fields: Fields, kind: str) -> Any:
     if fields.text in record:
         text = record[fields.text]
-        if isinstance(text, (list, np.ndarray)):
+        if isinstance(text, list) or hasattr(text, "__array__"):
             with contextlib.suppress(ValueError):  # lists of lists
                 values = np.asarray(text)
                 if values.ndim == 1 and (values.dtype.kind in "iu" or not len(values)):
@@ -326,7 +340,7 @@ def _missing(names: Sequence[str], where: object, fields: Fields, kind: str) -> 
 def _parquet(path: File) -> Any:
     parquet = _library("pyarrow.parquet", path)
     try:
-        return parquet.ParquetFile(path if isinstance(path, Path) else path.open(ahead=1 << 16), pre_buffer=True)
+        return parquet.ParquetFile(path if isinstance(path, Path) else path.open(ahead=1 << 16))
     except Error:
         raise
     except Exception as error:  # pyarrow has many, some of them of OSError and ValueError
@@ -335,14 +349,13 @@ def _parquet(path: File) -> Any:
         ) from None
 
 
-def _dataset(path: File) -> Any:
-    datasets = _library("datasets", path)
+def _dataset(path: Path) -> Any:
+    package, opener, _ = _samples_of(path) or ("datasets", "load_from_disk", 0)
+    library = _library(package, path)
     try:
-        return datasets.load_from_disk(str(path))
+        return getattr(library, opener)(str(path))
     except Exception as error:
-        raise InvalidUsage(
-            f"{path}: this dataset cannot be opened ({first_line(error)}); save it again by save_to_disk"
-        ) from None
+        raise InvalidUsage(f"{path}: this dataset cannot be opened ({first_line(error)}); save it again") from None
 
 
 def _library(name: str, path: File) -> Any:
@@ -350,7 +363,8 @@ def _library(name: str, path: File) -> Any:
         return importlib.import_module(name)
     except ImportError:
         package = name.partition(".")[0]
-        raise InvalidUsage(f"{path}: {package} is needed to read it; pip install 'hdpcomm[data]'") from None
+        wanted = _PACKAGES.get(package, "'hdpcomm[data]'")
+        raise InvalidUsage(f"{path}: {package} is needed to read it; pip install {wanted}") from None
 
 
 def looks_like_text(head: bytes) -> bool:

@@ -23,7 +23,7 @@ PATIENCE_S = 120.0
 _BLOCK_BYTES = 8 << 20  # of one request
 _TAIL_BYTES = 1 << 16  # of one for the end of a unit's last line
 _AT_ONCE = 16
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
+_URL = re.compile(r"(?!file://)[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 _PASSWORD, _QUERY = re.compile(r"(?<=://)[^/\s@]+@"), re.compile(r"(https?://[^\s?]*\?)[^\s'\"]+")
 _VERSIONS = re.compile(r"etag|modif|mtime|updated|created|checksum|md5|crc|digest|generation|version|sha|oid", re.I)
 
@@ -116,11 +116,8 @@ def is_url(path: object) -> bool:
 
 
 def local_path(path: str | Path) -> Path | None:
-    """The path itself, or that of a ``file://`` URL; ``None`` for one in another file system. Raises: InvalidUsage."""
-    if not is_url(path):
-        return Path(path)
-    fs, place = _file_system(str(path))
-    return Path(place) if "file" in (fs.protocol if isinstance(fs.protocol, (tuple, list)) else [fs.protocol]) else None
+    """The path itself, or that of a ``file://`` URL; ``None`` for one in another file system."""
+    return None if is_url(path) else Path(str(path).removeprefix("file://"))
 
 
 def shown(text: object) -> str:

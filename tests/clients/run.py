@@ -41,6 +41,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     # Some modules of Megatron-Core import Triton, for which it does not ask; nor does torchtitan.
     "megatron_scheduler": ("megatron-core @ git+https://github.com/NVIDIA/Megatron-LM@dev", "triton"),
     "megatron_data": ("megatron-core==0.16.1",),
+    "data_formats": ("mosaicml-streaming==0.13.0", "litdata==0.2.76", "transformers<5", "numpy<2.2"),
     "torchtitan_plans": ("torchtitan==0.3.0", "datasets<4.8", "triton"),
     # verl's workers import the last two, which it does not ask for.
     "verl_engine": ("transformers==5.10.4", "verl==0.9.1", "uvicorn", "fastapi"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -129,6 +131,39 @@ def test_a_column_of_tokens_needs_the_tokenizer_that_made_them(tmp_path: Path) -
     corpus = open_corpus([path], context=10, text_field="ids", encoder=encoder)
     assert [corpus.read(i).tolist() for i in range(2)] == [[1, last], [2]]
     assert corpus.vocabulary == last + 1
+
+
+INDEXES = {
+    "streaming": ("LocalDataset", {"shards": [{"samples": 2}, {"samples": 2}]}),
+    "litdata": ("StreamingDataset", {"chunks": [{"chunk_size": 3}, {"chunk_size": 1}]}),
+}
+
+
+@pytest.mark.parametrize("package", INDEXES)
+def test_folders_of_other_packages(tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they themselves write is read by tests/clients/data_formats.py."""
+    name, index = INDEXES[package]
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    (tmp_path / "text.txt").write_text("which is no document of this folder")
+    monkeypatch.setitem(sys.modules, package, None)
+    wanted = "mosaicml-streaming" if package == "streaming" else package
+    with pytest.raises(InvalidUsage, match=f"{tmp_path}: {package} is needed to read it; pip install {wanted}"):
+        texts_of(tmp_path)
+    samples = [{"text": text, "ids": np.array([place])} for place, text in enumerate(TEXTS)]
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(**{name: lambda path: samples if path else None}))
+    assert texts_of(tmp_path) == TEXTS
+    corpus = open_corpus([tmp_path], context=9, text_field="ids")
+    assert [corpus.read(place).tolist() for place in range(4)] == [[0], [1], [2], [3]]
+    samples[2]["ids"] = np.array([0.5])
+    (tmp_path / "new").touch()
+    with pytest.raises(InvalidUsage, match=rf"{tmp_path} row 2: the column 'ids' holds a ndarray, text was expected"):
+        open_corpus([tmp_path], context=9, text_field="ids")
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", "no JSON", '{"shards": [{}]}', '{"chunks": 3}', "[" * 9_000])
+def test_an_index_of_something_else(tmp_path: Path, index: str) -> None:
+    (tmp_path / "index.json").write_text(index)
+    assert texts_of(tmp_path) == [index]
 
 
 def test_a_dataset_on_disk(tmp_path: Path) -> None:

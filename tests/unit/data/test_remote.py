@@ -367,7 +367,7 @@ BAD = {
     "memory://empty.jsonl": "memory:///empty.jsonl: the file is empty",
     "memory://binary": "memory:///binary: this is a binary file",
     "memory://binaries": "memory://binaries: none of 2 files is text",
-    "memory://set": "memory://set: this is a dataset of save_to_disk, by its dataset_info.json; copy it to a disk",
+    "memory://set": "memory://set: a folder with dataset_info.json is read from a disk alone; copy it",
     "memory://no.jsonl": r"memory:///no.jsonl from byte 16 on: this line is not JSON",
     "memory://no.parquet": "memory:///no.parquet: no Parquet file, or a damaged one",
     "memory://cut.jsonl.gz": "memory:///cut.jsonl.gz: cannot be read .*",
