@@ -31,7 +31,7 @@ class TrainOptions(TrainingOptions):
         "library", str, nargs="+", metavar="PATH",
     )  # fmt: skip
     mixture_at: tuple[str, ...] = option(
-        "data", (), "weights of the mixture's PATHs from a step on, as 1000=0.5,0.5; 0 leaves one out", str, nargs="+",
+        "data", (), "weights of the mixture's PATHs after a step, as 1000=0.5,0.5; 0 leaves one out", str, nargs="+",
         metavar="STEP=WEIGHTS",
     )  # fmt: skip
     text_field: str = option("data", "text", "field or column that holds the text", str, metavar="NAME")

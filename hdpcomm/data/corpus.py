@@ -267,7 +267,7 @@ class Corpus:
         text += f"; {_many(self.num_images, 'image')}" if self.num_images else ""
         if self.weights:
             text += f"; a mixture of {_shares(self.weights)} of the tokens"
-            text += "".join(f", from step {step:,} on {_shares(weights)}" for step, weights in self.later_weights)
+            text += "".join(f", after step {step:,} {_shares(weights)}" for step, weights in self.later_weights)
         if self.num_cut:
             cut = f"{_many(self.num_cut, 'document')} longer than the context of {self.context:,}"
             text += f"; {cut} {'was' if self.num_cut == 1 else 'were'} cut into pieces"

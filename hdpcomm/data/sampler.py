@@ -206,13 +206,13 @@ def checked_weights(op: str, weights: Sequence[float] | Mapping[int, Sequence[fl
     phases = weights if isinstance(weights, Mapping) else {0: weights} if len(weights) else {}
     for step, values in phases.items():
         check_whole(op, "a step of weights", step, least=0)
+        if np.ndim(values) != 1 or np.shape(values) != np.shape(phases.get(0, ())) or not np.any(values):
+            raise InvalidUsage(
+                f"the weights from step {step} on are {values}; give one for each source, not all 0, and those from "
+                "step 0 on, too"
+            )
         for weight in values:
             check_number(op, "weights", weight, **({"least": 0} if len(phases) > 1 else {"above": 0}))
-        if len(values) != len(phases.get(0, ())) or not sum(values):
-            raise InvalidUsage(
-                f"the weights from step {step} on are {tuple(values)}; give one for each source, not all 0, and those "
-                "from step 0 on, too"
-            )
     if never := [source for source, values in enumerate(zip(*phases.values(), strict=True)) if not any(values)]:
         raise InvalidUsage(f"source {never[0]} of the mixture has the weight 0 at all steps; leave it out")
     return {step: tuple(map(float, values)) for step, values in phases.items()}
