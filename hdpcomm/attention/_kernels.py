@@ -1,12 +1,14 @@
-"""The C++/CUDA kernels of distributed attention on torch tensors: the LSE merge and segmented row copies.
+"""The C++/CUDA kernels of distributed attention on torch tensors, the LSE merge and segmented row copies, and exchanges
+of such rows.
 
-All functions are local. On CUDA tensors they enqueue on the current stream; on CPU tensors they are done on return.
+All functions but those of :class:`RowExchange` are local. On CUDA tensors they enqueue on the current stream; on CPU
+tensors they are done on return.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,10 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.kernels.transfers import dtype_code, launch, to_device
 
-__all__ = ["Rows", "add_rows", "copy_rows", "merge", "take_rows"]
+if TYPE_CHECKING:
+    from hdpcomm.comm import Communicator
+
+__all__ = ["RowExchange", "Rows", "add_rows", "copy_rows", "merge", "take_rows"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -116,6 +121,52 @@ def copy_rows(dst: Tensor, src: Tensor, rows: Rows, *, positions: Tensor | None 
 def add_rows(dst: Tensor, src: Tensor, rows: Rows) -> None:
     """``dst[d : d + n] += src[s : s + n]`` for every segment; float32 or float64, no row of ``dst`` twice."""
     _move(_core.add_rows, dst, src, rows, dtype_code(dst, _FLOATS))
+
+
+class RowExchange:
+    """Rows on their way to and from other ranks; it keeps all that is read or written alive until :meth:`finish`.
+
+    ``rows``: copies from the rows of a buffer to rows 0, 1, ... of a message; ``place``: where it arrives in a landing
+    zone.
+    """
+
+    def __init__(self) -> None:
+        self._sends: list[tuple[Any, ...]] = []
+        self._recvs: list[tuple[Any, ...]] = []
+        self._puts: list[tuple[Any, Tensor, Tensor, Rows]] = []
+        """Messages to copy or add into a buffer, as far as they do not arrive in it."""
+        self._work: Any = None
+
+    def send(self, buffer: Tensor, rows: Rows, peer: int, *place: int) -> None:
+        """Adds a message of rows of a buffer."""
+        if buffer.is_contiguous() and (whole := rows.contiguous_source()) is not None:
+            message = buffer[whole[0] : whole[1]]
+        else:
+            message = buffer.new_empty((rows.total, *buffer.shape[1:]))
+            copy_rows(message, buffer, rows)
+        self._sends.append((message, peer, *place))
+
+    def receive(self, buffer: Tensor, rows: Rows, peer: int, *place: int, add: bool = False) -> None:
+        """Adds a message that becomes rows of a buffer, or is added to them."""
+        if not add and (whole := rows.contiguous_source()) is not None:
+            message = buffer[whole[0] : whole[1]]
+        else:
+            message = buffer.new_empty((rows.total, *buffer.shape[1:]))
+            self._puts.append((add_rows if add else copy_rows, buffer, message, rows.inverse()))
+        self._recvs.append((message, peer, *place))
+
+    def post(self, comm: Communicator | None) -> None:
+        """Starts the exchange of all these messages."""
+        if self._sends or self._recvs:
+            assert comm is not None
+            self._work = comm.exchange(self._sends, self._recvs, async_op=True)
+
+    def finish(self) -> None:
+        """Waits until all rows are where they belong."""
+        if self._work is not None:
+            self._work.wait()
+        for put, buffer, message, rows in self._puts:
+            put(buffer, message, rows)
 
 
 @untraced

@@ -8,16 +8,15 @@ them in the order of ranks. Memory: all KV that a rank needs, for one group of h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hdpcomm.attention._kernels import Rows, add_rows, copy_rows
+from hdpcomm.attention._kernels import RowExchange, Rows, copy_rows
 from hdpcomm.attention.backends.base import Accumulator, GradSum
 from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.payload import Payload
@@ -45,7 +44,7 @@ class GatherPlan:
     sends: tuple[tuple[int, Rows], ...]
     """(peer, copies from this rank's KV to the message)."""
     recvs: tuple[tuple[int, Rows], ...]
-    """(peer, copies from the message to the buffer)."""
+    """(peer, copies from the buffer to the message)."""
     tiles: tuple[Tile, ...]
 
 
@@ -72,7 +71,7 @@ def gather_plan(q_layout: Layout, kv_layout: Layout, band: Band, *, rank: int) -
         buffer_rows=int(rows.sum()),
         own=Rows(np.stack([place[mine], source[mine], rows[mine]], axis=1)),
         sends=tuple((peer, Rows(_packed(start, count))) for peer, start, count in sends if len(count)),
-        recvs=tuple((peer, Rows(_packed(start, count)).inverse()) for peer, start, count in recvs if len(count)),
+        recvs=tuple((peer, Rows(_packed(start, count))) for peer, start, count in recvs if len(count)),
         tiles=tuple(q_layout.tiles(kv_layout, rank, atom_spans(atoms, chosen, place), band)),
     )
 
@@ -84,38 +83,6 @@ def head_passes(heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
     return [(slice(i * step * ratio, (i + 1) * step * ratio), slice(i * step, (i + 1) * step)) for i in range(count)]
 
 
-class _Exchange:
-    """Rows under way to and from other ranks; lists of (peer, copies from own rows to the message or back)."""
-
-    def __init__(
-        self,
-        own: Tensor,
-        comm: Communicator | None,
-        sends: Sequence[tuple[int, Rows]],
-        recvs: Sequence[tuple[int, Rows]],
-    ) -> None:
-        self._recvs = recvs
-        self._arriving = [own.new_empty((rows.total, *own.shape[1:])) for _, rows in recvs]
-        self._work: Any = None
-        messages = []
-        for peer, rows in sends:
-            message = own.new_empty((rows.total, *own.shape[1:]))
-            copy_rows(message, own, rows)
-            messages.append((message, peer))
-        if sends or recvs:
-            assert comm is not None
-            arriving = [(message, peer) for message, (peer, _) in zip(self._arriving, recvs, strict=True)]
-            self._work = comm.exchange(messages, arriving, async_op=True)
-
-    def wait(self, into: Tensor, put: Callable[[Tensor, Tensor, Rows], None]) -> Tensor:
-        """``into``, to which ``put`` has copied or added what came."""
-        if self._work is not None:
-            self._work.wait()
-        for message, (_, rows) in zip(self._arriving, self._recvs, strict=True):
-            put(into, message, rows)
-        return into
-
-
 class _Fetch:
     """The exchange that brings the rows of a payload to this rank."""
 
@@ -123,12 +90,18 @@ class _Fetch:
         """``own``: this rank's rows [kv_rows, width]."""
         self._plan, self._own = plan, own
         self._buffer = own.new_empty((plan.buffer_rows, own.shape[1]))
-        self._exchange = _Exchange(own, comm, plan.sends, plan.recvs)
+        self._exchange = RowExchange()
+        for peer, rows in plan.sends:
+            self._exchange.send(own, rows, peer)
+        for peer, rows in plan.recvs:
+            self._exchange.receive(self._buffer, rows, peer)
+        self._exchange.post(comm)
 
     def wait(self) -> Tensor:
         """[buffer_rows, width]"""
         copy_rows(self._buffer, self._own, self._plan.own)
-        return self._exchange.wait(self._buffer, copy_rows)
+        self._exchange.finish()
+        return self._buffer
 
 
 def fetch_rows(plan: GatherPlan, comm: Communicator | None, x: Tensor) -> Tensor:
@@ -141,15 +114,19 @@ class GradReturn:
     """The exchange that sends the gradients of fetched rows to their owners."""
 
     def __init__(self, plan: GatherPlan, comm: Communicator | None, grads: Tensor) -> None:
-        self._plan, self._grads = plan, grads
-        sends, recvs = ([(peer, rows.inverse()) for peer, rows in each] for each in (plan.recvs, plan.sends))
-        self._exchange = _Exchange(grads, comm, sends, recvs)
+        self._own = grads.new_zeros((plan.kv_rows, *grads.shape[1:]))
+        self._exchange = RowExchange()
+        for peer, rows in plan.recvs:
+            self._exchange.send(grads, rows, peer)
+        for peer, rows in plan.sends:
+            self._exchange.receive(self._own, rows, peer, add=True)
+        self._exchange.post(comm)
+        copy_rows(self._own, grads, plan.own.inverse())
 
     def wait(self) -> Tensor:
         """[kv_rows, width]: the gradients of this rank's own rows."""
-        own = self._grads.new_zeros((self._plan.kv_rows, *self._grads.shape[1:]))
-        copy_rows(own, self._grads, self._plan.own.inverse())
-        return self._exchange.wait(own, add_rows)
+        self._exchange.finish()
+        return self._own
 
 
 class _Passes:

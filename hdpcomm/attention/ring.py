@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hdpcomm.attention._kernels import Rows, add_rows, copy_rows
+from hdpcomm.attention._kernels import RowExchange
 from hdpcomm.attention.backends.base import Accumulator, GradSum
 from hdpcomm.attention.payload import Payload
 from hdpcomm.attention.routes import RingPlan, Route
@@ -22,38 +21,6 @@ __all__ = ["ring_backward", "ring_forward"]
 
 _ALIGNMENT = 4096
 """Bytes to whose multiples buffers in a landing zone are aligned."""
-
-
-@dataclass(slots=True)
-class _PendingExchange:
-    """One posted exchange; it keeps all that is read or written alive until :meth:`finish`."""
-
-    work: Any = None
-    sends: list[tuple[Any, ...]] = field(default_factory=list)
-    recvs: list[tuple[Any, ...]] = field(default_factory=list)
-    placements: list[tuple[Tensor, Tensor, Rows]] = field(default_factory=list)
-    """(buffer, message, rows): messages to copy into a buffer, where their rows are not one range."""
-    additions: list[tuple[int, Tensor, Rows]] = field(default_factory=list)
-    """(step, message, rows): gradients to add to those of that step."""
-
-    def post(self, comm: Communicator | None) -> None:
-        if self.sends or self.recvs:
-            assert comm is not None
-            self.work = comm.exchange(self.sends, self.recvs, async_op=True)
-
-    def finish(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        for buffer, message, rows in self.placements:
-            copy_rows(buffer, message, rows)
-
-
-def _outgoing(buffer: Tensor, rows: Rows) -> Tensor:
-    if (whole := rows.contiguous_source()) is not None:
-        return buffer[whole[0] : whole[1]]
-    message = buffer.new_empty((rows.total, *buffer.shape[1:]))
-    copy_rows(message, buffer, rows)
-    return message
 
 
 class _LandingBuffers:
@@ -145,52 +112,35 @@ class _RingBuffers:
         self._grads[step] = torch.zeros(shape, dtype=dtype, device=self._payload.like.device)
         return self._grads[step]
 
-    def post(self, due: int, *, grads: bool) -> _PendingExchange:
+    def post(self, due: int, *, grads: bool) -> RowExchange:
         """Posts KV due at step ``due + 1`` and, with ``grads``, gradients due at ``due``."""
-        pending = _PendingExchange()
+        pending = RowExchange()
         if due + 1 < self._plan.size:
             self._add_kv(pending, due + 1)
         if grads:
-            self._add_grads(pending, due)
+            step = self._plan.steps[due]
+            for message in step.grad_sends:
+                pending.send(self._grads[message.step], message.rows, message.peer)
+            for message in step.grad_recvs:
+                pending.receive(self._grads[message.step], message.rows, message.peer, add=True)
         pending.post(self._comm)
         return pending
 
-    def _add_kv(self, pending: _PendingExchange, due: int) -> None:
+    def _add_kv(self, pending: RowExchange, due: int) -> None:
         step, landing = self._plan.steps[due], self._landing
         for message in step.kv_sends:
             place = () if landing is None else landing.place(message.peer, due)
-            pending.sends.append((_outgoing(self._kv[message.step], message.rows), message.peer, *place))
-        if landing is not None:
-            if step.kv_recvs:
-                self._kv[due] = landing.buffer(due, step.kv_rows)
-                source = step.kv_recvs[0].peer
-                pending.recvs.append((self._kv[due], source, *landing.place(source, due)))
-            return
+            pending.send(self._kv[message.step], message.rows, message.peer, *place)
         if step.kv_rows:
-            self._kv[due] = self._new((step.kv_rows, self._payload.width))
+            shape = step.kv_rows, self._payload.width
+            self._kv[due] = self._new(shape) if landing is None else landing.buffer(due, step.kv_rows)
         for message in step.kv_recvs:
-            buffer = self._kv[due]
-            if (whole := message.rows.contiguous_source()) is not None:
-                pending.recvs.append((buffer[whole[0] : whole[1]], message.peer))
-            else:
-                arriving = self._new((message.rows.total, self._payload.width))
-                pending.recvs.append((arriving, message.peer))
-                pending.placements.append((buffer, arriving, message.rows.inverse()))
+            place = () if landing is None else landing.place(message.peer, due)
+            pending.receive(self._kv[due], message.rows, message.peer, *place)
 
-    def _add_grads(self, pending: _PendingExchange, due: int) -> None:
-        step = self._plan.steps[due]
-        for message in step.grad_sends:
-            pending.sends.append((_outgoing(self._grads[message.step], message.rows), message.peer))
-        for message in step.grad_recvs:
-            arriving = self._grads[0].new_empty((message.rows.total, self._payload.width))
-            pending.recvs.append((arriving, message.peer))
-            pending.additions.append((message.step, arriving, message.rows.inverse()))
-
-    def finish(self, pending: _PendingExchange, due: int) -> None:
+    def finish(self, pending: RowExchange, due: int) -> None:
         """Waits for what :meth:`post` posted for ``due``, and frees the buffers that no later step sends."""
         pending.finish()
-        for step, message, rows in pending.additions:
-            add_rows(self._grads[step], message, rows)
         steps = self._plan.steps
         for step in [s for s in self._kv if s <= due and steps[s].kv_until <= due + 1]:
             del self._kv[step]
@@ -218,8 +168,7 @@ def ring_forward(q: Tensor, payload: Payload, route: Route[RingPlan]) -> Accumul
     for t in range(plan.size):
         with ring_step("forward", t, plan.size):
             pending = buffers.post(t, grads=False)
-            tiles = plan.steps[t].tiles
-            if tiles:
+            if tiles := plan.steps[t].tiles:
                 backend.forward((queries, *payload.expand(buffers.kv(t), dtype)), tiles, route.score, result)
             buffers.finish(pending, t)
     buffers.close()
@@ -244,15 +193,13 @@ def ring_backward(
     buffers = _RingBuffers(plan, route.comm, payload)
     for t in range(plan.size + 1):
         with ring_step("backward", t, plan.size + 1):
+            grads = buffers.new_grads(t, lse.dtype) if t < plan.size else None
             pending = buffers.post(t, grads=t > 0)
-            if t < plan.size:
-                grads = buffers.new_grads(t, lse.dtype)
-                tiles = plan.steps[t].tiles
-                if tiles:
-                    qkv, pair = (queries, *payload.expand(buffers.kv(t), dtype)), payload.new_grads(grads)
-                    sums = (dq, GradSum.into(pair[0]), GradSum.into(pair[1]))
-                    backend.backward(douts, qkv, outs, lse, tiles, route.score, sums)
-                    payload.fold(buffers.kv(t), pair, grads, dtype)
+            if grads is not None and (tiles := plan.steps[t].tiles):
+                qkv, pair = (queries, *payload.expand(buffers.kv(t), dtype)), payload.new_grads(grads)
+                sums = (dq, GradSum.into(pair[0]), GradSum.into(pair[1]))
+                backend.backward(douts, qkv, outs, lse, tiles, route.score, sums)
+                payload.fold(buffers.kv(t), pair, grads, dtype)
             buffers.finish(pending, t)
     buffers.close()
     return dq.total(), *payload.split(buffers.own_grads())
