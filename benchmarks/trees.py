@@ -31,7 +31,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.attention import AttentionOptions, Tree, as_pack, ring_attention, shard
-from hdpcomm.attention.routes import find_atoms
+from hdpcomm.attention.ring import find_atoms
 from hdpcomm.attention.tiles import Band
 from hdpcomm.plan import MODELS, ClusterSpec, Planner
 from hdpcomm.testing import RankPool

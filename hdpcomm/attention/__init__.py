@@ -1,13 +1,11 @@
 """Distributed attention over packed sequences: sharding, ring attention and its variants, backends."""
 
-from hdpcomm.attention.api import ring_attention
+from hdpcomm.attention.api import mla_attention, ring_attention
 from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.chosen import index_top_k, indexed_attention, selected_attention
-from hdpcomm.attention.kv_store import KVStore
 from hdpcomm.attention.linear import delta_rule, short_conv, ssd
-from hdpcomm.attention.mla import mla_attention
 from hdpcomm.attention.pack_context import (
     PackContext,
     carry_pack,
@@ -26,7 +24,7 @@ from hdpcomm.attention.packs import (
     shard,
     unshard,
 )
-from hdpcomm.attention.slices import SequenceSlice, SlicedSequence
+from hdpcomm.attention.slices import KVStore, SequenceSlice, SlicedSequence
 from hdpcomm.attention.variants import AttentionCosts, AttentionOptions
 from hdpcomm.plan.tree import Tree
 

@@ -21,8 +21,7 @@ from hdpcomm.attention.backends.base import Backend, Score
 from hdpcomm.attention.gather import gather_backward, gather_forward, gather_plan
 from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.payload import Latent, Payload
-from hdpcomm.attention.ring import ring_backward, ring_forward
-from hdpcomm.attention.routes import Route, ring_plan
+from hdpcomm.attention.ring import Route, ring_backward, ring_forward, ring_plan
 from hdpcomm.attention.tiles import Band
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from hdpcomm.attention._kernels import RowExchange, Rows, copy_rows
 from hdpcomm.attention.backends.base import Accumulator, GradSum
 from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.payload import Payload
-from hdpcomm.attention.routes import Route, find_atoms
+from hdpcomm.attention.ring import Route, find_atoms
 from hdpcomm.attention.tiles import Band, Int64, Tile, atom_spans
 
 if TYPE_CHECKING:

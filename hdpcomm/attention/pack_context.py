@@ -24,8 +24,8 @@ from torch import Tensor
 
 from hdpcomm.attention.api import Arguments, attend, plan_call, positive_scale
 from hdpcomm.attention.engine import backward, retrace
-from hdpcomm.attention.kv_store import Recomputation
 from hdpcomm.attention.packs import CuSeqlens, Pack, as_pack
+from hdpcomm.attention.slices import Recomputation
 from hdpcomm.attention.tiles import window_pair
 from hdpcomm.attention.variants import AttentionOptions, careful_of, options_of
 from hdpcomm.errors import InvalidUsage

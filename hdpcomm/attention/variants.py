@@ -15,7 +15,7 @@ from hdpcomm.attention.backends.base import Problem
 from hdpcomm.attention.gather import head_passes
 from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.packs import CuSeqlens
-from hdpcomm.attention.routes import find_atoms
+from hdpcomm.attention.ring import find_atoms
 from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage
 

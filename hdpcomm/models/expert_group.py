@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from hdpcomm.attention.kv_store import Again, Recomputation, innermost_checkpoint
+from hdpcomm.attention.slices import Again, Recomputation, innermost_checkpoint
 from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.kernels.transfers import HostNumbers, to_device
 from hdpcomm.models.tensor_group import TensorShard

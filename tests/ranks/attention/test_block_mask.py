@@ -11,7 +11,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.attention import BlockMask, as_pack, positions, ring_attention, shard, unshard
-from hdpcomm.attention.routes import find_atoms, ring_plan
+from hdpcomm.attention.ring import find_atoms, ring_plan
 from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.testing import run_threads

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import hdpcomm as hdp
 from hdpcomm.attention import AttentionCosts, Tree, as_pack, mla_attention, shard, unshard
+from hdpcomm.attention.api import choose_send
 from hdpcomm.attention.backends import Problem
-from hdpcomm.attention.mla import choose_send
 from hdpcomm.attention.tiles import band_of
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads

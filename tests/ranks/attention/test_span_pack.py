@@ -8,7 +8,7 @@ import torch
 
 import hdpcomm as hdp
 from hdpcomm.attention import BalancedPack, SpanPack, positions, ring_attention, shard, unshard
-from hdpcomm.attention.routes import find_atoms
+from hdpcomm.attention.ring import find_atoms
 from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.testing import run_threads

@@ -56,7 +56,7 @@ def test_sequences_in_slices(family, ranks, options, wanted):
 @pytest.mark.parametrize("family", ["deepseek-v3", "kimi-linear"])
 def test_whatever_mla_sends(family, send, wanted, monkeypatch):
     chosen = []
-    monkeypatch.setattr("hdpcomm.attention.mla.choose_send", lambda *_: chosen.append(send) or send)
+    monkeypatch.setattr("hdpcomm.attention.api.choose_send", lambda *_: chosen.append(send) or send)
     planner = FixedPlanner(3, 1, [((0, 2, 1), (0, 1, 2)), ((1,), (3, 4, 5))])
     check(step([model_of(family) for _ in range(3)], planner), wanted[family])
     assert chosen

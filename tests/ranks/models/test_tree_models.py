@@ -132,7 +132,7 @@ def test_trees_that_are_cut(wanted):
 @pytest.mark.parametrize("send", ["latent", "kv"])
 def test_whatever_mla_sends(send, wanted, monkeypatch):
     chosen = []
-    monkeypatch.setattr("hdpcomm.attention.mla.choose_send", lambda *_: chosen.append(send) or send)
+    monkeypatch.setattr("hdpcomm.attention.api.choose_send", lambda *_: chosen.append(send) or send)
     planner = Planner(None, ClusterSpec(3, 44), "static", COST)
     compare(step("deepseek-v3", planner, fold(*rollouts())), wanted["deepseek-v3"])
     assert chosen

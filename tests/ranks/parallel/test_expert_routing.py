@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hdpcomm as hdp
-from hdpcomm.attention.kv_store import Recomputation
+from hdpcomm.attention.slices import Recomputation
 from hdpcomm.comm import Mesh
 from hdpcomm.kernels.transfers import HostNumbers
 from hdpcomm.models import Llama, LlamaConfig, moe, set_recompute

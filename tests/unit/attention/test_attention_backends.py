@@ -32,7 +32,7 @@ from hdpcomm.attention.backends.dense import (
     lower,
     plan_size,
 )
-from hdpcomm.attention.routes import ring_plan
+from hdpcomm.attention.ring import ring_plan
 from hdpcomm.attention.tiles import Band, Span, Tile, band_tile, tiles_of
 from hdpcomm.errors import InvalidUsage
 

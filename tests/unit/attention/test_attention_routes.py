@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hdpcomm.attention import as_pack
-from hdpcomm.attention.routes import ring_plan
+from hdpcomm.attention.ring import ring_plan
 from hdpcomm.attention.tiles import Band, Span, band_of, tiles_of
 
 LIMIT = st.one_of(st.none(), st.integers(0, 40))

@@ -14,7 +14,7 @@ from hdpcomm.attention import (
     shard,
     unshard,
 )
-from hdpcomm.attention.routes import find_atoms, ring_plan
+from hdpcomm.attention.ring import find_atoms, ring_plan
 from hdpcomm.attention.tiles import Band
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.tree import join_trees
