@@ -39,8 +39,8 @@ from hdpcomm.plan import ClusterSpec, CostModel, MicroBatch, Planner, SequenceIn
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
 from hdpcomm.train.step.queue import StepQueue
+from hdpcomm.train.zero.gradients import WholeSums
 from hdpcomm.train.zero.masters import Masters
-from hdpcomm.train.zero.whole_sums import WholeSums
 
 SCALE = 128
 """The large model's width, and its tokens, by those of the small one."""

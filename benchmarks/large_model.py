@@ -40,7 +40,7 @@ from hdpcomm.run.memory import predict_memory
 from hdpcomm.run.model import new_part
 from hdpcomm.run.pipelines import mesh_of
 from hdpcomm.testing import spawn
-from hdpcomm.train.zero.pulled_weights import has_part
+from hdpcomm.train.zero.shared_parts import has_part
 
 CONTEXT = 32
 LOADING: dict[str, tuple[dict[str, Any], int]] = {

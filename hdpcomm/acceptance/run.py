@@ -8,17 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hdpcomm.acceptance.collectives import check_collectives
-from hdpcomm.acceptance.devices import (
+from hdpcomm.acceptance.checks import (
+    check_collectives,
     check_copies,
     check_disks,
     check_links,
     check_processors,
     check_products,
+    check_recovery,
+    check_ring,
+    check_step,
     check_versions,
+    step_config,
 )
 from hdpcomm.acceptance.report import BROKEN, GOOD, LOOK, NOT_TRIED, Report, Row
-from hdpcomm.acceptance.steps import check_recovery, check_ring, check_step, step_config
 from hdpcomm.arguments import ranks_text
 from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.topology import shared_cores

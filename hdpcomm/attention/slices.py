@@ -34,7 +34,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.kernels.transfers import to_device
 from hdpcomm.offload import ActivationOffload
-from hdpcomm.offload.rows import HostRows
+from hdpcomm.offload.activations import HostRows
 from hdpcomm.plan.tree import Tree
 
 __all__ = ["Again", "KVStore", "Recomputation", "SequenceSlice", "SliceRows", "SlicedSequence", "innermost_checkpoint"]

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.integrations.huggingface_batch import ComputedLoss, LogProbModel, ScoreModel
 from hdpcomm.integrations.huggingface_checkpoints import (
     FolderSource,
     PartsInFolders,
     load_optimizer,
 )
-from hdpcomm.integrations.huggingface_log_probs import ComputedLoss, LogProbModel, ScoreModel
 from hdpcomm.integrations.huggingface_losses import ModelLabels, TokenMetrics, add_noise, token_loss
 from hdpcomm.integrations.huggingface_options import (
     check_options,
@@ -77,7 +77,7 @@ class HybridDataParallel(PartsInFolders):
     class of one's own whose loss is the mean of the labelled tokens and adds no more than logs may say so:
     ``computes_token_loss = True``. With TRL's ``GRPOTrainer``, ``DPOTrainer``, ``RLOOTrainer`` and ``KTOTrainer`` it
     calls it, with log-probabilities that planned forward passes have made in the place of the model, and planned passes
-    carry the loss's derivatives into the model (:mod:`hdpcomm.integrations.huggingface_log_probs`): any of their
+    carry the loss's derivatives into the model (:mod:`hdpcomm.integrations.huggingface_batch`): any of their
     losses, with their logs. Other losses are refused.
 
     A ``model`` given by its folder, or by a name on a hub, is made without memory, and read when it is first needed,

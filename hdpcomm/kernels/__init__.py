@@ -5,7 +5,6 @@ are done on return. Both use the same element functions.
 """
 
 from hdpcomm.kernels._logit_rows import IGNORE
-from hdpcomm.kernels.buffers import reduce
 from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES, cross_entropy
 from hdpcomm.kernels.linear_cross_entropy import (
     LabelLoss,
@@ -13,6 +12,7 @@ from hdpcomm.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     loss_of_log_probs,
 )
+from hdpcomm.kernels.transfers import reduce
 
 __all__ = [
     "CROSS_ENTROPY_DTYPES",

@@ -1,4 +1,6 @@
-"""The device memory of a model's training step, measured on short passes: for the memory model of the planner."""
+"""The device memory of a model's training step, measured on short passes: for the memory model of the planner, and for
+planners of the ranks at hand, by what steps of a model take on them.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.linear_cross_entropy import default_chunk_tokens
-from hdpcomm.measure.costs import forward_backward
+from hdpcomm.measure.costs import forward_backward, profile_cost_model
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.recompute import recomputed_layers, set_recompute
 from hdpcomm.models.weight_gradients import WeightGradients
 from hdpcomm.offload import ActivationOffload, MemoryMeter, measure_copies
 from hdpcomm.offload.layers import AbsentLayer, find_layers, layer_kind
-from hdpcomm.plan.memory import Line, MemoryModel, StepMemory
+from hdpcomm.plan import CostModel, MemoryModel, ModelSpec, Planner
+from hdpcomm.plan.memory import Line, StepMemory
 from hdpcomm.train.step.runner import WHOLE, StepSettings
 from hdpcomm.train.zero.buckets import Units
 from hdpcomm.train.zero.gradients import trained_parameters, wide_type
@@ -29,7 +33,7 @@ from hdpcomm.train.zero.matrix_owners import MatrixMemory
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
-__all__ = ["Replicas", "profile_activations", "profile_memory", "with_states"]
+__all__ = ["Replicas", "measured_planner", "profile_activations", "profile_memory", "with_states"]
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -502,3 +506,43 @@ def profile_activations(
         token_bytes=token,
         state_bytes=max(0.0, fixed),
     )
+
+
+def measured_planner(
+    model: nn.Module,
+    comm: Communicator | Mesh,
+    *,
+    capacity: int,
+    longest: int,
+    policy: str = "balanced",
+    queue: bool = False,
+    slices: int = 1,
+    spec: ModelSpec | None = None,
+    offload: ActivationOffload | None = None,
+    cost_model: CostModel | None = None,
+) -> Planner:
+    """See :meth:`hdpcomm.plan.Planner.measured`; ``cost_model``: known, so that it is not measured."""
+    mesh = comm if isinstance(comm, Mesh) else Mesh(comm, placement=range(comm.size))
+    if mesh.pipeline > 1:
+        raise InvalidUsage(
+            f"Planner.measured() runs whole models, and the mesh has pipelines of {mesh.pipeline} stages; measure a "
+            "model of one stage's layers by profile_cost_model() and give it to Planner(None, mesh.cluster(...))"
+        )
+    if slices > 1 and spec is None:
+        raise InvalidUsage(
+            f"slices={slices}: it is not known how much slices of this model keep for later ones; give spec=, a "
+            "ModelSpec, or slices=1 and more ranks, a larger capacity or offload="
+        )
+    cluster = mesh.cluster(capacity=capacity)
+    longest = min(longest, capacity)
+    if cost_model is None:
+        cost_model = profile_cost_model(model, mesh.hdp_comm, longest=longest, everyone=mesh.comm)
+    memory = MemoryModel(capacity)
+    if offload is not None:
+        memory = profile_activations(model, offload, mesh.comm, tokens=max(2, longest), capacity=capacity)
+    if slices > 1 and spec is not None:
+        spec = replace(spec, dtype_bytes=next(model.parameters()).element_size())
+        whole = any(getattr(each, "gradient_checkpointing", False) for each in model.modules())  # of transformers
+        recompute = spec.layers if whole else recomputed_layers(model)
+        memory = memory.with_kept(spec, cluster, recompute=recompute)
+    return Planner(None, cluster, policy, cost_model, memory=memory, queue=queue, slices=slices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hdpcomm.parallel.expert import expert_parallel
 from hdpcomm.parallel.program import Action, StepProgram, pipeline_program, plan_program
 from hdpcomm.parallel.stages import Stage, split_model
-from hdpcomm.parallel.tensor import tensor_parallel
+from hdpcomm.parallel.tensor_plans import tensor_parallel
 
 __all__ = [
     "Action",

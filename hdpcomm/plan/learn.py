@@ -123,7 +123,7 @@ _FORGET = 0.75  # weight of a step relative to the one after it
 _MOST_SAMPLES = 512  # micro-batches of a step that are looked at: the ones that take longest
 _MOST_RINGS = 32  # of a step, for the links
 _LINKS_CHANGE = 0.05  # of a micro-batch's time, that makes up for links 2.6 times as fast or slow as was thought
-_ROUNDS = 6  # coefficients and speeds take turns
+_TURNS = 6  # coefficients and speeds take turns
 _MAY_BE_OFF = 0.3  # of a coefficient, from one step to the next
 _SMALL_SHARE = 0.005  # of the time, for coefficients that are 0
 _UNEXPLAINED = 0.1  # relative deviation that is more than noise
@@ -309,11 +309,11 @@ class CostLearner:
         """
         found, speeds, spread = before, self._speeds, _spread(samples, before)
         deviation = 0.0
-        for turn in range(_ROUNDS + 1):
+        for turn in range(_TURNS + 1):
             at_speed = samples.seconds * speeds[samples.ranks]
             found, deviation = fit_robust(samples.rows, at_speed, samples.weights, found, spread)
-            if self.cluster.cores is None and turn < _ROUNDS:
-                least = least_differences if turn < _ROUNDS - 1 else 1.0
+            if self.cluster.cores is None and turn < _TURNS:
+                least = least_differences if turn < _TURNS - 1 else 1.0
                 speeds = self._found_speeds(samples, _times(samples.rows, found) / samples.seconds, deviation, least)
         return found, speeds, deviation
 

@@ -18,8 +18,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm._core import transport
-from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.counter import SharedCounter
+from hdpcomm.comm.communicator import Communicator, SharedCounter
 from hdpcomm.testing import spawn
 from tests.faults.test_liveness import TIMEOUT_S, Wire, on_hosts
 from tests.harness.fault_cases import LONG_S, caught, interrupt_soon, still_works, until, wait_for, write_process

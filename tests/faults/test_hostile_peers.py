@@ -22,8 +22,7 @@ import hdpcomm as hdp
 from hdpcomm import _core
 from hdpcomm._core import comm as core_comm
 from hdpcomm._core import transport
-from hdpcomm.comm.communicator import Communicator
-from hdpcomm.comm.counter import SharedCounter
+from hdpcomm.comm.communicator import Communicator, SharedCounter
 from hdpcomm.testing import spawn
 from tests.harness.fault_cases import LONG_S, caught, wait_for, works_again
 from tests.harness.native import _testing

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 import hdpcomm as hdp
-from hdpcomm.acceptance import collectives as collective_checks
-from hdpcomm.acceptance.devices import check_links
-from hdpcomm.acceptance.steps import check_recovery
+from hdpcomm.acceptance import checks
+from hdpcomm.acceptance.checks import check_links, check_recovery
 from hdpcomm.comm import bootstrap, topology
 from hdpcomm.measure.topology import measure_topology
 from hdpcomm.torch_backend import communicator
@@ -195,9 +194,9 @@ def reshard(folder: Path) -> None:
 
 def acceptance(folder: Path) -> None:
     """Rows of the links, and of collectives beside gloo's."""
-    collective_checks._BUDGET_S = 0.2
+    checks._BUDGET_S = 0.2
     with hdp.init(timeout=60) as world:
-        write(folder, f"rows{world.rank}", [*check_links(world), *collective_checks.check_collectives(world)])
+        write(folder, f"rows{world.rank}", [*check_links(world), *checks.check_collectives(world)])
 
 
 def recovery(folder: Path) -> None:

@@ -57,7 +57,7 @@ def tensors_with_streams() -> Iterator[None]:
     """Worlds that are joined inside take host tensors for device memory behind the threads' current streams."""
     with (
         mock.patch("hdpcomm.comm.device.paths.Devices", _DevicesWithStreams),
-        mock.patch("hdpcomm.torch_backend.staging.on_side_stream", _on_side_stream),
+        mock.patch("hdpcomm.torch_backend.engine.on_side_stream", _on_side_stream),
     ):
         yield
 

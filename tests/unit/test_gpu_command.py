@@ -439,7 +439,7 @@ def test_training_steps_of_one_rank(on_cpu, monkeypatch):
     assert values["1 rank, mixed against FSDP2: loss differs by"] <= 1e-3
     assert values["1 rank, mixed: share of the matrix peak"] > 0
     # Passes behind which copies hide: measured ones of a busy machine may not, and then nothing is offloaded.
-    monkeypatch.setattr("hdpcomm.measure.planners.profile_cost_model", lambda *_, **__: CostModel(1e-9, 1.0))
+    monkeypatch.setattr("hdpcomm.measure.memory.profile_cost_model", lambda *_, **__: CostModel(1e-9, 1.0))
     values = sound(module.with_offload())
     assert values["1 rank, 64K, offload: loss differs by"] <= 1e-3
     assert 0 < values["1 rank, 64K, offload: ratio"] <= 1

@@ -211,7 +211,7 @@ def check_same_plan(
         more: what else the step follows, as the order of a pipeline's passes; it must be equal, too.
         settings: of the optimizer (:func:`hdpcomm.train.step.replicas.settings_of`).
         alike: positions in ``comm`` whose settings must be the same, by stage; ``None``: all.
-        order: in which gradients come (:meth:`hdpcomm.train.zero.whole_sums.WholeSums.order`).
+        order: in which gradients come (:meth:`hdpcomm.train.zero.gradients.WholeSums.order`).
 
     Raises:
         Mismatch: on every rank, naming which ranks hold which plan, or those whose settings are not like most.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hdpcomm.comm.tensors import wraps_tensors
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models.balance import loads_on_mesh, settle_loads
+from hdpcomm.models.moe import loads_on_mesh, settle_loads
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.state.layout import layout_of, plain_name
 from hdpcomm.train.step.averages import swap_averages
@@ -21,12 +21,11 @@ from hdpcomm.train.step.metrics import uncounted
 from hdpcomm.train.step.replicas import ChangedBuffers, check_same_plan
 from hdpcomm.train.step.state import State
 from hdpcomm.train.zero.buckets import BUCKET_BYTES, Units
-from hdpcomm.train.zero.gradients import Gradients
+from hdpcomm.train.zero.gradients import Gradients, WholeSums
 from hdpcomm.train.zero.host_copies import HostCopies
 from hdpcomm.train.zero.masters import Masters
 from hdpcomm.train.zero.matrix_owners import check_elementwise
-from hdpcomm.train.zero.pulled_weights import has_part
-from hdpcomm.train.zero.whole_sums import WholeSums
+from hdpcomm.train.zero.shared_parts import has_part
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
@@ -353,7 +352,7 @@ class Runner:
             settle_loads(self.passes.loads, rows)
 
     def expert_rows(self) -> Tensor | None:
-        """Rows of each expert in the passes of this step, as of :func:`hdpcomm.models.balance.loads_on_mesh`; ``None``
+        """Rows of each expert in the passes of this step, as of :func:`hdpcomm.models.moe.loads_on_mesh`; ``None``
         where this stage has no experts. Collective over the ranks of a stage, once a step."""
         if self._rows is None and self.passes.loads:
             self._rows = loads_on_mesh(self.passes.loads, self._mesh)

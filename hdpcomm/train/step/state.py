@@ -16,7 +16,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.train.state.layout import Placement, TensorPart, box_slices, plain_name
 from hdpcomm.train.step.averages import AVERAGE, first_average
 from hdpcomm.train.zero.matrix_owners import MatrixOwners
-from hdpcomm.train.zero.pulled_weights import names_only
+from hdpcomm.train.zero.shared_parts import names_only
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -21,7 +21,7 @@ from hdpcomm.parallel.stages import Stage
 from hdpcomm.plan import Tree
 from hdpcomm.train.losses import GroupLoss, TokenLoss
 from hdpcomm.train.zero.matrix_owners import MatrixOwners
-from hdpcomm.train.zero.pulled_weights import has_part
+from hdpcomm.train.zero.shared_parts import has_part
 
 if TYPE_CHECKING:
     from hdpcomm.plan import Planner, StepPlan, TrajectoryTree

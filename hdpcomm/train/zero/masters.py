@@ -16,12 +16,9 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.parallel.agreement import share_values
 from hdpcomm.train.state.layout import Layout
 from hdpcomm.train.zero.buckets import Bucket, Sharding, SharedShards, Units, make_buckets, unit_buckets
-from hdpcomm.train.zero.gradients import Gradients, trained_parameters, wide_type
+from hdpcomm.train.zero.gradients import Gradients, WholeSums, memory_of, trained_parameters, wide_type
 from hdpcomm.train.zero.matrix_owners import MatrixOwners, check_elementwise
-from hdpcomm.train.zero.pulled_weights import PulledWeights
-from hdpcomm.train.zero.pushed_sums import PushedSums
-from hdpcomm.train.zero.side_work import side_work
-from hdpcomm.train.zero.whole_sums import WholeSums, memory_of
+from hdpcomm.train.zero.shared_parts import PulledWeights, PushedSums, side_work
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Work
@@ -71,8 +68,8 @@ class Masters:
     bucket: its master weights in fp32 (fp64 if any parameter is) and the optimizer's state; :meth:`publish` gathers the
     updated parameters (Rajbhandari et al., arXiv 1910.02054, stage 1). With ``zero=0`` every rank keeps all of them.
     Parameters in the wide type are their own masters. With ``zero=2`` the sums of gradients are cut, too
-    (:class:`hdpcomm.train.zero.pushed_sums.PushedSums`), and with ``zero=3`` the parameters
-    (:class:`hdpcomm.train.zero.pulled_weights.PulledWeights`), both among the replicas of a host; those of other hosts
+    (:class:`hdpcomm.train.zero.shared_parts.PushedSums`), and with ``zero=3`` the parameters
+    (:class:`hdpcomm.train.zero.shared_parts.PulledWeights`), both among the replicas of a host; those of other hosts
     that have the same part share its master weights and state.
 
     Tensor ranks that hold the same parameters have the same part of them, and so have both ends of a pipeline of a tied
@@ -216,7 +213,7 @@ class Masters:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Context of the passes of a step, or of an evaluation, which find the weights there; one inside of another
-        does nothing. Local; as :meth:`hdpcomm.train.zero.pulled_weights.PulledWeights.open`."""
+        does nothing. Local; as :meth:`hdpcomm.train.zero.shared_parts.PulledWeights.open`."""
         with ExitStack() as stack:
             if not self._is_open:
                 self._is_open = True

@@ -18,7 +18,7 @@ from hdpcomm.models.weights import own_pages
 from hdpcomm.parallel.stages import Stage
 from hdpcomm.train.state.layout import Placement, layout_of, plain_name
 from hdpcomm.train.zero.buckets import Units, unit_buckets
-from hdpcomm.train.zero.pulled_weights import set_part, without_values
+from hdpcomm.train.zero.shared_parts import set_part, without_values
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator

@@ -16,12 +16,9 @@ import pytest
 import torch
 
 import hdpcomm as hdp
-from hdpcomm.acceptance import SECTIONS, Report, Row, Rule, Settings, accept, rated
-from hdpcomm.acceptance import collectives as collective_checks
-from hdpcomm.acceptance import devices as device_checks
-from hdpcomm.acceptance.devices import check_copies, check_links, check_products
+from hdpcomm.acceptance import SECTIONS, Report, Row, Rule, Settings, accept, checks, rated
+from hdpcomm.acceptance.checks import check_copies, check_links, check_products, check_ring
 from hdpcomm.acceptance.report import named
-from hdpcomm.acceptance.steps import check_ring
 from hdpcomm.cli.main import main
 from hdpcomm.comm.costs import load_costs
 from hdpcomm.testing import RankPool
@@ -73,11 +70,11 @@ def test_ratios_are_judged_by_their_rule() -> None:
 
 def of_version(versions: list[str]) -> list[Row]:
     with hdp.init() as comm:
-        device_checks.__version__ = versions[comm.rank]  # type: ignore[attr-defined]
+        checks.__version__ = versions[comm.rank]  # type: ignore[attr-defined]
         try:
-            return device_checks.check_versions(comm)
+            return checks.check_versions(comm)
         finally:
-            device_checks.__version__ = hdp.__version__  # type: ignore[attr-defined]
+            checks.__version__ = hdp.__version__  # type: ignore[attr-defined]
 
 
 def test_an_old_version_is_named(ranks: Callable[..., list[Any]]) -> None:
@@ -94,7 +91,7 @@ def on_full_disk(folder: str, full: bool) -> list[Row]:
         if full and comm.rank == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
         try:
-            return device_checks.check_disks(comm, Path(folder))
+            return checks.check_disks(comm, Path(folder))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, ignored)
@@ -123,7 +120,7 @@ def of_wrong_sums() -> list[Row]:
 
         type(comm).all_reduce = wrong  # type: ignore[method-assign]
         try:
-            return collective_checks.check_collectives(comm)
+            return checks.check_collectives(comm)
         finally:
             type(comm).all_reduce = plain  # type: ignore[method-assign]
 
@@ -139,16 +136,16 @@ def test_a_collective_that_is_wrong_is_named(ranks: Callable[..., list[Any]]) ->
 def with_slow_rank() -> list[Row]:
     torch.set_num_threads(1)
     with hdp.init() as comm:
-        plain = device_checks.repeated_s
+        plain = checks.repeated_s
 
         def slower(*given: Any) -> float:
             return plain(*given) * (2.5 if comm.rank == 1 else 1.0)
 
-        device_checks.repeated_s = slower  # type: ignore[attr-defined]
+        checks.repeated_s = slower  # type: ignore[attr-defined]
         try:
             return check_products(comm)
         finally:
-            device_checks.repeated_s = plain  # type: ignore[attr-defined]
+            checks.repeated_s = plain  # type: ignore[attr-defined]
 
 
 def test_a_slow_rank_is_named(ranks: Callable[..., list[Any]]) -> None:
@@ -165,10 +162,10 @@ def dying(in_collectives: bool) -> Report:
 
     if os.environ["RANK"] == "0":
         if in_collectives:
-            collective_checks.repeated_s = die  # type: ignore[attr-defined]
+            checks.repeated_s = die  # type: ignore[attr-defined]
         else:
-            device_checks.pair_costs = die  # type: ignore[attr-defined]
-    collective_checks._TIMEOUT_S = 10.0
+            checks.pair_costs = die  # type: ignore[attr-defined]
+    checks._TIMEOUT_S = 10.0
     return accept(Settings())
 
 

@@ -12,7 +12,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Llama, LlamaConfig, compile_layers, set_recompute, use_float8
-from hdpcomm.models.float8 import check_capability
+from hdpcomm.models.compiled import check_capability
 from hdpcomm.parallel import tensor_parallel
 from hdpcomm.plan import ClusterSpec, Planner
 from hdpcomm.testing import run_threads

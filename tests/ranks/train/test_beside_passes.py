@@ -24,7 +24,7 @@ from hdpcomm.parallel.program import plan_program
 from hdpcomm.plan import Planner, SequenceFragment
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer
-from hdpcomm.train.zero.whole_sums import WholeSums
+from hdpcomm.train.zero.gradients import WholeSums
 from tests.harness.pipelines import FixedPlanner, tokens_of
 from tests.harness.small_buckets import make_trainer
 

@@ -159,7 +159,7 @@ def train(kind: Any, out: str, changed: dict[str, Any], given: dict[str, Any]) -
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RowPasses, "train", trained)
             patch.setattr(RowPasses, "score", scored)
-            patch.setattr("hdpcomm.measure.planners.profile_cost_model", lambda *_, **__: COST)
+            patch.setattr("hdpcomm.measure.memory.profile_cost_model", lambda *_, **__: COST)
             trainer.train()
         trainer.accelerator.wait_for_everyone()
         return weights(trainer.model), taken

@@ -122,7 +122,7 @@ def trained(kind: Any, out: str, changed: dict[str, Any], lora: bool) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RowPasses, "score", counted)
         # measured costs of so small a model say now one and now the other
-        patch.setattr("hdpcomm.measure.planners.profile_cost_model", lambda *_, **__: COST)
+        patch.setattr("hdpcomm.measure.memory.profile_cost_model", lambda *_, **__: COST)
         trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     history[0]["trees"] = trees

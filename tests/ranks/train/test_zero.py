@@ -25,7 +25,7 @@ from hdpcomm.plan import ClusterSpec, MicroBatch, Planner, SequenceInfo, StepPla
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer, materialize
 from hdpcomm.train.zero import buckets, masters
-from hdpcomm.train.zero.side_work import SideStream
+from hdpcomm.train.zero.shared_parts import SideStream
 from tests.harness import families
 from tests.harness.patience import PATIENCE
 from tests.harness.pipelines import COST, tokens_of
@@ -43,7 +43,7 @@ CONFIGS = [
 
 
 class LateWork:
-    """:class:`hdpcomm.train.zero.side_work.SideWork` as late as it may be: when it is waited for."""
+    """:class:`hdpcomm.train.zero.shared_parts.SideWork` as late as it may be: when it is waited for."""
 
     def __init__(self):
         self.queued = []

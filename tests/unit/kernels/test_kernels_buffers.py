@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hdpcomm import kernels
 from hdpcomm._core import kernels as core
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import buffers
+from hdpcomm.kernels import transfers
 from tests.harness import buffer_kernels
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -209,10 +209,10 @@ def test_the_core_refuses_what_python_cannot_pass():
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float32])
 def test_sums_take_addends_of_other_types_in_pieces(monkeypatch, narrow):
-    monkeypatch.setattr(buffers, "_PIECE_ELEMENTS", 7)
+    monkeypatch.setattr(transfers, "_PIECE_ELEMENTS", 7)
     generator = np.random.default_rng(0)
     sums, addend = (torch.from_numpy(generator.normal(0, 3, (5, 9))) for _ in range(2))
     sums, addend = sums.float(), addend.to(narrow)
     wanted = (sums.numpy().astype(np.float64) + addend.double().numpy()).astype(np.float32)
-    buffers.accumulate(sums, addend)
+    transfers.accumulate(sums, addend)
     assert np.array_equal(sums.numpy(), wanted)  # one rounding of the exact sum

@@ -1,43 +1,71 @@
-"""Checks of hosts, devices and links: versions, disks, matrix products, copies, messages between each two ranks."""
+"""The checks: hosts, devices and links, with versions, disks, matrix products, copies and messages between each two
+ranks; collectives, their results and times beside those of torch.distributed; and whole steps, a ring attention, a
+planned training step, and a job that loses a rank.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import platform
+import random
+import signal
+import socket
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from hdpcomm import __version__, _core
-from hdpcomm.acceptance.report import BROKEN, GOOD, LOOK, Row, Rule, named, rated
+from hdpcomm.acceptance.report import BROKEN, GOOD, LOOK, NOT_TRIED, Row, Rule, named, rated
+from hdpcomm.attention import ring_attention
 from hdpcomm.comm.device.nccl_library import describe
-from hdpcomm.comm.topology import nodes_of, shared_cores
-from hdpcomm.data.agree import gather_json
+from hdpcomm.comm.launchers import master
+from hdpcomm.comm.secret import new_secret
+from hdpcomm.comm.topology import cores_of_rank, nodes_of, shared_cores
+from hdpcomm.data.agree import from_rank, gather_json
+from hdpcomm.data.corpus import standard_library
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.measure.timing import call_s, repeated_s
+from hdpcomm.measure.timing import call_s, repeated_s, slowest_s
 from hdpcomm.measure.topology import host_facts, pair_costs
+from hdpcomm.models import LlamaConfig
 from hdpcomm.offload import PinnedPool, measure_copies
+from hdpcomm.perf.data import element_type
+from hdpcomm.perf.ops import Bound, Case, operation
+from hdpcomm.run import RunConfig, train
 from hdpcomm.run.flops import known_device
+from hdpcomm.train.step.data_parallel import torch_group
 
 if TYPE_CHECKING:
     from hdpcomm.comm import Communicator
 
 __all__ = [
     "BUSBW",
+    "check_collectives",
     "check_copies",
     "check_disks",
     "check_links",
     "check_processors",
     "check_products",
+    "check_recovery",
+    "check_ring",
+    "check_step",
     "check_versions",
+    "step_config",
 ]
-
 
 _MUST_AGREE = ("hdpcomm", "torch", "NCCL", "CUDA")
 """Others that differ are named only: messages and results do not depend on them."""
@@ -279,3 +307,229 @@ def _copy_rate(device: torch.device) -> float:
     """bytes/s of a copy in the rank's own memory, which a message on a host has to make."""
     data, out = (torch.zeros(16 << 20, dtype=torch.uint8, device=device) for _ in range(2))
     return data.numel() / min(call_s(device, lambda: out.copy_(data)) for _ in range(_REPEATS))
+
+
+_RIVAL = Rule(0.9, 0.5)
+"""Ours to choose: times of two runs differ by a tenth on a quiet host (docs/acceptance.md)."""
+_BUDGET_S = 2.0
+_TIMEOUT_S = 60.0
+_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "alltoall")
+
+
+def check_collectives(comm: Communicator) -> list[Row]:
+    """The four on all ranks, on those of each host, and on half of the ranks in no order. Collective."""
+    if comm.size == 1:
+        return []
+    rows = []
+    backend = "nccl" if comm.device.type == "cuda" else "gloo"
+    with torch_group(comm, backend, timeout=_TIMEOUT_S):
+        for name, groups in _groups(comm):
+            # torch orders the ranks of a group as they are given only if it is asked to; all call it for each group.
+            limit = timedelta(seconds=_TIMEOUT_S)
+            theirs = [dist.new_group(each, timeout=limit, backend=backend, sort_ranks=False) for each in groups]
+            place = next((index for index, ranks in enumerate(groups) if comm.rank in ranks), None)
+            ours = None if place is None else comm.subset(groups[place])
+            for called in _OPERATIONS:
+                measured = None
+                comm.barrier()
+                if place is not None and ours is not None:
+                    measured = _measured(ours, theirs[place], called)
+                rows.append(_row(comm, called, name, groups, backend, measured))
+    return rows
+
+
+def _groups(comm: Communicator) -> list[tuple[str, list[list[int]]]]:
+    nodes = nodes_of(comm)
+    everyone = list(range(comm.size))
+    hosts = [[rank for rank in everyone if nodes[rank] == node] for node in sorted(set(nodes))]
+    found = [(f"all {comm.size} ranks", [everyone])]
+    if len(hosts) > 1 and all(len(ranks) > 1 for ranks in hosts):
+        found.append(("each host", hosts))
+    if comm.size > 2:
+        half = random.Random(0).sample(everyone, max(2, comm.size // 2))
+        found.append((named(half), [half]))
+    return found
+
+
+class _Torch:
+    """torch's group with the methods of a communicator that the operations of ``hdpcomm perf`` call."""
+
+    def __init__(self, comm: Communicator, group: dist.ProcessGroup) -> None:
+        self.rank, self.size, self.device, self._group = comm.rank, comm.size, comm.device, group
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(out, x, group=self._group)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str) -> None:
+        del op  # sum
+        (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(out, x, group=self._group)
+
+    def all_reduce(self, x: torch.Tensor, op: str, *, out: torch.Tensor) -> None:
+        del op
+        dist.all_reduce(out.copy_(x), group=self._group)
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        dist.all_to_all_single(out, x, group=self._group)
+
+
+def _measured(comm: Communicator, group: dist.ProcessGroup, name: str) -> tuple[float, float, int]:
+    """Seconds of a call of ours and of torch's, the fastest of rounds in turns, and wrong elements of ours; 64 MiB on
+    devices, else 1 MiB."""
+    kind = element_type("float")
+    shape = operation(name).shape((1 << 24 if comm.device.type == "cuda" else 1 << 18), comm.size)
+    both = [Bound(operation(name), Case(each, kind, shape)) for each in (comm, _Torch(comm, group))]
+    slowest = torch.zeros(1, dtype=torch.float64)
+    for bound in both:
+        bound.fill()
+        slowest += sum(call_s(comm.device, bound.run) for _ in range(2))  # the first one makes connections
+    comm.all_reduce(slowest, "max")
+    turns = 2 * _BUDGET_S / float(slowest)
+    calls, rounds = (max(1, min(5, round(turns / share))) for share in (5, 25))
+    best = [float("inf"), float("inf")]
+    for _ in range(rounds):
+        for place, bound in enumerate(both):
+            comm.barrier()
+            best[place] = min(best[place], repeated_s(comm.device, bound.run, calls))
+    ours = both[0]
+    for step in (ours.fill, ours.synchronize, comm.barrier, ours.run, ours.synchronize):
+        step()
+    return best[0], best[1], ours.wrong()
+
+
+def _row(
+    comm: Communicator,
+    called: str,
+    name: str,
+    groups: Sequence[Sequence[int]],
+    backend: str,
+    measured: tuple[float, float, int] | None,
+) -> Row:
+    found = gather_json(comm, measured)
+    members = [found[rank] for ranks in groups for rank in ranks]
+    check = f"{called}, {name}"
+    bad = [rank for rank, each in enumerate(found) if each is not None and each[2]]
+    if bad:
+        return Row("collectives", check, BROKEN, note=f"wrong elements on {named(bad)}: report it")
+    ours, theirs = (max(each[place] for each in members) for place in range(2))
+    return rated("collectives", check, ours, theirs, "us", _RIVAL, f"slower than torch's {backend}")
+
+
+_HIDDEN = Rule(0.8, 0.4)
+_STEP_RIVAL = Rule(0.9, 0.7)
+_PREDICTION = Rule(0.75, 0.3)
+_STEPS = 12
+_RECOVERY_S = 120.0
+
+
+def check_ring(comm: Communicator) -> list[Row]:
+    """Forward and backward of one sequence on all ranks, beside as many pairs of tokens on each rank alone. Collective.
+
+    The sequence has p times the tokens of a rank, which so computes a p-th of p^2 as many pairs: those of a sequence
+    that is sqrt(p) times as long as its part.
+    """
+    if comm.size == 1:
+        return []
+    on_gpu = comm.device.type == "cuda"
+    part, heads, dim = (8192, 16, 128) if on_gpu else (2048, 2, 32)
+    alone = comm.subset([comm.rank])
+    assert alone is not None
+    same = 2 * math.ceil(part * math.sqrt(comm.size) / 2)
+
+    def call(group: Communicator, tokens: int) -> None:
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        q, k, v = (torch.randn(tokens // group.size, heads, dim, device=group.device).to(dtype).requires_grad_()
+                   for _ in range(3))  # fmt: skip
+        out = ring_attention(q, k, v, comm=group, cu_seqlens=[0, tokens])
+        assert isinstance(out, torch.Tensor)  # not asked for more
+        out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
+
+    lone_s = slowest_s(comm, lambda: call(alone, same))
+    ring_s = slowest_s(comm, lambda: call(comm, part * comm.size))
+    note = f"{1 - lone_s / ring_s:.0%} of the time waits for messages: look at the links"
+    return [rated("steps", f"ring attention, {part * comm.size:,} tokens", ring_s, lone_s, "s", _HIDDEN, note)]
+
+
+def step_config(comm: Communicator) -> RunConfig:
+    """The model of the check where none was given: a Llama that trains on this device in seconds."""
+    if comm.device.type == "cuda":
+        model = LlamaConfig(layers=4, hidden=2048, heads=16, kv_heads=4, ffn=5632)
+        return RunConfig(model=model, capacity=16384)
+    return RunConfig(capacity=2048)
+
+
+def check_step(comm: Communicator, config: RunConfig) -> list[Row]:
+    """Steps that are planned, beside those of static context parallelism and of torch's DDP on the same batches.
+    Collective."""
+    torch.set_num_threads(cores_of_rank(comm))
+    on_gpu = comm.device.type == "cuda"
+    policies = ("balanced", "static") if on_gpu else ("balanced", "static", "ddp")
+    dtype, tokens = "bf16" if on_gpu else "fp32", config.capacity * comm.size
+    config = replace(config, policies=policies, steps=_STEPS, dtype=dtype, tokens_per_step=tokens)
+    corpus = standard_library(context=tokens if on_gpu else config.capacity, whole_every=16)  # of DDP's one rank
+    result = train(comm, corpus, config)
+    seconds = {name: statistics.median(each.seconds for each in steps[1:]) for name, steps in result.steps.items()}
+    ours = seconds["balanced"]
+    rows = []
+    for rival, name in (("static", "static CP"), ("ddp", "DDP")):
+        if rival in seconds:
+            rows.append(rated("steps", f"step beside {name}", ours, seconds[rival], "s", _STEP_RIVAL,
+                              f"a planned step takes longer than one of {name}"))  # fmt: skip
+    predicted = statistics.median(step.predicted_s for step in result.steps["balanced"][1:])
+    ratio = min(predicted / ours, ours / predicted)
+    judged = _PREDICTION.judge(ratio)
+    note = "" if judged == GOOD else "the costs that plans are made from do not hold: look for what else runs here"
+    rows.append(Row("steps", "step beside its prediction", judged, f"{ours:.3g} s", f"{predicted:.3g} s", ratio, note))
+    return rows
+
+
+def check_recovery(comm: Communicator) -> list[Row]:
+    """A job of as many processes, of which one is killed in its fourth step: do the others go on? Collective."""
+    check = "pause when a rank is killed"
+    if comm.size == 1:
+        return []
+    if comm.device.type == "cuda":
+        return [Row("recovery", check, NOT_TRIED, note="runs with devices end with a rank and begin again")]
+    place = json.loads(from_rank(comm, json.dumps(_meeting_place()) if comm.rank == 0 else ""))
+    with tempfile.TemporaryDirectory(prefix="hdpcomm-acceptance-") as folder:
+        found, error = _in_child(comm, place, Path(folder))
+    every = gather_json(comm, [found, error])
+    victim = comm.size - 1
+    errors = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(every) if text and rank != victim]
+    if errors:
+        return [Row("recovery", check, BROKEN, note="; ".join(errors[:3]))]
+    gone_on = [each for rank, (each, _) in enumerate(every) if rank != victim]
+    seconds, again = (max(each[name] for each in gone_on) for name in ("pause_s", "again"))
+    note = f"{again} steps were made again" if again > 1 else ""
+    return [Row("recovery", check, BROKEN if again > 1 else GOOD, f"{seconds:.3g} s", note=note)]
+
+
+def _meeting_place() -> dict[str, str]:
+    """Where the processes of the job meet: on rank 0's host, as the ranks themselves do."""
+    try:
+        address = master()[0]
+    except InvalidUsage:  # ranks that were started without a launcher of several hosts
+        address = "127.0.0.1"
+    with closing(socket.socket()) as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    return {"MASTER_ADDR": address, "MASTER_PORT": port, "HDPCOMM_SECRET": new_secret(), "HDPCOMM_SECRET_FILE": ""}
+
+
+def _in_child(comm: Communicator, place: dict[str, str], folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """Figures of this rank's process of the job, or why it failed. Local."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    kept.pop("HDPCOMM_STORE", None)
+    environment = kept | place | {"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size), "HDPCOMM_TRANSPORT": ""}
+    command = [sys.executable, "-m", "hdpcomm.acceptance.victim", str(folder)]
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = child.communicate(timeout=_RECOVERY_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
+        return None, f"its process did not end within {_RECOVERY_S:g} s"
+    if child.returncode == -signal.SIGKILL:
+        return None, "its process was killed"
+    if child.returncode:
+        return None, (err.strip().splitlines() or ["no message"])[-1]
+    return json.loads(out.splitlines()[-1]), ""
