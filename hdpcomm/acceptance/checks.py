@@ -24,7 +24,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from hdpcomm import __version__, _core
 from hdpcomm.acceptance.report import BROKEN, GOOD, LOOK, NOT_TRIED, Row, Rule, named, rated
 from hdpcomm.attention import ring_attention
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.device.nccl_library import describe
 from hdpcomm.comm.launchers import master
 from hdpcomm.comm.secret import new_secret
@@ -48,9 +49,6 @@ from hdpcomm.perf.ops import Bound, Case, operation
 from hdpcomm.run import RunConfig, train
 from hdpcomm.run.flops import known_device
 from hdpcomm.train.step.data_parallel import torch_group
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = [
     "BUSBW",

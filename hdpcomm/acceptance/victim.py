@@ -13,21 +13,16 @@ import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from hdpcomm.comm import init
+from hdpcomm.comm import Communicator, init
 from hdpcomm.data.corpus import standard_library
 from hdpcomm.models import LlamaConfig
-from hdpcomm.run import RunConfig, Saving, Watching, train
+from hdpcomm.run import RunConfig, RunResult, Saving, Watching, train
 from hdpcomm.run.elastic import Elastic
+from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 from hdpcomm.train import StepMetrics
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.run import RunResult
-    from hdpcomm.run.peer_saves import KeptCheckpoint, PeerSaves
 
 _STEPS, _KILLED_AT = 8, 3
 

@@ -8,7 +8,7 @@ tensors they are done on return.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from hdpcomm._core import kernels as _core
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.kernels.transfers import dtype_code, launch, to_device
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = ["RowExchange", "Rows", "add_rows", "copy_rows", "merge", "take_rows"]
 

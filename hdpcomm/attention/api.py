@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,12 +35,10 @@ from hdpcomm.attention.variants import (
     estimate,
     options_of,
 )
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = [
     "Arguments",

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from hdpcomm.attention.layout import Layout
+from hdpcomm.attention.packs import Kept, Pack
+from hdpcomm.attention.tree_layout import TokenLayout
+from hdpcomm.comm import Communicator
 from hdpcomm.errors import Error, InvalidUsage, Mismatch
-
-if TYPE_CHECKING:
-    from hdpcomm.attention.layout import Layout
-    from hdpcomm.attention.packs import Kept, Pack
-    from hdpcomm.attention.tree_layout import TokenLayout
-    from hdpcomm.comm import Communicator
 
 __all__ = [
     "agree", "agree_on_call", "agree_on_result", "check_alike", "check_all_finite", "check_finite", "check_linear",

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +23,11 @@ from hdpcomm.arguments import check_whole
 from hdpcomm.attention.call_check import agree_on_call, check_alike, keep_rows
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.attention.tree_layout import TokenLayout
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.plan.tree import Tree
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = ["index_top_k", "indexed_attention", "selected_attention"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.payload import Latent, Payload
 from hdpcomm.attention.ring import Route, ring_backward, ring_forward, ring_plan
 from hdpcomm.attention.tiles import Band
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
+from hdpcomm.comm import Communicator
 
 __all__ = [
     "Call",

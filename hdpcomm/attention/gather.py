@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,9 +21,7 @@ from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.payload import Payload
 from hdpcomm.attention.ring import Route, find_atoms
 from hdpcomm.attention.tiles import Band, Int64, Tile, atom_spans
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
+from hdpcomm.comm import Communicator
 
 __all__ = ["GatherPlan", "GradReturn", "fetch_rows", "gather_backward", "gather_forward", "gather_plan", "head_passes"]
 

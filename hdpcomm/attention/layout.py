@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,7 @@ from hdpcomm._core import kernels as _core
 from hdpcomm.attention._kernels import Rows
 from hdpcomm.attention.tiles import Atoms, Band, Int64, Span, Tile, band_of, tiles_of
 from hdpcomm.errors import InvalidUsage
-
-if TYPE_CHECKING:
-    from hdpcomm.plan.tree import Tree
+from hdpcomm.plan.tree import Tree
 
 __all__ = ["Layout", "NO_SPANS", "SequenceLayout", "by_rank", "local_rows", "sequence_layout", "zigzag_holders"]
 

@@ -17,23 +17,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hdpcomm import _core
 from hdpcomm.attention.api import Arguments, attend, plan_call, positive_scale
 from hdpcomm.attention.engine import backward, retrace
 from hdpcomm.attention.packs import CuSeqlens, Pack, as_pack
 from hdpcomm.attention.slices import Recomputation
 from hdpcomm.attention.tiles import window_pair
 from hdpcomm.attention.variants import AttentionOptions, careful_of, options_of
+from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import refuse_second_derivative
-
-if TYPE_CHECKING:
-    from hdpcomm import _core
-    from hdpcomm.comm import Communicator
 
 __all__ = [
     "PackContext", "carry_pack", "current_pack", "current_routes", "packed_attention", "packing", "routing",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,9 @@ from hdpcomm.attention.backends.base import Accumulator, Backend, GradSum, Score
 from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.payload import Payload
 from hdpcomm.attention.tiles import Atoms, Band, Int64, Tile, atom_spans, run_starts
+from hdpcomm.comm import Communicator
+from hdpcomm.comm.device.paths import LandingZone
 from hdpcomm.comm.profiling import ring_step
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.comm.device.paths import LandingZone
 
 __all__ = ["RingMessage", "RingPlan", "Route", "Step", "find_atoms", "ring_backward", "ring_forward", "ring_plan"]
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from hdpcomm import _core
+from hdpcomm.comm.communicator import Communicator
 from hdpcomm.comm.device.communicator import DeviceCommunicator
 from hdpcomm.errors import Error
-
-if TYPE_CHECKING:
-    from hdpcomm.comm.communicator import Communicator
 
 __all__ = ["Window"]
 

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_type, check_whole
+from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import ComputedLoss, LogProbModel, ScoreModel
 from hdpcomm.integrations.huggingface_checkpoints import (
@@ -52,10 +53,7 @@ from hdpcomm.train.step.passes import Passes
 from hdpcomm.train.step.replicas import settings_of
 from hdpcomm.train.step.runner import Runner, StepSettings
 from hdpcomm.train.step.trainer_check import check_order
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.train.zero.masters import Masters
+from hdpcomm.train.zero.masters import Masters
 
 __all__ = ["HybridDataParallel", "Trainer"]
 

@@ -12,23 +12,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hdpcomm.attention.packs import as_pack
+from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.integrations.row_passes import Sequences
+from hdpcomm.integrations.row_passes import RowPasses, ScoredRows, Sequences
 from hdpcomm.models.heads import NEXT_TOKEN, SEQUENCE, classified_token
 from hdpcomm.models.media import MediaEncoder
+from hdpcomm.train.losses.label_terms import LabelTerms
 from hdpcomm.train.losses.loss import IGNORE
 from hdpcomm.train.losses.shards import routes_of
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.integrations.row_passes import RowPasses, ScoredRows
-    from hdpcomm.train.losses.label_terms import LabelTerms
 
 __all__ = [
     "CARRIED",

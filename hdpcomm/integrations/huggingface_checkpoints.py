@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from hdpcomm.comm import init
+from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage, first_line
 from hdpcomm.models import AdaptedCausalLM, FolderWeights, from_pretrained
@@ -30,13 +30,11 @@ from hdpcomm.parallel import expert_parallel, tensor_parallel
 from hdpcomm.run.model import check_model, folder_model, model_path, read_config
 from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train import materialize
+from hdpcomm.train.step.runner import Runner, StepSettings
+from hdpcomm.train.step.state import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from hdpcomm.comm import Communicator
-    from hdpcomm.train.step.runner import Runner, StepSettings
-    from hdpcomm.train.step.state import State
 
 __all__ = [
     "FolderSource",

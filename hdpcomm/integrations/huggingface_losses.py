@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from hdpcomm.attention import SequenceSlice
 from hdpcomm.attention.pack_context import PackContext, current_pack
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.integrations.huggingface_batch import sequences_of
 from hdpcomm.integrations.row_passes import Sequences
@@ -29,9 +30,6 @@ from hdpcomm.models.media import MediaEncoder
 from hdpcomm.train.losses import TokenLoss
 from hdpcomm.train.losses.label_terms import Batch, LabelTerms, token_terms
 from hdpcomm.train.losses.loss import IGNORE
-
-if TYPE_CHECKING:
-    from hdpcomm.comm.mesh import Mesh
 
 __all__ = ["LogitLoss", "ModelLabels", "TokenMetrics", "add_noise", "function_terms", "token_loss"]
 

@@ -9,11 +9,12 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
@@ -21,10 +22,7 @@ from hdpcomm.options import LoraOptions
 from hdpcomm.run import RunConfig
 from hdpcomm.run.memory import fit_zero
 from hdpcomm.run.model import folder_model, model_path
-
-if TYPE_CHECKING:
-    from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.train.step.runner import StepSettings
+from hdpcomm.train.step.runner import StepSettings
 
 __all__ = ["least_zero", "without_fsdp"]
 

@@ -14,13 +14,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_type, check_whole
+from hdpcomm.comm import Communicator
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.data import fold
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
@@ -29,6 +31,7 @@ from hdpcomm.models.media import MediaEncoder, is_pixels
 from hdpcomm.offload import ActivationOffload, rank_pool
 from hdpcomm.offload.activations import SMALLEST_OFFLOAD
 from hdpcomm.plan import CostModel, Item, ModelSpec, PlannedStep, Planner, TrajectoryTree, Tree, trees_of_prompts
+from hdpcomm.plan.items import PlacedItems
 from hdpcomm.plan.planner import LONGEST_MEASURED, MOST_SLICES
 from hdpcomm.train.losses.label_terms import (
     Batch,
@@ -42,12 +45,7 @@ from hdpcomm.train.losses.label_terms import (
 from hdpcomm.train.losses.loss import IGNORE
 from hdpcomm.train.step.items import with_items
 from hdpcomm.train.step.passes import StepInputs
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.plan.items import PlacedItems
-    from hdpcomm.train.step.runner import Runner
+from hdpcomm.train.step.runner import Runner
 
 __all__ = ["PlanSettings", "RowMedia", "RowPasses", "ScoredRows", "Sequences", "gather_sequences"]
 

@@ -13,25 +13,23 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hdpcomm.arguments import check_whole
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.bootstrap import join
 from hdpcomm.comm.secret import Secret, new_secret
 from hdpcomm.comm.torch_store import SignedStore
 from hdpcomm.data.agree import gather_json, on_rank_0, raise_together
 from hdpcomm.errors import CommTimeout, InvalidUsage
 from hdpcomm.models.export import by_layer
+from hdpcomm.train import Trainer
 from hdpcomm.train.state.layout import TensorPart
 from hdpcomm.train.state.reshard import Reshard
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.train import Trainer
 
 __all__ = ["SyncClient", "WeightSender", "WeightStages", "join_workers", "register"]
 

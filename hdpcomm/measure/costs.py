@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.topology import domain_block, node_block
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.timing import call_s
@@ -22,9 +23,6 @@ from hdpcomm.plan import CostModel, CostSample
 from hdpcomm.train.losses.loss import next_token_labels
 from hdpcomm.train.losses.shards import PackedShard, empty_shard, micro_batch_loss, pack_of, sequences_shard
 from hdpcomm.train.step.metrics import processor_seconds
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = [
     "forward_backward",

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.linear_cross_entropy import default_chunk_tokens
@@ -29,9 +30,6 @@ from hdpcomm.train.step.runner import WHOLE, StepSettings
 from hdpcomm.train.zero.buckets import Units
 from hdpcomm.train.zero.gradients import trained_parameters, wide_type
 from hdpcomm.train.zero.matrix_owners import MatrixMemory
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = ["Replicas", "measured_planner", "profile_activations", "profile_memory", "with_states"]
 

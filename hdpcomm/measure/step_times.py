@@ -11,12 +11,11 @@ import torch
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, CostLearner, CostModel, PlanAhead, Planner, RankTimes, StepPlan
+from hdpcomm.train import Trainer
 from hdpcomm.train.step.metrics import Span
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from hdpcomm.train import Trainer
 
 __all__ = ["PlanLearning", "rank_speeds", "rank_times", "slowest_rank", "times_of"]
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
+from hdpcomm.comm import Communicator
 
 __all__ = ["call_s", "repeated_s", "slowest_s"]
 

@@ -6,13 +6,14 @@ import copy
 import inspect
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_type
 from hdpcomm.attention import packing
+from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text
 from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
@@ -22,9 +23,6 @@ from hdpcomm.models.mtp import add_mtp, depths_of_config, tensors_ahead
 from hdpcomm.models.recompute import set_recompute
 from hdpcomm.models.self_check import check_takes_tokens
 from hdpcomm.models.weights import FolderWeights, NewWeights, making, weight_files
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = ["AdaptedModule", "adapt", "check_config", "from_pretrained"]
 

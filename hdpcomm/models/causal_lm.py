@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hdpcomm.attention import packing
 from hdpcomm.attention.packs import CuSeqlens
+from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import IGNORE, LabelLoss, LossOptions, linear_cross_entropy, loss_of_log_probs
 from hdpcomm.models.heads import NEXT_TOKEN, TOKEN, LayeredModel, head_of
@@ -20,12 +21,8 @@ from hdpcomm.models.media import MediaEncoder, TokensWithItems
 from hdpcomm.models.moe import AddedLosses, RouterLosses
 from hdpcomm.models.mtp import MultiToken, decoders_ahead
 from hdpcomm.models.recompute import refuse_reentrant
-from hdpcomm.models.routes import number_routers
+from hdpcomm.models.routes import RoutesShape, number_routers
 from hdpcomm.models.self_check import check_logits
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.models.routes import RoutesShape
 
 __all__ = ["AdaptedCausalLM", "inner_causal_lm"]
 

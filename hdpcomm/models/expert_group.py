@@ -11,18 +11,16 @@ import heapq
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hdpcomm.attention.slices import Again, Recomputation, innermost_checkpoint
+from hdpcomm.comm import Communicator
 from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.kernels.transfers import HostNumbers, to_device
 from hdpcomm.models.tensor_group import TensorShard
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = [
     *("ExpertGroup", "ExpertLoad", "ExpertPlacement", "Routing", "RunExperts", "chosen_before"),

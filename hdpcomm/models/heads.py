@@ -6,21 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hdpcomm.attention.packs import CuSeqlens
+from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels import IGNORE
+from hdpcomm.kernels import IGNORE, LabelLoss
+from hdpcomm.models.expert_group import ExpertGroup
+from hdpcomm.models.media import MediaEncoder
 from hdpcomm.models.moe import AddedLosses, RouterWeights
+from hdpcomm.models.mtp import MultiToken
+from hdpcomm.models.routes import RoutesShape
+from hdpcomm.models.tensor_group import TensorGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from hdpcomm.attention.packs import CuSeqlens
-    from hdpcomm.comm import Communicator
-    from hdpcomm.kernels import LabelLoss
-    from hdpcomm.models.expert_group import ExpertGroup
-    from hdpcomm.models.media import MediaEncoder
-    from hdpcomm.models.mtp import MultiToken
-    from hdpcomm.models.routes import RoutesShape
-    from hdpcomm.models.tensor_group import TensorGroup
 
 __all__ = ["NEXT_TOKEN", "SEQUENCE", "TOKEN", "LayeredModel", "classified_token", "head_of"]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +18,13 @@ from torch import Tensor, nn
 from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention import packed_attention, packing
 from hdpcomm.attention.packs import CuSeqlens
+from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss, linear_cross_entropy
 from hdpcomm.models.heads import LayeredModel
 from hdpcomm.models.lean import gated, rms_norm, rotate
 from hdpcomm.models.moe import AddedLosses, MixtureOfExperts, RouterLosses
 from hdpcomm.models.routes import number_routers
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = [
     "Llama",

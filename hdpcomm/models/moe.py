@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +29,12 @@ from hdpcomm.arguments import check_number
 from hdpcomm.attention import SequenceSlice
 from hdpcomm.attention.pack_context import current_routes, find_pack
 from hdpcomm.attention.packs import CuSeqlens, as_pack
+from hdpcomm.comm import Communicator, Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.kernels.transfers import to_device
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, chosen_before, counts_of, mixture
 from hdpcomm.models.lean import gate_halves
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator, Mesh
 
 __all__ = [
     "AddedLosses",

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm import Communicator
 from hdpcomm.kernels.derivatives import without_second_derivative
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = ["Block", "TensorGroup", "TensorShard", "rows_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,11 +14,9 @@ from hdpcomm._core import offload as core
 from hdpcomm._core.device import Device
 from hdpcomm._core.offload import CopyEngine
 from hdpcomm.arguments import check_whole, size_text
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.launchers import local_place
 from hdpcomm.errors import DeviceError, InvalidUsage
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = [
     "HostMemory",

@@ -7,11 +7,11 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.tensors import plain_tensors
 from hdpcomm.data.agree import gather_json
@@ -19,9 +19,6 @@ from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.models import AdaptedCausalLM
 from hdpcomm.models.self_check import check_same_logits, few_logits
 from hdpcomm.parallel.stages import Stage
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = [
     "check_same_mesh",

@@ -7,29 +7,25 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.attention.packs import as_pack
+from hdpcomm.attention.packs import CuSeqlens, as_pack
+from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import AdaptedCausalLM, Llama
+from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.heads import LayeredModel
-from hdpcomm.models.media import TokensWithItems
+from hdpcomm.models.media import MediaEncoder, TokensWithItems
+from hdpcomm.models.moe import AddedLosses
+from hdpcomm.models.routes import RoutesShape
 from hdpcomm.models.self_check import check_stages
+from hdpcomm.models.tensor_group import TensorGroup
 from hdpcomm.models.weights import by_tensor
 from hdpcomm.offload.layers import AbsentLayer, layer_list
 from hdpcomm.plan.stage_cut import check_cut
-
-if TYPE_CHECKING:
-    from hdpcomm.attention.packs import CuSeqlens
-    from hdpcomm.comm import Communicator
-    from hdpcomm.models.expert_group import ExpertGroup
-    from hdpcomm.models.media import MediaEncoder
-    from hdpcomm.models.moe import AddedLosses
-    from hdpcomm.models.routes import RoutesShape
-    from hdpcomm.models.tensor_group import TensorGroup
 
 __all__ = ["AbsentPart", "DeviceStages", "Stage", "split_model"]
 

@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,10 +14,8 @@ from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel
+from hdpcomm.plan.step import StepPlan
 from hdpcomm.plan.tree import Tree, TreeFragment
-
-if TYPE_CHECKING:
-    from hdpcomm.plan.step import StepPlan
 
 _LONGEST = 2**40  # tokens
 

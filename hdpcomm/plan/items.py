@@ -6,16 +6,13 @@ import hashlib
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hdpcomm.errors import InvalidUsage
-
-if TYPE_CHECKING:
-    from hdpcomm.plan.table import MicroBatch
-    from hdpcomm.plan.tree import TrajectoryTree
+from hdpcomm.plan.table import MicroBatch
+from hdpcomm.plan.tree import TrajectoryTree
 
 __all__ = ["Item", "ItemExchange", "PlacedItems", "place_items"]
 

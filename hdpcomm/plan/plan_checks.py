@@ -6,18 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.table import PlannedSlice, SequenceFragment
+from hdpcomm.plan.memory import MemoryModel
+from hdpcomm.plan.table import MicroBatch, PlannedSlice, PlanTable, SequenceFragment
 from hdpcomm.plan.tree import Tree, TreeFragment
-
-if TYPE_CHECKING:
-    from hdpcomm.plan.memory import MemoryModel
-    from hdpcomm.plan.table import MicroBatch, PlanTable
 
 __all__ = ["check_batches", "check_queue", "check_sequences", "check_slices_fit", "check_values", "slices_of"]
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hdpcomm.arguments import check_whole, ranks_text
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text, write_whole
+from hdpcomm.plan.memory import MemoryModel
 from hdpcomm.plan.plan_checks import (
     check_batches,
     check_queue,
@@ -35,9 +36,6 @@ from hdpcomm.plan.table import (
     format_ranks,
 )
 from hdpcomm.plan.tree import Tree, TreeFragment
-
-if TYPE_CHECKING:
-    from hdpcomm.plan.memory import MemoryModel
 
 __all__ = [
     "MicroBatch",

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hdpcomm.comm.communicator import Communicator
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.torch_backend.engine import Engine
 from hdpcomm.torch_backend.group import HdpProcessGroup
@@ -27,8 +28,6 @@ from hdpcomm.torch_backend.work import BackendError, BackendLost, BackendMismatc
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from hdpcomm.comm.mesh import Mesh
 
 __all__ = [
     "BACKEND",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,13 +36,11 @@ from hdpcomm.attention.ring import find_atoms
 from hdpcomm.attention.tiles import Band, Int64
 from hdpcomm.attention.tree_layout import TokenLayout, TreeLayout, past_tokens
 from hdpcomm.attention.variants import AttentionOptions, careful_of, options_of
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.derivatives import without_second_derivative
 from hdpcomm.kernels.transfers import autocast_type, to_device
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = ["delta_rule", "short_conv", "ssd"]
 

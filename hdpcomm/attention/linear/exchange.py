@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +27,8 @@ from torch import Tensor
 from hdpcomm.attention.linear.scan import ForestScan, Inputs, PartRuns, Runs, Scan
 from hdpcomm.attention.linear.state_plan import Part, StatePlan
 from hdpcomm.attention.variants import AttentionCosts
+from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = ["EXCHANGES", "Group", "Map", "apply_map", "choose_exchange", "num_groups", "travel"]
 

@@ -13,18 +13,21 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.attention import Pack
+from hdpcomm.comm import Communicator
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels import LabelLoss
 from hdpcomm.kernels.transfers import to_device
 from hdpcomm.models.media import MEDIA
-from hdpcomm.models.routes import KeptRoutes
-from hdpcomm.plan import PlannedStep, Tree
+from hdpcomm.models.routes import KeptRoutes, TakenRoutes
+from hdpcomm.plan import PlannedStep, SequenceFragment, StepPlan, TrajectoryTree, Tree, TreeFragment
 from hdpcomm.train.losses.functions import COMPUTED, GroupLoss, TokenLoss
 from hdpcomm.train.losses.loss import IGNORE
 from hdpcomm.train.losses.shards import (
@@ -36,13 +39,6 @@ from hdpcomm.train.losses.shards import (
     labelled_shard,
     routes_of,
 )
-
-if TYPE_CHECKING:
-    from hdpcomm.attention import Pack
-    from hdpcomm.comm import Communicator
-    from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.models.routes import TakenRoutes
-    from hdpcomm.plan import SequenceFragment, StepPlan, TrajectoryTree, TreeFragment
 
 __all__ = [
     "Batch",

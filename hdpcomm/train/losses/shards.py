@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,19 +15,17 @@ from torch.nn import functional as F
 
 from hdpcomm.attention import BalancedPack, Pack, as_pack
 from hdpcomm.attention.pack_context import routing
+from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
+from hdpcomm.kernels import LabelLoss
 from hdpcomm.kernels.transfers import to_device
 from hdpcomm.models.media import TokensWithItems
 from hdpcomm.models.moe import RouterWeights, path_sums
 from hdpcomm.models.routes import ShardRoutes, TakenRoutes
+from hdpcomm.plan import MicroBatch, SequenceFragment, TreeFragment
 from hdpcomm.plan.tree import Tree, join_trees
 from hdpcomm.train.losses.loss import IGNORE, next_token_labels, summed_loss
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.kernels import LabelLoss
-    from hdpcomm.plan import MicroBatch, SequenceFragment, TreeFragment
-    from hdpcomm.train.state.layout import Layout
+from hdpcomm.train.state.layout import Layout
 
 __all__ = [
     "Fetch",

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm import Communicator
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.models.expert_group import ExpertGroup
+from hdpcomm.models.tensor_group import TensorGroup, TensorShard
 from hdpcomm.parallel.stages import Stage
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import WriteItem
-
-    from hdpcomm.comm import Communicator
-    from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.models.tensor_group import TensorGroup, TensorShard
 
 __all__ = [
     "Holders",

@@ -15,11 +15,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hdpcomm.comm import Communicator, Work
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import Error
@@ -35,9 +36,6 @@ from hdpcomm.train.state.reshard import (
     describe_shards,
     parse_shards,
 )
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator, Work
 
 __all__ = ["KeptStep", "PeerCopies"]
 

@@ -8,18 +8,16 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from hdpcomm.comm import Communicator, Work
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import Error, InvalidUsage, PeerLost
 from hdpcomm.train.state.layout import TensorPart
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator, Work
 
 __all__ = ["Box", "Reshard", "boxes_of", "Cell", "cells", "cut_cell", "parse_shards", "describe_shards"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.addresses import interface_of, own_address
 from hdpcomm.comm.bootstrap import open_store
 from hdpcomm.comm.mesh import Mesh
@@ -33,9 +34,6 @@ from hdpcomm.train.step.passes import Passes, StepInputs
 from hdpcomm.train.step.runner import Runner, StepSettings
 from hdpcomm.train.step.trainer import Trainer
 from hdpcomm.train.zero.gradients import Gradients
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
 
 __all__ = ["DataParallelTrainer", "DistributedPasses", "WholeSequencePlanner", "torch_group"]
 

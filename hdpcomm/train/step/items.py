@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hdpcomm.attention import SlicedSequence, SpanPack, as_pack
+from hdpcomm.comm import Communicator
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import to_device
 from hdpcomm.models.media import FAMILIES, MediaEncoder, TokensWithItems, is_pixels
+from hdpcomm.plan import MicroBatch, PlannedStep, Planner, TrajectoryTree
 from hdpcomm.plan.items import Item, ItemExchange, PlacedItems, place_items
 from hdpcomm.plan.tree import Tree, TreeFragment, join_trees
+from hdpcomm.train.losses.label_terms import Batch
 from hdpcomm.train.losses.shards import Fetch, FetchParts, PackedShard, pack_of
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.plan import MicroBatch, PlannedStep, Planner, TrajectoryTree
-    from hdpcomm.train.losses.label_terms import Batch
 
 __all__ = ["ENCODER", "StepItems", "encoding_s", "items_on_devices", "text_alone", "with_items"]
 

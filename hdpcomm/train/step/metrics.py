@@ -7,18 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm import Communicator
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.models.expert_group import ExpertLoad
 from hdpcomm.offload import ActivationOffload, MemoryMeter
 from hdpcomm.plan import MemoryModel
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.comm.mesh import Mesh
 
 __all__ = [
     "PHASES",

@@ -7,19 +7,27 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from hdpcomm.attention import SlicedSequence
+from hdpcomm.attention import SequenceSlice, SlicedSequence
 from hdpcomm.attention import positions as positions_of
+from hdpcomm.comm import Communicator, Work
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import HostNumbers
 from hdpcomm.models.compiled import refuse_compiled
+from hdpcomm.models.media import MediaEncoder
+from hdpcomm.models.mtp import MultiToken
 from hdpcomm.models.weight_gradients import WeightGradients
+from hdpcomm.offload import ActivationOffload
 from hdpcomm.parallel.program import KEEP, RECEIVE, RUN, SEND, WHOLE, StepProgram, pipeline_program, plan_program
-from hdpcomm.plan.waves import PlannedWaves, plan_waves
+from hdpcomm.parallel.stages import Stage
+from hdpcomm.plan import MicroBatch, PlannedStep, Planner, StepPlan
+from hdpcomm.plan.table import PlannedSlice
+from hdpcomm.plan.waves import Pass, PipelineSchedule, PlannedWaves, plan_waves
 from hdpcomm.train.losses.label_terms import LabelTerms
 from hdpcomm.train.losses.shards import (
     Fetch,
@@ -35,19 +43,7 @@ from hdpcomm.train.losses.shards import (
 from hdpcomm.train.step.items import ENCODER, StepItems, text_alone
 from hdpcomm.train.step.metrics import expert_loads, uncounted
 from hdpcomm.train.step.queue import StepQueue
-
-if TYPE_CHECKING:
-    from hdpcomm.attention import SequenceSlice
-    from hdpcomm.comm import Communicator, Work
-    from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.models.media import MediaEncoder
-    from hdpcomm.models.mtp import MultiToken
-    from hdpcomm.offload import ActivationOffload
-    from hdpcomm.parallel.stages import Stage
-    from hdpcomm.plan import MicroBatch, PlannedStep, Planner, StepPlan
-    from hdpcomm.plan.table import PlannedSlice
-    from hdpcomm.plan.waves import Pass, PipelineSchedule
-    from hdpcomm.train.zero.gradients import Gradients
+from hdpcomm.train.zero.gradients import Gradients
 
 __all__ = ["Passes", "StepInputs"]
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
+from hdpcomm.comm import Communicator, SharedCounter
 from hdpcomm.errors import Aborted, Error, InvalidUsage, PeerLost
+from hdpcomm.plan import MicroBatch, StepPlan
 from hdpcomm.plan.step import as_run, pool_rows
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator, SharedCounter
-    from hdpcomm.plan import MicroBatch, StepPlan
 
 __all__ = ["StepQueue"]
 

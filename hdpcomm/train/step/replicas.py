@@ -6,18 +6,16 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.tensors import plain_tensors
 from hdpcomm.errors import InvalidUsage, Mismatch
 from hdpcomm.log import LOG
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.plan import StepPlan
+from hdpcomm.plan import StepPlan
 
 __all__ = ["ChangedBuffers", "check_replicas", "check_same_plan", "raise_unlike", "settings_of"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,11 @@ from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.moe import loads_on_mesh, settle_loads
 from hdpcomm.parallel.agreement import share_values
+from hdpcomm.plan import StepPlan
 from hdpcomm.train.state.layout import layout_of, plain_name
 from hdpcomm.train.step.averages import swap_averages
 from hdpcomm.train.step.metrics import uncounted
+from hdpcomm.train.step.passes import Passes, StepInputs
 from hdpcomm.train.step.replicas import ChangedBuffers, check_same_plan
 from hdpcomm.train.step.state import State
 from hdpcomm.train.zero.buckets import BUCKET_BYTES, Units
@@ -26,11 +27,6 @@ from hdpcomm.train.zero.host_copies import HostCopies
 from hdpcomm.train.zero.masters import Masters
 from hdpcomm.train.zero.matrix_owners import check_elementwise
 from hdpcomm.train.zero.shared_parts import has_part
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.plan import StepPlan
-    from hdpcomm.train.step.passes import Passes, StepInputs
 
 __all__ = ["WHOLE", "Runner", "StepSettings"]
 

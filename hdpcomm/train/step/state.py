@@ -6,24 +6,21 @@ import itertools
 import json
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm import Communicator
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.train.state.layout import Placement, TensorPart, box_slices, plain_name
+from hdpcomm.models import Weights
+from hdpcomm.train.state.layout import Layout, Placement, TensorPart, box_slices, plain_name
 from hdpcomm.train.step.averages import AVERAGE, first_average
+from hdpcomm.train.zero.masters import LocalShard, Masters, MasterShard
 from hdpcomm.train.zero.matrix_owners import MatrixOwners
 from hdpcomm.train.zero.shared_parts import names_only
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.models import Weights
-    from hdpcomm.train.state.layout import Layout
-    from hdpcomm.train.zero.masters import LocalShard, Masters, MasterShard
 
 __all__ = ["State", "path_name", "walk_state"]
 

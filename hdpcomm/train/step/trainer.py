@@ -6,15 +6,18 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hdpcomm.arguments import check_has, check_number, check_whole
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Aborted, InvalidUsage
-from hdpcomm.plan import PlannedStep, Tree
+from hdpcomm.offload import ActivationOffload
+from hdpcomm.parallel.stages import Stage
+from hdpcomm.plan import Item, PlannedStep, Planner, StepPlan, TrajectoryTree, Tree
 from hdpcomm.train.losses import GroupLoss, TokenLoss, name_of_loss
 from hdpcomm.train.losses.label_terms import (
     Batch,
@@ -48,12 +51,6 @@ from hdpcomm.train.step.trainer_check import (
 )
 from hdpcomm.train.zero.buckets import BUCKET_BYTES
 from hdpcomm.train.zero.gradients import trained_parameters
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.offload import ActivationOffload
-    from hdpcomm.parallel.stages import Stage
-    from hdpcomm.plan import Item, Planner, StepPlan, TrajectoryTree
 
 __all__ = ["Trainer"]
 

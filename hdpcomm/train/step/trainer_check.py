@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,14 +18,11 @@ from hdpcomm.models.self_check import CHECKED_TOKENS, is_random
 from hdpcomm.models.tensor_group import TensorGroup
 from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, check_same_trained, checked_stages
 from hdpcomm.parallel.stages import Stage
-from hdpcomm.plan import Tree
+from hdpcomm.plan import Planner, StepPlan, TrajectoryTree, Tree
 from hdpcomm.train.losses import GroupLoss, TokenLoss
+from hdpcomm.train.step.runner import StepSettings
 from hdpcomm.train.zero.matrix_owners import MatrixOwners
 from hdpcomm.train.zero.shared_parts import has_part
-
-if TYPE_CHECKING:
-    from hdpcomm.plan import Planner, StepPlan, TrajectoryTree
-    from hdpcomm.train.step.runner import StepSettings
 
 __all__ = [
     "check_finite",

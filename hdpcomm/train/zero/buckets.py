@@ -8,20 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hdpcomm.comm import Communicator
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.comm.window import Window
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.offload.layers import find_layers
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.train.state.layout import Holders, Layout
+from hdpcomm.train.state.layout import Holders, Layout
 
 __all__ = [
     "BUCKET_BYTES",

@@ -9,22 +9,18 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm import Communicator, Work
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Error, InvalidUsage
 from hdpcomm.kernels.transfers import accumulate
 from hdpcomm.models.expert_group import ExpertGroup
-from hdpcomm.train.zero.buckets import BUCKET_BYTES, make_buckets
+from hdpcomm.train.state.layout import Holders, Layout
+from hdpcomm.train.zero.buckets import BUCKET_BYTES, Bucket, Unit, Units, make_buckets
 from hdpcomm.train.zero.shared_parts import PushedSums
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator, Work
-    from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.train.state.layout import Holders, Layout
-    from hdpcomm.train.zero.buckets import Bucket, Unit, Units
 
 __all__ = ["Gradients", "WholeSums", "memory_of", "trained_parameters", "wide_type"]
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hdpcomm.comm.tensors import plain_tensors
-
-if TYPE_CHECKING:
-    from hdpcomm.comm.window import Window
-    from hdpcomm.train.zero.buckets import BucketShards, SharedShards
+from hdpcomm.comm.window import Window
+from hdpcomm.train.zero.buckets import BucketShards, SharedShards
 
 __all__ = ["HostCopies"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm import Work
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.tensors import wraps_tensors
 from hdpcomm.errors import InvalidUsage
@@ -19,9 +19,6 @@ from hdpcomm.train.zero.buckets import Bucket, Sharding, SharedShards, Units, ma
 from hdpcomm.train.zero.gradients import Gradients, WholeSums, memory_of, trained_parameters, wide_type
 from hdpcomm.train.zero.matrix_owners import MatrixOwners, check_elementwise
 from hdpcomm.train.zero.shared_parts import PulledWeights, PushedSums, side_work
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Work
 
 __all__ = ["Masters", "LocalShard", "MasterShard"]
 

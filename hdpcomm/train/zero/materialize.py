@@ -6,24 +6,20 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from hdpcomm.comm import Communicator
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.topology import nodes_of
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models.weights import own_pages
+from hdpcomm.models.weights import Weights, own_pages
 from hdpcomm.parallel.stages import Stage
 from hdpcomm.train.state.layout import Placement, layout_of, plain_name
 from hdpcomm.train.zero.buckets import Units, unit_buckets
 from hdpcomm.train.zero.shared_parts import set_part, without_values
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator
-    from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.models.weights import Weights
 
 __all__ = ["materialize"]
 

@@ -16,20 +16,18 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hdpcomm._core import settings
+from hdpcomm.comm import Communicator, Work
 from hdpcomm.comm.device.communicator import DeviceCommunicator
+from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import Aborted, Error, InvalidUsage
 from hdpcomm.kernels.transfers import accumulate
-
-if TYPE_CHECKING:
-    from hdpcomm.comm import Communicator, Work
-    from hdpcomm.comm.mesh import Mesh
-    from hdpcomm.train.zero.buckets import Bucket, BucketShards, SharedShards, Unit, Units
+from hdpcomm.train.zero.buckets import Bucket, BucketShards, SharedShards, Unit, Units
 
 __all__ = [
     "PulledWeights",

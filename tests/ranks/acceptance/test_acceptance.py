@@ -162,7 +162,7 @@ def dying(in_collectives: bool) -> Report:
 
     if os.environ["RANK"] == "0":
         if in_collectives:
-            checks.repeated_s = die  # type: ignore[attr-defined]
+            checks.operation = die  # type: ignore[attr-defined]
         else:
             checks.pair_costs = die  # type: ignore[attr-defined]
     checks._TIMEOUT_S = 10.0
