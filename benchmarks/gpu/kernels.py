@@ -14,7 +14,8 @@ import torch
 from common import CUDA, Row, Rows, copy_bandwidth, main, row, seconds
 
 from hdpcomm import kernels
-from hdpcomm.attention import _kernels, as_pack, shard
+from hdpcomm.attention import as_pack, shard
+from hdpcomm.attention import rows as _kernels
 from tests.harness import buffer_kernels
 
 SHARE = 0.85

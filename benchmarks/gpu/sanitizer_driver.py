@@ -8,7 +8,7 @@ import torch
 
 from hdpcomm import kernels
 from hdpcomm.attention import positions, shard
-from hdpcomm.attention._kernels import Rows, add_rows, merge
+from hdpcomm.attention.rows import Rows, add_rows, merge
 from tests.harness import buffer_kernels
 
 CUDA = torch.device("cuda")

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hdpcomm as hdp
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.models import llama as llama_module
+from hdpcomm.models import causal_lm as llama_module
 from hdpcomm.offload import ActivationOffload, PinnedPool
 from hdpcomm.plan import ClusterSpec, PlannedStep, Planner
 from hdpcomm.testing import spawn

@@ -38,7 +38,7 @@ from hdpcomm.attention.variants import (
 from hdpcomm.comm import Communicator
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels.derivatives import without_second_derivative
+from hdpcomm.kernels.transfers import without_second_derivative
 
 __all__ = [
     "Arguments",

@@ -26,7 +26,7 @@ from hdpcomm.attention.tree_layout import TokenLayout
 from hdpcomm.comm import Communicator
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels.derivatives import without_second_derivative
+from hdpcomm.kernels.transfers import without_second_derivative
 from hdpcomm.plan.tree import Tree
 
 __all__ = ["index_top_k", "indexed_attention", "selected_attention"]

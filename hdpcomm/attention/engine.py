@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdpcomm.attention._kernels import Rows, copy_rows
 from hdpcomm.attention.backends.base import Backend, Score
 from hdpcomm.attention.gather import gather_backward, gather_forward, gather_plan
 from hdpcomm.attention.layout import Layout
-from hdpcomm.attention.payload import Latent, Payload
 from hdpcomm.attention.ring import Route, ring_backward, ring_forward, ring_plan
+from hdpcomm.attention.rows import Latent, Payload, Rows, copy_rows
 from hdpcomm.attention.tiles import Band
 from hdpcomm.comm import Communicator
 

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hdpcomm.attention._kernels import RowExchange, Rows, copy_rows
 from hdpcomm.attention.backends.base import Accumulator, GradSum
 from hdpcomm.attention.layout import Layout
-from hdpcomm.attention.payload import Payload
 from hdpcomm.attention.ring import Route, find_atoms
+from hdpcomm.attention.rows import Payload, RowExchange, Rows, copy_rows
 from hdpcomm.attention.tiles import Band, Int64, Tile, atom_spans
 from hdpcomm.comm import Communicator
 

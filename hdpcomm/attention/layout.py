@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hdpcomm._core import kernels as _core
-from hdpcomm.attention._kernels import Rows
+from hdpcomm.attention.rows import Rows
 from hdpcomm.attention.tiles import Atoms, Band, Int64, Span, Tile, band_of, tiles_of
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.tree import Tree

@@ -31,7 +31,7 @@ from hdpcomm.attention.tiles import window_pair
 from hdpcomm.attention.variants import AttentionOptions, careful_of, options_of
 from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels.derivatives import refuse_second_derivative
+from hdpcomm.kernels.transfers import refuse_second_derivative
 
 __all__ = [
     "PackContext", "carry_pack", "current_pack", "current_routes", "packed_attention", "packing", "routing",

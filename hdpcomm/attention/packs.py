@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from hdpcomm.arguments import check_number, check_type, check_whole
-from hdpcomm.attention._kernels import Rows, copy_rows, take_rows
 from hdpcomm.attention.layout import NO_SPANS, Layout, SequenceLayout, sequence_layout
+from hdpcomm.attention.rows import Rows, copy_rows, take_rows
 from hdpcomm.attention.tiles import Int64
 from hdpcomm.attention.tree_layout import TokenLayout, TreeLayout, tree_layout
 from hdpcomm.comm.untraced import untraced

@@ -24,14 +24,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hdpcomm.attention._kernels import RowExchange, Rows
 from hdpcomm.attention.backends.base import Accumulator, Backend, GradSum, Score
 from hdpcomm.attention.layout import Layout
-from hdpcomm.attention.payload import Payload
+from hdpcomm.attention.rows import Payload, RowExchange, Rows
 from hdpcomm.attention.tiles import Atoms, Band, Int64, Tile, atom_spans, run_starts
 from hdpcomm.comm import Communicator
 from hdpcomm.comm.device.paths import LandingZone
-from hdpcomm.comm.profiling import ring_step
+from hdpcomm.comm.work import ring_step
 
 __all__ = ["RingMessage", "RingPlan", "Route", "Step", "find_atoms", "ring_backward", "ring_forward", "ring_plan"]
 

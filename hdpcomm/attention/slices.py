@@ -31,8 +31,7 @@ from hdpcomm.attention.packs import Kept, Pack, Run, check_size
 from hdpcomm.attention.tiles import Int64
 from hdpcomm.attention.tree_layout import TreeLayout, seen_keys, slice_layouts
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels.derivatives import without_second_derivative
-from hdpcomm.kernels.transfers import to_device
+from hdpcomm.kernels.transfers import to_device, without_second_derivative
 from hdpcomm.offload import ActivationOffload
 from hdpcomm.offload.activations import HostRows
 from hdpcomm.plan.tree import Tree

@@ -16,10 +16,9 @@ from hdpcomm import _core
 from hdpcomm.arguments import check_number, check_seconds, check_whole
 from hdpcomm.comm import recovery
 from hdpcomm.comm.device.paths import LandingZone
-from hdpcomm.comm.profiling import messages, operands, peers, profiler, recorded
 from hdpcomm.comm.tensors import check_shape, describe
 from hdpcomm.comm.untraced import untraced
-from hdpcomm.comm.work import ENDED, Work
+from hdpcomm.comm.work import ENDED, Work, messages, operands, peers, profiler, recorded
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["Communicator", "SharedCounter", "Work", "open_counter"]

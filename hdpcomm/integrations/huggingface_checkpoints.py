@@ -22,7 +22,7 @@ from hdpcomm.comm import Communicator, init
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.errors import InvalidUsage, first_line
 from hdpcomm.models import AdaptedCausalLM, FolderWeights, from_pretrained
-from hdpcomm.models.llama import seed_of
+from hdpcomm.models.causal_lm import seed_of
 from hdpcomm.models.lora_names import first_value, is_adapter
 from hdpcomm.models.media import auto_class
 from hdpcomm.models.weights import making, weight_files

@@ -4,9 +4,9 @@ All functions are local. On CUDA tensors they enqueue on the current stream of t
 are done on return. Both use the same element functions.
 """
 
-from hdpcomm.kernels._logit_rows import IGNORE
 from hdpcomm.kernels.cross_entropy import CROSS_ENTROPY_DTYPES, cross_entropy
 from hdpcomm.kernels.linear_cross_entropy import (
+    IGNORE,
     LabelLoss,
     LossOptions,
     linear_cross_entropy,

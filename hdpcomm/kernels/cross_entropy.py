@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels._logit_rows import VocabularyShard, row_gradient, row_losses
-from hdpcomm.kernels.derivatives import without_second_derivative
-from hdpcomm.kernels.transfers import dtype_code
+from hdpcomm.kernels.linear_cross_entropy import VocabularyShard, row_gradient, row_losses
+from hdpcomm.kernels.transfers import dtype_code, without_second_derivative
 
 __all__ = ["CROSS_ENTROPY_DTYPES", "cross_entropy"]
 

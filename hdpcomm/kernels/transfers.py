@@ -1,9 +1,10 @@
 """How tensors get to kernels: type code, device and stream; small ones between the host and a device, without the host
-waiting for what the device has yet to run; and reductions of flat buffers.
+waiting for what the device has yet to run; reductions of flat buffers; and backward passes that have no derivative.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,17 @@ from hdpcomm._core import kernels as _core
 from hdpcomm._core.comm import REDOPS
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["HostNumbers", "accumulate", "autocast_type", "dtype_code", "launch", "reduce", "to_device"]
+__all__ = [
+    "HostNumbers",
+    "accumulate",
+    "autocast_type",
+    "dtype_code",
+    "launch",
+    "reduce",
+    "refuse_second_derivative",
+    "to_device",
+    "without_second_derivative",
+]
 
 
 class HostNumbers:
@@ -133,3 +144,28 @@ def _check_same(tensors: Sequence[Tensor]) -> None:
             raise InvalidUsage(f"a tensor of a reduction is not contiguous: strides {tensor.stride()}; copy it")
         if tensor.device != first.device:
             raise InvalidUsage(f"the tensors of a reduction lie on {first.device} and on {tensor.device}; move one")
+
+
+def refuse_second_derivative() -> None:
+    """Raises InvalidUsage inside a backward pass that is to be differentiated itself (``create_graph=True``).
+
+    torch's ``once_differentiable`` alone does so only where the incoming gradient has a graph; the gradient of a plain
+    sum has none, and then the second derivative would lack these terms in silence.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise InvalidUsage(
+            "a backward pass through hdpcomm was asked for with create_graph=True (gradient penalty, Hessian product); "
+            "its operations have first derivatives only: call backward() or torch.autograd.grad() without create_graph"
+        )
+
+
+def without_second_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the ``backward`` of a torch.autograd.Function that has none; see :func:`refuse_second_derivative`."""
+    once = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *grads: Any) -> Any:
+        refuse_second_derivative()
+        return once(ctx, *grads)
+
+    return refusing

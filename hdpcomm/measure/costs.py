@@ -17,7 +17,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.measure.timing import call_s
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.indexers import key_limit
-from hdpcomm.models.weight_gradients import WeightGradients
+from hdpcomm.models.recompute import WeightGradients
 from hdpcomm.offload.layers import find_layers
 from hdpcomm.plan import CostModel, CostSample
 from hdpcomm.train.losses.loss import next_token_labels

@@ -20,8 +20,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.linear_cross_entropy import default_chunk_tokens
 from hdpcomm.measure.costs import forward_backward, profile_cost_model
 from hdpcomm.models.expert_group import ExpertGroup
-from hdpcomm.models.recompute import recomputed_layers, set_recompute
-from hdpcomm.models.weight_gradients import WeightGradients
+from hdpcomm.models.recompute import WeightGradients, recomputed_layers, set_recompute
 from hdpcomm.offload import ActivationOffload, MemoryMeter, measure_copies
 from hdpcomm.offload.layers import AbsentLayer, find_layers, layer_kind
 from hdpcomm.plan import CostModel, MemoryModel, ModelSpec, Planner
@@ -102,7 +101,7 @@ def profile_memory(
         matrices: what the optimizer of whole matrices takes, if there is one
             (:class:`hdpcomm.train.MatrixOwners`); ``optimizer`` is then that of all other parameters.
         split_backward: backward passes leave weight gradients for later
-            (:class:`hdpcomm.models.weight_gradients.WeightGradients`).
+            (:class:`hdpcomm.models.recompute.WeightGradients`).
 
     Raises:
         InvalidUsage: fewer than 8 tokens, or a model without a list of layers.

@@ -1,9 +1,8 @@
 """Models that run on packed, sharded sequences: a reference Llama, and the models of others."""
 
 from hdpcomm.models.adapt import AdaptedModule, adapt, from_pretrained
-from hdpcomm.models.causal_lm import AdaptedCausalLM
+from hdpcomm.models.causal_lm import AdaptedCausalLM, Llama, LlamaConfig, apply_rope, rope_tables
 from hdpcomm.models.compiled import compile_layers, use_float8
-from hdpcomm.models.llama import Llama, LlamaConfig, apply_rope, rope_tables
 from hdpcomm.models.media import items_of
 from hdpcomm.models.moe import RouterLosses, balance_routers
 from hdpcomm.models.mtp import add_mtp

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from hdpcomm.attention.slices import Again, Recomputation, innermost_checkpoint
 from hdpcomm.comm import Communicator
-from hdpcomm.kernels.derivatives import without_second_derivative
-from hdpcomm.kernels.transfers import HostNumbers, to_device
+from hdpcomm.kernels.transfers import HostNumbers, to_device, without_second_derivative
 from hdpcomm.models.tensor_group import TensorShard
 
 __all__ = [

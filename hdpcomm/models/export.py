@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.models.llama import LlamaConfig
+from hdpcomm.models.causal_lm import LlamaConfig
 from hdpcomm.models.media import auto_class
 from hdpcomm.models.mtp import add_mtp, as_saved_ahead
 from hdpcomm.models.weights import by_tensor, making

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hdpcomm.kernels.derivatives import without_second_derivative
-from hdpcomm.kernels.transfers import autocast_type
+from hdpcomm.kernels.transfers import autocast_type, without_second_derivative
 
 __all__ = ["ACTIVATIONS", "gate_clamped", "gate_halves", "gated", "rms_norm", "rotate"]
 

@@ -31,8 +31,7 @@ from hdpcomm.attention.pack_context import current_routes, find_pack
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.comm import Communicator, Mesh
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels.derivatives import without_second_derivative
-from hdpcomm.kernels.transfers import to_device
+from hdpcomm.kernels.transfers import to_device, without_second_derivative
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, chosen_before, counts_of, mixture
 from hdpcomm.models.lean import gate_halves
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hdpcomm.comm import Communicator
-from hdpcomm.kernels.derivatives import without_second_derivative
+from hdpcomm.kernels.transfers import without_second_derivative
 
 __all__ = ["Block", "TensorGroup", "TensorShard", "rows_of"]
 
@@ -236,7 +236,7 @@ class RowLinear:
     def __init__(self, module: nn.Module, linear: nn.Linear, group: TensorGroup) -> None:
         self._linear, self._group = linear, group
         self.product: Callable[[Tensor, Tensor], Tensor] = nn.functional.linear
-        """Multiplies the input by the weight; replaced by :class:`hdpcomm.models.weight_gradients.WeightGradients`."""
+        """Multiplies the input by the weight; replaced by :class:`hdpcomm.models.recompute.WeightGradients`."""
         self._forward = self._without_bias if module is linear else module.forward
         linear.forward = self._without_bias  # type: ignore[method-assign, assignment]
 

@@ -24,8 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import open_regular, read_text
-from hdpcomm.models.causal_lm import AdaptedCausalLM, inner_causal_lm
-from hdpcomm.models.llama import Llama, initial_value, seed_of
+from hdpcomm.models.causal_lm import AdaptedCausalLM, Llama, initial_value, inner_causal_lm, seed_of
 from hdpcomm.models.lora_names import base_name, first_value, is_adapter
 from hdpcomm.models.mtp import model_name, tensors_ahead
 

@@ -16,8 +16,7 @@ from hdpcomm.models import AdaptedCausalLM, Llama
 from hdpcomm.models.expert_group import ExpertGroup, ExpertLoad, mixture
 from hdpcomm.models.moe import MixtureOfExperts, holds_experts
 from hdpcomm.models.tensor_group import Block, TensorShard
-from hdpcomm.parallel.agreement import same_logits
-from hdpcomm.parallel.stages import Stage
+from hdpcomm.parallel.stages import Stage, same_logits
 
 __all__ = ["expert_parallel", "layers_with_experts"]
 

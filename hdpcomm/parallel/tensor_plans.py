@@ -30,8 +30,7 @@ from hdpcomm.models.tensor_group import (
     VocabularyShard,
     rows_of,
 )
-from hdpcomm.parallel.agreement import same_logits
-from hdpcomm.parallel.stages import AbsentPart, Stage
+from hdpcomm.parallel.stages import AbsentPart, Stage, same_logits
 
 __all__ = ["Region", "check_sizes", "tensor_parallel", "tensor_plan"]
 

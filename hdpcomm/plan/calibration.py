@@ -9,10 +9,9 @@ from typing import Any
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.files import read_text, write_whole
-from hdpcomm.plan.cluster import ClusterSpec, cluster_from_dict, cluster_to_dict
 from hdpcomm.plan.cost import CostModel, CostSample
 from hdpcomm.plan.memory import MemoryModel
-from hdpcomm.plan.specs import ModelSpec
+from hdpcomm.plan.specs import ClusterSpec, ModelSpec, cluster_from_dict, cluster_to_dict
 from hdpcomm.plan.token_mixing import TokenMixing
 
 __all__ = ["Calibration"]

@@ -14,9 +14,8 @@ import numpy as np
 from hdpcomm._core import planner as core
 from hdpcomm.arguments import check_number, check_type, check_whole
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.memory import MemoryModel
-from hdpcomm.plan.specs import ModelSpec
+from hdpcomm.plan.specs import ClusterSpec, ModelSpec
 from hdpcomm.plan.tree import Tree
 
 __all__ = ["CostModel", "CostSample", "core_cost", "fit_coefficients", "limit_of"]

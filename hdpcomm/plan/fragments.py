@@ -12,8 +12,8 @@ import numpy as np
 
 from hdpcomm.arguments import check_whole
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel
+from hdpcomm.plan.specs import ClusterSpec
 from hdpcomm.plan.step import StepPlan
 from hdpcomm.plan.tree import Tree, TreeFragment
 

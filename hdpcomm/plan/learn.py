@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel
+from hdpcomm.plan.specs import ClusterSpec
 from hdpcomm.plan.step import MicroBatch, StepPlan
 
 __all__ = ["CostLearner", "RankTimes", "fit_robust", "folded_sum", "weighted_median"]

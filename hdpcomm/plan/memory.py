@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from hdpcomm.arguments import MOST_TOKENS, check_number, check_whole, size_text
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.cluster import ClusterSpec
-from hdpcomm.plan.specs import ModelSpec
+from hdpcomm.plan.specs import ClusterSpec, ModelSpec
 
 __all__ = ["Line", "MemoryModel", "StepMemory", "most_in_flight"]
 

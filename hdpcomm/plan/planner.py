@@ -16,11 +16,10 @@ import numpy as np
 from hdpcomm._core import planner as core
 from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel, core_cost
 from hdpcomm.plan.fragments import Jobs, jobs_of, squares_by_id
 from hdpcomm.plan.memory import MemoryModel
-from hdpcomm.plan.specs import ModelSpec
+from hdpcomm.plan.specs import ClusterSpec, ModelSpec
 from hdpcomm.plan.step import StepPlan
 from hdpcomm.plan.table import COLUMNS, MicroBatch, PlanTable, SequenceFragment, SequenceInfo
 from hdpcomm.plan.tree import Tree

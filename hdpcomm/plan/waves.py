@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from hdpcomm.plan.cluster import ClusterSpec
 from hdpcomm.plan.cost import CostModel
+from hdpcomm.plan.specs import ClusterSpec
 from hdpcomm.plan.step import StepPlan
 from hdpcomm.plan.table import MicroBatch, PlannedSlice, PlanTable, SequenceFragment, SequenceInfo
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hdpcomm.attention import AttentionOptions, Problem, available_backends, ring_attention
-from hdpcomm.attention._kernels import Rows, add_rows, copy_rows, merge
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Accumulator, GradSum, Score
 from hdpcomm.attention.backends.dense import ReferenceBackend
+from hdpcomm.attention.rows import Rows, add_rows, copy_rows, merge
 from hdpcomm.attention.tiles import Tile
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -10,7 +10,7 @@ import torch
 
 from hdpcomm import kernels
 from hdpcomm.attention import positions, shard
-from hdpcomm.attention._kernels import merge
+from hdpcomm.attention.rows import merge
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import lean
 from tests.harness import buffer_kernels

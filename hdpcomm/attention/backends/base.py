@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hdpcomm.attention import _kernels
+from hdpcomm.attention.rows import merge
 from hdpcomm.attention.tiles import Tile
 
 __all__ = ["Accumulator", "Backend", "GradSum", "Grads", "Problem", "Score", "Three", "refuses_tensors"]
@@ -140,9 +140,9 @@ class Accumulator:
                 return
         out, lse = self.widen(), self.lse
         if isinstance(rows, slice):
-            _kernels.merge(out[rows], lse[rows], block_out, block_lse)
+            merge(out[rows], lse[rows], block_out, block_lse)
         else:
-            _kernels.merge(out, lse, block_out, block_lse, rows)
+            merge(out, lse, block_out, block_lse, rows)
 
 
 class GradSum:

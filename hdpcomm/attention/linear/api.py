@@ -39,8 +39,7 @@ from hdpcomm.attention.variants import AttentionOptions, careful_of, options_of
 from hdpcomm.comm import Communicator
 from hdpcomm.comm.untraced import untraced
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.kernels.derivatives import without_second_derivative
-from hdpcomm.kernels.transfers import autocast_type, to_device
+from hdpcomm.kernels.transfers import autocast_type, to_device, without_second_derivative
 
 __all__ = ["delta_rule", "short_conv", "ssd"]
 

@@ -11,10 +11,9 @@ from hdpcomm import _core
 from hdpcomm.arguments import check_seconds
 from hdpcomm.comm.communicator import NAMES, Communicator, Splits
 from hdpcomm.comm.device.paths import Devices, LandingZone, StreamMark
-from hdpcomm.comm.profiling import event, messages, operands, profiler
 from hdpcomm.comm.tensors import check_shape
 from hdpcomm.comm.untraced import untraced
-from hdpcomm.comm.work import ENDED, Work
+from hdpcomm.comm.work import ENDED, Work, event, messages, operands, profiler
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["DeviceCommunicator", "DeviceWork"]

@@ -21,7 +21,7 @@ from hdpcomm.kernels.transfers import HostNumbers
 from hdpcomm.models.compiled import refuse_compiled
 from hdpcomm.models.media import MediaEncoder
 from hdpcomm.models.mtp import MultiToken
-from hdpcomm.models.weight_gradients import WeightGradients
+from hdpcomm.models.recompute import WeightGradients
 from hdpcomm.offload import ActivationOffload
 from hdpcomm.parallel.program import KEEP, RECEIVE, RUN, SEND, WHOLE, StepProgram, pipeline_program, plan_program
 from hdpcomm.parallel.stages import Stage
@@ -94,7 +94,7 @@ class Passes:
         chunks: the model, cut for the tensor and expert ranks of ``mesh``; or this device's stages of it, in order.
         planner: of a pipeline, whose schedules it makes. With ``split_backward=True`` in its cluster, weight gradients
             of linear layers are computed where the device would wait
-            (:class:`hdpcomm.models.weight_gradients.WeightGradients`).
+            (:class:`hdpcomm.models.recompute.WeightGradients`).
         loss: in place of the model's own, see :class:`hdpcomm.train.Trainer`.
 
     Attributes:

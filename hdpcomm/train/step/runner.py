@@ -13,7 +13,7 @@ from hdpcomm.comm.tensors import wraps_tensors
 from hdpcomm.data.agree import gather_json
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.moe import loads_on_mesh, settle_loads
-from hdpcomm.parallel.agreement import share_values
+from hdpcomm.parallel.stages import share_values
 from hdpcomm.plan import StepPlan
 from hdpcomm.train.state.layout import layout_of, plain_name
 from hdpcomm.train.step.averages import swap_averages

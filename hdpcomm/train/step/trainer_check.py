@@ -16,8 +16,7 @@ from hdpcomm.errors import InvalidUsage, NotFinite
 from hdpcomm.models.expert_group import ExpertGroup
 from hdpcomm.models.self_check import CHECKED_TOKENS, is_random
 from hdpcomm.models.tensor_group import TensorGroup
-from hdpcomm.parallel.agreement import check_same_mesh, check_same_stages, check_same_trained, checked_stages
-from hdpcomm.parallel.stages import Stage
+from hdpcomm.parallel.stages import Stage, check_same_mesh, check_same_stages, check_same_trained, checked_stages
 from hdpcomm.plan import Planner, StepPlan, TrajectoryTree, Tree
 from hdpcomm.train.losses import GroupLoss, TokenLoss
 from hdpcomm.train.step.runner import StepSettings

@@ -13,7 +13,7 @@ from hdpcomm.comm import Work
 from hdpcomm.comm.mesh import Mesh
 from hdpcomm.comm.tensors import wraps_tensors
 from hdpcomm.errors import InvalidUsage
-from hdpcomm.parallel.agreement import share_values
+from hdpcomm.parallel.stages import share_values
 from hdpcomm.train.state.layout import Layout
 from hdpcomm.train.zero.buckets import Bucket, Sharding, SharedShards, Units, make_buckets, unit_buckets
 from hdpcomm.train.zero.gradients import Gradients, WholeSums, memory_of, trained_parameters, wide_type

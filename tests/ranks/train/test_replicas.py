@@ -15,7 +15,7 @@ import torch
 import hdpcomm as hdp
 from hdpcomm.errors import Mismatch
 from hdpcomm.models import Llama, LlamaConfig
-from hdpcomm.parallel.agreement import share_values
+from hdpcomm.parallel.stages import share_values
 from hdpcomm.plan import ClusterSpec, CostModel, Planner
 from hdpcomm.testing import run_threads
 from hdpcomm.train import Trainer

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hdpcomm.attention import _kernels
+from hdpcomm.attention import rows as _kernels
 from hdpcomm.errors import InvalidUsage
 
 SIZES = [(0, 2, 8), (1, 1, 1), (3, 2, 5), (7, 3, 16), (65, 2, 129)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hdpcomm._core import kernels as core
 from hdpcomm.attention import positions, shard
-from hdpcomm.attention._kernels import Rows, add_rows, copy_rows, take_rows
+from hdpcomm.attention.rows import Rows, add_rows, copy_rows, take_rows
 from hdpcomm.errors import InvalidUsage
 
 

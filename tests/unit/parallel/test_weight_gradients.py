@@ -9,7 +9,7 @@ from torch import nn
 import hdpcomm as hdp
 from hdpcomm.measure.costs import profile_samples, weights_share
 from hdpcomm.models import Llama, LlamaConfig, set_recompute
-from hdpcomm.models.weight_gradients import WeightGradients
+from hdpcomm.models.recompute import WeightGradients
 from hdpcomm.plan import CostModel, CostSample
 from hdpcomm.run import RunConfig
 from hdpcomm.run.costs import weights_put_off

@@ -11,7 +11,7 @@ import pytest
 from hdpcomm.cli.main import main
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import MODELS, ClusterSpec, CostModel, MemoryModel, ModelSpec, stage_layers, stage_work
-from hdpcomm.plan.cluster import cluster_from_dict, cluster_to_dict
+from hdpcomm.plan.specs import cluster_from_dict, cluster_to_dict
 from hdpcomm.plan.stage_cut import by_layer, cut_layers, mean_work
 
 LLAMA = replace(MODELS["llama-7b"], layers=61)
