@@ -261,41 +261,32 @@ class PlanTable:
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The micro-batches as plain Python objects, those of a plan's JSON form."""
-        rank_bounds, sequence_bounds = self.rank_bounds.tolist(), self.sequence_bounds.tolist()
-        ranks = self.ranks.tolist()
-        sequences = [
-            {"id": number, "length": length}
-            for number, length in zip(self.ids.tolist(), self.lengths.tolist(), strict=True)
-        ]
-        of_rows = zip(self.index.tolist(), self.offload_ratio.tolist(), self.predicted_s.tolist(), strict=True)
         return [
             {
-                "index": index,
-                "ranks": ranks[rank_bounds[row] : rank_bounds[row + 1]],
-                "sequences": sequences[sequence_bounds[row] : sequence_bounds[row + 1]],
-                "offload_ratio": offload_ratio,
-                "predicted_s": predicted_s,
+                "index": batch.index,
+                "ranks": list(batch.ranks),
+                "sequences": [{"id": each.id, "length": each.length} for each in batch.sequences],
+                "offload_ratio": batch.offload_ratio,
+                "predicted_s": batch.predicted_s,
             }
-            for row, (index, offload_ratio, predicted_s) in enumerate(of_rows)
+            for batch in self.micro_batches()
         ]
 
     @classmethod
     def of_dicts(cls, items: Sequence[Any]) -> PlanTable:
         """Reads :meth:`to_dicts` back. Raises: what its parts raise that are none, and InvalidUsage."""
-        sequences = [sequence for item in items for sequence in item["sequences"]]
-        return cls(
-            index=np.array([int(item["index"]) for item in items], dtype=np.int64),
-            rank_bounds=_bounds(len(item["ranks"]) for item in items),
-            ranks=np.array([int(rank) for item in items for rank in item["ranks"]], dtype=np.int32),
-            sequence_bounds=_bounds(len(item["sequences"]) for item in items),
-            ids=np.array([int(sequence["id"]) for sequence in sequences], dtype=np.int64),
-            lengths=np.array([int(sequence["length"]) for sequence in sequences], dtype=np.int64),
-            offload_ratio=np.array([float(item["offload_ratio"]) for item in items], dtype=np.float64),
-            # Plans written before the field had its present name say "seconds".
-            predicted_s=np.array(
-                [float(item["predicted_s"] if "predicted_s" in item else item["seconds"]) for item in items],
-                dtype=np.float64,
-            ),
+        return cls.of(
+            [
+                MicroBatch(
+                    int(item["index"]),
+                    tuple(map(int, item["ranks"])),
+                    tuple(SequenceInfo(int(each["id"]), int(each["length"])) for each in item["sequences"]),
+                    float(item["offload_ratio"]),
+                    # Plans written before the field had its present name say "seconds".
+                    float(item["predicted_s"] if "predicted_s" in item else item["seconds"]),
+                )
+                for item in items
+            ]
         )
 
     def followed_by(self, other: PlanTable) -> PlanTable:

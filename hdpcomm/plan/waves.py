@@ -16,17 +16,8 @@ from hdpcomm.plan.step import StepPlan
 from hdpcomm.plan.table import MicroBatch, PlannedSlice, PlanTable, SequenceFragment, SequenceInfo
 
 __all__ = [
-    *("Pass", "PipelineSchedule", "PlannedWaves", "Slices", "WaveClock", "blocks_of", "in_turns"),
-    *(
-        "in_waves",
-        "joined_batches",
-        "make_waves",
-        "plan_waves",
-        "run_waves",
-        "sorted_for_waves",
-        "wave_times_in_order",
-        "",
-    ),
+    *("Pass", "PipelineSchedule", "PlannedWaves", "Slices", "WaveClock", "blocks_of", "in_turns", "in_waves"),
+    *("joined_batches", "make_waves", "plan_waves", "run_waves", "sorted_for_waves", "wave_times_in_order"),
 ]
 
 
