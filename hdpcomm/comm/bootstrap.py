@@ -283,7 +283,10 @@ def init(transport: str = "auto", timeout: float | None = None) -> Communicator:
         names = [machine().host(each) for each in range(world.size)]
         _set_nodes(world, [names.index(name) for name in names], load_costs("tcp"))
         return _communicator(world, transport)
-    rank, size = _rank_and_size()
+    if dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, size = rank_and_size() if joined() else (0, 1)
     return _joined(transport, rank, size, seconds, lambda: open_store(rank, seconds))
 
 
@@ -364,12 +367,6 @@ def uses_gpus(transport: str) -> bool:
     """Whether ranks that are started with this transport on machines like this one compute on GPUs. Local."""
     chosen = _chosen(transport)
     return chosen in ("cuda", "nccl", "cuda+nccl") or (chosen == "auto" and machine().has_gpu(0))
-
-
-def _rank_and_size() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return rank_and_size() if joined() else (0, 1)
 
 
 def open_store(rank: int, seconds: float) -> Any:

@@ -15,17 +15,12 @@ def close_in_children(handle: int) -> None:
     """The open socket is closed in forked children of this process from now on."""
     global _room
     if len(_sockets) >= _room:
-        _forget_closed()
+        for closed in [each for each, inode in _sockets.items() if _inode(each) != inode]:
+            _sockets.pop(closed, None)
         _room = max(64, 2 * len(_sockets))
     inode = _inode(handle)
     if inode is not None:
         _sockets[handle] = inode
-
-
-def _forget_closed() -> None:
-    for handle, inode in list(_sockets.items()):
-        if _inode(handle) != inode:
-            _sockets.pop(handle, None)
 
 
 def _inode(handle: int) -> int | None:

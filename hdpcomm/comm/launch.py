@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,9 @@ class RankPool:
         self._ports: list[TorchStorePort] = []
         self._processes: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
-        context = _context(preload)
+        # A server with torch imported forks a rank in milliseconds; it has no threads, so the fork is safe.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["hdpcomm.comm.launch", *preload])
         folder = multiprocessing.util.get_temp_dir()
         try:
             self._ports.append(TorchStorePort())
@@ -260,13 +261,6 @@ class RankPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _context(preload: Sequence[str]) -> ForkServerContext:
-    # A server with torch imported forks a rank in milliseconds; it has no threads, so the fork is safe.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hdpcomm.comm.launch", *preload])
-    return context
 
 
 def _raise_first(errors: dict[int, tuple[BaseException, str]]) -> None:

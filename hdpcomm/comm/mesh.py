@@ -152,9 +152,6 @@ class Mesh:
     def _subset(self, positions: torch.Tensor) -> Communicator:
         return cast("Communicator", self.comm.subset(positions.tolist()))
 
-    def _host_of(self, position: int) -> int:
-        return self._hosts[self.comm.ranks[position]]
-
     def _given(self, placement: Sequence[int]) -> list[int]:
         order = list(placement)
         if any(isinstance(p, bool) or not hasattr(p, "__index__") for p in order) or sorted(map(index, order)) != list(
@@ -168,7 +165,7 @@ class Mesh:
 
     def _check_hosts(self) -> None:
         for group in self._positions.view(-1, self.tensor).tolist():
-            hosts = {self._host_of(position) for position in group}
+            hosts = {self._hosts[self.comm.ranks[position]] for position in group}
             if len(hosts) > 1:
                 raise InvalidUsage(
                     f"the tensor group of the ranks {[self.comm.ranks[position] for position in group]} would lie on "

@@ -91,19 +91,15 @@ def measure_topology(comm: Communicator) -> Topology:
         raise InvalidUsage(f"measure_topology() got the ranks {comm.ranks}; give what init() returned")
     nodes = nodes_of(comm)
     hosts = tuple(tuple(rank for rank in comm.ranks if nodes[rank] == node) for node in sorted(set(nodes)))
-    nics, where = _shared_links(comm, hosts), _domains(comm, hosts)
+    nics, where = _shared_links(comm, hosts), domains_of(comm)
+    if where is not None and not 1 < len(set(where)) < len(hosts):
+        where = None
     pairs = list(itertools.combinations(comm.ranks, 2))
     intra = _measure(comm, [(a, b) for a, b in pairs if nodes[a] == nodes[b]])
     apart = [(a, b) for a, b in pairs if nodes[a] != nodes[b]]
     near = [(a, b) for a, b in apart if where is not None and where[a] == where[b]]
     far = _measure(comm, [(a, b) for a, b in apart if where is None or where[a] != where[b]])
     return Topology(comm.transport, hosts, intra, far, nics, where, _measure(comm, near))
-
-
-def _domains(comm: Communicator, hosts: Sequence[tuple[int, ...]]) -> list[int] | None:
-    """See :attr:`Topology.domain_of_rank`. Collective over ``comm``."""
-    named = domains_of(comm)
-    return named if named is not None and 1 < len(set(named)) < len(hosts) else None
 
 
 def _shared_links(comm: Communicator, groups: Sequence[tuple[int, ...]]) -> int | None:

@@ -204,7 +204,8 @@ def use_float8(model: nn.Module, recipe: str = "rowwise", *, exclude: Sequence[s
     chosen = _linear_layers(model)
     for part in exclude:
         if not any(part in name for name in chosen):
-            raise InvalidUsage(f"exclude has {part!r}, which is in the name of no linear layer, as {_some(chosen)}")
+            some = ", ".join(chosen[:3]) or "(there is none)"
+            raise InvalidUsage(f"exclude has {part!r}, which is in the name of no linear layer, as {some}")
     wanted = {name for name in chosen if not any(part in name for part in exclude)}
     if not wanted:
         raise InvalidUsage(
@@ -258,7 +259,3 @@ def _linear_layers(model: nn.Module) -> list[str]:
         and ".lora_" not in name
         and not (module.in_features % _WIDTHS or module.out_features % _WIDTHS)
     ]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) or "(there is none)"

@@ -246,7 +246,9 @@ class _PassPack:
 
     def __init__(self, part: torch.nn.Module, longest: tuple[str, int] | None) -> None:
         self._longest = longest
-        self._passes = passes_arguments(part)
+        # Whether its forward hands keyword arguments that it does not know on to its layers.
+        kinds = {parameter.kind for parameter in inspect.signature(part.forward).parameters.values()}
+        self._passes = inspect.Parameter.VAR_KEYWORD in kinds
 
     def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.compiler.is_compiling():
@@ -258,12 +260,6 @@ class _PassPack:
             if self._longest is not None:
                 _check_length(pack.cu_seqlens.longest, *self._longest)
         return args, kwargs
-
-
-def passes_arguments(module: torch.nn.Module) -> bool:
-    """Does its forward hand keyword arguments that it does not know on to its layers?"""
-    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
-    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def set_attention(model: Any) -> AttentionSwitch:

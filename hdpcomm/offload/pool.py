@@ -58,14 +58,14 @@ def compute_stream(device: Device) -> int | None:
     return None if device.is_sim else int(torch.cuda.current_stream(device.ordinal).cuda_stream)
 
 
-def numa_node_of(device: Device, *, sysfs: str = "/sys") -> int:
+def numa_node_of(device: Device) -> int:
     """NUMA node that the device is attached to; -1 for a simulated device, or where the kernel does not say."""
     if device.is_sim:
         return -1
     found: Any = torch.cuda.get_device_properties(device.ordinal)  # torch's stub lacks the PCI fields
     place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:
-        return int((Path(sysfs) / "bus/pci/devices" / place / "numa_node").read_text())
+        return int((Path("/sys/bus/pci/devices") / place / "numa_node").read_text())
     except (OSError, ValueError):
         return -1
 

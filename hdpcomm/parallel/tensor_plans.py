@@ -308,11 +308,6 @@ def _linear(path: str, layer: nn.Module) -> AdaptedLinear:
     return found
 
 
-def _head_dim(module: nn.Module) -> int | None:
-    found = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
-    return int(found) if isinstance(found, int) else None
-
-
 def _has_latent(module: nn.Module) -> bool:
     """Multi-head latent attention, with projections that all heads share."""
     return hasattr(module, "kv_b_proj") and hasattr(module, "num_heads")
@@ -322,7 +317,8 @@ def _cut(place: str, parent: Any, columns: list[str], row: str, size: int) -> Cu
     """By heads, of which those of keys and values may be fewer than the ranks; an MLP by columns."""
     outputs = {name: _linear(f"{place}.{name}", parent.get_submodule(name)).linear.out_features for name in columns}
     inputs = _linear(f"{place}.{row}", parent.get_submodule(row)).linear.in_features
-    width = _head_dim(parent)
+    dim = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
+    width = dim if isinstance(dim, int) else None
     sizes: dict[str, int] = {}
     if _has_latent(parent):
         heads = int(parent.num_heads)

@@ -51,13 +51,6 @@ class _Nodes:
     """So many last ones have no tokens, each for a state that is kept for a slice after; alone in theirs, the last."""
 
 
-def _nodes_of(layout: TokenLayout, keys: TokenLayout) -> _Nodes:
-    """The runs of a pack; pure and local. ``keys``: of a slice, the layout of all tokens up to its end."""
-    if layout.tree is None:
-        return _of_zigzag(layout)
-    return _of_tree(cast(TreeLayout, layout), cast(TreeLayout, keys))
-
-
 def _of_zigzag(layout: SequenceLayout) -> _Nodes:
     """The heads of all sequences on rank 0, 1, ..., both pieces on the last rank, and the tails on the way back.
 
@@ -402,4 +395,10 @@ def state_plan(layout: TokenLayout, keys: TokenLayout) -> StatePlan:
     ``keys``: of a slice, the layout of all tokens up to its end. Each state that the slices after it begin with stays
     on the rank that ends with it.
     """
-    return StatePlan(_nodes_of(layout, keys), layout.size)
+    plain = layout.tree is None
+    nodes = (
+        _of_zigzag(cast(SequenceLayout, layout))
+        if plain
+        else _of_tree(cast(TreeLayout, layout), cast(TreeLayout, keys))
+    )
+    return StatePlan(nodes, layout.size)

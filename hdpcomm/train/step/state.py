@@ -18,7 +18,7 @@ from hdpcomm.errors import InvalidUsage
 from hdpcomm.models import Weights
 from hdpcomm.train.state.layout import Layout, Placement, TensorPart, box_slices, plain_name
 from hdpcomm.train.step.averages import AVERAGE, first_average
-from hdpcomm.train.zero.masters import LocalShard, Masters, MasterShard
+from hdpcomm.train.zero.masters import Masters, MasterShard
 from hdpcomm.train.zero.matrix_owners import MatrixOwners
 from hdpcomm.train.zero.shared_parts import names_only
 
@@ -205,19 +205,15 @@ class State:
         for name, value in state.items():
             placement = self._layout.by_name.get(name)
             if placement is not None and name in cut_names:
-                yield ("model", placement.name), self._range(placement, cut_names[name])
+                own = cut_names[name]  # this rank's shard of a parameter that has no values here (ZeRO-3)
+                part = TensorPart.of_range(own.parameter.shape, own.start, own.values)
+                yield ("model", placement.name), placement.part(part.boxes, written=own.sharding.first)
                 continue
             if placement is None or not isinstance(value, Tensor) or self._whole:
                 yield ("model", name if placement is None else placement.name), value
             else:
                 first = placement.holders.replicas.rank == 0
                 yield ("model", placement.name), placement.part([([0] * value.dim(), value)], written=first)
-
-    @staticmethod
-    def _range(placement: Placement, own: LocalShard) -> TensorPart:
-        """This rank's shard of a parameter that has no values here (ZeRO-3)."""
-        part = TensorPart.of_range(own.parameter.shape, own.start, own.values)
-        return placement.part(part.boxes, written=own.sharding.first)
 
     def _part(self, placement: Placement, value: Tensor, shape: Sequence[int]) -> Any:
         """A tensor of the optimizer's state: one for each element, or, as a count of steps, one for the parameter."""
