@@ -8,9 +8,9 @@ import copy
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from hdpcomm.torch_backend import HdpProcessGroup, communicator
 from hdpcomm.train import materialize
 from hdpcomm.train.step.runner import Runner, StepSettings
 from hdpcomm.train.step.state import State
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = [
     "FolderSource",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,8 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from hdpcomm.integrations.row_passes import Sequences
 from hdpcomm.integrations.verl_options import unsupported
-from hdpcomm.models.media import FAMILIES
+from hdpcomm.models.media import FAMILIES, MediaEncoder
 from hdpcomm.train.losses.loss import IGNORE
-
-if TYPE_CHECKING:
-    from hdpcomm.models.media import MediaEncoder
 
 __all__ = ["check_batch", "sequences_of", "temperature_of"]
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.models.lora_names import base_name, is_adapter
-
-if TYPE_CHECKING:
-    from torch import device
 
 __all__ = ["adapter_weights", "merged_weights", "with_adapters"]
 
@@ -99,7 +96,7 @@ def merged_weights(
         yield base_name(name), tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
-def _product(layer: Any, path: str, adapters: Mapping[str, Tensor], place: device) -> Tensor:
+def _product(layer: Any, path: str, adapters: Mapping[str, Tensor], place: torch.device) -> Tensor:
     """Both matrices of an adapter, multiplied and scaled, in fp32."""
     names = [f"{path}.{each}.default.weight" for each in ("lora_A", "lora_B")]
     if not adapters.keys() >= set(names) or getattr(layer, "lora_variant", None):

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan import ClusterSpec, CostLearner, CostModel, PlanAhead, Planner, RankTimes, StepPlan
 from hdpcomm.train import Trainer
 from hdpcomm.train.step.metrics import Span
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["PlanLearning", "rank_speeds", "rank_times", "slowest_rank", "times_of"]
 

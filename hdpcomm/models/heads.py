@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,9 +17,6 @@ from hdpcomm.models.moe import AddedLosses, RouterWeights
 from hdpcomm.models.mtp import MultiToken
 from hdpcomm.models.routes import RoutesShape
 from hdpcomm.models.tensor_group import TensorGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["NEXT_TOKEN", "SEQUENCE", "TOKEN", "LayeredModel", "classified_token", "head_of"]
 
