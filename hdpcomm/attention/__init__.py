@@ -5,6 +5,7 @@ from hdpcomm.attention.backends import Problem
 from hdpcomm.attention.backends import available as available_backends
 from hdpcomm.attention.block_mask import BlockMask
 from hdpcomm.attention.chosen import index_top_k, indexed_attention, selected_attention
+from hdpcomm.attention.engine import AttentionCosts, AttentionOptions
 from hdpcomm.attention.linear import delta_rule, short_conv, ssd
 from hdpcomm.attention.pack_context import (
     PackContext,
@@ -25,7 +26,6 @@ from hdpcomm.attention.packs import (
     unshard,
 )
 from hdpcomm.attention.slices import KVStore, SequenceSlice, SlicedSequence
-from hdpcomm.attention.variants import AttentionCosts, AttentionOptions
 from hdpcomm.plan.tree import Tree
 
 __all__ = [

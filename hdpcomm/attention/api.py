@@ -22,21 +22,25 @@ from hdpcomm.arguments import check_number, check_whole
 from hdpcomm.attention.backends import choose
 from hdpcomm.attention.backends.base import Problem, Score
 from hdpcomm.attention.call_check import agree_on_call, agree_on_result, check_alike, check_finite, keep_rows
-from hdpcomm.attention.engine import Call, LatentDims, as_saved, backward, forward
+from hdpcomm.attention.engine import (
+    AttentionCosts,
+    AttentionOptions,
+    Call,
+    LatentDims,
+    as_saved,
+    backward,
+    careful_of,
+    choose_variant,
+    estimate,
+    forward,
+    options_of,
+)
 from hdpcomm.attention.layout import Layout
 from hdpcomm.attention.packs import CuSeqlens, Kept, Pack, as_pack
 from hdpcomm.attention.tiles import Band
 from hdpcomm.attention.tree_layout import ONLY_SEQUENCES, chunked
-from hdpcomm.attention.variants import (
-    AttentionCosts,
-    AttentionOptions,
-    careful_of,
-    choose_variant,
-    estimate,
-    options_of,
-)
 from hdpcomm.comm import Communicator
-from hdpcomm.comm.untraced import untraced
+from hdpcomm.comm.tensors import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import without_second_derivative
 

@@ -24,7 +24,7 @@ from hdpcomm.attention.call_check import agree_on_call, check_alike, keep_rows
 from hdpcomm.attention.packs import CuSeqlens, as_pack
 from hdpcomm.attention.tree_layout import TokenLayout
 from hdpcomm.comm import Communicator
-from hdpcomm.comm.untraced import untraced
+from hdpcomm.comm.tensors import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import without_second_derivative
 from hdpcomm.plan.tree import Tree

@@ -24,11 +24,10 @@ from torch import Tensor
 
 from hdpcomm import _core
 from hdpcomm.attention.api import Arguments, attend, plan_call, positive_scale
-from hdpcomm.attention.engine import backward, retrace
+from hdpcomm.attention.engine import AttentionOptions, backward, careful_of, options_of, retrace
 from hdpcomm.attention.packs import CuSeqlens, Pack, as_pack
 from hdpcomm.attention.slices import Recomputation
 from hdpcomm.attention.tiles import window_pair
-from hdpcomm.attention.variants import AttentionOptions, careful_of, options_of
 from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import refuse_second_derivative

@@ -23,7 +23,7 @@ from hdpcomm.attention.layout import NO_SPANS, Layout, SequenceLayout, sequence_
 from hdpcomm.attention.rows import Rows, copy_rows, take_rows
 from hdpcomm.attention.tiles import Int64
 from hdpcomm.attention.tree_layout import TokenLayout, TreeLayout, tree_layout
-from hdpcomm.comm.untraced import untraced
+from hdpcomm.comm.tensors import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.plan.tree import Tree
 

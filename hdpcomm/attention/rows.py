@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hdpcomm._core import kernels as _core
 from hdpcomm.comm import Communicator
-from hdpcomm.comm.untraced import untraced
+from hdpcomm.comm.tensors import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import autocast_type, dtype_code, launch, to_device, without_second_derivative
 

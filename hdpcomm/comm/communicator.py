@@ -16,8 +16,7 @@ from hdpcomm import _core
 from hdpcomm.arguments import check_number, check_seconds, check_whole
 from hdpcomm.comm import recovery
 from hdpcomm.comm.device.paths import LandingZone
-from hdpcomm.comm.tensors import check_shape, describe
-from hdpcomm.comm.untraced import untraced
+from hdpcomm.comm.tensors import check_shape, describe, untraced
 from hdpcomm.comm.work import ENDED, Work, messages, operands, peers, profiler, recorded
 from hdpcomm.errors import InvalidUsage
 

@@ -1,10 +1,18 @@
-"""Passes tensors to the core: address, element count, element type. No copy is ever made."""
+"""Between torch and the core: passes tensors, as address, element count and element type, of which no copy is ever
+made; and keeps torch.compile out of what communicates, and of plans made on the host.
+
+Neither can be a part of a graph. The compiler would follow a call through the package down to the core; meanwhile it
+makes example objects without their ``__init__``, and fails at some uses of numpy. A call of a marked function is a
+graph break: the function and what it calls run as they are. Outside of compiled code it costs nothing. torch's own
+``torch.compiler.disable`` imports the compiler at once and wraps each call.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +22,7 @@ from hdpcomm import _core
 from hdpcomm.arguments import check_type, check_whole
 from hdpcomm.errors import InvalidUsage
 
-__all__ = ["Buffer", "check_shape", "describe", "describe_torch", "plain_tensors", "wraps_tensors"]
-
+__all__ = ["Buffer", "check_shape", "describe", "describe_torch", "plain_tensors", "untraced", "wraps_tensors"]
 
 _CODES = _core.DTYPES
 _TORCH = {getattr(torch, name): code for name, code in _CODES.items() if hasattr(torch, name)}
@@ -117,3 +124,30 @@ def check_shape(call: str, shape: Sequence[Any], dtype: Any) -> int:
             f"{call} got the shape {tuple(shape)}, {count * dtype.itemsize:,} bytes; no process has so much memory"
         )
     return count
+
+
+Marked = TypeVar("Marked", bound=Callable[..., Any])
+
+
+def _skipping() -> Callable[[types.CodeType], None] | None:
+    """A function that keeps the compiler from code and all that it calls; None: this torch has no such thing."""
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if not hasattr(frames, "set_code_exec_strategy"):
+        return None
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    return lambda code: frames.set_code_exec_strategy(code, strategy)
+
+
+_skip = _skipping()
+
+
+def untraced(marked: Marked) -> Marked:
+    """A function, or all methods that a class itself defines. Local."""
+    functions = vars(marked).values() if isinstance(marked, type) else (marked,)
+    for function in functions:
+        if isinstance(function, types.FunctionType):
+            function._torchdynamo_disable = True  # type: ignore[attr-defined]
+            function._torchdynamo_disable_msg = "it communicates, or plans on the host"  # type: ignore[attr-defined]
+            if _skip is not None:
+                _skip(function.__code__)
+    return marked

@@ -19,7 +19,7 @@ from torch.autograd import profiler
 
 from hdpcomm import _core
 from hdpcomm.arguments import check_seconds
-from hdpcomm.comm.untraced import untraced
+from hdpcomm.comm.tensors import untraced
 
 __all__ = ["ENDED", "Work", "event", "messages", "operands", "peers", "profiler", "recorded", "ring_step"]
 

@@ -27,6 +27,7 @@ from hdpcomm.attention.call_check import (
     summary_of,
     token_layouts,
 )
+from hdpcomm.attention.engine import AttentionOptions, careful_of, options_of
 from hdpcomm.attention.gather import GatherPlan, GradReturn, fetch_rows, gather_plan
 from hdpcomm.attention.linear.exchange import Group, Map, choose_exchange, num_groups, travel
 from hdpcomm.attention.linear.scan import ForestScan, Inputs, PartRuns, Scan, chunked
@@ -35,9 +36,8 @@ from hdpcomm.attention.packs import CuSeqlens, Pack, as_pack
 from hdpcomm.attention.ring import find_atoms
 from hdpcomm.attention.tiles import Band, Int64
 from hdpcomm.attention.tree_layout import TokenLayout, TreeLayout, past_tokens
-from hdpcomm.attention.variants import AttentionOptions, careful_of, options_of
 from hdpcomm.comm import Communicator
-from hdpcomm.comm.untraced import untraced
+from hdpcomm.comm.tensors import untraced
 from hdpcomm.errors import InvalidUsage
 from hdpcomm.kernels.transfers import autocast_type, to_device, without_second_derivative
 

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hdpcomm.attention.engine import AttentionCosts
 from hdpcomm.attention.linear.scan import ForestScan, Inputs, PartRuns, Runs, Scan
 from hdpcomm.attention.linear.state_plan import Part, StatePlan
-from hdpcomm.attention.variants import AttentionCosts
 from hdpcomm.comm import Communicator
 from hdpcomm.errors import InvalidUsage
 

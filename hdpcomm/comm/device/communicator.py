@@ -11,8 +11,7 @@ from hdpcomm import _core
 from hdpcomm.arguments import check_seconds
 from hdpcomm.comm.communicator import NAMES, Communicator, Splits
 from hdpcomm.comm.device.paths import Devices, LandingZone, StreamMark
-from hdpcomm.comm.tensors import check_shape
-from hdpcomm.comm.untraced import untraced
+from hdpcomm.comm.tensors import check_shape, untraced
 from hdpcomm.comm.work import ENDED, Work, event, messages, operands, profiler
 from hdpcomm.errors import InvalidUsage
 

@@ -11,8 +11,7 @@ import torch
 from hdpcomm import _core
 from hdpcomm.comm.costs import cost_names, link_costs, load_costs
 from hdpcomm.comm.machine import machine
-from hdpcomm.comm.tensors import Buffer, describe, describe_torch
-from hdpcomm.comm.untraced import untraced
+from hdpcomm.comm.tensors import Buffer, describe, describe_torch, untraced
 from hdpcomm.errors import InvalidUsage
 
 __all__ = ["AUTOMATIC", "DEVICE_TRANSPORTS", "Devices", "LandingZone", "StreamMark", "arena_bytes", "join_devices"]

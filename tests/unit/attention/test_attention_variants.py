@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from hdpcomm.attention import AttentionCosts, Problem, as_pack
-from hdpcomm.attention.engine import grouped_layout, head_shares, token_shares
+from hdpcomm.attention.engine import Variant, choose_variant, estimate, grouped_layout, head_shares, token_shares
 from hdpcomm.attention.tiles import Band
-from hdpcomm.attention.variants import Variant, choose_variant, estimate
 from hdpcomm.errors import InvalidUsage
 
 CAUSAL = Band(None, 0)
